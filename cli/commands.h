@@ -19,6 +19,7 @@ int plan_command(const Args& args);        // plan.cpp
 int ledger_command(const Args& args);      // ledger.cpp
 int report_command(const Args& args);      // report.cpp
 int monitor_command(const Args& args);     // monitor.cpp
+int dashboard_command(const Args& args);   // dashboard.cpp
 int doctor_command(const Args& args);      // doctor.cpp
 int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 

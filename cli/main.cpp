@@ -41,6 +41,7 @@ constexpr Command kCommands[] = {
      plan_command},
     {"data", "tokenize text files into shards, and inspect them", data_command},
     {"monitor", "show a run in the terminal, or every GPU of this machine", monitor_command},
+    {"dashboard", "serve the page of a recorded run, also after its end", dashboard_command},
     {"ledger", "show what the ranks of a failed or stalled run did last", ledger_command},
     {"report", "write the report of a run, or of two side by side, as an HTML page",
      report_command},

@@ -30,6 +30,7 @@
 #include "lockstep/parallel/sync_batch_norm.h"        // IWYU pragma: export
 #include "lockstep/run.h"                             // IWYU pragma: export
 #include "lockstep/train/captured_step.h"             // IWYU pragma: export
+#include "lockstep/train/run_log.h"                   // IWYU pragma: export
 #include "lockstep/train/save_resume.h"               // IWYU pragma: export
 #include "lockstep/train/stop_request.h"              // IWYU pragma: export
 #include "lockstep/train/trainer.h"                   // IWYU pragma: export

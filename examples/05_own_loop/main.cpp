@@ -1,5 +1,5 @@
 // A training loop of your own with everything a long run needs: a loader, accumulation, bf16,
-// clipping, a schedule, stop signals, save and resume. docs/own_loop.md goes through it.
+// clipping, a schedule, figures, stop signals, save and resume. docs/own_loop.md goes through it.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -14,7 +14,7 @@ namespace optim = lockstep::optim;
 
 constexpr std::uint64_t kSeed = 1;
 constexpr std::int64_t kSamples = 2048, kFeatures = 20, kClasses = 5;
-constexpr std::int64_t kBatch = 16, kAccumulate = 2, kWarmup = 20, kSaveEvery = 50;
+constexpr std::int64_t kBatch = 16, kAccumulate = 2, kWarmup = 20, kLogEvery = 10, kSaveEvery = 50;
 constexpr double kLr = 3e-3;
 
 struct Flags {
@@ -67,6 +67,7 @@ int train(lockstep::World& world, const Flags& flags) {
       {.name = "cosine", .warmup_steps = kWarmup, .total_steps = step + left, .lr = kLr});
   parts.schedule = &schedule;
 
+  lockstep::RunLog run_log{flags.output_dir, world, {.total_steps = step + left}};
   lockstep::StopRequest stop{world};
   for (; epoch < flags.epochs; ++epoch) {
     accumulation.begin_epoch(loader.batches_left(epoch));
@@ -78,12 +79,17 @@ int train(lockstep::World& world, const Flags& flags) {
       }
       if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
 
-      optim::clip_grad_norm_(model.parameters(), 1.0);
+      const at::Tensor norm = optim::clip_grad_norm_(model.parameters(), 1.0);
       optimizer.set_lr(kLr * schedule.factor(step));
       optimizer.step();
       optimizer.zero_grad();
       ++step;
 
+      if (step % kLogEvery == 0)
+        run_log.log({{"loss", accumulation.last_window().loss},
+                     {"learning_rate", optimizer.lr()},
+                     {"grad_norm", norm}},
+                    step);
       const bool stopping = stop.received();  // on all ranks, or on none
       if (stopping || step % kSaveEvery == 0) {
         report(world, step, accumulation.last_window().loss);

@@ -49,6 +49,7 @@ void train(lockstep::World& world, const std::string& directory, std::int64_t st
                   static_cast<long long>(resumed->world_size));
   }
 
+  lockstep::RunLog run_log{directory, world, {.total_steps = steps}};
   for (; step < steps; ++epoch) {
     for (auto& batch : loader.epoch(epoch)) {
       const auto loss = torch::mse_loss(model(batch.data), batch.target);
@@ -58,6 +59,7 @@ void train(lockstep::World& world, const std::string& directory, std::int64_t st
       if (++step % kSaveEvery == 0) {
         const double mean = world.mean(loss.item<double>());
         best = std::min(best, mean);
+        run_log.log({{"loss", mean}}, step);
         lockstep::save_checkpoint(
             directory, world, parts,
             {.step = step, .save_total_limit = 3, .metrics = {{"loss", mean}, {"best", best}}});

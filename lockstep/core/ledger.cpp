@@ -32,6 +32,7 @@ std::atomic<LedgerMemory*> g_ledger{nullptr};
 ProgressMemory g_own_progress{};  // of a process that has no ledger
 std::atomic<ProgressMemory*> g_progress{&g_own_progress};
 std::atomic<bool> g_steps_are_set{false};
+std::atomic<bool> g_steps_are_counted{false};
 std::atomic<bool> g_taking_stack{false};
 std::atomic<std::uint64_t> g_step_began_ns{0};
 
@@ -297,30 +298,46 @@ void ended(Ticket ticket, End end) noexcept {
 }
 
 namespace {
-void publish_step(std::uint64_t step) {
+// `ended`: how many have since the last one that was published.
+void publish_step(std::uint64_t step, std::uint64_t ended) {
   ProgressMemory& at = progress();
-  const std::uint64_t before = at.step.load(std::memory_order_relaxed);
-  if (before == step + 1) return;
   const std::uint64_t now = now_ns();
   const std::uint64_t began = g_step_began_ns.exchange(now);
-  if (began != 0) set(at.step_ns, now - began);
-  // A step has ended if the one before it was set. Any other number is where a run begins: the
-  // first of this process, or one that continues from a checkpoint.
-  if (step == std::max<std::uint64_t>(before, 1)) at.steps.fetch_add(1, std::memory_order_relaxed);
+  if (began != 0) set(at.step_ns, (now - began) / std::max<std::uint64_t>(ended, 1));
+  at.steps.fetch_add(ended, std::memory_order_relaxed);
   set(at.step, step + 1);
   if (LedgerMemory* const ledger = memory()) moved(*ledger);
+}
+
+// A step has ended if the one before it was published. Any other number is where a run begins: the
+// first of this process, or one that continues from a checkpoint.
+void publish_next(std::uint64_t step) {
+  const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
+  if (before == step + 1) return;
+  publish_step(step, step == std::max<std::uint64_t>(before, 1) ? 1 : 0);
 }
 }  // namespace
 
 void set_step(std::int64_t step) noexcept {
   g_steps_are_set = true;
-  if (step >= 0) publish_step(static_cast<std::uint64_t>(step));
+  if (step >= 0) publish_next(static_cast<std::uint64_t>(step));
 }
 
 void count_step() noexcept {
+  g_steps_are_counted = true;
   if (g_steps_are_set) return;
   const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
-  publish_step(before == 0 ? 1 : before);
+  publish_next(before == 0 ? 1 : before);
+}
+
+void reach_step(std::int64_t step) noexcept {
+  if (step < 0 || g_steps_are_set) return;
+  const auto now = static_cast<std::uint64_t>(step);
+  const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
+  if (before == now + 1) return;
+  if (g_steps_are_counted || before > now) return continue_at(step);
+  if (before == 0) return publish_next(now);
+  publish_step(now, now + 1 - before);
 }
 
 void continue_at(std::int64_t step) noexcept {

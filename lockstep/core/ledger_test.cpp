@@ -255,6 +255,40 @@ TEST(Totals, ARunThatBeginsElsewhereHasEndedNoStep) {
   EXPECT_EQ(child.wait(), 0) << child.output();
 }
 
+// What a loop of its own on one rank logs: nothing counts its steps.
+CHILD(names_its_steps) {
+  const auto ended = [](std::initializer_list<std::int64_t> steps) {
+    const Totals before = totals();
+    for (const std::int64_t step : steps) reach_step(step);
+    return since(before, totals()).steps;
+  };
+  if (ended({10}) != 0 || step() != 10) return 10;
+  if (ended({20, 20, 21}) != 11 || step() != 21) return 11;
+  if (ended({5}) != 0 || step() != 5) return 12;
+  continue_at(438);
+  if (ended({450}) != 12) return 13;
+  return 0;
+}
+
+CHILD(names_steps_that_are_counted) {
+  const Totals before = totals();
+  count_step();
+  reach_step(0);  // it begins with 0
+  count_step();
+  reach_step(1);
+  count_step();
+  reach_step(502);  // it has resumed without a word
+  if (since(before, totals()).steps != 3) return 10;
+  return step() == 502 ? 0 : 11;
+}
+
+TEST(Totals, ALoopMayNameItsSteps) {
+  for (const char* name : {"names_its_steps", "names_steps_that_are_counted"}) {
+    Child child(name, {});
+    EXPECT_EQ(child.wait(), 0) << name << child.output();
+  }
+}
+
 // ---------------------------------------------------------------- where it writes
 
 CHILD(names_its_folder) {

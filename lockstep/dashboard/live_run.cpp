@@ -24,6 +24,7 @@
 #include "lockstep/dashboard/record_writer.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/report.h"
+#include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::dashboard {
@@ -154,6 +155,7 @@ struct LiveRun::State {
   bool settled(const Look& own) const;
   bool records_itself(Look& own, bool last);
   void write_record(Look& own, bool last);
+  void write_end(const Look& own);
   void judge(Look& own);
   void note_movement(Look& own);
 
@@ -171,6 +173,7 @@ struct LiveRun::State {
   int generation = 0;  // of attempts
   int host = 0;
   Clock::time_point attempt_began{};
+  double attempt_unix_s = 0;
   LiveView view{};             // without ranks, GPUs, time, stall and verdict
   bool enough = false;         // steps, to judge
   Clock::time_point moved{};   // a rank did last
@@ -240,6 +243,7 @@ void LiveRun::State::look(Look& own, bool last) {
       own.samplers.clear();
       own.heartbeats.clear();
       own.first_step.reset();
+      own.facts_read = false;
       own.generation = generation;
       own.interval_began = now;
     }
@@ -258,6 +262,7 @@ void LiveRun::State::look(Look& own, bool last) {
   sample(own);
   follow_metrics(own);
   write_record(own, last);
+  if (last) write_end(own);
   judge(own);
 }
 
@@ -357,8 +362,9 @@ void LiveRun::State::sample(Look& own) {
       if (!before && sampler.stopped()) tracked.stopped_since = Clock::now();
     }
     if (const auto tail = tails.find(rank); tail != tails.end()) tracked.shown.log = tail->second;
-    if (rank == ranks.begin()->first && interval.steps > 0 && interval.step >= 0)
-      add_point(view.step_ms, interval.step, recent_step_ms(intervals));
+    if (rank != ranks.begin()->first || interval.steps == 0 || interval.step < 0) continue;
+    add_point(view.step_ms, interval.step, recent_step_ms(intervals));
+    view.mean_step_s = budget_of(tracked.record).step_s();
   }
 }
 
@@ -378,15 +384,15 @@ void LiveRun::State::follow_metrics(Look& own) {
   } catch (const std::exception&) {  // not there yet, or none
   }
   const std::lock_guard lock(mutex);
-  view.loss = own.metrics.loss();
-  view.tokens_per_second = own.metrics.tokens_per_second();
-  view.samples_per_second = own.metrics.samples_per_second();
-  // One of an earlier run in the same folder is not about this one.
-  if (!better || better->started_unix_s <= view.started_s) return;
+  view.logged = own.metrics.series();
+  // One of an earlier run in the same folder, or of an earlier attempt, is not about this one.
+  if (!better || better->started_unix_s <= attempt_unix_s) return;
   own.facts_read = true;
   better->gpus_visible = std::max(better->gpus_visible, facts.gpus_visible);
   better->ended_unix_s = facts.ended_unix_s;
   better->failure = facts.failure;
+  better->failed_ranks = facts.failed_ranks;
+  view.total_steps = better->total_steps;
   facts = *better;
 }
 
@@ -458,6 +464,17 @@ void LiveRun::State::write_record(Look& own, bool last) {
   if (const std::string problem = own.writer->problem(); !problem.empty()) {
     const std::lock_guard lock(mutex);
     lines.push_back(fmt::format("[record] nothing more is recorded: {}", problem));
+  }
+}
+
+// A rank that was killed cannot say so in the record that it wrote itself.
+void LiveRun::State::write_end(const Look& own) {
+  if (!own.facts_read || host != 0) return;
+  const std::lock_guard lock(mutex);
+  try {
+    monitor::write_facts(own.output_dir, facts);
+  } catch (const std::exception& error) {
+    lines.push_back(fmt::format("[record] the end of the run is not recorded: {}", error.what()));
   }
 }
 
@@ -565,6 +582,7 @@ void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
   const std::lock_guard lock(state_->mutex);
   ++state_->generation;
   state_->attempt_began = Clock::now();
+  state_->attempt_unix_s = unix_now();
   state_->moved = state_->attempt_began;
   state_->ranks.clear();
   state_->view.attempt = attempt.attempt;
@@ -633,6 +651,11 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
     if (run.code != 0)
       state_->facts.failure =
           run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
+    NodeMembers failed;
+    for (const auto& [rank, tracked] : state_->ranks)
+      if (tracked.shown.status == RankStatus::kFailed)
+        failed.emplace_back(std::to_string(rank), text_node(tracked.shown.exit));
+    if (!failed.empty()) state_->facts.failed_ranks = map_node(std::move(failed));
   }
   stop();
   {

@@ -19,12 +19,12 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/dashboard/doctor_report.h"
-#include "lockstep/dashboard/metrics_tail.h"
 #include "lockstep/dashboard/rank_gpus.h"
 #include "lockstep/dashboard/rank_sampler.h"
 #include "lockstep/dashboard/record_writer.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -254,52 +254,6 @@ TEST(RankGpus, TheDriverKnowsWhoUsesAGpuOtherwiseTheLocalRankSays) {
   EXPECT_EQ(chosen.samples.at(0).gpus.at(0).processes.size(), 1u);
 }
 
-// ---------------------------------------------------------------- metrics.jsonl
-
-TEST(MetricsTail, FollowsAFileThatGrowsIsTornAndIsReplaced) {
-  const Folder folder;
-  MetricsTail tail;
-  tail.follow(folder.path());
-  tail.read();  // there is none
-  append(folder / "metrics.jsonl",
-         "{\"step\": 1, \"loss\": 2.5, \"tokens_per_second\": 10, "
-         "\"samples_per_second\": 3}\n"
-         "{\"step\": 2, \"eval_loss\": 9}\nnot json\n[1]\n{\"step\": \"x\", \"loss\": 1}\n"
-         "{\"step\": 2, \"loss\": \"NaN\"}\n{\"step\": 2, \"lo");
-  tail.read();
-  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5)));
-  EXPECT_THAT(tail.tokens_per_second(), ElementsAre(Pair(1, 10.0)));
-  EXPECT_THAT(tail.samples_per_second(), ElementsAre(Pair(1, 3.0)));
-  append(folder / "metrics.jsonl", "ss\": 1.5}\n{\"step\": 3, \"loss\": 1}\n");
-  tail.read();
-  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5), Pair(2, 1.5), Pair(3, 1.0)));
-  // Resumed at step 1: the later lines are taken back, then written again.
-  append(folder / "new", "{\"step\": 1, \"loss\": 2.5}\n{\"step\": 2, \"loss\": 0.5}\n");
-  fs::rename(folder / "new", folder / "metrics.jsonl");
-  tail.read();
-  EXPECT_THAT(tail.loss(), ElementsAre(Pair(1, 2.5), Pair(2, 0.5)));
-}
-
-TEST(MetricsTail, IsBoundedAndTakesOnlyFiles) {
-  const Folder folder;
-  for (int step = 1; step <= 2000; ++step)
-    append(folder / "metrics.jsonl", fmt::format("{{\"step\": {}, \"loss\": 1}}\n", step));
-  append(folder / "metrics.jsonl", std::string(3u << 20, 'x'));
-  MetricsTail tail;
-  tail.follow(folder.path());
-  for (int i = 0; i < 8; ++i) tail.read();
-  append(folder / "metrics.jsonl", "\n{\"step\": 2001, \"loss\": 7}\n");
-  tail.read();
-  ASSERT_FALSE(tail.loss().empty());
-  EXPECT_LE(tail.loss().size(), MetricsTail::kPoints);
-  EXPECT_THAT(tail.loss().back(), Pair(2001, 7.0));
-  const Folder other;
-  ASSERT_EQ(::mkfifo((other / "metrics.jsonl").c_str(), 0600), 0);
-  tail.follow(other.path());
-  tail.read();  // does not wait for a writer
-  EXPECT_THAT(tail.loss(), IsEmpty());
-}
-
 // ---------------------------------------------------------------- record
 
 TEST(RecordWriter, WhatItWritesIsReadBackAndMovedAwayByTheNextRun) {
@@ -399,7 +353,10 @@ TEST(Snapshot, IsTheDocumentOfTheContract) {
   rank.position = LivePosition{"all_reduce", 17, "started", 0.125};
   rank.log = {"</script>\x01\xff", "two"};
   view.ranks.push_back(rank);
-  view.loss = {{1, 2.5}, {2, std::numeric_limits<double>::quiet_NaN()}};
+  view.logged = {{"loss", {{1, 2.5}, {2, std::numeric_limits<double>::quiet_NaN()}}},
+                 {"accuracy", {{2, 0.5}}}};
+  view.total_steps = 1000;
+  view.mean_step_s = 0.5;
   view.findings = {finding("straggler", 1, "data")};
   view.gpus.gpus = {{.index = 2}};
   auto sample = std::make_shared<monitor::GpuSample>();
@@ -411,6 +368,8 @@ TEST(Snapshot, IsTheDocumentOfTheContract) {
   const Node read = parse_json(text, "snapshot");
   EXPECT_EQ(read.at("run").at("id").text, "r\"1");
   EXPECT_EQ(read.at("run").at("state").text, "running");
+  EXPECT_EQ(read.at("run").at("total_steps").integer, 1000);
+  EXPECT_EQ(read.at("run").at("left_s").real, 440);
   const Node& one = read.at("ranks").items.at(0);
   EXPECT_EQ(one.at("state").text, "running");
   EXPECT_EQ(one.at("step").integer, 120);
@@ -425,6 +384,7 @@ TEST(Snapshot, IsTheDocumentOfTheContract) {
   EXPECT_EQ(one.at("position").at("sequence").integer, 17);
   EXPECT_EQ(read.at("series").at("loss").items.at(0).items.at(1).real, 2.5);
   EXPECT_TRUE(read.at("series").at("loss").items.at(1).items.at(1).is(NodeKind::kNull));
+  EXPECT_EQ(read.at("series").at("accuracy").items.size(), 1u);
   EXPECT_EQ(read.at("log").at("1").items.at(0).text, "</script>\x01\xEF\xBF\xBD");
   EXPECT_EQ(read.at("findings").items.at(0).at("cause").text, "data");
   EXPECT_TRUE(read.at("stall").is(NodeKind::kNull));
@@ -658,9 +618,10 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
       const auto record = run.record();
       return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
     }));
-    ASSERT_TRUE(soon([&] { return !run.view().loss.empty(); }));
-    EXPECT_THAT(run.view().loss, ElementsAre(Pair(5, 0.5)));
-    EXPECT_THAT(run.view().tokens_per_second, ElementsAre(Pair(5, 100.0)));
+    ASSERT_TRUE(soon([&] { return !run.view().logged.empty(); }));
+    EXPECT_THAT(run.view().logged,
+                ElementsAre(Pair("loss", ElementsAre(Pair(5, 0.5))),
+                            Pair("tokens_per_second", ElementsAre(Pair(5, 100.0)))));
     run.rank_ended({0, "exited with code 0", false});
     EXPECT_THAT(run.run_ended({0, ""}), IsEmpty()) << "without --doctor nothing is said";
   }
@@ -669,6 +630,31 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
   ASSERT_EQ(run.ranks.size(), 1u);
   EXPECT_GT(budget_of(run.ranks[0]).steps, 10);
   EXPECT_THROW(LiveRun({.record_dir = "/proc/none"}), std::exception);
+}
+
+// Ranks that record into their output_dir, where one of them is killed.
+TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
+  const Folder output;
+  LiveRun run(without_gpus());
+  run.run_started(plan_of_two());
+  run.attempt_started({.world_size = 2, .local_ranks = 2});
+  Rank zero("trains", 0, {{"OUTPUT_DIR", output.path()}});
+  run.rank_started(zero.started);
+  monitor::RunFacts facts{.world_size = 2, .program = "trainer", .total_steps = 1000};
+  monitor::write_facts(output.path(), facts);  // of an earlier run
+  ASSERT_TRUE(soon([&] { return run.view().step_ms.size() >= 2; }));
+  EXPECT_EQ(run.view().total_steps, 0);
+  facts.started_unix_s = run.view().time_s;
+  monitor::write_facts(output.path(), facts);
+  ASSERT_TRUE(soon([&] { return run.view().total_steps == 1000; }));
+  EXPECT_TRUE(seconds_left(run.view()));
+  run.rank_ended({0, "killed by SIGKILL", true});
+  run.run_ended({137, "rank 0 on h failed: killed by SIGKILL"});
+  const monitor::RunFacts read = monitor::read_run(output.path()).facts;
+  EXPECT_EQ(read.program, "trainer");
+  EXPECT_EQ(read.failure, "rank 0 on h failed: killed by SIGKILL");
+  EXPECT_EQ(read.failed_ranks.at("0").text, "killed by SIGKILL");
+  EXPECT_FALSE(seconds_left(run.view()));
 }
 
 TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {

@@ -98,6 +98,19 @@ Node table_node(const std::optional<StallTable>& table) {
   return map_node({{"time", number(table->time_s)}, {"text", text_node(table->text)}});
 }
 
+Node run_node(const LiveView& view) {
+  const std::optional<double> left = seconds_left(view);
+  return map_node({{"id", text_node(view.run_id)},
+                   {"world_size", integer_node(view.world_size)},
+                   {"started", number(view.started_s)},
+                   {"attempt", integer_node(view.attempt)},
+                   {"state", text_node(view.state)},
+                   {"message", text_node(view.message)},
+                   {"recorded", bool_node(view.recorded)},
+                   {"total_steps", known(view.total_steps, 1)},
+                   {"left_s", optional_number(left)}});
+}
+
 constexpr double kRecent_s = 5;
 constexpr std::int64_t kRecentSteps = 10;
 
@@ -139,6 +152,26 @@ double recent_step_ms(std::span<const monitor::Interval> intervals) {
   return 1e3 * seconds / static_cast<double>(steps);
 }
 
+std::optional<double> newest_logged(const LiveView& view, std::string_view name) {
+  for (const auto& [key, points] : view.logged)
+    if (key == name && !points.empty()) return points.back().second;
+  return std::nullopt;
+}
+
+std::int64_t step_of(const LiveView& view) {
+  std::int64_t step = -1;
+  for (const LiveRank& rank : view.ranks) step = std::max(step, rank.step);
+  return step;
+}
+
+std::optional<double> seconds_left(const LiveView& view) {
+  const std::int64_t step = step_of(view);
+  if (view.state != "running" || view.stall || view.mean_step_s <= 0 || step < 0 ||
+      step > view.total_steps || view.total_steps == 0)
+    return std::nullopt;
+  return static_cast<double>(view.total_steps - step) * view.mean_step_s;
+}
+
 std::string live_snapshot_json(const LiveView& view) {
   std::vector<Node> ranks;
   NodeMembers logs;
@@ -146,25 +179,20 @@ std::string live_snapshot_json(const LiveView& view) {
     ranks.push_back(rank_node(view, rank));
     logs.emplace_back(std::to_string(rank.rank), texts_node({rank.log.begin(), rank.log.end()}));
   }
-  return to_json(
-      map_node({{"time", number(view.time_s)},
-                {"run", map_node({{"id", text_node(view.run_id)},
-                                  {"world_size", integer_node(view.world_size)},
-                                  {"started", number(view.started_s)},
-                                  {"attempt", integer_node(view.attempt)},
-                                  {"state", text_node(view.state)},
-                                  {"message", text_node(view.message)}})},
-                {"ranks", list_node(std::move(ranks))},
-                {"series", map_node({{"loss", series_node(view.loss)},
-                                     {"tokens_per_second", series_node(view.tokens_per_second)},
-                                     {"samples_per_second", series_node(view.samples_per_second)},
-                                     {"step_ms", series_node(view.step_ms)}})},
-                {"log", map_node(std::move(logs))},
-                {"findings", monitor::findings_node(view.findings)},
-                {"verdict", map_node({{"healthy", bool_node(view.verdict.healthy)},
-                                      {"text", text_node(view.verdict.text)}})},
-                {"stall", stall_node(view.stall)},
-                {"stall_table", table_node(view.stall_table)}}));
+  NodeMembers series;
+  for (const auto& [name, points] : view.logged)
+    if (name != "step_ms") series.emplace_back(name, series_node(points));
+  series.emplace_back("step_ms", series_node(view.step_ms));
+  return to_json(map_node({{"time", number(view.time_s)},
+                           {"run", run_node(view)},
+                           {"ranks", list_node(std::move(ranks))},
+                           {"series", map_node(std::move(series))},
+                           {"log", map_node(std::move(logs))},
+                           {"findings", monitor::findings_node(view.findings)},
+                           {"verdict", map_node({{"healthy", bool_node(view.verdict.healthy)},
+                                                 {"text", text_node(view.verdict.text)}})},
+                           {"stall", stall_node(view.stall)},
+                           {"stall_table", table_node(view.stall_table)}}));
 }
 
 }  // namespace lockstep::dashboard

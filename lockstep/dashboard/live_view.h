@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -68,6 +69,8 @@ struct Verdict {
 };
 
 using LiveSeries = std::deque<std::pair<std::int64_t, double>>;  // (step, value), oldest first
+// By name, in the order in which they came first.
+using LoggedSeries = std::vector<std::pair<std::string, LiveSeries>>;
 
 struct LiveView {
   double time_s = 0;  // since the epoch, as all times
@@ -78,10 +81,11 @@ struct LiveView {
   // Then "running", at last "ended" or "failed"; of a record also "killed".
   std::string state = "starting";
   std::string message{};          // of a failure
+  bool recorded = false;          // read from a record: nothing is known of now
   std::vector<LiveRank> ranks{};  // of this host, by rank
-  LiveSeries loss{};
-  LiveSeries tokens_per_second{};
-  LiveSeries samples_per_second{};
+  std::int64_t total_steps = 0;   // 0: not known
+  double mean_step_s = 0;         // evaluations and saves in it; 0: not known
+  LoggedSeries logged{};          // what the program writes into metrics.jsonl
   LiveSeries step_ms{};
   std::vector<monitor::Finding> findings{};
   Verdict verdict{};
@@ -96,6 +100,13 @@ Verdict verdict_of(const LiveView& view, bool enough);
 // Milliseconds of a step over about the last 5 s and ten steps in which steps ended: the steps that
 // end within one interval are one too many or too few. 0: none has.
 double recent_step_ms(std::span<const monitor::Interval> intervals);
+
+// The newest value of what was logged under that name.
+std::optional<double> newest_logged(const LiveView& view, std::string_view name);
+// The step that the rank which is farthest has ended; -1: not known.
+std::int64_t step_of(const LiveView& view);
+// Until the last step, as the run went so far; nothing where that is not known.
+std::optional<double> seconds_left(const LiveView& view);
 
 // One object on one line. Text that is not UTF-8 and numbers that JSON does not have are replaced.
 std::string live_snapshot_json(const LiveView& view);

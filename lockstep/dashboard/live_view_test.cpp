@@ -75,5 +75,21 @@ TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
   EXPECT_THAT(verdict_of(view, true).text, HasSubstr("the run itself failed"));
 }
 
+TEST(TimeLeft, IsThatOfTheStepsLeftWhileTheRunMoves) {
+  LiveView view{.state = "running", .total_steps = 100, .mean_step_s = 0.25};
+  EXPECT_FALSE(seconds_left(view)) << "no step is known";
+  view.ranks = {{.rank = 0, .step = 39}, {.rank = 1, .step = 40}};
+  EXPECT_EQ(seconds_left(view), 15);
+  view.stall = LiveStall{.seconds = 12};
+  EXPECT_FALSE(seconds_left(view));
+  view.stall.reset();
+  view.ranks[0].step = 101;
+  EXPECT_FALSE(seconds_left(view)) << "more than were planned";
+  view.ranks[0].step = 100;
+  EXPECT_EQ(seconds_left(view), 0);
+  view.state = "ended";
+  EXPECT_FALSE(seconds_left(view));
+}
+
 }  // namespace
 }  // namespace lockstep::dashboard

@@ -18,13 +18,8 @@ constexpr std::size_t kFirstBytes = 256u << 10;  // of a file that was there bef
 constexpr std::size_t kMostBytes = 1u << 20;     // at one look
 constexpr std::size_t kLongestLine = 64u << 10;
 
-std::optional<double> number_of(const Node& entry, std::string_view key) {
-  const Entry* found = entry.find(key);
-  if (found == nullptr ||
-      (found->value.kind != NodeKind::kReal && found->value.kind != NodeKind::kInteger))
-    return std::nullopt;
-  if (!std::isfinite(found->value.real)) return std::nullopt;
-  return found->value.real;
+bool is_number(const Node& value) {
+  return (value.is(NodeKind::kReal) || value.is(NodeKind::kInteger)) && std::isfinite(value.real);
 }
 
 }  // namespace
@@ -69,17 +64,26 @@ void MetricsTail::read() {
   }
 }
 
+// Null: there are enough.
+LiveSeries* MetricsTail::series_of(const std::string& name) {
+  const auto found = std::ranges::find(series_, name, &LoggedSeries::value_type::first);
+  if (found != series_.end()) return &found->second;
+  if (series_.size() == kSeries) return nullptr;
+  return &series_.emplace_back(name, LiveSeries{}).second;
+}
+
 void MetricsTail::take(std::string_view line) {
   if (line.size() > kLongestLine) return;
   try {
     const Node entry = parse_json(line, "metrics.jsonl");
     const Entry* const step = entry.find("step");
     if (step == nullptr || step->value.kind != NodeKind::kInteger) return;
-    if (const auto loss = number_of(entry, "loss")) add_point(loss_, step->value.integer, *loss);
-    if (const auto rate = number_of(entry, "tokens_per_second"))
-      add_point(tokens_per_second_, step->value.integer, *rate);
-    if (const auto rate = number_of(entry, "samples_per_second"))
-      add_point(samples_per_second_, step->value.integer, *rate);
+    if (entry.find("train_runtime") != nullptr) return;  // of the whole run, and no curve
+    for (const Entry& member : entry.entries) {
+      if (member.key == "step" || member.key == "epoch" || !is_number(member.value)) continue;
+      if (LiveSeries* const series = series_of(member.key))
+        add_point(*series, step->value.integer, member.value.real);
+    }
   } catch (const std::exception&) {  // not a line of ours
   }
 }

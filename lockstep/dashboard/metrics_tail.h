@@ -3,7 +3,7 @@
 //   MetricsTail tail;
 //   tail.follow("out/run");
 //   tail.read();                        // once a second
-//   plot(tail.loss());
+//   plot(tail.series());
 //
 // Used by one thread. The file is the program's: it may be missing, replaced, torn or anything
 // else, and what cannot be read is left out.
@@ -22,25 +22,23 @@ namespace lockstep::dashboard {
 class MetricsTail {
  public:
   static constexpr std::size_t kPoints = 500;
+  static constexpr std::size_t kSeries = 16;  // a program may log any number of names
 
   // The folder that holds the file; the same one again changes nothing.
   void follow(const std::string& folder);
   void read();
 
-  const LiveSeries& loss() const { return loss_; }
-  const LiveSeries& tokens_per_second() const { return tokens_per_second_; }
-  const LiveSeries& samples_per_second() const { return samples_per_second_; }
+  const LoggedSeries& series() const { return series_; }
 
  private:
   void take(std::string_view line);
+  LiveSeries* series_of(const std::string& name);
 
   std::string path_;
   std::uint64_t inode_ = 0;
   std::uint64_t offset_ = 0;
   std::string partial_;
-  LiveSeries loss_;
-  LiveSeries tokens_per_second_;
-  LiveSeries samples_per_second_;
+  LoggedSeries series_;
 };
 
 // Adds a point. Steps only grow: a run that was resumed from an earlier one replaces what it

@@ -1,6 +1,7 @@
 #include "lockstep/dashboard/record_view.h"
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <filesystem>
 
@@ -16,6 +17,7 @@ double unix_time_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
+// Of a run that is over the budget is that of all its steps: its last second may have had none.
 LiveRank rank_of(const monitor::RankRecord& record, bool over) {
   LiveRank rank;
   rank.rank = record.rank;
@@ -23,8 +25,28 @@ LiveRank rank_of(const monitor::RankRecord& record, bool over) {
   if (record.intervals.empty()) return rank;
   rank.newest = monitor::newest_sample(record);
   rank.step = record.intervals.back().step;
-  rank.step_ms = over ? 1e3 * budget_of(record).step_s() : recent_step_ms(record.intervals);
+  const monitor::Budget all = budget_of(record);
+  rank.step_ms = over ? 1e3 * all.step_s() : recent_step_ms(record.intervals);
+  if (over && all.steps > 0) {
+    rank.newest->seconds = all.seconds;
+    rank.newest->host_s = all.host_s;
+    rank.newest->device_s = all.device_s;
+  }
   return rank;
+}
+
+// Also those that failed before they had recorded anything.
+void mark_failed(LiveView& view, const Node& failed) {
+  for (const Entry& entry : failed.entries) {
+    int number = -1;
+    std::from_chars(entry.key.data(), entry.key.data() + entry.key.size(), number);
+    if (number < 0 || number >= view.world_size) continue;
+    auto rank = std::ranges::find(view.ranks, number, &LiveRank::rank);
+    if (rank == view.ranks.end()) rank = view.ranks.insert(rank, LiveRank{.rank = number});
+    rank->status = RankStatus::kFailed;
+    rank->exit = entry.value.text;
+  }
+  std::ranges::sort(view.ranks, {}, &LiveRank::rank);
 }
 
 // A Trainer's last line, where it was written since its last start.
@@ -63,8 +85,12 @@ LiveView view_of_record(const std::string& directory) {
   view.message = failed || !gone ? run.facts.failure
                                  : "Its process is gone and has not written an end: it was killed, "
                                    "by a signal or for the memory that it used.";
+  view.recorded = true;
+  view.total_steps = run.facts.total_steps;
   for (const monitor::RankRecord& record : run.ranks) view.ranks.push_back(rank_of(record, over));
+  mark_failed(view, run.facts.failed_ranks);
   if (!run.ranks.empty()) {
+    view.mean_step_s = budget_of(run.ranks.front(), 0, run.facts.started_unix_s).step_s();
     const std::span<const monitor::Interval> all = run.ranks.front().intervals;
     for (std::size_t i = 0; i < all.size(); ++i)
       if (all[i].steps > 0) add_point(view.step_ms, all[i].step, recent_step_ms(all.first(i + 1)));
@@ -72,9 +98,7 @@ LiveView view_of_record(const std::string& directory) {
   MetricsTail metrics;
   metrics.follow(directory);
   metrics.read();
-  view.loss = metrics.loss();
-  view.tokens_per_second = metrics.tokens_per_second();
-  view.samples_per_second = metrics.samples_per_second();
+  view.logged = metrics.series();
   view.findings = monitor::diagnose(run);
   view.verdict = verdict_of(view, monitor::enough_to_judge(run));
   return view;

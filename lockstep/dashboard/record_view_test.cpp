@@ -104,6 +104,21 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   write({.started_unix_s = 100, .ended_unix_s = 200, .failure = "rank 0 failed"});
   EXPECT_EQ(state(), "failed");
   EXPECT_EQ(view_of_record(folder_).message, "rank 0 failed");
+  write({.world_size = 3,
+         .started_unix_s = 100,
+         .total_steps = 40,
+         .ended_unix_s = 200,
+         .failure = "rank 0 failed",
+         .failed_ranks = map_node({{"2", text_node("exited with code 3")},
+                                   {"0", text_node("killed by SIGKILL")},
+                                   {"7", text_node("there is no such rank")}})});
+  const LiveView view = view_of_record(folder_);
+  EXPECT_EQ(view.ranks.at(0).status, RankStatus::kFailed);
+  EXPECT_EQ(view.ranks.at(0).exit, "killed by SIGKILL");
+  ASSERT_EQ(view.ranks.size(), 2u) << "one has left nothing, and one is known by its failure";
+  EXPECT_EQ(view.ranks.at(1).exit, "exited with code 3");
+  EXPECT_EQ(view.total_steps, 40);
+  EXPECT_TRUE(view.recorded);
   write({.started_unix_s = 100});
   EXPECT_EQ(state(), "running") << "of another host, say";
   log("{\"step\": 5, \"loss\": 1}");

@@ -48,11 +48,20 @@ void RunMetrics::publish(const LiveView& view) {
   gauge("lockstep_run_attempt", "How often all ranks were started again.", {}, view.attempt);
   gauge("lockstep_run_start_time_seconds", "When the run began, since the epoch.", {},
         view.started_s);
-  if (!view.loss.empty() && std::isfinite(view.loss.back().second))
-    gauge("lockstep_loss", "Training loss that was logged last.", {}, view.loss.back().second);
-  if (!view.tokens_per_second.empty())
+  if (view.total_steps > 0)
+    gauge("lockstep_total_steps", "Optimizer steps that the run will have done at its end.", {},
+          static_cast<double>(view.total_steps));
+  if (const auto left = seconds_left(view))
+    gauge("lockstep_left_seconds", "Until the last step, as the run went so far.", {}, *left);
+  if (const auto loss = newest_logged(view, "loss"))
+    gauge("lockstep_loss", "Training loss that was logged last.", {}, *loss);
+  if (const auto rate = newest_logged(view, "tokens_per_second"))
     gauge("lockstep_tokens_per_second", "Tokens per second of all ranks, as logged last.", {},
-          view.tokens_per_second.back().second);
+          *rate);
+  for (const auto& [name, points] : view.logged)
+    if (!points.empty())
+      gauge("lockstep_logged", "What the program logged last, by its name.", {{"name", name}},
+            points.back().second);
   for (const monitor::Finding& finding : view.findings) rules_.insert(finding.rule);
   for (const std::string& rule : rules_) {
     double count = 0;

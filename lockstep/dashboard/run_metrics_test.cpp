@@ -26,7 +26,9 @@ LiveView a_run() {
     rank.process = monitor::ProcessSample{.pid = 7, .user_s = 3.5, .resident_bytes = 4096};
     view.ranks.push_back(rank);
   }
-  view.loss = {{119, 2.5}, {120, 2.25}};
+  view.logged = {{"loss", {{119, 2.5}, {120, 2.25}}}, {"eval_loss", {{100, 2.5}}}};
+  view.total_steps = 200;
+  view.mean_step_s = 0.5;
   return view;
 }
 
@@ -37,7 +39,8 @@ TEST(RunMetrics, HasStepsPhasesLossAndResources) {
        {"lockstep_run_state{state=\"running\"} 1\n", "lockstep_run_state{state=\"failed\"} 0\n",
         "lockstep_world_size 2\n", "lockstep_step{rank=\"1\"} 120\n",
         "lockstep_step_seconds{rank=\"0\"} 0.02\n", "lockstep_loss 2.25\n",
-        "lockstep_rank_up{rank=\"1\"} 1\n",
+        "lockstep_logged{name=\"eval_loss\"} 2.5\n", "lockstep_total_steps 200\n",
+        "lockstep_left_seconds 40\n", "lockstep_rank_up{rank=\"1\"} 1\n",
         "lockstep_process_cpu_seconds_total{mode=\"user\",rank=\"0\"} 3.5\n",
         "lockstep_process_resident_memory_bytes{rank=\"0\"} 4096\n"})
     EXPECT_THAT(text, HasSubstr(line));

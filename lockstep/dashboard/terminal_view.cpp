@@ -64,7 +64,8 @@ std::string figure(std::optional<double> value) {
   if (size >= 1e4) return fmt::format("{:.1f} K", *value / 1e3);
   if (size >= 100) return fmt::format("{:.0f}", *value);
   if (size >= 10) return fmt::format("{:.1f}", *value);
-  return fmt::format("{:.3f}", *value);
+  if (size >= 0.1 || size == 0) return fmt::format("{:.3f}", *value);
+  return size >= 1e-3 ? fmt::format("{:#.3g}", *value) : fmt::format("{:.2e}", *value);
 }
 
 std::string bytes(std::optional<double> value) {
@@ -140,9 +141,10 @@ std::string memory_of(const Node& rank) {
 std::string position_of(const Node& rank) {
   const Node& position = child(rank, "position");
   if (!position.is(NodeKind::kMap)) return "-";
+  const double age_s = number(position, "age_s").value_or(0);
   return fmt::format("{} #{} {}, {} s", text_of(position, "operation"),
                      text_of(position, "sequence"), text_of(position, "state"),
-                     figure(number(position, "age_s")));
+                     age_s < 10 ? fmt::format("{:.3f}", age_s) : figure(age_s));
 }
 
 std::string shares_of(const Node& rank) {
@@ -166,9 +168,9 @@ class View {
     head();
     ranks();
     budget();
-    curves();
     findings();
     stall_table();
+    curves();
     log();
     if (options_.rows > 0 && static_cast<int>(lines_.size()) > options_.rows)
       lines_.resize(static_cast<std::size_t>(options_.rows));
@@ -320,6 +322,9 @@ std::string status_line(const Node& snapshot) {
   const auto now = number(snapshot, "time");
   if (started && now) text += "  " + elapsed(*now - *started);
   if (step >= 0) text += fmt::format("  step {:.0f}", step);
+  if (const auto total = number(run, "total_steps"); total && step >= 0)
+    text += fmt::format(" of {:.0f}", *total);
+  if (const auto left = number(run, "left_s")) text += "  " + elapsed(*left) + " left";
   const auto stall = stall_seconds(snapshot);
   if (stall && step >= 0) text += fmt::format("  no step for {:.0f} s", *stall);
   if (!stall && !times.empty()) text += fmt::format("  {} ms", figure(times[times.size() / 2]));

@@ -40,8 +40,10 @@ LiveView two_ranks() {
     rank.log = {"first line", "last line"};
     view.ranks.push_back(rank);
   }
-  for (int s = 1; s <= 20; ++s) view.loss.emplace_back(s, 3.0 - 0.1 * s);
-  view.tokens_per_second = {{20, 18400.0}};
+  LiveSeries loss;
+  for (int s = 1; s <= 20; ++s) loss.emplace_back(s, 3.0 - 0.1 * s);
+  view.logged = {
+      {"loss", loss}, {"tokens_per_second", {{20, 18400.0}}}, {"learning_rate", {{20, 3e-4}}}};
   return view;
 }
 
@@ -57,6 +59,11 @@ TEST(TerminalView, ShowsRanksBudgetCurvesAndOutput) {
         "backward 75 %, forward 25 %", "█", "▁", "output of rank 0", "  last line"})
     EXPECT_THAT(text, HasSubstr(part));
   EXPECT_THAT(text, Not(HasSubstr("\033")));
+  LiveView view = two_ranks();
+  view.total_steps = 1000;
+  view.mean_step_s = 0.5;
+  EXPECT_THAT(shown(view), HasSubstr("  step 121 of 1000  0:07:19 left  21.5 ms"));
+  EXPECT_THAT(shown(view), HasSubstr("\nlearning_rate       3.00e-04"));
 }
 
 TEST(TerminalView, AFailedRankAndItsOutputStandOut) {

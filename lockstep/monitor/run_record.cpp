@@ -79,10 +79,12 @@ void visit_facts(Facts& facts, Visit& visit) {
   visit("accumulation", facts.accumulation);
   visit("optimizer", facts.optimizer);
   visit("arguments", facts.arguments);
+  visit("total_steps", facts.total_steps);
   visit("threads_per_rank", facts.threads_per_rank);
   visit("writer", facts.writer);
   visit("ended_unix_s", facts.ended_unix_s);
   visit("failure", facts.failure);
+  visit("failed_ranks", facts.failed_ranks);
 }
 
 template <typename Identity, typename Visit>

@@ -69,12 +69,14 @@ struct RunFacts {
   std::int64_t gradient_bytes = 0;
   std::int64_t per_device_batch = 0;
   std::int64_t accumulation = 0;
-  std::string optimizer{};   // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
-  Node arguments{};          // training_args, as in a checkpoint
+  std::string optimizer{};  // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"
+  Node arguments{};         // training_args, as in a checkpoint
+  std::int64_t total_steps = 0;
   int threads_per_rank = 0;  // that compute (OpenMP's), not those that only wait
   std::string writer{};      // the process whose end is the run's (writer_process.h)
   double ended_unix_s = 0;   // 0: it lasts, or nobody could write it down
   std::string failure{};     // of a run that has ended; empty: none, or not known
+  Node failed_ranks{};       // {"1": "killed by SIGKILL"}, where their launcher saw it
 };
 
 struct RankRecord {

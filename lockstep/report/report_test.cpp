@@ -138,6 +138,8 @@ TEST(Summary, TheEndOfAProgramWithoutMetricsIsKnownFromItsRecord) {
   EXPECT_THAT(events_of(run).back().text, HasSubstr("The run ended, 3 s after its start."));
   run.record->facts.failure = "rank 1 failed";
   EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed: rank 1 failed."));
+  run.metrics.push_back({.step = 7});
+  EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed: rank 1 failed."));
 }
 
 TEST(Summary, FiguresComeFromMetricsAndRecord) {

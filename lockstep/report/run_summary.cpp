@@ -161,7 +161,7 @@ void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
   }
 }
 
-// Of a program that writes no metrics.
+// As launcher or RunLog have written it down.
 std::string end_text(const monitor::RunFacts& facts) {
   if (!facts.failure.empty()) return fmt::format("The run failed: {}.", facts.failure);
   if (facts.ended_unix_s > 0)
@@ -182,12 +182,14 @@ void add_end(const RunFolder& run, std::vector<RunEvent>& events) {
   }
   const MetricLine& last = run.metrics.back();
   const double* seconds = last.find("train_runtime");
+  const bool end_known = run.record && run.record->facts.ended_unix_s > 0;
   events.push_back(
       {last.step, time,
        seconds != nullptr
            ? fmt::format("The run ended, {} after its last start.", duration_text(*seconds))
-           : "The last recorded step. There is no line of the run's end: it was stopped, has "
-             "failed or still runs."});
+       : end_known ? end_text(run.record->facts)
+                   : "The last recorded step. There is no line of the run's end: it was stopped, "
+                     "has failed or still runs."});
 }
 
 }  // namespace

@@ -34,6 +34,7 @@ class LoopDirectory {
 
   // `start.checkpoint` is empty where there was nothing to resume from.
   void resumed(const RunStart& start) { start_ = start; }
+  const RunStart& start() const { return start_; }
   // Moves the checkpoints that this run neither wrote nor has below its start, and those of the
   // steps that it repeats. Says where to; empty: nothing was there. SystemError.
   std::string archive_others(std::int64_t step);

@@ -79,9 +79,11 @@ void keep_until(const std::string& path, const std::string& superseded, std::int
   io::sync_directory(std::filesystem::path(path).parent_path().string());
 }
 
-// "eval_loss" is a curve of its own beside "train/loss", as Hugging Face names them.
+// "eval_loss" is a curve of its own beside "train/loss", as Hugging Face names them. A name with a
+// group of its own has that.
 std::string tag_of(const std::string& name) {
-  return name.rfind("eval_", 0) == 0 ? "eval/" + name.substr(5) : "train/" + name;
+  if (name.rfind("eval_", 0) == 0) return "eval/" + name.substr(5);
+  return name.find('/') != name.npos ? name : "train/" + name;
 }
 
 }  // namespace
@@ -134,7 +136,8 @@ void MetricsLog::write_scalars(const LogEntry& entry) {
   std::vector<io::EventFile::Scalar> scalars;
   for (const auto& [name, value] : entry.values)
     scalars.emplace_back(tag_of(name), static_cast<float>(value));
-  scalars.emplace_back("train/epoch", static_cast<float>(entry.epoch));
+  if (!std::isnan(entry.epoch))
+    scalars.emplace_back("train/epoch", static_cast<float>(entry.epoch));
   try {
     events_->scalars(entry.step, scalars);
     events_->flush();

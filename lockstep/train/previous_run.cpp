@@ -38,6 +38,19 @@ bool holds_a_record(const fs::path& folder) {
   return false;
 }
 
+bool continues_there(const std::string& output_dir, const RunStart& start) {
+  return !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
+}
+
+void add_measurements(const std::string& output_dir, std::vector<fs::path>& others) {
+  for (const char* name :
+       {"metrics.jsonl", "metrics.superseded.jsonl", "runs", "monitor", "report.html"}) {
+    const fs::path path = fs::path(output_dir) / name;
+    const bool record = path.filename() == "monitor";
+    if (record ? holds_a_record(path) : holds_something(path)) others.push_back(path);
+  }
+}
+
 fs::path make_place(const std::string& output_dir) {
   fs::path place;
   std::error_code error;
@@ -65,22 +78,25 @@ std::string move_away(const std::string& output_dir, const std::vector<fs::path>
 }  // namespace
 
 bool is_before(const io::NumberedDir& dir, const std::string& output_dir, const RunStart& start) {
-  const bool continues = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
-  return continues && (dir.step <= start.step || same_place(dir.path, start.checkpoint));
+  return continues_there(output_dir, start) &&
+         (dir.step <= start.step || same_place(dir.path, start.checkpoint));
 }
 
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start) {
-  const bool continues = !start.checkpoint.empty() && stands_in(start.checkpoint, output_dir);
   std::vector<fs::path> others;
   for (const io::NumberedDir& dir : io::list_numbered(output_dir, kCheckpointPrefix))
     if (!is_before(dir, output_dir, start)) others.emplace_back(dir.path);
-  for (const char* name : {"metrics.jsonl", "metrics.superseded.jsonl", "runs",
-                           "effective_config.json", "monitor", "report.html"}) {
-    const fs::path path = fs::path(output_dir) / name;
-    const bool record = path.filename() == "monitor";
-    if (!continues && (record ? holds_a_record(path) : holds_something(path)))
-      others.push_back(path);
+  if (!continues_there(output_dir, start)) {
+    add_measurements(output_dir, others);
+    const fs::path config = fs::path(output_dir) / "effective_config.json";
+    if (holds_something(config)) others.push_back(config);
   }
+  return move_away(output_dir, others);
+}
+
+std::string archive_measurements(const std::string& output_dir, const RunStart& start) {
+  std::vector<fs::path> others;
+  if (!continues_there(output_dir, start)) add_measurements(output_dir, others);
   return move_away(output_dir, others);
 }
 

@@ -31,6 +31,9 @@ struct RunStart {
 // SystemError.
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start);
 
+// Moves the metrics, runs/ and the record alone, of a run that does not begin with `start`.
+std::string archive_measurements(const std::string& output_dir, const RunStart& start);
+
 // A checkpoint in output_dir that a run with this start has behind it: the one that it continues
 // from, and lower steps.
 bool is_before(const io::NumberedDir& dir, const std::string& output_dir, const RunStart& start);

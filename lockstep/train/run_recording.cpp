@@ -18,6 +18,7 @@
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/loop.h"
 
 namespace lockstep::train {
 namespace {
@@ -32,18 +33,22 @@ std::string optimizer_text(const RunContext& run) {
 
 }  // namespace
 
-monitor::RunFacts Loop::facts() const {
+monitor::RunFacts world_facts(const World& world) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const World& world = run_.world;
   monitor::RunFacts facts;
   facts.world_size = world.size();
   facts.device = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
   facts.backend = world.backend();
-  facts.program = "trainer";
   facts.started_unix_s = std::chrono::duration<double>(now).count();
   facts.ranks_on_host = std::max(1, world.local_size());
   if (world.device().is_cuda()) facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
   facts.threads_per_rank = at::get_num_threads();
+  return facts;
+}
+
+monitor::RunFacts Loop::facts() const {
+  monitor::RunFacts facts = world_facts(run_.world);
+  facts.program = "trainer";
   for (const at::Tensor& parameter : run_.task.module->parameters()) {
     facts.parameters += parameter.numel();
     if (!parameter.requires_grad()) continue;
@@ -54,39 +59,40 @@ monitor::RunFacts Loop::facts() const {
   facts.accumulation = accumulation_steps_;
   facts.optimizer = optimizer_text(run_);
   facts.arguments = arguments_node(run_.arguments);
+  facts.total_steps = run_.state.max_steps;
   return facts;
 }
 
-std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Loop& loop) {
-  const std::string& folder = run.arguments.output_dir;
+Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
+                          bool record) {
+  Recording recording{.facts = known};
+  monitor::RunFacts& facts = recording.facts;
   std::error_code unknown;
   ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
   // Every rank takes part in the exchanges, also one that records nothing. Ranks that are each
   // bound to a core of their own share more cores than one of them may use.
-  const bool one_host = run.world.local_size() == run.world.size();
-  const int cores = one_host ? parallel::cores_of_ranks(run.world) : allowed_cores();
-  const int hosts = static_cast<int>(run.world.max(run.world.node_rank())) + 1;
+  const bool one_host = world.local_size() == world.size();
+  facts.cores = one_host ? parallel::cores_of_ranks(world) : allowed_cores();
+  facts.hosts = static_cast<int>(world.max(world.node_rank())) + 1;
+  // A launcher may start this rank again.
+  facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
   // With this exchange the folder is this run's on every rank: what an earlier one left there has
   // been moved away by those that write.
-  run.world.agree([&] {
-    if (!run.world.is_leader() || !run.arguments.record_run) return;
+  world.agree([&] {
+    if (!world.is_leader() || !record) return;
     try {
-      monitor::RunFacts facts = loop.facts();
-      facts.cores = cores;
-      facts.hosts = hosts;
-      // A launcher may start this rank again.
-      facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
       monitor::write_facts(folder, facts);
     } catch (const SystemError& error) {
       log::warning("record", "{} Training continues without a record.", error.what());
     }
   });
-  if (!run.arguments.record_run) return nullptr;
-  return std::make_unique<monitor::RankRecorder>(monitor::RankRecorderOptions{
-      .directory = folder,
-      .rank = run.world.rank(),
-      .host = run.world.node_rank(),
-      .gpus = run.world.device().is_cuda() && run.world.local_rank() == 0});
+  if (record)
+    recording.recorder = std::make_unique<monitor::RankRecorder>(
+        monitor::RankRecorderOptions{.directory = folder,
+                                     .rank = world.rank(),
+                                     .host = world.node_rank(),
+                                     .gpus = world.device().is_cuda() && world.local_rank() == 0});
+  return recording;
 }
 
 void end_recording(const RunContext& run, const std::string& failure) {

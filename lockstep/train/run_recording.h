@@ -1,20 +1,31 @@
-// What a Trainer records of its run, into output_dir/monitor (lockstep/monitor/run_record.h).
+// What is recorded of a run, into output_dir/monitor (lockstep/monitor/run_record.h): a Trainer's,
+// and that of a loop with a RunLog.
 //
-//   const auto recorder = start_recording(run, loop);   // until it is destroyed
-//   end_recording(run, "");
+//   monitor::RunFacts facts = world_facts(world);
+//   const Recording recording = start_recording(world, "out", facts);   // until it is destroyed
 #pragma once
 
 #include <memory>
 #include <string>
 
+#include "lockstep/comm/world.h"
 #include "lockstep/monitor/rank_recorder.h"
-#include "lockstep/train/loop.h"
 
 namespace lockstep::train {
 
-// Collective, once output_dir is this run's. Rank 0 writes the facts, every rank has a recorder;
-// null where record_run is false. A folder that cannot be written is reported and not an error.
-std::unique_ptr<monitor::RankRecorder> start_recording(RunContext& run, const Loop& loop);
+struct Recording {
+  monitor::RunFacts facts{};  // as they were written
+  std::unique_ptr<monitor::RankRecorder> recorder{};
+};
+
+// What is known of every run: ranks, device, backend, threads. It begins now.
+monitor::RunFacts world_facts(const World& world);
+
+// Collective, once `folder` is this run's; the launcher looks there from now on. Rank 0 writes the
+// facts, every rank has a recorder, unless `record` is false. A folder that cannot be written is
+// reported and not an error.
+Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
+                          bool record = true);
 
 // Writes down, on rank 0, that the run has ended, or why it failed. What has neither was killed.
 // The end of a run that failed is its process's, since a launcher may start it again.

@@ -120,7 +120,9 @@ TrainResult TrainerImpl::train() {
   bool recording = false;
   try {
     prepare();
-    recorder = start_recording(run_, *loop_);
+    recorder = start_recording(run_.world, run_.arguments.output_dir, loop_->facts(),
+                               run_.arguments.record_run)
+                   .recorder;
     recording = true;
     control_.notify(&Observer::on_train_begin);
     loop_->run();

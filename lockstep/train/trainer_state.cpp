@@ -23,7 +23,8 @@ Node maybe(const std::optional<T>& value, const Make& make) {
 }
 
 Node node_of(const LogEntry& entry) {
-  NodeMembers members{{"step", integer_node(entry.step)}, {"epoch", number(entry.epoch)}};
+  NodeMembers members{{"step", integer_node(entry.step)}};
+  if (!std::isnan(entry.epoch)) members.emplace_back("epoch", number(entry.epoch));
   for (const auto& [name, value] : entry.values) members.emplace_back(name, number(value));
   return map_node(std::move(members));
 }

@@ -24,7 +24,7 @@ const double* find_metric(const Metrics& metrics, std::string_view name);  // nu
 
 struct LogEntry {
   std::int64_t step = 0;
-  double epoch = 0;
+  double epoch = 0;  // NaN: not known, of a loop of the user's own
   Metrics values{};
 };
 

@@ -65,7 +65,7 @@ class Page(DashboardCase):
                 f"document.querySelectorAll('#ranks tr')[{row}].innerText"))
         self.assertIn("loader-bound", self.page.value("document.body.innerText"))
         self.assertIn("about 24 %", self.page.value("document.body.innerText"))
-        self.assertEqual(self.page.value("document.querySelectorAll('#charts .curve').length"), 3)
+        self.assertEqual(self.page.value("document.querySelectorAll('#charts .curve').length"), 6)
         self.assertEqual(self.page.value("document.querySelectorAll('#budget .bar i').length"), 12)
         for step in (11, 25, 1234):
             self.server.set(state(step))
@@ -75,6 +75,43 @@ class Page(DashboardCase):
         # A run without a Trainer, which logs no throughput.
         self.server.set(state(1240, series={"step_ms": [[1, 20.0], [2, 20.0]]}))
         self.page.wait("document.querySelector('#tiles').innerText.includes('steps/s')")
+        self.check_quiet()
+
+    def test_shows_what_people_look_for(self):
+        self.open(state(240, gpus=True))
+        text = self.page.value("document.querySelector('#tiles').innerText")
+        tiles = [line.strip() for line in text.split("\n") if line.strip()]
+        shown = dict(zip(tiles[::2], tiles[1::2]))
+        self.assertEqual(shown["Step"], "240 of 1,000")
+        self.assertEqual(shown["Time left"], "38:00")
+        self.assertRegex(shown["Evaluation loss"], r"^\d\.\d{3}$")
+        self.assertEqual(shown["Learning rate"], "3.00e-4")
+        self.assertRegex(shown["Gradient norm"], r"^\d\.\d{3}$")
+        for series in (None, {"loss": [[1, 2.0], [2, 1.0]]},
+                       {name: [[1, 2.0], [2, 3.0]] for name in
+                        ("loss", "Loss", "tokens_per_second", "samples_per_second", "accuracy",
+                         "eval_runtime", "step_ms")}):
+            self.server.set(state(241, series=series))
+            wanted = len(series) - ("eval_runtime" in series) if series else 7
+            self.page.wait(f"document.querySelectorAll('#charts .chart').length == {wanted}")
+            for width in (1280, 700, 390):
+                self.page.look(width=width, height=844)
+                charts = json.loads(self.page.value(
+                    "JSON.stringify(Array.from(document.querySelectorAll('#charts .chart'), (c) => "
+                    "[c.querySelector('h2').innerText, c.getBoundingClientRect().width]))"))
+                self.assertEqual(len({title for title, _ in charts}), len(charts), charts)
+                widths = {round(pixels) for _, pixels in charts}
+                self.assertEqual(len(widths), 1, charts)
+                self.assertLess(widths.pop(), 0.6 * width if width == 1280 else width, charts)
+        # A learning rate that hardly changes: the lines of its chart have texts of their own.
+        self.server.set(state(242, series={"learning_rate": [[s, 3e-3 - 1e-7 * s] for s in
+                                                             range(1, 900)]}))
+        self.page.wait("document.querySelectorAll('#charts .chart').length == 1")
+        labels = json.loads(self.page.value(
+            "JSON.stringify(Array.from(document.querySelectorAll('#charts [text-anchor=end]'), "
+            "(t) => t.textContent))"))
+        self.assertEqual(len(set(labels)), len(labels), labels)
+        self.assertIn("0.00295", labels)
         self.check_quiet()
 
     def test_updates_leave_the_focus_and_the_nodes_alone(self):
@@ -247,7 +284,7 @@ def screenshots(folder):
                 page.value("new Promise(done => setTimeout(done, 300))")
                 page.screenshot(folder / f"{name}{suffix}.png")
         server.set(state(240, gpus=True, findings=[FINDING]))
-        page.look(width=1140, height=985)
+        page.look(width=1140, height=878)
         page.open(server.url)
         page.wait("document.querySelectorAll('#ranks tr').length == 2")
         page.value("new Promise(done => setTimeout(done, 300))")

@@ -53,6 +53,12 @@ def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", lo
     loss = [[s, 1.9 + 8.6 * math.exp(-s / 45) + 0.05 * math.sin(s * 1.7)] for s in curve]
     rate = [[s, 381_000 * (1 - math.exp(-s / 6)) + 4000 * math.sin(s)] for s in curve]
     times = [[s, 21.5 + 12 * math.exp(-s / 5) + 0.6 * math.sin(s * 2.3)] for s in curve]
+    logged = {"loss": loss, "eval_loss": [[s, v + 0.2] for s, v in loss if s % 20 == 0],
+              "learning_rate": [[s, 3e-4 * min(1, s / 40)] for s in curve],
+              "grad_norm": [[s, 1 + 3 * math.exp(-s / 30) + 0.1 * math.sin(s * 3.1)]
+                            for s in curve],
+              "tokens_per_second": rate, "samples_per_second": [[s, v / 1024] for s, v in rate],
+              "step_ms": times}
     lines = {str(r): [f"step {s}: loss {v:.4f}" for s, v in loss[-50:]] for r in range(ranks)}
     if failed is not None:
         lines[str(failed)].append("terminate called after throwing an instance of 'c10::Error'")
@@ -61,9 +67,12 @@ def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", lo
         "run": {"id": "tiny-gpt-4f21", "world_size": ranks, "started": now - 3 * step, "attempt": 0,
                 "state": "failed" if failed is not None else run_state,
                 "message": f"rank {failed} on this host failed: killed by SIGKILL"
-                           if failed is not None else ""},
+                           if failed is not None else "",
+                "recorded": False, "total_steps": 1000,
+                "left_s": 3.0 * (1000 - step) if run_state == "running" and failed is None
+                          else None},
         "ranks": table,
-        "series": series or {"loss": loss, "tokens_per_second": rate, "step_ms": times},
+        "series": series or {name: points for name, points in logged.items() if points},
         "log": log or lines,
         "findings": list(findings),
         "verdict": {"healthy": run_state == "running" and not stall,

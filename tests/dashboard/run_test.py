@@ -21,6 +21,8 @@ import unittest.mock
 from dashboard_case import BIN, BOUND_S, LOCKSTEP, DashboardCase, Events, Server
 
 TRAIN = BIN.parent / "libexec" / "lockstep-train"
+OWN_LOOP = BIN / "examples" / "05_own_loop"
+PLAIN_LOOP = BIN / "examples" / "06_checkpoint_resume"  # without Accumulation
 # A rank in Python: says who it is, works until a file is there.
 RANK = r'''
 import os, pathlib, sys, time
@@ -417,9 +419,24 @@ class Training(RunCase):
 
     def test_its_loss_is_drawn(self):
         run = self.train()
-        self.eventually(lambda: len(run.state()["series"]["loss"]) > 5, "a curve")
+        self.eventually(lambda: len(run.state()["series"].get("loss", [])) > 5, "a curve")
         self.assertIn("loss", monitor("--once", run.url).stdout)
         self.assertRegex(run.request("/metrics")[2].decode(), r"\nlockstep_loss \d")
+        run.process.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(), 143)
+
+    def test_total_steps_rate_and_norm_are_shown(self):
+        run = self.train()
+        self.eventually(lambda: run.state()["run"]["left_s"], "the time left")
+        state = run.state()
+        self.assertEqual(state["run"]["total_steps"], 500_000)
+        self.eventually(lambda: {"learning_rate", "grad_norm"} <= run.state()["series"].keys(),
+                        "what it logs")
+        self.assertRegex(monitor("--once", run.url).stdout,
+                         r"  step \d+ of 500000  \d+:\d\d:\d\d left  ")
+        page = run.request("/metrics")[2].decode()
+        self.assertIn("\nlockstep_total_steps 500000\n", page)
+        self.assertRegex(page, r'\nlockstep_logged\{name="grad_norm"\} \d')
         run.process.send_signal(signal.SIGTERM)
         self.assertEqual(run.wait(), 143)
 
@@ -487,6 +504,90 @@ class Training(RunCase):
         self.eventually(lambda: run.state()["stall"] is None, "the end of the stall")
         run.process.send_signal(signal.SIGTERM)
         self.assertEqual(run.wait(), 143)
+
+
+@unittest.skipUnless(PLAIN_LOOP.exists(), "the examples are not built")
+class OwnLoop(RunCase):
+    """Loops that hand over their figures with RunLog."""
+
+    def loop(self, program, *args, ranks):
+        with unittest.mock.patch.dict(os.environ, LOCKSTEP_DEVICE="cpu", OMP_NUM_THREADS="1"):
+            run = Run(program, *args, flags=("--dashboard",), ranks=ranks)
+        self.addCleanup(lambda: run.process.poll() is None and run.kill())
+        return run
+
+    def test_its_figures_are_shown_while_it_lasts(self):
+        run = self.loop(OWN_LOOP, self.place / "out", 100_000, ranks=2)
+        wanted = {"loss", "learning_rate", "grad_norm", "step_ms"}
+        self.eventually(lambda: wanted <= run.state()["series"].keys() and
+                        len(run.state()["series"]["loss"]) > 3, "its curves")
+        self.eventually(lambda: run.state()["run"]["left_s"], "the time left")
+        self.assertEqual(run.state()["run"]["total_steps"], 3_200_000)
+        for where in (run.url, self.place / "out"):
+            self.eventually(lambda: re.search(  # ranks record once a second
+                r"(?s) of 3200000 .*\nloss .*\nlearning_rate .*\ngrad_norm ",
+                monitor("--once", where).stdout), where)
+        run.process.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(), 143)
+        written = (self.place / "out" / "metrics.jsonl").read_text().splitlines()
+        self.assertEqual([json.loads(line)["step"] for line in written],
+                         list(range(10, 10 * len(written) + 1, 10)))
+        self.assertTrue(list((self.place / "out" / "runs").glob("events.out.tfevents.*")))
+        done = subprocess.run([LOCKSTEP, "report", self.place / "out"], capture_output=True,
+                              text=True, timeout=BOUND_S)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        report = (self.place / "out" / "report.html").read_text()
+        for title in ("Loss", "Learning rate", "Gradient norm before clipping"):
+            self.assertIn(title, report)
+
+    def test_its_steps_count_on_one_rank(self):
+        run = self.loop(PLAIN_LOOP, self.place / "out", 1_000_000, ranks=1)
+        self.eventually(lambda: (run.state()["ranks"] or [{}])[0].get("step_ms"), "a step time")
+        state = run.state()
+        self.assertGreaterEqual(state["ranks"][0]["step"], 10)
+        self.assertEqual(state["run"]["total_steps"], 1_000_000)
+        self.assertRegex(monitor("--once", run.url).stdout, r"  step \d+0 of 1000000  ")
+        run.kill()
+
+    def test_a_failed_run_can_be_opened_afterwards(self):
+        run = self.loop(OWN_LOOP, self.place / "out", 100_000, ranks=2)
+        self.eventually(lambda: len(run.state()["series"].get("loss", [])) > 1, "a curve")
+        os.kill(run.state()["ranks"][1]["pid"], signal.SIGKILL)
+        self.assertEqual(run.wait(), 137)
+        served = subprocess.Popen([LOCKSTEP, "dashboard", self.place / "out"], text=True,
+                                  stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self.addCleanup(lambda: served.poll() is None and served.kill())
+        self.addCleanup(served.stdout.close)
+        server = Server.__new__(Server)
+        server.url = served.stdout.readline().split()[1]
+        server.port = int(re.search(r":(\d+)/", server.url).group(1))
+        server.token = server.url.rpartition("=")[2]
+        state = json.loads(server.request("/snapshot")[2])
+        self.assertEqual((state["run"]["state"], state["run"]["recorded"]), ("failed", True))
+        self.assertIn("SIGKILL", state["run"]["message"])
+        self.assertEqual([(r["state"], r["exit"]) for r in state["ranks"]],
+                         [("ended", ""), ("failed", "killed by SIGKILL")])
+        self.assertGreater(len(state["series"]["loss"]), 1)
+        self.assertTrue(all("backward" in r["budget"] for r in state["ranks"] if r["step"]))
+        self.assertIsNone(state["run"]["left_s"])
+        self.assertIn(b"<html", server.request("/")[2])
+        self.assertEqual(server.request("/snapshot", token=False)[0], 403)
+        events = Events(server)
+        self.assertEqual(events.next()[1]["run"]["state"], "failed")
+        served.send_signal(signal.SIGINT)
+        while event := events.next():
+            last = event[0]
+        self.assertEqual((last, served.wait(timeout=BOUND_S)), ("end", 0))
+        events.close()
+
+    def test_the_dashboard_of_a_record_says_what_it_needs(self):
+        for args, text in ((["nowhere"], "nowhere"), (["--listen"], "--listen needs"),
+                           (["--list"], "there is no flag --list"),
+                           (["a", "b"], "'b' is another one")):
+            done = subprocess.run([LOCKSTEP, "dashboard", *args], capture_output=True, text=True,
+                                  timeout=BOUND_S, cwd=self.place)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(text, done.stderr)
 
 
 if __name__ == "__main__":

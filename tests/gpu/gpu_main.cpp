@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string_view>
 #include <thread>
@@ -383,6 +384,27 @@ at::Tensor drawn_ids(World& world, int step, std::int64_t length) {
 }
 
 // Collectives are in the graph. Ranks come to a shape at different steps, and choose together.
+// log() returns before the device has computed the value, and writes the one that it was.
+void logged_values(World& world) {
+  const std::string place = std::filesystem::temp_directory_path() / "lockstep_gpu_run_log";
+  if (world.is_leader()) std::filesystem::remove_all(place);
+  {
+    lockstep::RunLog run_log{place, world, {.tensorboard = false}};
+    at::Tensor x = torch::randn({4096, 4096}, torch::device(world.device()));
+    for (int i = 0; i < 20; ++i) x = x.matmul(x).clamp(-1, 1);
+    at::Tensor loss = x.mul(0).sum() + 2.5;
+    run_log.log({{"loss", loss}, {"learning_rate", 0.5}}, 1);
+    if (world.is_leader())
+      require(std::filesystem::is_empty(place + "/metrics.jsonl"), "log() waited for the device");
+    loss.fill_(7);
+  }
+  std::string line;
+  std::getline(std::ifstream(place + "/metrics.jsonl"), line);
+  if (world.is_leader())
+    require(line == R"({"step":1,"loss":2.5,"learning_rate":0.5})", "the value that was logged");
+  said(world, "RunLog writes a value that nobody waited for");
+}
+
 void captured_ranks(World& world) {
   Captured plain(world), captured(world);
   lockstep::CapturedStep step{captured.optimizer,
@@ -527,6 +549,7 @@ int main(int argc, char** argv) {
     loader(world);
     device_times(world);
     trainer_times(world);
+    logged_values(world);
     captured_ranks(world);
     captured_windows(world);
     captured_on_some_ranks(world);

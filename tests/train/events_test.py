@@ -6,11 +6,12 @@ import collections
 import json
 import shutil
 import struct
+import subprocess
 import sys
 import time
 import unittest
 
-from train_case import CONFIG, TrainCase, checkpoints
+from train_case import BIN, BOUND_S, CONFIG, LOCKSTEP, TrainCase, checkpoints, environment
 
 try:
     from tensorboard.backend.event_processing import event_accumulator
@@ -73,6 +74,21 @@ class Events(TrainCase):
         # The files of the previous run were archived with its checkpoints.
         self.assertEqual(len(list((output / "runs").iterdir())), 1)
         self.assertEqual(len(list((output / "earlier-1" / "runs").iterdir())), 2)
+
+    def test_a_loop_of_ones_own(self):
+        output = self.place / "loop"
+        for epochs, steps in ((2, 64), (3, 96)):  # the second run resumes
+            subprocess.run([LOCKSTEP, "run", "--standalone", "--nproc-per-node=2",
+                            BIN / "examples" / "05_own_loop", output, str(epochs)], check=True,
+                           timeout=BOUND_S, env=environment(), stdin=subprocess.DEVNULL,
+                           stdout=subprocess.DEVNULL)
+            curves = shown(output)
+            self.assertEqual(curves, written(output))
+            self.assertEqual(curves.keys(),
+                             {"train/loss", "train/learning_rate", "train/grad_norm"})
+            self.assertEqual([step for step, _ in curves["train/loss"]],
+                             list(range(10, steps + 1, 10)))
+            time.sleep(1.1)
 
 
 if __name__ == "__main__":

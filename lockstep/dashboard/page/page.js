@@ -5,10 +5,19 @@
 const SVG = 'http://www.w3.org/2000/svg';
 const PHASES = ['forward', 'backward', 'data', 'communication', 'optimizer', 'evaluation', 'logging',
   'saving', 'startup', 'other'];
+// What a Trainer logs, in the order of the charts; what else a program logs follows by its own name.
 const TITLES = {
-  loss: 'Loss', tokens_per_second: 'Throughput', samples_per_second: 'Throughput', step_ms: 'Step time',
+  loss: 'Loss', eval_loss: 'Evaluation loss', learning_rate: 'Learning rate', grad_norm: 'Gradient norm',
+  tokens_per_second: 'Tokens per second', samples_per_second: 'Samples per second', step_ms: 'Step time',
+  data_wait_percent: 'Waiting for data', communication_percent: 'Exposed communication',
 };
-const UNITS = { tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms' };
+const UNITS = {
+  tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms', data_wait_percent: '%',
+  communication_percent: '%',
+};
+// Of an evaluation itself, which nobody follows over steps.
+const NOT_DRAWN = ['eval_runtime', 'eval_samples_per_second'];
+const MOST_CHARTS = 12;
 
 const at = (id) => document.getElementById(id);
 const number = (value) => (typeof value === 'number' && Number.isFinite(value) ? value : null);
@@ -62,8 +71,8 @@ function figure(value) {
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)} K`;
   if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
   if (size >= 10) return value.toFixed(1);
-  if (size >= 0.001 || size === 0) return value.toFixed(3);
-  return value.toExponential(1);
+  if (size >= 0.1 || size === 0) return value.toFixed(3);
+  return size >= 0.001 ? value.toPrecision(3) : value.toExponential(2);
 }
 
 function bytes(value) {
@@ -89,6 +98,8 @@ function duration(seconds) {
   return hours > 0 ? `${hours}:${pad(minutes)}:${pad(whole % 60)}` : `${minutes}:${pad(whole % 60)}`;
 }
 
+const ageText = (seconds) => (seconds < 10 ? seconds.toFixed(3) : figure(seconds));
+
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
 
 // Of those that are known: 0 is not.
@@ -113,9 +124,14 @@ function drawTiles(state, ranks, series) {
   const time = stalled === null ? median(ranks.map((r) => r.step_ms)) : null;
   const rate = ['tokens_per_second', 'samples_per_second'].find((name) => points(series[name]).length);
   const throughput = stalled !== null ? ['–', ''] : rate ? [figure(last(rate)), UNITS[rate]] : [time ? figure(1000 / time) : '–', 'steps/s'];
+  const total = number(state.run.total_steps);
+  const logged = (name) => (points(series[name]).length ? [[TITLES[name], figure(last(name)), '']] : []);
   const tiles = [
-    ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–', ''],
+    ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–',
+      total === null ? '' : `of ${total.toLocaleString('en')}`],
+    ...(number(state.run.left_s) === null ? [] : [['Time left', duration(state.run.left_s), '']]),
     ['Loss', figure(last('loss')), ''],
+    ...logged('eval_loss'), ...logged('learning_rate'), ...logged('grad_norm'),
     ['Throughput', ...throughput],
     stalled === null ? ['Step time', ...(milliseconds(time || null).split(' ')), '']
       : ['Step time', '–', `no step for ${stalled.toFixed(0)} s`],
@@ -187,8 +203,14 @@ function ticks(low, high, most) {
   return result;
 }
 
-// "2.500" reads better as "2.5"; "10" stays.
-const tickText = (value) => figure(value).replace(/(\.\d*?)0+(?= |$)/, '$1').replace(/\.(?= |$)/, '');
+// "2.500" reads better as "2.5"; "10" stays. Lines that are close together have all their digits.
+function tickTexts(values) {
+  const exact = values.map((value) => Number(value.toPrecision(6)));
+  const texts = exact.map((value) => figure(value).replace(/(\.\d*?)0+(?= |e|$)/, '$1')
+    .replace(/\.(?= |e|$)/, ''));
+  if (new Set(texts).size === texts.length) return texts;
+  return exact.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential() : String(value)));
+}
 
 function drawCurve(svg, values, title, unit) {
   const [width, height, left, bottom, top, right] = [360, 170, 46, 22, 10, 8];
@@ -202,10 +224,12 @@ function drawCurve(svg, values, title, unit) {
   const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
   const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
   const parts = [];
-  for (const tick of ticks(y0, y1, 4)) {
+  const lines = ticks(y0, y1, 4);
+  const texts = tickTexts(lines);
+  for (const [i, tick] of lines.entries()) {
     parts.push(shape('line', { class: 'grid', x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
     const label = shape('text', { class: 'axis', x: left - 7, y: y(tick) + 4, 'text-anchor': 'end' });
-    label.textContent = tickText(Number(tick.toPrecision(6)));
+    label.textContent = texts[i];
     parts.push(label);
   }
   for (const tick of ticks(x0, x1, 5).filter(Number.isInteger)) {
@@ -225,21 +249,27 @@ function drawCurve(svg, values, title, unit) {
     `${figure(Math.min(...ys))} and ${figure(Math.max(...ys))} since step ${x0}`);
 }
 
+// A program may log a name that is the title of another chart.
+function titleOf(name, series) {
+  return Object.hasOwn(TITLES, name) && !Object.hasOwn(series, TITLES[name]) ? TITLES[name] : name;
+}
+
 function drawCharts(series) {
   const known = Object.keys(TITLES);
   const rank = (name) => (known.includes(name) ? known.indexOf(name) : known.length);
-  const names = Object.keys(series).filter((name) => points(series[name]).length > 0)
-    .sort((a, b) => rank(a) - rank(b)).slice(0, 12);
+  const names = Object.keys(series)
+    .filter((name) => points(series[name]).length > 0 && !NOT_DRAWN.includes(name))
+    .sort((a, b) => rank(a) - rank(b)).slice(0, MOST_CHARTS);
   match(at('charts'), names, (name) => {
     const card = make('section', 'card chart');
     const row = make('div', 'row');
-    const title = Object.hasOwn(TITLES, name) ? TITLES[name] : name;
-    row.append(make('h2', '', title), make('span', 'now'));
+    row.append(make('h2', ''), make('span', 'now'));
     card.append(row, shape('svg', { viewBox: '0 0 360 170', role: 'img' }));
     return card;
   }).forEach((card, i) => {
     const values = points(series[names[i]]);
     const unit = Object.hasOwn(UNITS, names[i]) ? UNITS[names[i]] : '';
+    say(card.querySelector('h2'), titleOf(names[i], series));
     say(card.querySelector('.now'), `${figure(values.at(-1)[1])} ${unit}`.trim());
     drawCurve(card.querySelector('svg'), values, card.querySelector('h2').textContent, unit);
   });
@@ -283,7 +313,7 @@ function drawRow(row, rank) {
   const failed = rank.state === 'failed';
   classes(row, failed ? 'failed' : '');
   say(cells[0].firstChild, `Rank ${rank.rank}`);
-  say(cells[0].lastChild, `host ${rank.host ?? 0}, pid ${rank.pid ?? '–'}`);
+  say(cells[0].lastChild, `host ${rank.host ?? 0}${number(rank.pid) === null ? '' : `, pid ${rank.pid}`}`);
   classes(cells[1].firstChild, tone(rank.state));
   say(cells[1].firstChild, failed && rank.exit ? `failed: ${rank.exit}` : String(rank.state));
   say(cells[2], number(rank.step) !== null && rank.step >= 0 ? rank.step.toLocaleString('en') : '–');
@@ -309,7 +339,7 @@ function drawRow(row, rank) {
   const position = rank.position === null || rank.position === undefined ? null : object(rank.position);
   say(cells[7].firstChild, position ? `${position.operation} #${position.sequence}` : '–');
   say(cells[7].lastChild, position
-    ? `${position.state}${number(position.age_s) !== null ? `, ${figure(position.age_s)} s ago` : ''}` : '');
+    ? `${position.state}${number(position.age_s) !== null ? `, ${ageText(position.age_s)} s ago` : ''}` : '');
 }
 
 function drawRanks(ranks) {
@@ -327,7 +357,9 @@ function shares(budget) {
   return result;
 }
 
-function drawBudget(ranks) {
+function drawBudget(state, ranks) {
+  const whole = state.run.recorded === true && state.run.state !== 'running';
+  say(at('budget-note'), whole ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
   const used = new Set();
   match(at('budget'), ranks.map((r) => r.rank), () => {
     const line = make('div', 'budget');
@@ -373,6 +405,8 @@ function drawLog(state) {
   const log = object(state.log);
   const pick = at('log-rank');
   const names = Object.keys(log).sort((a, b) => Number(a) - Number(b));
+  // A record has no output.
+  at('output').hidden = state.run.recorded === true && !names.some((name) => list(log[name]).length);
   match(pick, names, (name) => {
     const option = make('option', '', name);
     option.value = name;
@@ -397,10 +431,11 @@ let lost = false;
 // What stands above everything else, and whether it is bad.
 function banner(state, ranks) {
   if (lost) {
-    return ['Connection lost: the launcher does not answer. This is the last state that it sent.', true];
+    const who = state.run.recorded === true ? 'lockstep dashboard' : 'the launcher';
+    return [`Connection lost: ${who} does not answer. This is the last state that it sent.`, true];
   }
   const failed = ranks.filter((r) => r.state === 'failed');
-  if (failed.length) {
+  if (failed.length && !(state.run.recorded === true && state.run.message)) {
     const who = failed.map((r) => `Rank ${r.rank} failed${r.exit ? ` (${r.exit})` : ''}`).join('. ');
     return [`${who}.`, true];
   }
@@ -432,10 +467,14 @@ function draw(state) {
   drawStall(state);
   drawCharts(series);
   drawRanks(ranks);
-  drawBudget(ranks);
+  drawBudget(state, ranks);
   drawLog(state);
   const time = number(state.time);
-  if (time !== null) say(at('updated'), `Updated ${new Date(time * 1000).toLocaleTimeString()}`);
+  if (time !== null) {
+    const date = new Date(time * 1000);
+    say(at('updated'), state.run.recorded === true ? `Recorded until ${date.toLocaleString()}`
+      : `Updated ${date.toLocaleTimeString()}`);
+  }
 }
 
 function connection(text, mark) {
@@ -451,7 +490,9 @@ function connect() {
   events.onopen = () => connection('live', 'good');
   events.onmessage = (event) => {
     newest = JSON.parse(event.data);
-    connection('live', 'good');
+    const run = object(newest.run);
+    const done = run.recorded === true && (run.state === 'ended' || run.state === 'failed');
+    connection(done ? 'recorded' : 'live', done ? '' : 'good');
     draw(newest);
   };
   events.addEventListener('end', () => {

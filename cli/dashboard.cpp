@@ -1,0 +1,104 @@
+// `lockstep dashboard`: the dashboard's page of a recorded run, also after its end.
+#include <fmt/format.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "cli/commands.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/dashboard/http_server.h"
+#include "lockstep/dashboard/record_view.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kDashboardHelp =
+    "usage: lockstep dashboard [--listen WHERE] [RUN_DIR]\n\n"
+    "Serves the page of `lockstep run --dashboard` for a run that was recorded: while it lasts,\n"
+    "and after it has ended or failed. RUN_DIR is an output_dir of the Trainer, the directory of\n"
+    "a RunLog, or the DIR of `lockstep run --record DIR` (default: the current directory). Ends\n"
+    "with Ctrl-C.\n\n"
+    "  --listen WHERE   a port, or a numeric address and a port (a free port of 127.0.0.1)\n";
+
+struct Request {
+  std::string listen;
+  std::string directory = ".";
+};
+
+Request parse(const Args& args) {
+  Request request;
+  bool given = false;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    if (arg == "--listen" || arg.starts_with("--listen=")) {
+      const bool apart = arg == "--listen";
+      if (apart && i + 1 == args.size())
+        throw UsageError("dashboard", "--listen needs a port, or an address and a port.");
+      request.listen = apart ? args[++i] : arg.substr(arg.find('=') + 1);
+    } else if (arg.starts_with("-")) {
+      throw UsageError("dashboard", "there is no flag {}. 'lockstep dashboard --help' lists them.",
+                       arg);
+    } else if (std::exchange(given, true)) {
+      throw UsageError("dashboard", "one run is shown, and '{}' is another one.", arg);
+    } else {
+      request.directory = arg;
+    }
+  }
+  return request;
+}
+
+// The state of a record to which nothing will be added is read once.
+class RecordSource {
+ public:
+  explicit RecordSource(std::string directory) : directory_(std::move(directory)) { read(); }
+
+  std::string snapshot_json() {
+    if (!over_) read();
+    return json_;
+  }
+
+ private:
+  void read() {
+    const dashboard::LiveView view = dashboard::view_of_record(directory_);
+    over_ = view.state == "ended" || view.state == "failed";
+    json_ = dashboard::live_snapshot_json(view);
+  }
+
+  const std::string directory_;
+  bool over_ = false;
+  std::string json_;
+};
+
+}  // namespace
+
+int dashboard_command(const Args& args) {
+  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
+    fmt::print("{}", kDashboardHelp);
+    return 0;
+  }
+  const Request request = parse(args);
+  RecordSource source(request.directory);
+  dashboard::HttpOptions options;
+  if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))
+    options.token = dashboard::read_token_file(*file);
+  // Before there are threads: they take none of these, and pages are sent the end of the stream.
+  sigset_t stop;
+  ::sigemptyset(&stop);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&stop, signal);
+  ::pthread_sigmask(SIG_BLOCK, &stop, nullptr);
+  const dashboard::HttpServer server(
+      dashboard::http_listen(request.listen, "--listen"),
+      {.snapshot_json = [&] { return source.snapshot_json(); }, .metrics_text = {}, .ready = {}},
+      options);
+  const std::string url = server.url();
+  fmt::print("[dashboard] {}\n", options.token.empty() ? url : url.substr(0, url.find('?')));
+  std::fflush(stdout);
+  int received = 0;
+  ::sigwait(&stop, &received);
+  return 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,87 @@
+// RunLog: what a training loop of your own measures goes where a Trainer's figures go: to the
+// dashboard, `lockstep monitor`, `lockstep report`, TensorBoard and metrics.jsonl.
+//
+//   lockstep::RunLog run_log{"out", world, {.total_steps = 1000}};        // after resume()
+//   ...                                                     // after an optimizer step:
+//   run_log.log({{"loss", loss}, {"learning_rate", lr}, {"grad_norm", norm}}, step);
+//   run_log.log({{"eval_loss", eval_loss}}, step);
+//
+// Make it and call it on every rank; rank 0's values are written. Nothing is averaged: the loss of
+// Accumulation::last_window() is that of all ranks, any other one goes through world.mean() first.
+// A tensor on a GPU is not waited for: its line is written with the next log() or at the end.
+//
+//   out/metrics.jsonl    one line for each call, every number in full
+//   out/runs/            TensorBoard's files: "loss" is train/loss, "eval_loss" is eval/loss
+//   out/monitor/         where the time of every rank goes (docs/monitor.md)
+//
+// The names that the dashboard knows are the Trainer's: loss, eval_loss, learning_rate, grad_norm,
+// tokens_per_second, samples_per_second; it draws any other, too. A run that resume() has restored
+// continues the files; what any other has measured in that directory is moved to out/earlier-<n>/.
+//
+// The constructor is a collective, log() is none. One thread. From then on rank 0's process holds
+// the directory, as save_checkpoint() does.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep {
+
+// A number, or a tensor with one element.
+class LogValue {
+ public:
+  LogValue(double number) : number_(number) {}
+  LogValue(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+
+  const at::Tensor& tensor() const { return tensor_; }  // undefined where it is a number
+  double number() const { return number_; }
+
+ private:
+  double number_ = 0;
+  at::Tensor tensor_;
+};
+using LogValues = std::vector<std::pair<std::string, LogValue>>;
+
+struct RunLogOptions {
+  std::int64_t total_steps = 0;  // to show how much is left; 0: not known
+  bool tensorboard = true;
+  bool record = true;      // where the time goes, once a second
+  std::string run_name{};  // in every line, and TensorBoard's folder below runs/
+  // The step that a loop with checkpoints of its own continues from. Not set: what resume() has
+  // restored from this directory, or else a new run.
+  std::optional<std::int64_t> resumed_at{};
+};
+
+class RunLog {
+ public:
+  // UsageError on all ranks where another run has the directory; SystemError where rank 0 cannot
+  // write there.
+  RunLog(const std::string& directory, World world, const RunLogOptions& options = {});
+  ~RunLog();  // writes what is left, and that the run has ended
+  RunLog(const RunLog&) = delete;
+  RunLog& operator=(const RunLog&) = delete;
+
+  // After `step` optimizer steps. Launcher and page count by them: a loop that nobody else counts
+  // for (one rank without Accumulation) has taken those since the last call. A lower step than
+  // before is one that is repeated: later lines are moved to metrics.superseded.jsonl. "epoch"
+  // among the values becomes the line's. UsageError for a tensor with several elements and for a
+  // name that is empty or "step".
+  void log(const LogValues& values, std::int64_t step);
+  // After the step that the launcher counted last: the end of each synchronised backward is one.
+  // UsageError where none was counted.
+  void log(const LogValues& values);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep
