@@ -95,9 +95,8 @@ Recording start_recording(World& world, const std::string& folder, const monitor
   return recording;
 }
 
-void end_recording(const RunContext& run, const std::string& failure) {
-  if (!run.world.is_leader() || !run.arguments.record_run) return;
-  const std::string& folder = run.arguments.output_dir;
+void end_recording(const World& world, const std::string& folder, const std::string& failure) {
+  if (!world.is_leader()) return;
   const std::string file = folder + "/" + monitor::kRecordFolder + "/run.json";
   try {
     monitor::RunFacts facts = monitor::parse_facts(read_file(file), file);

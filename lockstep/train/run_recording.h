@@ -29,6 +29,6 @@ Recording start_recording(World& world, const std::string& folder, const monitor
 
 // Writes down, on rank 0, that the run has ended, or why it failed. What has neither was killed.
 // The end of a run that failed is its process's, since a launcher may start it again.
-void end_recording(const RunContext& run, const std::string& failure);
+void end_recording(const World& world, const std::string& folder, const std::string& failure);
 
 }  // namespace lockstep::train

@@ -123,13 +123,15 @@ TrainResult TrainerImpl::train() {
     recorder = start_recording(run_.world, run_.arguments.output_dir, loop_->facts(),
                                run_.arguments.record_run)
                    .recorder;
-    recording = true;
+    recording = run_.arguments.record_run;
     control_.notify(&Observer::on_train_begin);
     loop_->run();
     finish(std::move(recorder));
   } catch (...) {
     checkpoints_.close();  // which may still be writing into that folder
-    if (recording) end_recording(run_, "training ended with an error, which its output has");
+    if (recording)
+      end_recording(run_.world, run_.arguments.output_dir,
+                    "training ended with an error, which its output has");
     throw;
   }
   return run_.result;
@@ -153,7 +155,7 @@ void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   loop_->release_optimizer();
   metrics_.close();
   recorder.reset();
-  end_recording(run_, "");
+  if (run_.arguments.record_run) end_recording(run_.world, run_.arguments.output_dir, "");
   if (complete) {
     run_.world.barrier();  // the records of all ranks are there
     metrics_.advise();

@@ -289,7 +289,8 @@ function meter(cell, share, text, sub) {
 }
 
 const STATES = {
-  running: 'good', failed: 'bad', ended: '', starting: 'warn', stopped: 'warn', stalled: 'warn',
+  running: 'good', failed: 'bad', killed: 'bad', ended: '', starting: 'warn', stopped: 'warn',
+  stalled: 'warn',
 };
 const tone = (state) => `badge ${Object.hasOwn(STATES, state) ? STATES[state] : ''}`.trim();
 
