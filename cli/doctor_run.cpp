@@ -84,7 +84,11 @@ std::string gpus_text(const std::vector<monitor::HostGpus>& hosts) {
 std::string findings_text(const monitor::RunRecord& run,
                           const std::vector<monitor::Finding>& findings) {
   std::string text;
-  if (findings.empty()) text = nothing_found_text(run) + "\n";
+  if (findings.empty()) {
+    text = nothing_found_text(run) + "\n";
+  } else if (const std::string missing = missing_ranks_text(run); !missing.empty()) {
+    text = missing + "\n\n";
+  }
   for (std::size_t i = 0; i < findings.size(); ++i)
     text += fmt::format("{}. {}\n", i + 1, finding_text(findings[i]));
   return text;
@@ -140,6 +144,7 @@ Node report_node(const monitor::RunRecord& run, const std::vector<monitor::Budge
   for (const monitor::BudgetRow& row : rows) ranks.push_back(row_node(row));
   return map_node({{"healthy", bool_node(findings.empty() && enough_to_judge(run))},
                    {"world_size", integer_node(run.facts.world_size)},
+                   {"all_ranks_recorded", bool_node(is_complete(run))},
                    {"ranks", list_node(std::move(ranks))},
                    {"hosts", gpus_node(run.gpus)},
                    {"findings", findings_node(findings)}});

@@ -31,6 +31,29 @@ class DoctorRun(unittest.TestCase):
                       "process": {"seconds": 1.0, "cores": 0.5}} for i in range(10)]
             (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 
+    def record_hosts(self, clocks, facts=None, slow=None, started=1e9, ranks=None, earlier=()):
+        """Two ranks on each host, which differ in their clocks by so many seconds. The rank `slow`
+        computes 60 % longer than the others, which wait for it."""
+        folder = self.root / "monitor"
+        folder.mkdir(exist_ok=True)
+        size = 2 * len(clocks)
+        known = dict(FACTS, world_size=size, hosts=len(clocks), started_unix_s=started)
+        (folder / "run.json").write_text(json.dumps(known | (facts or {})))
+        for rank in range(size) if ranks is None else ranks:
+            busy = {"data": 0.02, "forward": 0.31, "backward": 0.62, "communication": 0.03,
+                    "optimizer": 0.02}
+            waits = {"data": 0.02, "forward": 0.19, "backward": 0.38, "communication": 0.39,
+                     "optimizer": 0.02}
+            phases = busy if rank == slow else waits if slow is not None else HEALTHY
+            clock = clocks[rank // 2]
+            lines = []
+            for begin, step in (*earlier, (started, 0)):
+                lines += [{"unix_time_s": begin + clock + i + 1, "seconds": 1.0, "start": i == 0,
+                           "step": step + 20 * (i + 1), "steps": 20, "host_s": phases,
+                           "resident_bytes": 1 << 30, "process": {"seconds": 1.0, "cores": 0.9}}
+                          for i in range(40)]
+            (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
     def doctor(self, *flags, code):
         done = subprocess.run([LOCKSTEP, "doctor", *flags], capture_output=True, text=True,
                               timeout=60, check=False)
@@ -78,6 +101,48 @@ class DoctorRun(unittest.TestCase):
         text = self.doctor("--run", str(self.root), code=0).stdout
         self.assertRegex(text, r"(?m)^ +0 +0 +[0-9.]+ +[0-9.]+ GiB")
         self.assertIn("too few steps to judge the run", text)
+
+    def test_clocks_of_hosts_that_differ_hide_no_straggler(self):
+        for clocks in ([0, -3600], [0, 3600], [0, -86400 * 400]):
+            for slow in (0, 3):
+                self.record_hosts(clocks, slow=slow)
+                report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
+                self.assertEqual([(f["rule"], f["rank"]) for f in report["findings"]],
+                                 [("straggler", slow)], clocks)
+                self.assertEqual([r["steps"] for r in report["ranks"]], [800] * 4)
+        # What an earlier start recorded, by the same clocks, does not count.
+        self.record_hosts([0, -3600], started=1e9, slow=2, earlier=[(1e9 - 5000, 0)])
+        report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
+        self.assertEqual([r["steps"] for r in report["ranks"]], [800] * 4)
+
+    def test_clocks_of_programs_without_steps(self):
+        self.record_hosts([0, -3600], facts={"program": "python train.py"})
+        for rank in range(4):
+            path = self.root / "monitor" / f"rank_{rank}.jsonl"
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            for line in lines:
+                line.update(step=-1, steps=0, host_s={"other": 1.0}, collectives=20,
+                            collective_share=0.1 if rank == 3 else 0.7)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
+        self.assertEqual([(f["rule"], f["rank"]) for f in report["findings"]], [("straggler", 3)])
+
+    def test_a_part_of_the_ranks_is_said_and_not_compared(self):
+        # The ranks here wait for rank 3, of which nothing is known on this host.
+        self.record_hosts([0, 0], slow=3, ranks=(0, 1))
+        text = self.doctor("--run", str(self.root), code=0).stdout
+        self.assertIn("nothing found. 2 of 4 ranks are recorded here, so it is not judged whether "
+                      "ranks wait for each other. Copy the other hosts' monitor/rank_*.jsonl", text)
+        self.assertNotIn("every rank waits", text)
+        report = json.loads(self.doctor("--json", "--run", str(self.root), code=0).stdout)
+        self.assertFalse(report["healthy"] or report["all_ranks_recorded"])
+        # With a finding that needs no other rank it is said, too.
+        self.record(WAITING)
+        facts = dict(FACTS, world_size=4, hosts=2)
+        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
+        text = self.doctor("--run", str(self.root), code=1).stdout
+        self.assertRegex(text, r"(?m)^2 of 4 ranks are recorded here")
+        self.assertRegex(text, r"(?m)^1\. loader-bound")
 
     def test_too_early(self):
         self.record(WAITING, steps=0)

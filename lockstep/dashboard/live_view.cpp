@@ -1,5 +1,7 @@
 #include "lockstep/dashboard/live_view.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -128,6 +130,10 @@ Verdict verdict_of(const LiveView& view, bool enough) {
   if (view.state == "failed") return {false, "Nothing found to change; the run itself failed."};
   if (view.state == "killed") return {false, "Nothing found to change; the run was killed."};
   if (enough) return {view.state == "running", "Nothing found that slows this run down."};
+  if (!view.ranks.empty() && static_cast<int>(view.ranks.size()) < view.world_size)
+    return {false, fmt::format("Nothing found. {} of {} ranks are seen here; whether they wait for "
+                               "the others is not judged.",
+                               view.ranks.size(), view.world_size)};
   const bool stepped =
       std::ranges::any_of(view.ranks, [](const LiveRank& rank) { return rank.step > 0; });
   return {false, stepped ? "Nothing found, and too few steps to judge the run."

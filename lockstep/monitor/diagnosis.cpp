@@ -1,5 +1,7 @@
 #include "lockstep/monitor/diagnosis.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,23 +10,27 @@
 namespace lockstep::monitor {
 namespace {
 
-constexpr detail::Rule kRules[] = {
-    detail::not_launched,
-    detail::unbalanced_gpus,
-    detail::straggler,
-    detail::loader_bound,
-    detail::communication_bound,
-    detail::accumulation_synchronises,
-    detail::micro_batch_too_small,
-    detail::logging_too_often,
-    detail::saving_too_often,
-    detail::find_unused_parameters,
-    detail::float32,
-    detail::unfused_optimizer,
-    detail::replicated_optimizer,
-    detail::page_faults,
-    detail::too_many_threads,
-    detail::cpu_starved,
+struct Listed {
+  detail::Rule rule;
+  bool compares = false;  // ranks with each other: nothing follows from a part of them
+};
+constexpr Listed kRules[] = {
+    {detail::not_launched},
+    {detail::unbalanced_gpus},
+    {detail::straggler, true},
+    {detail::loader_bound},
+    {detail::communication_bound, true},
+    {detail::accumulation_synchronises},
+    {detail::micro_batch_too_small, true},
+    {detail::logging_too_often},
+    {detail::saving_too_often},
+    {detail::find_unused_parameters, true},
+    {detail::float32},
+    {detail::unfused_optimizer},
+    {detail::replicated_optimizer},
+    {detail::page_faults},
+    {detail::too_many_threads},
+    {detail::cpu_starved},
 };
 
 }  // namespace
@@ -32,15 +38,27 @@ constexpr detail::Rule kRules[] = {
 std::vector<Finding> diagnose(const RunRecord& run) {
   const detail::View view = detail::make_view(run);
   std::vector<Finding> findings;
-  for (const detail::Rule rule : kRules)
+  const bool all_ranks = is_complete(run);
+  for (const auto& [rule, compares] : kRules) {
+    if (compares && !all_ranks) continue;
     if (auto finding = rule(view)) findings.push_back(std::move(*finding));
+  }
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.gain > b.gain; });
   return findings;
 }
 
 bool enough_to_judge(const RunRecord& run) {
-  return detail::make_view(run).enough;
+  return is_complete(run) && detail::make_view(run).enough;
+}
+
+std::string missing_ranks_text(const RunRecord& run) {
+  if (is_complete(run) || run.ranks.empty()) return {};
+  return fmt::format(
+      "{} of {} ranks are recorded here, so it is not judged whether ranks wait for each other. "
+      "Copy the other hosts' {}/rank_*.jsonl to this folder, or record into a folder that all "
+      "hosts share.",
+      run.ranks.size(), run.facts.world_size, kRecordFolder);
 }
 
 std::optional<double> starved_share(const RunRecord& run) {
@@ -48,6 +66,8 @@ std::optional<double> starved_share(const RunRecord& run) {
 }
 
 std::string nothing_found_text(const RunRecord& run) {
+  if (!is_complete(run) && detail::make_view(run).enough)
+    return "nothing found. " + missing_ranks_text(run);
   if (enough_to_judge(run)) return "healthy: no rule has found anything to change.";
   return counts_steps(run)
              ? "nothing found, and too few steps to judge the run."

@@ -15,9 +15,12 @@
 
 namespace lockstep::monitor {
 
+// Of a record without some ranks, what can be said without them.
 std::vector<Finding> diagnose(const RunRecord& run);
-// Whether there are enough steps on every rank: without them no finding means little.
+// Whether every rank is there, with enough steps: otherwise no finding means little.
 bool enough_to_judge(const RunRecord& run);
+// What that leaves open, and how the others are added; empty where no rank is missing.
+std::string missing_ranks_text(const RunRecord& run);
 // Share of the time in which at least half of the ranks could run and had no core, where that is so
 // much that figures of the run are not those of an idle machine; nothing: it is not, or not known.
 std::optional<double> starved_share(const RunRecord& run);

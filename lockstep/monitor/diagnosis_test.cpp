@@ -1,6 +1,7 @@
 // Every rule on records that are made up: with its cause, without it, and near its limit.
 #include "lockstep/monitor/diagnosis.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -531,6 +532,24 @@ TEST(Threads, MoreThanCores) {
   finding = only(four, "too-many-threads");
   EXPECT_EQ(finding.cause, "ranks");
   EXPECT_THAT(finding.remedy, HasSubstr("at most 2 ranks"));
+}
+
+// As one host of several has it: what its ranks wait for is on another one.
+TEST(Diagnosis, APartOfTheRanksIsNotComparedWithTheOthers) {
+  RunRecord run = with_slow_rank(10, 16);
+  only(run, "straggler");
+  for (const auto& present :
+       {std::vector<int>{0, 2}, std::vector<int>{0, 1}, std::vector<int>{0}}) {
+    RunRecord part = run;
+    std::erase_if(part.ranks, [&](const RankRecord& rank) {
+      return std::ranges::find(present, rank.rank) == present.end();
+    });
+    expect_silence(part);
+    EXPECT_FALSE(enough_to_judge(part));
+    EXPECT_THAT(nothing_found_text(part),
+                HasSubstr(fmt::format("{} of 3 ranks are recorded here", present.size())));
+  }
+  EXPECT_EQ(missing_ranks_text(run), "");
 }
 
 // Every rank, on a machine that other programs use.

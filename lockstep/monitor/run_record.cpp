@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <span>
 #include <string_view>
 #include <system_error>
 #include <type_traits>
@@ -16,6 +17,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/monitor/median.h"
 #include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::monitor {
@@ -351,6 +353,65 @@ void add(Budget& to, const Part& from) {
   sum(to.counts, from.counts);
 }
 
+// ------------------------------------------------------------------ clocks
+
+constexpr double kSteps_s = 30;  // an interval is up to 10 s long
+// Hosts begin minutes apart where one is slow to start.
+constexpr double kStarts_s = 600;
+
+using Intervals = std::span<const Interval>;
+
+// The steps of a run that is started again may begin with earlier ones.
+Intervals last_start(const RankRecord& rank) {
+  const Intervals all = rank.intervals;
+  for (std::size_t i = all.size(); i-- > 1;)
+    if (all[i].start || (all[i].step >= 0 && all[i].step < all[i - 1].step)) return all.subspan(i);
+  return all;
+}
+
+struct Passed {
+  double step = 0;
+  double unix_time_s = 0;
+};
+
+// When which step was the newest.
+std::vector<Passed> passed_steps(Intervals intervals) {
+  std::vector<Passed> passed;
+  for (const Interval& interval : intervals)
+    if (interval.steps > 0 && interval.step >= 0)
+      passed.push_back({static_cast<double>(interval.step), interval.unix_time_s});
+  return passed;
+}
+
+// Between two of the reference's times, by how far the step is between theirs.
+std::optional<double> time_of(double step, const std::vector<Passed>& reference) {
+  const auto after = std::ranges::lower_bound(reference, step, {}, &Passed::step);
+  if (after == reference.end()) return std::nullopt;
+  if (after->step == step) return after->unix_time_s;
+  if (after == reference.begin()) return std::nullopt;
+  const Passed& before = *(after - 1);
+  const double part = (step - before.step) / (after->step - before.step);
+  return before.unix_time_s + part * (after->unix_time_s - before.unix_time_s);
+}
+
+// How far this rank's clock is ahead; 0 where it may be the same clock.
+double ahead_s(const RankRecord& rank, const RankRecord& reference) {
+  const Intervals own = last_start(rank);
+  const Intervals theirs = last_start(reference);
+  const std::vector<Passed> by_reference = passed_steps(theirs);
+  std::vector<double> differences;
+  for (const Passed& passed : passed_steps(own))
+    if (const auto time = time_of(passed.step, by_reference))
+      differences.push_back(passed.unix_time_s - *time);
+  if (!differences.empty()) {
+    const double ahead = detail::median(std::move(differences));
+    return std::abs(ahead) > kSteps_s ? ahead : 0;
+  }
+  const auto began = [](const Interval& first) { return first.unix_time_s - first.seconds; };
+  const double ahead = began(own.front()) - began(theirs.front());
+  return std::abs(ahead) > kStarts_s ? ahead : 0;
+}
+
 }  // namespace
 
 const char* phase_key(ledger::Phase phase) {
@@ -446,7 +507,28 @@ RunRecord read_run(const std::string& directory) {
     });
     if (gpus.samples.empty()) run.gpus.pop_back();
   }
+  align_clocks(run);
   return run;
+}
+
+void align_clocks(RunRecord& run) {
+  const int on_host = std::max(run.facts.ranks_on_host, 1);
+  const bool one_host = on_host >= run.facts.world_size;
+  if (one_host || run.ranks.empty() || run.ranks.front().rank != 0) return;
+  std::map<int, double> ahead_of_host;
+  for (RankRecord& rank : run.ranks) {
+    const double ahead = ahead_s(rank, run.ranks.front());
+    if (ahead == 0) continue;
+    for (Interval& interval : rank.intervals) interval.unix_time_s -= ahead;
+    ahead_of_host[rank.rank / on_host] = ahead;
+  }
+  for (HostGpus& host : run.gpus)
+    if (const auto found = ahead_of_host.find(host.host); found != ahead_of_host.end())
+      for (GpuSample& sample : host.samples) sample.unix_time_s -= found->second;
+}
+
+bool is_complete(const RunRecord& run) {
+  return run.ranks.size() >= static_cast<std::size_t>(std::max(run.facts.world_size, 0));
 }
 
 // A step may last for several intervals, which count once it has ended. What lies before the first

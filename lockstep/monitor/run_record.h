@@ -96,9 +96,15 @@ struct RunRecord {
   std::vector<HostGpus> gpus{};
 };
 
-// Of the ranks that the facts count: a run continued with fewer leaves files behind. UsageError
-// when DIR has no record, with what would make one.
+// Of the ranks that the facts count: a run continued with fewer leaves files behind. Its times are
+// by rank 0's clock (align_clocks). UsageError when DIR has no record, with what would make one.
 RunRecord read_run(const std::string& directory);
+// The clocks of hosts may differ by hours. Ranks end the same step together, so that is how their
+// times are compared; ranks of which no step is known began together when they were last started.
+// Does nothing without rank 0, whose host wrote the facts.
+void align_clocks(RunRecord& run);
+// Whether every rank of the run has left something. Not so for one host's part of several.
+bool is_complete(const RunRecord& run);
 
 // The sum of the intervals from the first in which a step ended to the last, without the first
 // `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit. With

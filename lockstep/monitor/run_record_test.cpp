@@ -375,5 +375,84 @@ TEST(RunBudget, OneStepIsBetterThanNone) {
   EXPECT_EQ(Seconds().budget().steps, 0);
 }
 
+// ---------------------------------------------------------------- clocks
+
+// 20 intervals of a second with 5 steps each, by a clock that is that far ahead.
+RankRecord rank_by(int rank, double ahead_s, std::int64_t first_step = 0, double begin = 1e9) {
+  RankRecord record{.rank = rank};
+  for (int i = 1; i <= 20; ++i) {
+    Interval interval{.unix_time_s = begin + ahead_s + i, .seconds = 1};
+    interval.start = i == 1;
+    interval.step = first_step + 5 * i;
+    interval.steps = 5;
+    record.intervals.push_back(interval);
+  }
+  return record;
+}
+
+RunRecord of_two_hosts(RankRecord other) {
+  RunRecord run;
+  run.facts.world_size = 2;
+  run.facts.ranks_on_host = 1;
+  run.ranks = {rank_by(0, 0), std::move(other)};
+  return run;
+}
+
+TEST(Clocks, RanksThatEndTheSameStepAreAtTheSameTime) {
+  for (const double ahead : {-3600.0, 3600.0, 40.0, -1e8}) {
+    RunRecord run = of_two_hosts(rank_by(1, ahead));
+    run.gpus.push_back({.host = 1});
+    run.gpus.back().samples.push_back({.unix_time_s = 1e9 + ahead + 7});
+    align_clocks(run);
+    for (std::size_t i = 0; i < 20; ++i)
+      EXPECT_NEAR(run.ranks[1].intervals[i].unix_time_s, run.ranks[0].intervals[i].unix_time_s,
+                  1e-6);
+    EXPECT_NEAR(run.gpus[0].samples[0].unix_time_s, 1e9 + 7, 1e-6);
+  }
+}
+
+TEST(Clocks, SmallDifferencesAndOneHostStayAsTheyAre) {
+  RunRecord run = of_two_hosts(rank_by(1, 10));
+  align_clocks(run);
+  EXPECT_EQ(run.ranks[1].intervals[0].unix_time_s, 1e9 + 11);
+  run = of_two_hosts(rank_by(1, 3600));
+  run.facts.ranks_on_host = 2;
+  align_clocks(run);
+  EXPECT_EQ(run.ranks[1].intervals[0].unix_time_s, 1e9 + 3601);
+  run = of_two_hosts(rank_by(1, 3600));
+  run.ranks.erase(run.ranks.begin());  // rank 0's clock is not known
+  align_clocks(run);
+  EXPECT_EQ(run.ranks[0].intervals[0].unix_time_s, 1e9 + 3601);
+}
+
+// Rank 1 has no intervals of its own at rank 0's moments, and both have an earlier start.
+TEST(Clocks, TheLastStartAndTheStepsBetweenCount) {
+  RankRecord other = rank_by(1, -7200, 0, 1e9 - 500);
+  for (const Interval& interval : rank_by(1, -7200 + 0.5, 2).intervals)
+    other.intervals.push_back(interval);
+  RunRecord run = of_two_hosts(other);
+  RankRecord first = rank_by(0, 0, 0, 1e9 - 500);
+  for (const Interval& interval : run.ranks[0].intervals) first.intervals.push_back(interval);
+  run.ranks[0] = first;
+  align_clocks(run);
+  EXPECT_NEAR(run.ranks[1].intervals.back().unix_time_s, 1e9 + 20.4, 0.2);
+  EXPECT_NEAR(run.ranks[1].intervals.front().unix_time_s, 1e9 - 499, 1);
+}
+
+TEST(Clocks, WithoutStepsTheStartCounts) {
+  RankRecord other = rank_by(1, -7200);
+  RunRecord run = of_two_hosts(other);
+  for (RankRecord& rank : run.ranks)
+    for (Interval& interval : rank.intervals) interval.step = -1, interval.steps = 0;
+  align_clocks(run);
+  EXPECT_NEAR(run.ranks[1].intervals[0].unix_time_s, 1e9 + 1, 1e-6);
+  // One that is merely slow to start.
+  run = of_two_hosts(rank_by(1, 0, 0, 1e9 + 90));
+  for (RankRecord& rank : run.ranks)
+    for (Interval& interval : rank.intervals) interval.step = -1, interval.steps = 0;
+  align_clocks(run);
+  EXPECT_EQ(run.ranks[1].intervals[0].unix_time_s, 1e9 + 91);
+}
+
 }  // namespace
 }  // namespace lockstep::monitor

@@ -363,6 +363,8 @@ std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
                                               : "not known"});
     out += table(rows);
   }
+  const std::string missing = monitor::missing_ranks_text(*run.record);
+  if (!missing.empty()) out += paragraph(missing);
   if (!out.empty()) return out;
   if (monitor::enough_to_judge(*run.record)) return paragraph("No rule found anything to change.");
   return paragraph(counts_steps(*run.record) ? "There are too few recorded steps to judge."

@@ -98,6 +98,10 @@ Explain explainer(const BackendConfig& config) {
       std::rethrow_exception(error);
     } catch (const c10::Error&) {
       return error;
+    } catch (const TimeoutError& caught) {
+      // Programs look for one of these two in the text, as gloo and NCCL write them.
+      return as_backend_error(caught.what() + note +
+                              " Timed out waiting, by the timeout of the call or of its group.");
     } catch (const std::exception& caught) {
       return as_backend_error(caught.what() + note);
     }
@@ -415,7 +419,8 @@ class LockstepBackend : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    const milliseconds timeout = opts.timeout > milliseconds(0) ? opts.timeout : options_->timeout;
+    // Zero is a limit here: look, and do not wait.
+    const milliseconds timeout = opts.timeout >= milliseconds(0) ? opts.timeout : options_->timeout;
     monitored_.wait(timeout, wait_all_ranks);
   }
 

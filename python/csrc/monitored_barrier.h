@@ -13,6 +13,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -38,8 +39,9 @@ class MonitoredBarrier {
       collect(timeout, deadline, all);
     } else if (!arrives(prefix_ + "answer", deadline)) {
       fail(
-          fmt::format("Rank {} successfully reached monitoredBarrier, but received no answer from "
-                      "rank 0 in {} ms. Please check rank 0 logs for faulty rank.",
+          fmt::format("Rank {} successfully reached monitoredBarrier, but received errors while "
+                      "waiting for send/recv from rank 0: no answer in {} ms. Please check rank 0 "
+                      "logs for faulty rank.",
                       rank_, timeout.count()));
     }
   }
@@ -47,13 +49,26 @@ class MonitoredBarrier {
  private:
   void collect(std::chrono::milliseconds timeout, const Deadline& deadline, bool all) {
     std::vector<int> absent;
-    for (int rank = 1; rank < size_ && (all || absent.empty()); ++rank)
-      if (!arrives(key(rank), deadline)) absent.push_back(rank);
+    for (int rank = 1; rank < size_ && (all || absent.empty()); ++rank) {
+      const bool too_late = deadline.expired();  // before that rank is waited for at all
+      if (arrives(key(rank), deadline)) continue;
+      if (too_late && !all) fail(exhausted(timeout, rank));
+      absent.push_back(rank);
+    }
     if (!absent.empty())
       fail(fmt::format("{} {} failed to pass monitoredBarrier in {} ms",
                        absent.size() > 1 ? "Ranks" : "Rank", fmt::join(absent, ", "),
                        timeout.count()));
     store_->set(prefix_ + "answer", std::to_string(round_));
+  }
+
+  std::string exhausted(std::chrono::milliseconds timeout, int next) const {
+    std::vector<int> passed(static_cast<std::size_t>(next - 1));
+    std::iota(passed.begin(), passed.end(), 1);
+    return fmt::format(
+        "Rank {} timed out in monitoredBarrier after {} ms.\n{}", rank_, timeout.count(),
+        passed.empty() ? "No ranks successfully processed in monitoredBarrier."
+                       : fmt::format("Successfully processed ranks: {}", fmt::join(passed, ", ")));
   }
 
   std::string key(int rank) const { return fmt::format("{}{}", prefix_, rank); }

@@ -96,6 +96,22 @@ class _GlooType(type(getattr(c10d, "ProcessGroupGloo", object))):
         return isinstance(instance, dist.ProcessGroupGloo) or engine.is_ours(instance)
 
 
+def _name_in_logging_data():
+    """DDP's logging data has the name of a group's type, which is a custom one for groups of ours;
+    what was asked for is gloo."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    get_data = ddp._get_ddp_logging_data
+
+    @functools.wraps(get_data)
+    def get_data_as_gloo(self):
+        data = get_data(self)
+        if data.get("backend_name") == "custom" and dist.get_backend(self.process_group) == "gloo":
+            data["backend_name"] = "gloo"
+        return data
+
+    ddp._get_ddp_logging_data = get_data_as_gloo
+
+
 def replace_gloo():
     """From now on this process's groups that are asked for as gloo are made by the engine where all
     their ranks share a host, and by gloo elsewhere. To be called on all ranks, before
@@ -127,3 +143,4 @@ def replace_gloo():
         return made
 
     c10d._new_process_group_helper = make_group_of_ours
+    _name_in_logging_data()

@@ -246,6 +246,9 @@ def late(rank, size, method, how, limit_s):
         elif how == "anyone":
             dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
             dist.recv(torch.ones(5))
+        elif how == "barrier":
+            dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(limit)
+            dist.barrier()
         else:
             dist.all_reduce(torch.ones(5))
     except RuntimeError as error:
@@ -255,6 +258,8 @@ def late(rank, size, method, how, limit_s):
     assert time.monotonic() - started < limit_s + DEATH_LIMIT_S
     timed_out.touch()
     assert f"timed out after {1000 * limit_s:.0f} ms" in text, text
+    # What programs look for; wait() with a limit of its own breaks nothing and says so.
+    assert how == "wait" or (" Timed out " in text and " timeout " in text), text
     assert how in ("wait", "anyone") or "rank 1" in text, text
 
 
@@ -370,6 +375,16 @@ def replaced(rank, size, method):
             "Please check rank 0 logs")
         operations.expect(RuntimeError, text,
                           lambda: dist.monitored_barrier(timeout=limit, wait_all_ranks=True))
+    no_time = dist.new_group(list(range(size)))
+    if rank == 0:  # alone, and without a limit to wait for
+        began = time.monotonic()
+        operations.expect(RuntimeError, "Rank 0 timed out in monitoredBarrier after 0 ms",
+                          lambda: dist.monitored_barrier(no_time, datetime.timedelta(0)))
+        operations.expect(RuntimeError, "Ranks 1, 2, 3 failed to pass monitoredBarrier in 0 ms",
+                          lambda: dist.monitored_barrier(no_time, datetime.timedelta(0), True))
+        assert time.monotonic() - began < DEATH_LIMIT_S
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert model._get_ddp_logging_data()["backend_name"] == "gloo"
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=77))
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options
     assert options._timeout == datetime.timedelta(seconds=77)
@@ -472,7 +487,7 @@ def test_detail():
 
 
 def test_late():
-    ways = ("group", "options", "set", "operation", "wait", "anyone")
+    ways = ("group", "options", "set", "operation", "wait", "anyone", "barrier")
     for limit_s in (1.5, 30):
         worlds = {how: World(2, late, how, limit_s) for how in ways}
         ends = {how: world.wait() for how, world in worlds.items()}
