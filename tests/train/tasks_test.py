@@ -302,6 +302,18 @@ class Tasks(TrainCase):
             self.assertIn(f"effective batch 128 = 32 per device x {accumulation} accumulation",
                           said.stderr)
 
+    def test_a_training_that_ends_in_its_warm_up_says_so(self):
+        """As Hugging Face trains it. The steps follow from the data, or are given."""
+        rate = r"warmup_steps 1000 is not below the %d steps of the training: the learning rate " \
+               r"rises to %s and never reaches 0\.01"
+        done = self.train(0, self.place / "out", "--warmup_steps", 1000, "--num_train_epochs", 1)
+        self.assertRegex(done.stderr, r"warning \[trainer\] " + rate % (13, "0.00012"))
+        done = self.train(0, self.place / "two", "--warmup_steps", 1000, "--max_steps", 6)
+        self.assertRegex(done.stderr, r"warning \[config\] \S+ " + rate % (6, "5e-05"))
+        lines = (self.place / "two" / "metrics.jsonl").read_text().splitlines()
+        rates = [json.loads(line)["learning_rate"] for line in lines if "learning_rate" in line]
+        self.assertAlmostEqual(max(rates), 5e-5, delta=2e-5)
+
     def test_a_rank_does_not_start_ranks(self):
         done = self.run_train(["--nproc-per-node=2", str(self.config)],
                               RANK="0", WORLD_SIZE="1")
