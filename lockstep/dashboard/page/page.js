@@ -289,7 +289,7 @@ function meter(cell, share, text, sub) {
 }
 
 const STATES = {
-  running: 'good', failed: 'bad', ended: '', starting: 'warn', stopped: 'warn', stalled: 'warn',
+  running: 'good', failed: 'bad', killed: 'bad', ended: '', starting: 'warn', stopped: 'warn', stalled: 'warn',
 };
 const tone = (state) => `badge ${Object.hasOwn(STATES, state) ? STATES[state] : ''}`.trim();
 
@@ -440,7 +440,7 @@ function banner(state, ranks) {
     return [`${who}.`, true];
   }
   if (state.stall) return [String(object(state.stall).what ?? ''), true];
-  return [String(state.run.message || ''), state.run.state === 'failed'];
+  return [String(state.run.message || ''), state.run.state === 'failed' || state.run.state === 'killed'];
 }
 
 function draw(state) {
@@ -491,7 +491,7 @@ function connect() {
   events.onmessage = (event) => {
     newest = JSON.parse(event.data);
     const run = object(newest.run);
-    const done = run.recorded === true && (run.state === 'ended' || run.state === 'failed');
+    const done = run.recorded === true && run.state !== 'running';
     connection(done ? 'recorded' : 'live', done ? '' : 'good');
     draw(newest);
   };
