@@ -63,7 +63,7 @@ class RecordSource {
  private:
   void read() {
     const dashboard::LiveView view = dashboard::view_of_record(directory_);
-    over_ = view.state == "ended" || view.state == "failed";
+    over_ = view.state != "running";
     json_ = dashboard::live_snapshot_json(view);
   }
 

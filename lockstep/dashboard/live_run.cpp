@@ -114,6 +114,12 @@ double seconds_since(Clock::time_point time) {
   return std::chrono::duration<double>(Clock::now() - time).count();
 }
 
+// One that was asked to stop, and did, has not: its ranks end with 143 (train/stop_request.h).
+bool has_failed(const launch::RunEnded& run) {
+  constexpr int kStopped = 143;
+  return run.code != 0 && (run.code != kStopped || run.cause.find(" failed: ") != run.cause.npos);
+}
+
 // "rank 1 is stopped (kill -CONT 4712 continues it)"
 std::string stopped_text(const std::vector<const LiveRank*>& stopped) {
   if (stopped.size() == 1)
@@ -648,7 +654,7 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->facts.ended_unix_s = unix_now();
-    if (run.code != 0)
+    if (has_failed(run))
       state_->facts.failure =
           run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
     NodeMembers failed;
@@ -660,7 +666,7 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   stop();
   {
     const std::lock_guard lock(state_->mutex);
-    state_->view.state = run.code == 0 ? "ended" : "failed";
+    state_->view.state = has_failed(run) ? "failed" : "ended";
     state_->view.message = run.cause;
   }
   std::vector<std::string> said = tick();

@@ -632,6 +632,17 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
   EXPECT_THROW(LiveRun({.record_dir = "/proc/none"}), std::exception);
 }
 
+TEST(LiveRun, ARunThatWasAskedToStopHasNotFailed) {
+  const auto state_after = [](const std::string& cause) {
+    LiveRun run(without_gpus());
+    run.run_ended({143, cause});
+    return run.view().state;
+  };
+  EXPECT_EQ(state_after(""), "ended");
+  EXPECT_EQ(state_after("rank 1 on h stopped on request: exited with code 143"), "ended");
+  EXPECT_EQ(state_after("rank 1 on h failed: killed by SIGTERM"), "failed");
+}
+
 // Ranks that record into their output_dir, where one of them is killed.
 TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
   const Folder output;

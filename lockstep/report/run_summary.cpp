@@ -182,7 +182,8 @@ void add_end(const RunFolder& run, std::vector<RunEvent>& events) {
   }
   const MetricLine& last = run.metrics.back();
   const double* seconds = last.find("train_runtime");
-  const bool end_known = run.record && run.record->facts.ended_unix_s > 0;
+  const bool end_known =
+      run.record && (run.record->facts.ended_unix_s > 0 || !run.record->facts.failure.empty());
   events.push_back(
       {last.step, time,
        seconds != nullptr

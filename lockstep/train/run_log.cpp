@@ -167,9 +167,11 @@ void RunLog::Impl::end() {
   recording.recorder.reset();
   if (!options.record || !world.is_leader()) return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  recording.facts.ended_unix_s = std::chrono::duration<double>(now).count();
+  // The end of a run that failed is its process's: a launcher may start it again.
   if (std::uncaught_exceptions() > exceptions)
     recording.facts.failure = "an exception ended the loop of rank 0";
+  else
+    recording.facts.ended_unix_s = std::chrono::duration<double>(now).count();
   monitor::write_facts(directory, recording.facts);
 }
 

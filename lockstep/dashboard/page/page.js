@@ -441,7 +441,7 @@ function banner(state, ranks) {
     return [`${who}.`, true];
   }
   if (state.stall) return [String(object(state.stall).what ?? ''), true];
-  return [String(state.run.message || ''), state.run.state === 'failed'];
+  return [String(state.run.message || ''), state.run.state === 'failed' || state.run.state === 'killed'];
 }
 
 function draw(state) {
@@ -492,7 +492,7 @@ function connect() {
   events.onmessage = (event) => {
     newest = JSON.parse(event.data);
     const run = object(newest.run);
-    const done = run.recorded === true && (run.state === 'ended' || run.state === 'failed');
+    const done = run.recorded === true && run.state !== 'running';
     connection(done ? 'recorded' : 'live', done ? '' : 'good');
     draw(newest);
   };
