@@ -147,7 +147,7 @@ TEST(ShardedWholeTensors, WhatARuleCannotStepIsRefusedOnEveryRankBeforeTheFirstS
   });
 }
 
-// Replicated and sharded alike: what is switched off stays, and what is switched on is made.
+// Replicated and sharded the same: what is switched off stays, and what is switched on is made.
 TEST(ShardedWholeTensors, StateFollowsOptionsThatChange) {
   const auto switches = [](auto& model, auto& optimizer) {
     const auto set = [&](double momentum, double beta1) {
