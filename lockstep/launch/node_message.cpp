@@ -53,9 +53,9 @@ std::string one_line(std::string_view text) {
 void make_printable(RankFailure& failure) {
   failure.message = printable(failure.message);  // printed with every line indented
   for (std::string* text : {&failure.host, &failure.cause, &failure.program, &failure.error_file,
-                            &failure.note, &failure.logs})
+                            &failure.stacks, &failure.note, &failure.logs})
     *text = one_line(*text);
-  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.others})
+  for (auto* lines : {&failure.stack, &failure.last_lines, &failure.standing, &failure.others})
     for (std::string& line : *lines) line = one_line(line);
 }
 

@@ -221,6 +221,11 @@ std::optional<std::string> find_program(const std::string& name) {
   return std::nullopt;
 }
 
+bool no_children_left() {
+  siginfo_t info{};
+  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
+}
+
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
   std::vector<pid_t> found = children_of(root);
   std::erase_if(found, [&](pid_t pid) { return except.count(pid) != 0; });

@@ -60,7 +60,7 @@ void remove_tree(const std::string& path) {
 }
 
 // Where the files of a run go. A temporary directory is removed, unless it holds output that was
-// shown nowhere else, or that of a failed run; error files alone are in the report already.
+// shown nowhere else, or output or an error file of a failed run.
 class LogDirectory {
  public:
   explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
@@ -98,13 +98,14 @@ class LogDirectory {
   LogDirectory& operator=(const LogDirectory&) = delete;
 
   // The directory, if it holds anything to read; it is preserved then.
-  std::string preserve() {
+  std::string preserve(bool failed) {
     std::error_code problem;  // of a folder that cannot be read: nothing is found in it
     for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
          at.increment(problem)) {
       std::error_code ignored;
       if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
-      if (temporary_ && at->path().extension() != ".log") continue;
+      const bool is_error = at->path().filename() == "error.json";
+      if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
       preserved_ = true;
       return root_;
     }
@@ -443,7 +444,10 @@ void Supervisor::obey(const Message& message) {
                          message.node, signal_name(message.signal)));
       return group_->pass_on(message.signal);
     case Message::Kind::kRestart:
-      if (message.failure) say(failure_report(*message.failure));
+      if (message.failure) {
+        say(failure_report(*message.failure));
+        logs_.preserve(true);
+      }
       return say(message.text);
     case Message::Kind::kEnd:
       if (!busy()) return end(message.code, message.failure);
@@ -458,10 +462,11 @@ void Supervisor::obey(const Message& message) {
 // The report comes when all ranks have ended. Where that takes long, the cause is reported before.
 void Supervisor::announce_later(const RankFailure& failure) {
   loop_.cancel(announce_timer_);
-  announce_timer_ = loop_.after(kAnnounceAfter, [this, headline = failure.headline()] {
-    announce_timer_ = 0;
-    if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", headline));
-  });
+  announce_timer_ = loop_.after(
+      kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
+        announce_timer_ = 0;
+        if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", cause));
+      });
 }
 
 void Supervisor::open_store(int attempt) {
@@ -521,6 +526,13 @@ void Supervisor::on_group_ended() {
   Message message;
   message.kind = Message::Kind::kDown;
   message.failure = group_->outcome();
+  const std::vector<RankFailure> errors = group_->errors();
+  if (message.failure) {
+    message.failure->stacks =
+        write_stacks(fmt::format("{}/{}", logs_.attempt(attempt_), kStacksFile), errors);
+  } else {  // after a request to stop
+    for (const std::string& line : error_lines(errors)) say(line);
+  }
   report(message);
 }
 
@@ -554,12 +566,10 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
     for (const std::string& line : observer.run_ended({code, failure ? failure->headline() : ""}))
       say(line);
   });
-  const std::string logs = failure || plan_.redirects.any() ? logs_.preserve() : "";
+  const bool failed = failure.has_value();
+  const std::string logs = failed || plan_.redirects.any() ? logs_.preserve(failed) : "";
   if (failure) {
     failure->logs = logs;
-    if (!failure->error_file.empty() && failure->logs.empty() && logs_.temporary())
-      failure->error_file =
-          "in the temporary log directory, which is removed; --log-dir=DIR keeps it";
     say(failure_report(*failure));
     const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
     const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;

@@ -48,11 +48,6 @@ double wall_clock() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-bool no_children_left() {
-  siginfo_t info{};
-  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
-}
-
 }  // namespace
 
 struct WorkerGroup::Worker {
@@ -774,6 +769,7 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
   const std::size_t index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
+  std::vector<LaterFailure> later;
   for (const auto& worker : workers_) {
     if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
         worker->ended_at < failure.time)
@@ -784,12 +780,19 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
       continue;
     const ErrorFile file = read_error_file(worker->error_file);
     if (file.consequence) continue;
-    failure.others.push_back(with_message(
-        fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
-                    std::max(0.0, worker->ended_at - failure.time)),
-        file.message));
+    later.push_back({rank_of(*worker), worker->ending->text(),
+                     std::max(0.0, worker->ended_at - failure.time), file.message});
   }
+  failure.others = later_lines(failure, std::move(later));
   return failure;
+}
+
+std::vector<RankFailure> WorkerGroup::errors() const {
+  std::vector<RankFailure> errors;
+  for (const auto& worker : workers_)
+    if (worker->ending && !worker->ending->ok() && worker->ending->exit_code() != kStoppedCode)
+      errors.push_back(describe(*worker));
+  return errors;
 }
 
 }  // namespace lockstep::launch

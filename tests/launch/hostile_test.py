@@ -176,7 +176,7 @@ class WithoutSecret(Hostile):
             peer.sendall(line("failed", failure=failure(
                 cause=evil, message=evil + "\nsecond line", stack=[evil], last_lines=[evil],
                 host=evil + "\n[launch] forged", others=[evil], note=evil, logs=evil, code=3,
-                program=evil, error_file=evil)))
+                program=evil, error_file=evil, stacks=evil, standing=[evil])))
             peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3)))
             code, _, err = self.finish(first)
         self.assertEqual(code, 3, err)

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -284,7 +285,9 @@ class Files(Case):
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
         _, _, err = self.bash(1, "echo '\"a reason\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
         self.assertIn("    a reason", err)
-        self.assertEqual(os.listdir(self.tmp), [])  # what is in it has been said
+        (left,) = os.listdir(self.tmp)  # the error file, which the report names
+        self.assertIn(f"error file: {self.tmp}/{left}/", err)
+        shutil.rmtree(os.path.join(self.tmp, left))
         process = self.start("--nproc-per-node=1", "--no-python", "bash", "-c",
                              "echo $$ > $NOTES/up.0; sleep 300")
         self.wait_notes("up", 1)

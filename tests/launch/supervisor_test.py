@@ -116,11 +116,14 @@ class Failures(Case):
         self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n")
         self.assertNotIn("rank 0 killed", err)
 
-    def test_an_error_file_that_is_removed_is_not_named(self):
+    def test_the_error_file_that_is_named_is_there(self):
         _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
-        self.assertIn("\n  error file: in the temporary log directory, which is removed; "
-                      "--log-dir=DIR keeps it\n", err)
+        (path,) = re.findall(r"\n  error file: (.*)\n", err)
+        with open(path) as f:
+            self.assertEqual(f.read(), '"message"\n')
         self.assertNotIn("error file", self.bash(1, "exit 1")[2])
+        (left,) = os.listdir(self.tmp)  # of the first run alone
+        self.assertIn(left, path)
 
     def test_a_program_that_is_not_there(self):
         code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
