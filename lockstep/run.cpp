@@ -15,6 +15,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/device_rule.h"
+#include "lockstep/core/disagreement.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
@@ -77,30 +78,35 @@ bool is(const std::exception_ptr& thrown) {
 }
 
 // Another rank threw it first, reports it with its stack, and is named by the launcher.
-Outcome thrown_by_peer(const std::exception& e, int code, bool launcher_prints) {
-  if (!launcher_prints)
+Outcome thrown_by_peer(const std::exception& e, int code, bool same_mistake) {
+  if (!same_mistake)
     if (const auto failure = control::failure()) return fallen_with(*failure);
-  const std::string message = fmt::format("ends because another rank failed: {}", e.what());
-  return {code, {message, {}, true, launcher_prints}};
+  return {code, {fmt::format("ends because another rank failed: {}", e.what()), {}, true}};
 }
 
 // What an exception that left the body means for this process. All ranks of one host usually make
-// the same mistake, so there a UsageError is printed once, in the launcher's report, also by ranks
-// that hear of another's first.
-Outcome judge(const std::exception_ptr& thrown, bool one_host) {
-  const bool launcher_prints = one_host && control::connected() && is<UsageError>(thrown);
+// the same mistake, so there a UsageError is reported as such, also by ranks that hear of another's
+// first.
+// `finishing`: the body had returned.
+Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
+  const bool same_mistake = one_host && control::connected() && is<UsageError>(thrown);
   const bool of_peer = is<detail::FromPeer>(thrown);
   if (of_peer) control::failure(kPeerReport);
-  if (const auto failure = control::failure(); failure && !launcher_prints)
+  if (const auto failure = control::failure(); failure && !same_mistake)
     return fallen_with(*failure);
   try {
     std::rethrow_exception(thrown);
   } catch (const UsageError& e) {
-    if (of_peer) return thrown_by_peer(e, kUsage, launcher_prints);
-    return {kUsage, {crash::describe(e), {}, false, launcher_prints}};
+    if (of_peer) return thrown_by_peer(e, kUsage, same_mistake);
+    return {kUsage, {crash::describe(e), {}, false}};
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+  } catch (const Disagreement& e) {
+    // The rank whose call nobody answers has the stack that helps.
+    if (finishing)
+      if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
+    return {kFailed, {crash::describe(e), crash::thrown_at(e), finishing}};
   } catch (const CommError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     // Under another launcher another rank most likely reports the cause.
@@ -154,16 +160,19 @@ int run(const RankBody& body, const WorldOptions& options) {
 
 int run(const Preparation& prepare, const RankBody& body) {
   const InsideRun inside;
-  crash::install(-1, under_lockstep_run());
+  crash::install(-1, {.lockstep_run = under_lockstep_run()});
   int ranks = 1;
   bool one_host = false;
   bool preparing = false;
+  bool finishing = false;
   std::optional<World> world;  // outlives the catch: its destructor must not run in a failed rank
   try {
     const RankEnv env = read_rank_env();
     ranks = env.world_size;
     one_host = env.local_size_known && env.local_world_size == env.world_size;
-    crash::install(env.rank, under_lockstep_run());
+    // Over several hosts the launchers print the first failure only.
+    const bool launched = under_lockstep_run();
+    crash::install(env.rank, {launched, launched && one_host});
     log::set_rank(env.rank, env.world_size);
     // Lines appear as they are printed, also through the launcher's pipe.
     if (!env.alone()) std::setvbuf(stdout, nullptr, _IOLBF, 0);
@@ -175,12 +184,13 @@ int run(const Preparation& prepare, const RankBody& body) {
     world = World::from_env(options);
     log_start(*world, options);
     const int code = body(*world);
+    finishing = true;
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     inside::leave();
     ledger::set_phase(ledger::Phase::kEnded);
     return code;
   } catch (...) {
-    const Outcome outcome = judge(std::current_exception(), one_host);
+    const Outcome outcome = judge(std::current_exception(), one_host, finishing);
     crash::report(outcome.report);
     if (preparing) report_startup_failure(outcome.report.message);
     if (ranks > 1) detail::leave(outcome.code);

@@ -47,7 +47,7 @@ Blame blame_of(const std::exception_ptr& error) {
   } catch (const TimeoutError& e) {
     return {e.context().peer, false};
   } catch (const Disagreement& e) {
-    return {e.context().peer, false};
+    return {e.context().peer, false, true};
   } catch (const CommError& e) {
     return {e.context().peer};
   } catch (...) {
@@ -355,6 +355,9 @@ void WorkState::throw_error(const std::string& error, Blame blame) {
   std::string cause = blame.death ? launcher_cause() : "";
   if (cause.empty()) cause = error;
   if (cause.back() != '.') cause += '.';
+  // It names the calls of two ranks, and this one's adds nothing.
+  if (blame.disagreement)
+    throw Disagreement("world", cause.substr(cause.starts_with("[shm] ") ? 6 : 0), context());
   throw CommError(
       "world",
       fmt::format("rank {}: {} failed after {} ms: {} This world cannot be used any "

@@ -37,8 +37,9 @@ struct WorkState;
 
 // Whom a failure is attributed to.
 struct Blame {
-  int rank = -1;      // of the same world; -1: nobody, or not known
-  bool death = true;  // may be a process's end, which a launcher would explain
+  int rank = -1;              // of the same world; -1: nobody, or not known
+  bool death = true;          // may be a process's end, which a launcher would explain
+  bool disagreement = false;  // all ranks are alive, and all report the same
 };
 
 // Alive until something fails it, then failed forever with the first cause. Safe from any thread.

@@ -20,12 +20,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <map>
 #include <span>
 #include <typeinfo>
 
+#include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/source_lines.h"
 #include "lockstep/core/symbols.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/core/throw_trace.h"
@@ -34,9 +37,9 @@ namespace lockstep::crash {
 namespace {
 
 constexpr int kFrames = 64;
-constexpr std::size_t kPrintedFrames = 32;
 constexpr std::size_t kAlternateStackBytes = 512u << 10;
 constexpr unsigned kReadableReportSeconds = 5;
+constexpr std::chrono::milliseconds kSourceLines{2500};  // less than the report that waits for them
 
 // After these the program can continue: a breakpoint, a system call that a sandbox stopped.
 constexpr bool can_continue(int number) {
@@ -50,6 +53,7 @@ std::atomic<long> g_crashed_thread{0};  // the one that reports a signal
 std::atomic<bool> g_crash_reported{false};
 std::atomic<int> g_rank{-1};
 std::atomic<bool> g_under_lockstep_run{false};
+std::atomic<bool> g_launcher_prints{false};
 char g_host[256] = "";
 char g_error_file[4096] = "";
 struct sigaction g_before[std::size(kFaultSignals)];
@@ -60,10 +64,35 @@ const char* base_name(const char* path) {
   return slash != nullptr ? slash + 1 : path;
 }
 
+// Lines are looked up where they may be known and help: not in the libraries.
 std::vector<std::string> frame_texts(std::span<void* const> frames) {
   std::vector<std::string> texts;
-  for (void* frame : frames) texts.push_back(symbols::frame_text(frame));
+  struct Asked {
+    std::vector<std::size_t> frames;
+    std::vector<std::uint64_t> addresses;
+  };
+  std::map<std::string, Asked> files;
+  for (void* frame : frames) {
+    texts.push_back(symbols::frame_text(frame));
+    const symbols::Place place = symbols::place_of(frame);
+    if (place.file.empty() || is_library_frame(texts.back())) continue;
+    files[place.file].frames.push_back(texts.size() - 1);
+    files[place.file].addresses.push_back(place.address);
+  }
+  const Deadline deadline = Deadline::after(kSourceLines);
+  for (const auto& [file, asked] : files) {
+    const auto lines = source_lines(file, asked.addresses, deadline);
+    for (std::size_t i = 0; i < lines.size(); ++i)
+      if (!lines[i].empty()) texts[asked.frames[i]] += ' ' + lines[i];
+  }
   return texts;
+}
+
+std::string indented(const std::vector<std::string>& stack) {
+  std::string text;
+  for (const std::string& line : brief_stack(stack))
+    text += fmt::format("\n    {}{}", line.starts_with("... ") ? "" : "at ", line);
+  return text;
 }
 
 // ---------------------------------------------------------------- the readable report
@@ -78,9 +107,7 @@ std::string error_file_text(const Report& report) {
                       {"consequence", bool_node(report.consequence)}};
   if (!report.frames.empty() && !g_under_lockstep_run) {
     // torchrun shows this field where there is one, and nothing else.
-    std::string traceback = report.message;
-    for (const auto& frame : report.frames) traceback += "\n    at " + frame;
-    info.emplace_back("py_callstack", text_node(traceback));
+    info.emplace_back("py_callstack", text_node(report.message + indented(report.frames)));
   }
   return to_json(map_node({{"message", map_node({{"message", text_node(report.message)},
                                                  {"extraInfo", map_node(std::move(info))}})}}));
@@ -90,16 +117,9 @@ std::string stderr_text(const Report& report) {
   const int rank = g_rank;
   std::string text = "lockstep: ";
   if (rank >= 0) text += fmt::format("rank {}{}{}: ", rank, *g_host == '\0' ? "" : " on ", g_host);
-  text += report.message + "\n";
-  if (report.consequence) return text;
-  for (std::size_t i = 0; i < report.frames.size(); ++i) {
-    if (i == kPrintedFrames) {
-      text += fmt::format("    ... {} more frames\n", report.frames.size() - i);
-      break;
-    }
-    text += fmt::format("    at {}\n", report.frames[i]);
-  }
-  return text;
+  text += report.message;
+  if (!report.consequence) text += indented(report.frames);
+  return text + "\n";
 }
 
 void write_readable(const Report& report) noexcept {
@@ -111,7 +131,7 @@ void write_readable(const Report& report) noexcept {
     }
   } catch (...) {  // the launcher then reports the exit status alone
   }
-  if (filed && report.for_launcher) return;
+  if (filed && g_launcher_prints) return;
   try {
     write_all(STDERR_FILENO, stderr_text(report));
   } catch (...) {  // nobody reads stderr
@@ -381,9 +401,10 @@ void install_signal_handlers() {
 
 }  // namespace
 
-void install(int rank, bool under_lockstep_run) {
+void install(int rank, const Reader& reader) {
   g_rank = rank;
-  g_under_lockstep_run = under_lockstep_run;
+  g_under_lockstep_run = reader.lockstep_run;
+  g_launcher_prints = reader.prints_all;
   if (g_installed.exchange(true)) return;
   learn_surroundings();
   throw_trace::enable();

@@ -4,6 +4,9 @@
 //                "extraInfo": {"timestamp": "1700000000", "rank": 1, "host": "n1",
 //                              "cpp_stack": ["train(lockstep::World&)+0x1c (mnist+0x2f10)", ...]}}}
 //
+// A frame of the program ends with its file and line where there is debug information. The file has
+// every frame; a person is shown those of the program (core/brief_stack.h).
+//
 // A signal handler may trust nothing, so it writes a plain report with system calls only, then lets
 // a forked copy of the process make the readable one, against a deadline. The signal is raised
 // again under the action that stood before, so core dumps and exit statuses stay what they were.
@@ -20,15 +23,20 @@
 
 namespace lockstep::crash {
 
+// Who reads the error file.
+struct Reader {
+  bool lockstep_run = false;  // torchrun needs the stack in a field of its own
+  bool prints_all = false;  // and it prints every rank's error: stderr is for what cannot be filed
+};
+
 // From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL, TRAP, SYS) and std::terminate leave a
 // report, and every `throw` remembers where it was. TRAP and SYS stay with a handler that is
 // already there: it belongs to a sandbox or a debugger. Once per process, from the main thread;
-// later calls only change the rank that reports name (-1: unknown) and whether `lockstep run` reads
-// them; torchrun needs the stack in a field of its own.
-void install(int rank = -1, bool under_lockstep_run = false);
+// later calls only change the rank that reports name (-1: unknown) and their reader.
+void install(int rank = -1, const Reader& reader = {});
 
 // Frames of the calling thread, innermost first, without `skip` frames of our own: the demangled
-// function where it is known, and module+offset for addr2line.
+// function where it is known, module+offset for addr2line, and file:line where that knows them.
 std::vector<std::string> stack(int skip = 0);
 
 // Where this exception object was thrown, also on another thread; empty when not remembered (thrown
@@ -44,13 +52,11 @@ struct Report {
   // Another rank failed first and this one only fell with it: one line on stderr, and a later
   // timestamp in the error file, because torchrun takes the earliest for the root cause.
   bool consequence = false;
-  // The launcher prints the error file's message: stderr is used only where it cannot be written.
-  bool for_launcher = false;
 };
 
-// Writes TORCHELASTIC_ERROR_FILE (if set) and, unless for_launcher, a short report to stderr. The
-// first report of a process wins, later ones are dropped: true when this was the first. Never
-// throws.
+// Writes TORCHELASTIC_ERROR_FILE (if set) and, unless its reader prints it, a short report to
+// stderr. The first report of a process wins, later ones are dropped: true when this was the first.
+// Never throws.
 bool report(const Report& report) noexcept;
 bool report(const std::exception& e) noexcept;
 

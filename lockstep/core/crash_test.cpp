@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <thread>
@@ -77,6 +78,11 @@ void blocked_system_call() {
   ::syscall(SYS_sethostname, nullptr, 0);
 }
 
+[[gnu::noinline]] void throw_int() {
+  throw 7;
+}
+constexpr int kIntThrownAt = __LINE__ - 2;
+
 // Where the faults below happen; a stack must name it although it is not exported.
 [[gnu::noinline]] int deepest_function(const std::string& kind) {
   static volatile int sink = 0;
@@ -92,7 +98,7 @@ void blocked_system_call() {
   if (kind == "raise sys") std::raise(SIGSYS);
   if (kind == "raise trap") std::raise(SIGTRAP);
   if (kind == "throw") throw std::runtime_error("the \"reason\"\n of \xff it");
-  if (kind == "throw int") throw 7;
+  if (kind == "throw int") throw_int();
   if (kind == "call null") reinterpret_cast<void (*)()>(const_cast<int*>(nowhere))();
   if (kind == "heap") {
     // glibc notices this inside malloc, with its locks held: the report must not need them.
@@ -134,6 +140,11 @@ CHILD(crashes) {
   }
   if (kind == "consequence") {
     crash::report({"rank 1 ends because rank 0 failed", {"frame"}, true});
+    return 1;
+  }
+  if (kind == "for a launcher") {
+    crash::install(5, {.lockstep_run = true, .prints_all = true});
+    crash::report({"the cause", {"frame"}, false});
     return 1;
   }
   if (kind == "terminate") std::terminate();
@@ -209,7 +220,7 @@ TEST(Crash, FatalSignalsLeaveAReportAndStayWhatTheyWere) {
     EXPECT_EQ(outcome.info().at("rank"), 5) << kind;
     EXPECT_THAT(outcome.stack(), HasSubstr("deepest_function")) << kind;
     EXPECT_THAT(outcome.output, HasSubstr("lockstep: rank 5 on ")) << kind;
-    EXPECT_THAT(outcome.output, HasSubstr(message + "\n    at ")) << kind;
+    EXPECT_THAT(outcome.output, HasSubstr(message + "\n    ")) << kind;
     EXPECT_THAT(outcome.output, HasSubstr("deepest_function(std::string const&)")) << kind;
   }
 }
@@ -263,6 +274,28 @@ TEST(Crash, ACaughtExceptionStillKnowsWhereItWasThrown) {
   const long stamp = std::stol(outcome.info().at("timestamp").get<std::string>());
   EXPECT_NEAR(static_cast<double>(stamp), static_cast<double>(std::time(nullptr)), 60);
   EXPECT_THAT(outcome.info().at("py_callstack").get<std::string>(), HasSubstr("\n    at "));
+}
+
+TEST(Crash, AStackNamesTheLinesOfAProgramWithDebugInformation) {
+  if (!throws_are_traced()) GTEST_SKIP() << "linked with libstdc++.a, which keeps its own throw";
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
+  if (std::system(fmt::format("addr2line -e '{}' 0 > /dev/null 2>&1", program).c_str()) != 0)
+    GTEST_SKIP() << "no addr2line for this program is installed";
+  const Outcome outcome = crash_by("throw int");
+  const std::string line = fmt::format("lockstep/core/crash_test.cpp:{}", kIntThrownAt);
+  EXPECT_THAT(outcome.info().at("cpp_stack").at(0).get<std::string>(), HasSubstr(line));
+  EXPECT_THAT(outcome.output, HasSubstr(line + ")\n"));
+  EXPECT_THAT(outcome.output, HasSubstr("of libc\n"));
+  EXPECT_LE(std::count(outcome.output.begin(), outcome.output.end(), '\n'), 10);
+}
+
+TEST(Crash, WhatALauncherPrintsIsNotOnStderr) {
+  const Outcome outcome = crash_by("for a launcher");
+  EXPECT_EQ(outcome.message(), "the cause");
+  EXPECT_EQ(outcome.output, "");
+  Child child("crashes", {{"KIND", "for a launcher"}, {"TORCHELASTIC_ERROR_FILE", "/no/dir/e"}});
+  EXPECT_EQ(child.wait(), 1);
+  EXPECT_THAT(child.output(), HasSubstr("the cause"));
 }
 
 TEST(Crash, TheFirstReportWins) {

@@ -8,7 +8,9 @@
 #include <link.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -86,6 +88,20 @@ std::optional<Symbol> find_in_file(const char* path, std::uint64_t address,
   return std::nullopt;
 }
 
+bool is_named(std::span<const char> names, std::uint32_t at, std::string_view name) {
+  return at < names.size() &&
+         std::string_view(names.data() + at, ::strnlen(names.data() + at, names.size() - at)) ==
+             name;
+}
+
+// For another process to open. One that was replaced while it runs has no name any more.
+std::string program_file() {
+  char path[4096];
+  const ssize_t length = ::readlink("/proc/self/exe", path, sizeof path - 1);
+  path[std::max<ssize_t>(length, 0)] = '\0';
+  return length > 0 && ::access(path, R_OK) == 0 ? path : fmt::format("/proc/{}/exe", ::getpid());
+}
+
 // What a person would write: no suffixes of the compiler (".cold", ".part.0"), strings by name.
 std::string readable(const char* symbol) {
   std::string name = demangle(symbol);
@@ -139,6 +155,32 @@ std::string frame_text(const std::string& file, std::uint64_t return_address, st
   if (!symbol) symbol = find_in_file(file.c_str(), address - 1, SHT_DYNSYM);
   if (!symbol) return where;
   return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);
+}
+
+Place place_of(void* return_address) {
+  Dl_info info{};
+  link_map* map = nullptr;
+  char* inside = static_cast<char*>(return_address) - 1;
+  if (::dladdr1(inside, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0 ||
+      info.dli_fname == nullptr || map == nullptr)
+    return {};
+  const auto address = reinterpret_cast<std::uintptr_t>(inside) - map->l_addr;
+  if (map->l_name[0] == '\0') return {program_file(), address};
+  return {info.dli_fname, address};
+}
+
+bool has_line_numbers(const std::string& path) {
+  const MappedFile file(path.c_str());
+  const auto header = file.at<ElfW(Ehdr)>(0, 1);
+  if (header.empty() || std::memcmp(header[0].e_ident, ELFMAG, SELFMAG) != 0) return false;
+  const auto sections = file.at<ElfW(Shdr)>(header[0].e_shoff, header[0].e_shnum);
+  if (header[0].e_shstrndx >= sections.size()) return false;
+  const ElfW(Shdr)& table = sections[header[0].e_shstrndx];
+  const auto names = file.at<char>(table.sh_offset, table.sh_size);
+  return std::any_of(sections.begin(), sections.end(), [&](const ElfW(Shdr) & section) {
+    return is_named(names, section.sh_name, ".debug_line") ||
+           is_named(names, section.sh_name, ".gnu_debuglink");
+  });
 }
 
 }  // namespace lockstep::symbols

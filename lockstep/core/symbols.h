@@ -22,4 +22,14 @@ std::string frame_text(void* return_address);
 // own addresses the file was loaded there.
 std::string frame_text(const std::string& file, std::uint64_t return_address, std::uint64_t bias);
 
+// The instruction before a return address: its file, and the address as that file counts.
+struct Place {
+  std::string file;  // empty: none is known
+  std::uint64_t address = 0;
+};
+Place place_of(void* return_address);
+
+// Whether the file has debug information with lines, or names another file that does.
+bool has_line_numbers(const std::string& file);
+
 }  // namespace lockstep::symbols

@@ -89,6 +89,7 @@ std::vector<pid_t> children_of(pid_t parent);
 // All processes below `root`, parents before children, without the subtrees that begin at a process
 // of `except`. Best effort while they run.
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except = {});
+bool no_children_left();  // neither alive nor to be reaped
 // Signals `pid` only if it is (still) below `root`: a number that has meanwhile been given to
 // somebody else's process is left alone. False when nothing was signalled.
 bool signal_below(pid_t root, pid_t pid, int number);

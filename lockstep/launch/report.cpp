@@ -11,6 +11,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -25,6 +26,7 @@ constexpr std::size_t kErrorFileBytes = 4u << 20;
 constexpr std::size_t kMessageBytes = 8u << 10;
 constexpr std::size_t kStackLines = 100;
 constexpr std::size_t kStackLineBytes = 1000;
+constexpr std::size_t kLastLinesOfExplained = 5;
 // A message with its remedy fits. The line for a control descriptor must fit a pipe in one write,
 // and those of all ranks one message to another host.
 constexpr std::size_t kLineBytes = 1000;
@@ -66,17 +68,27 @@ double time_of(const Node& json) {
   return time > 0 && time < kYear5000_s ? time : 0;
 }
 
+std::vector<std::string> bounded(std::vector<std::string> lines) {
+  if (lines.size() > kStackLines) lines.resize(kStackLines);
+  for (std::string& line : lines)
+    if (line.size() > kStackLineBytes) line.resize(kStackLineBytes);
+  return lines;
+}
+
 void read_stack(const Node& extra, ErrorFile& file) {
   for (const char* key : {"cpp_stack", "py_callstack"}) {
     const Entry* found = extra.find(key);
     if (found == nullptr) continue;
     const Node& stack = found->value;
-    for (auto& line : stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(plain_text(stack)))
-      file.stack.push_back(std::move(line));
+    const auto lines = stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(plain_text(stack));
+    const auto shown = key == std::string_view("cpp_stack") ? brief_stack(lines) : lines;
+    file.stack.insert(file.stack.end(), shown.begin(), shown.end());
+    const bool folded = std::any_of(shown.begin(), shown.end(), [](const std::string& line) {
+      return line.starts_with("... ");
+    });
+    if (folded) file.all_frames = bounded(lines);
   }
-  if (file.stack.size() > kStackLines) file.stack.resize(kStackLines);
-  for (std::string& line : file.stack)
-    if (line.size() > kStackLineBytes) line.resize(kStackLineBytes);
+  file.stack = bounded(std::move(file.stack));
 }
 
 // The two forms torchrun knows, and a bare string.
@@ -139,11 +151,20 @@ std::string hint_for(const RankFailure& failure) {
   return {};
 }
 
+// "2026-11-17 07:08:08.087 info rank 0 [world] ...", as core/log.h writes it.
+bool is_ordinary_log_line(std::string_view line) {
+  constexpr std::size_t kTimeBytes = 24;
+  if (line.size() < kTimeBytes || line[4] != '-' || line[10] != ' ' || line[19] != '.')
+    return false;
+  line.remove_prefix(kTimeBytes);
+  return line.starts_with("info ") || line.starts_with("debug ") || line.starts_with("trace ");
+}
+
 // As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
 bool is_said_already(const RankFailure& failure, std::string_view line) {
   constexpr std::size_t kCut = 500;  // by last_error_lines
   std::string text = trim(line);
-  if (text.empty()) return true;
+  if (text.empty() || is_ordinary_log_line(text)) return true;
   if (text.rfind("... ", 0) == 0 && text.ends_with(" more frames")) return true;
   const bool frame = text.rfind("at ", 0) == 0;
   if (frame) text.erase(0, 3);
@@ -161,6 +182,60 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
   if (lines.empty()) return;
   text += fmt::format("\n  {}:", title);
   for (const std::string& line : lines) text += fmt::format("\n    {}", line);
+}
+
+// "0, 2-5" of ranks in ascending order.
+std::string ranges_text(const std::vector<int>& ranks) {
+  std::string text;
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[i]);
+    if (end - i > 1) text += fmt::format("-{}", ranks[end - 1]);
+    i = end;
+  }
+  return text;
+}
+
+// A message without what differs between ranks that say the same: their own number, and times.
+std::string essence(const std::string& message, int rank) {
+  const std::string line = first_line(message);
+  const std::string own = fmt::format("rank {}", rank);
+  std::string text;
+  for (std::size_t i = 0; i < line.size();) {
+    std::size_t end = i;
+    while (end < line.size() && std::isdigit(static_cast<unsigned char>(line[end])) != 0) ++end;
+    const std::string_view rest = std::string_view(line).substr(i);
+    const bool names_itself =
+        rest.starts_with(own) && (rest.size() == own.size() ||
+                                  std::isdigit(static_cast<unsigned char>(rest[own.size()])) == 0);
+    if (names_itself) {
+      text += "this rank";
+      i += own.size();
+    } else if (end > i) {
+      const bool time = std::string_view(line).substr(end).starts_with(" ms");
+      text += time ? "some" : line.substr(i, end - i);
+      i = end;
+    } else {
+      text += line[i++];
+    }
+  }
+  return text;
+}
+
+bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
+  return a.message == b.message || essence(a.message, a.rank) == essence(b.message, b.rank);
+}
+
+// Where the ranks stood, without the calls that differ where the message names them.
+std::vector<std::string> standing_of(const RankFailure& failure) {
+  std::vector<std::string> lines = failure.standing;
+  if (failure.message.find("ranks disagree on ") == std::string::npos) return lines;
+  const auto calls = std::find_if(lines.begin(), lines.end(), [](const std::string& line) {
+    return line.starts_with("first call that differs");
+  });
+  lines.erase(calls, lines.end());
+  return lines;
 }
 
 // The others without the first cause's message, which all ranks have when all make one mistake.
@@ -256,6 +331,7 @@ void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines,
     if (!explained || !is_said_already(failure, line)) failure.last_lines.push_back(line);
   }
   auto& guard = failure.last_lines;
+  if (explained) most = std::min(most, kLastLinesOfExplained);
   if (guard.size() > most) guard.erase(guard.begin(), guard.end() - static_cast<long>(most));
 }
 
@@ -267,8 +343,64 @@ std::string control_line(const RankFailure& failure) {
          "\n";
 }
 
+std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures) {
+  std::stable_sort(failures.begin(), failures.end(),
+                   [](const auto& a, const auto& b) { return a.later_s < b.later_s; });
+  std::vector<std::string> lines;
+  while (!failures.empty()) {
+    const LaterFailure head = failures.front();
+    std::vector<int> ranks;
+    double later_s = 0;
+    std::erase_if(failures, [&](const LaterFailure& each) {
+      if (each.how != head.how || !say_the_same(each, head)) return false;
+      ranks.push_back(each.rank);
+      later_s = std::max(later_s, each.later_s);
+      return true;
+    });
+    std::sort(ranks.begin(), ranks.end());
+    const bool same =
+        !head.message.empty() && say_the_same(head, {first.rank, "", 0, first.message});
+    lines.push_back(
+        with_message(fmt::format("{} {} {}, {:.2f} s later", ranks.size() == 1 ? "rank" : "ranks",
+                                 ranges_text(ranks), head.how, later_s),
+                     same ? "the same" : head.message));
+  }
+  return lines;
+}
+
+std::string write_stacks(const std::string& path, const std::vector<RankFailure>& errors) {
+  std::string text;
+  for (const RankFailure& each : errors) {
+    const ErrorFile file = read_error_file(each.error_file);
+    if (file.all_frames.empty()) continue;
+    text +=
+        fmt::format("rank {} (pid {}) on {}: {}\n", each.rank, each.pid, each.host, each.message);
+    for (const std::string& frame : file.all_frames) text += fmt::format("    {}\n", frame);
+  }
+  if (text.empty()) return {};
+  try {
+    write_file_atomically(path, text);
+  } catch (const std::exception&) {  // the report then names no file
+    return {};
+  }
+  return path;
+}
+
+std::vector<std::string> error_lines(const std::vector<RankFailure>& errors) {
+  std::vector<std::string> lines;
+  for (const RankFailure& each : errors) {
+    if (each.message.empty() || read_error_file(each.error_file).consequence) continue;
+    lines.push_back(
+        with_message(fmt::format("[launch] rank {} {}", each.rank, each.cause), each.message));
+  }
+  return lines;
+}
+
 std::string failure_report(const RankFailure& failure) {
   std::string text = fmt::format("[launch] {}", failure.headline());
+  add_block(text, "message", lines_of(failure.message));
+  add_block(text, "stack", failure.stack);
+  if (!failure.stacks.empty()) text += fmt::format("\n  every frame: {}", failure.stacks);
   if (failure.rank >= 0) {
     text += fmt::format(
         "\n  rank {} (local rank {}, pid {}, host {}), {:.2f} s after the start of "
@@ -278,10 +410,8 @@ std::string failure_report(const RankFailure& failure) {
   }
   if (!failure.program.empty()) text += fmt::format("\n  program: {}", failure.program);
   if (!failure.error_file.empty()) text += fmt::format("\n  error file: {}", failure.error_file);
-  add_block(text, "message", lines_of(failure.message));
-  add_block(text, "stack", failure.stack);
   add_block(text, "last lines of its stderr", failure.last_lines);
-  add_block(text, "where it was", failure.standing);
+  add_block(text, "where it was", standing_of(failure));
   add_block(text, "failed after it", others_of(failure));
   add_block(text, "ended because of it", failure.victims);
   if (!failure.ended_before.empty()) {
@@ -290,7 +420,9 @@ std::string failure_report(const RankFailure& failure) {
                         fmt::join(failure.ended_before, ", "));
   }
   if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
-  if (!failure.logs.empty()) text += fmt::format("\n  logs: {}", failure.logs);
+  // The file with every frame is among them.
+  if (!failure.logs.empty() && failure.stacks.empty())
+    text += fmt::format("\n  logs: {}", failure.logs);
   const std::string hint = hint_for(failure);
   if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
   return text;
@@ -352,6 +484,7 @@ std::string failure_to_json(const RankFailure& f) {
                            {"stopped", bool_node(f.stopped)},
                            {"program", text_node(f.program)},
                            {"error_file", text_node(f.error_file)},
+                           {"stacks", text_node(f.stacks)},
                            {"stack", texts_node(f.stack)},
                            {"last_lines", texts_node(f.last_lines)},
                            {"standing", texts_node(f.standing)},
@@ -378,6 +511,7 @@ RankFailure failure_from_json(const std::string& text) {
     for (const auto& [key, member] : texts) *member = as_string(json.at(key), key);
     if (const Entry* entry = json.find("program")) f.program = plain_text(entry->value);
     if (const Entry* entry = json.find("error_file")) f.error_file = plain_text(entry->value);
+    if (const Entry* entry = json.find("stacks")) f.stacks = plain_text(entry->value);
     const std::pair<const char*, std::vector<std::string>*> lists[] = {
         {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
     for (const auto& [key, member] : lists) *member = texts_of(json.at(key));

@@ -23,11 +23,12 @@ namespace lockstep::launch {
 
 struct ErrorFile {
   bool present = false;
-  std::string message;             // empty when there is none
-  std::vector<std::string> stack;  // innermost first for C++, as printed for Python
-  double time = 0;                 // seconds since the epoch
-  bool consequence = false;        // it says itself that another rank failed first
-  std::string problem;             // why it could not be read as torchrun's JSON
+  std::string message;                  // empty when there is none
+  std::vector<std::string> stack;       // innermost first for C++, as printed for Python
+  std::vector<std::string> all_frames;  // where `stack` leaves out those of libraries
+  double time = 0;                      // seconds since the epoch
+  bool consequence = false;             // it says itself that another rank failed first
+  std::string problem;                  // why it could not be read as torchrun's JSON
 };
 
 // Never throws: a malformed file yields its text as the message and says so in `problem`.
@@ -64,6 +65,7 @@ struct RankFailure {
   // How ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM"
   std::vector<std::string> victims;
   std::vector<int> ended_before;  // ranks that had ended with code 0
+  std::string stacks;             // the file with every frame of every rank; empty: none
   std::string logs;               // where more can be read; empty: nowhere
 
   // "rank 1 on n2 failed: killed by SIGKILL", "rank 1 on n2 stopped on request: exited with code
@@ -88,6 +90,26 @@ void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines,
 
 // The line for LOCKSTEP_CONTROL_FD: {"failed": {"rank": 1, "host": "n2", "cause": "..."}}
 std::string control_line(const RankFailure& failure);
+
+// A rank that failed after the first one.
+struct LaterFailure {
+  int rank = -1;
+  std::string how;     // "exited with code 1"
+  double later_s = 0;  // after the first
+  std::string message;
+};
+
+// "ranks 1-3 exited with code 1, 0.05 s later: [data] ...", in the order of time. Ranks that say
+// the same, but for their own number and for times, are one line; "the same": as `first` says.
+std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures);
+
+// Every frame of these ranks' error files, of which the report shows few, in the file `path`. The
+// path, or nothing where the report has them all.
+std::string write_stacks(const std::string& path, const std::vector<RankFailure>& errors);
+inline constexpr const char* kStacksFile = "stacks.txt";
+
+// One line for each of these errors that is not another's consequence, where no report says them.
+std::vector<std::string> error_lines(const std::vector<RankFailure>& errors);
 
 // Many lines, ready to print.
 std::string failure_report(const RankFailure& failure);

@@ -514,10 +514,11 @@ void Supervisor::obey_stop(const Message& message) {
 // The report comes when all ranks have ended. Where that takes long, the cause is reported before.
 void Supervisor::announce_later(const RankFailure& failure) {
   loop_.cancel(announce_timer_);
-  announce_timer_ = loop_.after(kAnnounceAfter, [this, headline = failure.headline()] {
-    announce_timer_ = 0;
-    if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", headline));
-  });
+  announce_timer_ = loop_.after(
+      kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
+        announce_timer_ = 0;
+        if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", cause));
+      });
 }
 
 void Supervisor::open_store(int attempt) {
@@ -584,6 +585,13 @@ void Supervisor::on_group_ended() {
   Message message;
   message.kind = Message::Kind::kDown;
   message.failure = group_->outcome();
+  const std::vector<RankFailure> errors = group_->errors();
+  if (message.failure) {
+    message.failure->stacks =
+        write_stacks(fmt::format("{}/{}", logs_.attempt(attempt_), kStacksFile), errors);
+  } else {  // after a request to stop
+    for (const std::string& line : error_lines(errors)) say(line);
+  }
   report(message);
 }
 

@@ -39,18 +39,11 @@ constexpr std::size_t kTailLines = 200;  // of which most may be the stack
 void make_directories(const std::string& path) {
   std::error_code problem;
   std::filesystem::create_directories(path, problem);
-  if (problem)
-    throw SystemError("launch", fmt::format("cannot create the directory {}", path),
-                      problem.value());
+  if (problem) throw SystemError("launch", "cannot create the directory " + path, problem.value());
 }
 
 double wall_clock() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
-bool no_children_left() {
-  siginfo_t info{};
-  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
 }
 
 }  // namespace
@@ -174,7 +167,6 @@ void WorkerGroup::start_worker(Worker& worker) {
   const std::string directory = fmt::format("{}/{}", place_.directory, local_rank);
   make_directories(directory);
   worker.error_file = directory + "/error.json";
-
   OutputRoutes routes;
   routes.source = 2 * local_rank;
   const int rank = rank_of(worker);
@@ -241,9 +233,8 @@ void WorkerGroup::report_end(const Worker& worker) {
     const bool cause = failure_ && failure_->rank == rank_of(worker);
     const bool failed =
         cause || worker.left_early || (!worker.ending->ok() && !worker.ends_for_us());
-    observer.rank_ended({rank_of(worker),
-                         worker.forced_cause.empty() ? worker.ending->text() : worker.forced_cause,
-                         failed});
+    const std::string& forced = worker.forced_cause;
+    observer.rank_ended({rank_of(worker), forced.empty() ? worker.ending->text() : forced, failed});
   });
 }
 
@@ -772,10 +763,11 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
     views.back().ledger.rank = rank_of(*worker);
   }
   failure.standing = standing_of(views, failure.rank, ledger::monotonic_ns());
-  const std::size_t index = static_cast<std::size_t>(failure.local_rank);
+  const auto index = static_cast<std::size_t>(failure.local_rank);
   if (index < workers_.size() && workers_[index]->output && !failure.stopped)
     add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
   std::map<std::string, std::vector<int>> victims;
+  std::vector<LaterFailure> later;
   for (const auto& worker : workers_) {
     if (worker->ending && worker->ending->ok() && !worker->left_early && !worker->ends_for_us() &&
         worker->ended_at < failure.time)
@@ -785,16 +777,23 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
       continue;
     // By itself: before any signal of ours, and not because it has heard of the failure.
     const ErrorFile file = read_error_file(worker->error_file);
+    const double after_s = std::max(0.0, worker->ended_at - failure.time);
     if (worker->asked_to_end || file.consequence)
       victims[worker->ending->text()].push_back(rank_of(*worker));
     else
-      failure.others.push_back(with_message(
-          fmt::format("rank {} {}, {:.2f} s later", rank_of(*worker), worker->ending->text(),
-                      std::max(0.0, worker->ended_at - failure.time)),
-          file.message));
+      later.push_back({rank_of(*worker), worker->ending->text(), after_s, file.message});
   }
   failure.victims = by_ending(victims);
+  failure.others = later_lines(failure, std::move(later));
   return failure;
+}
+
+std::vector<RankFailure> WorkerGroup::errors() const {
+  std::vector<RankFailure> all;
+  for (const auto& each : workers_)
+    if (each->ending && !each->ending->ok() && each->ending->exit_code() != kStoppedCode)
+      all.push_back(describe(*each));
+  return all;
 }
 
 }  // namespace lockstep::launch

@@ -87,6 +87,8 @@ class WorkerGroup {
   // or one that left its world early with code 0, which is the cause only if some other host's rank
   // fails over it.
   std::optional<RankFailure> outcome() const;
+  // Every rank that has ended with an error, and what it says about it.
+  std::vector<RankFailure> errors() const;
   const std::string& error_file(int local_rank) const;
 
  private:

@@ -1,6 +1,6 @@
 // A small training program in which one rank does something bad: faults KIND RANK PHASE.
 // KIND: none exception abort segfault kill exit stop silent other_model leave _leave all_leave
-// other_shape other_call other_op; PHASE: startup step exit.
+// other_shape other_call other_op uneven; PHASE: startup step exit.
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 
+#include "epoch.h"
 #include "lockstep/lockstep.h"
 
 volatile std::uintptr_t nowhere = 8;  // read at run time: a constant the compiler may reason away
@@ -75,6 +76,18 @@ void train(lockstep::World& world) {
   }
 }
 
+// One rank has fewer batches than the others, and no join() around the loop.
+void train_unevenly(lockstep::World& world) {
+  torch::nn::Linear net(4, 1);
+  lockstep::DistributedDataParallel model{net, world};
+  lockstep::optim::SGD optimizer{model.parameters(), {.lr = 0.01}};
+  for_each_batch(world.rank() == guilty ? 3 : 4, [&] {
+    model(torch::randn({4, 4})).square().mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -85,7 +98,7 @@ int main(int argc, char** argv) {
   const char* text = std::getenv("RANK");
   const int rank = text != nullptr ? std::atoi(text) : 0;
   if (!within_run("startup")) maybe_fail(rank, "startup");
-  const int code = lockstep::run(train);
+  const int code = lockstep::run(kind == "uneven" ? train_unevenly : train);
   if (!within_run("exit")) maybe_fail(rank, "exit");
   return code;
 }

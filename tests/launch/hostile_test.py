@@ -184,7 +184,7 @@ class WithoutSecret(Hostile):
             peer.sendall(line("failed", failure=failure(
                 cause=evil, message=evil, stack=[evil], last_lines=[evil], host=evil,
                 others=[evil], note=evil, logs=evil, code=3, program=evil, error_file=evil,
-                standing=[evil], victims=[evil])))
+                stacks=evil, standing=[evil], victims=[evil])))
             peer.sendall(line("down", failure=failure(cause=evil, host=evil, code=3,
                                                       standing=[evil], victims=[evil])))
             code, _, err = self.finish(first)

@@ -340,8 +340,8 @@ class Files(Case):
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
         _, _, err = self.bash(1, "echo '\"a reason\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
         self.assertIn("    a reason", err)
-        (left,) = os.listdir(self.tmp)
-        self.assertIn(f"  error file: {self.tmp}/{left}/", err)
+        (left,) = os.listdir(self.tmp)  # the error file, which the report names
+        self.assertIn(f"error file: {self.tmp}/{left}/", err)
         shutil.rmtree(os.path.join(self.tmp, left))
         process = self.start("--nproc-per-node=1", "--no-python", "bash", "-c",
                              "echo $$ > $NOTES/up.0; sleep 300")

@@ -129,6 +129,7 @@ TEST(Alone, ADeadRankIsSeenWhileMessagesMove) {
   } catch (const CommError& error) {
     EXPECT_EQ(error.context().peer, 2);
     EXPECT_THAT(error.what(), HasSubstr("has ended before it took part in barrier()"));
+    EXPECT_THAT(error.what(), HasSubstr("model.join()"));
   }
   EXPECT_THAT(text_of(stream.back()->error()), HasSubstr("has ended"));
 }

@@ -428,7 +428,8 @@ void EngineCore::look_after_peers(const Task& task) {
   if (blocked != nullptr) failure.context = context_of(*blocked);
   if (trouble->origin < 0 && blocked != nullptr)
     failure.text += fmt::format(
-        " before it took part in {}. Look for the reason in that rank's output.", blocked->text());
+        " before it took part in {}. Look for the reason in that rank's output.{}{}",
+        blocked->text(), queue_.empty() ? "" : " ", queue_.empty() ? "" : kUnevenInputs);
   failure_.set(std::move(failure));
 }
 

@@ -43,9 +43,11 @@ void FailureRecord::set(EngineFailure failure) noexcept {
   group_.wake_all();
 }
 
-// A failure that another rank has found is reported with that rank's message.
+// A failure that another rank has found is reported with that rank's message. All ranks have found
+// a disagreement, so it is none of that rank.
 std::string FailureRecord::composed(const EngineFailure& failure) const {
-  if (failure.origin < 0 || failure.origin == group_.rank()) return failure.text;
+  if (failure.origin < 0 || failure.origin == group_.rank() || failure.disagreement)
+    return failure.text;
   return fmt::format("rank {} failed: {}", failure.origin, failure.text);
 }
 

@@ -22,6 +22,11 @@
 
 namespace lockstep::shm {
 
+// What to try where a rank has ended, or has nothing more to do, and others wait for it.
+inline constexpr const char* kUnevenInputs =
+    "If a rank has fewer batches than the others, give every rank the same number, or train inside "
+    "model.join().";
+
 // Thrown by what the driver does, and nowhere else.
 struct EngineFailure {
   bool timeout = false;

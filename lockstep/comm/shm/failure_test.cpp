@@ -61,6 +61,9 @@ TEST(Disagreement, HasTheCallersNumbersAndNamesARankThatHasFinished) {
                     "rank 1 called all_reduce(float32 x 12, sum)");
   EXPECT_THAT(text_of(errors[0]), HasSubstr("disagree on collective #4"));
   EXPECT_THAT(text_of(errors[0]), HasSubstr(" as its #4"));
+  // Whoever notices it first, all say the same, with what helps against it.
+  EXPECT_EQ(text_of(errors[0]), text_of(errors[1]));
+  EXPECT_THAT(text_of(errors[0]), HasSubstr("model.join()"));
 }
 
 TEST(Disagreement, OnSizeTypeOperationAndRoot) {

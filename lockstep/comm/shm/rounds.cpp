@@ -76,26 +76,42 @@ std::vector<int> Rounds::behind() const {
 void Rounds::check_agreement(Collective& collective) const {
   const int parity = static_cast<int>(round_ & 1);
   const Descriptor& what = collective.what;
-  std::string text;
-  int other = -1;
-  for (int rank = 0; rank < group_.size() && text.empty(); ++rank) {
-    if (rank == group_.rank()) continue;
-    const Descriptor& theirs = group_.view(rank).header->posts[parity].what;
-    if (what.agrees(theirs)) continue;
-    other = rank;
-    text = fmt::format("ranks disagree on collective #{}: rank {} {}, rank {} {}", number(what),
-                       group_.rank(), what.deed(), rank, theirs.deed());
-    if (number(theirs) != number(what)) text += fmt::format(" as its #{}", number(theirs));
-  }
-  if (text.empty()) text = collective.disagreement(group_, parity);
+  int other = 0;
+  while (other < group_.size() && (other == group_.rank() || what.agrees(called_by(other, what))))
+    ++other;
+  const bool differ = other < group_.size();
+  std::string text = differ ? difference(what) : collective.disagreement(group_, parity);
   if (text.empty()) return;
   text += ". Every rank must call the same operations with the same sizes in the same order.";
+  if (differ && any_has_finished(what)) text += fmt::format(" {}", kUnevenInputs);
   throw EngineFailure{.disagreement = true,
                       .text = std::move(text),
-                      .culprit = other,
+                      .culprit = differ ? other : -1,
                       .context = {.operation = what.text(),
                                   .sequence = number(what),
                                   .elapsed = collective.deadline().elapsed()}};
+}
+
+const Descriptor& Rounds::called_by(int rank, const Descriptor& own) const {
+  return rank == group_.rank() ? own : group_.view(rank).header->posts[round_ & 1].what;
+}
+
+// Names rank 0 and the first that differs from it: every rank says the same, whoever notices first.
+std::string Rounds::difference(const Descriptor& own) const {
+  const Descriptor& first = called_by(0, own);
+  int rank = 1;
+  while (rank + 1 < group_.size() && first.agrees(called_by(rank, own))) ++rank;
+  const Descriptor& second = called_by(rank, own);
+  std::string text = fmt::format("ranks disagree on collective #{}: rank 0 {}, rank {} {}",
+                                 number(first), first.deed(), rank, second.deed());
+  if (number(second) != number(first)) text += fmt::format(" as its #{}", number(second));
+  return text;
+}
+
+bool Rounds::any_has_finished(const Descriptor& own) const {
+  for (int rank = 0; rank < group_.size(); ++rank)
+    if (called_by(rank, own).kind == Kind::kFinish) return true;
+  return false;
 }
 
 }  // namespace lockstep::shm

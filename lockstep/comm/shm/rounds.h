@@ -59,6 +59,10 @@ class Rounds {
   void post(const Collective& collective);
   bool all_posted();
   void check_agreement(Collective& collective) const;
+  // In this round; this rank has called `own`.
+  const Descriptor& called_by(int rank, const Descriptor& own) const;
+  std::string difference(const Descriptor& own) const;
+  bool any_has_finished(const Descriptor& own) const;
 
   const Group& group_;
   std::uint64_t round_ = 0;  // the last one posted

@@ -1,0 +1,28 @@
+// A stack for a person. Of the 50 frames of a training program three or four are its own; the
+// others, with template arguments of several hundred characters, hide them.
+//
+//   brief_stack({"lockstep::Work::wait()+0x20 (train+0x9a10)",
+//                "epoch(Net<float>&)+0x1c (train+0x2f10) /src/train.cpp:41",
+//                "main+0x54 (train+0x31a4)",
+//                "__libc_start_main+0x98 (libc.so.6+0x2777c)"});
+//   // "... 1 frame of Lockstep", "epoch(Net<...>&) (/src/train.cpp:41)", "main (train+0x31a4)",
+//   // "... 1 frame of libc"
+//
+// Free functions of texts, without state: for the rank that failed and for the launcher that reads
+// its error file.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+// In LibTorch, libc, CUDA, ...: by the file that it is in.
+bool is_library_frame(std::string_view frame);
+
+// Frames as symbols::frame_text() writes them, and file:line behind those where it is known. Each
+// row of frames that are not the program's own is one line. A text of another form stays as it is.
+std::vector<std::string> brief_stack(const std::vector<std::string>& frames);
+
+}  // namespace lockstep
