@@ -131,7 +131,9 @@ def uneven_batches():
         # On a busy machine the ranks' end is waited for, and the cause said before.
         lines = [line for line in output.splitlines() if "waiting for the other ranks" not in line]
         check(label, code == 1 and not rest, f"{code}, {rest}:\n{output}")
-        check(label, len(lines) <= 25, f"{len(lines)} lines:\n{output}")
+        # How every other rank ended is a line or two more with four.
+        most = 25 if ranks == 2 else 28
+        check(label, len(lines) <= most, f"{len(lines)} lines:\n{output}")
         began = next((i for i, text in enumerate(lines) if text.startswith("[launch] rank")), 0)
         first = "\n".join(lines[began:began + 3])
         for text in ("[launch] rank ", f"rank {guilty} has returned from its body", "model.join()",
