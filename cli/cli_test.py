@@ -85,7 +85,8 @@ class Program(unittest.TestCase):
                 return re.findall(r"^  (\w+) +\w", text, re.MULTILINE), text
             names, text = listed()
             self.assertEqual(names, ["run", "doctor", "env", "checkpoint", "config", "plan", "data",
-                                     "monitor", "ledger", "report", "lockstep"][:len(names)])
+                                     "monitor", "dashboard", "ledger", "report",
+                                     "lockstep"][:len(names)])
             self.assertIn("verify, show and compare checkpoints", text)
             self.assertNotIn("import", text)
             os.makedirs(root + "/libexec")

@@ -284,7 +284,7 @@ TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
     EXPECT_THAT(test.make(AdamWOptions{.lr = odd ? 0.02 : 0.01}),
                 differs("lr = 0.02", "lr = 0.01"));
     EXPECT_THAT(test.make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
-                differs("betas.second = 0.99", "betas.second = 0.999"));
+                differs("beta2 = 0.99", "beta2 = 0.999"));
     EXPECT_THAT(test.make(odd ? optim::Rule(optim::SGDOptions{}) : AdamWOptions{}),
                 differs("options of SGD", "options of AdamW"));
     // The same groups with other members: nothing but the parameters' values would ever show it.

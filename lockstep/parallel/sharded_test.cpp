@@ -557,8 +557,7 @@ TEST(ShardedRefuses, SettingsThatDifferOverRanks) {
                     optimizer.options(0) = optim::AdamOptions{.lr = 0.5, .weight_decay = 0.01};
                   },
                   [&] { optimizer.options(0) = options; }),
-              HasSubstr(
-                  "rank 2 has 'options of Adam of group 0', but rank 0 has 'options of AdamW"));
+              HasSubstr("group 0 has options of another optimizer: it was made with AdamW"));
           optimizer.step();
           EXPECT_FALSE(at::equal(net->a->weight.detach(), before));
           model.verify_replicas();

@@ -97,7 +97,8 @@ class TwoHosts(TrainCase):
         whole = pathlib.Path(self.whole.name)
         if not checkpoints(whole):
             self.train(2, whole, *LONG)
-        self.assertEqual(checkpoints(self.output), checkpoints(whole))
+        # A request to stop saves at whatever step it comes.
+        self.assertLessEqual(set(checkpoints(whole)), set(checkpoints(self.output)))
         last = f"checkpoint-{checkpoints(whole)[-1]}"
         self.assert_same(whole / last, self.output / last)
 
