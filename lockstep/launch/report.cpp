@@ -227,8 +227,8 @@ bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
   return a.message == b.message || essence(a.message, a.rank) == essence(b.message, b.rank);
 }
 
-// Where the ranks stood, without the calls that differ where the message says all of it: a rank that
-// has returned from its body has no place to name.
+// Where the ranks stood, without the calls that differ where the message says all of it: a rank
+// that has returned from its body has no place to name.
 std::vector<std::string> standing_of(const RankFailure& failure) {
   std::vector<std::string> lines = failure.standing;
   if (failure.message.find("has returned from its body") == std::string::npos) return lines;

@@ -99,6 +99,7 @@ void run_resnet(std::int64_t depth, const fs::path& folder) {
   const Tensors inputs = read_tensors(folder / "inputs.safetensors");
   const Tensors weights = read_tensors(folder / "model.safetensors");
   ResNet net{ResNetConfig{.depth = depth, .num_classes = 7}};
+  net->to(inputs.at("images").scalar_type());
   {
     const torch::NoGradGuard no_grad;
     for (auto& item : net->named_parameters()) item.value().copy_(weights.at(item.key()));
