@@ -82,7 +82,8 @@ def snippets(root):
 
 
 def defines_functions(code):
-    return re.search(r"^(?:int|void|auto|at::Tensor) \w+\([^;]*\) \{", code, re.MULTILINE)
+    return re.search(r"^(?:int|void|auto|at::Tensor|std::unique_ptr<[\w:]+>) \w+\([^;]*\) \{", code,
+                     re.MULTILINE)
 
 
 def unit(found):

@@ -147,7 +147,8 @@ class Damage(TrainCase):
         for args, text in ((["verify"], "verify needs a folder"),
                            (["verify", "/nowhere"], "/nowhere is not a folder"),
                            (["diff", "a"], "diff needs two folders"),
-                           (["shwo"], "there is no 'shwo'. It is verify, show, diff, import or merge.")):
+                           (["shwo"], "there is no 'shwo'. It is verify, show, diff, import or "
+                                      "merge.")):
             done = subprocess.run([LOCKSTEP, "checkpoint", *args], capture_output=True, text=True,
                                   timeout=BOUND_S, check=False)
             self.assertEqual(done.returncode, 2, args)
