@@ -244,15 +244,31 @@ HeldPort HeldPort::any(Reach reach) {
   throw SystemError("launch", "cannot find a free TCP port", errno);
 }
 
-HeldPort HeldPort::exactly(int port, Reach reach) {
+namespace {
+
+// None, with errno, where somebody else has it.
+std::vector<Fd> bind_asked(int port, Reach reach) {
   std::vector<Fd> sockets = bind_sockets({.port = port, .reach = reach, .reuse = false});
-  if (sockets.empty() && errno == EADDRINUSE) {
-    sockets = bind_sockets({.port = port, .reach = reach, .reuse = true});
-    if (!sockets.empty() && !begin_to_listen(sockets)) refuse(port, errno);
-    end_listening(sockets);  // nobody listened, and nobody else can now
+  if (!sockets.empty() || errno != EADDRINUSE) return sockets;
+  sockets = bind_sockets({.port = port, .reach = reach, .reuse = true});
+  if (!sockets.empty() && !begin_to_listen(sockets)) {
+    const int error = errno;
+    sockets.clear();
+    errno = error;
   }
-  if (sockets.empty()) refuse(port, errno);
-  return HeldPort(std::move(sockets), port);
+  end_listening(sockets);  // nobody listened, and nobody else can now
+  return sockets;
+}
+
+}  // namespace
+
+HeldPort HeldPort::exactly(int port, Reach reach, const std::function<bool()>& try_again) {
+  for (;;) {
+    std::vector<Fd> sockets = bind_asked(port, reach);
+    if (!sockets.empty()) return HeldPort(std::move(sockets), port);
+    if (const int error = errno; error != EADDRINUSE || !try_again || !try_again())
+      refuse(port, error);
+  }
 }
 
 void HeldPort::listen() const {

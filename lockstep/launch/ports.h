@@ -12,6 +12,7 @@
 // Owned by the supervisor; one per attempt when the port was not asked for.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "lockstep/core/fd.h"
@@ -26,8 +27,10 @@ class HeldPort {
  public:
   // A free port.
   static HeldPort any(Reach reach = Reach::kNetwork);
-  // Throws UsageError naming --master-port and, where it is found, who has it.
-  static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
+  // Throws UsageError naming --master-port and, where it is found, who has it. While the port is in
+  // use, `try_again` is called; it waits a moment, or returns false.
+  static HeldPort exactly(int port, Reach reach = Reach::kNetwork,
+                          const std::function<bool()>& try_again = {});
 
   int number() const { return number_; }
   // One for each address; non-blocking. They belong to this object.

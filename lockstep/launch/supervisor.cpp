@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <thread>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -37,6 +38,7 @@ constexpr milliseconds kConsoleTimeout{60'000};
 constexpr milliseconds kGoodbyeTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
+constexpr milliseconds kPortWait{5000};
 constexpr milliseconds kTick{200};  // of an observer
 constexpr int kKillAtRequest = 3;
 // What schedulers announce a limit with and programs give a meaning to. The default action would
@@ -135,6 +137,7 @@ class Supervisor {
   void choose_interface();
   void choose_loopback();
   std::string rank_address() const;
+  HeldPort hold_asked_port(Reach reach);
   void hold_link_port();
   void open_coordinator();
   void open_hub();
@@ -212,7 +215,7 @@ int Supervisor::run() {
     if (plan_.nnodes > 1) {
       hold_link_port();
     } else if (plan_.master_port != 0) {
-      port_ = HeldPort::exactly(plan_.master_port, Reach::kLoopback);
+      port_ = hold_asked_port(Reach::kLoopback);
     }
     open_coordinator();
   }
@@ -303,13 +306,28 @@ std::string Supervisor::rank_address() const {
   return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
+// The supervisor of a launcher that was killed has the port until it has killed its ranks, and
+// whoever starts the launcher again is often quicker.
+HeldPort Supervisor::hold_asked_port(Reach reach) {
+  const auto end = EventLoop::Clock::now() + kPortWait;
+  bool said = false;
+  return HeldPort::exactly(plan_.master_port, reach, [&] {
+    if (!said)  // past the console, whose loop does not run yet
+      fmt::print(stderr, "[launch] --master-port={} is in use; waiting up to {} s for it.\n",
+                 plan_.master_port, kPortWait.count() / 1000);
+    said = true;
+    std::this_thread::sleep_for(milliseconds(20));
+    return EventLoop::Clock::now() < end;
+  });
+}
+
 // Until an attempt starts, whose ranks have the port then (open_store).
 void Supervisor::hold_link_port() {
   port_.reset();
   // Several launchers on one host need no more than its loopback.
   const std::string& address = plan_.master_addr;
   const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
-  link_port_ = HeldPort::exactly(plan_.master_port, here ? Reach::kIpv4Loopback : Reach::kNetwork);
+  link_port_ = hold_asked_port(here ? Reach::kIpv4Loopback : Reach::kNetwork);
 }
 
 void Supervisor::open_coordinator() {

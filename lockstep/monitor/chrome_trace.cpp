@@ -78,6 +78,7 @@ class TraceFile {
     std::uint64_t count = 0;
     for (const TraceEvent& event : events) {
       std::string line = ",\n" + json_of(event, options_.rank);
+      line.insert(0, space_before(end_ + text.size(), line.size()), ' ');
       if (end_ + text.size() + line.size() + kClosing.size() > options_.max_bytes) {
         lost += events.size() - static_cast<std::size_t>(&event - events.data());
         report(fmt::format("has reached {} bytes", options_.max_bytes));
@@ -104,6 +105,13 @@ class TraceFile {
 
  private:
   static constexpr std::string_view kClosing = "\n]\n";
+
+  // A write that SIGKILL interrupts ends with a page, so no event lies in two of them.
+  static std::size_t space_before(std::uint64_t offset, std::size_t size) {
+    constexpr std::size_t kPage = 4096;
+    const std::size_t left = kPage - offset % kPage;
+    return size <= left || size > kPage ? 0 : left;
+  }
 
   int write_at(std::string_view text, std::uint64_t offset) {
     for (std::size_t done = 0; done < text.size();) {

@@ -3,6 +3,8 @@
 //
 // Events go through a bounded queue to a thread that writes them. The file is a whole JSON array
 // after each write, so a process that is killed leaves a trace up to its last tenth of a second.
+// Where it is killed in the middle of a write, whole events are there and the last bracket is
+// missing, which the format allows.
 //
 //   ChromeTrace trace("out/trace-0.json", {.rank = 0});
 //   trace.thread_name(1, "backward");

@@ -41,17 +41,19 @@ std::string error_of(Call call) {
 // ------------------------------------------------------------------ the queue
 
 TEST(SinkQueue, WhatFindsNoRoomIsDroppedAndCounted) {
-  std::atomic<bool> blocked{true};
+  std::atomic<bool> blocked{true}, entered{false};
   std::atomic<int> consumed{0};
   std::vector<int> order;
   {
     SinkQueue<int> queue({.capacity = 8}, [&](const std::vector<int>& batch) {
+      entered = true;
       while (blocked) std::this_thread::sleep_for(1ms);
       for (const int item : batch) order.push_back(item);
       consumed += static_cast<int>(batch.size());
     });
     EXPECT_TRUE(queue.push(0));
-    EXPECT_FALSE(queue.flush(50ms));  // the consumer has it, and does not return
+    EXPECT_FALSE(queue.flush(50ms));
+    while (!entered) std::this_thread::sleep_for(1ms);  // the consumer has it, and does not return
     const auto begin = Clock::now();
     int accepted = 1;
     for (int i = 1; i <= 1000; ++i) accepted += queue.push(i) ? 1 : 0;

@@ -125,6 +125,7 @@ class TwoHosts(TrainCase):
     def test_a_killed_rank(self):
         for node in (0, 1):
             with self.subTest(node=node):
+                self.doCleanups()  # what a failure before left would join
                 self.setUp()
                 processes = self.disturbed()
                 (victim,) = ranks_of(processes[node])
@@ -135,6 +136,7 @@ class TwoHosts(TrainCase):
     def test_a_killed_launcher(self):
         for node in (0, 1):
             with self.subTest(node=node):
+                self.doCleanups()  # what a failure before left would join
                 self.setUp()
                 processes = self.disturbed()
                 since = time.monotonic()

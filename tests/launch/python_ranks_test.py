@@ -1,6 +1,7 @@
 """Python scripts written for torchrun, unchanged under `lockstep run`; and many jobs at once."""
 import importlib.util
 import os
+import socket
 import sys
 import unittest
 import venv
@@ -159,6 +160,18 @@ print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
         code, _, err = self.finish(first)
         self.assertEqual(code, 0, err)
         self.assertEqual(err, "")
+
+    def test_a_port_that_is_free_in_a_moment_is_waited_for(self):
+        """The ranks of a launcher that was killed have it until they are killed, too."""
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            holder.listen()
+            port = holder.getsockname()[1]
+            process = self.start(f"--master-port={port}", "--nproc-per-node=1", "--no-python",
+                                 "true")
+            self.wait_line(process.stderr, f"--master-port={port} is in use; waiting up to 5 s")
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 0, err)
 
     def test_an_interpreter_without_torch_is_named(self):
         """The python3 of PATH is often not the one that has torch; PYTHON_EXEC chooses."""
