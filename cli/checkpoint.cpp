@@ -46,7 +46,7 @@ std::vector<std::string> folders_of(const std::string& path) {
   if (!fs::is_directory(path))
     throw UsageError("checkpoint", "{} is not a folder. Give checkpoint-<step> or an output_dir.",
                      path);
-  if (fs::exists(fs::path(path) / io::kManifestName)) return {path};
+  if (io::has_manifest(path)) return {path};
   std::vector<std::string> folders;
   for (const io::NumberedDir& dir : io::list_numbered(path, kPrefix)) folders.push_back(dir.path);
   return folders.empty() ? std::vector<std::string>{path} : folders;

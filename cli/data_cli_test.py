@@ -103,15 +103,15 @@ class Data(unittest.TestCase):
     def test_force_replaces_only_what_tokenize_made(self):
         text, out = self.path("in/a.txt"), self.path("out")
         os.mkdir(out)
-        self.assertIn("out is not replaced: it has no valid MANIFEST.json, so `lockstep data "
+        self.assertIn("out is not replaced: it has no valid SHA256SUMS, so `lockstep data "
                       "tokenize` did not make it. Name another folder",
                       self.refuse_unchanged(out, text))
         with open(self.path("out/thesis.txt"), "w") as file:
             file.write("years of work")
-        self.assertIn("it has no valid MANIFEST.json", self.refuse_unchanged(out + "/", text))
-        with open(self.path("out/MANIFEST.json"), "w") as file:
+        self.assertIn("it has no valid SHA256SUMS", self.refuse_unchanged(out + "/", text))
+        with open(self.path("out/SHA256SUMS"), "w") as file:
             file.write("{}")
-        self.assertIn("it has no valid MANIFEST.json", self.refuse_unchanged(out, text))
+        self.assertIn("it has no valid SHA256SUMS", self.refuse_unchanged(out, text))
         with open(self.path("file"), "w") as file:
             file.write("a file")
         self.assertIn("file is not replaced: it is not a folder",
@@ -124,7 +124,7 @@ class Data(unittest.TestCase):
                           self.refuse_unchanged(self.path(name), text))
         with open(self.path("made/notes.txt"), "w") as file:
             file.write("mine")
-        self.assertIn("made is not replaced: it holds notes.txt, which is not in its MANIFEST.json",
+        self.assertIn("made is not replaced: it holds notes.txt, which is not in its SHA256SUMS",
                       self.refuse_unchanged(made, text))
         os.remove(self.path("made/notes.txt"))
         self.succeed("tokenize", "--force", "--output", made, self.path("in/b.md"))

@@ -562,8 +562,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
 }
 
 void check_whole(const std::string& folder, io::Depth depth) {
-  std::error_code ignored;  // what cannot be looked at is named when it is read
-  if (!std::filesystem::exists(std::filesystem::path(folder) / io::kManifestName, ignored)) return;
+  if (!io::has_manifest(folder)) return;
   auto faults = io::verify(folder, depth);
   std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
   if (!faults.empty())

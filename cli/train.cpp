@@ -184,7 +184,7 @@ int train_main(int argc, char** argv) {
   if (alone) read = read_everything(request);
   const auto prepare = [&] {
     if (!alone) read = read_everything(request);
-    const std::string digest = io::checksum_text(io::checksum64(io::bytes_of(read.record)));
+    const std::string digest = io::sha256(io::bytes_of(read.record)).substr(0, 16);
     WorldOptions options = world_options(read.config.arguments);
     options.options_hash = digest;  // ranks that were given different files do not train together
     return options;

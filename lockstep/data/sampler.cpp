@@ -8,7 +8,7 @@
 #include <span>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/checksum.h"
+#include "lockstep/core/fingerprint.h"
 
 namespace lockstep::data {
 namespace {
@@ -146,7 +146,8 @@ std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::
 
 std::int64_t order_checksum(const std::vector<std::int64_t>& order) {
   // 63 bits: what is saved as an integer stays one.
-  const auto sum = static_cast<std::int64_t>(io::checksum64(std::as_bytes(std::span(order))) >> 1);
+  const std::uint64_t print = fingerprint(order.data(), order.size() * sizeof order[0]);
+  const auto sum = static_cast<std::int64_t>(print >> 1);
   return std::max<std::int64_t>(1, sum);
 }
 

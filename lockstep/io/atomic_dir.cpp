@@ -176,7 +176,7 @@ void AtomicDir::check_open(std::string_view what) const {
 
 void AtomicDir::check_name(const std::string& name) const {
   if (name.empty() || name == "." || name == ".." || name == kManifestName ||
-      name.find('/') != std::string::npos || name.find('\0') != std::string::npos ||
+      name.find_first_of(std::string_view("/\\\r\n\0", 5)) != std::string::npos ||
       invalid_utf8(name))
     throw UsageError("io", "'{}' cannot be the name of a file in {}.", name, final_path_);
   if (manifest_.contains(name))

@@ -1,24 +1,18 @@
-// Checksums of buffers and files: 64 bits that say whether what is read is what was written.
+// Digests of buffers and files: whether what is read is what was written.
 //
-// Every step is a bijection. Bytes are dealt as 8-byte little-endian words to eight lanes, and a
-// lane takes a word by s = rotl((s ^ w) * K, 29) * L with K and L odd. For a fixed word that is
-// one-to-one in s, for a fixed s one-to-one in w, and the lanes are folded together by one-to-one
-// steps too. So a change inside one word, hence any flipped bit, cannot be lost; cut files and
-// swapped blocks go unseen by a chance of about 2^-64. (One multiplication would not do: it moves a
-// word's highest bit, and nothing else, to a known place, where the next word of the lane could
-// undo it.) It is not a defence against a forger.
-//
-//   Checksum64 sum;
+//   Sha256 sum;
 //   sum.update(first); sum.update(second);      // the same as one update with both
-//   manifest[name] = checksum_text(sum.value());
+//   const std::string digest = sum.finish();    // as `sha256sum` prints it
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+
+struct evp_md_ctx_st;  // OpenSSL's
 
 namespace lockstep::io {
 
@@ -26,33 +20,26 @@ inline std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
-// Fed by one thread at a time; owns nothing but its state.
-class Checksum64 {
+// Fed by one thread at a time.
+class Sha256 {
  public:
-  Checksum64();
+  Sha256();
   void update(std::span<const std::byte> bytes);
-  std::uint64_t value() const;  // of everything so far; more may follow
+  std::string finish();  // 64 lower-case hexadecimal digits; nothing may follow
 
  private:
-  static constexpr std::size_t kLanes = 8;
-  static constexpr std::size_t kBlockBytes = kLanes * 8;
-
-  void blocks(const std::byte* data, std::size_t count);
-
-  std::array<std::uint64_t, kLanes> lanes_;
-  std::array<std::byte, kBlockBytes> tail_{};
-  std::size_t tail_bytes_ = 0;
-  std::uint64_t total_bytes_ = 0;
+  struct Free {
+    void operator()(evp_md_ctx_st* context) const;
+  };
+  std::unique_ptr<evp_md_ctx_st, Free> context_;
 };
 
-std::uint64_t checksum64(std::span<const std::byte> bytes);
-// 16 lower-case hexadecimal digits.
-std::string checksum_text(std::uint64_t checksum);
+std::string sha256(std::span<const std::byte> bytes);
 
 // What a manifest remembers of a file.
 struct FileDigest {
   std::uint64_t bytes = 0;
-  std::uint64_t checksum = 0;
+  std::string sha256{};  // empty: not known (folders of earlier versions)
   bool operator==(const FileDigest&) const = default;
 };
 

@@ -158,7 +158,7 @@ FileDigest FileWriter::finish() {
   count_progress();
   // A network file system may report a failed write only here.
   if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
-  return {bytes_, checksum_.value()};
+  return {bytes_, checksum_.finish()};
 }
 
 FileDigest digest_file(const std::string& path) {
@@ -168,7 +168,7 @@ FileDigest digest_file(const std::string& path) {
   // Not cleared first: most files of a checkpoint are smaller than it.
   constexpr std::size_t kBufferBytes = 256u << 10;
   const auto buffer = std::make_unique_for_overwrite<std::byte[]>(kBufferBytes);
-  Checksum64 sum;
+  Sha256 sum;
   FileDigest digest;
   for (;;) {
     const ssize_t n = ::read(fd.get(), buffer.get(), kBufferBytes);
@@ -178,7 +178,7 @@ FileDigest digest_file(const std::string& path) {
     sum.update(std::span(buffer.get(), static_cast<std::size_t>(n)));
     digest.bytes += static_cast<std::uint64_t>(n);
   }
-  digest.checksum = sum.value();
+  digest.sha256 = sum.finish();
   return digest;
 }
 

@@ -2,7 +2,7 @@
 //
 //   FileWriter file("dir/model.bin");
 //   file.append(bytes);
-//   FileDigest digest = file.finish();   // flushed, fsynced, closed; size and checksum
+//   FileDigest digest = file.finish();   // flushed, fsynced, closed; size and SHA-256
 //
 //   MappedFile map("dir/model.bin");
 //   use(map.bytes());
@@ -67,12 +67,12 @@ class FileWriter {
   std::string path_;
   WriteProgress* progress_ = nullptr;
   Fd fd_;
-  Checksum64 checksum_;
+  Sha256 checksum_;
   std::vector<std::byte> buffer_;
   std::uint64_t bytes_ = 0;
 };
 
-// Size and checksum of the whole file; throws SystemError when it cannot.
+// Size and SHA-256 of the whole file; throws SystemError when it cannot.
 FileDigest digest_file(const std::string& path);
 
 // Read-only; spans into it live as long as it does. Any number of threads may read. A file that

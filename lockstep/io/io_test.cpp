@@ -1,14 +1,12 @@
-// Checksums, files and event records.
+// Digests, files and event records.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cstring>
 #include <random>
-#include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/checksum.h"
@@ -29,90 +27,26 @@ std::string random_bytes(std::mt19937_64& random, std::size_t count) {
   return bytes;
 }
 
-// The definition in checksum.h once more, word by word and without lanes side by side.
-std::uint64_t plain_checksum(const std::string& bytes) {
-  constexpr std::uint64_t kStep = 0xbb67ae8584caa73bu, kSpread = 0xa54ff53a5f1d36f1u,
-                          kFold = 0x3c6ef372fe94f82bu, kSeed = 0x6a09e667f3bcc908u;
-  const auto fold = [](std::uint64_t s, std::uint64_t w) {
-    s = (s ^ w) * kFold;
-    return s ^ (s >> 32);
-  };
-  std::uint64_t lane[8];
-  for (std::uint64_t i = 0; i < 8; ++i) lane[i] = fold(kSeed, i);
-  std::string padded = bytes;
-  padded.resize(bytes.size() / 64 * 64 + 64, '\0');
-  for (std::size_t at = 0; at < padded.size(); at += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, padded.data() + at, 8);
-    std::uint64_t& s = lane[at / 8 % 8];
-    s = std::rotl((s ^ word) * kStep, 29) * kSpread;
-  }
-  std::uint64_t sum = kSeed;
-  for (const std::uint64_t s : lane) sum = fold(sum, s);
-  return fold(fold(sum, bytes.size()), kSeed);
+// FIPS 180-4's examples.
+TEST(Sha256, KnownValues) {
+  EXPECT_EQ(sha256(bytes_of("")),
+            "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+  EXPECT_EQ(sha256(bytes_of("abc")),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
 
-TEST(Checksum, IsWhatItsHeaderSays) {
-  std::mt19937_64 random(1);
-  for (const std::size_t size : {0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1000, 4096}) {
-    const std::string bytes = random_bytes(random, size);
-    EXPECT_EQ(checksum64(bytes_of(bytes)), plain_checksum(bytes)) << size;
-  }
-  // Files written by earlier versions must verify: these never change.
-  EXPECT_EQ(checksum_text(checksum64(bytes_of(""))), "7b688860a8cef411");
-  EXPECT_EQ(checksum_text(checksum64(bytes_of("lockstep"))), "a78b238cf667b2be");
-}
-
-TEST(Checksum, DoesNotDependOnHowTheBytesArrive) {
+TEST(Sha256, DoesNotDependOnHowTheBytesArrive) {
   std::mt19937_64 random(2);
   const std::string bytes = random_bytes(random, 3000);
-  for (int repetition = 0; repetition < 200; ++repetition) {
-    Checksum64 sum;
+  for (int repetition = 0; repetition < 20; ++repetition) {
+    Sha256 sum;
     for (std::string_view rest = bytes; !rest.empty();) {
       const std::size_t n = std::min<std::size_t>(random() % 200, rest.size());
       sum.update(bytes_of(rest.substr(0, n)));
       rest.remove_prefix(n);
     }
-    ASSERT_EQ(sum.value(), checksum64(bytes_of(bytes)));
+    ASSERT_EQ(sum.finish(), sha256(bytes_of(bytes)));
   }
-}
-
-TEST(Checksum, EveryBitEveryCutAndEverySwapChangesIt) {
-  std::mt19937_64 random(3);
-  std::string bytes = random_bytes(random, 300);
-  std::set<std::uint64_t> seen{checksum64(bytes_of(bytes))};
-  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
-    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << bit % 8));
-    EXPECT_TRUE(seen.insert(checksum64(bytes_of(bytes))).second) << "bit " << bit;
-    bytes[bit / 8] = static_cast<char>(bytes[bit / 8] ^ (1 << bit % 8));
-  }
-  for (std::size_t size = 0; size < bytes.size(); ++size)
-    EXPECT_TRUE(seen.insert(checksum64(bytes_of(bytes.substr(0, size)))).second) << size;
-  for (std::size_t a = 0; a + 16 <= bytes.size(); a += 16)
-    for (std::size_t b = a + 16; b + 16 <= bytes.size(); b += 16) {
-      std::string other = bytes;
-      std::swap_ranges(other.begin() + static_cast<long>(a),
-                       other.begin() + static_cast<long>(a) + 16,
-                       other.begin() + static_cast<long>(b));
-      EXPECT_TRUE(seen.insert(checksum64(bytes_of(other))).second) << a << " and " << b;
-    }
-  // Zeros, which padding could hide.
-  for (std::size_t size = 1; size < 200; ++size)
-    EXPECT_TRUE(seen.insert(checksum64(bytes_of(std::string(size, '\0')))).second) << size;
-}
-
-TEST(Checksum, SaysHowFastItIs) {
-  const std::string bytes(1 << 20, 'x');  // in the cache: memory is somebody else's speed
-  double best_s = 1e9;
-  std::uint64_t sum = 1;
-  for (int i = 0; i < 20; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    sum += checksum64(bytes_of(bytes));
-    best_s = std::min(
-        best_s, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  }
-  EXPECT_NE(sum, 0u);
-  fmt::print("checksum64: {:.1f} GB/s\n", static_cast<double>(bytes.size()) / best_s * 1e-9);
 }
 
 TEST(Crc32c, KnownValues) {
@@ -133,7 +67,7 @@ TEST(File, WritesAndReadsAndKnowsItsDigest) {
   }
   const FileDigest digest = file.finish();
   EXPECT_EQ(digest.bytes, all.size());
-  EXPECT_EQ(digest.checksum, checksum64(bytes_of(all)));
+  EXPECT_EQ(digest.sha256, sha256(bytes_of(all)));
   EXPECT_EQ(digest_file(dir / "a"), digest);
   const MappedFile map(dir / "a");
   EXPECT_TRUE(std::ranges::equal(map.bytes(), bytes_of(all)));

@@ -5,18 +5,26 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <optional>
 #include <set>
 
-#include "lockstep/core/json.h"
+#include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::io {
 namespace {
 
-constexpr std::string_view kFormat = "lockstep-manifest-1";
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTitle =
+    "# lockstep-manifest-2: sha256sum -c SHA256SUMS verifies these files.\n";
+constexpr std::string_view kSize = "# bytes: ", kItself = "# digest of the lines above: ";
+constexpr const char* kFirstName = "MANIFEST.json";  // of versions before 0.2
 constexpr std::size_t kMaxManifestBytes = 64u << 20;
 
 [[noreturn]] void torn(const std::string& what) {
@@ -26,33 +34,32 @@ constexpr std::size_t kMaxManifestBytes = 64u << 20;
                    what);
 }
 
-std::optional<std::uint64_t> parse_checksum(std::string_view text) {
-  if (text.size() != 16) return std::nullopt;
-  std::uint64_t value = 0;
-  for (const char c : text) {
-    const bool digit = c >= '0' && c <= '9';
-    if (!digit && !(c >= 'a' && c <= 'f')) return std::nullopt;
-    value = value << 4 | static_cast<std::uint64_t>(digit ? c - '0' : c - 'a' + 10);
-  }
-  return value;
+// What follows `front` in the next line of the text, which is taken from it.
+std::string_view take_line(std::string_view& text, std::string_view front) {
+  const std::size_t end = text.find('\n');
+  if (end == text.npos || !text.starts_with(front)) torn("it ends, or is another file");
+  const std::string_view line = text.substr(front.size(), end - front.size());
+  text.remove_prefix(end + 1);
+  return line;
 }
 
-FileDigest parse_digest(JsonReader& json) {
-  FileDigest digest;
-  std::string key;
-  json.enter_object();
-  while (json.next_key(key)) {
-    if (key == "bytes") {
-      digest.bytes = json.unsigned_integer();
-    } else if (key == "checksum") {
-      const auto checksum = parse_checksum(json.string());
-      if (!checksum) json.fail("not a checksum");
-      digest.checksum = *checksum;
-    } else {
-      json.fail("an unknown key");
-    }
-  }
-  return digest;
+std::string manifest_path(const std::string& directory) {
+  std::error_code ignored;
+  const std::string path = fmt::format("{}/{}", directory, kManifestName);
+  const std::string first = fmt::format("{}/{}", directory, kFirstName);
+  return !fs::exists(path, ignored) && fs::exists(first, ignored) ? first : path;
+}
+
+// The contents of the file are not read: its checksum was of a kind that nobody else computes.
+Manifest parse_first_version(const std::string& text, const std::string& path) {
+  Manifest manifest;
+  const Node root = parse_json(text, path, {.bytes = kMaxManifestBytes, .nodes = 10'000'000});
+  if (as_string(root.at("format"), "format") != "lockstep-manifest-1")
+    torn("it has another format");
+  for (const Entry& entry : root.at("files").entries)
+    manifest[entry.key].bytes =
+        static_cast<std::uint64_t>(as_integer(entry.value.at("bytes"), "bytes"));
+  return manifest;
 }
 
 // "" when it is a regular file of that size.
@@ -81,16 +88,15 @@ void check_file(const std::string& directory, const std::string& name, const Fil
     fault(S_ISREG(info.st_mode) ? FaultKind::kSize : FaultKind::kUnreadable, what);
     return;
   }
-  if (depth == Depth::kSizes) return;
+  if (depth == Depth::kSizes || wanted.sha256.empty()) return;
   try {
     const FileDigest found = digest_file(path);
     if (found.bytes != wanted.bytes)
       fault(FaultKind::kSize,
             fmt::format("it has {} bytes instead of {}", found.bytes, wanted.bytes));
-    else if (found.checksum != wanted.checksum)
+    else if (found.sha256 != wanted.sha256)
       fault(FaultKind::kChecksum,
-            fmt::format("its checksum is {} instead of {}", checksum_text(found.checksum),
-                        checksum_text(wanted.checksum)));
+            fmt::format("its SHA-256 is {} instead of {}", found.sha256, wanted.sha256));
   } catch (const SystemError& e) {
     fault(FaultKind::kUnreadable,
           fmt::format("it cannot be read ({})", std::strerror(e.error_number())));
@@ -98,67 +104,61 @@ void check_file(const std::string& directory, const std::string& name, const Fil
 }
 
 std::optional<Manifest> read_manifest(const std::string& directory, std::vector<Fault>& faults) {
+  const std::string path = manifest_path(directory), name = fs::path(path).filename();
   const auto fault = [&](FaultKind kind, const std::string& what) {
-    faults.push_back({kind, std::string(kManifestName), what});
+    faults.push_back({kind, name, fmt::format("{}: {}", name, what)});
     return std::nullopt;
   };
-  const std::string path = directory + "/" + std::string(kManifestName);
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0 && errno == ENOENT)
-    return fault(FaultKind::kManifestMissing,
-                 fmt::format("{}: it is missing, so the rest cannot be checked", kManifestName));
-  if (!S_ISREG(info.st_mode))
-    return fault(FaultKind::kUnreadable, fmt::format("{}: it cannot be read", kManifestName));
+    return fault(FaultKind::kManifestMissing, "it is missing, so the rest cannot be checked");
+  if (!S_ISREG(info.st_mode)) return fault(FaultKind::kUnreadable, "it cannot be read");
   try {
-    return parse_manifest(read_file(path, kMaxManifestBytes));
+    const std::string text = read_file(path, kMaxManifestBytes);
+    return name == kFirstName ? parse_first_version(text, name) : parse_manifest(text);
   } catch (const UsageError& e) {
-    return fault(FaultKind::kManifestTorn, fmt::format("{}: {}", kManifestName, e.what()));
+    return fault(FaultKind::kManifestTorn, e.what());
   } catch (const SystemError& e) {
-    return fault(FaultKind::kUnreadable, fmt::format("{}: it cannot be read ({})", kManifestName,
-                                                     std::strerror(e.error_number())));
+    return fault(FaultKind::kUnreadable,
+                 fmt::format("it cannot be read ({})", std::strerror(e.error_number())));
   }
 }
 
 }  // namespace
 
 std::string manifest_text(const Manifest& manifest) {
-  std::string text = fmt::format("{{\n  \"format\": \"{}\",\n  \"files\": {{", kFormat);
-  for (const auto& [name, digest] : manifest) {
-    if (text.back() != '{') text += ',';
-    text += fmt::format("\n    {}: {{\"bytes\": {}, \"checksum\": \"{}\"}}", json_quote(name),
-                        digest.bytes, checksum_text(digest.checksum));
-  }
-  text += "\n  },\n";
-  return text +
-         fmt::format("  \"checksum\": \"{}\"\n}}\n", checksum_text(checksum64(bytes_of(text))));
+  std::string text{kTitle};
+  for (const auto& [name, digest] : manifest)
+    text += fmt::format("{}{}\n{}  {}\n", kSize, digest.bytes, digest.sha256, name);
+  return text + fmt::format("{}{}\n", kItself, sha256(bytes_of(text)));
 }
 
 Manifest parse_manifest(std::string_view text) {
   Manifest manifest;
-  try {
-    JsonReader json(text);
-    std::string key;
-    json.enter_object();
-    while (json.next_key(key)) {
-      if (key == "format") {
-        const std::string format = json.string();
-        if (format != kFormat) torn(fmt::format("it has the unknown format '{}'", format));
-      } else if (key == "files") {
-        std::string name;
-        json.enter_object();
-        while (json.next_key(name)) manifest[name] = parse_digest(json);
-      } else if (key == "checksum") {
-        json.string();
-      } else {
-        json.fail("an unknown key");
-      }
-    }
-    json.end();
-  } catch (const JsonError& e) {
-    torn(fmt::format("at byte {}: {}", e.offset(), e.what()));
+  std::string_view rest = text;
+  if (!rest.starts_with(kTitle)) torn("its first line is another one");
+  rest.remove_prefix(kTitle.size());
+  while (!rest.starts_with(kItself)) {
+    FileDigest digest;
+    const std::string_view bytes = take_line(rest, kSize), entry = take_line(rest, "");
+    std::from_chars(bytes.data(), bytes.data() + bytes.size(), digest.bytes);
+    const std::size_t gap = entry.find("  ");
+    constexpr std::size_t kDigits = 64;
+    if (gap != kDigits) torn("a line is not a digest and a name");
+    digest.sha256 = entry.substr(0, gap);
+    manifest[std::string(entry.substr(gap + 2))] = digest;
   }
-  if (manifest_text(manifest) != text) torn("its own checksum does not hold");
+  if (manifest_text(manifest) != text) torn("its own digest does not hold");
   return manifest;
+}
+
+bool has_manifest(const std::string& directory) {
+  std::error_code ignored;
+  return fs::exists(manifest_path(directory), ignored);
+}
+
+std::string manifest_digest(const std::string& directory) {
+  return digest_file(manifest_path(directory)).sha256;
 }
 
 std::vector<Fault> verify(const std::string& directory, Depth depth) {
@@ -166,12 +166,18 @@ std::vector<Fault> verify(const std::string& directory, Depth depth) {
   const auto manifest = read_manifest(directory, faults);
   if (!manifest) return faults;
   for (const auto& [name, digest] : *manifest) check_file(directory, name, digest, depth, faults);
+  if (depth == Depth::kFull && !manifest->empty() && manifest->begin()->second.sha256.empty())
+    log::warning("io",
+                 "{} was written by a version before 0.2: names and sizes are verified, "
+                 "contents are not.",
+                 directory);
   std::error_code error;
   std::set<std::string> extra;
-  for (auto it = std::filesystem::directory_iterator(directory, error);
-       !error && it != std::filesystem::directory_iterator(); it.increment(error)) {
+  for (auto it = fs::directory_iterator(directory, error); !error && it != fs::directory_iterator();
+       it.increment(error)) {
     const std::string name = it->path().filename().string();
-    if (name != kManifestName && !manifest->contains(name)) extra.insert(name);
+    if (name != kManifestName && name != kFirstName && !manifest->contains(name))
+      extra.insert(name);
   }
   if (error)
     faults.push_back({FaultKind::kUnreadable, "",

@@ -1,10 +1,12 @@
-// MANIFEST.json: the names, sizes and checksums of a directory's files, and a checksum of itself,
-// so that damage to a directory is found without knowing what it holds.
+// SHA256SUMS: the names and digests of a directory's files in the form that `sha256sum -c` reads,
+// with sizes and a digest of itself in comments, so that damage to a directory is found without
+// knowing what it holds.
 //
 //   for (const Fault& fault : verify(dir)) log::warning("io", "{}", fault.text);
 //
 // The text is canonical: what is read must be what would be written, to the byte. An edited
-// manifest is therefore a damaged one.
+// manifest is therefore a damaged one. Folders of versions before 0.2 have MANIFEST.json with a
+// checksum of our own instead; of those only names and sizes are verified.
 #pragma once
 
 #include <map>
@@ -16,7 +18,12 @@
 
 namespace lockstep::io {
 
-inline constexpr std::string_view kManifestName = "MANIFEST.json";
+inline constexpr std::string_view kManifestName = "SHA256SUMS";
+// Of either version.
+bool has_manifest(const std::string& directory);
+// SHA-256 of the manifest itself: two directories with the same one hold the same files. Throws
+// SystemError without a manifest.
+std::string manifest_digest(const std::string& directory);
 
 using Manifest = std::map<std::string, FileDigest>;
 

@@ -17,12 +17,6 @@ namespace {
 constexpr std::int64_t kMessageBytes = 64 << 20;
 constexpr std::size_t kRefusalBytes = 4096;  // of a refusal, with its end
 
-std::uint64_t mix(std::uint64_t hash, std::uint64_t word) {
-  hash ^= word * 0x9e3779b97f4a7c15ull;
-  hash = (hash << 29) | (hash >> 35);
-  return hash * 0xd6e8feb86659fd93ull;
-}
-
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream stream(text);
@@ -31,21 +25,6 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 }  // namespace
-
-std::uint64_t fingerprint(const void* data, std::size_t bytes) {
-  const auto* p = static_cast<const unsigned char*>(data);
-  // Four lanes, so that the multiplications overlap.
-  std::uint64_t lanes[4] = {1, 2, 3, bytes};
-  std::uint64_t words[4];
-  for (; bytes >= sizeof words; bytes -= sizeof words, p += sizeof words) {
-    std::memcpy(words, p, sizeof words);
-    for (int i = 0; i < 4; ++i) lanes[i] = mix(lanes[i], words[i]);
-  }
-  std::memset(words, 0, sizeof words);
-  std::memcpy(words, p, bytes);
-  for (int i = 0; i < 4; ++i) lanes[i] = mix(lanes[i], words[i]);
-  return mix(mix(mix(lanes[0], lanes[1]), lanes[2]), lanes[3]);
-}
 
 std::uint64_t fingerprint(const at::Tensor& tensor) {
   const at::Tensor host = tensor.detach().cpu().contiguous();

@@ -12,12 +12,13 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fingerprint.h"
 
 namespace lockstep::parallel {
 
-// A 64-bit fingerprint of a tensor's bytes, and of text.
+// Of a tensor's bytes.
 std::uint64_t fingerprint(const at::Tensor& tensor);
-std::uint64_t fingerprint(const void* data, std::size_t bytes);
+using lockstep::fingerprint;
 
 // Tensors by name, as 64 bits each.
 struct Fingerprints {

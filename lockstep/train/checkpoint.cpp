@@ -14,9 +14,9 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/fingerprint.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
-#include "lockstep/io/checksum.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/determinism.h"
@@ -91,7 +91,7 @@ void refuse_other_files(const std::string& folder, const ModelFiles& files) {
 // known: its generator stays as it is.
 at::Tensor derived_state(const std::string& device, const at::Tensor& state, int rank) {
   const std::string bytes = fmt::format("{} {}", rank, pack_tensors({{device, state}}));
-  const std::uint64_t seed = io::checksum64(io::bytes_of(bytes));
+  const std::uint64_t seed = fingerprint(bytes.data(), bytes.size());
   if (device == "cpu") return at::detail::createCPUGenerator(seed).get_state();
   constexpr std::int64_t kCudaState = 16;  // seed, offset
   if (state.numel() != kCudaState) return {};

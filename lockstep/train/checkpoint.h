@@ -10,7 +10,7 @@
 //   scheduler.json, scaler.json, training_args.json
 //   rng_state.safetensors    every rank's generators: "0.cpu", "1.cpu", ...
 //   sampler.json             the cursor in the epoch's order of samples
-//   MANIFEST.json            sizes and checksums of all of them
+//   SHA256SUMS               digests and sizes of all of them, for `sha256sum -c` too
 //
 // The name is the commit (lockstep/io/atomic_dir.h). A folder with this name is whole, or its
 // manifest says what is damaged.

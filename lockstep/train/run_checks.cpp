@@ -57,8 +57,7 @@ void check_resume(const std::string& flag) {
   std::error_code ignored;
   if (flag == "auto" || flag == "never") return;
   if (std::filesystem::is_directory(flag, ignored)) {
-    const std::string manifest = flag + "/" + std::string(io::kManifestName);
-    if (std::filesystem::exists(manifest, ignored)) return;
+    if (io::has_manifest(flag)) return;
     const auto inside = io::list_numbered(flag, kCheckpointPrefix);
     if (inside.empty()) return;  // reading it reports what is missing
     throw UsageError("checkpoint",

@@ -349,8 +349,7 @@ std::optional<Resumed> resume(const std::string& directory, World world,
   std::optional<train::Checkpoint> checkpoint;
   check_same_folder(path, world.agree([&] {
     checkpoint.emplace(path);
-    return fmt::format(
-        "{:016x}", io::checksum64(io::bytes_of(checkpoint->text(std::string(io::kManifestName)))));
+    return io::manifest_digest(path);
   }));
   TensorDict state;
   world.agree([&] {

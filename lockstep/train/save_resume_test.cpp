@@ -584,13 +584,13 @@ TEST(SaveResumeFolder, AForeignFolderOfTheStepIsMovedAndNotReplaced) {
 TEST(SaveResumeFolder, AFreshRunMovesTheCheckpointsOfTheOneBefore) {
   io::TemporaryDirectory dir;
   leave_run_in(dir.path(), {2, 3, 5});
-  const std::string before = io::get(dir / "checkpoint-3/MANIFEST.json");
+  const std::string before = io::get(dir / "checkpoint-3/SHA256SUMS");
   OwnLoop loop(World{});
   loop.train_to(3);
   loop.step = 3;
   loop.save(dir.path(), {.save_total_limit = 1, .metrics = {{"run", 2}}});
   EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(5, 3, 2));
-  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-3/MANIFEST.json"), before);
+  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-3/SHA256SUMS"), before);
   EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3));
   // What this run has written is its own: saved again it is replaced, later its limit deletes it.
   loop.save(dir.path());

@@ -158,7 +158,7 @@ std::string data_position_text(const DataPosition& position) {
                            {"batch_size", integer_node(position.batch_size)},
                            {"accumulation", integer_node(position.accumulation)},
                            {"dataset_size", integer_node(position.dataset_size)},
-                           {"order", integer_node(position.order)},
+                           {"order_fingerprint", integer_node(position.order)},
                            {"epoch_ended", integer_node(position.epoch_ended)},
                            {"evaluation_due", integer_node(position.evaluation_due)},
                            {"threads", integer_node(position.threads)}})) +
@@ -182,7 +182,7 @@ DataPosition parse_data_position(std::string_view text, const std::string& name)
       throw UsageError("checkpoint", "{}: there is no {}. It is not a sampler state.", name, key);
     *member = integer(root, key, 0);
   }
-  position.order = integer(root, "order", 0);
+  position.order = integer(root, "order_fingerprint", 0);
   position.evaluation_due = integer(root, "evaluation_due", 0);
   position.threads = integer(root, "threads", 0);
   return position;

@@ -129,7 +129,7 @@ int run(const std::vector<std::string>& args) {
   else if (is("events", 1))
     write_events(args[1]);
   else if (is("checksum", 1))
-    fmt::print("{}\n", checksum_text(digest_file(args[1]).checksum));
+    fmt::print("{}\n", digest_file(args[1]).sha256);
   else
     return 64;
   return 0;

@@ -21,6 +21,7 @@ from tree import CPP, Violation
 SEED_ROWS = {"000-": 23, "001-": 27, "002-": 41, "003-": 35, "004-": 21, "C": 22}
 NAMES_A_TEST = re.compile(r"`[^`]*(?:_test\.|tests/|check_readme|check_diff)[^`]*`")
 LATER = re.compile(r"(?:fully_shard|pipeline|FP8).*not yet")
+SEED_MAP = "docs/dev/seed_map.md"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
              "python/README.md")
 # What a path in a document may begin with. Other text with a slash is ignored.
@@ -87,12 +88,12 @@ def check_excerpts(root, path, text):
 
 
 def check_commands(root, text):
-    """Every command of ./dev is in the README."""
+    """Every command of ./dev is in the table of commands."""
     script = tree.read(root, "dev")
     usage = re.search(r"<<'TEXT'\n(.*?)\nTEXT", script, re.DOTALL).group(1)
     for command in sorted(set(re.findall(r"^  ([a-z]+)", usage, re.MULTILINE))):
         if f"./dev {command}" not in text:
-            yield Violation("README.md", 1, "command", f"./dev {command} is not mentioned")
+            yield Violation("docs/README.md", 1, "command", f"./dev {command} is not mentioned")
 
 
 def check_architecture(root):
@@ -153,7 +154,7 @@ def check_variables(root):
 
 def check_seed_map(root):
     """One line per row, and each names a test, unless it is of a part that is left for later."""
-    path = "docs/seed_map.md"
+    path = SEED_MAP
     rows = {}
     for number, line in enumerate(tree.read(root, path).split("\n"), 1):
         match = re.match(r"\| ((?:00\d-|C)\d+) \|(.*)\|$", line)
@@ -177,7 +178,7 @@ def check(root):
         found += check_excerpts(root, path, tree.read(root, path))
     readme = tree.read(root, "README.md")
     found += check_program(root, readme)
-    found += check_commands(root, readme)
+    found += check_commands(root, tree.read(root, "docs/README.md"))
     found += check_architecture(root)
     found += check_variables(root)
     found += check_seed_map(root)
@@ -210,10 +211,11 @@ def good_project():
     seed_map = "".join(f"| {prefix}{i} | x | `lockstep/core/a_test.cpp` |\n"
                        for prefix, count in SEED_ROWS.items() for i in range(1, count + 1))
     return {
-        "README.md": "`./dev test`\n\n```cpp\nint main() {}\n```\n",
+        "README.md": "```cpp\nint main() {}\n```\n",
+        "docs/README.md": "`./dev test`\n",
         "examples/readme/main.cpp": "int main() {}\n",
         "dev": "cat <<'TEXT'\n  test   run\nTEXT\necho ${LOCKSTEP_JOBS:-}\n",
-        "ARCHITECTURE.md": "`lockstep/core/`, `lockstep/core/a.{h,cpp}`, [map](docs/seed_map.md)\n",
+        "ARCHITECTURE.md": "`lockstep/core/`, `lockstep/core/a.{h,cpp}`, [map](docs/a.md)\n",
         "CHANGELOG.md": "## Unreleased\n",
         "lockstep/core/a.h": "#define LOCKSTEP_X(a) a\n",
         "lockstep/core/a.cpp": 'auto a = env::get("LOCKSTEP_LOG");\n// "LOCKSTEP_NOT"\n',
@@ -222,7 +224,8 @@ def good_project():
         "bench/peer.py": 'where = os.environ.get("TMPDIR") or os.environ["PATH"]\n',
         "tests/a/a_test.py": 'os.environ["NOTES"]\n',
         "docs/environment.md": "LOCKSTEP_LOG LOCKSTEP_JOBS PMI_RANK TMPDIR PATH\n",
-        "docs/seed_map.md": seed_map,
+        SEED_MAP: seed_map,
+        "docs/a.md": "\n",
         "docs/excerpt.md": "```cpp from lockstep/core/a.h\n#define LOCKSTEP_X(a) a\n```\n",
     }
 
@@ -230,14 +233,14 @@ def good_project():
 def self_test():
     good = good_project()
     planted = {
-        None: [good, good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
+        None: [good, good | {SEED_MAP: good[SEED_MAP].replace(
             "| C7 | x | `lockstep/core/a_test.cpp` |", "| C7 | pipelines, FP8 | not yet |")}],
         "path": [good | {"CONTRIBUTING.md": "See `lockstep/core/b.h`.\n"},
                  good | {"docs/a.md": "`tests/style/*_test.py`\n"}],
         "link": [good | {"docs/a.md": "[x](nowhere.md)\n"}],
         "program": [good | {"examples/readme/main.cpp": "int main() { return 0; }\n"}],
         "excerpt": [good | {"docs/excerpt.md": "```cpp from lockstep/core/a.h\nint x;\n```\n"}],
-        "command": [good | {"README.md": "```cpp\nint main() {}\n```\n"}],
+        "command": [good | {"docs/README.md": "nothing\n"}],
         "folder": [good | {"lockstep/comm/world.h": "\n"}],
         "variable": [good | {"lockstep/core/b.cpp": 'get("LOCKSTEP_NEW");\n'},
                      good | {"lockstep/core/b.cpp": 'env::get_int("SOMETHING", 0);\n'},
@@ -247,8 +250,8 @@ def self_test():
                      good | {"dev": good["dev"] + "echo ${XDG_CACHE_HOME:-}\n"},
                      good | {"docs/environment.md":
                              good["docs/environment.md"].replace("LOCKSTEP_LOG", "LOCKSTEP_LOGS")}],
-        "seed-row": [good | {"docs/seed_map.md": good["docs/seed_map.md"].replace("002-41", "x")},
-                     *(good | {"docs/seed_map.md": good["docs/seed_map.md"].replace(
+        "seed-row": [good | {SEED_MAP: good[SEED_MAP].replace("002-41", "x")},
+                     *(good | {SEED_MAP: good[SEED_MAP].replace(
                          "| C7 | x | `lockstep/core/a_test.cpp` |", f"| C7 | x | {text} |")}
                        for text in ("somehow", "not yet", "`lockstep/core/a.h`", "a_test.cpp"))],
         "changelog": [good | {"CHANGELOG.md": "# 1.0\n"}],

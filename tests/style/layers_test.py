@@ -69,7 +69,7 @@ FOREIGN = {
     "rendezvous": {"openssl"},
     "memory": TORCH,
     "launch": set(),
-    "io": set(),
+    "io": {"openssl"},
     "comm": {"aten", "c10d"},
     "kernels": ATEN | {"cuda"},
     "nn": TORCH,

@@ -330,7 +330,7 @@ class Shards(Case):
         self.assertEqual(result.returncode, 0, result.stderr)
         tokens = []
         names = sorted(n for n in os.listdir(out) if n.endswith(".bin"))
-        self.assertEqual(sorted(os.listdir(out)), sorted(names + ["MANIFEST.json"]))
+        self.assertEqual(sorted(os.listdir(out)), sorted(names + ["SHA256SUMS"]))
         for name in sorted(names, key=lambda n: "_train_" in n):
             with open(os.path.join(out, name), "rb") as file:
                 header = struct.unpack("<256i", file.read(1024))

@@ -73,7 +73,7 @@ class End(TrainCase):
                 start = time.monotonic()
                 done = self.with_strike(
                     command(ranks, self.config, output, "--max_steps", "4", "--ddp_timeout", "4"),
-                    STRIKE_SLOW="MANIFEST.json", STRIKE_SLOW_MS="10000")
+                    STRIKE_SLOW="SHA256SUMS", STRIKE_SLOW_MS="10000")
                 self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
                 self.assertGreater(time.monotonic() - start, 10)
                 self.assertEqual(checkpoints(output), [4])

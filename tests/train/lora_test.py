@@ -26,7 +26,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidd
          "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 32,
          "tie_word_embeddings": False}
-FILES = ["MANIFEST.json", "adapter_config.json", "adapter_model.safetensors",
+FILES = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors",
          "optimizer.safetensors", "rng_state.safetensors", "sampler.json", "scheduler.json",
          "trainer_state.json", "training_args.json"]
 

@@ -54,7 +54,7 @@ class Resume(TrainCase):
         self.assertEqual([e["step"] for e in state["log_history"] if "loss" in e],
                          list(range(1, steps[-1] + 1)))
         names = sorted(p.name for p in newest.iterdir())
-        self.assertEqual(names, ["MANIFEST.json", "model.safetensors", "optimizer.safetensors",
+        self.assertEqual(names, ["SHA256SUMS", "model.safetensors", "optimizer.safetensors",
                                  "rng_state.safetensors", "sampler.json", "scheduler.json",
                                  "trainer_state.json", "training_args.json"])
         shown = subprocess.run([LOCKSTEP, "checkpoint", "show", str(newest), "--tensors"],
@@ -237,7 +237,7 @@ class Resume(TrainCase):
         (theirs / "model.safetensors").write_text("weights")
         (output / "metrics.jsonl").write_text('{"step": 10, "epoch": 1.0, "loss": 2.0}\n')
         done = self.train(0, output, "--resume", "auto", "--max_steps", 15, "--save_total_limit", 1)
-        self.assertIn("checkpoint-10 is passed over: MANIFEST.json", done.stderr)
+        self.assertIn("checkpoint-10 is passed over: SHA256SUMS", done.stderr)
         self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
         self.assertEqual(checkpoints(output), [15])
         self.assertEqual((archive / "checkpoint-10" / "model.safetensors").read_text(), "weights")
