@@ -90,7 +90,8 @@ class Plan(unittest.TestCase):
         out = os.path.join(self.root, "planned.yaml")
         result = self.plan(file, "--gpus", "3xH100", "--write", out)
         self.assertIn("ways to train with a global batch of 256, the fastest first", result.stdout)
-        self.assertIn("Start it with `lockstep run --nproc-per-node=2 lockstep train", result.stderr)
+        self.assertIn("Start it with `lockstep run --nproc-per-node=2 lockstep train",
+                      result.stderr)
         with open(file) as before, open(out) as after:
             old, new = before.read().splitlines(), after.read().splitlines()
         self.assertEqual(len(old), len(new))

@@ -1,7 +1,7 @@
 // Every way to train with the same global batch, the fastest first.
 //
 //   for (const Way& way : rank_ways(training, machine, 4))
-//     print(strategy_text(way.choice.strategy, way.choice.gpus), way.step->total_s(), way.settings);
+//     print(way.choice.batch, way.step->total_s(), way.settings);
 //
 // A way has a number of GPUs (some may stay idle), a strategy, a micro-batch with its accumulation,
 // and may checkpoint activations or compute in a half type where the file does neither. Of its
