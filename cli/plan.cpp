@@ -11,14 +11,17 @@
 
 #include "cli/commands.h"
 #include "cli/plan_training.h"
+#include "cli/plan_write.h"
 #include "cli/task_config.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/launch/accelerate_config.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/plan/cards.h"
+#include "lockstep/plan/ranking.h"
 #include "lockstep/plan/scaling.h"
 #include "lockstep/plan/strategy.h"
 #include "lockstep/train/config.h"
@@ -30,11 +33,11 @@ constexpr const char* kHelp =
     "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
     "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
     "                     [--mfu SHARE | --tokens-per-second N] [--unfused] [--json]\n"
-    "                     [--KEY VALUE ...]\n\n"
+    "                     [--write FILE [--way K]] [--KEY VALUE ...]\n\n"
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
-    "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up. Reads\n"
-    "no data and no weights. Ends with 1 when it does not fit as it is written, and says what to\n"
-    "change.\n\n"
+    "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up; and the\n"
+    "fastest ways to train with the same global batch. Reads no data and no weights. Ends with 1\n"
+    "when it does not fit as it is written, and says what to change.\n\n"
     "--gpus               cards and how many; without it those of this machine\n"
     "--tokens N           time to train on so many tokens (50e9)\n"
     "--scale N,N,...      step time and efficiency on so many GPUs, with the file's global batch\n"
@@ -45,6 +48,7 @@ constexpr const char* kHelp =
     "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
     "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
+    "--write FILE         the training file with the settings of the fastest way, or of way K\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
 
@@ -62,6 +66,8 @@ struct Request {
   plan::Speed speed{};
   bool unfused = false;
   bool json = false;
+  std::string write{};
+  std::optional<int> way{};
 };
 
 double parse_number(const std::string& text, const std::string& flag, double min, double max) {
@@ -95,6 +101,10 @@ bool set_option(Request& request, const std::string& name, const std::string& va
     request.link = value;
   } else if (name == "--gpus-per-node") {
     request.per_node = static_cast<int>(env::parse_int(value, name, 1, 1024));
+  } else if (name == "--write") {
+    request.write = value;
+  } else if (name == "--way") {
+    request.way = static_cast<int>(env::parse_int(value, name, 1, 1000));
   } else if (name == "--mfu") {
     request.speed.utilisation = parse_number(value, name, 0.001, 1);
   } else if (name == "--tokens-per-second") {
@@ -136,6 +146,9 @@ Request parse_arguments(const Args& args) {
   }
   if (request.file.empty())
     throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  if (request.way && request.write.empty())
+    throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
+                     *request.way);
   return request;
 }
 
@@ -197,6 +210,7 @@ struct Report {
   std::vector<plan::ScalePoint> points{};
   int stops_at = 0;
   std::vector<plan::Change> changes{};
+  std::vector<plan::Way> ways{};
 
   const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
   std::string devices_text(int count) const {
@@ -340,6 +354,7 @@ Report make_report(const Request& request) {
   note_type(report);
   add_rows(report);
   add_scale(report);
+  report.ways = plan::rank_ways(report.training, report.machine, report.devices.count);
   if (!report.fits())
     report.changes =
         plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
@@ -490,7 +505,83 @@ std::string changes_text(const Report& r) {
                                                : "a card with more memory, more GPUs");
 }
 
+std::string settings_text(const plan::Way& way) {
+  std::string text;
+  for (const plan::Setting& setting : way.settings)
+    text += fmt::format("{}{}: {}", text.empty() ? "" : ", ", setting.key, setting.value);
+  return text.empty() ? "as it is written" : text;
+}
+
+constexpr std::size_t kWaysShown = 8;
+
+std::string ways_text(const Report& r) {
+  if (r.ways.size() < 2) return "";
+  std::string text = fmt::format(
+      "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<32}{:>14}"
+      "{:>10}{:>11}{:>12}",
+      r.ways.front().choice.global_batch,
+      r.ways.size() > kWaysShown ? fmt::format(" ({} of {})", kWaysShown, r.ways.size()) : "",
+      "way", r.device_text() + std::string("s"), "strategy", "batch x accum", "GiB each", "ms/step",
+      r.unit() + std::string("s/s"));
+  if (r.request.tokens)
+    text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
+  text += "  what to set\n";
+  for (std::size_t i = 0; i < std::min(r.ways.size(), kWaysShown); ++i) {
+    const plan::Way& way = r.ways[i];
+    const plan::Choice& c = way.choice;
+    text += fmt::format("{:>4}{:>6}  {:<32}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,
+                        r.strategy(c), fmt::format("{} x {}", c.batch, c.accumulation),
+                        gib(c.memory.total()), 1e3 * way.step->total_s(), way.tokens_per_second);
+    if (r.request.tokens)
+      text += fmt::format("{:>18}", duration(*r.request.tokens / way.tokens_per_second));
+    text += fmt::format("  {}\n", settings_text(way));
+  }
+  return text;
+}
+
+// ---------------------------------------------------------------- --write
+
+void write_way(const Report& r) {
+  const Request& request = r.request;
+  if (request.write.empty()) return;
+  if (r.ways.empty())
+    throw UsageError("plan", "nothing is written to {}: {}.", request.write,
+                     r.rows.back().step ? "no way keeps the global batch"
+                     : r.rows.back().choice.fits
+                         ? "how fast the device computes is not known (--tokens-per-second)"
+                         : "nothing fits");
+  const auto number = static_cast<std::size_t>(request.way.value_or(1));
+  if (number > r.ways.size())
+    throw UsageError("plan", "--way {}: there are {} ways.", number, r.ways.size());
+  const plan::Way& way = r.ways[number - 1];
+  write_file_atomically(request.write,
+                        with_settings(read_file(request.file), way.settings, request.file));
+  const int ranks = way.choice.replicas();
+  fmt::print(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
+             settings_text(way),
+             ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
+             request.write);
+}
+
 // ---------------------------------------------------------------- JSON
+
+Node way_node(const Report& r, const plan::Way& way) {
+  NodeMembers settings;
+  for (const plan::Setting& setting : way.settings)
+    settings.push_back({setting.key, plain_scalar(setting.value, {})});
+  const plan::Choice& c = way.choice;
+  return map_node({{"gpus", integer_node(c.gpus)},
+                   {"strategy", text_node(r.strategy(c))},
+                   {"per_device_train_batch_size", integer_node(c.batch)},
+                   {"gradient_accumulation_steps", integer_node(c.accumulation)},
+                   {"global_batch", integer_node(c.global_batch)},
+                   {"gradient_checkpointing", bool_node(way.checkpointing)},
+                   {"half", bool_node(way.half)},
+                   {"memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
+                   {"step_s", real_node(way.step->total_s())},
+                   {"tokens_per_second", real_node(way.tokens_per_second)},
+                   {"settings", map_node(std::move(settings))}});
+}
 
 Node number(std::uint64_t value) {
   return integer_node(static_cast<std::int64_t>(value));
@@ -541,7 +632,8 @@ Node row_node(const Report& r, const Row& row) {
 }
 
 Node report_node(const Report& r) {
-  std::vector<Node> rows, points, changes;
+  std::vector<Node> rows, points, changes, ways;
+  for (const plan::Way& way : r.ways) ways.push_back(way_node(r, way));
   for (const Row& row : r.rows) rows.push_back(row_node(r, row));
   for (const plan::ScalePoint& p : r.points) {
     NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
@@ -580,6 +672,7 @@ Node report_node(const Report& r) {
        {"scale", list_node(std::move(points))},
        {"stops_scaling_at", integer_node(r.stops_at)},
        {"changes", list_node(std::move(changes))},
+       {"ways", list_node(std::move(ways))},
        {"notes", texts_node(r.notes)}});
 }
 
@@ -601,10 +694,11 @@ int plan_command(const Args& args) {
     fmt::print("{}\n", to_json(report_node(report)));
   } else {
     for (const std::string& note : report.notes) fmt::print(stderr, "note: {}\n", note);
-    fmt::print("{}{}{}{}{}", head_text(report), rows_text(report), memory_text(report),
-               scale_text(report), changes_text(report));
+    fmt::print("{}{}{}{}{}{}", head_text(report), rows_text(report), memory_text(report),
+               ways_text(report), scale_text(report), changes_text(report));
   }
-  return report.fits() ? 0 : 1;
+  write_way(report);
+  return report.fits() || !report.request.write.empty() ? 0 : 1;
 }
 
 }  // namespace lockstep::cli

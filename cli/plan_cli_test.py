@@ -79,6 +79,53 @@ class Plan(unittest.TestCase):
         self.assertIn("3 GPUs cannot share a global batch of 64: 63 is the nearest below",
                       plan["notes"][0])
 
+    def test_ways_are_ranked_and_the_best_is_written(self):
+        """With comments and order as they were, and the plan of what is written agrees."""
+        file = self.gpt2("global_batch_size: 256   # samples\n# the end\n")
+        plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
+        ways = plan["ways"]
+        self.assertEqual(ways, sorted(ways, key=lambda way: way["step_s"]))
+        self.assertEqual(ways[0]["gpus"], 2)  # 256 is no multiple of 3
+        self.assertGreater(ways[0]["per_device_train_batch_size"], 2)
+        out = os.path.join(self.root, "planned.yaml")
+        result = self.plan(file, "--gpus", "3xH100", "--write", out)
+        self.assertIn("ways to train with a global batch of 256, the fastest first", result.stdout)
+        self.assertIn("Start it with `lockstep run --nproc-per-node=2 lockstep train",
+                      result.stderr)
+        with open(file) as before, open(out) as after:
+            old, new = before.read().splitlines(), after.read().splitlines()
+        self.assertEqual(len(old), len(new))
+        changed = [(a, b) for a, b in zip(old, new) if a != b]
+        size = ways[0]["per_device_train_batch_size"]
+        self.assertEqual(changed, [("per_device_train_batch_size: 8",
+                                    f"per_device_train_batch_size: {size}")])
+        again = self.json(out, "--gpus", "2xH100")["ways"][0]
+        self.assertEqual(again["settings"], {})
+        self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
+
+    def test_a_way_that_splits_the_model_is_written(self):
+        for model in ("model: {config: %s}\n", "model:\n    config: %s\n"):
+            config = self.write("phi3.json", PHI3)
+            file = self.write("phi3.yaml", model % config + "max_seq_len: 512\nbf16: true\n"
+                              "data: {name: instructions, path: /no/such.json}\n"
+                              "per_device_train_batch_size: 1\n")
+            ways = self.json(file, "--gpus", "4xRTX4090", code=1)["ways"]
+            self.assertEqual(ways[0]["settings"]["model.device_map"], "balanced")
+            out = os.path.join(self.root, "split.yaml")
+            self.plan(file, "--gpus", "4xRTX4090", "--write", out)
+            self.assertTrue(self.json(out, "--gpus", "4xRTX4090")["fits"])
+
+    def test_mistakes_of_write_are_refused(self):
+        file = self.gpt2()
+        self.assertIn("--way 2 chooses what --write FILE writes",
+                      self.plan(file, "--gpus", "H100", "--way", "2", code=2).stderr)
+        out = os.path.join(self.root, "no.yaml")
+        self.assertIn("there are ", self.plan(file, "--gpus", "H100", "--write", out, "--way",
+                                              "900", code=2).stderr)
+        self.assertIn("is not known", self.plan(file, "--gpus", "cpu", "--write", out,
+                                                code=2).stderr)
+        self.assertFalse(os.path.exists(out))
+
     def test_the_text_has_a_row_for_each_count(self):
         out = self.plan(self.gpt2(), "--gpus", "8xH100", "--tokens=50e9").stdout
         self.assertIn("model     124.4 M parameters, all trained; 0.854 GFLOP a token\n", out)

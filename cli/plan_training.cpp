@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/plan/ranking.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
@@ -49,7 +50,7 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   // The GPUs of a device map are not this rank's alone.
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
-  const plan::Choice choice = plan::choose(training, card, ranks);
+  const plan::Choice choice = plan::fastest_batch(training, card, ranks);
   const bool split = choice.stages > 1;
   const bool sharded = choice.strategy == plan::Strategy::kShardedOptimizer;
   if (!split) {

@@ -7,6 +7,7 @@
 #include "lockstep/plan/cards.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/plan/model_shape.h"
+#include "lockstep/plan/ranking.h"
 #include "lockstep/plan/strategy.h"
 
 namespace lockstep::plan {
@@ -374,6 +375,95 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
   // The next larger one does not fit.
   MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true, .fused = true};
   EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
+}
+
+// ---------------------------------------------------------------- ways to train
+
+Machine machine_of(double gib) {
+  return {.card = card_of(gib), .cluster = parse_link("nvlink", card_of(gib), 8), .speed = {}};
+}
+
+TEST(Ways, AMicroBatchIsRaisedToo) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 2);
+  ASSERT_FALSE(ways.empty());
+  const Way& best = ways.front();
+  EXPECT_EQ(best.choice.strategy, Strategy::kDdp);
+  EXPECT_GT(best.choice.batch, 2);
+  EXPECT_EQ(best.choice.batch * best.choice.accumulation * 2, 256);
+  ASSERT_EQ(best.settings.size(), 1u);
+  EXPECT_EQ(best.settings[0],
+            (Setting{"per_device_train_batch_size", std::to_string(best.choice.batch)}));
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    EXPECT_TRUE(ways[i].choice.fits);
+    EXPECT_EQ(ways[i].choice.global_batch, 256);
+    EXPECT_GE(ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
+  }
+}
+
+TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
+  Training t{.model = gpt2(), .batch = 2, .half = true, .bf16 = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 3);
+  ASSERT_FALSE(ways.empty());
+  EXPECT_EQ(ways.front().choice.gpus, 2);
+  EXPECT_EQ(ways.front().choice.global_batch, 256);
+  for (const Way& way : ways)
+    EXPECT_TRUE(way.choice.gpus != 3 || way.choice.strategy == Strategy::kSplit);
+}
+
+TEST(Ways, WithoutAGlobalBatchTheFilesOwnIsHeld) {
+  const Training t{.model = gpt2(), .batch = 4, .accumulation = 8, .half = true, .bf16 = true};
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    const Choice& c = way.choice;
+    EXPECT_EQ(c.batch * c.accumulation * c.replicas(), 128);
+    const bool same = c.batch == 4 && c.accumulation == 8;
+    EXPECT_EQ(std::ranges::count(way.settings, "gradient_accumulation_steps", &Setting::key),
+              same && c.replicas() == 4 ? 0 : 1);
+  }
+}
+
+TEST(Ways, CheckpointingAndHalfPrecisionAreOffered) {
+  Training t{.model = gpt_1b3(), .batch = 8};
+  t.global_batch = 8;
+  const auto all = rank_ways(t, machine_of(80), 1);
+  const auto is_half = [](const Way& way) { return way.half; };
+  ASSERT_TRUE(std::ranges::any_of(all, is_half));
+  EXPECT_TRUE(all.front().half);
+  EXPECT_EQ(std::ranges::count(all.front().settings, Setting{"bf16", "true"}), 1);
+  // What no way fits without is in every way.
+  t.half = t.bf16 = true;
+  for (const Way& way : rank_ways(t, machine_of(27), 1)) EXPECT_TRUE(way.checkpointing);
+  // A measurement is of what the file says, and of nothing else.
+  Machine measured = machine_of(80);
+  measured.speed.tokens_per_second = 1e4;
+  for (const Way& way : rank_ways(t, measured, 1)) {
+    EXPECT_FALSE(way.checkpointing);
+    EXPECT_TRUE(way.half);
+  }
+}
+
+TEST(Ways, ThatDoNotFitOrHaveNoSpeedAreNone) {
+  Training t{.model = gpt_1b3(), .batch = 1};
+  EXPECT_TRUE(rank_ways(t, machine_of(4), 1).empty());
+  Machine unknown = machine_of(80);
+  unknown.card.flops = unknown.card.float_flops = 0;
+  EXPECT_TRUE(rank_ways(t, unknown, 1).empty());
+}
+
+TEST(Ways, ElasticGpuRaisesAMicroBatch) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  Card card = card_of(80);
+  const Choice known = fastest_batch(t, card, 2);
+  EXPECT_EQ(known.batch, rank_ways(t, machine_of(80), 2).front().choice.batch);
+  card.flops = card.float_flops = card.memory_bandwidth = 0;  // one that nobody has heard of
+  EXPECT_GT(fastest_batch(t, card, 2).batch, 2);
+  card = card_of(28);
+  EXPECT_TRUE(fastest_batch(t, card, 2).fits);
+  card.cpu = true;
+  EXPECT_EQ(fastest_batch(t, card, 2).batch, choose(t, card, 2).batch);
 }
 
 TEST(ChangesToFit, AreOrderedByCost) {

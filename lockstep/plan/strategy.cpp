@@ -50,13 +50,6 @@ std::int64_t window_of(const Training& t, int replicas) {
   return std::max<std::int64_t>(1, *t.global_batch / replicas);
 }
 
-// How the GPUs are used.
-struct Parts {
-  int gpus = 1;
-  int stages = 1;
-  bool sharded = false;
-};
-
 Batches batches_of(const Training& t, int replicas, std::int64_t batch) {
   const std::int64_t window = window_of(t, replicas);
   const std::int64_t global = window * replicas;
@@ -71,6 +64,8 @@ std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
     if (window % batch == 0) all.push_back(batch);
   return all;
 }
+
+}  // namespace
 
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
   const auto [gpus, stages, sharded] = parts;
@@ -103,6 +98,12 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
   return choice;
 }
 
+bool can_split(const Training& t, const Card& card, int gpus) {
+  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
+}
+
+namespace {
+
 // The largest micro-batch that fits, or the smallest one.
 Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   Choice choice;
@@ -111,11 +112,6 @@ Choice best_of(const Training& t, const Card& card, const Parts& parts) {
     if (choice.fits) break;
   }
   return choice;
-}
-
-// What `lockstep train` sets up besides ranks: one of them with its layers on all GPUs.
-bool can_split(const Training& t, const Card& card, int gpus) {
-  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
 }
 
 }  // namespace
@@ -381,10 +377,8 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   return work;
 }
 
-namespace {
-
 // How long a choice takes, whether it fits or not.
-Timed with_time(const Training& training, const Machine& machine, Choice choice) {
+Timed timed(const Training& training, const Machine& machine, Choice choice) {
   Timed one{.choice = std::move(choice)};
   const auto work = work_of(training, one.choice, machine.card, machine.speed);
   if (!work) return one;
@@ -394,24 +388,22 @@ Timed with_time(const Training& training, const Machine& machine, Choice choice)
   return one;
 }
 
-}  // namespace
-
 Timed timed(const Training& training, const Machine& machine, int gpus) {
   const Choice choice = choose(training, machine.card, gpus);
   if (!choice.fits) return {.choice = choice};
-  return with_time(training, machine, choice);
+  return timed(training, machine, choice);
 }
 
 std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
                               const std::vector<int>& gpus) {
   // What one GPU computes is the measure, also where it does not hold the model.
   const double alone =
-      with_time(training, machine, choose(training, machine.card, 1)).tokens_per_second;
+      timed(training, machine, choose(training, machine.card, 1)).tokens_per_second;
   std::vector<ScalePoint> points;
   for (const int n : gpus) {
     Training at = training;
     if (at.global_batch) at.global_batch = std::max<std::int64_t>(*at.global_batch, n);
-    const Timed one = with_time(at, machine, choose(at, machine.card, n));
+    const Timed one = timed(at, machine, choose(at, machine.card, n));
     if (!one.step) return {};
     if (!one.choice.fits) {
       points.push_back({.choice = one.choice});

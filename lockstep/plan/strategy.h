@@ -67,6 +67,18 @@ struct Choice {
   int replicas() const { return gpus / stages; }
 };
 
+// How the GPUs are used: of each replica's layers, each of `stages` GPUs has a part.
+struct Parts {
+  int gpus = 1;
+  int stages = 1;
+  bool sharded = false;  // the optimizer
+};
+// One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
+Choice make_choice(const Training& training, const Card& card, const Parts& parts,
+                   std::int64_t batch);
+// Whether `lockstep train` can set up one rank with its layers on all of the GPUs.
+bool can_split(const Training& training, const Card& card, int gpus);
+
 // With `fits` false the choice is DDP with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);
 
@@ -112,6 +124,7 @@ struct Timed {
   double tokens_per_second = 0;
 };
 Timed timed(const Training& training, const Machine& machine, int gpus);
+Timed timed(const Training& training, const Machine& machine, Choice choice);
 
 struct ScalePoint {
   Choice choice{};  // without `fits` it has no time
