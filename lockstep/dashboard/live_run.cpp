@@ -654,9 +654,11 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->facts.ended_unix_s = unix_now();
-    if (has_failed(run))
-      state_->facts.failure =
-          run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
+    if (has_failed(run)) {
+      std::string& failure = state_->facts.failure;
+      failure = run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
+      if (!run.hint.empty()) failure += ". " + run.hint;
+    }
     NodeMembers failed;
     for (const auto& [rank, tracked] : state_->ranks)
       if (tracked.shown.status == RankStatus::kFailed)
@@ -667,7 +669,9 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->view.state = has_failed(run) ? "failed" : "ended";
-    state_->view.message = run.cause;
+    std::int64_t step = -1;
+    for (const auto& [rank, tracked] : state_->ranks) step = std::max(step, tracked.shown.step);
+    state_->view.message = end_message(state_->facts, step, run.code != 0);
   }
   std::vector<std::string> said = tick();
   if (options_.doctor) {

@@ -580,7 +580,7 @@ TEST(LiveRun, GrowsWithItsRanksAndShowsTheirEnds) {
   const auto summary = run.run_ended({1, "rank 1 on h failed: killed by SIGKILL"});
   EXPECT_THAT(summary.front(), HasSubstr("[doctor] 1 of 2 ranks"));
   EXPECT_EQ(run.view().state, "failed");
-  EXPECT_EQ(run.view().message, "rank 1 on h failed: killed by SIGKILL");
+  EXPECT_EQ(run.view().message, "Rank 1 on h failed: killed by SIGKILL.");
   EXPECT_GT(asked, 2);
 }
 

@@ -100,6 +100,28 @@ Node table_node(const std::optional<StallTable>& table) {
   return map_node({{"time", number(table->time_s)}, {"text", text_node(table->text)}});
 }
 
+// A run that learns nothing runs on: its numbers say so, and nothing else does.
+std::string trouble_of(const LiveView& view) {
+  const auto series = [&view](std::string_view name) -> const LiveSeries* {
+    const auto found = std::ranges::find(view.logged, name, &LoggedSeries::value_type::first);
+    return found != view.logged.end() && !found->second.empty() ? &found->second : nullptr;
+  };
+  const LiveSeries* const loss = series("loss");
+  const LiveSeries* const skipped = series("skipped_steps");
+  if (skipped != nullptr && (loss == nullptr || skipped->back().first >= loss->back().first))
+    return fmt::format(
+        "At step {} the gradient was not finite: {:.0f} of the steps logged there were skipped. "
+        "Try a smaller learning rate.",
+        skipped->back().first, skipped->back().second);
+  if (loss == nullptr || std::isfinite(loss->back().second)) return "";
+  std::int64_t since = loss->back().first;
+  for (auto at = loss->rbegin(); at != loss->rend() && !std::isfinite(at->second); ++at)
+    since = at->first;
+  return fmt::format(
+      "The loss is not finite since step {}. Try a smaller learning rate, or max_grad_norm.",
+      since);
+}
+
 Node run_node(const LiveView& view) {
   const std::optional<double> left = seconds_left(view);
   return map_node({{"id", text_node(view.run_id)},
@@ -107,7 +129,7 @@ Node run_node(const LiveView& view) {
                    {"started", number(view.started_s)},
                    {"attempt", integer_node(view.attempt)},
                    {"state", text_node(view.state)},
-                   {"message", text_node(view.message)},
+                   {"message", text_node(view.message.empty() ? trouble_of(view) : view.message)},
                    {"recorded", bool_node(view.recorded)},
                    {"total_steps", known(view.total_steps, 1)},
                    {"left_s", optional_number(left)}});
@@ -138,6 +160,23 @@ Verdict verdict_of(const LiveView& view, bool enough) {
       std::ranges::any_of(view.ranks, [](const LiveRank& rank) { return rank.step > 0; });
   return {false, stepped ? "Nothing found, and too few steps to judge the run."
                          : "No step has been seen, and without steps nothing can be judged."};
+}
+
+std::string end_message(const monitor::RunFacts& facts, std::int64_t step, bool early) {
+  std::string text = facts.failure;
+  const bool stepped = facts.total_steps > 0 && step > 0;
+  if (text.empty() && early) {
+    text = stepped ? fmt::format("Stopped on request at step {} of {}", step, facts.total_steps)
+                   : "Stopped on request";
+  }
+  if (text.empty()) return text;
+  if (!text.ends_with('.')) text += '.';
+  if (text[0] >= 'a' && text[0] <= 'z') text[0] = static_cast<char>(text[0] - 'a' + 'A');
+  if (facts.program == "trainer" && stepped)
+    text +=
+        " lockstep train --resume auto continues from its newest checkpoint, if it has saved "
+        "one.";
+  return text;
 }
 
 double recent_step_ms(std::span<const monitor::Interval> intervals) {

@@ -80,7 +80,7 @@ struct LiveView {
   int attempt = 0;
   // Then "running", at last "ended" or "failed"; of a record also "killed".
   std::string state = "starting";
-  std::string message{};          // of a failure
+  std::string message{};          // of a failure, or of a stop before the last step
   bool recorded = false;          // read from a record: nothing is known of now
   std::vector<LiveRank> ranks{};  // of this host, by rank
   std::int64_t total_steps = 0;   // 0: not known
@@ -101,7 +101,11 @@ Verdict verdict_of(const LiveView& view, bool enough);
 // end within one interval are one too many or too few. 0: none has.
 double recent_step_ms(std::span<const monitor::Interval> intervals);
 
-// The newest value of what was logged under that name.
+// What is to be said of a run that is over and at that step: its failure, or that it stopped early,
+// and how a Trainer's run goes on. Empty: it ended well.
+std::string end_message(const monitor::RunFacts& facts, std::int64_t step, bool early);
+
+// The newest value of what was logged under that name, which need not be finite.
 std::optional<double> newest_logged(const LiveView& view, std::string_view name);
 // The step that the rank which is farthest has ended; -1: not known.
 std::int64_t step_of(const LiveView& view);

@@ -6,8 +6,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <exception>
+#include <limits>
+#include <optional>
 
 #include "lockstep/core/document.h"
 
@@ -18,8 +19,11 @@ constexpr std::size_t kFirstBytes = 256u << 10;  // of a file that was there bef
 constexpr std::size_t kMostBytes = 1u << 20;     // at one look
 constexpr std::size_t kLongestLine = 64u << 10;
 
-bool is_number(const Node& value) {
-  return (value.is(NodeKind::kReal) || value.is(NodeKind::kInteger)) && std::isfinite(value.real);
+// What is not finite is null in a file of JSON.
+std::optional<double> value_of(const Node& value) {
+  if (value.is(NodeKind::kNull)) return std::numeric_limits<double>::quiet_NaN();
+  if (!value.is(NodeKind::kReal) && !value.is(NodeKind::kInteger)) return std::nullopt;
+  return value.real;
 }
 
 }  // namespace
@@ -80,9 +84,10 @@ void MetricsTail::take(std::string_view line) {
     if (step == nullptr || step->value.kind != NodeKind::kInteger) return;
     if (entry.find("train_runtime") != nullptr) return;  // of the whole run, and no curve
     for (const Entry& member : entry.entries) {
-      if (member.key == "step" || member.key == "epoch" || !is_number(member.value)) continue;
+      const std::optional<double> value = value_of(member.value);
+      if (member.key == "step" || member.key == "epoch" || !value) continue;
       if (LiveSeries* const series = series_of(member.key))
-        add_point(*series, step->value.integer, member.value.real);
+        add_point(*series, step->value.integer, *value);
     }
   } catch (const std::exception&) {  // not a line of ours
   }

@@ -54,6 +54,15 @@ TEST(MetricsTail, FollowsAFileThatGrowsIsTornAndIsReplaced) {
   EXPECT_THAT(loss_of(tail), ElementsAre(Pair(1, 2.5), Pair(2, 0.5)));
 }
 
+TEST(MetricsTail, WhatIsNotFiniteIsAPointToo) {
+  const io::TemporaryDirectory folder;
+  MetricsTail tail;
+  tail.follow(folder.path());
+  append(folder / "metrics.jsonl", "{\"step\": 1, \"loss\": 2.5}\n{\"step\": 2, \"loss\": null}\n");
+  tail.read();
+  EXPECT_THAT(loss_of(tail), ElementsAre(Pair(1, 2.5), Pair(2, testing::IsNan())));
+}
+
 TEST(MetricsTail, IsBoundedAndTakesOnlyFiles) {
   const io::TemporaryDirectory folder;
   for (int step = 1; step <= 2000; ++step)

@@ -76,15 +76,23 @@ LiveView view_of_record(const std::string& directory) {
   for (const monitor::RankRecord& record : run.ranks)
     if (!record.intervals.empty())
       view.time_s = std::max(view.time_s, record.intervals.back().unix_time_s);
-  const bool complete =
-      run.facts.ended_unix_s > 0 || trainer_has_ended(directory, run.facts.started_unix_s);
+  const bool through = trainer_has_ended(directory, run.facts.started_unix_s);
+  const bool complete = run.facts.ended_unix_s > 0 || through;
   const bool gone = !complete && monitor::is_over(run.facts);
   const bool over = complete || gone || unix_time_s() - view.time_s > kRecordIdle_s;
   const bool failed = over && !run.facts.failure.empty();
   view.state = failed ? "failed" : gone ? "killed" : over ? "ended" : "running";
-  view.message = failed || !gone ? run.facts.failure
-                                 : "Its process is gone and has not written an end: it was killed, "
-                                   "by a signal or for the memory that it used.";
+  std::int64_t step = -1;
+  for (const monitor::RankRecord& record : run.ranks)
+    if (!record.intervals.empty()) step = std::max(step, record.intervals.back().step);
+  monitor::RunFacts facts = run.facts;
+  if (gone && !failed)
+    facts.failure =
+        "Its process is gone and has not written an end: it was killed, by a signal or for the "
+        "memory that it used";
+  // A Trainer that is through has written a line.
+  const bool early = facts.program == "trainer" && complete && !through && step < facts.total_steps;
+  if (over) view.message = end_message(facts, step, early);
   view.recorded = true;
   view.total_steps = run.facts.total_steps;
   for (const monitor::RankRecord& record : run.ranks) view.ranks.push_back(rank_of(record, over));

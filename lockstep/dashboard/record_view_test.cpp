@@ -103,7 +103,7 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   EXPECT_EQ(state(), "ended");
   write({.started_unix_s = 100, .ended_unix_s = 200, .failure = "rank 0 failed"});
   EXPECT_EQ(state(), "failed");
-  EXPECT_EQ(view_of_record(folder_).message, "rank 0 failed");
+  EXPECT_EQ(view_of_record(folder_).message, "Rank 0 failed.");
   write({.world_size = 3,
          .started_unix_s = 100,
          .total_steps = 40,
@@ -119,6 +119,8 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   EXPECT_EQ(view.ranks.at(1).exit, "exited with code 3");
   EXPECT_EQ(view.total_steps, 40);
   EXPECT_TRUE(view.recorded);
+  write({.program = "trainer", .started_unix_s = 100, .total_steps = 40, .ended_unix_s = 200});
+  EXPECT_THAT(view_of_record(folder_).message, testing::StartsWith("Stopped on request"));
   write({.started_unix_s = 100});
   EXPECT_EQ(state(), "running") << "of another host, say";
   log("{\"step\": 5, \"loss\": 1}");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <ctime>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <vector>
@@ -58,6 +59,7 @@ std::string padded(const std::string& text, std::size_t columns) {
 
 std::string figure(std::optional<double> value) {
   if (!value) return "-";
+  if (!std::isfinite(*value)) return "not finite";
   const double size = std::abs(*value);
   if (size >= 1e9) return fmt::format("{:.2f} G", *value / 1e9);
   if (size >= 1e6) return fmt::format("{:.2f} M", *value / 1e6);
@@ -74,10 +76,32 @@ std::string bytes(std::optional<double> value) {
   return fmt::format("{:.0f} MiB", *value / (1ull << 20));
 }
 
+// Null stands for a number that is not finite.
 std::optional<double> newest(const Node& snapshot, std::string_view series) {
   const Node& points = child(child(snapshot, "series"), series);
   if (points.items.empty() || points.items.back().items.size() != 2) return std::nullopt;
-  return number(points.items.back().items[1]);
+  const Node& value = points.items.back().items[1];
+  if (value.is(NodeKind::kNull)) return std::numeric_limits<double>::quiet_NaN();
+  return number(value);
+}
+
+// The parts of a text between `gap`s, as many on each line as there is room for.
+std::vector<std::string> wrapped(const std::string& text, std::string_view gap,
+                                 std::size_t columns) {
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(gap, begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    const bool fits = !lines.empty() &&
+                      character_count(lines.back()) + gap.size() + character_count(part) <= columns;
+    if (fits) {
+      lines.back().append(gap).append(part);
+    } else {
+      lines.push_back((lines.empty() ? "" : "  ") + part);
+    }
+    begin = end + gap.size();
+  }
+  return lines;
 }
 
 class Painter {
@@ -184,12 +208,23 @@ class View {
     lines_.push_back(code == nullptr ? shown : paint_(code, shown));
   }
 
+  // Sentences, which nobody understands when they are cut.
+  void sentences(const std::string& text, const char* code = nullptr, std::string_view gap = " ") {
+    const std::string indent(text.find_first_not_of(' ') == 2 ? 2 : 0, ' ');
+    for (const std::string& each :
+         wrapped(text.substr(indent.size()), gap,
+                 static_cast<std::size_t>(options_.columns) - indent.size()))
+      line(indent + each, code);
+  }
+
   void head() {
-    line(status_line(snapshot_), colour_of(shown_state(snapshot_)));
+    const std::string state = shown_state(snapshot_);
+    sentences(status_line(snapshot_), colour_of(state), "  ");
+    const bool bad = state == "failed" || state == "killed";
     if (const std::string message = text_of(child(snapshot_, "run"), "message"); !message.empty())
-      line(message, "1;31");
+      sentences(message, bad ? "1;31" : "1;33");
     if (const std::string what = text_of(child(snapshot_, "stall"), "what"); !what.empty())
-      line(what, "1;33");
+      sentences(what, "1;33");
     line("");
   }
 
@@ -239,11 +274,12 @@ class View {
   void curves() {
     const std::size_t before = lines_.size();
     for (const Entry& entry : child(snapshot_, "series").entries) {
-      const std::size_t room = static_cast<std::size_t>(std::max(options_.columns - 34, 8));
+      const std::size_t room = static_cast<std::size_t>(std::max(options_.columns - 37, 8));
       const std::string drawn = sparkline(entry.value, std::min<std::size_t>(room, 100));
-      if (drawn.empty()) continue;
-      line(fmt::format("{}{}{}", padded(cut(printable(entry.key), 19), 20),
-                       padded(figure(newest(snapshot_, entry.key)), 12), drawn));
+      const auto value = newest(snapshot_, entry.key);
+      if (drawn.empty() && !value) continue;
+      line(fmt::format("{}{}{}", padded(cut(printable(entry.key), 23), 25),
+                       padded(figure(value), 12), drawn));
     }
     if (lines_.size() > before) line("");
   }
@@ -251,11 +287,11 @@ class View {
   void findings() {
     for (const Node& finding : child(snapshot_, "findings").items) {
       const auto rank = number(finding, "rank");
-      line(fmt::format("{}{}: {}", text_of(finding, "rule"),
-                       rank && *rank >= 0 ? fmt::format(" (rank {:.0f})", *rank) : "",
-                       text_of(finding, "what")),
-           "33");
-      line(fmt::format("  {}", text_of(finding, "remedy")));
+      sentences(fmt::format("{}{}: {}", text_of(finding, "rule"),
+                            rank && *rank >= 0 ? fmt::format(" (rank {:.0f})", *rank) : "",
+                            text_of(finding, "what")),
+                "33");
+      sentences(fmt::format("  {}", text_of(finding, "remedy")));
     }
     if (!child(snapshot_, "findings").items.empty()) line("");
   }

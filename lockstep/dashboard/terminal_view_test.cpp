@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <sstream>
 
 #include "lockstep/core/error.h"
@@ -63,7 +64,7 @@ TEST(TerminalView, ShowsRanksBudgetCurvesAndOutput) {
   view.total_steps = 1000;
   view.mean_step_s = 0.5;
   EXPECT_THAT(shown(view), HasSubstr("  step 121 of 1000  0:07:19 left  21.5 ms"));
-  EXPECT_THAT(shown(view), HasSubstr("\nlearning_rate       3.00e-04"));
+  EXPECT_THAT(shown(view), HasSubstr("\nlearning_rate            3.00e-04"));
 }
 
 TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
@@ -142,6 +143,41 @@ TEST(TerminalView, FitsTheTerminal) {
   for (std::string line; std::getline(lines, line); ++count)
     EXPECT_LE(character_count(line), 40u) << line;
   EXPECT_EQ(count, 7);
+}
+
+TEST(TerminalView, SentencesAreWholeOnANarrowTerminal) {
+  LiveView view = two_ranks();
+  view.state = "failed";
+  view.message =
+      "Rank 1 on n2 failed: killed by SIGKILL. SIGKILL comes from outside: often the kernel's "
+      "out-of-memory killer (see dmesg), a scheduler's limit, or a person.";
+  view.findings = {{.rule = "loader-bound",
+                    .what = "The ranks wait for batches for half of the time of every step, on "
+                            "all ranks.",
+                    .remedy = "dataloader_num_workers: 4, which has the batches ready in time when "
+                              "they are asked for"}};
+  const std::string text = shown(view, {.columns = 80, .rows = 40});
+  EXPECT_THAT(text, HasSubstr("  loss 1.000\n  18.4 K tokens/s  1 finding\n"));
+  EXPECT_THAT(text, HasSubstr("scheduler's limit, or a person.\n"));
+  EXPECT_THAT(text, HasSubstr("of the time of every step, on\n  all ranks.\n"));
+  EXPECT_THAT(text, HasSubstr("when they are\n    asked for\n"));
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(character_count(line), 80u) << line;
+}
+
+TEST(TerminalView, NumbersThatAreNotFiniteShow) {
+  LiveView view = two_ranks();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  view.logged = {{"loss", {{1, 2.0}, {2, nan}, {3, nan}}}, {"grad_norm", {{3, nan}}}};
+  std::string text = shown(view);
+  EXPECT_THAT(text, HasSubstr("  loss not finite"));
+  EXPECT_THAT(text, HasSubstr("\ngrad_norm                not finite"));
+  EXPECT_THAT(text, HasSubstr("\nThe loss is not finite since step 2. "));
+  view.logged.push_back({"skipped_steps", {{3, 5}}});
+  text = shown(view);
+  EXPECT_THAT(text, HasSubstr("\nAt step 3 the gradient was not finite: 5 of the steps"));
+  view.logged[0].second.emplace_back(4, 1.5);
+  EXPECT_THAT(shown(view), Not(HasSubstr("the gradient was not finite"))) << "it is again";
 }
 
 TEST(TerminalView, OddStatesAreShownAsFarAsTheyGo) {

@@ -123,34 +123,6 @@ double modified_at(const std::string& path) {
          1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
 }
 
-std::string hint_for(const RankFailure& failure) {
-  const auto died_of = [&failure](const char* name) {
-    return failure.cause.find(name) != std::string::npos;
-  };
-  // Gloo's own messages, thrown on a thread of its own: the program never sees them.
-  for (const char* text : {"collective mismatch", "op.preamble."}) {
-    if (failure.message.find(text) != std::string::npos)
-      return "the ranks have probably called different operations, or the same one with other "
-             "shapes or dtypes. LOCKSTEP_DEBUG=1 compares every call and names the one that "
-             "differs.";
-  }
-  if (failure.cause == kLeftCause)
-    return "its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
-           "a return from main() that this rank reaches and the others do not.";
-  if (died_of("SIGKILL"))
-    return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
-           "scheduler's limit, or a person.";
-  if (died_of("SIGBUS")) return "SIGBUS is often a full /dev/shm or a truncated mapped file.";
-  if (died_of("SIGSYS"))
-    return "SIGSYS comes from a filter of system calls (seccomp): see the profile of the container "
-           "or of the scheduler.";
-  if (died_of("SIGILL"))
-    return "SIGILL is often a program that was compiled for a newer processor (-march=native).";
-  if (died_of("SIGSEGV") || died_of("SIGABRT") || died_of("SIGTRAP"))
-    return "Run the program under a debugger, or allow core files (ulimit -c unlimited).";
-  return {};
-}
-
 // "2026-11-17 07:08:08.087 info rank 0 [world] ...", as core/log.h writes it.
 bool is_ordinary_log_line(std::string_view line) {
   constexpr std::size_t kTimeBytes = 24;
@@ -395,6 +367,34 @@ std::vector<std::string> error_lines(const std::vector<RankFailure>& errors) {
         with_message(fmt::format("[launch] rank {} {}", each.rank, each.cause), each.message));
   }
   return lines;
+}
+
+std::string hint_for(const RankFailure& failure) {
+  const auto died_of = [&failure](const char* name) {
+    return failure.cause.find(name) != std::string::npos;
+  };
+  // Gloo's own messages, thrown on a thread of its own: the program never sees them.
+  for (const char* text : {"collective mismatch", "op.preamble."}) {
+    if (failure.message.find(text) != std::string::npos)
+      return "the ranks have probably called different operations, or the same one with other "
+             "shapes or dtypes. LOCKSTEP_DEBUG=1 compares every call and names the one that "
+             "differs.";
+  }
+  if (failure.cause == kLeftCause)
+    return "its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
+           "a return from main() that this rank reaches and the others do not.";
+  if (died_of("SIGKILL"))
+    return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
+           "scheduler's limit, or a person.";
+  if (died_of("SIGBUS")) return "SIGBUS is often a full /dev/shm or a truncated mapped file.";
+  if (died_of("SIGSYS"))
+    return "SIGSYS comes from a filter of system calls (seccomp): see the profile of the container "
+           "or of the scheduler.";
+  if (died_of("SIGILL"))
+    return "SIGILL is often a program that was compiled for a newer processor (-march=native).";
+  if (died_of("SIGSEGV") || died_of("SIGABRT") || died_of("SIGTRAP"))
+    return "Run the program under a debugger, or allow core files (ulimit -c unlimited).";
+  return {};
 }
 
 std::string failure_report(const RankFailure& failure) {

@@ -111,6 +111,9 @@ inline constexpr const char* kStacksFile = "stacks.txt";
 // One line for each of these errors that is not another's consequence, where no report says them.
 std::vector<std::string> error_lines(const std::vector<RankFailure>& errors);
 
+// What often leads to such a failure and what to look at, in sentences; empty: nothing is known.
+std::string hint_for(const RankFailure& failure);
+
 // Many lines, ready to print.
 std::string failure_report(const RankFailure& failure);
 

@@ -62,6 +62,7 @@ struct RanksStalled {
 struct RunEnded {
   int code = 0;
   std::string cause{};  // of a failure: "rank 1 on n2 failed: killed by SIGKILL"
+  std::string hint{};   // what often leads to it, in sentences; empty: not known
 };
 
 enum class OutputKind { kOut, kErr };

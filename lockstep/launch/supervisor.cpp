@@ -654,8 +654,9 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   loop_.cancel(tick_timer_);
   observed_.notify([&](RunObserver& observer) {
     for (const std::string& line : observer.tick()) say(line);
-    for (const std::string& line : observer.run_ended({code, failure ? failure->headline() : ""}))
-      say(line);
+    RunEnded run{.code = code};
+    if (failure) run = {code, failure->headline(), hint_for(*failure)};
+    for (const std::string& line : observer.run_ended(run)) say(line);
   });
   const bool failed = failure.has_value();
   const std::string logs = failed || plan_.redirects.any() ? logs_.preserve(failed) : "";

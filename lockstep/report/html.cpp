@@ -20,15 +20,16 @@ p{margin:.4rem 0;overflow-wrap:anywhere}
 .note{background:var(--note);padding:.4rem .7rem;border-radius:4px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem;margin:.4rem 0}
-th,td{padding:.25rem .7rem;border-bottom:1px solid var(--rule);text-align:left;vertical-align:top;
-overflow-wrap:anywhere}
+th,td{padding:.25rem .7rem;border-bottom:1px solid var(--rule);text-align:left;vertical-align:top}
 th{color:var(--dim);font-weight:600}
+td:not(:first-child){overflow-wrap:anywhere;min-width:5.5rem}
 tr:nth-child(even) td{background:var(--band)}
 .numbers td:not(:first-child),.numbers th:not(:first-child){text-align:right;
 font-variant-numeric:tabular-nums;white-space:nowrap}
 .figures{display:flex;flex-wrap:wrap;align-items:flex-start;gap:1rem}
 .chart{max-width:100%;height:auto}
 summary{cursor:pointer;color:var(--dim)}
+@media (max-width:30rem){body{padding:.8rem}th,td{padding:.25rem .4rem}}
 )";
 
 }  // namespace

@@ -139,7 +139,34 @@ TEST(Summary, TheEndOfAProgramWithoutMetricsIsKnownFromItsRecord) {
   run.record->facts.failure = "rank 1 failed";
   EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed: rank 1 failed."));
   run.metrics.push_back({.step = 7});
-  EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed: rank 1 failed."));
+  EXPECT_THAT(events_of(run).back().text, HasSubstr("The run failed at step 7: rank 1 failed."));
+}
+
+TEST(Summary, ARunThatDidNotComeToItsEndSaysSoAtTheTop) {
+  RunFolder run{.path = "out"};
+  run.record.emplace();
+  run.record->facts.program = "trainer";
+  run.record->facts.total_steps = 400;
+  run.record->facts.started_unix_s = 100;
+  run.record->facts.ended_unix_s = 103;
+  run.record->ranks.push_back({.rank = 0, .intervals = {interval(101, 1, 0)}});
+  run.metrics.push_back({.step = 120});
+  EXPECT_FALSE(end_of(run).well);
+  EXPECT_EQ(end_of(run).event.text, "The run was stopped at step 120 of 400, 3 s after its start.");
+  EXPECT_THAT(run_report(run, {}), HasSubstr("There is no checkpoint to continue from."));
+  run.checkpoints.push_back({.step = 100, .name = "checkpoint-100"});
+  run.checkpoints.push_back({.step = 120, .name = "checkpoint-120", .problem = "no size"});
+  run.record->facts.failure = "rank 1 failed: killed by SIGKILL. It comes from outside.";
+  const std::string failed = run_report(run, {});
+  const std::string note =
+      "<p class=\"note\">The run failed at step 120 of 400: rank 1 failed: killed by SIGKILL. It "
+      "comes from outside. lockstep train --resume auto continues from checkpoint-100.</p>";
+  EXPECT_THAT(failed, HasSubstr(note));
+  EXPECT_LT(failed.find(note), failed.find("Figures"));
+  // Its last line is there: whatever its record says of steps, it has ended.
+  run.record->facts.failure.clear();
+  run.metrics.push_back({.step = 120, .values = {{"train_runtime", 3}}});
+  EXPECT_TRUE(end_of(run).well);
 }
 
 TEST(Summary, FiguresComeFromMetricsAndRecord) {
@@ -161,7 +188,7 @@ TEST(Summary, FiguresComeFromMetricsAndRecord) {
   EXPECT_EQ(value("last loss"), 20);
   EXPECT_DOUBLE_EQ(value("time per step"), 0.1);
   EXPECT_DOUBLE_EQ(value("share in exposed communication"), 0.25);
-  EXPECT_DOUBLE_EQ(value("utilisation of devices"), 0.5);
+  EXPECT_DOUBLE_EQ(value("utilisation of GPUs or cores"), 0.5);
 }
 
 TEST(Budget, PartsAddUpToThePhases) {

@@ -30,6 +30,15 @@ std::string name_of(const RunFolder& run) {
   return name.empty() ? path.parent_path().filename().string() : name;
 }
 
+// What a Trainer can continue from; its record says whether the run was one.
+std::string continued_text(const RunFolder& run) {
+  const auto whole = std::ranges::find_if(run.checkpoints.rbegin(), run.checkpoints.rend(),
+                                          [](const auto& one) { return one.problem.empty(); });
+  if (!run.record || run.record->facts.program != "trainer") return "";
+  if (whole == run.checkpoints.rend()) return " There is no checkpoint to continue from.";
+  return fmt::format(" lockstep train --resume auto continues from {}.", whole->name);
+}
+
 std::string head_of(const RunFolder& run) {
   std::string text = run.path;
   if (run.record) {
@@ -43,6 +52,13 @@ std::string head_of(const RunFolder& run) {
     if (facts.started_unix_s > 0) text += ", started " + time_text(facts.started_unix_s);
   }
   std::string out = paragraph(text + ".");
+  const RunEnd end = end_of(run);
+  if (end.well) {
+    out += paragraph(end.event.text);
+  } else if (!end.event.text.empty()) {
+    out += note(end.event.text + continued_text(run));
+  }
+  for (const RunEvent& event : bad_steps_of(run)) out += note(event.text);
   for (const std::string& what : run.missing) out += note(what);
   return out;
 }
@@ -58,7 +74,8 @@ std::string summary_html(const RunFolder& run) {
   HtmlTable rows{.heads = {"figure", "value"}};
   for (const Figure& figure : figures_of(run))
     if (figure.value) rows.rows.push_back({figure.name, figure.text()});
-  return table(rows) + speed_html();
+  const bool steps = run.record && mean_budget(*run.record).steps > 0;
+  return table(rows) + (steps ? speed_html() : "");
 }
 
 // ---------------------------------------------------------------- training
@@ -220,8 +237,8 @@ std::string checkpoints_html(const RunFolder& run) {
   }
   std::string out = table(rows);
   if (run.best_metric && run.best_step)
-    out += paragraph(
-        fmt::format("Best: {} at step {}.", number_text(*run.best_metric), *run.best_step));
+    out += paragraph(fmt::format("Best evaluation when the newest one was saved: {} at step {}.",
+                                 number_text(*run.best_metric), *run.best_step));
   return out + paragraph("Names and sizes were checked; lockstep checkpoint verify checks bytes.");
 }
 
@@ -241,7 +258,10 @@ std::string config_html(const RunFolder& run) {
   if (run.config.empty()) return paragraph("The configuration was not recorded.");
   const bool origins =
       std::ranges::any_of(run.config, [](const ConfigValue& value) { return !value.from.empty(); });
-  HtmlTable set{.heads = {"key", "value", "from", "overrides"}, .numbers = false};
+  const bool overrides = std::ranges::any_of(
+      run.config, [](const ConfigValue& value) { return !value.beats.empty(); });
+  HtmlTable set{.heads = {"key", "value", "from"}, .numbers = false};
+  if (overrides) set.heads.push_back("overrides");
   HtmlTable defaults{.heads = {"key", "value"}, .numbers = false};
   for (const ConfigValue& value : run.config) {
     std::string beats;
@@ -249,7 +269,8 @@ std::string config_html(const RunFolder& run) {
     if (!origins || value.from == "default")
       defaults.rows.push_back({value.key, value.value});
     else
-      set.rows.push_back({value.key, value.value, value.from, beats});
+      set.rows.push_back({value.key, value.value, value.from});
+    if (overrides && origins && value.from != "default") set.rows.back().push_back(beats);
   }
   if (!origins) return paragraph("Where each value comes from is not recorded.") + table(defaults);
   return table(set) + details(fmt::format("{} defaults", defaults.rows.size()), table(defaults));

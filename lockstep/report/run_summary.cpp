@@ -70,7 +70,7 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
   figures.push_back({"time per step", step_s, Unit::kSeconds});
   figures.push_back({"share waiting for data", data, Unit::kPercent});
   figures.push_back({"share in exposed communication", communication, Unit::kPercent});
-  figures.push_back({"utilisation of devices", busy, Unit::kPercent});
+  figures.push_back({"utilisation of GPUs or cores", busy, Unit::kPercent});
   figures.push_back({"most resident memory of a rank", resident, Unit::kBytes});
   figures.push_back({"ranks", ranks});
   figures.push_back({"parameters", parameters});
@@ -125,25 +125,6 @@ struct BadSteps {
   }
 };
 
-void add_bad_steps(const RunFolder& run, std::vector<RunEvent>& events) {
-  BadSteps skipped, lost;
-  for (const MetricLine& line : run.metrics) {
-    if (const double* steps = line.find("skipped_steps"); steps != nullptr && *steps > 0)
-      skipped.add(line.step, *steps);
-    if (const double* loss = line.find("loss"); loss != nullptr && !std::isfinite(*loss))
-      lost.add(line.step, 1);
-  }
-  if (skipped.count > 0)
-    events.push_back({skipped.first, 0,
-                      fmt::format("{:.0f} steps were skipped, logged from step {} to {}: their "
-                                  "gradient was not finite.",
-                                  skipped.count, skipped.first, skipped.last)});
-  if (lost.count > 0)
-    events.push_back({lost.first, 0,
-                      fmt::format("{:.0f} logged losses from step {} to {} were not finite.",
-                                  lost.count, lost.first, lost.last)});
-}
-
 void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
   if (!run.record) return;
   for (const monitor::HostGpus& host : run.record->gpus) {
@@ -161,36 +142,26 @@ void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
   }
 }
 
-// As launcher or RunLog have written it down.
-std::string end_text(const monitor::RunFacts& facts) {
-  if (!facts.failure.empty()) return fmt::format("The run failed: {}.", facts.failure);
-  if (facts.ended_unix_s > 0)
-    return fmt::format("The run ended, {} after its start.",
-                       duration_text(facts.ended_unix_s - facts.started_unix_s));
-  return "The last that was recorded. The run did not write its end: it was killed.";
+// "at step 120 of 400", "at step 120"
+std::string at_step(const RunFolder& run) {
+  if (run.metrics.empty()) return "";
+  const std::int64_t step = run.metrics.back().step;
+  const std::int64_t total = run.record ? run.record->facts.total_steps : 0;
+  return total > 0 ? fmt::format(" at step {} of {}", step, total)
+                   : fmt::format(" at step {}", step);
 }
 
-// What is not sampled once a second has no time; it stands at its step.
-void add_end(const RunFolder& run, std::vector<RunEvent>& events) {
-  double time = 0;
-  if (run.record && !run.record->ranks.empty())
-    time = run.record->ranks.front().intervals.back().unix_time_s;
-  if (run.metrics.empty()) {
-    if (run.record && monitor::is_over(run.record->facts))
-      events.push_back({{}, time, end_text(run.record->facts)});
-    return;
-  }
-  const MetricLine& last = run.metrics.back();
-  const double* seconds = last.find("train_runtime");
-  const bool end_known =
-      run.record && (run.record->facts.ended_unix_s > 0 || !run.record->facts.failure.empty());
-  events.push_back(
-      {last.step, time,
-       seconds != nullptr
-           ? fmt::format("The run ended, {} after its last start.", duration_text(*seconds))
-       : end_known ? end_text(run.record->facts)
-                   : "The last recorded step. There is no line of the run's end: it was stopped, "
-                     "has failed or still runs."});
+// As launcher or RunLog have written it down.
+std::string end_text(const RunFolder& run, const monitor::RunFacts& facts, bool early) {
+  if (!facts.failure.empty())
+    return fmt::format("The run failed{}: {}{}", at_step(run), facts.failure,
+                       facts.failure.ends_with('.') ? "" : ".");
+  if (facts.ended_unix_s > 0)
+    return fmt::format("The run {}{}, {} after its start.", early ? "was stopped" : "ended",
+                       early ? at_step(run) : "",
+                       duration_text(facts.ended_unix_s - facts.started_unix_s));
+  return fmt::format("The run was killed{}: its process is gone and has not written an end.",
+                     at_step(run));
 }
 
 }  // namespace
@@ -233,15 +204,63 @@ std::vector<Superseded> superseded_of(const RunFolder& run) {
   return parts;
 }
 
+std::vector<RunEvent> bad_steps_of(const RunFolder& run) {
+  std::vector<RunEvent> events;
+  BadSteps skipped, lost;
+  for (const MetricLine& line : run.metrics) {
+    if (const double* steps = line.find("skipped_steps"); steps != nullptr && *steps > 0)
+      skipped.add(line.step, *steps);
+    if (const double* loss = line.find("loss"); loss != nullptr && !std::isfinite(*loss))
+      lost.add(line.step, 1);
+  }
+  if (skipped.count > 0)
+    events.push_back({skipped.first, 0,
+                      fmt::format("{:.0f} steps were skipped, logged from step {} to {}: their "
+                                  "gradient was not finite.",
+                                  skipped.count, skipped.first, skipped.last)});
+  if (lost.count > 0)
+    events.push_back({lost.first, 0,
+                      fmt::format("{:.0f} logged losses from step {} to {} were not finite.",
+                                  lost.count, lost.first, lost.last)});
+  return events;
+}
+
+// What is not sampled once a second has no time; it stands at its step.
+RunEnd end_of(const RunFolder& run) {
+  RunEnd end;
+  const monitor::RunFacts* const facts = run.record ? &run.record->facts : nullptr;
+  if (run.record && !run.record->ranks.empty())
+    end.event.unix_time_s = run.record->ranks.front().intervals.back().unix_time_s;
+  const MetricLine* const last = run.metrics.empty() ? nullptr : &run.metrics.back();
+  if (last != nullptr) end.event.step = last->step;
+  const double* const seconds = last != nullptr ? last->find("train_runtime") : nullptr;
+  if (seconds != nullptr && (facts == nullptr || facts->failure.empty())) {
+    end.well = true;
+    end.event.text =
+        fmt::format("The run ended, {} after its last start.", duration_text(*seconds));
+  } else if (facts != nullptr && (!facts->failure.empty() || monitor::is_over(*facts))) {
+    // A Trainer writes a line when it is through.
+    const bool early = facts->program == "trainer" && last != nullptr && facts->total_steps > 0 &&
+                       last->step < facts->total_steps;
+    end.well = facts->failure.empty() && facts->ended_unix_s > 0 && !early;
+    end.event.text = end_text(run, *facts, early);
+  } else if (last != nullptr) {
+    end.event.text =
+        "The last recorded step. There is no line of the run's end: it was stopped, has failed or "
+        "still runs.";
+  }
+  return end;
+}
+
 std::vector<RunEvent> events_of(const RunFolder& run) {
   std::vector<RunEvent> events;
   add_starts(run, events);
   add_superseded(run, events);
-  add_bad_steps(run, events);
+  for (RunEvent& event : bad_steps_of(run)) events.push_back(std::move(event));
   add_gpu_problems(run, events);
   for (const std::string& folder : run.archived)
     events.push_back({{}, 0, fmt::format("What an earlier run had left is in {}.", folder)});
-  add_end(run, events);
+  if (RunEnd end = end_of(run); !end.event.text.empty()) events.push_back(std::move(end.event));
   return events;
 }
 

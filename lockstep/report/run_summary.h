@@ -34,6 +34,16 @@ struct RunEvent {
   std::string text{};
 };
 
+// How the run ended, or that nothing of that is recorded; without a text where nothing is there.
+struct RunEnd {
+  RunEvent event{};
+  bool well = false;  // it has done what it was to do
+};
+RunEnd end_of(const RunFolder& run);
+
+// Losses and gradients that were not finite.
+std::vector<RunEvent> bad_steps_of(const RunFolder& run);
+
 // Starts, resumes, skipped steps, GPUs that failed, the end.
 std::vector<RunEvent> events_of(const RunFolder& run);
 

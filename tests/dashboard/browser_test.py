@@ -6,12 +6,14 @@
 
 import json
 import pathlib
+import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
 import browser
-from dashboard_case import DashboardCase, FINDING, Server, state
+from dashboard_case import LOCKSTEP, DashboardCase, FINDING, Server, state
 
 PROGRAM = browser.find()
 HOSTILE = ['<img src=x onerror="window.hacked=1">', "<script>window.hacked=1</script>",
@@ -131,12 +133,81 @@ class Page(DashboardCase):
         self.page.wait("document.querySelector('tr.failed')")
         self.assertIn("failed: killed by SIGKILL",
                       self.page.value("document.querySelector('tr.failed').innerText"))
-        self.assertIn("Rank 1 failed (killed by SIGKILL).",
+        self.assertIn("Rank 1 on this host failed: killed by SIGKILL.",
                       self.page.value("document.querySelector('#banner').innerText"))
         self.assertEqual(self.page.value("document.querySelector('#state').innerText"), "failed")
         self.assertIn("c10::Error", self.page.value("document.querySelector('#log').innerText"))
         self.assertIn("failed", self.page.value("document.title"))
+        # The launcher, which ends the others, has not said more yet.
+        ending = state(12, failed=1)
+        ending["run"] |= {"state": "running", "message": ""}
+        self.server.set(ending)
+        self.page.wait("document.querySelector('#banner').innerText =="
+                       "'Rank 1 failed (killed by SIGKILL).'")
+        self.assertEqual(self.page.value("document.querySelector('#state').innerText"), "failed")
         self.check_quiet()
+
+    def test_a_run_that_is_over_says_what_happened_and_nothing_of_now(self):
+        over = state(120, run_state="failed", failed=1)
+        over["run"]["message"] = "Rank 1 on n2 failed: killed by SIGKILL. It comes from outside."
+        self.open(state(119))
+        tiles = "document.querySelector('#tiles').innerText"
+        self.assertIn("Ranks running", self.page.value(tiles))
+        self.server.set(over)
+        self.page.wait("document.querySelector('#banner').innerText.includes('from outside')")
+        shown = self.page.value(tiles)
+        self.assertIn("Step time", shown)
+        for title in ("Ranks running", "CPU", "Time left"):
+            self.assertNotIn(title, shown)
+        self.check_quiet()
+
+    def test_what_is_not_known_is_left_away(self):
+        script = state(0, series={})
+        for rank in script["ranks"]:
+            rank |= {"step": None, "step_ms": None, "phase": "", "budget": {}, "position": None,
+                     "threads": 1}
+        self.open(script)
+        tiles = self.page.value("document.querySelector('#tiles').innerText")
+        for title in ("Step", "Loss", "Throughput"):
+            self.assertNotIn(title, tiles)
+        text = self.page.value("document.querySelector('main').innerText")
+        self.assertIn("1 thread\n", text + "\n")
+        for title in ("Phase", "Last collective", "Step budget"):
+            self.assertNotIn(title, text)
+        self.check_quiet()
+
+    def test_numbers_that_are_not_finite_show(self):
+        self.open(state(10, series={"loss": [[1, 2.0], [2, 1.5], [3, None], [4, 1.0], [5, None]],
+                                    "grad_norm": [[5, None]]}))
+        tiles = self.page.value("document.querySelector('#tiles').innerText").split()
+        for name in ("Loss", "norm"):
+            at = tiles.index(name)
+            self.assertEqual(tiles[at + 1:at + 3], ["not", "finite"])
+        self.assertEqual(self.page.value("document.querySelectorAll('#charts .chart').length"), 1)
+        self.assertEqual(self.page.value("document.querySelector('#charts .now').innerText"),
+                         "not finite")
+        self.assertEqual(self.page.value("document.querySelector('#charts .curve')"
+                                         ".getAttribute('d').split('M').length"), 3, "no gap")
+        self.check_quiet()
+
+    def test_a_report_fits_a_phone(self):
+        with tempfile.TemporaryDirectory() as place:
+            place = pathlib.Path(place)
+            names = ("baseline_of_this_week", "another_learning_rate")
+            for name in names:
+                (place / name).mkdir()
+                (place / name / "metrics.jsonl").write_text("".join(
+                    json.dumps({"step": s, "loss": 3 / s, "eval_loss": 4 / s,
+                                "samples_per_second": 70.5, "tokens_per_second": 5009.1}) + "\n"
+                    for s in range(1, 30)))
+            subprocess.run([LOCKSTEP, "report", *(place / name for name in names), "-o",
+                            place / "r.html"], check=True, capture_output=True, timeout=60)
+            self.page.look(width=390, height=844, mobile=True)
+            self.page.open(f"file://{place / 'r.html'}")
+            self.page.wait("document.querySelectorAll('td').length > 10")
+            self.assertLessEqual(self.page.value("document.documentElement.scrollWidth"), 390)
+            # A column of names that is one letter wide cannot be read.
+            self.assertGreater(self.page.value("document.querySelector('td').clientWidth"), 60)
 
     def test_a_stall_shows(self):
         self.open(state(10))

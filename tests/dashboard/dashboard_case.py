@@ -66,7 +66,7 @@ def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", lo
         "time": now,
         "run": {"id": "tiny-gpt-4f21", "world_size": ranks, "started": now - 3 * step, "attempt": 0,
                 "state": "failed" if failed is not None else run_state,
-                "message": f"rank {failed} on this host failed: killed by SIGKILL"
+                "message": f"Rank {failed} on this host failed: killed by SIGKILL."
                            if failed is not None else "",
                 "recorded": False, "total_steps": 1000,
                 "left_s": 3.0 * (1000 - step) if run_state == "running" and failed is None

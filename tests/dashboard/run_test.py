@@ -185,6 +185,7 @@ class Dashboard(RunCase):
         while (event := events.next())[0] == "message":
             last = event[1]
         self.assertEqual(last["run"]["state"], "failed")
+        self.assertRegex(last["run"]["message"], "^Rank 1 on .* SIGKILL comes from outside: ")
         self.assertEqual(last["ranks"][1]["state"], "failed")
         self.assertIn("SIGKILL", last["ranks"][1]["exit"])
         self.assertNotEqual(last["ranks"][0]["state"], "running")
@@ -420,10 +421,21 @@ class Training(RunCase):
     def test_its_loss_is_drawn(self):
         run = self.train()
         self.eventually(lambda: len(run.state()["series"].get("loss", [])) > 5, "a curve")
+        last = None
         self.assertIn("loss", monitor("--once", run.url).stdout)
         self.assertRegex(run.request("/metrics")[2].decode(), r"\nlockstep_loss \d")
+        events = Events(run)
         run.process.send_signal(signal.SIGTERM)
+        while event := events.next():
+            last = event[1] if event[0] == "message" else last
+        events.close()
         self.assertEqual(run.wait(), 143)
+        stopped = r"Stopped on request at step \d+ of 500000\. lockstep train --resume auto "
+        self.assertEqual(last["run"]["state"], "ended")
+        self.assertRegex(last["run"]["message"], "^" + stopped)
+        done = monitor("--once", self.place / "out")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(" ".join(done.stdout.split()), stopped)
 
     def test_total_steps_rate_and_norm_are_shown(self):
         run = self.train()
@@ -564,7 +576,7 @@ class OwnLoop(RunCase):
         server.token = server.url.rpartition("=")[2]
         state = json.loads(server.request("/snapshot")[2])
         self.assertEqual((state["run"]["state"], state["run"]["recorded"]), ("failed", True))
-        self.assertIn("SIGKILL", state["run"]["message"])
+        self.assertIn("SIGKILL comes from outside: ", state["run"]["message"])
         self.assertEqual([(r["state"], r["exit"]) for r in state["ranks"]],
                          [("ended", ""), ("failed", "killed by SIGKILL")])
         self.assertGreater(len(state["series"]["loss"]), 1)

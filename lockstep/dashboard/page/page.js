@@ -10,6 +10,7 @@ const TITLES = {
   loss: 'Loss', eval_loss: 'Evaluation loss', learning_rate: 'Learning rate', grad_norm: 'Gradient norm',
   tokens_per_second: 'Tokens per second', samples_per_second: 'Samples per second', step_ms: 'Step time',
   data_wait_percent: 'Waiting for data', communication_percent: 'Exposed communication',
+  eval_accuracy: 'Evaluation accuracy', skipped_steps: 'Skipped steps',
 };
 const UNITS = {
   tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms', data_wait_percent: '%',
@@ -112,6 +113,16 @@ function points(series) {
   return list(series).filter((p) => Array.isArray(p) && number(p[0]) !== null && number(p[1]) !== null);
 }
 
+// The newest value as text. A program logs one that is not finite as null.
+function newestText(series, unit) {
+  const last = list(series).at(-1);
+  if (!Array.isArray(last)) return '–';
+  if (last[1] === null) return 'not finite';
+  return unit === '%' ? percent(last[1] / 100) : `${figure(last[1])} ${unit}`.trim();
+}
+
+const isOver = (state) => ['ended', 'failed', 'killed'].includes(state.run.state);
+
 // ---------------------------------------------------------------- parts of the page
 
 function drawTiles(state, ranks, series) {
@@ -125,21 +136,27 @@ function drawTiles(state, ranks, series) {
   const rate = ['tokens_per_second', 'samples_per_second'].find((name) => points(series[name]).length);
   const throughput = stalled !== null ? ['–', ''] : rate ? [figure(last(rate)), UNITS[rate]] : [time ? figure(1000 / time) : '–', 'steps/s'];
   const total = number(state.run.total_steps);
-  const logged = (name) => (points(series[name]).length ? [[TITLES[name], figure(last(name)), '']] : []);
-  const tiles = [
-    ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–',
-      total === null ? '' : `of ${total.toLocaleString('en')}`],
-    ...(number(state.run.left_s) === null ? [] : [['Time left', duration(state.run.left_s), '']]),
-    ['Loss', figure(last('loss')), ''],
-    ...logged('eval_loss'), ...logged('learning_rate'), ...logged('grad_norm'),
-    ['Throughput', ...throughput],
-    stalled === null ? ['Step time', ...(milliseconds(time || null).split(' ')), '']
-      : ['Step time', '–', `no step for ${stalled.toFixed(0)} s`],
+  const logged = (name) => (list(series[name]).length ? [[TITLES[name], newestText(series[name], ''), '']] : []);
+  const known = (is, tile) => (is ? [tile] : []);
+  const left = number(state.run.left_s);
+  // What was used last is not what a run uses that is over.
+  const now = isOver(state) ? [] : [
     ['Ranks running', `${running}`, `of ${number(state.run.world_size) ?? ranks.length}`],
     gpus.length
       ? ['GPU utilisation', (gpus.reduce((a, b) => a + b, 0) / gpus.length).toFixed(0), '% mean']
       : ['CPU', cores.length ? cores.reduce((a, b) => a + b, 0).toFixed(2) : '–', 'cores'],
   ];
+  const tiles = [
+    ...known(steps.length, ['Step', steps.length ? Math.max(...steps).toLocaleString('en') : '–',
+      total === null ? '' : `of ${total.toLocaleString('en')}`]),
+    ...known(left !== null && !lost, ['Time left', duration(left), '']),
+    ...logged('loss'), ...logged('eval_loss'), ...logged('learning_rate'), ...logged('grad_norm'),
+    ...known(rate || time || stalled !== null, ['Throughput', ...throughput]),
+    ...known(time || stalled !== null, stalled === null ? ['Step time', ...(milliseconds(time || null).split(' ')), '']
+      : ['Step time', '–', `no step for ${stalled.toFixed(0)} s`]),
+    ...now,
+  ];
+  at('tiles').hidden = tiles.length === 0;
   match(at('tiles'), tiles.map((t) => t[0]), (title) => {
     const tile = make('div', 'tile');
     tile.append(make('p', 'muted', title), make('p', 'value'));
@@ -212,7 +229,21 @@ function tickTexts(values) {
   return exact.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential() : String(value)));
 }
 
-function drawCurve(svg, values, title, unit) {
+// The stretches between values that are not finite.
+function stretches(series) {
+  const result = [];
+  let open = false;
+  for (const point of list(series)) {
+    const [known] = points([point]);
+    if (known && open) result.at(-1).push(known);
+    else if (known) result.push([known]);
+    open = Boolean(known);
+  }
+  return result;
+}
+
+function drawCurve(svg, series, title, unit) {
+  const values = points(series);
   const [width, height, left, bottom, top, right] = [360, 170, 46, 22, 10, 8];
   const xs = values.map((p) => p[0]);
   const ys = values.map((p) => p[1]);
@@ -237,11 +268,18 @@ function drawCurve(svg, values, title, unit) {
     label.textContent = tick.toLocaleString('en');
     parts.push(label);
   }
-  const line = values.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join('L');
+  const axis = shape('text', { class: 'axis', x: left - 18, y: height - 5, 'text-anchor': 'end' });
+  axis.textContent = 'step';
+  parts.push(axis);
+  const pieces = stretches(series).map((some) => {
+    const line = some.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join('L');
+    const [first, last] = [x(some[0][0]), x(some.at(-1)[0])];
+    return [`M${line}`, `M${first},${y(y0)}L${line}L${last},${y(y0)}Z`];
+  });
   const end = values.at(-1);
   parts.push(
-    shape('path', { class: 'under', d: `M${x(values[0][0])},${y(y0)}L${line}L${x(end[0])},${y(y0)}Z` }),
-    shape('path', { class: 'curve', d: `M${line}` }),
+    shape('path', { class: 'under', d: pieces.map((piece) => piece[1]).join('') }),
+    shape('path', { class: 'curve', d: pieces.map((piece) => piece[0]).join('') }),
     shape('circle', { class: 'end', cx: x(end[0]), cy: y(end[1]), r: 3.5 }),
   );
   svg.replaceChildren(...parts);
@@ -267,10 +305,10 @@ function drawCharts(series) {
     card.append(row, shape('svg', { viewBox: '0 0 360 170', role: 'img' }));
     return card;
   }).forEach((card, i) => {
-    const values = points(series[names[i]]);
+    const values = list(series[names[i]]);
     const unit = Object.hasOwn(UNITS, names[i]) ? UNITS[names[i]] : '';
     say(card.querySelector('h2'), titleOf(names[i], series));
-    say(card.querySelector('.now'), `${figure(values.at(-1)[1])} ${unit}`.trim());
+    say(card.querySelector('.now'), newestText(values, unit));
     drawCurve(card.querySelector('svg'), values, card.querySelector('h2').textContent, unit);
   });
 }
@@ -328,7 +366,7 @@ function drawRow(row, rank) {
       `GPU ${gpu.index ?? ''}${power}`);
   } else {
     meter(cells[5], null, cores === null ? '–' : `${cores.toFixed(2)} cores`,
-      number(rank.threads) !== null ? `${rank.threads} threads` : '');
+      number(rank.threads) !== null ? `${rank.threads} thread${rank.threads === 1 ? '' : 's'}` : '');
   }
   const total = number(gpu.memory_total_bytes);
   if (total !== null && number(gpu.memory_used_bytes) !== null) {
@@ -343,7 +381,11 @@ function drawRow(row, rank) {
     ? `${position.state}${number(position.age_s) !== null ? `, ${ageText(position.age_s)} s ago` : ''}` : '');
 }
 
+// What no rank has, as a record and a script have no collective, is left away.
 function drawRanks(ranks) {
+  const table = at('ranks').parentElement;
+  table.classList.toggle('no-phase', !ranks.some((r) => r.phase));
+  table.classList.toggle('no-collective', !ranks.some((r) => r.position));
   match(at('ranks'), ranks.map((r) => r.rank), makeRow).forEach((row, i) => drawRow(row, ranks[i]));
 }
 
@@ -361,6 +403,7 @@ function shares(budget) {
 function drawBudget(state, ranks) {
   const whole = state.run.recorded === true && state.run.state !== 'running';
   say(at('budget-note'), whole ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
+  at('budget').parentElement.hidden = !ranks.some((r) => shares(r.budget).size > 0);
   const used = new Set();
   match(at('budget'), ranks.map((r) => r.rank), () => {
     const line = make('div', 'budget');
@@ -432,11 +475,12 @@ let lost = false;
 // What stands above everything else, and whether it is bad.
 function banner(state, ranks) {
   if (lost) {
-    const who = state.run.recorded === true ? 'lockstep dashboard' : 'the launcher';
-    return [`Connection lost: ${who} does not answer. This is the last state that it sent.`, true];
+    const [who, next] = state.run.recorded === true ? ['lockstep dashboard', '']
+      : ['the launcher', ' If the run is over, lockstep dashboard DIR shows what it has recorded in its output_dir.'];
+    return [`Connection lost: ${who} does not answer. This is the last state that it sent.${next}`, true];
   }
   const failed = ranks.filter((r) => r.state === 'failed');
-  if (failed.length && !(state.run.recorded === true && state.run.message)) {
+  if (failed.length && !(isOver(state) && state.run.message)) {
     const who = failed.map((r) => `Rank ${r.rank} failed${r.exit ? ` (${r.exit})` : ''}`).join('. ');
     return [`${who}.`, true];
   }
@@ -451,7 +495,7 @@ function draw(state) {
   const attempt = number(state.run.attempt) > 0 ? `restart ${state.run.attempt}` : '';
   const elapsed = duration(state.time - state.run.started);
   say(at('run-id'), [`run ${state.run.id ?? ''}`, `${state.run.world_size ?? ranks.length} ranks`, attempt,
-    elapsed].filter((part) => part !== '').join(' · '));
+    elapsed === '–' ? '' : `${elapsed} elapsed`].filter((part) => part !== '').join(' · '));
   const failed = ranks.some((r) => r.state === 'failed');
   const now = state.stall ? 'stalled' : String(state.run.state);
   const shown = failed && state.run.state === 'running' ? 'failed' : now;
@@ -473,7 +517,7 @@ function draw(state) {
   const time = number(state.time);
   if (time !== null) {
     const date = new Date(time * 1000);
-    say(at('updated'), state.run.recorded === true ? `Recorded until ${date.toLocaleString()}`
+    say(at('updated'), state.run.recorded === true ? `Recorded until ${date.toLocaleString()}. What the ranks printed is not recorded; lockstep run --log-dir writes it to files.`
       : `Updated ${date.toLocaleTimeString()}`);
   }
 }
