@@ -27,6 +27,10 @@ constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHandshakeTimeout{10'000};
 constexpr milliseconds kAcceptPause{200};
 constexpr milliseconds kConnectTimeout{5000};
+// By when the kernel has noticed that a host is lost. A node that wants to join has an answer later
+// than that, if its node rank is taken.
+constexpr milliseconds kLossKnown = kLostAfter + milliseconds(1500);
+constexpr milliseconds kAnswerTimeout = 2 * kLossKnown;
 constexpr milliseconds kRetryDelay{200};
 constexpr milliseconds kNodeZeroSlack{5000};
 constexpr milliseconds kFirstProgress{3000};
@@ -260,12 +264,6 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
   if (handshake.node < 1 || handshake.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
                        handshake.host, plan_.nnodes - 1);
-  const auto taken = guest_of_node_.find(handshake.node);
-  if (taken != guest_of_node_.end())
-    return fmt::format(
-        "[launch] --node-rank={} of {} is already taken by {}. Give every host its own "
-        "node rank.",
-        handshake.node, handshake.host, guests_.at(taken->second).host);
   for (const auto& [flag, ours] : flags_of_the_run(plan_)) {
     const auto theirs = handshake.flags.find(flag);
     if (theirs == handshake.flags.end() || theirs->second != ours)
@@ -287,6 +285,14 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
   return {};
 }
 
+std::string Hub::taken_text(const Message& handshake) const {
+  const auto taken = guest_of_node_.find(handshake.node);
+  if (taken == guest_of_node_.end()) return {};
+  return fmt::format(
+      "[launch] --node-rank={} of {} is already taken by {}. Give every host its own node rank.",
+      handshake.node, handshake.host, guests_.at(taken->second).host);
+}
+
 void Hub::refuse(std::uint64_t number, const std::string& reason) {
   Guest& guest = guests_.at(number);
   loop_.cancel(guest.deadline);
@@ -304,7 +310,17 @@ void Hub::refuse(std::uint64_t number, const std::string& reason) {
 void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   Guest& guest = guests_.at(number);
   loop_.cancel(guest.deadline);
-  const std::string refusal = reason_to_refuse(handshake);
+  const bool again = std::exchange(guest.asked, true);
+  std::string refusal = reason_to_refuse(handshake);
+  if (refusal.empty()) {
+    refusal = taken_text(handshake);
+    // It may come for a launcher whose host is lost, which nobody has noticed yet.
+    if (!refusal.empty() && !again) {
+      guest.deadline =
+          loop_.after(kLossKnown, [this, number, handshake] { on_handshake(number, handshake); });
+      return;
+    }
+  }
   if (!refusal.empty()) return refuse(number, refusal);
   guest.node = handshake.node;
   guest.host = handshake.host;
@@ -386,16 +402,20 @@ void Hub::report_progress() {
 
 void Hub::check_complete() {
   if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
-  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
-    loop_.cancel(*timer);
+  stop_waiting();
   shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
   for (const auto& [node, number] : guest_of_node_) guests_.at(number).started = true;
-  loop_.forget(listener_.get());
+  // At once: a node that is lost from here on is one of a run that has begun.
+  handlers_.complete();
+}
+
+void Hub::stop_waiting() {
+  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
+    loop_.cancel(*timer);
+  if (listener_) loop_.forget(listener_.get());
   listener_.reset();
   while (evict()) {
   }
-  // At once: a node that is lost from here on is one of a run that has begun.
-  handlers_.complete();
 }
 
 void Hub::broadcast(const Message& message) {
@@ -417,6 +437,7 @@ std::string Hub::local_address() const {
 }
 
 void Hub::wait_for_goodbyes(milliseconds timeout, EventLoop::Task done) {
+  stop_waiting();  // whoever joined now would be lost in a moment
   if (guest_of_node_.empty()) return loop_.post(std::move(done));
   on_goodbyes_ = std::move(done);
   goodbye_timer_ = loop_.after(timeout, [this] {
@@ -445,15 +466,25 @@ void Spoke::close() {
     loop_.cancel(*timer);
   if (pending_) loop_.forget(pending_.get());
   pending_.reset();
+  lookup_.reset();
   connection_.reset();
 }
 
 void Spoke::connect(int first_attempt) {
   first_attempt_ = first_attempt;
-  welcome_ = false;
+  begun_ = false;
   started_ = EventLoop::Clock::now();
+  expect_node_zero();
+  try_now();
+}
+
+// Within what is left of the time since connect().
+void Spoke::expect_node_zero() {
+  welcome_ = false;
   for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_}) loop_.cancel(*timer);
-  overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
+  const auto end = started_ + plan_.rendezvous_timeout;
+  const auto left = std::chrono::ceil<milliseconds>(end - EventLoop::Clock::now());
+  overdue_timer_ = loop_.after(left, [this] {
     overdue_timer_ = 0;
     handlers_.failed(1, fmt::format("[launch] node 0's launcher was not found at {}:{} within {} s "
                                     "({}). Start it there with "
@@ -463,7 +494,6 @@ void Spoke::connect(int first_attempt) {
                                     plan_.rendezvous_timeout.count(), last_problem_));
   });
   progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
-  try_now();
 }
 
 void Spoke::report_progress() {
@@ -536,7 +566,8 @@ void Spoke::on_connected(Fd socket) {
                            [this](const Closing& closing) { on_closed(closing); }});
   local_address_ = connection_->local_address();
   answer_timer_ =
-      loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
+      loop_.after(kAnswerTimeout, [this] { try_later("what listens there does not answer"); });
+  last_problem_ = "it has not answered yet";
   Message handshake;
   handshake.kind = Message::Kind::kHandshake;
   handshake.node = plan_.node_rank;
@@ -557,6 +588,10 @@ void Spoke::disconnect() {
 void Spoke::on_closed(const Closing& closing) {
   if (!connection_) return;
   disconnect();
+  if (welcome_ && !begun_ && first_attempt_ > 0) {  // as is the one that came back, or its place
+    expect_node_zero();
+    return try_later(closing.why);
+  }
   if (welcome_) return handlers_.lost(closing.why);
   if (closing.secret == Closing::Secret::kFine)
     return try_later("what listens there is not a launcher that waits");
@@ -608,6 +643,7 @@ void Spoke::on_message(const Message& message) {
                        "what it says; it may be stopped.");
     });
   }
+  begun_ = begun_ || message.kind == Message::Kind::kStart;
   if (message.kind != Message::Kind::kSay) {
     loop_.cancel(overdue_timer_);
   } else {

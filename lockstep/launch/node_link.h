@@ -64,6 +64,7 @@ class Hub {
     std::string address;
     std::string host;
     int node = -1;         // until it has joined
+    bool asked = false;    // to join
     bool started = false;  // all nodes were here since
     NodeShare share;
     EventLoop::TimerId deadline = 0;
@@ -78,11 +79,13 @@ class Hub {
   void on_closed(std::uint64_t guest, const Closing& closing);
   void drop(std::uint64_t guest);
   std::string reason_to_refuse(const Message& handshake) const;
+  std::string taken_text(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
   std::string missing() const;
   void report(const std::string& rejection);
   void report_progress();
   void check_complete();
+  void stop_waiting();
 
   EventLoop& loop_;
   const LaunchPlan& plan_;
@@ -110,7 +113,8 @@ class Spoke {
     std::function<void(const StoreFrame&)> frame;
     // Refused (2), or node 0 or another node did not come in time (1).
     std::function<void(int code, const std::string& text)> failed;
-    std::function<void(const std::string& why)> lost;  // after it had answered
+    // After it had answered; one that is waited for a second time, after an attempt had begun.
+    std::function<void(const std::string& why)> lost;
     std::function<void(const std::string& text)> say;
   };
   Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers);
@@ -124,6 +128,7 @@ class Spoke {
   std::string local_address() const { return local_address_; }
 
  private:
+  void expect_node_zero();
   void try_now();
   void try_addresses(const Addresses& found);
   void on_connected(Fd socket);
@@ -143,6 +148,7 @@ class Spoke {
   Fd pending_;
   std::unique_ptr<Connection> connection_;
   bool welcome_ = false;
+  bool begun_ = false;  // an attempt, since connect()
   int first_attempt_ = 0;
   std::size_t tries_ = 0;
   std::string last_problem_ = "not tried yet";

@@ -5,13 +5,16 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/launch/ports.h"
 #include "lockstep/rendezvous/secure_channel.h"
 #include "lockstep/rendezvous/world_layout.h"
 
@@ -111,6 +114,25 @@ TEST(NodeMessage, TextOfOthersCannotCommandATerminal) {
   const Message copy = decode(encode(message));
   EXPECT_EQ(copy.text, R"(\x1b)");
   EXPECT_EQ(copy.failure->stack.at(0), R"(\x1b)");
+}
+
+// ---------------------------------------------------------------- Spoke
+
+TEST(Spoke, OneThatIsClosedLooksForNobody) {
+  EventLoop loop;
+  const HeldPort port = HeldPort::any(Reach::kIpv4Loopback);
+  const Fd listener = port.listener();
+  LaunchPlan plan;
+  plan.nnodes = 2;
+  plan.node_rank = 1;
+  plan.master_addr = "127.0.0.1";
+  plan.master_port = port.number();
+  Spoke spoke(loop, plan, "n1", {});
+  spoke.connect();
+  spoke.close();  // while the name is looked up
+  loop.after(std::chrono::milliseconds(300), [&] { loop.stop(); });
+  loop.run();
+  EXPECT_FALSE(Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)));
 }
 
 // ---------------------------------------------------------------- SecretKey
