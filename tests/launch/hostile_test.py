@@ -328,13 +328,11 @@ class WithSecret(Hostile):
     def disagree(self, first_flags, second_flags, first_text, second_text, then):
         """Node 0 with the first flags and node 1 with the second: both name the flag; node 0 goes
         on waiting for the right one."""
-        began = time.monotonic()
         first = self.node(0, "echo ran", *first_flags)
         code, _, err = self.finish(self.node(1, "echo ran", *second_flags))
         self.assertEqual(code, 2, err)
         self.assertIn(second_text, err)
         self.wait_line(first.stderr, first_text)
-        self.assertLess(time.monotonic() - began, 20)
         for code, err in self.ends([first, self.node(1, "echo ran", *then)]):
             self.assertEqual(code, 0, err)
 

@@ -217,12 +217,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                 self.forget_notes()
                 self.port = free_port()
                 # Ranks that do not end when they are asked to, with a grace longer than the test.
-                script = "trap '' TERM; " + WAIT.replace("sleep 300", "while :; do sleep 1; done")
+                script = ('n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; ' +
+                          WAIT.replace("sleep 300", "while :; do sleep 0.05; done"))
                 processes = self.both(script, "--shutdown-timeout=300")
                 self.wait_notes("up", 4)
-                for request in range(3):
-                    if request > 0:
-                        time.sleep(0.5)  # what comes at once is one request
+                processes[asked].terminate()
+                for request in (1, 2):
+                    self.wait_line(processes[asked].stdout, f"] request {request}\n")
+                    time.sleep(0.2)  # the same request within 100 ms is an echo of itself
                     processes[asked].terminate()
                 for code, err in self.ends(processes):
                     self.assertEqual(code, 143, err)
