@@ -109,14 +109,18 @@ class Foreign(ScriptCase):
         self.assertNotIn("healthy", err)
 
     def test_a_stop_request_ends_it_and_the_summary_comes(self):
-        folder = os.path.join(self.dir.name, "recorded")
-        process = self.start("--standalone", "--nproc-per-node=2", "--doctor", "--record", folder,
-                             self.script(), "300")
-        self.until_recorded(folder, 1)
-        process.send_signal(signal.SIGTERM)
-        code, _, err = self.finish(process)
-        self.assertEqual(code, 143, err)
-        self.assertIn("[doctor] 2 of 2 ranks", err)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            folder = os.path.join(self.dir.name, number.name)
+            process = self.start("--standalone", "--nproc-per-node=2", "--doctor", "--record",
+                                 folder, self.script(), "300")
+            self.until_recorded(folder, 1)
+            process.send_signal(number)
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 128 + number, err)
+            self.assertIn("[doctor] 2 of 2 ranks", err)
+            code, text = command("monitor", folder)
+            self.assertEqual(code, 0, text)
+            self.assertIn("  ended  0 of 2 ranks run", text)
 
     def test_each_launcher_of_several_sees_its_own_ranks(self):
         flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1",
