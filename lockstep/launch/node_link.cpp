@@ -129,7 +129,7 @@ void Hub::await_nodes(Fd listener) {
         "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
         "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
         "and check that the port can be reached.",
-        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing(),
+        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing_text(),
         plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
   progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
@@ -273,8 +273,8 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
     return fmt::format(
         "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
         "for had {} of role {}. Use the same --nproc-per-node and --role.",
-        handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
-        shares_[index].nproc, shares_[index].role);
+        handshake.node, handshake.host, handshake.share.nproc, one_line(handshake.share.role),
+        shares_[index].nproc, one_line(shares_[index].role));
   try {
     auto shares = nodes();
     shares[index] = handshake.share;
@@ -371,15 +371,19 @@ void Hub::report(const std::string& rejection) {
   ++unreported_;
 }
 
-std::string Hub::missing() const {
-  constexpr int kMaxNamed = 16;
-  std::string text;
-  int count = 0;
-  for (int node = 1; node < plan_.nnodes; ++node) {
-    if (guest_of_node_.count(node) > 0 || ++count > kMaxNamed) continue;
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", node);
-  }
-  if (count > kMaxNamed) text += fmt::format(" and {} more", count - kMaxNamed);
+std::vector<int> Hub::missing() const {
+  std::vector<int> nodes;
+  for (int node = 1; node < plan_.nnodes; ++node)
+    if (guest_of_node_.count(node) == 0) nodes.push_back(node);
+  return nodes;
+}
+
+std::string Hub::missing_text() const {
+  constexpr std::size_t kMaxNamed = 16;
+  const std::vector<int> nodes = missing();
+  const std::size_t named = std::min(nodes.size(), kMaxNamed);
+  std::string text = fmt::format("{}", fmt::join(nodes.begin(), nodes.begin() + named, ", "));
+  if (nodes.size() > named) text += fmt::format(" and {} more", nodes.size() - named);
   return text;
 }
 
@@ -390,7 +394,7 @@ void Hub::report_progress() {
   message.text = fmt::format(
       "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
       "of {} s).",
-      missing(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
+      missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
       seconds_since(started_), plan_.rendezvous_timeout.count());
   broadcast(message);
   if (unreported_ > 0)

@@ -54,6 +54,7 @@ class Hub {
   std::string local_address() const;
   // What each node brings, by node rank; of all of them once `complete` was called.
   std::vector<NodeShare> nodes() const;
+  std::vector<int> missing() const;
   int first_attempt() const { return first_attempt_; }  // the least that they may take part in
   // Calls `done` when the others have hung up, or after `timeout`.
   void wait_for_goodbyes(std::chrono::milliseconds timeout, EventLoop::Task done);
@@ -81,7 +82,7 @@ class Hub {
   std::string reason_to_refuse(const Message& handshake) const;
   std::string taken_text(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
-  std::string missing() const;
+  std::string missing_text() const;
   void report(const std::string& rejection);
   void report_progress();
   void check_complete();

@@ -343,6 +343,7 @@ void Supervisor::open_coordinator() {
     hold_link_port();
     hub_->await_nodes(link_port_->listener());
   };
+  orders.missing = [this] { return hub_->missing(); };
   decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
 }
 

@@ -181,6 +181,21 @@ class AtTheStart(Hostile):
         self.assertEqual(code, 1, err)
         self.assertIn("the launcher of node 1 on evil is lost", err)
 
+    def test_roles_of_peers_are_escaped(self):
+        evil = "\x1b[2J\n[launch] forged"
+        flags = {**FLAGS, "--max-restarts": "1"}
+        share = {"nproc_per_node": 2, "role": evil}
+        first = self.node(0, WAIT, "--max-restarts=1")
+        self.join(flags=flags, share=share).close()
+        self.wait_line(first.stderr, "as soon as every node is here again")
+        self.answer(handshake(flags=flags, share={**share, "nproc_per_node": 3}))
+        self.wait_line(first.stderr, "for had 2 of role")
+        first.terminate()
+        code, _, err = self.finish(first)
+        self.assertEqual(code, 143, err)
+        self.assertNotIn("\x1b", err)
+        self.assertNotIn("\n[launch] forged", err)
+
     def test_a_replacement_that_comes_before_the_loss_is_known(self):
         with self.two_peers() as (_, joined, last):
             last.sendall(handshake(nnodes=3))
