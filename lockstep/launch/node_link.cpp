@@ -571,7 +571,6 @@ void Spoke::on_connected(Fd socket) {
   local_address_ = connection_->local_address();
   answer_timer_ =
       loop_.after(kAnswerTimeout, [this] { try_later("what listens there does not answer"); });
-  last_problem_ = "it has not answered yet";
   Message handshake;
   handshake.kind = Message::Kind::kHandshake;
   handshake.node = plan_.node_rank;

@@ -152,7 +152,7 @@ class Spoke {
   bool begun_ = false;  // an attempt, since connect()
   int first_attempt_ = 0;
   std::size_t tries_ = 0;
-  std::string last_problem_ = "not tried yet";
+  std::string last_problem_ = "no answer yet";
   std::string local_address_;
   EventLoop::Clock::time_point started_;
   EventLoop::TimerId overdue_timer_ = 0, retry_timer_ = 0, answer_timer_ = 0, progress_timer_ = 0;
