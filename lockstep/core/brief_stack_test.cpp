@@ -139,7 +139,8 @@ TEST(SourceLines, AreReadFromWhatTheToolPrints) {
 
 TEST(SourceLines, AToolThatHangsIsGivenUpAlsoAmongSignals) {
   const FakeTool tool("exec sleep 1000");
-  struct sigaction ignoring {}, before {};
+  struct sigaction ignoring {
+  }, before{};
   ignoring.sa_handler = [](int) {};
   ignoring.sa_flags = SA_RESTART;
   ::sigaction(SIGALRM, &ignoring, &before);

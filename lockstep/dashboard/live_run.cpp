@@ -116,8 +116,9 @@ double seconds_since(Clock::time_point time) {
 
 // One that was asked to stop, and did, has not: the launcher (128 + signal) or one of its ranks.
 bool has_failed(const launch::RunEnded& run) {
-  const bool stopped =
-      run.cause.empty() ? run.code > 128 : run.cause.find(" stopped on request: ") != run.cause.npos;
+  const bool stopped = run.cause.empty()
+                           ? run.code > 128
+                           : run.cause.find(" stopped on request: ") != run.cause.npos;
   return run.code != 0 && !stopped;
 }
 

@@ -462,8 +462,7 @@ void Supervisor::on_stop_request(int signal) {
   message.request = requests_;
   report(message);
   // There is nobody to say that the run is over.
-  if (node_zero_lost_)
-    end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
+  if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
   // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
   if (spoke_ && !in_run_) end(128 + signal, std::nullopt);
 }
