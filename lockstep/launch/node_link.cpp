@@ -13,6 +13,7 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/rendezvous/this_host.h"
 
@@ -259,7 +260,7 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
   };
   const auto index = static_cast<std::size_t>(handshake.node);
   if (handshake.run_id != plan_.run_id)
-    return differs("--rdzv-id", one_line(handshake.run_id), plan_.run_id);
+    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
   if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
   if (handshake.node < 1 || handshake.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
@@ -273,8 +274,8 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
     return fmt::format(
         "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
         "for had {} of role {}. Use the same --nproc-per-node and --role.",
-        handshake.node, handshake.host, handshake.share.nproc, one_line(handshake.share.role),
-        shares_[index].nproc, one_line(shares_[index].role));
+        handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
+        shares_[index].nproc, printable(shares_[index].role));
   try {
     auto shares = nodes();
     shares[index] = handshake.share;

@@ -48,16 +48,6 @@ def failure(**fields):
 
 
 class Hostile(Nodes):
-    def connect(self):
-        """To node 0, as soon as it listens."""
-        end = time.monotonic() + BOUND_S
-        while True:
-            try:
-                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
-            except ConnectionRefusedError:
-                self.assertLess(time.monotonic(), end, "node 0 does not listen")
-                time.sleep(0.02)
-
     def answer(self, data):
         with self.connect() as peer:
             peer.sendall(data)

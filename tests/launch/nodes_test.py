@@ -54,6 +54,16 @@ class Nodes(Case):
     def both(self, script, *flags, **options):
         return [self.node(rank, script, *flags, **options) for rank in (0, 1)]
 
+    def connect(self):
+        """To node 0, as soon as it listens."""
+        end = time.monotonic() + BOUND_S
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
+            except ConnectionRefusedError:
+                self.assertLess(time.monotonic(), end, "node 0 does not listen")
+                time.sleep(0.02)
+
     def ends(self, processes, bound_s=BOUND_S):
         """(exit code, stderr) of each, all within the bound."""
         end = time.monotonic() + bound_s
@@ -370,16 +380,6 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                 code, _, err = self.finish(second)
         self.assertEqual(code, 2, err)
         self.assertIn(message, err)
-
-    def connect(self):
-        """To node 0, as soon as it listens."""
-        end = time.monotonic() + BOUND_S
-        while True:
-            try:
-                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
-            except ConnectionRefusedError:
-                self.assertLess(time.monotonic(), end, "node 0 does not listen")
-                time.sleep(0.02)
 
     def test_a_node_0_that_hangs_after_its_answer_is_named(self):
         for join_s in (1, 20):
