@@ -92,7 +92,7 @@ class DoctorRun(unittest.TestCase):
         text = self.doctor("--run", str(self.root), code=0).stdout
         self.assertNotIn("\x1b", text)
         self.assertNotIn("\x07", text)
-        self.assertIn("title\ufffdadamw\n", text)
+        self.assertIn("title\\x07adamw\n", text)
 
     def test_an_earlier_start_is_not_judged(self):
         self.record(WAITING)

@@ -2,8 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/time.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -135,12 +137,22 @@ TEST(SourceLines, AreReadFromWhatTheToolPrints) {
   EXPECT_THAT(source_lines("/no/such/file", {1}, soon()), ElementsAre(""));
 }
 
-TEST(SourceLines, AToolThatHangsIsGivenUp) {
+TEST(SourceLines, AToolThatHangsIsGivenUpAlsoAmongSignals) {
   const FakeTool tool("exec sleep 1000");
+  struct sigaction ignoring {
+  }, before{};
+  ignoring.sa_handler = [](int) {};
+  ignoring.sa_flags = SA_RESTART;
+  ::sigaction(SIGALRM, &ignoring, &before);
+  const itimerval often{{0, 20'000}, {0, 20'000}};
+  ::setitimer(ITIMER_REAL, &often, nullptr);
   const auto began = std::chrono::steady_clock::now();
   EXPECT_THAT(source_lines(own_program(), {1}, Deadline::after(std::chrono::milliseconds(200))),
               ElementsAre(""));
   EXPECT_LT(seconds_since(began), 100);
+  const itimerval never{};
+  ::setitimer(ITIMER_REAL, &never, nullptr);
+  ::sigaction(SIGALRM, &before, nullptr);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/terminal.h"
 
 namespace lockstep {
@@ -151,6 +152,23 @@ TEST(Fd, AtomicFileReplacesWhole) {
   EXPECT_EQ(read_file(path), "two");
   EXPECT_THROW(read_file(path, 2), UsageError);
   ::unlink(path.c_str());
+}
+
+TEST(Printable, TextOfOthersCannotCommandATerminal) {
+  EXPECT_EQ(printable_lines("a\tb\nc caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80"),
+            "a\tb\nc caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80");
+  EXPECT_EQ(printable("\x1b[2J\r\b\x7f"), R"(\x1b[2J\x0d\x08\x7f)");
+  EXPECT_EQ(printable(std::string_view("\0", 1)), R"(\x00)");
+  EXPECT_EQ(printable("\xc2\x9b"
+                      "2J"),
+            R"(\u009b2J)");  // the one-character escape
+  EXPECT_EQ(printable("\xe2\x80\xae"
+                      "cba"),
+            R"(\u202ecba)");                                // right to left
+  EXPECT_EQ(printable("\x9b\xff\xc3"), R"(\x9b\xff\xc3)");  // not UTF-8
+  EXPECT_EQ(printable("\xe0\x82\x9b"), R"(\xe0\x82\x9b)");  // written too long
+  EXPECT_EQ(printable(printable("\x1b\xc2\x9b\xff")), printable("\x1b\xc2\x9b\xff"));
+  EXPECT_EQ(printable("a\tb\n[launch] c"), "a b [launch] c");
 }
 
 }  // namespace

@@ -9,8 +9,10 @@
 
 namespace lockstep {
 
-// One line: a tab is a space, and U+FFFD stands for every other control character, for those that
-// change the direction of writing, and for what is not UTF-8.
+// Control characters, what is not UTF-8, and marks that reorder text, written as escapes such as
+// \x1b. Line breaks and tabs are spaces, so that a text cannot have lines that look like ours.
 std::string printable(std::string_view text);
+// The same with its line breaks and tabs.
+std::string printable_lines(std::string_view text);
 
 }  // namespace lockstep

@@ -71,7 +71,9 @@ std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
   char block[4096];
   for (;;) {
     pollfd waits{fd, POLLIN, 0};
-    if (::poll(&waits, 1, deadline.remaining_ms()) == 0 || deadline.expired()) return std::nullopt;
+    const int ready = ::poll(&waits, 1, deadline.remaining_ms());
+    if (ready == 0 || deadline.expired()) return std::nullopt;
+    if (ready < 0) continue;  // a signal: a read now might wait forever
     const ssize_t count = ::read(fd, block, sizeof block);
     if (count == 0) return text;
     if (count < 0 && errno != EINTR) return std::nullopt;

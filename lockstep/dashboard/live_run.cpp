@@ -114,10 +114,12 @@ double seconds_since(Clock::time_point time) {
   return std::chrono::duration<double>(Clock::now() - time).count();
 }
 
-// One that was asked to stop, and did, has not: its ranks end with 143 (train/stop_request.h).
+// One that was asked to stop, and did, has not: the launcher (128 + signal) or one of its ranks.
 bool has_failed(const launch::RunEnded& run) {
-  constexpr int kStopped = 143;
-  return run.code != 0 && (run.code != kStopped || run.cause.find(" failed: ") != run.cause.npos);
+  const bool stopped = run.cause.empty()
+                           ? run.code > 128
+                           : run.cause.find(" stopped on request: ") != run.cause.npos;
+  return run.code != 0 && !stopped;
 }
 
 // "rank 1 is stopped (kill -CONT 4712 continues it)"

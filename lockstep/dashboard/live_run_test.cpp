@@ -633,12 +633,14 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
 }
 
 TEST(LiveRun, ARunThatWasAskedToStopHasNotFailed) {
-  const auto state_after = [](const std::string& cause) {
+  const auto state_after = [](const std::string& cause, int code = 143) {
     LiveRun run(without_gpus());
-    run.run_ended({143, cause});
+    run.run_ended({code, cause});
     return run.view().state;
   };
   EXPECT_EQ(state_after(""), "ended");
+  EXPECT_EQ(state_after("", 130), "ended") << "by Ctrl-C";
+  EXPECT_EQ(state_after("", 1), "failed") << "another launcher did not come";
   EXPECT_EQ(state_after("rank 1 on h stopped on request: exited with code 143"), "ended");
   EXPECT_EQ(state_after("rank 1 on h failed: killed by SIGTERM"), "failed");
 }

@@ -171,22 +171,21 @@ void Coordinator::await_lost() {
   loop_.cancel(backoff_timer_);
   const bool first = phase_ != Phase::kAwaiting;
   phase_ = Phase::kAwaiting;
-  std::vector<int> nodes;
-  for (const auto& [node, failure] : lost_) nodes.push_back(node);
   Message message = message_of(Message::Kind::kRestart, attempt_);
   message.failure = failure_;
   message.text = fmt::format(
       "[launch] restarting all ranks ({} of {}) as soon as every node is here again. Waiting up to "
       "{} s for node {}: start `lockstep run` there, or on another host, with the same flags and "
       "this --node-rank.",
-      attempt_, plan_.max_restarts, plan_.rendezvous_timeout.count(), fmt::join(nodes, ", "));
+      attempt_, plan_.max_restarts, plan_.rendezvous_timeout.count(),
+      fmt::join(orders_.missing(), ", "));
   orders_.broadcast(message);
   if (first) orders_.await_nodes();
 }
 
 void Coordinator::give_up() {
-  if (phase_ != Phase::kAwaiting || lost_.empty()) return;
-  failure_ = lost_.begin()->second;
+  if (phase_ != Phase::kAwaiting) return;
+  failure_ = lost_.at(orders_.missing().at(0));
   failure_->cause +=
       fmt::format(". Neither it nor another launcher with --node-rank={} came back within {} s",
                   failure_->node, plan_.rendezvous_timeout.count());

@@ -34,7 +34,8 @@ class Coordinator {
  public:
   struct Orders {
     std::function<void(const Message&)> broadcast;  // to every node, this one included
-    std::function<void()> await_nodes;  // those that are lost; begin() or give_up() follows
+    std::function<void()> await_nodes;          // those that are lost; begin() or give_up() follows
+    std::function<std::vector<int>()> missing;  // those that are not here
   };
 
   Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders);

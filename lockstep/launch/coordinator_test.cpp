@@ -24,7 +24,7 @@ class CoordinatorTest : public ::testing::Test {
     coordinator_ = std::make_unique<Coordinator>(
         loop_, plan_,
         Coordinator::Orders{[this](const Message& message) { sent_.push_back(message); },
-                            [this] { ++waits_; }});
+                            [this] { ++waits_; }, [this] { return missing_; }});
   }
   Message message(Kind kind, int attempt = 0) {
     Message result;
@@ -59,6 +59,7 @@ class CoordinatorTest : public ::testing::Test {
   LaunchPlan plan_;
   std::vector<Message> sent_;
   int waits_ = 0;  // for lost nodes
+  std::vector<int> missing_ = {1};
   std::unique_ptr<Coordinator> coordinator_;
 };
 
@@ -203,6 +204,7 @@ TEST_F(CoordinatorTest, ANodeThatIsLostInThePauseIsWaitedFor) {
   for (const int node : {0, 1, 2}) coordinator_->on_message(node, message(Kind::kDown));
   EXPECT_EQ(sent_.back().kind, Kind::kRestart);
   coordinator_->on_lost(1, "n1", "gone");
+  missing_ = {1, 2};
   coordinator_->on_lost(2, "n2", "gone");
   EXPECT_THAT(sent_.back().text, HasSubstr("for node 1, 2: start"));
   EXPECT_EQ(waits_, 1) << "for both";
@@ -211,6 +213,22 @@ TEST_F(CoordinatorTest, ANodeThatIsLostInThePauseIsWaitedFor) {
   coordinator_->on_message(0, stop(15));
   EXPECT_EQ(sent_.back().kind, Kind::kEnd);
   EXPECT_EQ(sent_.back().code, 143);
+}
+
+TEST_F(CoordinatorTest, OfSeveralThatWereLostTheOneThatIsMissingIsNamed) {
+  plan_.nnodes = 4;
+  coordinator_->begin();
+  coordinator_->on_lost(1, "n1", "gone");
+  coordinator_->on_lost(2, "n2", "gone");
+  missing_ = {1, 2};
+  for (const int node : {0, 3}) coordinator_->on_message(node, message(Kind::kDown));
+  EXPECT_THAT(sent_.back().text, HasSubstr("for node 1, 2: start"));
+  missing_ = {2, 3};  // the first is here again
+  coordinator_->on_lost(3, "n3", "gone");
+  EXPECT_THAT(sent_.back().text, HasSubstr("for node 2, 3: start"));
+  coordinator_->give_up();
+  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("the launcher of node 2 on n2 is lost"));
+  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("--node-rank=2 came back within 300 s"));
 }
 
 TEST_F(CoordinatorTest, ARunOfWhichNodesHaveSeenAttemptsContinuesCounting) {

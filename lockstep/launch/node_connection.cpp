@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
 
 namespace lockstep::launch {
 namespace {

@@ -13,6 +13,7 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/rendezvous/this_host.h"
 
@@ -27,6 +28,10 @@ constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHandshakeTimeout{10'000};
 constexpr milliseconds kAcceptPause{200};
 constexpr milliseconds kConnectTimeout{5000};
+// By when the kernel has noticed that a host is lost. A node that wants to join has an answer later
+// than that, if its node rank is taken.
+constexpr milliseconds kLossKnown = kLostAfter + milliseconds(1500);
+constexpr milliseconds kAnswerTimeout = 2 * kLossKnown;
 constexpr milliseconds kRetryDelay{200};
 constexpr milliseconds kNodeZeroSlack{5000};
 constexpr milliseconds kFirstProgress{3000};
@@ -125,7 +130,7 @@ void Hub::await_nodes(Fd listener) {
         "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
         "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
         "and check that the port can be reached.",
-        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing(),
+        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing_text(),
         plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
   progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
@@ -255,17 +260,11 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
   };
   const auto index = static_cast<std::size_t>(handshake.node);
   if (handshake.run_id != plan_.run_id)
-    return differs("--rdzv-id", one_line(handshake.run_id), plan_.run_id);
+    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
   if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
   if (handshake.node < 1 || handshake.node >= plan_.nnodes)
     return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
                        handshake.host, plan_.nnodes - 1);
-  const auto taken = guest_of_node_.find(handshake.node);
-  if (taken != guest_of_node_.end())
-    return fmt::format(
-        "[launch] --node-rank={} of {} is already taken by {}. Give every host its own "
-        "node rank.",
-        handshake.node, handshake.host, guests_.at(taken->second).host);
   for (const auto& [flag, ours] : flags_of_the_run(plan_)) {
     const auto theirs = handshake.flags.find(flag);
     if (theirs == handshake.flags.end() || theirs->second != ours)
@@ -276,7 +275,7 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
         "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
         "for had {} of role {}. Use the same --nproc-per-node and --role.",
         handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
-        shares_[index].nproc, shares_[index].role);
+        shares_[index].nproc, printable(shares_[index].role));
   try {
     auto shares = nodes();
     shares[index] = handshake.share;
@@ -285,6 +284,14 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
     return error.what();
   }
   return {};
+}
+
+std::string Hub::taken_text(const Message& handshake) const {
+  const auto taken = guest_of_node_.find(handshake.node);
+  if (taken == guest_of_node_.end()) return {};
+  return fmt::format(
+      "[launch] --node-rank={} of {} is already taken by {}. Give every host its own node rank.",
+      handshake.node, handshake.host, guests_.at(taken->second).host);
 }
 
 void Hub::refuse(std::uint64_t number, const std::string& reason) {
@@ -304,7 +311,17 @@ void Hub::refuse(std::uint64_t number, const std::string& reason) {
 void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   Guest& guest = guests_.at(number);
   loop_.cancel(guest.deadline);
-  const std::string refusal = reason_to_refuse(handshake);
+  const bool again = std::exchange(guest.asked, true);
+  std::string refusal = reason_to_refuse(handshake);
+  if (refusal.empty()) {
+    refusal = taken_text(handshake);
+    // It may come for a launcher whose host is lost, which nobody has noticed yet.
+    if (!refusal.empty() && !again) {
+      guest.deadline =
+          loop_.after(kLossKnown, [this, number, handshake] { on_handshake(number, handshake); });
+      return;
+    }
+  }
   if (!refusal.empty()) return refuse(number, refusal);
   guest.node = handshake.node;
   guest.host = handshake.host;
@@ -355,15 +372,19 @@ void Hub::report(const std::string& rejection) {
   ++unreported_;
 }
 
-std::string Hub::missing() const {
-  constexpr int kMaxNamed = 16;
-  std::string text;
-  int count = 0;
-  for (int node = 1; node < plan_.nnodes; ++node) {
-    if (guest_of_node_.count(node) > 0 || ++count > kMaxNamed) continue;
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", node);
-  }
-  if (count > kMaxNamed) text += fmt::format(" and {} more", count - kMaxNamed);
+std::vector<int> Hub::missing() const {
+  std::vector<int> nodes;
+  for (int node = 1; node < plan_.nnodes; ++node)
+    if (guest_of_node_.count(node) == 0) nodes.push_back(node);
+  return nodes;
+}
+
+std::string Hub::missing_text() const {
+  constexpr std::size_t kMaxNamed = 16;
+  const std::vector<int> nodes = missing();
+  const std::size_t named = std::min(nodes.size(), kMaxNamed);
+  std::string text = fmt::format("{}", fmt::join(nodes.begin(), nodes.begin() + named, ", "));
+  if (nodes.size() > named) text += fmt::format(" and {} more", nodes.size() - named);
   return text;
 }
 
@@ -374,7 +395,7 @@ void Hub::report_progress() {
   message.text = fmt::format(
       "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
       "of {} s).",
-      missing(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
+      missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
       seconds_since(started_), plan_.rendezvous_timeout.count());
   broadcast(message);
   if (unreported_ > 0)
@@ -386,16 +407,20 @@ void Hub::report_progress() {
 
 void Hub::check_complete() {
   if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
-  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
-    loop_.cancel(*timer);
+  stop_waiting();
   shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
   for (const auto& [node, number] : guest_of_node_) guests_.at(number).started = true;
-  loop_.forget(listener_.get());
+  // At once: a node that is lost from here on is one of a run that has begun.
+  handlers_.complete();
+}
+
+void Hub::stop_waiting() {
+  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
+    loop_.cancel(*timer);
+  if (listener_) loop_.forget(listener_.get());
   listener_.reset();
   while (evict()) {
   }
-  // At once: a node that is lost from here on is one of a run that has begun.
-  handlers_.complete();
 }
 
 void Hub::broadcast(const Message& message) {
@@ -417,6 +442,7 @@ std::string Hub::local_address() const {
 }
 
 void Hub::wait_for_goodbyes(milliseconds timeout, EventLoop::Task done) {
+  stop_waiting();  // whoever joined now would be lost in a moment
   if (guest_of_node_.empty()) return loop_.post(std::move(done));
   on_goodbyes_ = std::move(done);
   goodbye_timer_ = loop_.after(timeout, [this] {
@@ -445,15 +471,25 @@ void Spoke::close() {
     loop_.cancel(*timer);
   if (pending_) loop_.forget(pending_.get());
   pending_.reset();
+  lookup_.reset();
   connection_.reset();
 }
 
 void Spoke::connect(int first_attempt) {
   first_attempt_ = first_attempt;
-  welcome_ = false;
+  begun_ = false;
   started_ = EventLoop::Clock::now();
+  expect_node_zero();
+  try_now();
+}
+
+// Within what is left of the time since connect().
+void Spoke::expect_node_zero() {
+  welcome_ = false;
   for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_}) loop_.cancel(*timer);
-  overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
+  const auto end = started_ + plan_.rendezvous_timeout;
+  const auto left = std::chrono::ceil<milliseconds>(end - EventLoop::Clock::now());
+  overdue_timer_ = loop_.after(left, [this] {
     overdue_timer_ = 0;
     handlers_.failed(1, fmt::format("[launch] node 0's launcher was not found at {}:{} within {} s "
                                     "({}). Start it there with "
@@ -463,7 +499,6 @@ void Spoke::connect(int first_attempt) {
                                     plan_.rendezvous_timeout.count(), last_problem_));
   });
   progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
-  try_now();
 }
 
 void Spoke::report_progress() {
@@ -536,7 +571,7 @@ void Spoke::on_connected(Fd socket) {
                            [this](const Closing& closing) { on_closed(closing); }});
   local_address_ = connection_->local_address();
   answer_timer_ =
-      loop_.after(kConnectTimeout, [this] { try_later("what listens there does not answer"); });
+      loop_.after(kAnswerTimeout, [this] { try_later("what listens there does not answer"); });
   Message handshake;
   handshake.kind = Message::Kind::kHandshake;
   handshake.node = plan_.node_rank;
@@ -557,6 +592,10 @@ void Spoke::disconnect() {
 void Spoke::on_closed(const Closing& closing) {
   if (!connection_) return;
   disconnect();
+  if (welcome_ && !begun_ && first_attempt_ > 0) {  // as is the one that came back, or its place
+    expect_node_zero();
+    return try_later(closing.why);
+  }
   if (welcome_) return handlers_.lost(closing.why);
   if (closing.secret == Closing::Secret::kFine)
     return try_later("what listens there is not a launcher that waits");
@@ -608,6 +647,7 @@ void Spoke::on_message(const Message& message) {
                        "what it says; it may be stopped.");
     });
   }
+  begun_ = begun_ || message.kind == Message::Kind::kStart;
   if (message.kind != Message::Kind::kSay) {
     loop_.cancel(overdue_timer_);
   } else {

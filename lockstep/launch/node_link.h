@@ -54,6 +54,7 @@ class Hub {
   std::string local_address() const;
   // What each node brings, by node rank; of all of them once `complete` was called.
   std::vector<NodeShare> nodes() const;
+  std::vector<int> missing() const;
   int first_attempt() const { return first_attempt_; }  // the least that they may take part in
   // Calls `done` when the others have hung up, or after `timeout`.
   void wait_for_goodbyes(std::chrono::milliseconds timeout, EventLoop::Task done);
@@ -64,6 +65,7 @@ class Hub {
     std::string address;
     std::string host;
     int node = -1;         // until it has joined
+    bool asked = false;    // to join
     bool started = false;  // all nodes were here since
     NodeShare share;
     EventLoop::TimerId deadline = 0;
@@ -78,11 +80,13 @@ class Hub {
   void on_closed(std::uint64_t guest, const Closing& closing);
   void drop(std::uint64_t guest);
   std::string reason_to_refuse(const Message& handshake) const;
+  std::string taken_text(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
-  std::string missing() const;
+  std::string missing_text() const;
   void report(const std::string& rejection);
   void report_progress();
   void check_complete();
+  void stop_waiting();
 
   EventLoop& loop_;
   const LaunchPlan& plan_;
@@ -110,7 +114,8 @@ class Spoke {
     std::function<void(const StoreFrame&)> frame;
     // Refused (2), or node 0 or another node did not come in time (1).
     std::function<void(int code, const std::string& text)> failed;
-    std::function<void(const std::string& why)> lost;  // after it had answered
+    // After it had answered; one that is waited for a second time, after an attempt had begun.
+    std::function<void(const std::string& why)> lost;
     std::function<void(const std::string& text)> say;
   };
   Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers);
@@ -124,6 +129,7 @@ class Spoke {
   std::string local_address() const { return local_address_; }
 
  private:
+  void expect_node_zero();
   void try_now();
   void try_addresses(const Addresses& found);
   void on_connected(Fd socket);
@@ -143,9 +149,10 @@ class Spoke {
   Fd pending_;
   std::unique_ptr<Connection> connection_;
   bool welcome_ = false;
+  bool begun_ = false;  // an attempt, since connect()
   int first_attempt_ = 0;
   std::size_t tries_ = 0;
-  std::string last_problem_ = "not tried yet";
+  std::string last_problem_ = "no answer yet";
   std::string local_address_;
   EventLoop::Clock::time_point started_;
   EventLoop::TimerId overdue_timer_ = 0, retry_timer_ = 0, answer_timer_ = 0, progress_timer_ = 0;

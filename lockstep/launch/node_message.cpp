@@ -7,7 +7,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/printable.h"
 
 namespace lockstep::launch {
 namespace {
@@ -43,39 +43,7 @@ NodeShare share_from_json(const Node& json) {
   return {int_at(json, "nproc_per_node", 1, kMaxWorldSize), text_at(json, "role")};
 }
 
-bool is_printable(char32_t c) {
-  if (c < 0x20) return c == '\n' || c == '\t';
-  const bool control = c >= 0x7f && c < 0xa0;
-  const bool reorders =
-      (c >= 0x200e && c <= 0x200f) || (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
-  return !control && !reorders;
-}
-
 }  // namespace
-
-std::string printable(std::string_view text) {
-  std::string result;
-  for (std::size_t at = 0; at < text.size();) {
-    const std::size_t begin = at;
-    const std::size_t size = utf8_size(text.substr(at));
-    const char32_t c = size == 0 ? 0 : next_character(text, at);
-    if (size > 0 && is_printable(c)) {
-      result += text.substr(begin, size);
-    } else if (size > 1) {
-      result += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[begin]));
-      at = begin + 1;
-    }
-  }
-  return result;
-}
-
-std::string one_line(std::string_view text) {
-  std::string result = printable(text);
-  std::replace(result.begin(), result.end(), '\n', ' ');
-  return result;
-}
 
 std::string encode(const Message& message) {
   NodeMembers json = {
@@ -110,7 +78,8 @@ namespace {
 // All of a message's text, whatever its fields are. Only a rank's message and what node 0 says have
 // lines. A failure is JSON again; run ids and roles are compared, so they stay as they are.
 void make_printable(Node& node, bool lines = false) {
-  if (node.is(NodeKind::kString)) node.text = lines ? printable(node.text) : one_line(node.text);
+  if (node.is(NodeKind::kString))
+    node.text = lines ? printable_lines(node.text) : printable(node.text);
   for (Node& item : node.items) make_printable(item);
   for (Entry& entry : node.entries) {
     if (entry.key == "failure" || entry.key == "run_id" || entry.key == "role") continue;
@@ -180,11 +149,11 @@ Message decode(const std::string& line) {
       message.nnodes = int_at(json, "nnodes", 1);
       message.share = share_from_json(json.at("share"));
       for (const Entry& flag : as_map(json.at("flags"), "flags").entries)
-        message.flags[flag.key] = one_line(as_string(flag.value, flag.key));
+        message.flags[flag.key] = printable(as_string(flag.value, flag.key));
     }
     return message;
   } catch (const UsageError& error) {
-    const std::string text = one_line(error.what());
+    const std::string text = printable(error.what());
     constexpr std::string_view kOwn = "[launch] ";
     if (text.starts_with(kOwn)) throw UsageError("launch", "{}", text.substr(kOwn.size()));
     throw UsageError("launch", "not a launcher's message ({}).", text);

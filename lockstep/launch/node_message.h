@@ -13,7 +13,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/launch/report.h"
@@ -52,12 +51,5 @@ struct Message {
 };
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError
-
-// Control characters (but newline and tab), what is not UTF-8, and marks that reorder text, written
-// as escapes such as \x1b: text of another host cannot command a terminal. A second call changes
-// nothing.
-std::string printable(std::string_view text);
-// Without line breaks as well, which would let a node write lines that look like this launcher's.
-std::string one_line(std::string_view text);
 
 }  // namespace lockstep::launch

@@ -343,6 +343,7 @@ void Supervisor::open_coordinator() {
     hold_link_port();
     hub_->await_nodes(link_port_->listener());
   };
+  orders.missing = [this] { return hub_->missing(); };
   decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
 }
 
@@ -460,6 +461,8 @@ void Supervisor::on_stop_request(int signal) {
   message.signal = signal;
   message.request = requests_;
   report(message);
+  // There is nobody to say that the run is over.
+  if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
   // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
   if (spoke_ && !in_run_) end(128 + signal, std::nullopt);
 }
@@ -673,6 +676,7 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   }
   if (spoke_) spoke_->close();
   if (!hub_) return leave();
+  link_port_.reset();
   hub_->wait_for_goodbyes(kGoodbyeTimeout, [this] { leave(); });
 }
 

@@ -684,7 +684,7 @@ TEST(Findings, AsTextAndJson) {
   EXPECT_EQ(to_json(findings_node({})), "[]");
   Finding hostile = finding;
   hostile.evidence = "\x1b]0;title\a";
-  EXPECT_THAT(finding_text(hostile), HasSubstr("Evidence: \ufffd]0;title\ufffd Change"));
+  EXPECT_THAT(finding_text(hostile), HasSubstr(R"(Evidence: \x1b]0;title\x07 Change)"));
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "train")
 from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, end, environment,  # noqa: E402
                         ranks_of, steps_done, wait_for_step)
 
-LONG = ("--num_train_epochs", "12", "--save_steps", "5")
+# Long enough for a fault to come in time, however late a busy machine shows the steps.
+LONG = ("--num_train_epochs", "30", "--save_steps", "5")
 ADDRESSES = ("10.99.9.1", "10.99.9.2")
 
 

@@ -108,7 +108,7 @@ def a_flood_leaves_the_steps_alone():
     flood = None
     rounds = 10
     log = []
-    deadline = threading.Timer(200, runs[0].kill)
+    deadline = threading.Timer(500, runs[0].kill)
     deadline.start()
     for line in runs[0].stdout:
         log.append(line)

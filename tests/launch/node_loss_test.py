@@ -2,13 +2,14 @@
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import socket
 import time
 import unittest
 
 from hostile_test import FLAGS, Hostile, handshake, line
-from launch_case import free_port, marked
+from launch_case import BOUND_S, free_port, marked
 from nodes_test import WAIT, Nodes
 
 # The first attempt lasts until somebody ends it; the second one says that it was there.
@@ -97,6 +98,34 @@ class Lost(Nodes):
                     left[1].terminate()
                     self.assertEqual(self.finish(left[1])[0], 143)
 
+    def test_a_request_to_stop_while_ranks_end_after_the_loss_of_node_0(self):
+        # Ranks that end when they may, so that the request comes before.
+        script = ("trap 'echo $$ > $NOTES/stopping.$RANK; while [ ! -e $NOTES/go ]; do "
+                  "sleep 0.05; done; exit 1' TERM; echo $$ > $NOTES/up.$RANK; sleep 300 & wait")
+        first, second = [self.launch(node, script, "--max-restarts=1", "--shutdown-timeout=300",
+                                     nnodes=2) for node in (0, 1)]
+        self.wait_notes("up", 2)
+        first.kill()
+        self.wait_notes("stopping", 1)
+        second.terminate()
+        self.wait_line(second.stderr, "SIGTERM received")
+        pathlib.Path(self.notes, "go").touch()
+        code, _, err = self.finish(second)
+        self.assertEqual(code, 143, err)
+        self.assertNotIn("restarting all ranks", err)
+
+    def test_node_0_is_lost_again_before_an_attempt_has_begun(self):
+        left = self.lose(0, FIRST_WAITS, "--max-restarts=1")
+        left[1].kill()
+        again = self.launch(0, FIRST_WAITS, "--max-restarts=1")
+        self.wait_line(left[0].stderr, "waiting for node ranks 2 at")  # said by the new node 0
+        again.kill()
+        back = [self.launch(node, FIRST_WAITS, "--max-restarts=1") for node in (0, 2)]
+        for process in (left[0], *back):
+            code, out, err = self.finish(process)
+            self.assertEqual(code, 0, err)
+            self.assertIn("in attempt 1", out)
+
     def test_a_second_loss_belongs_to_the_first(self):
         left = self.lose(2, FIRST_WAITS, "--max-restarts=1")
         left[1].kill()
@@ -151,6 +180,41 @@ class AtTheStart(Hostile):
             code, _, err = self.finish(first)
         self.assertEqual(code, 1, err)
         self.assertIn("the launcher of node 1 on evil is lost", err)
+
+    def test_roles_of_peers_are_escaped(self):
+        evil = "\x1b[2J\n[launch] forged"
+        flags = {**FLAGS, "--max-restarts": "1"}
+        share = {"nproc_per_node": 2, "role": evil}
+        first = self.node(0, WAIT, "--max-restarts=1")
+        self.join(flags=flags, share=share).close()
+        self.wait_line(first.stderr, "as soon as every node is here again")
+        self.answer(handshake(flags=flags, share={**share, "nproc_per_node": 3}))
+        self.wait_line(first.stderr, "for had 2 of role")
+        first.terminate()
+        code, _, err = self.finish(first)
+        self.assertEqual(code, 143, err)
+        self.assertNotIn("\x1b", err)
+        self.assertNotIn("\n[launch] forged", err)
+
+    def test_a_replacement_that_comes_before_the_loss_is_known(self):
+        with self.two_peers() as (_, joined, last):
+            last.sendall(handshake(nnodes=3))
+            self.answer(handshake(nnodes=4))  # what came before it was looked at
+            joined.shutdown(socket.SHUT_RDWR)
+            self.assertIsNotNone(self.until(last.makefile("rb"), "say"))
+
+    def test_nobody_joins_a_run_that_is_over(self):
+        with self.two_peers() as (first, joined, _):
+            first.terminate()
+            # Node 0 waits for this one to hang up.
+            self.assertEqual(self.until(joined.makefile("rb"), "end")["code"], 143)
+            answer = b""
+            with contextlib.suppress(ConnectionError), socket.create_connection(
+                    ("127.0.0.1", self.port), timeout=BOUND_S) as late:
+                late.sendall(handshake(nnodes=3, node=2))
+                answer = late.makefile("rb").readline()
+            self.assertEqual(answer, b"")
+        self.assertEqual(self.finish(first)[0], 143)
 
     def test_a_request_to_stop_when_the_last_one_joins(self):
         # Ranks that do not get it would be killed after the grace, which is longer than the test.

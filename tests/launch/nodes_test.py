@@ -54,6 +54,16 @@ class Nodes(Case):
     def both(self, script, *flags, **options):
         return [self.node(rank, script, *flags, **options) for rank in (0, 1)]
 
+    def connect(self):
+        """To node 0, as soon as it listens."""
+        end = time.monotonic() + BOUND_S
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
+            except ConnectionRefusedError:
+                self.assertLess(time.monotonic(), end, "node 0 does not listen")
+                time.sleep(0.02)
+
     def ends(self, processes, bound_s=BOUND_S):
         """(exit code, stderr) of each, all within the bound."""
         end = time.monotonic() + bound_s
@@ -217,12 +227,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                 self.forget_notes()
                 self.port = free_port()
                 # Ranks that do not end when they are asked to, with a grace longer than the test.
-                script = "trap '' TERM; " + WAIT.replace("sleep 300", "while :; do sleep 1; done")
+                script = ('n=0; trap "n=\\$((n+1)); echo request \\$n" TERM; ' +
+                          WAIT.replace("sleep 300", "while :; do sleep 0.05; done"))
                 processes = self.both(script, "--shutdown-timeout=300")
                 self.wait_notes("up", 4)
-                for request in range(3):
-                    if request > 0:
-                        time.sleep(0.5)  # what comes at once is one request
+                processes[asked].terminate()
+                for request in (1, 2):
+                    self.wait_line(processes[asked].stdout, f"] request {request}\n")
+                    time.sleep(0.2)  # the same request within 100 ms is an echo of itself
                     processes[asked].terminate()
                 for code, err in self.ends(processes):
                     self.assertEqual(code, 143, err)
@@ -368,16 +380,6 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                 code, _, err = self.finish(second)
         self.assertEqual(code, 2, err)
         self.assertIn(message, err)
-
-    def connect(self):
-        """To node 0, as soon as it listens."""
-        end = time.monotonic() + BOUND_S
-        while True:
-            try:
-                return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
-            except ConnectionRefusedError:
-                self.assertLess(time.monotonic(), end, "node 0 does not listen")
-                time.sleep(0.02)
 
     def test_a_node_0_that_hangs_after_its_answer_is_named(self):
         for join_s in (1, 20):

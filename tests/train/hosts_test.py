@@ -82,9 +82,9 @@ class Hosts(TrainCase):
         self.assertIn("out has no checkpoint that is whole on every host: a new run", text)
 
 
-# Far below the 300 s that ranks wait for one that does not come, and far above the few that a
-# loaded machine takes to start three of them.
-SOON_S = 60
+# Below the 300 s that ranks wait for one that does not come, and far above the few that a loaded
+# machine takes to start three of them.
+SOON_S = 200
 
 INSTRUCTIONS = """
 model: {name: gpt, n_layer: 1, n_head: 1, n_embd: 8}

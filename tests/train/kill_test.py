@@ -6,7 +6,7 @@ import signal
 import time
 import unittest
 
-from train_case import SOAK, TrainCase, checkpoints, ranks_of, steps_done, wait_for_step
+from train_case import BOUND_S, SOAK, TrainCase, checkpoints, ranks_of, steps_done, wait_for_step
 
 RUNS = 30 if SOAK else 2
 # Far more steps than three kills wait for: a busy machine sees a step late.
@@ -16,7 +16,7 @@ FLAGS = ("--num_train_epochs", "60", "--save_steps", "3", "--save_total_limit", 
 class Kill(TrainCase):
     def until_saving(self, process, output):
         """Returns while a save is being written, or a little later."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + BOUND_S
         while process.poll() is None and time.monotonic() < end:
             if any(".tmp-" in name for name in os.listdir(output)):
                 return
@@ -34,7 +34,7 @@ class Kill(TrainCase):
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass  # it was just done
-            process.wait(timeout=60)
+            process.wait(timeout=BOUND_S)
         finally:
             if process.poll() is None:
                 process.kill()

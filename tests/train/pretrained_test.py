@@ -87,7 +87,7 @@ class Pretrained(TrainCase):
         process = self.start(2, again)
         self.wait_while_training(process, again, 25)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
-        self.assertNotEqual(process.wait(timeout=60), 0)
+        self.assertNotEqual(process.wait(timeout=BOUND_S), 0)
         self.assertNotIn(last, [f"checkpoint-{step}" for step in checkpoints(again)])
         self.train(2, again, "--resume", "auto")
         self.assert_same(whole / last, again / last)
