@@ -296,6 +296,7 @@ class Env(unittest.TestCase):
             self.assertEqual(done.returncode, 2)
             self.assertIn("no run was named, and the GPUs of this machine cannot be shown",
                           done.stderr)
+            self.assertNotIn("..", done.stderr)
 
     def test_without_nvml_nothing_is_listed(self):
         variables = dict(LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1")

@@ -43,7 +43,7 @@ constexpr const char* kHelp =
     "--raw                TEXT as it is, whatever the model was trained on\n"
     "--chat               TEXT is what a user says in a chat, by the model's chat template\n"
     "--ids 1,2,3          token ids to continue; the new ids are printed, separated by spaces\n"
-    "--max_new_tokens N   (default 100)\n"
+    "--max_new_tokens N   (default 100, or as many as a GPT has positions left)\n"
     "--temperature T      0 (the default) takes the likeliest token; above, tokens are drawn\n"
     "--top_k K            among so many of the likeliest tokens (default 0: all)\n"
     "--top_p P            among the likeliest tokens with this probability together (default 1)\n"
@@ -191,9 +191,11 @@ bool is_honoured(const Entry& entry) {
   return number && value.real == 0;
 }
 
+constexpr std::int64_t kNewTokens = 100;
+
 // What the model's folder says about the continuation of `prompt`, below what the flags say.
 models::GenerateOptions options_for(const Flags& flags, const std::string& folder,
-                                    std::size_t prompt) {
+                                    std::size_t prompt, std::int64_t room) {
   const std::string path = folder + "/generation_config.json";
   const Node root = fs::exists(path) ? parse_json(read_file(path), path) : map_node({});
   MapReader keys(root, "generation_config");
@@ -225,7 +227,9 @@ models::GenerateOptions options_for(const Flags& flags, const std::string& folde
   if (flags.max_new_tokens) {
     o.max_new_tokens = *flags.max_new_tokens;
   } else if (o.max_new_tokens == 0) {
-    o.max_new_tokens = length > 0 ? length - static_cast<std::int64_t>(prompt) : 100;
+    o.max_new_tokens = length > 0 ? length - static_cast<std::int64_t>(prompt)
+                       : room > 0 ? std::min(kNewTokens, room)
+                                  : kNewTokens;
     if (o.max_new_tokens <= 0)
       throw UsageError("generate",
                        "{}: max_length is {}, and the text to continue has {} tokens already. Give "
@@ -341,7 +345,11 @@ int generate_main(int argc, char** argv) {
   const LoadedModel loaded = load_model(
       folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});
   const auto options = [&](const Ids& prompt) {
-    models::GenerateOptions all = options_for(flags, loaded.folder, prompt.size());
+    const auto& config = loaded.model->config();
+    // A GPT has a table of positions; the last token that is made needs none.
+    const std::int64_t room =
+        config.gpt() == nullptr ? kNewTokens : config.max_positions() + 1 - std::ssize(prompt);
+    models::GenerateOptions all = options_for(flags, loaded.folder, prompt.size(), room);
     all.eos = loaded.model->config().eos_token_ids;
     return all;
   };

@@ -219,7 +219,9 @@ int watch_gpus(const Request& request) {
       throw UsageError("monitor",
                        "no run was named, and the GPUs of this machine cannot be shown: {}. Give a "
                        "run's output_dir, or the URL of its dashboard.",
-                       now.problem.empty() ? "the driver does not answer" : now.problem);
+                       now.problem.empty()
+                           ? "the driver does not answer"
+                           : now.problem.substr(0, now.problem.find_last_not_of('.') + 1));
     if (request.json)
       fmt::print("{}\n", to_json(monitor::gpu_node(now)));
     else if (screen)

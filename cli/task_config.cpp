@@ -466,7 +466,7 @@ std::vector<std::string> text_files(const std::string& path, const std::string& 
       data::files_below(path, [&](const std::string& file) { return file.ends_with(suffix); });
   if (found.empty())
     throw UsageError(
-        "config", "the folder {} (data.path) holds no file{}.", path,
+        "config", "the folder {} (data.path) holds no file{}. Name one that does.", path,
         suffix.empty() ? "" : fmt::format(" whose name ends in '{}' (data.suffix)", suffix));
   std::vector<fs::path> files(found.begin(), found.end());  // ordered folder by folder
   std::sort(files.begin(), files.end());

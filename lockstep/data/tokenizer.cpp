@@ -135,10 +135,11 @@ Tokenizer Tokenizer::from_file(const std::string& path_or_folder) {
                    ? (fs::path(path_or_folder) / "tokenizer.json").string()
                    : path_or_folder;
   if (!is_file(impl->path))
-    throw UsageError("tokenizer",
-                     "there is no {}. Name a tokenizer.json or the folder of a model that has one "
-                     "(transformers' save_pretrained() writes it).",
-                     impl->path);
+    throw UsageError(
+        "tokenizer",
+        "there is no tokenizer '{}'. Name a tokenizer.json or the folder of a model that has one "
+        "(transformers' save_pretrained() writes it).",
+        impl->path);
   impl->config = read_tokenizer_config(impl->path);
   impl->parts = read_tokenizer_file(impl->path, impl->config);
   return Tokenizer(std::move(impl));

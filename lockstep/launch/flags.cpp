@@ -263,7 +263,8 @@ namespace {
 constexpr int kMaxPort = 65535;
 constexpr int kMultiNodePort = 29500;  // torchrun's default, which every host knows unasked
 constexpr int kYear_s = 365 * 24 * 3600;
-constexpr int kMaxCount = 1'000'000;  // far above any real world, far below overflow
+constexpr int kMaxCount = 1'000'000;   // far above any real world, far below overflow
+constexpr int kMaxRanksOfHost = 4096;  // more is a typing error, and stops the host for an hour
 
 void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
   for (const FlagSpec& flag : flag_table()) {
@@ -464,10 +465,9 @@ int parse_nproc(const Values& values, const Surroundings& around, const LaunchPl
                      given->origin);
   }
   const auto count = to_int(given->text);
-  if (!count || *count < 1 || *count > kMaxCount) {
+  if (!count || *count < 1 || *count > kMaxRanksOfHost)
     throw UsageError("run", "{}='{}' is not a number of ranks from 1 to {}, auto, cpu or gpu.",
-                     given->origin, given->text, kMaxCount);
-  }
+                     given->origin, given->text, kMaxRanksOfHost);
   return *count;
 }
 

@@ -287,6 +287,12 @@ TEST(World, NodesAreANumberOrAnEqualPair) {
         << bad;
 }
 
+TEST(World, MoreRanksThanAnyHostCanRunAreRefusedBeforeTheyAreStarted) {
+  EXPECT_EQ(plan_of({"--nproc-per-node=4096"}).nproc_per_node, 4096);
+  EXPECT_THAT(refusal_of({"--nproc-per-node=99999"}),
+              HasSubstr("--nproc-per-node='99999' is not a number of ranks from 1 to 4096"));
+}
+
 TEST(World, RanksAreANumberOrWhatTheMachineHas) {
   EXPECT_EQ(plan_of({}).nproc_per_node, 1);
   EXPECT_EQ(plan_of({"--nproc-per-node=cpu"}).nproc_per_node, 12);
@@ -312,12 +318,12 @@ TEST(World, HasABoundedNumberOfRanks) {
   };
   EXPECT_EQ(plan_of(world("1000", "1000")).nproc_per_node, 1000);
   for (const auto& [hosts, ranks] :
-       {std::pair{"1000", "1001"}, std::pair{"100000", "100000"}, std::pair{"1000000", "2"}})
+       {std::pair{"1000", "1001"}, std::pair{"100000", "4000"}, std::pair{"1000000", "2"}})
     EXPECT_THAT(refusal_of(world(hosts, ranks)),
                 HasSubstr(fmt::format("{} hosts with {} ranks each are more than 1000000 ranks",
                                       hosts, ranks)));
   EXPECT_THAT(refusal_of(world("1000001", "1")), HasSubstr("a number of hosts from 1 to 1000000"));
-  EXPECT_THAT(refusal_of(world("1", "1000001")), HasSubstr("a number of ranks from 1 to 1000000"));
+  EXPECT_THAT(refusal_of(world("1", "1000001")), HasSubstr("a number of ranks from 1 to 4096"));
 }
 
 TEST(World, TheMachineIsAskedOnlyWhenNeeded) {

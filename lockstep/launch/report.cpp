@@ -123,6 +123,13 @@ double modified_at(const std::string& path) {
          1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
 }
 
+// Gloo's own messages, thrown on a thread of its own: the program never sees them.
+bool is_mismatch(const RankFailure& failure) {
+  for (const char* text : {"collective mismatch", "op.preamble."})
+    if (failure.message.find(text) != std::string::npos) return true;
+  return false;
+}
+
 // "2026-11-17 07:08:08.087 info rank 0 [world] ...", as core/log.h writes it.
 bool is_ordinary_log_line(std::string_view line) {
   constexpr std::size_t kTimeBytes = 24;
@@ -219,6 +226,22 @@ std::vector<std::string> others_of(const RankFailure& failure) {
   for (std::string& other : others)
     if (other.ends_with(same)) other.replace(other.size() - same.size(), same.size(), ": the same");
   return others;
+}
+
+// The first line has cause and remedy: more than it is often not read, or cut off by another tool.
+std::string first_lines(const RankFailure& failure) {
+  std::string text = fmt::format("[launch] {}", failure.headline());
+  std::vector<std::string> message = lines_of(failure.message);
+  const std::string hint = hint_for(failure);
+  if (message.empty() || is_mismatch(failure)) {
+    if (!hint.empty()) text += fmt::format(". {}", hint);
+    add_block(text, "message", message);
+    return text;
+  }
+  text += fmt::format(": {}", message.front());
+  for (std::size_t i = 1; i < message.size(); ++i) text += fmt::format("\n    {}", message[i]);
+  if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
+  return text;
 }
 
 }  // namespace
@@ -373,19 +396,20 @@ std::string hint_for(const RankFailure& failure) {
   const auto died_of = [&failure](const char* name) {
     return failure.cause.find(name) != std::string::npos;
   };
-  // Gloo's own messages, thrown on a thread of its own: the program never sees them.
-  for (const char* text : {"collective mismatch", "op.preamble."}) {
-    if (failure.message.find(text) != std::string::npos)
-      return "the ranks have probably called different operations, or the same one with other "
-             "shapes or dtypes. LOCKSTEP_DEBUG=1 compares every call and names the one that "
-             "differs.";
-  }
+  if (is_mismatch(failure))
+    return "The ranks have probably called different operations, or the same one with other "
+           "shapes or dtypes, as when one has fewer batches or a call is inside `if (rank == 0)`. "
+           "LOCKSTEP_DEBUG=1 compares every call and names the one that differs.";
+  if (failure.message.find("DefaultCPUAllocator: not enough memory") != std::string::npos)
+    return "The host, or the limit of this process (ulimit -v), has no memory left: use a smaller "
+           "batch, fewer loader workers or fewer ranks on this host.";
   if (failure.cause == kLeftCause)
-    return "its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
+    return "Its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
            "a return from main() that this rank reaches and the others do not.";
   if (died_of("SIGKILL"))
-    return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg), a "
-           "scheduler's limit, or a person.";
+    return "SIGKILL comes from outside: often the kernel's out-of-memory killer (see dmesg; then "
+           "use a smaller batch, fewer loader workers or fewer ranks on this host), a scheduler's "
+           "limit, or a person.";
   if (died_of("SIGBUS")) return "SIGBUS is often a full /dev/shm or a truncated mapped file.";
   if (died_of("SIGSYS"))
     return "SIGSYS comes from a filter of system calls (seccomp): see the profile of the container "
@@ -398,8 +422,7 @@ std::string hint_for(const RankFailure& failure) {
 }
 
 std::string failure_report(const RankFailure& failure) {
-  std::string text = fmt::format("[launch] {}", failure.headline());
-  add_block(text, "message", lines_of(failure.message));
+  std::string text = first_lines(failure);
   add_block(text, "stack", failure.stack);
   if (!failure.stacks.empty()) text += fmt::format("\n  every frame: {}", failure.stacks);
   if (failure.rank >= 0) {
@@ -424,8 +447,6 @@ std::string failure_report(const RankFailure& failure) {
   // The file with every frame is among them.
   if (!failure.logs.empty() && failure.stacks.empty())
     text += fmt::format("\n  logs: {}", failure.logs);
-  const std::string hint = hint_for(failure);
-  if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
   return text;
 }
 

@@ -34,6 +34,7 @@ TEST_F(StacksTest, HaveEveryFrameOfWhichTheReportShowsTheProgramsOwn) {
   failure.rank = 1;
   failure.pid = 77;
   failure.host = "n1";
+  failure.cause = "exited with code 1";
   failure.error_file = file_;
   add_error_file(failure, read_error_file(file_));
   failure.stacks = write_stacks(stacks_, {failure});
@@ -45,7 +46,8 @@ TEST_F(StacksTest, HaveEveryFrameOfWhichTheReportShowsTheProgramsOwn) {
   const RankFailure copy = failure_from_json(failure_to_json(failure));
   const std::string text = failure_report(copy);
   EXPECT_TRUE(
-      text.starts_with("[launch] rank 1 on n1 failed: \n  message:\n    the cause\n  stack:"))
+      text.starts_with("[launch] rank 1 on n1 failed: exited with code 1: the cause\n"
+                       "  stack:"))
       << text;
   EXPECT_THAT(text, HasSubstr("\n  every frame: " + stacks_));
 }

@@ -9,6 +9,8 @@
 #include <set>
 #include <utility>
 
+#include "lockstep/core/brief_stack.h"
+
 namespace lockstep::launch {
 namespace {
 
@@ -312,12 +314,16 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
     text +=
         fmt::format("Rank {} is behind: {}.", rank, reason(*find_rank(ranks, rank), info.now_ns));
   }
+  if (find_rank(ranks, behind.front())->waits() &&
+      first_difference(ranks, Difference::Kind::kOperation))
+    text +=
+        " The others have called another operation: a rank has fewer batches (give every rank the "
+        "same number, or train inside model.join()), or a call is inside `if (rank == 0)`.";
   return text;
 }
 
 // Ranks that wait in the same place share one stack.
-std::string stack_lines(const std::vector<RankView>& ranks) {
-  constexpr std::size_t kShown = 32;
+std::string stack_lines(const std::vector<RankView>& ranks, bool every_frame) {
   std::vector<std::pair<const RankView*, std::vector<int>>> stacks;
   for (const RankView& rank : ranks) {
     if (rank.stack.empty() && rank.no_stack.empty()) continue;
@@ -333,10 +339,8 @@ std::string stack_lines(const std::vector<RankView>& ranks) {
   for (const auto& [rank, who] : stacks) {
     text += fmt::format("\n  stack of {}:{}{}", rank_names(who), rank->stack.empty() ? " " : "",
                         rank->stack.empty() ? rank->no_stack : "");
-    for (std::size_t i = 0; i < rank->stack.size() && i < kShown; ++i)
-      text += "\n    " + rank->stack[i];
-    if (rank->stack.size() > kShown)
-      text += fmt::format("\n    ... {} more frames", rank->stack.size() - kShown);
+    for (const std::string& line : every_frame ? rank->stack : brief_stack(rank->stack))
+      text += "\n    " + line;
   }
   return text;
 }
@@ -481,12 +485,13 @@ StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& 
   report.behind = ranks_behind(ranks);
   report.cause = cause_of(ranks, report.behind, info);
   report.sure = is_sure(ranks);
-  report.text = fmt::format(
+  report.full_text = fmt::format(
       "[launch] stall: no rank{} has moved for {:.1f} s (stall time {:.1f} "
       "s). {}",
       info.other_hosts ? " of this host" : "", info.quiet_s, info.stall_s, report.cause);
-  report.text += ledger_table(ranks, info.now_ns);
-  report.text += stack_lines(ranks);
+  report.full_text += ledger_table(ranks, info.now_ns);
+  report.text = report.full_text + stack_lines(ranks, /*every_frame=*/false);
+  report.full_text += stack_lines(ranks, /*every_frame=*/true);
   return report;
 }
 

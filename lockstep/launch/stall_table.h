@@ -77,7 +77,8 @@ struct StallReport {
   // False: a long computation on the devices would look the same, or a rank is in its start-up,
   // which has a deadline of its own.
   bool sure = true;
-  std::string text;  // many lines, ready to print
+  std::string text;       // many lines, ready to print; a screen of them
+  std::string full_text;  // the same with every frame of the stacks
 };
 StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info);
 

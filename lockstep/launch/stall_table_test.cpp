@@ -160,6 +160,24 @@ TEST(StallTable, RanksInTheSamePlaceShareAStack) {
                         "\n  stack of rank 1: none, because it is stopped"));
 }
 
+TEST(StallTable, FramesOfLibrariesAreCountedAndAllOfThemAreInTheFullText) {
+  std::vector<RankView> ranks = {rank_with(0, {})};
+  ranks[0].stack = {"at::Tensor::backward()+0x1 (libtorch_cpu.so+0x2)",
+                    "torch::autograd::f()+0x1 (libtorch_cpu.so+0x3)", "epoch()+0x1 (train+0x2)"};
+  const StallReport report = describe_stall(ranks, {});
+  EXPECT_THAT(report.text, HasSubstr("\n    ... 2 frames of LibTorch\n    epoch() (train+0x2)"));
+  EXPECT_THAT(report.full_text, HasSubstr("\n    torch::autograd::f()+0x1 (libtorch_cpu.so+0x3)"));
+}
+
+TEST(StallTable, RanksThatCallDifferentOperationsAreGivenARemedy) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls().add("all_reduce", 8).open()),
+                                       rank_with(1, Calls().add("barrier", 0).open())};
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("model.join()"));
+  const std::vector<RankView> same = {rank_with(0, Calls().add("all_reduce", 8).open()),
+                                      rank_with(1, Calls().add("all_reduce", 8).open())};
+  EXPECT_THAT(describe_stall(same, {}).cause, ::testing::Not(HasSubstr("model.join()")));
+}
+
 TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
   RankView view = rank_with(0, Calls().add("all_reduce", 8));
   view.cpu_share = 0.9;

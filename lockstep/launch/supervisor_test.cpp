@@ -408,7 +408,10 @@ TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
       "uncaught gloo::EnforceNotMet: [enforce fail at pair.cc] op.preamble.length <= op.nbytes. 64 "
       "vs 4. Received data size doesn't match expected size. Is there a distributed collective "
       "mismatch in your code?";
-  EXPECT_THAT(failure_report(failure), HasSubstr("LOCKSTEP_DEBUG=1 compares every call"));
+  EXPECT_THAT(
+      failure_report(failure),
+      ::testing::MatchesRegex(".*killed by SIGABRT\\. The ranks have [^\n]*LOCKSTEP_DEBUG=1 "
+                              "compares every call[^\n]*\n  message:\n    uncaught.*"));
   failure.message = "killed by SIGABRT";
   EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
 }
@@ -423,8 +426,25 @@ TEST(Report, SignalsOfFaultsHaveAHint) {
                                           {"SIGSYS", "seccomp"},
                                           {"SIGTRAP", "under a debugger"}}) {
     failure.cause = "killed by " + signal;
-    EXPECT_THAT(failure_report(failure), HasSubstr(hint)) << signal;
+    const std::string report = failure_report(failure);
+    EXPECT_THAT(report.substr(0, report.find('\n')), HasSubstr(hint)) << signal;
   }
+}
+
+TEST(Report, TheFirstLineHasCauseAndRemedy) {
+  RankFailure failure;
+  failure.rank = 1;
+  failure.host = "n1";
+  failure.cause = "exited with code 2";
+  failure.message = "[config] a.yaml:9:1: there is no key 'x'. Did you mean y?";
+  EXPECT_THAT(failure_report(failure),
+              ::testing::StartsWith("[launch] rank 1 on n1 failed: exited with code 2: " +
+                                    failure.message + "\n  rank 1 "));
+  failure.message = "[config] 2 mistakes:\n  one\n  two";
+  EXPECT_THAT(failure_report(failure), HasSubstr("code 2: [config] 2 mistakes:\n      one\n"
+                                                 "      two\n  rank 1 "));
+  failure.message = "c10::Error: DefaultCPUAllocator: not enough memory: you tried 8 bytes.";
+  EXPECT_THAT(failure_report(failure), HasSubstr("tried 8 bytes.\n  hint: The host, or the limit"));
 }
 
 TEST(Report, NumbersThatAreNoIntsAreRefused) {

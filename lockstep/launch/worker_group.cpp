@@ -264,7 +264,7 @@ void WorkerGroup::save_ledger(const Worker& worker) const {
 
 void WorkerGroup::show_stall(const StallReport& stall) {
   setup_.console.say(stall.text);
-  std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.text << '\n';
+  std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.full_text << '\n';
   for (const auto& worker : workers_) save_ledger(*worker);
   setup_.observed.notify(
       [&](RunObserver& observer) { observer.ranks_stalled({stall.cause, stall.text}); });

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -47,8 +48,16 @@ void ChangeDetector::check_same_model(std::exception_ptr refusal) const {
   const Check check{.component = "reducer", .what = "to wrap the model", .refusal = refusal};
   const auto other = find_other_line(world_, check, lines);
   if (!other) return;
-  const auto show = [](const std::string& line) {
-    return line.empty() ? "(no such parameter)" : line;
+  // Parameters come before buffers and options: a line of a later kind is what follows after the
+  // last parameter (or buffer) of a rank that lacks the other's.
+  const auto kind = [](const std::string& line) {
+    if (line.empty()) return 3;
+    return line.starts_with("option ") ? 2 : line.find(": buffer, ") != std::string::npos ? 1 : 0;
+  };
+  const int earlier = std::min(kind(other->first), kind(other->here));
+  const auto show = [&](const std::string& line) -> std::string {
+    if (kind(line) == earlier) return line;
+    return earlier == 1 ? "(no such buffer)" : "(no such parameter)";
   };
   throw UsageError(
       "reducer",

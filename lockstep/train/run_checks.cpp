@@ -2,8 +2,11 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <set>
 
@@ -106,10 +109,18 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
 }
 
 void check_output_dir(const std::string& output_dir) {
-  for (std::filesystem::path place(output_dir); !place.empty(); place = place.parent_path()) {
-    std::error_code error;
+  std::error_code error;
+  for (std::filesystem::path place = std::filesystem::absolute(output_dir, error); !place.empty();
+       place = place.parent_path()) {
     const auto type = std::filesystem::status(place, error).type();
-    if (type == std::filesystem::file_type::directory || place == place.parent_path()) return;
+    if (type == std::filesystem::file_type::directory) {
+      if (::access(place.c_str(), W_OK | X_OK) == 0) return;
+      throw UsageError("trainer",
+                       "output_dir {}: nothing can be written in {} ({}). Choose another "
+                       "output_dir, or change the permissions of that folder.",
+                       output_dir, place.string(), std::strerror(errno));
+    }
+    if (place == place.parent_path()) return;
     if (type == std::filesystem::file_type::not_found || type == std::filesystem::file_type::none)
       continue;
     throw UsageError("trainer", "output_dir {}: {} is a file, not a folder. Choose another one.",

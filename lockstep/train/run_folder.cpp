@@ -79,9 +79,13 @@ std::string newest_on_all(RunContext& run) {
       if (!text.empty()) steps.push_back(std::stoll(text));
     const auto [lowest, highest] = std::ranges::minmax(steps);
     if (lowest < 0) {
-      if (run.world.is_leader())
+      if (run.world.is_leader()) {
+        const bool damaged = mine && !mine->passed_over.empty();
         log::info("checkpoint", "{} has no checkpoint{}: a new run", folder,
-                  run.arguments.save_on_each_node ? " that is whole on every host" : "");
+                  run.arguments.save_on_each_node ? " that is whole on every host"
+                  : damaged                       ? " that is whole"
+                                                  : "");
+      }
       return {};
     }
     if (lowest == highest) return answers[0].substr(answers[0].find(' ') + 1);

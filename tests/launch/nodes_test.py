@@ -174,7 +174,7 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
                   'echo \'"my message"\' > $TORCHELASTIC_ERROR_FILE; exit 5; fi; sleep 300')
         for code, err in self.ends(self.both(script)):
             self.assertEqual(code, 5, err)
-            self.assertRegex(err, "message:\n    my message")
+            self.assertIn("failed: exited with code 5: my message\n", err)
             self.assertRegex(err, "last lines of its stderr:\n    my last line")
 
     def test_ranks_that_leave_are_the_cause_on_the_other_host(self):

@@ -339,7 +339,7 @@ class Files(Case):
         self.assertEqual(self.bash(2, "exit 1")[0], 1)
         self.assertEqual(os.listdir(self.tmp), [])  # nothing in it to read
         _, _, err = self.bash(1, "echo '\"a reason\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
-        self.assertIn("    a reason", err)
+        self.assertIn("exited with code 1: a reason\n", err)
         (left,) = os.listdir(self.tmp)  # the error file, which the report names
         self.assertIn(f"error file: {self.tmp}/{left}/", err)
         shutil.rmtree(os.path.join(self.tmp, left))

@@ -67,6 +67,14 @@ class Damage(TrainCase):
         self.assertIn("checkpoint-5 at step 5", done.stderr)
         self.assert_same(whole, victim)
 
+    def test_without_a_whole_one_it_says_so(self):
+        output = self.place / "out"
+        self.train(0, output, "--max_steps", 5)
+        weights = output / "checkpoint-5" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        said = self.train(0, output, "--resume", "auto", "--max_steps", 5).stderr
+        self.assertIn("out has no checkpoint that is whole: a new run", said)
+
     def test_a_full_disk_preserves_the_old_checkpoint_and_training_continues(self):
         place = self.place / "small"
         place.mkdir()
@@ -100,6 +108,20 @@ class Damage(TrainCase):
             self.skipTest("no file system can be mounted here")
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertRegex(done.stderr, r"has room for .* and one checkpoint takes about")
+
+    def test_a_folder_that_cannot_be_written_is_refused_before_training(self):
+        place = self.place / "small"
+        place.mkdir()
+        script = (f"mount -t tmpfs -o ro none {place} || exit 99\n"
+                  f"{subprocess.list2cmdline(command(2, self.config, place / 'a/out'))}")
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
+                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        if done.returncode == 99 or "unshare" in done.stderr:
+            self.skipTest("no file system can be mounted here")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn(f"output_dir {place}/a/out: nothing can be written in {place} (Read-only "
+                      "file system). Choose another output_dir", done.stderr)
+        self.assertNotIn("keeps a second run out", done.stderr)
 
     def in_small_place(self, script):
         """Runs it where 1 MB is left for checkpoints of 600 kB, in a folder `small`."""

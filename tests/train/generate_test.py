@@ -300,6 +300,9 @@ class Generate(TrainCase):
         for folder in (out, out / "checkpoint-200"):
             said = self.made("--model", folder, "--prompt", PROMPT, "--max_new_tokens", 24)
             self.assertEqual(said, "the cat sat on the mat. the cat sat\n")
+        # Without a number: as many as the model has positions for.
+        said = self.made("--model", out, "--prompt", PROMPT)
+        self.assertTrue(said.startswith("the cat sat on the mat. the cat sat"), said)
         code, _, err = self.generate("--model", out, "--prompt", PROMPT, "--chat")
         self.assertEqual(code, 2, err)
         self.assertIn("--chat needs a tokenizer with a chat template", err)

@@ -22,6 +22,11 @@
 
 namespace lockstep::shm {
 
+// What to try where ranks do not call the same.
+inline constexpr const char* kUnevenCalls =
+    "A rank may have fewer batches than the others (give every rank the same number, or train "
+    "inside model.join()), or a call may be inside `if (rank == 0)` (move it out).";
+
 // What to try where a rank has ended, or has nothing more to do, and others wait for it.
 inline constexpr const char* kUnevenInputs =
     "If a rank has fewer batches than the others, give every rank the same number, or train inside "

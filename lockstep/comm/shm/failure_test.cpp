@@ -48,6 +48,18 @@ TEST(Disagreement, OnTheOperation) {
                     "rank 2 called broadcast(48 bytes, root 0)");
 }
 
+TEST(Disagreement, OfOperationsNamesTheUsualMistakes) {
+  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+    float x[12] = {};
+    if (engine.rank() == 0)
+      engine.broadcast(x, sizeof(x), 0)->wait(soon());
+    else
+      engine.all_reduce(x, 12, DType::kF32, Op::kSum)->wait(soon());
+  });
+  for (const char* text : {"fewer batches", "model.join()", "`if (rank == 0)`"})
+    EXPECT_THAT(text_of(errors[0]), HasSubstr(text));
+}
+
 TEST(Disagreement, HasTheCallersNumbersAndNamesARankThatHasFinished) {
   const auto errors = outcomes(2, kTiny, [](Engine& engine) {
     float x[12] = {};
