@@ -23,7 +23,7 @@
 
 namespace lockstep::crash {
 
-// Who reads the error file.
+// The program that reads the error file.
 struct Reader {
   bool lockstep_run = false;  // torchrun needs the stack in a field of its own
   bool prints_all = false;  // and it prints every rank's error: stderr is for what cannot be filed

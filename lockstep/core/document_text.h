@@ -47,7 +47,7 @@ class DocumentText {
   mutable Counted last_;  // a cache; one thread parses one document
 };
 
-// Thrown, or added to `problems` where there is such a place.
+// Throws, or adds to `problems` where there are any.
 void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
                       Problems* problems);
 

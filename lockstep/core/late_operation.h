@@ -1,5 +1,5 @@
-// A TimeoutError that knows why: which ranks did not arrive, as its message continues after the
-// time.
+// A TimeoutError that knows its cause, such as which ranks did not arrive: the part of its message
+// after the time.
 //
 //   throw LateOperation({"shm", text, context}, ": rank 1 did not arrive. It is stopped.");
 #pragma once

@@ -24,9 +24,9 @@ class FolderLock {
  public:
   FolderLock() = default;
   // Makes the folder if need be. Where another holds the lock it waits for up to `timeout`: a
-  // process that has just been killed needs a moment. `token` names those who may share: a holder
-  // with the same one is none. Never throws: a file system without locks is a problem() to report,
-  // no reason to end.
+  // process that has just been killed needs a moment. `token` names those who may share it: a
+  // holder with the same token does not count. Never throws: a file system without locks is a
+  // problem() to report, no reason to end.
   FolderLock(const std::string& folder, const std::string& token,
              std::chrono::milliseconds timeout);
 

@@ -27,10 +27,10 @@ inline constexpr const char* kUnevenInputs =
     "If a rank has fewer batches than the others, give every rank the same number, or train inside "
     "model.join().";
 
-// Thrown by what the driver does, and nowhere else.
+// Thrown only by what the driver does.
 struct EngineFailure {
   bool timeout = false;
-  bool disagreement = false;  // of ranks that are all alive
+  bool disagreement = false;  // between ranks that are all alive
   std::string text{};
   std::size_t why_at = 0;  // where in `text` the reason of a timeout begins; 0: nowhere
   int culprit = -1;        // the rank to blame, if one is known
@@ -38,7 +38,7 @@ struct EngineFailure {
   CommContext context{};
 };
 
-// What `doing` failed with: its kind, its text, the rank it names.
+// Why `doing` failed: the kind, the text and the rank that the exception names.
 EngineFailure failure_from(std::string_view doing, const std::exception& error);
 
 class FailureRecord {

@@ -9,7 +9,7 @@
 namespace lockstep::shm {
 namespace {
 
-// As the caller counts, if it does.
+// The caller's own number, if it has one.
 std::uint64_t number(const Descriptor& what) {
   return what.number != 0 ? what.number : what.sequence;
 }

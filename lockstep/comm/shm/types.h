@@ -25,7 +25,7 @@ std::size_t size_of(DType dtype);
 // multiply like `and`.
 bool supports(DType dtype, Op op);
 
-// The most ranks of one engine.
+// The maximum number of ranks in one engine.
 inline constexpr int kMaxRanks = 64;
 
 }  // namespace lockstep::shm
