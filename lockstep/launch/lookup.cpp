@@ -27,7 +27,7 @@ Lookup::Lookup(EventLoop& loop, const std::string& host, int port, Done done) : 
   ready_ = std::move(pipe.read);
   std::promise<Addresses> promise;
   answer_ = promise.get_future();
-  // Detached: nothing can end a lookup before its time, and the launcher does not wait for it.
+  // Detached: nothing can cut a lookup short, and the launcher does not wait for it.
   std::thread([host, port = std::to_string(port), promise = std::move(promise),
                end = std::move(pipe.write)]() mutable {
     promise.set_value(addresses_of(host, port));

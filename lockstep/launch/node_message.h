@@ -43,21 +43,22 @@ struct Message {
   std::string text = {};
   std::optional<RankFailure> failure = {};
   std::vector<NodeShare> nodes = {};  // kStart only: by node rank
-  // kHandshake only. `attempt`: the least that it may take part in, since it has seen those before.
+  // kHandshake only. `attempt`: the lowest that it may take part in, since it has seen earlier
+  // ones.
   std::string run_id = {};
   std::string host = {};
   int nnodes = 0;
   NodeShare share = {};
-  std::map<std::string, std::string> flags = {};  // that must be the same everywhere
+  std::map<std::string, std::string> flags = {};  // those that must be the same everywhere
 };
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError
 
 // Control characters (but newline and tab), what is not UTF-8, and marks that reorder text, written
-// as escapes such as \x1b: text of another host cannot command a terminal. A second call changes
+// as escapes such as \x1b: text from another host cannot control a terminal. A second call changes
 // nothing.
 std::string printable(std::string_view text);
-// Without line breaks as well, which would let a node write lines that look like this launcher's.
+// Also without line breaks, which would let a node write lines that look like this launcher's.
 std::string one_line(std::string_view text);
 
 }  // namespace lockstep::launch

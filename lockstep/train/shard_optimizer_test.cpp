@@ -179,7 +179,7 @@ TEST(TrainerOptimizer, LogsTheRateThatTheStepHad) {
   }
 }
 
-// While it trains, ranks share the parameters' memory; afterwards nobody's writes reach another.
+// During training, ranks share the parameters' memory; afterwards no rank's writes reach another.
 TEST(TrainerOptimizer, LeavesEveryRankMemoryOfItsOwnAndTheBestWeights) {
   const io::TemporaryDirectory folder;
   on_ranks(2, "shm", [&](World& world) {

@@ -88,7 +88,7 @@ class TrainerImpl {
 };
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
-// generators last, because all before may draw from them.
+// and generators last, because everything before may draw from them.
 void TrainerImpl::prepare() {
   set_switches(run_.arguments, run_.world);
   control_.connect();
