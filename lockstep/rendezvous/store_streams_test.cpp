@@ -190,7 +190,7 @@ TEST(StoreStreams, WhatIsOnTheLinkIsBounded) {
     if (part < text.size()) waiting.push_back(id);
     taken += part;
   }
-  // Also in the memory of the kernel, where every frame costs something.
+  // Also in the kernel's memory, where every frame costs something.
   EXPECT_LE(Pair::bytes_of(pair.node), StoreStreams::kLinkWindow + 8192);
   EXPECT_LE(pair.node.outgoing.size(), 2 * StoreStreams::kLinkWindow / StoreStreams::kFrameCost);
   EXPECT_LE(taken, StoreStreams::kLinkWindow);
