@@ -99,7 +99,7 @@ class Engine {
   // take a message from anyone see whom to ask. Any thread; never waits.
   Probe probe(int peer) const;
 
-  // Collective and blocking. Throws UsageError on all ranks alike when one of them lacks the memory
+  // Collective and blocking. Throws UsageError on every rank when one of them lacks the memory
   // (the engine stays usable), CommError or TimeoutError when a peer is gone.
   std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
 
