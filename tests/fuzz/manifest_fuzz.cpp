@@ -22,7 +22,7 @@ bool same(const Manifest& a, const Manifest& b) {
   return true;
 }
 
-// The text as it is, and with the checksum that would belong to it: otherwise nothing but that last
+// The text as it is, and with the checksum that it should have: otherwise nothing beyond that last
 // line would ever be reached.
 std::string with_right_checksum(std::string_view text) {
   const std::size_t last = text.rfind("  \"checksum\": \"");
