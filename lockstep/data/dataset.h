@@ -90,7 +90,7 @@ Example to_example(T&& example) {
     return {.data = example.data};
 }
 
-// A batch that a dataset has stacked itself; and a single sample out of such a batch.
+// A batch that a dataset has stacked itself, and the only sample of such a batch.
 Batch batch_of(Example stacked, std::int64_t samples);
 Example only_sample(const Example& stacked);
 

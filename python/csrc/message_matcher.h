@@ -12,7 +12,7 @@
 //   auto receive = matcher->receive({data, bytes, MessageMatcher::kAnyone, tag, owner});
 //   matcher->wait(*receive, Deadline::after(timeout));
 //
-// Any thread may call any function. The engine belongs to the caller; close() ends it.
+// Any thread may call any function. The engine is the caller's, who gives it to close().
 #pragma once
 
 #include <atomic>

@@ -42,8 +42,8 @@ constexpr std::chrono::milliseconds kMargin{10'000};
 // gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
 // rank without a report; a launcher that hears of us before it hears of the dead rank would even
 // name us. With a handler that does nothing the write fails instead, and unlike an ignored signal a
-// handler is not inherited by programs that a rank starts. A handler that the program has
-// installed, before or after, stays.
+// handler is not inherited by programs that a rank starts. What the program itself has chosen,
+// before or after, stays.
 void survive_broken_pipes() {
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;
