@@ -112,7 +112,7 @@ std::optional<TimestampMessage> answer_to(int fd, const TimestampMessage& questi
   while (!deadline.expired()) {
     const ssize_t n = receive(fd, packet.data(), packet.size(), deadline);
     if (n < 0) return std::nullopt;
-    const std::size_t header = (packet[0] & 0x0fu) * 4u;  // of IP, which a raw socket also receives
+    const std::size_t header = (packet[0] & 0x0fu) * 4u;  // IP's, which a raw socket also receives
     TimestampMessage message;
     if (static_cast<std::size_t>(n) < header + sizeof message) continue;
     std::memcpy(&message, packet.data() + header, sizeof message);

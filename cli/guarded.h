@@ -32,7 +32,7 @@ int guarded(Body&& body) {
 // Only for main(), when everything is done. On a normal return LibTorch unregisters its thousands
 // of operators one by one, which takes as long as the start (0.2 s of a core).
 inline int end_at_once(int code) {
-#if !defined(__SANITIZE_ADDRESS__)  // which looks for leaks on the way out
+#if !defined(__SANITIZE_ADDRESS__)  // it looks for leaks on the way out
   std::cout.flush();
   std::fflush(nullptr);
   std::_Exit(code);

@@ -37,7 +37,7 @@ struct WorkState;
 
 // The rank that a failure is attributed to.
 struct Blame {
-  int rank = -1;              // of the same world; -1: nobody, or not known
+  int rank = -1;              // in the same world; -1: nobody, or not known
   bool death = true;          // may be a process's end, which a launcher would explain
   bool disagreement = false;  // all ranks are alive, and all report the same
 };

@@ -68,7 +68,7 @@ std::string without_arguments(std::string_view text) {
   constexpr std::string_view kOperator = "operator";
   constexpr std::string_view kLambda = "{lambda(";
   std::string result;
-  int depth = 0;  // of template arguments
+  int depth = 0;  // nesting of template arguments
   for (std::size_t i = 0; i < text.size();) {
     if (depth == 0 && text.substr(i).starts_with(kLambda)) {
       result += "{lambda}";

@@ -42,7 +42,7 @@ class DocumentText {
   std::string_view text_;
   std::shared_ptr<const std::string> name_;
   DocumentLimits limits_;
-  std::vector<std::size_t> starts_{0};  // of the lines
+  std::vector<std::size_t> starts_{0};  // offsets of the lines
   std::size_t nodes_ = 0;
   mutable Counted last_;  // a cache; one thread parses one document
 };

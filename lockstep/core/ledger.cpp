@@ -29,7 +29,7 @@ namespace {
 constexpr int kStackSignalOffset = 7;
 
 std::atomic<LedgerMemory*> g_ledger{nullptr};
-ProgressMemory g_own_progress{};  // of a process without a ledger
+ProgressMemory g_own_progress{};  // used without a ledger
 std::atomic<ProgressMemory*> g_progress{&g_own_progress};
 std::atomic<bool> g_steps_are_set{false};
 std::atomic<bool> g_steps_are_counted{false};

@@ -364,7 +364,7 @@ TEST(Ledger, ShowsWhatAKilledRankDid) {
   EXPECT_EQ(seen.records[2].state, State::kPosted);
 }
 
-// The outermost of nested calls, also when its process has gone.
+// Names the outermost of nested calls, even when its process has gone.
 TEST(Ledger, NamesTheCallSite) {
   const File file = three();
   Child child("notes", environment_of(file), {file.fd()});

@@ -49,7 +49,7 @@ constexpr std::size_t index(Counter counter) {
 const char* name(Counter counter);  // "micro_batches", ...
 
 struct Totals {
-  std::uint64_t time_ns = 0;  // of the steady clock, when it was read
+  std::uint64_t time_ns = 0;  // steady clock, when it was read
   std::uint64_t steps = 0;    // steps that ended
   // Wall time of the training thread, including the current phase so far. Phase::kNone: outside all
   // phases.

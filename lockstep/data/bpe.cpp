@@ -284,7 +284,7 @@ void Bpe::characters_of(std::string_view text, std::vector<std::int32_t>& out) c
 
 void Bpe::merge_few(BpeScratch& scratch) const {
   std::vector<std::int32_t>& ids = scratch.ids;
-  std::vector<std::uint32_t>& ranks = scratch.ranks;  // of each and the next
+  std::vector<std::uint32_t>& ranks = scratch.ranks;  // ranks of each symbol and the next
   if (ids.size() < 2) return;
   ranks.resize(ids.size() - 1);
   for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = rank_of(ids[i], ids[i + 1]);

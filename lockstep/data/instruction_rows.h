@@ -24,7 +24,7 @@
 namespace lockstep::data {
 
 enum class Padding {
-  kLongest,    // to the longest of the batch
+  kLongest,    // to the longest in the batch
   kMaxLength,  // the same for all batches
   kPacked,     // several samples per row, as full as can be; rows have max_length
 };
@@ -83,7 +83,7 @@ class InstructionRows {
   InstructionCounts counts_;
   RecordKind kind_ = RecordKind::kInstruction;
   Tokens tokens_;
-  std::vector<std::uint8_t> learned_;  // of tokens_
+  std::vector<std::uint8_t> learned_;  // one for each of tokens_
   std::vector<Sample> samples_;
   std::vector<std::vector<std::int64_t>> rows_;  // when packed: samples of each row
 };

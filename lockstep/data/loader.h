@@ -47,7 +47,7 @@ struct LoaderOptions {
   Collate collate{};                                            // default: the dataset's own
   SamplerPtr sampler{};                 // overrides the order that shuffle gives; has its own seed
   std::optional<c10::Device> device{};  // default: the world's
-  bool check_ranks = true;  // that options and sizes agree, which makes loader() a collective
+  bool check_ranks = true;  // compare options and sizes, which makes loader() a collective
 };
 
 // How long one batch took, in seconds. `wait` is what the training loop lost.

@@ -115,7 +115,7 @@ TEST(DatasetLoader, ProcessesNeverSeeTheSameWindow) {
   put_shard(dir / "x_train_000002.bin", 20'000, 61);
   put_shard(dir / "x_val_000000.bin", 90'000, 100);
   for (const bool shuffle : {false, true}) {
-    std::map<std::int64_t, int> times;  // of first tokens
+    std::map<std::int64_t, int> times;  // how often each first token came
     std::int64_t batches = -1;
     for (int rank = 0; rank < 3; ++rank) {
       DatasetLoader loader({.batch = 2,

@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 struct Document {
   std::string path;
   std::uint64_t bytes;
-  std::uint64_t begin = 0;   // of its end-of-text token, in the stream of all documents
+  std::uint64_t begin = 0;   // position of its end-of-text token in the stream of all documents
   std::uint64_t tokens = 0;  // after that one
   // Where its tokens are: bytes of the file itself, or 4 bytes each in a temporary one.
   std::string source{};
@@ -310,7 +310,7 @@ struct ShardPlan {
   std::vector<Shard> shards{};
   TokenFormat format;
   std::uint32_t end_of_text;
-  std::size_t source_bytes;  // of a token: 1 in a text, 4 in what an Encoder wrote
+  std::size_t source_bytes;  // per token: 1 in a text, 4 in what an Encoder wrote
 };
 
 // Writes shards; can be stopped between blocks.

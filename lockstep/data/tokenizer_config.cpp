@@ -116,7 +116,7 @@ void read_special(const Node& config, const Node& legacy, TokenizerConfig& found
     if (key == "eos_token") found.eos = token.content;
     found.named.push_back(std::move(token));
   }
-  for (const Entry& entry : config.entries)  // of one kind of model: "image_token"
+  for (const Entry& entry : config.entries)  // keys of one kind of model: "image_token"
     if (entry.key.ends_with("_token") && entry.value.is(NodeKind::kString) &&
         std::ranges::find(kNamed, entry.key) == kNamed.end())
       found.named.push_back(token_of(entry.value));

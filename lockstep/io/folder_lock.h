@@ -19,7 +19,7 @@ namespace lockstep::io {
 inline constexpr const char* kFolderLockName = ".lockstep.lock";
 
 // Used by one thread. Owns the lock from construction to its end; a second one on the same folder,
-// also in the same process, finds it taken.
+// even in the same process, finds it taken.
 class FolderLock {
  public:
   FolderLock() = default;

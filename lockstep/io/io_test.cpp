@@ -102,7 +102,7 @@ TEST(Checksum, EveryBitEveryCutAndEverySwapChangesIt) {
 }
 
 TEST(Checksum, SaysHowFastItIs) {
-  const std::string bytes(1 << 20, 'x');  // in the cache: memory is somebody else's speed
+  const std::string bytes(1 << 20, 'x');  // fits in the cache, so that memory speed does not count
   double best_s = 1e9;
   std::uint64_t sum = 1;
   for (int i = 0; i < 20; ++i) {

@@ -71,7 +71,7 @@ class Console {
   // One per file behind the descriptors.
   struct Sink {
     std::deque<Entry> queue;
-    std::size_t offset = 0;     // of the first entry, already written
+    std::size_t offset = 0;     // bytes of the first entry already written
     int open_source = kNobody;  // whose line has begun and not ended
     bool open_marked = false;   // with a prefix
     bool dead = false;

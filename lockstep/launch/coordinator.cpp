@@ -96,7 +96,7 @@ void Coordinator::on_failed(const RankFailure& failure) {
 void Coordinator::on_stop(int node, const Message& request) {
   if (stop_signal_ == 0) stop_signal_ = request.signal;
   if (phase_ != Phase::kRunning) {
-    failure_.reset();  // of an attempt that is over and reported
+    failure_.reset();  // from an attempt that is over and reported
     return end(128 + stop_signal_);
   }
   Message message = message_of(Message::Kind::kStop, attempt_);

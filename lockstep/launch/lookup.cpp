@@ -35,7 +35,7 @@ Lookup::Lookup(EventLoop& loop, const std::string& host, int port, Done done) : 
   }).detach();
   loop_.watch(ready_.get(), EPOLLIN, [this, done = std::move(done)](std::uint32_t) {
     loop_.forget(ready_.get());
-    const auto call = done;  // which may destroy this object
+    const auto call = done;  // it may destroy this object
     call(answer_.get());
   });
 }

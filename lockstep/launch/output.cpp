@@ -229,7 +229,7 @@ void OutputStream::finish() {
   if (!pipe_) return;
   loop_.cancel(silence_timer_);
   if (!whole_line_.empty()) take_line();
-  // A line that is not marked is passed through as it is: whoever reads it may count bytes.
+  // A line that is not marked is passed through as it is: its reader may count bytes.
   if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
   partial_.clear();
   if (!paused_) loop_.forget(pipe_.get());

@@ -68,7 +68,7 @@ struct LaunchPlan {
   std::chrono::milliseconds monitor_interval{1000};
   // Requests to stop; empty: TERM, INT, HUP, QUIT. USR1 and USR2 are forwarded even when not named.
   std::vector<int> signals_to_handle;
-  std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
+  std::chrono::seconds timeout{0};          // for a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
   bool virtual_local_rank = false;
   bool replace_gloo = false;  // for Python ranks: LOCKSTEP_REPLACE_GLOO=1

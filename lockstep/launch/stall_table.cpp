@@ -101,7 +101,7 @@ struct Member {
 
 std::optional<Difference> difference_in(const std::string& group,
                                         const std::vector<Member>& members, Difference::Kind kind) {
-  std::uint64_t first = 0;  // that no ring has lost
+  std::uint64_t first = 0;  // the first that no ring has lost
   std::set<std::uint64_t> sequences;
   bool waited_for = false;
   for (const Member& member : members) {

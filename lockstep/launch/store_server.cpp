@@ -147,7 +147,7 @@ void StoreServer::stop_listening() {
 // Out of descriptors: those who want to connect wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
-  loop_.cancel(listen_timer_);  // of an earlier pause
+  loop_.cancel(listen_timer_);  // from an earlier pause
   listen_timer_ = loop_.after(kAcceptPause, [this] {
     listen_timer_ = 0;
     if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();

@@ -47,7 +47,7 @@ namespace lockstep::launch {
 
 // How the launchers of several hosts share the store.
 struct StoreLink {
-  bool forwards = false;  // to node 0; otherwise this is node 0
+  bool forwards = false;  // forwards to node 0; otherwise this is node 0
   int attempt = 0;
   std::function<void(int node, const StoreFrame&)> send;
 };
@@ -149,7 +149,7 @@ class StoreServer {
   std::map<std::pair<int, StoreStreams::Id>, StoreTable::Client> client_of_stream_;
   bool lost_ = false;  // node 0, where this launcher forwards
   std::size_t tcp_bytes_ = 0;
-  std::deque<StoreTable::Client> turns_;  // whose input is to be carried out
+  std::deque<StoreTable::Client> turns_;  // clients whose input is to be carried out
   EventLoop::TimerId turn_timer_ = 0;
   std::size_t turn_work_ = 0;  // bytes of input and replies in this turn
   StoreTable::Client last_client_ = 0;

@@ -39,7 +39,7 @@ Fd connect_to(int port) {
 }
 
 struct Server {
-  static constexpr int kRounds = 6000;  // of 10 ms and more: a busy machine may hold up the clients
+  static constexpr int kRounds = 6000;  // 10 ms or more each: a busy machine may hold up clients
 
   EventLoop loop;
   HeldPort port = HeldPort::any(Reach::kLoopback);

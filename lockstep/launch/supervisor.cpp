@@ -105,7 +105,7 @@ class LogDirectory {
 
   // The directory, if it holds anything to read; it is preserved then.
   std::string preserve(bool failed) {
-    std::error_code problem;  // of a folder that cannot be read: nothing is found in it
+    std::error_code problem;  // for a folder that cannot be read: nothing is found in it
     for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
          at.increment(problem)) {
       std::error_code ignored;

@@ -43,7 +43,7 @@ struct GroupSetup {
   std::string interface;      // for worker_environment
   int threads = 0;            // for worker_environment
   std::vector<CpuMask> cpus;  // by local rank; empty: not bound
-  WorldLayout layout;         // of the attempt that runs
+  WorldLayout layout;         // the current attempt's
 };
 
 struct GroupInfo {

@@ -138,7 +138,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   if (options.by_blocks) {
     const at::Tensor norm = norm_by_blocks(gradients, options, kWho);
     const double factor = max_norm / (norm.item<double>() + 1e-6);
-    if (factor >= 1) return norm;  // a norm that is not a number makes gradients that are none
+    if (factor >= 1) return norm;  // a NaN norm makes NaN gradients
     for (const at::Tensor& grad : gradients) grad.mul_(factor);
     return norm;
   }

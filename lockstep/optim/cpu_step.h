@@ -29,7 +29,7 @@ inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-inline constexpr std::size_t kMaxStates = 4;  // of a rule with kernels
+inline constexpr std::size_t kMaxStates = 4;  // for a rule with kernels
 
 template <typename T>
 kernels::SpanKernel<T> kernel_of(const SpanKernels& kernels) {

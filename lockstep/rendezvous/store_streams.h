@@ -91,7 +91,7 @@ class StoreStreams {
     bool waiting = false;    // in waiting_
     std::size_t credit = kStreamWindow;
     std::size_t unconsumed = 0;
-    std::size_t consumed = 0;  // of `unconsumed`; not reported yet
+    std::size_t consumed = 0;  // part of `unconsumed`; not reported yet
   };
 
   std::size_t room(const Stream& stream, std::size_t wanted) const;

@@ -236,7 +236,7 @@ TEST(StoreStreams, APeerThatBreaksTheProtocolIsRejected) {
                         .payload = much};
   const StoreFrame open{.kind = Kind::kOpen, .stream = 1, .value = 0};
   Pair pair;
-  EXPECT_EQ(rejection(pair.zero, data), "(no error)");  // of a stream that is closed here
+  EXPECT_EQ(rejection(pair.zero, data), "(no error)");  // for a stream that is closed here
   EXPECT_EQ(rejection(pair.zero, open), "(no error)");
   EXPECT_THAT(rejection(pair.zero, open), HasSubstr("opens a stream again"));
   EXPECT_THAT(rejection(pair.node, open), HasSubstr("a node that has no store"));

@@ -118,7 +118,7 @@ struct CapturedStep::Impl {
   Work work;
   const std::vector<at::Tensor>& parameters = options.parameters;
   std::map<Key, Entry> entries{};
-  const cuda::Graph* first_graph = nullptr;  // whose memory the others share
+  const cuda::Graph* first_graph = nullptr;  // the others share its memory
   bool recorded = false;                     // a graph was recorded; logged once
   std::optional<c10::Stream> side{};         // captures and what precedes them
   std::deque<lockstep::Work> under_way{};    // replays of several ranks

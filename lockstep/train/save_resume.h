@@ -124,7 +124,7 @@ struct ResumeOptions {
 struct Resumed {
   std::string path;
   std::int64_t step = 0;
-  std::int64_t epoch = 0;       // to continue with; one that was at its end is empty
+  std::int64_t epoch = 0;       // the one to continue with; empty if it was at its end
   std::int64_t world_size = 0;  // in the run that saved
   train::Metrics metrics;
 };

@@ -653,7 +653,7 @@ TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
     if (world.rank() == 1) parts.module = other.get();
     const std::string text = io::message_of<UsageError>([&] { resume(dir.path(), world, parts); });
     EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'0.weight' is [8, 6]" : "rank 1: "));
-    EXPECT_THAT(text, Not(HasSubstr("training_args.json")));  // which only a Trainer writes
+    EXPECT_THAT(text, Not(HasSubstr("training_args.json")));  // only a Trainer writes it
 
     if (world.rank() == 2) parts.module = nullptr;
     if (world.rank() == 1) parts.module = loop.net.get();

@@ -211,7 +211,7 @@ TEST(TrainerOptimizer, AutoIsReplicatedWhereAModelCannotBeSharded) {
         net->weight.fill_(0.5);
         net->bias.fill_(0.25);
       }
-      net->register_buffer("same", net->weight.detach());  // of the same memory
+      net->register_buffer("same", net->weight.detach());  // the same memory
       TrainerTask task;
       task.module = net.ptr();
       task.train_data = std::make_shared<data::TensorDataset>(at::ones({16, 2}));

@@ -392,7 +392,7 @@ TEST(Keys, LogLevelReplicaAndLogOnEachNode) {
   struct Case {
     bool own_host, on_each_node;
     const char *level, *replica;
-    log::Level lowest;  // that rank 1 logs
+    log::Level lowest;  // the lowest level that rank 1 logs
   };
   const Case cases[] = {
       {false, true, "error", "debug", log::Level::kDebug},

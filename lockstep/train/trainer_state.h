@@ -17,7 +17,7 @@
 
 namespace lockstep::train {
 
-inline constexpr const char* kCheckpointPrefix = "checkpoint-";  // of folders, before the step
+inline constexpr const char* kCheckpointPrefix = "checkpoint-";  // before the step
 
 using Metrics = std::vector<std::pair<std::string, double>>;
 const double* find_metric(const Metrics& metrics, std::string_view name);  // nullptr without one

@@ -675,7 +675,7 @@ TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
                                 "writer has made no progress for "),
                       HasSubstr("file system is probably stuck.")));
     EXPECT_FALSE(saver.busy());
-    saver.begin(contents_of(net));  // which is not slow
+    saver.begin(contents_of(net));  // this save is not slow
     ASSERT_TRUE(saver.wait()->committed);
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(2900));

@@ -4,7 +4,7 @@
 //   deadline  rank 0 waits 300 ms for such a key
 //   fresh     sets a key and fails; the next attempt looks for it
 //   hold      waits until every rank uses the store, then for a key that nobody sets
-//   endure    the same, also after SIGTERM
+//   endure    the same, even after SIGTERM
 //   values    each rank reads what the others have set, up to the largest value; then times small
 //             calls beside large ones
 //   parent    uses the store and starts itself as `child`, which says whether it has the channel

@@ -77,7 +77,7 @@ class AllReduce final : public Collective {
   const std::size_t bytes_;
   SymmetricBlocks::Location location_;
   Stage stage_ = Stage::kAll;
-  std::size_t chunk_ = 0;     // which one is summed
+  std::size_t chunk_ = 0;     // the one that is summed
   std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
   std::size_t at_ = 0;        // position in this rank's slice of a symmetric array
 };

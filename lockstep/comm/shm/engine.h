@@ -16,7 +16,7 @@
 // called from any thread. Arrays belong to the caller, until the ticket is done. After the first
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken forever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
-// destructor fails what is pending, also where other threads wait for it, and never waits for
+// destructor fails what is pending, even where other threads wait for it, and never waits for
 // peers; after it no array is touched any more. A child that was forked off may drop its copy,
 // which does nothing to the parent's, and use it for nothing else (UsageError).
 #pragma once

@@ -49,7 +49,7 @@ class FailureRecord {
   void set(EngineFailure failure) noexcept;
   bool broken() const { return broken_.load(); }
   std::string text() const;                 // empty while nothing has failed
-  std::exception_ptr as_exception() const;  // of the failure that was set
+  std::exception_ptr as_exception() const;  // the failure that was set
   std::exception_ptr as_exception(const EngineFailure& failure) const;
   // Peers that are dead, broken or closed, most severe first.
   std::vector<EngineFailure> of_peers() const;

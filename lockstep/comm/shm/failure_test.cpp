@@ -470,7 +470,7 @@ TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
                UsageError);
 }
 
-// All sizes are compared, also where their sum is the same.
+// All sizes are compared, even where their sum is the same.
 TEST(Usage, OptionsThatDifferOverRanks) {
   const auto answers = [](const EngineOptions& one, const EngineOptions& other) {
     MapStore kv;

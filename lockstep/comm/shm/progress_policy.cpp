@@ -175,7 +175,7 @@ class AdaptivePolicy final : public ProgressPolicy {
   // Driver only.
   const Group& group_;
   Backoff backoff_;
-  Clock::time_point moved_{};  // to another core
+  Clock::time_point moved_{};  // when it moved to another core
 
   // With the engine's mutex held.
   std::uint64_t starts_ = 0;

@@ -29,7 +29,7 @@ class ProgressHost {
  public:
   virtual bool driven() const = 0;       // a thread drives
   virtual bool has_waiters() const = 0;  // threads wait for tickets; one of them drives, or will
-  virtual bool has_work() const = 0;     // to be asked only when no thread drives
+  virtual bool has_work() const = 0;     // may be asked only when no thread drives
   // Makes the engine's thread drive as soon as nobody else drives or waits.
   virtual void wake_thread() = 0;
   // The engine's thread sleeps until it has to drive or to end, or `also` holds and someone wakes

@@ -340,7 +340,7 @@ TEST(Reduce, CutsDoNotChangeBits) {
 }
 
 // What is copied along the way arrives, and neither that nor a last output that leaves the cache
-// changes the sum; also where an output is not aligned for it.
+// changes the sum, even where an output is not aligned for it.
 TEST(Reduce, MovesByTheWay) {
   for (const DType dtype : {DType::kF32, DType::kBf16, DType::kF16, DType::kI32}) {
     for (const std::size_t count : {0, 1, 63, 64, 128, 1021}) {

@@ -67,7 +67,7 @@ class Rounds {
   const Group& group_;
   std::uint64_t round_ = 0;  // the last one posted
   bool posted_ = false;      // and not finished
-  bool first_ = true;        // of its collective
+  bool first_ = true;        // the first round of its collective
   int arrived_ = 0;
 };
 

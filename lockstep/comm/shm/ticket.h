@@ -51,7 +51,7 @@ class Ticket {
   // Waits until the deadline that the operation was started with.
   void wait();
 
-  // True once it has ended, also in failure. Never waits; does what can be done at once.
+  // True once it has ended, even in failure. Never waits; does what can be done at once.
   bool poll();
   bool done() const { return done_.load(std::memory_order_acquire); }
   const Deadline& deadline() const { return deadline_; }
