@@ -1,7 +1,7 @@
 // `lockstep-train doctor-probe DIR`, which `lockstep doctor` starts as the ranks of one host: each
 // computes alone on its device, then all of them reduce, and rank 0 copies between the GPUs.
 //
-//   DIR/versions.json   what rank 0 has loaded, before anything is computed, which may fail
+//   DIR/versions.json   what rank 0 has loaded; written first, as computing may fail over it
 //   DIR/rank_<r>.json   what the rank has computed, before it connects to others
 //   DIR/world.json      the all-reduce and the copies
 #include <ATen/detail/CUDAHooksInterface.h>

@@ -47,7 +47,7 @@ class DocumentText {
   mutable Counted last_;  // a cache; one thread parses one document
 };
 
-// Throws, or adds to `problems` where there are any.
+// Throws, or adds to `problems` if it is not null.
 void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
                       Problems* problems);
 

@@ -30,7 +30,7 @@ struct Surroundings {
   Variables variable = process_variables();
   std::function<int()> cores = allowed_cores;
   std::function<Gpus()> gpus = [] { return find_gpus(); };
-  // Keys of the training file, so that a misplaced one in --config-file is sent to the right file.
+  // Keys of the training file, to say where a misplaced one in --config-file belongs.
   std::vector<std::string> training_keys{};
 };
 

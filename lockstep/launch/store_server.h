@@ -56,9 +56,8 @@ struct StoreServerOptions {
   StoreLimits limits = {};
   std::size_t connections_per_rank = 64;
   std::size_t tcp_connections = 1024;
-  // How much all TCP connections together may have sent without completing it and left unread of
-  // their replies: the largest command and the largest reply. Above this the largest connection is
-  // closed.
+  // Limit on what all TCP connections together have sent but not completed, and on replies that
+  // they have not read: the largest command and reply. Above it the largest of them is closed.
   std::size_t tcp_bytes = 256u << 20;
   std::chrono::milliseconds tcp_handshake{10'000};  // a TCP connection without one is closed then
   // Less than importing torch takes, more than our own ranks usually need to come here.

@@ -11,9 +11,9 @@
 //   return supervise(plan);
 //
 // Files: <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json};
-// the ledger of a rank that failed or stalled (core/ledger_file.h); attempt_<k>/stall.log; with
-// several nodes each one makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/... Call it from a
-// process whose threads do not mind that signals are blocked.
+// the ledger of a rank that failed or stalled (core/ledger_file.h); attempt_<k>/stall.log;
+// with several nodes each one makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
+// Call it from a process whose threads do not mind that signals are blocked.
 #pragma once
 
 #include "lockstep/launch/plan.h"

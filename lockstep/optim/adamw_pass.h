@@ -47,7 +47,7 @@ class AdamWPass {
   void set_max_norm(double max_norm);  // 0: no clipping
 
   // Call it before a capture that holds a step: allocates memory for what its replays read. What is
-  // allocated during the capture belongs to the graph, which may use it for something else before.
+  // allocated during the capture belongs to the graph, which may use it for something else first.
   void prepare_capture();
 
   // `grad_scale` is one float on the device: gradients are divided by it.

@@ -102,7 +102,7 @@ double ratio(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(std::max<std::int64_t>(1, whole));
 }
 
-// A straight line up, then `rest`, which gets the total number of steps.
+// A straight line up, then `rest`, which also gets the step counted from the first one.
 Factor after_warmup(std::int64_t warmup, Factor rest) {
   return [warmup, rest = std::move(rest)](std::int64_t step) {
     return step < warmup ? ratio(step, warmup) : rest(step);

@@ -126,7 +126,7 @@ struct MpiNames {
 };
 
 std::optional<RankInfo> mpi_rank() {
-  // MPICH and Intel MPI share PMI's names; only their names for the local rank differ.
+  // MPICH and Intel MPI share PMI's names, and their own names for the local rank are equal too.
   constexpr MpiNames kFamilies[] = {
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},

@@ -61,7 +61,7 @@ AllReduce::AllReduce(const Group& group, const Deadline& deadline, const Call& c
   what.offset = location_.offset;
 }
 
-// Every rank gets the same number of bytes of every chunk except the last.
+// In every chunk but the last, all ranks have the same number of bytes.
 AllReduce::Slice AllReduce::slice(const Group& group, std::size_t chunk, int rank) const {
   const int size = group.size();
   const std::size_t slot = slot_bytes(group);

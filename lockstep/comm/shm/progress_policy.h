@@ -50,7 +50,7 @@ class ProgressPolicy {
   // No step could do anything: passes a moment. True when it is time to sleep. `round` is the one
   // that has been posted and is waited for; 0: none is, there are only messages.
   virtual bool pause(std::uint64_t round) = 0;
-  // How many steps a thread takes that has not come to wait, and how many callbacks may be pending
+  // How many steps a thread that has not come to wait takes, and how many callbacks may be pending
   // before the driver stops for them. When it has nothing to do it runs them all.
   int steps_in_passing = 8;
   std::size_t callbacks_at_once = 1;
