@@ -29,9 +29,9 @@
 namespace lockstep::bench {
 namespace {
 
-// Below this a change counts as nothing, however often it was seen.
+// A change below this counts as nothing, however often it was seen.
 constexpr double kNoise = 0.02;
-constexpr int kLogs = 5;  // of a run; the first holds the warm-up and does not count
+constexpr int kLogs = 5;  // per run; the first holds the warm-up and does not count
 
 struct AblationOptions {
   std::string file;
@@ -52,9 +52,9 @@ struct Stage {
   int ranks = 1;
   Keys keys{};
   std::map<std::string, std::string> environment{};
-  // Computes the same numbers as the stage before.
+  // Computes the same numbers as the previous stage.
   bool same_numbers = false;
-  // No run of its own: what an unfused optimizer costs is added to the stages before.
+  // Has no run of its own: the cost of an unfused optimizer is added to the stages before it.
   bool computed = false;
   std::vector<TrainFigures> rounds{};
 };
@@ -62,7 +62,7 @@ using Stages = std::deque<Stage>;
 
 // ---------------------------------------------------------------- the training file
 
-// Keys of a whole training that a short run has no use for, and those that the stages set.
+// Keys of a full training run that are useless in a short one, and those that the stages set.
 constexpr const char* kDropped[] = {"preset",
                                     "num_train_epochs",
                                     "max_steps",
@@ -145,7 +145,7 @@ void add_precision(Stages& stages, const TrainingArguments& a) {
   Stage next = stages.back();
   next.same_numbers = false;
   const bool chosen = a.bf16 || a.fp16;
-  // On a GPU 16 bits are what one would set; on CPUs they often cost time, so the file decides.
+  // On a GPU one would normally use 16 bits; on CPUs they often cost time, so the file decides.
   if (!chosen && on_cpu(a)) return;
   next.name = a.fp16 ? "+ fp16" : "+ bf16";
   next.keys[a.fp16 ? "fp16" : "bf16"] = bool_node(true);
@@ -208,7 +208,7 @@ TrainFigures run_stage(const Stage& stage, const Keys& more, const Scratch& scra
                    scratch.file("out"));
 }
 
-// A first run of one step, whose checkpoint has the shapes of the parameters.
+// Makes a first run of one step, whose checkpoint has the shapes of the parameters.
 std::vector<std::vector<std::int64_t>> parameter_shapes(const Stage& baseline,
                                                         const Scratch& scratch) {
   run_stage(baseline,
@@ -252,7 +252,7 @@ void measure(Stages& stages, const AblationOptions& options, const Scratch& scra
     if (stages[i].computed) stages[i].rounds = stages[i - 1].rounds;
 }
 
-// Settings of speed alone must not change what is computed.
+// Settings that only concern speed must not change what is computed.
 void verify(const Stages& stages) {
   int compared = 0;
   for (std::size_t i = 1; i < stages.size(); ++i) {
@@ -270,7 +270,7 @@ void verify(const Stages& stages) {
 
 struct Gains {
   double samples_per_s = 0;
-  Summary step, total;  // times faster than the stage before, than the baseline
+  Summary step, total;  // how many times faster than the previous stage, and than the baseline
 };
 
 // Seconds of an optimizer step in each round, with an unfused optimizer up to its stage.

@@ -1,4 +1,4 @@
-// What `lockstep bench ablation` needs of torch: a fused optimizer step beside an unfused one.
+// What `lockstep bench ablation` needs from torch: a fused optimizer step beside an unfused one.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ struct OptimizerQuestion {
   int threads = 1;
 };
 
-// Medians of a step of lockstep::optim's and of torch::optim's, by turns, on parameters of these
-// shapes. Both are compared first: Error when they move the parameters differently.
+// Medians of a step of lockstep::optim's and of torch::optim's, measured in turn, on parameters of
+// these shapes. Both are compared first: Error when they move the parameters differently.
 OptimizerTimes optimizer_times(const OptimizerQuestion& question);
 
 }  // namespace lockstep::bench

@@ -70,8 +70,9 @@ struct Settings {
   std::string corrupt;  // the contender that is to get a wrong sum
 };
 
-// "private:4K:us:3": of the contender at that size at most so many microseconds; with gloo or mpi
-// at least that many times faster, with memory at least that percentage of its limit.
+// "private:4K:us:3": the contender may take at most 3 microseconds at that size; with gloo or mpi
+// it must be at least that many times faster, with memory reach at least that percentage of its
+// limit.
 struct Goal {
   std::string text, contender, measure;
   std::int64_t bytes = 0;
@@ -136,9 +137,9 @@ std::string with_commas(const std::vector<std::int64_t>& sizes) {
   return fmt::format("{}", fmt::join(sizes, ","));
 }
 
-// Small operations of each backend have processes of their own, as Open MPI's have: gloo's threads
+// Small operations of each backend run in processes of their own, as Open MPI's do: gloo's threads
 // stay awake between its operations, and where ranks fill the cores they would delay the others.
-// Large ones are measured by turns in the same processes, because the memory's speed changes.
+// Large ones are measured in turn in the same processes, because the memory's speed changes.
 std::vector<Job> jobs_of(const Settings& settings) {
   std::vector<std::int64_t> small, large;
   for (const std::int64_t bytes : parse_sizes(settings.sizes))
@@ -182,7 +183,7 @@ Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
   return samples;
 }
 
-// Of the contender's median, or nothing where it was not measured.
+// The contender's median, or nothing where it was not measured.
 std::optional<double> median_of(const Samples& samples, const std::string& name,
                                 std::int64_t bytes) {
   const auto found = samples.find(name);
@@ -192,7 +193,7 @@ std::optional<double> median_of(const Samples& samples, const std::string& name,
   return median(times->second);
 }
 
-// What memory allows, by the faster of the loops that share nothing with the engine.
+// What memory allows, by the faster of the loops that share no code with the engine.
 std::optional<double> limit_of(const Samples& samples, std::int64_t bytes) {
   std::optional<double> fastest;
   for (const char* name : kLimits)

@@ -16,15 +16,15 @@ using Samples = std::map<std::string, std::map<std::int64_t, std::vector<double>
 std::vector<std::int64_t> parse_sizes(const std::string& text);
 std::string show_size(double bytes);
 
-// How often a size is measured in one job at most: small ones often, large ones a few times. What
-// takes longer than its share of the job's time is measured less often.
+// How often a size is measured in one job at most: small ones often, large ones a few times. A size
+// that takes more than its share of the job's time is measured less often.
 int repetitions(std::int64_t bytes);
 inline constexpr int kMinRepetitions = 5;
 
 // From this size on a barrier precedes each operation; smaller operations need none.
 inline constexpr std::int64_t kBarrierFirstBytes = 65536;
 
-// Up to this size a contender is measured several times before it is another's turn.
+// Up to this size a contender is measured several times before the next one's turn.
 inline constexpr std::int64_t kRunsUpToBytes = 1 << 20;
 
 // What memory allows for the same traffic (limits.h): the faster of these is the limit.

@@ -1,4 +1,4 @@
-// A rank of `lockstep bench allreduce`: every backend on the same sizes, by turns, each time on a
+// A rank of `lockstep bench allreduce`: every backend on the same sizes, in turn, each time on a
 // freshly written tensor. Rank 0 writes "contender TAB bytes TAB microseconds" lines.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -27,7 +27,7 @@ struct Contender {
   void (*limit)(const Slices&) = nullptr;  // instead of an all-reduce
   bool wrong = false;                      // on purpose
   at::Tensor tensor = {};
-  std::vector<at::Tensor> parts = {};  // every rank's where they share memory, else the own
+  std::vector<at::Tensor> parts = {};  // every rank's where they share memory, otherwise its own
 };
 
 double since_us(Clock::time_point start) {
@@ -63,8 +63,8 @@ void verify(const Contender& contender) {
   }
 }
 
-// A contender among the others, so that it finds the caches as they do. It waits for nobody, so the
-// slowest rank's time is the one that counts.
+// A contender among the others, so that it finds the caches as they do. It waits for no other rank,
+// so the slowest rank's time counts.
 double measure_limit(Contender& contender, World& barrier_world) {
   std::vector<float*> arrays;
   for (const auto& part : contender.parts) arrays.push_back(part.mutable_data_ptr<float>());
@@ -102,7 +102,7 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
   return contenders;
 }
 
-// How many more turns fit into the time, by the one that has been made; the same on all ranks.
+// How many more turns fit into the time, judged by the first; the same on all ranks.
 int turns_left(World& own, double turn_s, double left_s, int max_turns, int min_turns) {
   const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
   return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), min_turns, max_turns)));
@@ -120,9 +120,9 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
     if (contender.wrong) contender.tensor[-1].add_(1);
     verify(contender);
   }
-  // Small operations are timed in runs of the same contender, as those of a peer in a job of its
-  // own are: what a switch leaves behind (gloo's threads are still awake) would cost more than
-  // they.
+  // Small operations are timed in runs of the same contender, like those of a peer in a job of its
+  // own: the after-effects of a switch (gloo's threads are still awake) would cost more than they
+  // do.
   const int run = bytes < kBarrierFirstBytes ? 50 : bytes <= kRunsUpToBytes ? 20 : 1;
   const auto turn = [&] {
     const auto began = Clock::now();
@@ -139,8 +139,8 @@ void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t b
       turns_left(own, turn_s, left_s, repetitions(bytes) / run - 1, (kMinRepetitions - 1) / run);
   std::mt19937 order(1);
   for (int done = 1; done <= turns; ++done) {
-    // Nobody always comes after the same one, which leaves the caches to it. The same order on all
-    // ranks.
+    // Shuffled, so that no contender always follows the same one, which leaves it the caches. The
+    // order is the same on all ranks.
     std::shuffle(contenders.begin(), contenders.end(), order);
     turn();
   }

@@ -25,7 +25,7 @@ std::string device_problem(const std::string& value) {
   return fmt::format("'{}' is not a device; use cpu, cuda or cuda:N", value);
 }
 
-// The first word that no option took, where it looks like one.
+// The first word that no option took, if it looks like an option.
 static std::optional<std::string> unknown_option(const CLI::App& app) {
   for (const std::string& word : app.remaining()) {
     if (!word.starts_with("--")) continue;

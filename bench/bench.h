@@ -30,7 +30,7 @@ int allreduce_once_main();
 int allreduce_rank_main(int argc, char** argv);
 // A rank of `step`.
 int step_rank_main(int argc, char** argv);
-// A rank of `train` that is not Python's.
+// A rank of `train` that is not written in Python.
 int train_rank_main(int argc, char** argv);
 // Our side of `gpt`, `lora` and `resnet`.
 int model_rank_main(int argc, char** argv);

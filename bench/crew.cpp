@@ -80,7 +80,7 @@ launch::Process start(const CrewOptions& options, const std::string& socket) {
     request.environment.emplace_back(*variable);
     chosen = chosen || request.environment.back().starts_with("LOCKSTEP_LOG=");
   }
-  // How ranks and launcher begin is nothing that a table is read for.
+  // Nobody reads a table to see how ranks and launcher start.
   if (!chosen) request.environment.emplace_back("LOCKSTEP_LOG=warning");
   ::sigprocmask(SIG_SETMASK, nullptr, &request.signal_mask);
   ::getrlimit(RLIMIT_NOFILE, &request.files);

@@ -43,7 +43,8 @@ class Crew {
   const std::string& name() const { return options_.name; }
   // Returns when all ranks have connected.
   void wait_ready(std::chrono::milliseconds timeout);
-  // The same line to all ranks; their answers by rank. Throws Error when one ends or is silent.
+  // Sends the same line to all ranks and returns their answers by rank. Error: one ended or is
+  // silent.
   std::vector<std::string> request(const std::string& line, std::chrono::milliseconds timeout);
   // The end of orders: waits until the ranks have ended, and throws Error if they failed.
   void finish();

@@ -48,7 +48,7 @@ class ReplicaThreads {
   ReplicaThreads(const ReplicaThreads&) = delete;
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
-  // Returns when all have; throws what one of them threw.
+  // Returns when all have finished; throws what one of them threw.
   void run(const std::function<void(std::size_t)>& body) {
     start(&body);
     std::unique_lock lock(mutex_);

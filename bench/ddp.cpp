@@ -133,7 +133,7 @@ void prepare_device(const std::string& device) {
   const torch::Device wanted(device);
   if (!wanted.is_cuda()) return;
   const int visible = cuda_device_count();
-  // From the text: torch keeps the number in 8 bits.
+  // Read from the text: torch keeps the number in 8 bits.
   const auto colon = device.find(':');
   if ((colon == std::string::npos ? 0 : std::stoll(device.substr(colon + 1))) >= visible)
     throw UsageError("bench", "--device {}: {} CUDA device{} visible. Use --device cpu{}.", device,

@@ -28,14 +28,15 @@ namespace {
 using nlohmann::json;
 using std::chrono::minutes;
 
-// Few: batch norms over small batches let rounding grow from step to step.
+// Few, because batch norms over small batches let rounding errors grow from step to step.
 constexpr int kVerifiedSteps = 2;
-constexpr int kBlock = 10;      // steps of a side before the other one's turn
+constexpr int kBlock = 10;      // steps of one side before the other's turn
 constexpr int kPartSteps = 10;  // at most
-// The two sides may differ by the rounding of both, each of which is about what float32 differs
-// from float64 in one of them; twice that for good measure.
+// The two sides may differ by the rounding of both, each about the difference between float32 and
+// float64 on one side; twice that for good measure.
 constexpr double kRoundings = 4;
-// Rounding must be small beside what the steps have moved, or the comparison would find nothing.
+// Rounding must be small compared to how far the steps have moved, or the comparison is
+// meaningless.
 constexpr double kMaxRounding = 0.05;
 
 struct Options {
@@ -56,8 +57,8 @@ struct DpSide {
   Crew crew;
   int trained = 0;
   double parameters = 0;
-  std::vector<double> block_ms{};  // a step of each block
-  std::vector<double> parts{};     // of rank 0
+  std::vector<double> block_ms{};  // per step, for each block
+  std::vector<double> parts{};     // rank 0's
 };
 
 // ---------------------------------------------------------------- orders
@@ -69,7 +70,7 @@ void begin(DpSide& side, const std::string& type) {
     throw Error("bench", fmt::format("'{}' answered '{}'", side.crew.name(), answer));
 }
 
-// Milliseconds of a step, of the slowest rank.
+// Milliseconds per step of the slowest rank.
 double train(DpSide& side, int steps) {
   double slowest = 0;
   const std::string order = fmt::format("run {} {}", side.trained, steps);
@@ -103,8 +104,8 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
   return std::sqrt(sum);
 }
 
-// From the same weights and batches both must arrive at the same weights. What float32 does to
-// them is measured: DataParallel trains in float64, too.
+// From the same weights and batches both must arrive at the same weights. The effect of float32 is
+// measured: DataParallel also trains in float64.
 void verify(DpSide& dp, DpSide& ddp, const Scratch& scratch) {
   begin(dp, "float64");
   const std::vector<double> start = weights(dp, scratch);
@@ -158,7 +159,7 @@ void measure(DpSide& dp, DpSide& ddp, int steps) {
   }
 }
 
-// DataParallel's time over the other's, block by block.
+// DataParallel's time divided by the other's, block by block.
 Summary ratio(const DpSide& dp, const DpSide& other) {
   std::vector<double> ratios;
   for (std::size_t i = 0; i < dp.block_ms.size(); ++i)
@@ -166,7 +167,7 @@ Summary ratio(const DpSide& dp, const DpSide& other) {
   return summarize(ratios);
 }
 
-// What DistributedDataParallel does not do at all, or does while it computes.
+// Time spent on what DistributedDataParallel does not do at all, or does while it computes.
 double overhead_ms(const DpSide& dp) {
   double sum = 0;
   for (std::size_t i = 0; i < dp.parts.size(); ++i)
@@ -199,7 +200,7 @@ Table steps_table(const DpSide& dp, const DpSide& ddp, const Options& options) {
   return table;
 }
 
-// Timed in steps of their own, with a wait for the devices after each part.
+// Timed in separate steps, with a wait for the devices after each part.
 Table parts_table(const DpSide& dp, const DpSide& ddp) {
   Table table({"ms of a step", "DataParallel", "DistributedDataParallel", "what DP does there"});
   static const char* const notes[] = {"copies parts of the batch to the replicas",
@@ -263,7 +264,7 @@ int compare(const Options& options) {
   return goals.exit_code();
 }
 
-// The devices are there, and every replica has as much of the batch.
+// Checks that the devices exist and every replica gets an equal part of the batch.
 void check(const DpSettings& s) {
   if (s.batch_size % s.ranks != 0)
     throw UsageError("bench",

@@ -25,8 +25,8 @@ struct DpSettings {
   std::string model;  // mlp, resnet18 or resnet50
   std::string device = "cpu";
   int ranks = 2;                 // or replicas
-  int threads = 1;               // of a rank or replica, on the CPU
-  std::int64_t batch_size = 64;  // of all together
+  int threads = 1;               // per rank or replica, on the CPU
+  std::int64_t batch_size = 64;  // over all of them
   std::int64_t image_size = 32;
   double lr = 1e-3;
 };

@@ -1,5 +1,5 @@
 // Both sides of `lockstep bench dp-vs-ddp`: a process of DataParallel, or a rank of
-// DistributedDataParallel, that trains as it is ordered (dp_vs_ddp.h).
+// DistributedDataParallel, that trains on request (dp_vs_ddp.h).
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -39,7 +39,7 @@ constexpr std::int64_t kDistinctBatches = 4;
 constexpr std::size_t kParts = std::size(kDpParts);
 using Parts = std::array<double, kParts>;  // milliseconds; -1: this side has no such part
 
-// A classifier of images, whichever it is.
+// An image classifier of any kind.
 class Classifier : public torch::nn::Module {
  public:
   explicit Classifier(const DpSettings& settings) {
@@ -123,8 +123,8 @@ struct Numerics {
   double eps;  // Adam's
 };
 
-// With the usual epsilon Adam turns the smallest difference of a gradient near zero into one of the
-// learning rate. With a large one its update follows the gradient, and can be compared.
+// With the usual epsilon, Adam turns the smallest difference of a gradient near zero into one as
+// large as the learning rate. With a large one its update follows the gradient and can be compared.
 Numerics numerics_of(const std::string& type) {
   if (type == "tf32") return {at::kFloat, optim::AdamOptions{}.eps};
   return {type == "float64" ? at::kDouble : at::kFloat, 0.1};
@@ -185,7 +185,7 @@ class DdpTrainee : public Trainee {
     model_.verify_replicas();
     return *net_;
   }
-  // Of the last step: from the last gradient to the end of backward.
+  // From the last gradient to the end of backward, in the last step.
   double exposed_ms() const { return exposed_ms_; }
 
  private:
@@ -199,7 +199,7 @@ class DdpTrainee : public Trainee {
   double exposed_ms_ = 0;
 };
 
-// Rows [first, first + rows) of the batch of step k; all ranks draw all of it.
+// Rows [first, first + rows) of the batch for step k; every rank draws the whole batch.
 Images draw(const DpSettings& settings, std::int64_t k, std::int64_t first, std::int64_t rows) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + k));
   const auto size = settings.image_size;

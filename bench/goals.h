@@ -47,12 +47,12 @@ class Goals {
 
 // How messages name the numbers of parse_goals.
 struct GoalWords {
-  const char* form;    // "BATCH", of BATCH:RATIO
+  const char* form;    // "BATCH", in BATCH:RATIO
   const char* number;  // "batch"
-  const char* option;  // that chooses what is measured, "--batches"
+  const char* option;  // the one that chooses what is measured, "--batches"
 };
 
-// "1:1.15,8:1.03": a ratio for some of the numbers that are measured.
+// "1:1.15,8:1.03": a ratio for some of the measured numbers.
 inline std::map<int, double> parse_goals(const std::string& text, const std::vector<int>& measured,
                                          const GoalWords& words) {
   std::map<int, double> wanted;

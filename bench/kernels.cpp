@@ -39,7 +39,7 @@ struct KernelCase {
   double bytes;  // what must cross the memory bus; 0: bound by arithmetic
   std::function<Tensors(std::int64_t rows)> inputs;
   Op ours, aten;
-  double tolerance = 0x1p-6;  // of the largest value
+  double tolerance = 0x1p-6;  // relative to the largest value
 };
 
 // Forward, and backward with a gradient of ones in the outputs' dtype.
@@ -63,7 +63,7 @@ class Stopwatch {
       other_ = torch::empty({256 << 20}, at::TensorOptions(device).dtype(at::kByte));
   }
 
-  // Median milliseconds. Before each run other memory is written, so that the caches hold none of
+  // Median milliseconds. Other memory is written before each run, so that the caches hold none of
   // the operands.
   double median_ms(const std::function<void()>& body, int rounds) {
     std::vector<double> times;
@@ -99,7 +99,7 @@ class Stopwatch {
   at::Tensor other_;
 };
 
-// The largest difference, as a part of the largest value.
+// The largest difference, relative to the largest value.
 double difference(const Tensors& a, const Tensors& b) {
   double worst = 0;
   for (std::size_t i = 0; i < a.size(); ++i) {

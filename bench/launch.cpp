@@ -1,4 +1,4 @@
-// lockstep bench launch: from the command line to the end of a one-all-reduce program.
+// lockstep bench launch: from the command line to the end of a program with one all-reduce.
 #include <fmt/format.h>
 #include <sys/wait.h>
 #include <unistd.h>

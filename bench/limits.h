@@ -23,7 +23,7 @@ struct Slices {
 void sum_slices(const Slices& slices);
 void copy_slices(const Slices& slices);
 
-// The arrays that one AdamW step reads and, but for the gradients, writes.
+// The arrays that one AdamW step reads and, except for the gradients, writes.
 struct StepArrays {
   const float* const* gradients = nullptr;
   int ranks = 0;

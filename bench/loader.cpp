@@ -1,8 +1,8 @@
 // lockstep bench loader: where the time of a batch goes, and whether the step waits for it.
 //
 // Three sources: samples that take a set time to load (the goal is stated for these), images made
-// and normalised on the way, and the windows of token shards. The step is a sleep, as the step of a
-// GPU is for the process that feeds it.
+// and normalised on the way, and the windows of token shards. The step is a sleep, like a GPU's
+// step for the process that feeds it.
 #include "lockstep/data/loader.h"
 
 #include <fmt/format.h>
@@ -50,7 +50,7 @@ struct Settings {
 };
 
 DatasetPtr sleeping(const Settings& settings) {
-  // The time is that of a batch: its first sample takes all of it.
+  // This is the time of a whole batch: its first sample takes all of it.
   const auto load = Milliseconds(settings.load_ms);
   const std::int64_t batch = settings.batch_size;
   return data::make_dataset(settings.batches * batch, [load, batch](std::int64_t i, SampleRandom&) {
@@ -76,7 +76,7 @@ DatasetPtr make_source(const Settings& settings) {
   return settings.source == "images" ? images(settings) : sleeping(settings);
 }
 
-// Every sample once, and in its place: a loader that is quick and wrong is of no use.
+// Every sample once, and in its place: a fast but wrong loader is useless.
 void verify(data::Loader& loader) {
   std::set<std::int64_t> seen;
   std::int64_t batches = 0;
@@ -105,7 +105,7 @@ void print_table(const data::LoaderProfile& profile, const Settings& settings) {
   publish(table, settings.csv);
 }
 
-// PyTorch's loader with the same sleeps: its line, as it prints it.
+// PyTorch's loader with the same sleeps: returns the line that it prints.
 void run_python(const Settings& settings) {
   const std::string command = fmt::format(
       "'{}' '{}' {} {} {} {} {} {}", default_python(), peer("loader.py"), settings.batches,

@@ -38,7 +38,7 @@ int bench(int argc, char** argv) {
     if (found != benchmarks().end()) {
       const lockstep::bench::OtherPrograms others;
       const int code = found->second(argc - 1, argv + 1);
-      // `scale` knows from the records of its runs what their ranks have waited.
+      // `scale` knows from the records of its runs how long their ranks have waited.
       if (found->first != "scale") fmt::print(stderr, "{}", others.note());
       return code;
     }

@@ -145,7 +145,7 @@ ModelStep::Net net_of(std::shared_ptr<Module> module) {
           {}};
 }
 
-// Head and loss are one where the model can; "plain" is ATen's operations alone.
+// Head and loss are fused where the model can; "plain" uses only ATen's operations.
 ModelStep::Net lm_of(const models::CausalLmPtr& module, const ModelSettings& settings) {
   module->train();
   if (settings.mode == "plain") module->use_fused(false);
@@ -155,7 +155,7 @@ ModelStep::Net lm_of(const models::CausalLmPtr& module, const ModelSettings& set
           {}};
 }
 
-// Billions of weights that are not trained are drawn where they are.
+// Billions of untrained weights are drawn on the device where they stay.
 models::CausalLmPtr drawn_base(const ModelSettings& settings, at::ScalarType type,
                                c10::Device device) {
   const torch::NoGradGuard no_grad;
@@ -164,7 +164,7 @@ models::CausalLmPtr drawn_base(const ModelSettings& settings, at::ScalarType typ
   for (const auto& parameter : made->named_parameters()) {
     at::Tensor weight = parameter.value();
     if (weight.dim() == 1)
-      weight.fill_(1);  // of norms; there are no biases
+      weight.fill_(1);  // norms; there are no biases
     else
       weight.normal_(0, 0.02);
   }
@@ -220,7 +220,7 @@ at::ScalarType type_of(const ModelSettings& settings) {
   return settings.dtype == "bf16" ? at::kBFloat16 : at::kFloat;
 }
 
-// A frozen base is held in the type it is computed in; what is trained is float.
+// A frozen base is held in the compute dtype; what is trained is float.
 ModelStep::Net make_net(const ModelSettings& settings, c10::Device device) {
   torch::manual_seed(kSeed);
   if (is_resnet(settings)) return make_resnet(settings, device);
@@ -229,7 +229,7 @@ ModelStep::Net make_net(const ModelSettings& settings, c10::Device device) {
 
 // ---------------------------------------------------------------- arithmetic
 
-// Multiplications of a forward of one image, from the shapes of the weights and where they are.
+// Multiplications in the forward pass of one image, from the shapes and positions of the weights.
 double resnet_multiplications(const ModelSettings& settings) {
   const models::ResNetConfig config = resnet_config(settings);
   double sum = 0;
@@ -237,12 +237,12 @@ double resnet_multiplications(const ModelSettings& settings) {
     if (tensor.shape.size() != 4 && tensor.name != "fc.weight") continue;
     double weights = 1;
     for (const std::int64_t size : tensor.shape) weights *= static_cast<double>(size);
-    double side = 1;  // of what it computes
+    double side = 1;  // of its output
     if (tensor.name == "conv1.weight") {
       side = std::ceil(static_cast<double>(settings.sequence_length) / 2);
     } else if (tensor.shape.size() == 4) {
       const int stage = tensor.name.at(5) - '0';  // layer1 to layer4
-      // The first convolution of a block that narrows comes before the one that strides.
+      // The first convolution of a block that narrows comes before the one with a stride.
       const bool before =
           stage > 1 && config.expansion() > 1 && tensor.name.substr(6) == ".0.conv1.weight";
       side = std::ceil(static_cast<double>(settings.sequence_length) /

@@ -30,12 +30,12 @@ struct ModelBatch {
   at::Tensor target;  // the ids that follow, or classes
 };
 
-// What step `step` trains on, on the settings' device; the same numbers as peers/peer_loop.py has.
-// Tokens: low ids are frequent, and every second one follows from the one before it, so there is
+// What step `step` trains on, on the settings' device; the same numbers as in peers/peer_loop.py.
+// Tokens: low ids are frequent, and every second one follows from its predecessor, so there is
 // something to learn. Images and classes: hashes of their positions.
 ModelBatch make_batch(const ModelSettings& settings, std::int64_t step);
 
-// Draws the initial weights and writes them to settings.start: model/ and, of lora, adapter/.
+// Draws the initial weights and writes them to settings.start: model/ and, for lora, adapter/.
 void write_start(const ModelSettings& settings);
 
 class ModelStep {
@@ -54,17 +54,17 @@ class ModelStep {
   // Forward, backward, clipping and AdamW. Returns the loss.
   at::Tensor step(const ModelBatch& batch);
 
-  // Called after each part of an eager step has been launched.
+  // Called after each part of an eager step was launched.
   void on_phase(std::function<void(Phase)> called) { on_phase_ = std::move(called); }
-  // Called before parameters and optimizer state change; in a captured step before all of it.
+  // Called before parameters and optimizer state change; in a captured step before the whole step.
   void before_update(std::function<void()> called) { before_update_ = std::move(called); }
 
-  // What a checkpoint of it holds, as the Trainer saves it; tensors are the model's own.
+  // The contents of its checkpoint, as the Trainer saves it; tensors are the model's own.
   train::CheckpointContents contents(std::int64_t step);
 
   double parameters() const;
   double trainable() const;
-  // Of a step with settings.batch_size samples, forward and backward:
+  // Floating-point operations of a step with settings.batch_size samples, forward and backward:
   //   gpt      6 N + 12 L T C for a token (N parameters, L layers, T tokens, C channels)
   //   lora     4 N + 6 n + 12 L T C (N frozen, n trained: a frozen weight has no gradient)
   //   resnet   6 for each multiplication of a forward's convolutions and last layer

@@ -1,4 +1,4 @@
-// Our side of `lockstep bench gpt|lora|resnet`: a rank that trains as it is ordered (models.h).
+// Our side of `lockstep bench gpt|lora|resnet`: a rank that trains on request (models.h).
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -35,7 +35,7 @@ using nlohmann::json;
 constexpr std::int64_t kDistinctBatches = 4;  // while steps are timed
 constexpr int kStepsAroundSave = 8;
 
-// From the driver, as LibTorch has no name without its CUDA headers. Empty when it has none.
+// Asks the driver, since LibTorch has no name without its CUDA headers. Empty when there is none.
 std::string cuda_name(int index) {
   void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return "";
@@ -71,7 +71,7 @@ class Trainee {
   }
 
  private:
-  // Others need the memory while they are timed.
+  // Frees memory that the others need while they are timed.
   void release() const {
     if (device_.is_cuda()) c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
   }
@@ -165,7 +165,7 @@ class Trainee {
             {"optimizer_ms", median(parts[2])}};
   }
 
-  // By LibTorch's profiler: what each kernel takes of a step.
+  // From LibTorch's profiler: how much of a step each kernel takes.
   json kernels(int steps) {
     namespace profiler = torch::autograd::profiler;
     using torch::profiler::impl::ActivityType;
@@ -194,9 +194,9 @@ class Trainee {
     return {{"kernels", all}};
   }
 
-  // The step after a save begins waits for the copy before it changes anything. What it takes
-  // longer than the median of the steps around it is the stall; blocked_ms is the host's share.
-  // Steps before those bring a GPU that was idle to its usual clocks.
+  // The step after a save begins waits for the copy before it changes anything. The time beyond the
+  // median of the steps around it is the stall; blocked_ms is the host's share. Steps before those
+  // bring an idle GPU to its usual clocks.
   json save(const std::string& folder, int saves) {
     using Clock = std::chrono::steady_clock;
     const auto ms_since = [](Clock::time_point start) {

@@ -35,11 +35,11 @@ constexpr const char* kBare = "bare";  // ours without the wrapper
 constexpr const char* kPeerModes[] = {"eager", "compile", "graphs"};
 
 constexpr int kVerifiedSteps = 3;
-// Relative, of losses in fp32: sums in another order, then steps of AdamW on gradients that differ
-// by as much. Twice the learning rate shows as 6e-4 in the second step of the tiny GPT, and as more
-// in larger ones.
+// Relative tolerances for fp32 losses: sums in another order, then AdamW steps on gradients that
+// differ by as much. Twice the learning rate shows as 6e-4 in the second step of the tiny GPT, and
+// as more in larger ones.
 constexpr double kFirstTolerance = 1e-4, kLaterTolerance = 3e-4;
-// Of the model as it is timed: in bf16 each side rounds at other places.
+// For the model as it is timed: in bf16 each side rounds at different places.
 constexpr double kTimedTolerance = 5e-3;
 constexpr int kBreakdownSteps = 5;  // at most
 constexpr int kSaves = 4;
@@ -75,7 +75,7 @@ struct Side {
   Crew crew;
   bool failed = false;
   json facts;                               // the answer to "new"
-  std::vector<double> first_losses;         // of the model that is timed
+  std::vector<double> first_losses;         // of the timed model
   std::vector<std::vector<double>> rounds;  // milliseconds of each step
   json memory, breakdown = json::object(), stalls = json::array();
 
@@ -94,7 +94,7 @@ std::vector<double> losses_of(const json& answer) {
   return losses;
 }
 
-// A peer that fails, out of memory for one, is reported and skipped from then on.
+// A peer that fails, for example out of memory, is reported and skipped from then on.
 void for_each(Sides& sides, const std::function<void(Side&)>& body, std::size_t first = 0) {
   for (std::size_t k = 0; k < sides.size(); ++k) {
     Side& side = sides[(k + first) % sides.size()];
@@ -129,14 +129,14 @@ json new_order(const Options& options, const Side& side) {
           {"exact", false}};
 }
 
-// What a run in bf16 is compared with.
+// The order for the model that a bf16 run is compared with.
 json fp32_order(const Options& options, const Side& side) {
   json order = new_order(options, side);
   order.update({{"dtype", "fp32"}, {"tf32", false}, {"mode", "eager"}});
   return order;
 }
 
-// The same model without anything that is allowed to differ.
+// The order for the same model without anything that is allowed to differ.
 json exact_order(const Options& options, const Side& side) {
   json order = fp32_order(options, side);
   order["exact"] = true;
@@ -147,7 +147,7 @@ json train_order(std::int64_t steps, std::int64_t batch_size) {
   return {{"do", "train"}, {"first", 0}, {"steps", steps}, {"batch_size", batch_size}};
 }
 
-// The largest relative difference; Error beyond the tolerances.
+// The largest relative difference; Error if it exceeds the tolerances.
 double compare(const Side& side, const std::vector<double>& ours, const std::vector<double>& other,
                double first, double later) {
   double worst = 0;
@@ -164,12 +164,12 @@ double compare(const Side& side, const std::vector<double>& ours, const std::vec
   return worst;
 }
 
-// In fp32 and without compiling, on a small batch: peers of all modes are one program.
+// In fp32 and without compiling, on a small batch: in all modes the peer is the same program.
 void verify(Sides& sides, const Options& options) {
   const auto peer =
       std::find_if(sides.begin() + 1, sides.end(), [](const Side& side) { return !side.failed; });
   if (peer == sides.end()) return;
-  // A batch norm needs some samples.
+  // A batch norm needs several samples.
   const std::int64_t most = options.settings.kind == "resnet" ? 8 : 2;
   const std::int64_t batch = std::min(options.settings.batch_size, most);
   const auto train = [&](Side& side) {
@@ -236,7 +236,7 @@ void measure_saves(Sides& sides, const Scratch& scratch) {
     }
 }
 
-// The kernels that take most of a step.
+// Shows the kernels that take most of a step.
 void show_kernels(Sides& sides, const Options& options) {
   for_each(sides, [&](Side& side) {
     const json answer = side.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}}, minutes(10));
@@ -258,8 +258,8 @@ void show_kernels(Sides& sides, const Options& options) {
 
 // ---------------------------------------------------------------- results
 
-// Floating-point operations a second of dense bf16 matrix products, by NVIDIA's data sheets. The
-// first name that the device's contains decides.
+// Floating-point operations per second of dense bf16 matrix products, from NVIDIA's data sheets.
+// The first name that the device's name contains decides.
 double peak_flops(const ModelSettings& settings, const std::string& device) {
   static const std::pair<const char*, double> table[] = {
       {"GH200", 989e12}, {"H200", 989e12},  {"H100 PCIe", 756e12},
@@ -357,8 +357,8 @@ std::string json_of(const Sides& sides, const ModelSettings& s) {
 
 // ---------------------------------------------------------------- losses
 
-// A loss of every step: of each side as it would be timed, and of the same steps in fp32 without
-// compiling. PyTorch's eager run is made twice, because its spread is what ours is compared with.
+// The loss of every step: for each side as it would be timed, and for the same steps in fp32
+// without compiling. PyTorch's eager run is made twice, because ours is compared with its spread.
 void write_losses(Sides& sides, const Options& options) {
   std::vector<std::string> names;
   std::vector<std::vector<double>> columns;
@@ -450,7 +450,7 @@ int run_sides(const Options& options, const std::map<std::string, double>& wante
   return failed ? 1 : goals.exit_code();
 }
 
-// "compile:1.05,graphs:1", each mode among those that run.
+// "compile:1.05,graphs:1"; each mode must be among those that run.
 std::map<std::string, double> parse_wanted(const Options& options) {
   std::map<std::string, double> wanted;
   std::istringstream stream(options.require);
@@ -471,7 +471,7 @@ std::map<std::string, double> parse_wanted(const Options& options) {
   return wanted;
 }
 
-// Names of the presets of a kind; the sizes of one are the defaults.
+// Names of the presets of one kind; a preset's sizes are the defaults.
 std::vector<std::string> preset_names(const std::string& kind) {
   std::vector<std::string> names;
   for (const ModelPreset& preset : kPresets)

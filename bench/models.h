@@ -1,6 +1,6 @@
 // What the sides of `lockstep bench gpt|lora|resnet` agree on. The parent starts ours and PyTorch's
-// as ranks (crew.h), each with a file of these settings as JSON, and gives them orders by turns, an
-// object in a line each. The answer is an object; {"error": TEXT} from a peer that cannot continue.
+// as ranks (crew.h), each with a file of these settings as JSON, and gives them orders in turn, one
+// object per line. The answer is an object; {"error": TEXT} from a peer that cannot continue.
 //
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them
@@ -27,16 +27,16 @@ struct ModelSettings {
   std::string kind;   // gpt, lora or resnet
   std::string model;  // a preset's name
   std::string device = "cpu";
-  std::string mode = "eager";  // a step of ours: one of kModes
+  std::string mode = "eager";  // for our step: one of kModes
   std::string dtype = "bf16";  // or fp32
   std::int64_t batch_size = 0;
-  std::int64_t sequence_length = 0;  // of resnet: the height and width of an image
-  std::int64_t vocab_size = 50257;   // of gpt
-  std::int64_t accumulation = 1;     // batches of a step that is timed, of peers
-  bool residual_in_fp32 = false;     // of ours, as the Trainer's key
+  std::int64_t sequence_length = 0;  // for resnet: the height and width of an image
+  std::int64_t vocab_size = 50257;   // for gpt
+  std::int64_t accumulation = 1;     // batches per timed step, for peers
+  bool residual_in_fp32 = false;     // for ours, like the Trainer's key
   bool ddp = true;
   bool force_reducer = false;
-  // To be compared, not timed: no dropout, and adapters that change the model at once.
+  // For comparison, not timing: no dropout, and adapters that change the model at once.
   bool exact = false;
   double lr = 3e-4;
   double lora_dropout = 0.05;
@@ -55,7 +55,7 @@ struct ModelPreset {
   const char* name;
   std::int64_t batch_size, sequence_length;
 };
-// The first of a kind is the default on a GPU, `tiny` on a CPU.
+// The first of each kind is the default on a GPU, `tiny` on a CPU.
 inline constexpr ModelPreset kPresets[] = {
     {"gpt", "124m", 64, 1024}, {"gpt", "350m", 32, 1024},        {"gpt", "774m", 16, 1024},
     {"gpt", "1.3b", 8, 2048},  {"gpt", "tiny", 4, 32},           {"lora", "phi3-mini", 16, 512},
@@ -63,7 +63,7 @@ inline constexpr ModelPreset kPresets[] = {
     {"resnet", "tiny", 8, 64},
 };
 
-// Of AdamW, on all sides.
+// AdamW's settings, on all sides.
 inline constexpr double kBeta1 = 0.9, kBeta2 = 0.95, kWeightDecay = 0.1;
 inline constexpr double kMaxGradNorm = 1;
 

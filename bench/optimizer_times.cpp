@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kLr = 1e-3, kDecay = 0.1;
 constexpr int kWarmup = 3, kSamples = 9;
-// Relative to how far three steps move a parameter: both round in other places.
+// Relative to how far three steps move a parameter: the two round at different places.
 constexpr double kTolerance = 1e-3;
 
 std::vector<at::Tensor> make_parameters(const OptimizerQuestion& question) {

@@ -15,7 +15,7 @@ namespace lockstep::bench {
 namespace {
 
 constexpr double kShortest_s = 1;  // an error or a help text is no measurement
-constexpr double kMuch = 0.10;     // of the cores, by others
+constexpr double kMuch = 0.10;     // share of the cores that others use
 // Others take nothing away while cores are idle.
 constexpr double kAllInUse = 0.9;
 
@@ -23,7 +23,7 @@ double seconds_of(const timeval& time) {
   return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
 }
 
-// 0 where the kernel does not say: then there is no note.
+// 0 where the kernel does not say; then there is no note.
 double busy_s() {
   const auto cpus = allowed_cpus();
   std::ifstream file("/proc/stat");

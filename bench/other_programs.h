@@ -1,5 +1,5 @@
-// What other programs use of the cores while a benchmark measures: figures of a busy machine are
-// not the machine's.
+// How much of the cores other programs use while a benchmark measures: figures from a busy machine
+// do not describe the machine.
 //
 //   const OtherPrograms others;
 //   measure();
@@ -12,7 +12,7 @@ namespace lockstep::bench {
 
 class OtherPrograms {
  public:
-  // A line, where others had 10 % of the cores and nearly all cores were in use; or nothing.
+  // A line if others used 10 % of the cores while nearly all cores were busy; otherwise nothing.
   std::string note() const;
 
  private:

@@ -27,8 +27,8 @@ struct Settings {
   int ranks = 2;
   int steps = 10;
   double delay_ms = 10;
-  // Small, so that there are many: the last one can never be hidden, and of eight it and its
-  // neighbour alone are a quarter.
+  // Small, so that there are many: the last one can never be hidden, and it and its neighbour would
+  // be a quarter of eight.
   double bucket_mb = 1;
   double require_hidden = 0;
   std::string csv;
@@ -40,7 +40,7 @@ struct Observed {
   std::vector<double> tail_ms;
   std::vector<double> backward_ms;
   std::size_t buckets = 0;
-  double first_launch_ms = 0;  // of iteration 1
+  double first_launch_ms = 0;  // in iteration 1
   double last_gradient_ms = 0;
 };
 
@@ -72,8 +72,7 @@ void observe(World& world, const Settings& settings, Observed& observed) {
       observed.first_launch_ms = timing.buckets.front().launched_ms;
       observed.last_gradient_ms = timing.last_gradient_ms;
     }
-    // When the wire is free again after the last bucket; waiting for a slower rank is not its
-    // doing.
+    // When the wire is free again after the last bucket; the wait for a slower rank does not count.
     double wire_free_ms = 0;
     for (const BucketTiming& bucket : timing.buckets)
       wire_free_ms = std::max(wire_free_ms, bucket.launched_ms) + settings.delay_ms;

@@ -24,8 +24,8 @@
 namespace lockstep::bench {
 namespace {
 
-// Relative, of the mean loss of a run: the same samples, added in another order. Another effective
-// batch shows as several per cent.
+// Relative tolerance for a run's mean loss: the same samples, added in another order. A different
+// effective batch shows as several per cent.
 constexpr double kLossTolerance = 1e-3;
 
 struct PresetOptions {
@@ -41,7 +41,7 @@ struct PresetRun {
   int ranks = 1;
   int batch = 1, accumulation = 1, logging = 1;
   int save_total_limit = 2, workers = 0;
-  // What the guide says for two ranks: its table, and its text. 0 and "": nothing.
+  // What the guide's table and text predict for two ranks. 0 and "": nothing.
   double table = 0;
   const char* text = "";
   std::vector<TrainFigures> rounds{};
@@ -69,8 +69,8 @@ PresetRun preset_run(const std::string& name, int ranks) {
           .workers = 4};
 }
 
-// With two ranks the guide's own numbers; with others the accumulation of one rank alone follows,
-// so that the effective batch is the same everywhere.
+// With two ranks these are the guide's own numbers; otherwise the accumulation of the single rank
+// is adapted, so that the effective batch is the same everywhere.
 PresetRuns runs_of(const PresetOptions& options) {
   const int n = options.ranks;
   PresetRuns runs{{.name = "single", .ranks = 1, .batch = 4, .accumulation = 2 * n, .logging = 5},

@@ -34,11 +34,11 @@ using std::chrono::minutes;
 constexpr const char* kStep = "step";  // our step benchmark, without the Trainer
 
 struct Recipe {
-  const char* name;  // of the file, without .yaml
-  const char* kind;  // of the models of models.h
+  const char* name;  // the file's, without .yaml
+  const char* kind;  // one of the kinds of models.h
   const char* model;
   std::int64_t vocabulary, batch_size, sequence_length, accumulation;
-  int updates;  // of a run that is timed
+  int updates;  // in a timed run
 };
 constexpr Recipe kRecipes[] = {{"gpt2_124m", "gpt", "124m", 50257, 64, 1024, 8, 16},
                                {"gpt_1.3b", "gpt", "1.3b", 50257, 4, 2048, 64, 12},
@@ -66,7 +66,7 @@ struct Side {
   }
   std::string name;
   Crew crew;
-  std::vector<double> ms;  // of an update, a median for each round
+  std::vector<double> ms;  // per update, a median for each round
 };
 
 bool on_gpu() {
@@ -75,7 +75,7 @@ bool on_gpu() {
 
 // ---------------------------------------------------------------- data
 
-// A shard as llm.c has them, of random tokens.
+// Writes a shard as llm.c does, with random tokens.
 void write_tokens(const std::string& folder, std::int64_t vocabulary, std::int64_t count) {
   std::filesystem::create_directories(folder);
   std::vector<std::int32_t> header(256, 0);
@@ -89,7 +89,7 @@ void write_tokens(const std::string& folder, std::int64_t vocabulary, std::int64
   if (!file.flush()) throw SystemError("bench", "cannot write token shards", errno);
 }
 
-// Answers that fill max_seq_len, so that every batch has the shape of the peers'.
+// Writes answers that fill max_seq_len, so that every batch has the peers' shape.
 void write_instructions(const std::string& path, std::int64_t length, std::int64_t count) {
   json records = json::array();
   for (std::int64_t i = 0; i < count; ++i)
@@ -144,7 +144,7 @@ std::int64_t tokens_of_update(const Recipe& recipe, std::int64_t accumulation) {
   return recipe.batch_size * recipe.sequence_length * accumulation;
 }
 
-// Milliseconds of an update: the median of the intervals between logs but the first, which holds
+// Milliseconds per update: the median of the intervals between logs except the first, which holds
 // the start and the recording of graphs.
 double train_ms(const Recipe& recipe, const TrainFigures& figures, std::int64_t accumulation) {
   std::vector<double> ms;
@@ -159,7 +159,7 @@ struct Outcome {
   std::string recipe;
   std::vector<double> trainer_ms{};
   std::map<std::string, std::vector<double>> others_ms{};
-  std::int64_t tokens = 0;  // of an update
+  std::int64_t tokens = 0;  // per update
   std::int64_t accumulation = 1;
 };
 
@@ -183,7 +183,7 @@ Outcome run_recipe(const Recipe& recipe, const Options& options) {
   for (const std::string& mode : options.peers)
     start(mode, {env::get("LOCKSTEP_PYTHON").value_or(default_python()),
                  peer(settings.kind + "_peer.py")});
-  // Our step benchmark takes one batch for a step.
+  // Our step benchmark takes one batch per step.
   if (accumulation > 1) sides.pop_front();
   for (Side& side : sides)
     side.ask({{"do", "new"},
@@ -221,7 +221,7 @@ Outcome run_recipe(const Recipe& recipe, const Options& options) {
 
 // ---------------------------------------------------------------- results
 
-// Of ours over the other, round by round.
+// How many times faster ours is, round by round.
 double ratio_of(const Outcome& outcome, const std::string& other) {
   std::vector<double> ratios;
   const auto& theirs = outcome.others_ms.at(other);

@@ -51,7 +51,7 @@ struct Request {
 // A run and how it is started, before anything is measured.
 struct Plan {
   std::vector<ScalePoint> points;  // by ranks, without rates
-  std::vector<std::string> flags;  // of every run
+  std::vector<std::string> flags;  // for every run
   report::ScaleSetting setting;
 };
 
@@ -67,8 +67,8 @@ bool on_cpu(const TrainingArguments& arguments) {
          launch::find_gpus().count == 0;
 }
 
-// What only takes time away from the steps, would change the batch between them, or has no place in
-// so few of them (a schedule).
+// Turns off what only takes time away from the steps, would change the batch between them, or makes
+// no sense for so few of them (a schedule).
 std::vector<std::string> common_flags(const Request& request) {
   const std::int64_t logged = std::max<std::int64_t>(1, request.steps / 6);
   return {fmt::format("--max_steps={}", request.steps),
@@ -92,11 +92,11 @@ std::vector<std::string> common_flags(const Request& request) {
           "--resume_from_checkpoint=never"};
 }
 
-// The global batch is that of the file with the fewest ranks.
+// The global batch is the file's with the fewest ranks.
 std::int64_t strong_batch(std::int64_t batch, int fewest, int ranks) {
   const std::int64_t shared = batch * fewest;
   if (shared % ranks == 0) return shared / ranks;
-  const std::int64_t part = std::lcm(ranks, fewest);  // every number of ranks shares it evenly
+  const std::int64_t part = std::lcm(ranks, fewest);  // divides evenly over every number of ranks
   const std::int64_t below = shared / part * part, above = below + part;
   throw UsageError("bench",
                    "--strong: {} samples ({} per rank x {} rank{}) cannot be shared by {} ranks. "
@@ -128,7 +128,7 @@ Plan plan_of(Request& request) {
                      arguments.global_batch_size ? "global_batch_size" : "tokens_per_update");
   const bool cpu = on_cpu(arguments);
   const int cores = allowed_cores();
-  // A rank is what is added, so each has the same cores however many there are.
+  // Each added rank brings its own cores, so that every rank has the same number.
   if (cpu && request.threads == 0)
     request.threads = static_cast<int>(env::get_int("OMP_NUM_THREADS", 1, 4096)
                                            .value_or(std::max(1, cores / request.ranks.back())));
@@ -156,7 +156,7 @@ Plan plan_of(Request& request) {
   return plan;
 }
 
-// Its runs are deleted before new ones: a folder of somebody else's must not be taken for one.
+// Deletes earlier runs there, so it must not mistake a folder of somebody else's for one.
 void prepare_output(const std::string& folder) {
   std::error_code error;
   if (fs::exists(folder, error) && !fs::is_empty(folder, error) &&
@@ -169,7 +169,7 @@ void prepare_output(const std::string& folder) {
   fs::remove_all(fs::path(folder) / "scale_runs", error);
 }
 
-// Of the lines after the first, which has the start in it.
+// The metric in all lines after the first, which includes the start.
 std::vector<double> settled(const report::RunFolder& run, const char* metric) {
   std::vector<double> values;
   for (const report::MetricLine& line : run.metrics)
@@ -179,7 +179,7 @@ std::vector<double> settled(const report::RunFolder& run, const char* metric) {
   return values;
 }
 
-// One run; its rates go to the point.
+// Makes one run and adds its rates to the point.
 report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
   TrainJob job{.name = fmt::format("{} ranks", point.ranks),
                .ranks = point.ranks,
@@ -208,7 +208,7 @@ report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint&
   return run;
 }
 
-// Rates of ranks that had to wait for cores are not those of the machine.
+// Rates of ranks that had to wait for cores do not describe the machine.
 void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& runs) {
   std::vector<double> shares;
   for (const report::RunFolder& run : runs)
@@ -225,7 +225,7 @@ void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& r
   fmt::print(stderr, "note: {}\n", plan.setting.notes.back());
 }
 
-// By turns, so that a machine that slows down for a while does so for all numbers of ranks.
+// Measured in turn, so that a machine that slows down for a while does so for all numbers of ranks.
 void measure(const Request& request, Plan& plan) {
   std::vector<std::vector<report::RunFolder>> runs(plan.points.size());
   for (int round = 0; round < request.rounds; ++round)
@@ -310,7 +310,7 @@ int scale_main(int argc, char** argv) {
   app.add_option("file", request.file, "a training file, as of lockstep train");
   app.add_option("keys", request.flags, "after --: keys that override the file's, as --seed=7");
   if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  // Not the parser's: it would mention the file before a mistyped flag.
+  // Not checked by the parser, which would mention the file before a mistyped flag.
   if (std::error_code error; !fs::is_regular_file(request.file, error)) {
     const std::string what = request.file.empty() ? "no training file was given"
                              : fs::exists(request.file, error)

@@ -1,4 +1,4 @@
-// A directory for the files of one run of a benchmark, gone with it.
+// A directory for the files of one benchmark run, removed at its end.
 //
 //   const Scratch scratch;
 //   run_command(fmt::format("measure >'{}'", scratch.file("figures")));
@@ -34,7 +34,7 @@ class Scratch {
   std::filesystem::path path_;
 };
 
-// Through the shell; throws Error when it fails.
+// Runs it through the shell; throws Error when it fails.
 inline void run_command(const std::string& command) {
   const int ended = std::system(command.c_str());
   const int code = WIFEXITED(ended) ? WEXITSTATUS(ended) : -1;

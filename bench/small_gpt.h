@@ -1,5 +1,5 @@
-// The small language model of `lockstep bench train`: bench/peers/train_ddp.py has the same, module
-// for module, so that both sides compute the same numbers from the same weights.
+// The small language model of `lockstep bench train`: bench/peers/train_ddp.py has the same model,
+// module for module, so that both sides compute the same numbers from the same weights.
 //
 //   auto net = std::make_shared<SmallGpt>(GptShape{});      // 7.4 million parameters
 //   net->forward(ids, targets).backward();                  // the mean cross entropy

@@ -45,7 +45,7 @@ std::string Table::text() const {
   return out;
 }
 
-// A cell with a comma or a quote in it stands in quotes (RFC 4180).
+// A cell that contains a comma or a quote is quoted (RFC 4180).
 std::string Table::csv() const {
   const auto line = [](const std::vector<std::string>& cells) {
     std::vector<std::string> out;

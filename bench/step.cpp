@@ -35,7 +35,7 @@ struct Output {
   std::string csv, json;
 };
 
-// "32M" is 32 million: parameters are counted, not addressed.
+// "32M" is 32 million: a count of parameters, not a size in bytes.
 std::int64_t parse_count(const std::string& text) {
   char* end = nullptr;
   const double number = std::strtod(text.c_str(), &end);
@@ -70,7 +70,7 @@ Times collect(const StepSettings& settings) {
   return times;
 }
 
-// Round by round, so that what slows a whole round down slows both sides of a ratio.
+// Computed round by round, so that what slows a round down slows both sides of a ratio.
 Summary ratios(const Times& times, const Tail& over, const Tail& under) {
   std::vector<double> out;
   const auto &a = times.at(over.key), &b = times.at(under.key);

@@ -40,7 +40,7 @@ inline std::vector<Tail> tails_of(const StepSettings& settings) {
   return tails;
 }
 
-// Not fewer, however slow the machine is.
+// Never fewer, however slow the machine is.
 inline constexpr int kFewestRounds = 3;
 
 }  // namespace lockstep::bench

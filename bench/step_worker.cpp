@@ -1,5 +1,5 @@
-// A rank of `lockstep bench step`: the same parameters and gradients through every contender, by
-// turns. Rank 0 writes "contender TAB milliseconds" lines, one per round and in its order.
+// A rank of `lockstep bench step`: the same parameters and gradients through every contender, in
+// turn. Rank 0 writes "contender TAB milliseconds" lines, one per round and in its order.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -31,7 +31,7 @@ constexpr std::int64_t kBucketElements = 25 * 1024 * 1024 / 4;  // DDP's default
 
 // ---------------------------------------------------------------- parameters and gradients
 
-// Uniform in [0, 1), a function of its arguments alone.
+// Uniform in [0, 1), determined by its arguments alone.
 float noise(std::int64_t element, int a, int b) {
   const std::uint32_t mixed = (static_cast<std::uint32_t>(element) + 1) * 2654435761U +
                               static_cast<std::uint32_t>(a) * 2246822519U +
@@ -40,8 +40,8 @@ float noise(std::int64_t element, int a, int b) {
 }
 
 // All ranks have the same sign, so that no sum cancels: a different order of adding then changes it
-// by a few units in the last place and not more. The size changes from step to step, because AdamW
-// would not notice one factor on all gradients.
+// by only a few units in the last place. The size changes from step to step, because AdamW would
+// not notice a common factor on all gradients.
 float gradient_of(std::int64_t element, int rank, int step) {
   const float size = (0.5F + noise(element, rank, step)) * static_cast<float>(1 + step % 4);
   return element % 2 == 0 ? size : -size;
@@ -117,15 +117,15 @@ struct Contender {
   Tensors params;
   Tensors grads;
   std::function<double()> run;  // the norm before clipping, or -1
-  std::function<void()> reset;  // as before the first step
-  bool exact = true;            // its bits are promised
+  std::function<void()> reset;  // back to before the first step
+  bool exact = true;            // its bits are promised to be right
 
   void bind() {
     for (std::size_t i = 0; i < params.size(); ++i) params[i].mutable_grad() = grads[i];
   }
 };
 
-// Flat memory in buckets, and gradients that lie in it.
+// Flat memory in buckets, with the gradients inside.
 struct Buckets {
   Tensors flats;
   Tensors grads;
@@ -174,7 +174,7 @@ struct Replica {
   std::unique_ptr<optim::AdamW> optimizer;
 };
 
-// The same with ATen's kernel and nothing of ours; two contenders use it by turns.
+// The same with ATen's kernel and none of ours; two contenders share it in turn.
 struct AtenReplica {
   explicit AtenReplica(std::int64_t count) : params(make_parameters(count)) { reset(); }
   void reset() {
@@ -246,8 +246,8 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
     average(gloo, own.flats);
     return alone();
   };
-  // Two numbers have one sum; more of them are added by gloo in an order of its own. Torch takes
-  // the norm in float and in another order.
+  // Two numbers have only one sum; gloo adds more of them in its own order. Torch takes the norm in
+  // float and in another order.
   const bool gloo_exact = shm.size() == 2 && !clip;
   const auto reset = [replica] { replica->reset(); };
   const auto reset_peer = [peer] { peer->reset(); };
@@ -257,8 +257,8 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
           {kAlone.key, peer->params, own.grads, alone, reset_peer, !clip}};
 }
 
-// What the machine allows for the fused step, measured by turns with it and on arrays that lie as
-// its own do: gradients and parameters in memory that all ranks map, AdamW's state in a rank's own.
+// What the machine allows for the fused step, measured in turn with it, on arrays laid out like its
+// own: gradients and parameters in memory that all ranks map, AdamW's state in a rank's own.
 std::vector<Contender> make_limits(World& shm, const StepSettings& settings) {
   const std::int64_t count = settings.params, n = shm.size(), own = shm.rank();
   const std::int64_t begin = count * own / n, end = count * (own + 1) / n;
@@ -286,7 +286,7 @@ struct Expected {
   std::vector<double> norms;
 };
 
-// The definition, spelled out with ATen.
+// The definition, written out with ATen.
 Expected expect(const StepSettings& settings) {
   const torch::NoGradGuard no_grad;
   Expected expected{make_parameters(settings.params), {}};
@@ -392,7 +392,7 @@ std::string measure(std::vector<Contender>& contenders, World& world,
     if (world.any(elapsed > settings.seconds) && round >= kFewestRounds) break;
     std::string shown;
     for (std::size_t k = 0; k < contenders.size(); ++k) {
-      // Another one begins each time: what drifts must not favour a place in the order.
+      // A different one begins each time, so that drift does not favour a place in the order.
       auto& contender = contenders[(k + static_cast<std::size_t>(round)) % contenders.size()];
       const double ms = measure_ms(contender, world, round);
       lines += fmt::format("{}\t{:.4f}\n", contender.key, ms);

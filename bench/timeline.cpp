@@ -34,7 +34,7 @@ struct TimelineOptions {
   int steps = 4;
   int batch = 8;
   int threads = 0;
-  bool split = false;  // of a rank
+  bool split = false;  // for a rank
 };
 
 // The head has a weight of its own, so that it is on the device of the last layers.
@@ -74,7 +74,7 @@ class SplitRun {
     for (const auto& parameters : stages)
       optimizers_.push_back(
           std::make_unique<optim::AdamW>(parameters, optim::AdamWOptions{.lr = 3e-4}));
-    // Sees every block's input: that of the second half's first block crosses the border.
+    // Sees every block's input: the second half's first input crosses the border.
     net_->run_blocks_with([this](models::Block block, std::vector<at::Tensor> inputs) {
       if (block_++ == border_) {
         forward_border_ = Clock::now();
@@ -112,7 +112,7 @@ class SplitRun {
   }
 
  private:
-  // The part with the longest name that is the parameter's.
+  // The part with the longest name that matches the parameter.
   static int stage_of(const models::DeviceMap& map, const std::string& parameter) {
     std::size_t longest = 0;
     int stage = 0;
@@ -177,7 +177,7 @@ class DdpRun {
   at::Tensor ids_;
 };
 
-// Prints its milliseconds a step.
+// Prints its milliseconds per step.
 template <typename Run>
 void take_steps(Run& run, const TimelineOptions& options, World& world) {
   for (int i = 0; i < kWarmup; ++i) run.step(false);

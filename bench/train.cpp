@@ -33,10 +33,10 @@ using std::chrono::seconds;
 constexpr int kVerifiedSteps = 4;
 constexpr int kVerifiedBatch = 1;
 constexpr int kFewestRounds = 3;
-// Both sides call the same kernels, so losses mostly agree in every bit; sums over more than two
-// ranks are added in another order by gloo. A learning rate of twice the size shows as 1e-3.
+// Both sides call the same kernels, so losses mostly agree in every bit; gloo adds over more than
+// two ranks in another order. Twice the learning rate shows as 1e-3.
 constexpr double kLossTolerance = 1e-4;
-// Of one core, while others are timed.
+// Share of one core, while others are timed.
 constexpr double kMaxIdleCpu = 0.05;
 
 // Samples per second over all ranks, by contender and batch size, one per round.
@@ -114,7 +114,7 @@ CrewOptions crew_of(const std::string& contender, const TrainSettings& settings,
 
 struct Block {
   double samples_per_s = 0;  // over all ranks
-  double idle_cpu_s = 0;     // of the rank that was busiest while it should have waited
+  double idle_cpu_s = 0;     // for the rank that was busiest while it should have waited
   double idle_s = 0;
   std::vector<std::vector<double>> losses;  // by rank
 };
@@ -160,7 +160,7 @@ double compare_losses(const Block& a, const Block& b, const std::string& who,
 }
 
 // From the same weights every contender must compute the same. With tokens of their own, ranks that
-// average agree with PyTorch's; with the same tokens on every rank averaging changes nothing, and
+// average agree with PyTorch's; with the same tokens on every rank, averaging changes nothing, and
 // ranks that do not communicate must agree too.
 void verify(std::deque<Crew>& crews) {
   std::map<std::string, Block> own, same;

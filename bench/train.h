@@ -1,5 +1,5 @@
 // What the sides of `lockstep bench train` agree on. The parent writes the start (weights and
-// tokens), starts the contenders' ranks and gives them orders by turns; see crew.h.
+// tokens), starts the contenders' ranks and gives them orders in turn; see crew.h.
 //
 // Orders to a rank, and its answer:
 //   new                          a model with the start's weights and a fresh optimizer: "ok"

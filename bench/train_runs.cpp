@@ -48,7 +48,7 @@ std::string last_lines(const std::string& path) {
   return shown;
 }
 
-// False: it has been killed because the time was over.
+// False: it was killed because it took too long.
 bool wait_for(launch::Process& process) {
   const auto ended = [&](std::chrono::milliseconds limit) {
     const Deadline deadline = Deadline::after(limit);

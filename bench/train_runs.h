@@ -1,5 +1,5 @@
-// Runs of `lockstep train` that a benchmark compares: each a process of its own, with what it has
-// measured read from its metrics.jsonl.
+// Runs of `lockstep train` that a benchmark compares: each is a process of its own, whose
+// measurements are read from its metrics.jsonl.
 //
 //   const TrainFigures figures = run_train({.name = "fast", .ranks = 2, .file = "fast.json"},
 //                                          scratch.file("out"));
@@ -21,9 +21,9 @@ struct TrainJob {
 };
 
 struct TrainFigures {
-  double runtime_s = 0;  // of training, without the start of the process
+  double runtime_s = 0;  // for training, without the start of the process
   double train_loss = 0;
-  // Of each log, oldest first.
+  // One value per log, oldest first.
   std::vector<double> losses{}, samples_per_second{};
 };
 

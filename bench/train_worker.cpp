@@ -55,7 +55,7 @@ class Block : public torch::nn::Module {
   }
 
  private:
-  // As Python's: LinearImpl::forward multiplies and adds in two passes when there are three
+  // Like Python's: LinearImpl::forward multiplies and adds in two passes when there are three
   // dimensions.
   static at::Tensor linear(const torch::nn::Linear& layer, const at::Tensor& x) {
     return torch::linear(x, layer->weight, layer->bias);
@@ -125,7 +125,7 @@ Sequences sequences_of(const RankSettings& settings, int rank) {
   return {read(0), read(1)};
 }
 
-// One model with its optimizer: in a world when there is one, by itself otherwise; or by itself,
+// One model with its optimizer: in a world when there is one, otherwise on its own; or on its own
 // but in step with the others.
 class Trainee {
  public:

@@ -13,7 +13,7 @@ std::string model_folder(const std::string& folder);
 
 struct LoadedModel {
   models::CausalLmPtr model;
-  std::string folder;  // of the model itself: of an adapter, that of its base
+  std::string folder;  // the model's own; for an adapter, that of its base
 };
 
 // `base` names the base model of an adapter where adapter_config.json does not.

@@ -1,4 +1,4 @@
-// `lockstep checkpoint`: what is in a checkpoint, whether it is whole, and how two differ.
+// `lockstep checkpoint`: what is in a checkpoint, whether it is complete, and how two differ.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -108,7 +108,7 @@ int show(const Args& args) {
   const std::string state_file = folder + "/trainer_state.json";
   const train::TrainerState state =
       train::parse_trainer_state(read_file(state_file, 256u << 20), state_file);
-  // A loop of a user's own need not know its last step.
+  // A user's own loop need not know its last step.
   const std::string of = state.max_steps > 0 ? fmt::format(" of {}", state.max_steps) : "";
   fmt::print("{}\n  {:<12}{}{}, epoch {:.4f}\n", folder, "step", state.global_step, of,
              state.epoch);

@@ -62,7 +62,7 @@ std::int64_t number_in(Archive& archive, const std::string& key) {
   return number.item<std::int64_t>();
 }
 
-// torch::optim calls a parameter by its address in the process that saved. Here it has its number
+// torch::optim names a parameter by its address in the process that saved. Here it gets its number
 // among the parameters of all groups, as in Python's state_dict().
 void collect_optimizer(Archive& states, Archive& groups, const std::string& prefix,
                        Imported& found) {
@@ -98,7 +98,7 @@ void collect(Archive& archive, const std::string& prefix, Imported& found) {
   }
 }
 
-// What the file probably is, when LibTorch's reader does not take it.
+// What the file probably is, when LibTorch's reader refuses it.
 std::string advice_for(const std::string& path) {
   constexpr const char* kPython =
       "Python's torch.save wrote it. Export the weights there: "

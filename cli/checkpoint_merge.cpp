@@ -1,5 +1,5 @@
-// `lockstep checkpoint merge`: an adapter and its base model become one model, as PEFT's
-// merge_and_unload() makes it.
+// `lockstep checkpoint merge`: an adapter and its base model become one model, as with PEFT's
+// merge_and_unload().
 #include <fmt/format.h>
 
 #include <filesystem>

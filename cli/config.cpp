@@ -208,7 +208,7 @@ int diff(const Request& request) {
   return found.empty() ? 0 : 1;
 }
 
-// Without a name all of them.
+// Lists all of them without a name.
 int keys(const Request& request) {
   if (!request.flags.empty() || (request.markdown && !request.names.empty()))
     throw UsageError("config", "keys takes names of keys or parts of them, and --markdown alone.");

@@ -157,7 +157,7 @@ class Config(unittest.TestCase):
                       done.stderr)
 
     def test_all_mistakes_are_reported_in_one_pass(self):
-        """Of keys, of the model, of the data, of adapters and of a checkpoint to resume from."""
+        """In keys, the model, the data, adapters and the checkpoint to resume from."""
         said = self.refusal("learning_rat: 1\nseed: many\n"
                             "model: {n_layer: few, n_head: 0, n_emd: 4}\n"
                             "data: {path: nope, max_bytes: 1, sufix: .h}\n"
@@ -215,7 +215,7 @@ class Config(unittest.TestCase):
                                     r"loop|metrics_reporter|run_\w+|step_plan|train_optimizer|"
                                     r"trainer)"
                                     r"\.(h|cpp)", name)]
-        # Of the checks, which look at every key, the one function that a run uses.
+        # The checks look at every key; only this function of theirs is used by a run.
         with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:
             text = re.search(r"update_size\(const .*?\n}", f.read(), re.DOTALL).group(0)
         for path in readers:

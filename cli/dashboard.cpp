@@ -1,4 +1,4 @@
-// `lockstep dashboard`: the dashboard's page of a recorded run, also after its end.
+// `lockstep dashboard`: the dashboard's page of a recorded run, even after its end.
 #include <fmt/format.h>
 #include <signal.h>
 
@@ -50,7 +50,7 @@ Request parse(const Args& args) {
   return request;
 }
 
-// The state of a record to which nothing will be added is read once.
+// A record that will not change any more is read only once.
 class RecordSource {
  public:
   explicit RecordSource(std::string directory) : directory_(std::move(directory)) { read(); }
@@ -84,7 +84,8 @@ int dashboard_command(const Args& args) {
   dashboard::HttpOptions options;
   if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))
     options.token = dashboard::read_token_file(*file);
-  // Before there are threads: they take none of these, and pages are sent the end of the stream.
+  // Blocked before there are threads, which then take none of these; pages see the end of the
+  // stream.
   sigset_t stop;
   ::sigemptyset(&stop);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&stop, signal);

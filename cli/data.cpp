@@ -250,7 +250,7 @@ void inspect_chats(const std::string& path, const std::vector<data::Instruction>
   fmt::print("----\n");
 }
 
-// What is learned stands in brackets.
+// What is learned is printed in brackets.
 void inspect_instructions(const std::string& path) {
   const auto items = data::load_instructions(path);
   if (!items.empty() && items.front().kind == data::RecordKind::kChat)

@@ -180,7 +180,7 @@ std::vector<Check> all_checks(const Machine& machine) {
       check_locked_memory(machine), check_disk(machine)};
   const auto add = [&](std::vector<Check> more) {
     for (Check& check : more) {
-      // What the ranks have loaded says more than what the paths promise.
+      // What the ranks have loaded says more than the paths do.
       const auto same = std::ranges::find(checks, check.name, &Check::name);
       if (same == checks.end())
         checks.push_back(std::move(check));

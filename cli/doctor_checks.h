@@ -43,7 +43,7 @@ struct DoctorRequest {
 
 inline constexpr std::uint64_t kUnlimited = UINT64_MAX;
 
-// Everything that the checks read but for files, asked once.
+// Everything that the checks read except files, asked once.
 struct Machine {
   DoctorRequest request{};
   HostFiles files{};
@@ -67,7 +67,7 @@ struct Machine {
   int threads_per_rank() const;
 };
 
-// Asks the drivers and the kernel. Says on stderr what takes longer than two seconds.
+// Asks the drivers and the kernel. Reports on stderr what takes longer than two seconds.
 Machine look_at(const DoctorRequest& request);
 
 // doctor_gpu.cpp
@@ -93,7 +93,7 @@ Check check_disk(const Machine& machine);
 
 // doctor_net.cpp
 std::vector<Check> network_checks(const Machine& machine);
-// Can anybody on the Internet send to this address? False for what is not an address.
+// Whether anybody on the Internet can send to this address. False for what is not an address.
 bool is_public_address(const std::string& address);
 
 // doctor_clock.cpp: this host's clock, and the master's where `address` (numeric) is another host.
@@ -105,7 +105,7 @@ std::vector<Check> probe_checks(const Machine& machine);
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
                               const std::string& problem);
 
-// doctor_progress.cpp: once it has lived for two seconds, stderr says what is done, every five.
+// doctor_progress.cpp: after two seconds stderr says what is being done, then every five seconds.
 class Progress {
  public:
   explicit Progress(const char* what);

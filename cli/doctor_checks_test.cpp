@@ -42,7 +42,7 @@ class Doctor : public testing::Test {
     fs::create_directories(fs::path(path).parent_path());
     io::put(path, text);
   }
-  // Version 2 alone, with the process in /job.
+  // Only version 2, with the process in /job.
   std::string group() {
     file("proc/self/mountinfo",
          "30 20 0:26 / " + (folder / "groups") + " rw - cgroup2 cgroup2 rw\n");
@@ -99,7 +99,7 @@ TEST_F(Doctor, ThreadsFitTheCores) {
   EXPECT_THAT(check.remedy, HasSubstr("OMP_NUM_THREADS=2"));
   variables["OMP_NUM_THREADS"] = "many";
   EXPECT_EQ(check_threads(machine).status, Status::kWarn);
-  // One thread each is right also where ranks outnumber the cores; that is the other check's.
+  // One thread each is right even where ranks outnumber the cores, which the other check reports.
   variables["OMP_NUM_THREADS"] = "1";
   machine.ranks = 7;
   EXPECT_EQ(check_threads(machine).status, Status::kOk);
@@ -200,7 +200,7 @@ TEST_F(Doctor, TheOutputFolderNeedNotExistButMustBePossible) {
   const Check check = check_disk(machine);
   EXPECT_EQ(check.status, Status::kFail);
   EXPECT_THAT(check.value, HasSubstr("plain is not a folder"));
-  machine.request.output_dir = "/proc/x";  // also root's writes fail there
+  machine.request.output_dir = "/proc/x";  // even root's writes fail there
   EXPECT_THAT(check_disk(machine).value,
               HasSubstr("/proc/x cannot be written: nothing can be made in /proc ("));
   EXPECT_THAT(check_disk(machine).remedy, HasSubstr("Choose another output_dir"));

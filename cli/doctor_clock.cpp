@@ -51,7 +51,7 @@ Address numeric(const std::string& address, const char* port) {
   return {found, &::freeaddrinfo};
 }
 
-// The bytes that came, or -1 with errno. A connected socket gives those of the other host alone.
+// The bytes that came, or -1 with errno. A connected socket gives only those of the other host.
 ssize_t receive(int fd, void* buffer, std::size_t size, const Deadline& deadline) {
   for (;;) {
     pollfd waiting{fd, POLLIN, 0};
@@ -98,7 +98,7 @@ std::int64_t day_ms() {
   return static_cast<std::int64_t>(unix_time_s() * 1e3) % kDayMs;
 }
 
-// Of two times of day, the nearer way round midnight.
+// The difference between two times of day, the shorter way around midnight.
 std::int64_t difference_ms(std::int64_t later, std::int64_t earlier) {
   std::int64_t ms = (later - earlier) % kDayMs;
   if (ms > kDayMs / 2) ms -= kDayMs;
@@ -112,7 +112,7 @@ std::optional<TimestampMessage> answer_to(int fd, const TimestampMessage& questi
   while (!deadline.expired()) {
     const ssize_t n = receive(fd, packet.data(), packet.size(), deadline);
     if (n < 0) return std::nullopt;
-    const std::size_t header = (packet[0] & 0x0fu) * 4u;  // of IP, which a raw socket gets as well
+    const std::size_t header = (packet[0] & 0x0fu) * 4u;  // IP's, which a raw socket also receives
     TimestampMessage message;
     if (static_cast<std::size_t>(n) < header + sizeof message) continue;
     std::memcpy(&message, packet.data() + header, sizeof message);
@@ -172,7 +172,7 @@ Skew ask_ntp(const std::string& address) {
     return {.problem = fmt::format("NTP: {}", std::strerror(errno))};
   NtpPacket question{};
   question[0] = 0x23;  // version 4, client
-  // A server returns what stands here; random, so that nobody else can answer.
+  // A server returns these bytes; random, so that nobody else can answer.
   if (::getrandom(&question[40], 8, 0) != 8) return {.problem = "NTP: no random number"};
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const double asked = unix_time_s();

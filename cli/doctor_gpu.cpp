@@ -19,7 +19,7 @@ Check no_gpu(const char* name) {
   return {.name = name, .status = Status::kSkip, .value = "no GPU"};
 }
 
-// A card that CUDA_VISIBLE_DEVICES hides is somebody else's.
+// A card that CUDA_VISIBLE_DEVICES hides belongs to somebody else.
 bool is_visible(const Machine& machine, const monitor::GpuIdentity& gpu) {
   const auto& seen = machine.gpus.pci_addresses;
   if (machine.gpus.count == 0 || gpu.pci_bus_id.empty()) return true;

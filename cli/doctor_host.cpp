@@ -27,7 +27,8 @@ constexpr std::uint64_t kGiB = 1u << 30;
 // A rank with LibTorch and nothing else holds 150 to 250 MiB.
 constexpr std::uint64_t kLeastMemoryPerRank = 256 * kMiB;
 constexpr std::uint64_t kMemoryPerRank = kGiB;
-// Measured: a launcher fails with 20 for 2 ranks and 48 for 8; a rank with 16 of 4 ranks, 24 of 8.
+// Measured: a launcher fails with 20 for 2 ranks and 48 for 8; a rank with 16 for 4 ranks, 24 for
+// 8.
 constexpr std::uint64_t kFilesOfLauncher = 16;
 constexpr std::uint64_t kFilesOfLauncherPerRank = 6;
 constexpr std::uint64_t kFilesOfRank = 16;
@@ -56,7 +57,7 @@ std::optional<std::uint64_t> number_in(const std::string& text) {
   return number;
 }
 
-// What the control groups leave to start, processes and threads together.
+// How many processes and threads together the control groups still allow.
 std::uint64_t processes_left(const HostFiles& files) {
   std::uint64_t left = kUnlimited;
   for (const CgroupDirectory& group : cgroup_directories("pids", files)) {
@@ -316,7 +317,7 @@ Check check_locked_memory(const Machine& machine) {
   return check;
 }
 
-// By making a folder there: neither permissions nor free space say it of /proc and the like.
+// Tries to make a folder there: neither permissions nor free space show it for /proc and the like.
 std::string write_problem(const fs::path& place) {
   std::error_code ignored;
   if (!fs::is_directory(place, ignored)) return fmt::format("{} is not a folder", place.string());

@@ -42,7 +42,7 @@ Resolved ask_resolver(const std::string& host) {
   return {.address = text};
 }
 
-// A name server that does not answer holds a resolver up for longer than anybody waits.
+// A name server that does not answer blocks a resolver for longer than anybody waits.
 Resolved resolve(const std::string& host) {
   const auto start = Deadline::Clock::now();
   Resolved found;
@@ -133,7 +133,7 @@ Check check_interface(const Way& way) {
   return check;
 }
 
-// Ports that the kernel gives to whoever connects somewhere.
+// Ports that the kernel gives to outgoing connections.
 std::pair<int, int> ephemeral_ports(const HostFiles& files) {
   std::istringstream text(text_of(files.proc + "/sys/net/ipv4/ip_local_port_range"));
   std::pair<int, int> range{0, -1};

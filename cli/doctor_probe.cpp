@@ -49,7 +49,7 @@ struct Folder {
   std::string path;
 };
 
-// Of the caller's environment, without the flags of another `lockstep run`.
+// The caller's environment, without the flags of another `lockstep run`.
 std::vector<std::string> environment() {
   std::vector<std::string> variables;
   for (char** entry = ::environ; *entry != nullptr; ++entry)
@@ -58,7 +58,7 @@ std::vector<std::string> environment() {
   return variables;
 }
 
-// What stalls explains itself before the deadline: the ranks' time-outs and the launcher's table.
+// A stall explains itself before the deadline, by the ranks' time-outs and the launcher's table.
 std::vector<std::string> command(const Machine& machine, const std::string& program,
                                  const std::string& folder) {
   const int third = std::max(1, machine.request.probe_timeout_s / 3);

@@ -1,4 +1,4 @@
-// What takes long is said by a timer's signal, not by a thread: the doctor forks to ask drivers.
+// A timer's signal reports what takes long, not a thread: the doctor forks to ask drivers.
 #include <signal.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -16,9 +16,9 @@ constexpr int kFirst_s = 2;
 constexpr int kEvery_s = 5;
 
 std::atomic<const char*> under_way{nullptr};
-std::atomic<int> said{0};  // lines about it
+std::atomic<int> said{0};  // lines written so far
 
-// Of a signal handler, which may not format.
+// Called by a signal handler, which may not format.
 void write_number(int value) {
   char digits[12];
   char* begin = digits + sizeof digits;

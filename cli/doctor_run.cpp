@@ -100,7 +100,7 @@ Node optional_node(const std::optional<double>& value) {
   return value ? real_node(*value) : Node{};
 }
 
-// What is not known is not there.
+// Unknown values are omitted.
 Node row_node(const monitor::BudgetRow& row) {
   NodeMembers members = {{"rank", integer_node(row.rank)},
                          {"steps", integer_node(row.budget.steps)}};

@@ -55,7 +55,7 @@ struct Findings {
   std::vector<std::string> warnings;
 };
 
-// What a World of a program built with its CUDA part would choose.
+// What a World would choose in a program built with CUDA.
 void choose(Findings& found) {
   const RankEnv& me = *found.identity;
   const DeviceRule rule =
@@ -147,7 +147,7 @@ std::string row(const char* name, const std::string& text) {
   return fmt::format("{:<12}{}\n", name, text);
 }
 
-// All GPUs of the host by NVML's numbers, whatever CUDA_VISIBLE_DEVICES says.
+// All GPUs of the host in NVML's numbering, whatever CUDA_VISIBLE_DEVICES says.
 std::string nvml_text(const Findings& found) {
   std::string text;
   for (const monitor::GpuIdentity& gpu : found.nvml.gpus) {

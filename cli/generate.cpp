@@ -1,4 +1,4 @@
-// `lockstep generate`: continues a text with a model of a folder, to see what it has learned.
+// `lockstep generate`: continues a text with the model in a folder, to see what it has learned.
 #include "lockstep/models/generate.h"
 
 #include <fmt/format.h>
@@ -174,8 +174,8 @@ c10::ScalarType type_of(const std::string& name) {
 
 // ---------------------------------------------------------------- generation_config.json
 
-// Whether the texts are those of transformers without a further look at this key: it is used, it
-// names a token, a version or the cache, or its value is the one that changes nothing.
+// Whether the texts match those of transformers without looking further at this key: it is used, it
+// names a token, a version or the cache, or its value changes nothing.
 bool is_honoured(const Entry& entry) {
   for (const char* key :
        {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens",
@@ -240,7 +240,7 @@ models::GenerateOptions options_for(const Flags& flags, const std::string& folde
 }
 
 // The text that goes into the model and comes out of it: the folder's tokenizer, or bytes for a
-// model with their vocabulary, and the form in which the model was trained to be asked.
+// model with their vocabulary, and the prompt format that the model was trained with.
 class Text {
  public:
   Text(const Flags& flags, const std::string& own, const LoadedModel& loaded) : flags_(flags) {
@@ -274,12 +274,12 @@ class Text {
       return Ids(bytes.begin(), bytes.end());
     }
     Ids ids = tokenizer_->encode(text);
-    // In training the end stands after the answer.
+    // In training the end token follows the answer.
     if (is_formatted() && !ids.empty() && ids.back() == tokenizer_->eos_token_id()) ids.pop_back();
     return ids;
   }
 
-  // What the training put after an answer, which a config.json may not name as an end.
+  // The tokens that ended an answer in training, which a config.json may not name as an end.
   std::vector<std::int64_t> ends() const {
     if (!is_formatted() || !tokenizer_) return {};
     std::vector<std::int64_t> ids;
@@ -372,7 +372,7 @@ int generate_main(int argc, char** argv) {
   const Ids added = models::generate(*loaded.model, prompt, how);
   Ids all = prompt;
   all.insert(all.end(), added.begin(), added.end());
-  // The answer alone where one was asked for; otherwise the whole text, because tokens may join at
+  // Only the answer where one was asked for; otherwise the whole text, because tokens may join at
   // the seam.
   fmt::print("{}\n", text.decode(text.answers_alone() ? added : all));
   return 0;

@@ -1,8 +1,8 @@
-// What the exceptions of a command become: one line on stderr, and 2 for the caller's mistake or 1.
+// Turns a command's exceptions into one line on stderr, and 2 for the caller's mistake or 1.
 //
 //   int main(int argc, char** argv) { return cli::guarded([&] { return command(argc, argv); }); }
 //
-// A program with LibTorch in it ends with end_at_once() of that.
+// A program that links LibTorch passes the result to end_at_once().
 #pragma once
 
 #include <fmt/format.h>
@@ -29,10 +29,10 @@ int guarded(Body&& body) {
   }
 }
 
-// For main() alone, when everything is done. On a normal return LibTorch unregisters its thousands
+// Only for main(), when everything is done. On a normal return LibTorch unregisters its thousands
 // of operators one by one, which takes as long as the start (0.2 s of a core).
 inline int end_at_once(int code) {
-#if !defined(__SANITIZE_ADDRESS__)  // which looks for leaks on the way out
+#if !defined(__SANITIZE_ADDRESS__)  // it looks for leaks on the way out
   std::cout.flush();
   std::fflush(nullptr);
   std::_Exit(code);

@@ -52,7 +52,7 @@ Request parse(const Args& args) {
   return request;
 }
 
-// Of one attempt on one host belong together.
+// The files of one attempt on one host belong together.
 using Attempts = std::map<std::string, std::vector<std::string>>;
 
 void add(Attempts& attempts, const fs::path& file) {

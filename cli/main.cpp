@@ -24,8 +24,8 @@ struct Command {
   const char* name;
   const char* help;
   int (*run)(const Args& args);   // nullptr: in `program`
-  const char* program = nullptr;  // of libexec, that it needs
-  const char* rest = nullptr;     // what it can do without that; nullptr: nothing
+  const char* program = nullptr;  // the program of libexec that it needs
+  const char* rest = nullptr;     // what works without that program; nullptr: nothing
 };
 
 constexpr Command kCommands[] = {
@@ -49,7 +49,7 @@ constexpr Command kCommands[] = {
      "lockstep-bench"},
 };
 
-// A program of LibTorch's part, which need not be installed: Python's wheel has none of them.
+// A program of the part with LibTorch, which may be missing: Python's wheel has none of them.
 std::string program_path(const char* program) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe");
   return self.parent_path().parent_path() / "libexec" / program;

@@ -84,7 +84,7 @@ class Screen {
     return {std::max<int>(found.ws_col, 20), std::max<int>(found.ws_row, 6) - 1};
   }
 
-  // Each line erases what was behind it, so that nothing flickers.
+  // Each line erases the rest of the old one, so that nothing flickers.
   void draw(const std::string& text) {
     std::string frame = first_ ? "\033[2J\033[H" : "\033[H";
     first_ = false;

@@ -89,7 +89,7 @@ std::vector<int> parse_counts(const std::string& text) {
   return counts;
 }
 
-// Whether it was one of ours.
+// Returns whether the option was one of ours.
 bool set_option(Request& request, const std::string& name, const std::string& value) {
   if (name == "--gpus") {
     request.gpus = value;

@@ -47,7 +47,7 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
 
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
                        const plan::Card& card, int ranks) {
-  // The GPUs of a device map are not this rank's alone.
+  // A rank does not have the GPUs of a device map to itself.
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
   const plan::Choice choice = plan::fastest_batch(training, card, ranks);

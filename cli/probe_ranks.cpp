@@ -1,7 +1,7 @@
 // `lockstep-train doctor-probe DIR`, which `lockstep doctor` starts as the ranks of one host: each
 // computes alone on its device, then all of them reduce, and rank 0 copies between the GPUs.
 //
-//   DIR/versions.json   what rank 0 has loaded, before anything is computed: that may fail for it
+//   DIR/versions.json   what rank 0 has loaded; written first, as computing may fail over it
 //   DIR/rank_<r>.json   what the rank has computed, before it connects to others
 //   DIR/world.json      the all-reduce and the copies
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -64,7 +64,7 @@ std::string loaded_library(const std::string& prefix) {
   return search.second;
 }
 
-// Of a library that is loaded already: a function without headers of its vendor.
+// A function of a library that is already loaded, without its vendor's headers.
 template <typename Function>
 Function function_of(const std::string& library, const char* name) {
   if (library.empty()) return nullptr;
@@ -163,7 +163,7 @@ Node all_reduce(World& world) {
     world.barrier();
     const auto start = Clock::now();
     world.all_reduce(x, ReduceOp::kAvg).wait();
-    x[0].item<float>();  // on a GPU the wait is the stream's, and this the host's
+    x[0].item<float>();  // on a GPU wait() is for the stream, and this for the host
     times.push_back(ms_since(start));
   }
   const double ms = world.max(median(std::move(times)));

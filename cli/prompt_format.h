@@ -1,5 +1,5 @@
-// prompt_format.json, beside the weights of a checkpoint: how the texts were made that the model
-// was trained on, so that `lockstep generate` asks it in the same way.
+// prompt_format.json, beside the weights of a checkpoint: how the texts that the model was trained
+// on were made, so that `lockstep generate` asks it in the same way.
 //
 //   const PromptFormat format = read_prompt_format(folder + "/" + kPromptFormat);
 //
@@ -16,12 +16,12 @@ inline constexpr const char* kPromptFormat = "prompt_format.json";
 
 struct PromptFormat {
   data::RecordKind kind = data::RecordKind::kInstruction;
-  data::PromptTemplate texts{};  // of instructions
+  data::PromptTemplate texts{};  // for instructions
   std::string tokenizer{};       // the absolute path of a tokenizer.json; empty: bytes
 };
 
 std::string prompt_format_text(const PromptFormat& format);
-// UsageError for a file that is something else, SystemError for one that cannot be read.
+// UsageError for a file of another kind, SystemError for one that cannot be read.
 PromptFormat read_prompt_format(const std::string& path);
 
 }  // namespace lockstep::cli

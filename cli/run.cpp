@@ -32,7 +32,7 @@ namespace {
 
 constexpr int kAskLimit_ms = 10'000;
 
-// The launcher's flag that `arg` is, unless a key has that name or it says what to start.
+// The launcher's flag that `arg` is, unless a key has that name or the flag says what to start.
 const launch::FlagSpec* launcher_flag(const std::string& arg) {
   if (!arg.starts_with("--")) return nullptr;
   std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
@@ -46,7 +46,7 @@ const launch::FlagSpec* launcher_flag(const std::string& arg) {
   return found == table.end() ? nullptr : &*found;
 }
 
-// Whether variables set keys.
+// Whether any variable sets a key.
 bool configured() {
   return std::ranges::any_of(train::key_table(), [](const train::KeySpec& key) {
     return env::get(key.variable()).has_value();
@@ -62,7 +62,7 @@ void refuse_in_a_rank(const std::string& flag) {
                    flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
 }
 
-// The interpreter of a plan's ranks; empty: they are not Python's.
+// The interpreter of a plan's ranks; empty: they do not run Python.
 std::string python_of(const launch::LaunchPlan& plan) {
   const std::string first = plan.command.empty() ? "" : plan.command.front();
   return std::filesystem::path(first).filename().string().starts_with("python") ? first : "";
@@ -88,7 +88,7 @@ std::optional<int> ask_python(const std::string& python, const char* lines) {
   }
 }
 
-// Scripts of the first hour fail so: the python3 of PATH is not the one that has torch.
+// First scripts often fail this way: the python3 in PATH is not the one that has torch.
 void say_what_python_lacks(const launch::LaunchPlan& plan) {
   constexpr const char* kAsk =
       "import importlib.util, sys\nsys.exit(77 if importlib.util.find_spec('torch') is None else "
@@ -101,8 +101,8 @@ void say_what_python_lacks(const launch::LaunchPlan& plan) {
                python);
 }
 
-// Torch itself loads what replaces gloo, where a package says so when it is installed: whether one
-// does is the interpreter's knowledge. Says nothing where it cannot be asked.
+// Torch itself loads the replacement for gloo if an installed package registers one, which only the
+// interpreter knows. Says nothing where it cannot be asked.
 void warn_of_gloo(const launch::LaunchPlan& plan) {
   constexpr const char* kAsk =
       "import importlib.metadata as m, sys\n"
@@ -135,7 +135,7 @@ dashboard::Companion dashboard_of(const launch::LaunchPlan& plan) {
             .metrics_text = [&run, metrics] { return metrics->text(run.view()); },
             .ready = [&run] { return run.ready(); }},
         options);
-    // A token that lasts longer than the run does not belong into its log.
+    // A token that outlives the run does not belong in its log.
     const std::string url = server->url();
     fmt::print(stderr, "[dashboard] {}\n",
                options.token.empty() ? url : url.substr(0, url.find('?')));
@@ -143,7 +143,7 @@ dashboard::Companion dashboard_of(const launch::LaunchPlan& plan) {
   };
 }
 
-// With everything that looks at the run.
+// Runs the plan with everything that observes it.
 int supervised(const launch::LaunchPlan& plan) {
   if (!plan.doctor && plan.record_dir.empty() && !plan.dashboard) return launch::supervise(plan);
   dashboard::LiveRunOptions options{.doctor = plan.doctor, .record_dir = plan.record_dir};

@@ -20,12 +20,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kDefaultLength = 128;  // of a gpt that has no n_positions either
+constexpr std::int64_t kDefaultLength = 128;  // for a gpt that has no n_positions either
 constexpr std::int64_t kMaxBytes = std::int64_t{1} << 32;
 constexpr std::int64_t kGpt2Vocabulary = 50'257;
 constexpr std::int64_t kMaxPositions = 10'000'000;
 
-// What an evaluation of a bundled task gives (set_loss in train_tasks.cpp, and the Trainer itself).
+// Metrics from evaluating a bundled task (set_loss in train_tasks.cpp, and the Trainer itself).
 const std::vector<std::string> kMetrics{"eval_loss", "eval_accuracy", "eval_runtime",
                                         "eval_samples_per_second"};
 
@@ -56,7 +56,7 @@ Node map_of(const train::NodePtr& given, const char* key, Problems& problems) {
 
 // ---------------------------------------------------------------- data
 
-// Whether there is nothing of that name; what there is may still be unreadable.
+// Whether nothing has that name; what exists may still be unreadable.
 bool missing(const std::string& path) {
   std::error_code ignored;
   return fs::status(path, ignored).type() == fs::file_type::not_found;
@@ -165,7 +165,7 @@ void check_instructions(const DataConfig& data, Problems& problems) {
   });
 }
 
-// Of `random` and `images`.
+// Reads the keys of `random` and `images`.
 void read_random_keys(MapReader& keys, DataConfig& data) {
   const bool images = data.name == "images";
   data.samples = keys.integer("samples", 10'000, 1, 100'000'000);
@@ -205,7 +205,7 @@ void note_unused_evaluation(const TrainingArguments& a, TaskConfig& task) {
                                          : "eval_path"));
 }
 
-// Tokens of a sample: without max_seq_len as many as the model has positions. A model that cannot
+// Tokens of a sample: without max_seq_len, as many as the model has positions. A model that cannot
 // be read is refused by read_model().
 std::int64_t sample_length(const TrainingArguments& a) {
   if (a.max_seq_len) return *a.max_seq_len;
@@ -220,7 +220,7 @@ std::int64_t sample_length(const TrainingArguments& a) {
   }
 }
 
-// Whether the kind of the data is known, which the model depends on.
+// Returns whether the kind of data is known, on which the model depends.
 bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
   const Node node = map_of(a.data, "data", problems);
@@ -253,7 +253,7 @@ bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Pr
 
 // ---------------------------------------------------------------- models
 
-// Weights have their shapes; how many heads share them shows in config.json alone.
+// Weights show their shapes; how many heads share them shows only in config.json.
 void check_heads(const ModelConfig& model) {
   const std::string path = model.weights + "/config.json";
   std::error_code ignored;
@@ -269,7 +269,7 @@ void check_heads(const ModelConfig& model) {
                    model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
 }
 
-// Of the weights the names and shapes; their bytes are read when they are needed.
+// Checks only the names and shapes of the weights; their bytes are read when they are needed.
 void check_weights(const TaskConfig& task) {
   const ModelConfig& model = task.model;
   if (model.weights.empty()) return;
@@ -324,7 +324,7 @@ void read_device_map(MapReader& keys, ModelConfig& model) {
 }
 
 void check_length(const ModelConfig& model, const DataConfig& data, Problems& problems) {
-  // Rows that are padded to the longest of a batch may all be shorter than they could be.
+  // Rows that are padded to the longest in a batch may all be shorter than they could be.
   const bool capped = data.name == "instructions" && data.padding == "longest";
   if (model.n_positions < data.length && !capped)
     problems.add(
@@ -343,7 +343,7 @@ void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& probl
   check_vocabulary(model, data, problems);
 }
 
-// `path` or `config`, of which one is there: what the model is says the config.json.
+// `path` or `config`, exactly one of which is given: config.json says what the model is.
 void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
   model.weights = keys.text("path", "");
   const std::string config = keys.text("config", "");
@@ -373,7 +373,7 @@ void note_length(TaskConfig& task) {
                   task.data.length, config->max_positions()));
 }
 
-// The name, where it goes with the data; nothing with a problem otherwise.
+// The name, if it suits the data; otherwise nothing, and a problem is added.
 bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   const std::string& data = task.data.name;
   const char* fallback = data == "random" ? "mlp" : data == "images" ? "resnet50" : "gpt";
@@ -437,11 +437,11 @@ void read_lora(const TrainingArguments& a, TaskConfig& task) {
   if (task.model.name != "gpt" && !task.model.hugging_face)
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
-  // That there are some.
+  // Checks that there are some.
   models::LoraTargets(lora).select(models::linear_layers(model_tensors(task)));
   std::string& base = lora.base_model_name_or_path;
   if (base.empty()) base = task.model.weights;
-  // PEFT looks for a relative path where it runs, which is rarely where this run began.
+  // PEFT resolves a relative path where it runs, which is rarely where this run began.
   std::error_code ignored;
   if (fs::is_directory(base, ignored)) base = fs::absolute(base).lexically_normal();
   if (task.model.weights.empty())
@@ -548,7 +548,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
   problems.attempt([&] { known = read_data(arguments, files, task.data, problems); });
   const bool right = problems.size() == before;  // the data
   const std::size_t after = problems.size();
-  // What depends on a part that is wrong cannot be looked at: weights on the data's vocabulary,
+  // What depends on a wrong part cannot be checked: weights depend on the data's vocabulary,
   // adapters on the model.
   const TaskFiles weights = right ? files : TaskFiles::kUnread;
   if (known) problems.attempt([&] { read_model(arguments, weights, task, problems); });

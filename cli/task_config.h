@@ -71,7 +71,7 @@ struct DataConfig {
   std::optional<data::Tokenizer> tokenizer{};  // none: bytes
   std::string padding{};
   std::int64_t pad_to_multiple_of = 1;
-  std::int64_t pad_at_most = 0;  // no further than this; 0: without an end
+  std::int64_t pad_at_most = 0;  // maximum padding; 0: unlimited
   bool train_on_prompt = false;
   bool group_by_length = false;
   data::PromptTemplate prompt{};
@@ -89,9 +89,9 @@ inline constexpr const char* kHuggingFace = "hugging_face";
 struct ModelConfig {
   std::string name;
   std::string weights{};  // a folder; empty: random initial weights
-  // of a Hugging Face folder; `weights` is the folder where its weights are wanted too
+  // from a Hugging Face folder; `weights` is the folder if its weights are wanted too
   std::optional<models::CausalLmConfig> hugging_face{};
-  std::optional<Node> device_map{};  // of a language model; where the GPUs are is not known yet
+  std::optional<Node> device_map{};  // for a language model; where the GPUs are is not known yet
   // gpt
   std::int64_t n_layer = 0;
   std::int64_t n_head = 0;
@@ -115,16 +115,16 @@ struct TaskConfig {
 // kUnread: the data and the weights need not be there; a config.json must be. A plan needs no more.
 enum class TaskFiles { kChecked, kUnread };
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskFiles::kChecked);
-// The same, with the mistakes added to `problems`: nothing to train with when there are some.
+// The same, with the mistakes added to `problems`; the result cannot be trained if there are any.
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems);
 
-// The model as its own module takes it, and its tensors. A resnet's classes are the data's.
+// The model's options as its module takes them, and its tensors. A resnet's classes are the data's.
 models::GptConfig gpt_config(const ModelConfig& model);
 models::CausalLmConfig causal_lm_config(const ModelConfig& model);
 models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
-// Bytes of the tensors that a checkpoint holds of the model, or of its adapters alone.
+// Bytes of the tensors that a checkpoint holds: the model's, or only its adapters'.
 std::uint64_t checkpoint_bytes(const TaskConfig& task);
 
 // A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
@@ -138,7 +138,7 @@ struct ByteCount {
 // How many samples a text gives, evaluation included; UsageError when none is left to train on.
 std::int64_t byte_rows(const DataConfig& data, const ByteCount& count);
 
-// That a folder of weights is as its manifest says, where it has one.
+// Checks a folder of weights against its manifest, where it has one.
 void check_whole(const std::string& folder, io::Depth depth);
 
 }  // namespace lockstep::cli

@@ -10,7 +10,7 @@
 namespace lockstep::cli {
 namespace {
 
-// A row is padded to the longest of its batch, whichever that is: the longest of all must fit.
+// A row is padded to the longest in its batch, so the longest of all must fit.
 void check_positions(const TaskConfig& task, const data::InstructionRows& rows) {
   const std::vector<std::int64_t> lengths = rows.lengths();
   const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
@@ -44,7 +44,7 @@ data::InstructionRows read_rows(const DataConfig& data, const std::string& path,
   if (data.tokenizer) options.encoder = data.tokenizer->text_encoder();
   options.chat = data.tokenizer;
   if (!progress) return data::InstructionRows(data::load_instructions(path), options);
-  // Parsing is the first half of the time, about, and cutting to rows the second.
+  // Parsing takes about the first half of the time, and cutting into rows the second.
   const auto items = data::load_instructions(
       path, [&](std::uint64_t done, std::uint64_t total) { progress(done, 2 * total); });
   data::InstructionRows rows(items, options, [&](std::uint64_t done, std::uint64_t total) {

@@ -71,7 +71,7 @@ Request parse_arguments(int argc, char** argv) {
       request.flags.push_back(std::string("--tune=") + argv[++i]);
     } else if (arg.rfind("--", 0) != 0 && request.file.empty() &&
                (request.flags.empty() || request.flags.back().find('=') != std::string::npos)) {
-      // Behind a flag that has no value of its own it might be that value.
+      // After a flag without a value of its own it might be that value.
       request.file = arg;
     } else {
       request.flags.push_back(arg);
@@ -105,7 +105,7 @@ struct KeepRecord : Observer {
   std::string record;
 };
 
-// What every rank reads for itself before the rendezvous.
+// What every rank reads on its own before the rendezvous.
 struct Prepared {
   train::Config config;
   TaskConfig task;
@@ -141,8 +141,8 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   return std::move(*task);
 }
 
-// elastic_gpu: batch, accumulation and sharding that fit the smallest device. Before anything is
-// made of the arguments.
+// elastic_gpu: batch, accumulation and sharding that fit the smallest device. Called before the
+// arguments are used.
 void follow_plan(World& world, Prepared& read) {
   TrainingArguments& arguments = read.config.arguments;
   if (!arguments.elastic_gpu) return;
@@ -179,7 +179,7 @@ int train_main(int argc, char** argv) {
   }
   const Request request = parse_arguments(argc, argv);
   Prepared read;
-  // Alone, a mistake in the files is reported as every command reports its mistakes.
+  // Without other ranks, a mistake in the files is reported as in any other command.
   const bool alone = read_rank_env().alone();
   if (alone) read = read_everything(request);
   const auto prepare = [&] {

@@ -91,7 +91,7 @@ class Windows : public data::Dataset {
 // would end the process somewhere else.
 class InVocabulary : public data::Dataset {
  public:
-  // `settable`: the vocabulary is the training file's, not a given model's.
+  // `settable`: the vocabulary comes from the training file, not from a given model.
   InVocabulary(data::DatasetPtr inner, std::int64_t size, bool settable)
       : inner_(std::move(inner)), max_(size), settable_(settable) {}
   std::int64_t size() const override { return inner_->size(); }
@@ -135,7 +135,7 @@ struct Data {
   data::DatasetPtr eval{};
   data::SamplerPtr sampler{};
   std::optional<std::int64_t> end_of_text{};
-  std::optional<PromptFormat> format{};  // of texts that were made of records
+  std::optional<PromptFormat> format{};  // for texts that were made from records
 };
 
 Data byte_data(const DataConfig& config) {
@@ -181,8 +181,8 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
             .end_of_text = end_of_text,
             .format = PromptFormat{.kind = kind, .texts = config.prompt}};
   if (config.tokenizer) data.format->tokenizer = fs::absolute(config.tokenizer->path());
-  // As Hugging Face: what one rank takes for an update; where the update's size is given, all of
-  // it. So the order does not depend on the number of ranks.
+  // As in Hugging Face, what one rank takes for an update; where the update's size is given, all of
+  // it, so that the order does not depend on the number of ranks.
   if (config.group_by_length)
     data.sampler = train->length_grouped(train::effective_batch(a, 1), train::data_seed(a));
   if (config.evaluates)
@@ -203,8 +203,8 @@ Data random_data(const DataConfig& config, const TrainingArguments& a) {
   return data;
 }
 
-// Noise around a colour of its class: pictures of any size without a file, the same for an index
-// in every epoch.
+// Noise around a colour for each class: images of any size without a file, the same for an index in
+// every epoch.
 Data image_data(const DataConfig& config, const TrainingArguments& a) {
   const auto make = [&](std::int64_t count, std::int64_t first) {
     const auto seed = train::data_seed(a);
@@ -241,14 +241,14 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
       torch::nn::functional::CrossEntropyFuncOptions().label_smoothing(smoothing));
 }
 
-// Weights to begin with: of `checkpoint import`, of another run, or of transformers.
+// Initial weights: from `checkpoint import`, another run, or transformers.
 void load_weights(const std::string& folder, torch::nn::Module& module) {
   if (folder.empty()) return;
   check_whole(folder, io::Depth::kFull);
   train::load_weights(folder, module);
 }
 
-// Loss and accuracy of a model that gives logits.
+// Loss and accuracy for a model that returns logits.
 template <typename Module>
 void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) {
   // With a device map the logits are where the head is, and losses go back to the rank's device.
@@ -264,7 +264,7 @@ void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) 
   task.module = net;
 }
 
-// Training needs the loss alone, which a language model has without holding all logits; an
+// Training needs only the loss, which a language model computes without holding all logits; an
 // evaluation computes the accuracy from them.
 void set_language_loss(TrainerTask& task, const models::CausalLmPtr& net, double smoothing) {
   set_loss(task, net, smoothing);
@@ -290,7 +290,7 @@ models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_
   return net;
 }
 
-// What auto and balanced spread a model over.
+// The devices that auto and balanced spread a model over.
 std::vector<std::string> devices_of(const World& world) {
   if (world.device().is_cpu()) return {"cpu"};
   std::vector<std::string> all;
@@ -347,11 +347,11 @@ void make_classifier(TrainerTask& task, std::shared_ptr<Module> net, const std::
 
 // ---------------------------------------------------------------- adapters
 
-// After the model has its weights. Checkpoints then hold the adapters alone.
+// Call it after the model has its weights. Checkpoints then hold only the adapters.
 void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const TrainingArguments& a) {
   torch::nn::Module& module = *task.module;
   models::add_lora(module, lora);
-  // Autocasting computes with these bits anyway, and then holds the base twice.
+  // Autocasting computes with these bits anyway, but would hold the base twice.
   if (a.bf16) models::convert_frozen_weights(module, at::kBFloat16);
   if (a.fp16) models::convert_frozen_weights(module, at::kHalf);
   task.model_config = models::adapter_config_text(module, lora);

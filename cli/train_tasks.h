@@ -1,9 +1,9 @@
-// The models and datasets that `lockstep train` brings along, as a training file asks for them
+// The models and datasets that come with `lockstep train`, as a training file asks for them
 // (task_config.h lists the keys).
 //
 //   TrainerTask task = make_task(read_task(arguments), arguments, world);
 //
-// UsageError for what only the files' contents show. Each rank calls it; the same on all.
+// UsageError for what only the files' contents show. Every rank calls it, with the same arguments.
 #pragma once
 
 #include "cli/task_config.h"

@@ -100,7 +100,7 @@ constexpr KnownVariable kKnown[] = {
     {"PET_MASTER_PORT", "port on which its store listens"},
 };
 
-// Of ./dev, the tests and the benchmarks: docs/environment.md says what they mean.
+// Variables of ./dev, the tests and the benchmarks: docs/environment.md says what they mean.
 constexpr std::string_view kOfTools[] = {
     "LOCKSTEP_TORCH",     "LOCKSTEP_CACHE",  "LOCKSTEP_PRESET",     "LOCKSTEP_JOBS",
     "LOCKSTEP_TEST_JOBS", "LOCKSTEP_PYTHON", "LOCKSTEP_BIN",        "LOCKSTEP_SOURCE",

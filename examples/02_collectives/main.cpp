@@ -41,7 +41,7 @@ void collectives(lockstep::World& world) {
   world.all_reduce(sum, lockstep::ReduceOp::kSum).wait();
   say(fmt::format("rank {} after all_reduce: {}", rank, numbers(sum)));
 
-  // Gather: every rank's tensor, on one rank. Only that rank provides the places for them.
+  // Gather: every rank's tensor, on one rank. Only that rank provides tensors to receive them.
   std::vector<at::Tensor> gathered;
   if (rank == 0) {
     for (int i = 0; i < world.size(); ++i) gathered.push_back(at::zeros({1}, integers));

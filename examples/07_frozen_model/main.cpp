@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint64_t kSeed = 5;
 constexpr std::int64_t kSamples = 512, kBatch = 16, kWidth = 32, kClasses = 4;
 
-// What is trained and saved. A module of its own, so that one checkpoint has both.
+// What is trained and saved, in one module, so that one checkpoint has both parts.
 struct TrainedImpl : torch::nn::Module {
   TrainedImpl() {
     register_module("encoder", encoder);

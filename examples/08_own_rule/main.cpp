@@ -1,5 +1,5 @@
 // An update rule of your own: Tiger, which steps by the sign of its momentum. Everything else
-// (several ranks, sharding, clipping, schedules, checkpoints) is there for it as for AdamW.
+// (several ranks, sharding, clipping, schedules, checkpoints) works for it as for AdamW.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 

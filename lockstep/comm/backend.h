@@ -31,12 +31,13 @@ class Backend {
   virtual const std::string& name() const = 0;
   virtual c10::DeviceType device_type() const = 0;
   virtual bool reduces(at::ScalarType dtype, ReduceOp op) const = 0;
-  // A call takes a tensor's address and storage and looks at the tensor no more: it may then get
-  // the caller's own, which the caller may change (set_data, requires_grad) before the end.
+  // A call takes a tensor's address and storage and does not look at the tensor again. It may then
+  // get the caller's own, which the caller may change (set_data, requires_grad) before the
+  // operation ends.
   virtual bool takes_memory() const { return false; }
   // It works in memory that all ranks map, and symmetric() gives such memory.
   virtual bool shares_memory() const { return false; }
-  // What is started now is recorded into a CUDA graph, and runs when that does.
+  // What is started now is recorded into a CUDA graph and runs when the graph does.
   virtual bool recording() const { return false; }
 
   // False: it has none, and the world reduces a byte instead. `last`: nothing follows on this rank.
@@ -58,11 +59,11 @@ class Backend {
   virtual void all_to_all(const State& state, std::vector<at::Tensor> outputs,
                           std::vector<at::Tensor> inputs) = 0;
   virtual void point_to_point(const State& state, std::vector<P2p> messages) = 0;
-  // Ends when the current stream has done what it was given.
+  // Ends when the current stream has finished the work it was given.
   virtual void after_stream(const State& state) { state->complete(); }
 
-  // Collective: memory of which every rank sees all parts, as bytes; none where there is no such
-  // thing. Blocks.
+  // Collective and blocking: memory in which every rank sees all parts, as bytes; none where the
+  // backend has no such memory.
   virtual std::vector<at::Tensor> symmetric(std::int64_t /*bytes*/, const Deadline& /*deadline*/) {
     return {};
   }

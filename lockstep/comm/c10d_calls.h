@@ -129,7 +129,7 @@ class C10dBackend : public Backend {
 
  protected:
   virtual c10d::Backend& group() = 0;
-  // Has the state completed when the work is.
+  // Completes the state when the work is complete.
   virtual void follow(const State& state, c10d_calls::C10dWork work) = 0;
 };
 

@@ -83,7 +83,7 @@ std::string shared_host_id(const Identity& identity, const WorldOptions& options
 
 using BackendPtr = std::unique_ptr<detail::Backend>;
 
-// Nothing and a sentence, the same on every rank, where they cannot share memory.
+// Nothing and a sentence, the same on every rank, when they cannot share memory.
 BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const WorldOptions& options,
                        std::string* unavailable_reason) {
   const detail::shm::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("shm", store),
@@ -100,7 +100,8 @@ BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const Wo
 
 constexpr const char* kGlooFailed = "failed";
 
-// The store's end is not an error here: its host leaves only when all are connected, or has failed.
+// The end of the store is not an error here: its host leaves only when all are connected, or
+// failed.
 void wait_until_all_are_connected(const detail::gloo::Options& own) noexcept {
   try {
     own.store->add("connected", 1);
@@ -118,8 +119,8 @@ void report_failure(const detail::gloo::Options& own) noexcept {
   }
 }
 
-// A rank that is connected may drop its world at once, and to ranks that are still connecting that
-// is a connection which breaks. So nobody leaves before all are there, or one has failed.
+// A connected rank may drop its world at once, which ranks that are still connecting would see as a
+// broken connection. So nobody leaves before all are there, or one has failed.
 BackendPtr make_gloo(const detail::gloo::Options& own) {
   try {
     BackendPtr backend = detail::gloo::make(own);
@@ -144,8 +145,8 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
       [own] { return make_gloo(own); });
 }
 
-// Whoever hosts the store takes it along, so nobody leaves before all have read the refusal. Who is
-// cut off while waiting knows the reason already.
+// The host of the store takes it along when it leaves, so nobody leaves before all have read the
+// refusal. A rank that is cut off while waiting already knows the reason.
 void wait_until_all_know(const StorePtr& store, int size) {
   constexpr std::chrono::seconds kLateComers{8};
   try {
@@ -223,7 +224,7 @@ namespace detail {
 World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix) {
   identity.part = true;
   if (identity.size == 1) return single(identity, parent.options, parent.device);
-  // Of a world of several hosts, a part may be on one.
+  // Part of a world of several hosts may be on one host.
   const Backend& likewise = parent.accelerator ? *parent.accelerator : *parent.host;
   const DeviceChoice choice{parent.device, parent.automatic ? "shm" : likewise.name(), "",
                             parent.automatic};

@@ -27,7 +27,7 @@ struct DeviceChoice {
   c10::Device device;
   std::string backend;     // "shm", "gloo" or "nccl"
   std::string reason;      // for one line of log
-  bool automatic = false;  // shm that nobody asked for by name: gloo where it cannot be
+  bool automatic = false;  // nobody asked for shm by name: gloo where it is unavailable
 };
 
 // Options first, then LOCKSTEP_DEVICE and LOCKSTEP_BACKEND, then what the machine has.

@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// A host that is further ahead than that marks no more until the device follows.
+// A host that is further ahead than this makes no more marks until the device catches up.
 constexpr std::size_t kMostMarks = 512;
 
 class DeviceTimeline {
@@ -33,7 +33,7 @@ class DeviceTimeline {
         return;
       }
       const c10::impl::VirtualGuardImpl guard(device.type());
-      // Where marks are missing, what lies between is nobody's.
+      // Where marks are missing, the time between belongs to no phase.
       if (std::exchange(broken_, false) && !marks_.empty()) marks_.back().counts = false;
       marks_.push_back({phase, true, free_event(device)});
       marks_.back().event.record(guard.getStream(device));

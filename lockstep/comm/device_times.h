@@ -29,7 +29,7 @@ namespace lockstep {
 
 void mark_device_phase(ledger::Phase phase, c10::Device device) noexcept;
 
-// While a CUDA graph is captured: an event in a graph has no time.
+// Off while a CUDA graph is captured: an event in a graph has no time.
 class DeviceMarksOff {
  public:
   DeviceMarksOff() noexcept;
@@ -38,8 +38,8 @@ class DeviceMarksOff {
   DeviceMarksOff& operator=(const DeviceMarksOff&) = delete;
 };
 
-// Phase::kDeviceWait until the end of the scope, then books the device's time up to there. On a CPU
-// nothing is waited for, and nothing happens.
+// Phase::kDeviceWait until the end of the scope, then books the device's time up to that point. On
+// a CPU there is nothing to wait for, and nothing happens.
 class DeviceWait {
  public:
   explicit DeviceWait(c10::Device device) noexcept;

@@ -35,7 +35,7 @@ struct P2p {
   int peer;
 };
 
-// Who a rank is. The launcher knows it; threads and tests say it.
+// Identifies a rank. The launcher knows it; threads and tests give it.
 struct Identity {
   int rank = 0;
   int size = 1;
@@ -46,7 +46,7 @@ struct Identity {
   std::string address = "127.0.0.1";  // where the others reach this one
   std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
   std::string program = {};  // must be equal on all ranks; empty: this executable's build
-  bool part = false;         // of another world: the launcher numbers its ranks otherwise
+  bool part = false;         // part of another world: the launcher numbers its ranks differently
 };
 
 }  // namespace lockstep

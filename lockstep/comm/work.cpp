@@ -18,7 +18,7 @@ namespace {
 // A broken connection is often the first sign of a rank whose death the launcher is about to
 // explain; its report is worth a short wait, because it names the cause and not the symptom.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
-// For the thread that ends an operation to store its result.
+// How long the thread that ends an operation may take to store its result.
 constexpr std::chrono::seconds kOutcomeLimit{30};
 
 std::string launcher_cause() {
@@ -77,7 +77,7 @@ void FailureState::fail(const std::string& cause, Blame blame) {
     cause_ = cause.empty() ? "aborted" : cause;
     blame_ = blame;
     failed_.store(true, std::memory_order_release);
-    // One that nobody holds any more is on its way out and takes itself off the list.
+    // An operation that nobody holds any more is being destroyed and takes itself off the list.
     for (WorkState* state = pending_; state != nullptr; state = state->after_)
       if (auto held = state->weak_from_this().lock()) pending.push_back(std::move(held));
   }
@@ -295,8 +295,8 @@ void WorkState::wait_host(std::optional<std::chrono::milliseconds> timeout) {
   if (ended_well()) return;
   bool device_step = false;
   {
-    // Whoever was first to end the operation (it may have been another thread, at the very
-    // deadline) is about to say how it ended.
+    // Another thread may have ended the operation at the very deadline, and is about to say how it
+    // ended.
     std::unique_lock lock(mutex_);
     if (!changed_.wait_for(lock, kOutcomeLimit, [this] { return done_.load(); })) {
       throw CommError(

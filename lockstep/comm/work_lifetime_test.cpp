@@ -26,8 +26,8 @@ using testing::run_threads;
 
 // ---------------------------------------------------------------- a device without hardware
 
-// Its memory is the host's, but only copies reach it: what a world does to such a tensor is
-// staged, as a GPU's tensor is in a world of the CPU.
+// Its memory is the host's, but only copies reach it: operations on such a tensor are staged, like
+// those on a GPU's tensor in a CPU world.
 constexpr c10::DeviceType kFakeType = c10::DeviceType::PrivateUse1;
 using FakeGuard = c10::impl::NoOpDeviceGuardImpl<kFakeType>;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
@@ -141,7 +141,7 @@ TEST(DroppedWork, StoresWhatWasMovedToADevice) {
   });
 }
 
-// A waiter still takes the last step itself, and once.
+// A waiter still takes the last step itself, exactly once.
 TEST(DroppedWork, AWaiterTakesTheLastStep) {
   int steps = 0;
   std::thread::id taken_by;
@@ -176,7 +176,7 @@ TEST(DroppedWork, StoresNothingAfterAFailure) {
 
 // ---------------------------------------------------------------- memory
 
-// Every operation by turns, the last of which nothing follows.
+// Every operation in turn; nothing follows the last one.
 void drop_after_wait(World& world, int which) {
   const int other = 1 - world.rank();
   const std::int64_t n = 200'000;
@@ -227,7 +227,7 @@ TEST(WorkMemory, IsFreeAfterTheEndOfADroppedOperation) {
   });
 }
 
-// As an operation of ATen in place: autograd knows of it where the tensor was saved.
+// Like an in-place operation of ATen: autograd notices it where the tensor was saved.
 TEST(World, WhatAnOperationWritesHasAnotherVersion) {
   run_threads(2, [](World& world) {
     const auto changes = [&](const char* name, const std::function<void(at::Tensor)>& operation,

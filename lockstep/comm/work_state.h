@@ -35,9 +35,9 @@ namespace lockstep::detail {
 
 struct WorkState;
 
-// Whom a failure is attributed to.
+// The rank that a failure is attributed to.
 struct Blame {
-  int rank = -1;              // of the same world; -1: nobody, or not known
+  int rank = -1;              // in the same world; -1: nobody, or not known
   bool death = true;          // may be a process's end, which a launcher would explain
   bool disagreement = false;  // all ranks are alive, and all report the same
 };
@@ -78,7 +78,7 @@ class DeviceOperation {
   virtual bool poll() = 0;                 // finished? throws what went wrong
   virtual void wait_stream() = 0;          // the current stream waits; the host does not
   virtual void wait_current_stream() = 0;  // the host waits for the current stream
-  virtual void request_progress() {}       // someone wants to know of its end soon
+  virtual void request_progress() {}       // someone wants to know soon when it ends
 };
 
 // An operation that the waiting thread may carry out itself.
@@ -99,8 +99,8 @@ struct OperationInfo {
   at::ScalarType dtype = at::ScalarType::Byte;
   std::int64_t elements = 0;  // -1: it has no tensor
   int peer = -1;
-  bool on_device = false;  // of the accelerator's backend, where there is one
-  bool recorded = false;   // into a CUDA graph: it runs when that does, and fails nobody before
+  bool on_device = false;  // on the accelerator's backend, where there is one
+  bool recorded = false;   // into a CUDA graph: it runs, and can fail, when the graph does
   ledger::Ticket ledger = 0;
 };
 
@@ -110,9 +110,9 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   ~WorkState();
 
   // ---- for the world, before the operation starts
-  // Runs once after success, whether or not anybody waits. Without a stream in the completing
-  // thread. With one, a device has to do it: on the current stream of the thread that waits, or on
-  // `stream` when the last handle is dropped without a wait.
+  // Runs once after success, whether or not anybody waits. Without a stream it runs in the
+  // completing thread. With one, a device has to do it: on the current stream of the thread that
+  // waits, or on `stream` when the last handle is dropped without a wait.
   void finish_with(std::function<void()> step, std::optional<c10::Stream> stream);
   void keep_alive(std::vector<at::Tensor> tensors);
   bool has_finish() const { return finish_ != nullptr; }
@@ -124,7 +124,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   void fail(const std::string& cause, Blame blame) noexcept;
   // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
   void expire(const std::string& text, Blame blame = {}) noexcept;
-  // `why`: who did not come in time, of an operation that its waiter carried out.
+  // `why`: which ranks did not come in time, for an operation that its waiter carried out.
   std::string timeout_text(const std::string& why = {}) const;
   const Deadline& deadline() const { return deadline_; }
   const OperationInfo& info() const { return info_; }

@@ -89,7 +89,7 @@ void WorldImpl::throw_if_failed(const OperationInfo& info) const {
 std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
                                             const std::function<std::string()>& what,
                                             std::optional<std::chrono::milliseconds> timeout) {
-  // What is only recorded is not counted: recording may fail on one rank.
+  // What is only recorded is not counted, since recording may fail on one rank.
   info.recorded = info.on_device && recording();
   info.sequence = info.recorded ? sequence.load() : ++sequence;
   throw_if_failed(info);
@@ -116,7 +116,8 @@ std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   return state;
 }
 
-// Of a world of one nobody waits for anybody. The deadline has read the clock.
+// In a world of one nobody waits for anybody, so nothing is posted. The deadline has read the
+// clock.
 ledger::Ticket WorldImpl::post(const OperationInfo& info, const Deadline& deadline,
                                bool message) const {
   if (alone()) return 0;
@@ -180,7 +181,7 @@ void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool l
     state->complete();
     return;
   }
-  // Only to name those who are missing; the barrier itself does not need the store, and the rank
+  // Only to name those that are missing; the barrier itself does not need the store, and the rank
   // that hosts it may be gone at the end of a run.
   try {
     store->set(fmt::format("barrier/{}", identity.rank), std::to_string(count));

@@ -8,7 +8,7 @@
 // Every rank must call the same operations in the same order. LOCKSTEP_DEBUG=1 checks it and prints
 // both sides of a mismatch instead of hanging.
 //
-// A copyable handle: copies are the same world. There is no global state: several worlds, also of
+// A copyable handle: copies are the same world. There is no global state: several worlds, even in
 // one process, live side by side. One thread at a time issues operations on a world. The last
 // copy's destructor frees resources and never communicates.
 #pragma once
@@ -74,10 +74,9 @@ class World {
   Work recv(at::Tensor tensor, int peer);
   Work batch_isend_irecv(std::vector<P2p> messages);
 
-  // On a GPU, for whoever launches CUDA graphs with collectives in them. recording(): what is
-  // started on the device now goes into a graph. after_stream(): ends when the current stream has
-  // come to it; so a graph has a deadline and a line in the ledger, as a collective has. All ranks
-  // call it.
+  // For programs that launch CUDA graphs with collectives in them. recording(): what is started on
+  // the device now goes into a graph. after_stream(): ends when the current stream reaches it, so
+  // that a graph has a deadline and a line in the ledger, as a collective has. All ranks call it.
   bool recording() const;
   Work after_stream(const char* name);
 
@@ -114,10 +113,10 @@ class World {
   void leader_first(const std::function<void()>& body);
 
   // Runs `body` on every rank, for what can fail on one of them alone: a file, memory, a setting.
-  // When it throws anywhere, all ranks throw: that rank what it threw, the others an error of the
-  // same kind (UsageError, SystemError, CommError, TimeoutError, InternalError; Error for any other
-  // exception) with its rank and message. A report names that rank as the cause. Returns what the
-  // ranks' bodies returned (a string or nothing), in rank order. Collective.
+  // When it throws on any rank, all ranks throw: that rank its own exception, the others an error
+  // of the same kind (UsageError, SystemError, CommError, TimeoutError, InternalError; Error for
+  // any other exception) with its rank and message. A report names that rank as the cause. Returns
+  // what the ranks' bodies returned (a string or nothing), in rank order. Collective.
   template <typename Body>
   auto agree(const Body& body) {
     if constexpr (std::is_void_v<std::invoke_result_t<Body>>)

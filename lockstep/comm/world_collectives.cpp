@@ -160,7 +160,7 @@ void check_list(const std::vector<at::Tensor>& list, const at::Tensor& like, int
   for (const auto& tensor : list) check_pair(tensor, like, 1, operation);
 }
 
-// Of gather and scatter: the root gives one tensor per rank, and nobody else a list.
+// For gather and scatter: the root gives one tensor per rank, and the other ranks give no list.
 void check_root_list(const WorldImpl& impl, const std::vector<at::Tensor>& list,
                      const at::Tensor& like, int root, bool gathers) {
   const char* const operation = gathers ? "gather" : "scatter";
@@ -188,7 +188,7 @@ Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPl
   const bool moves = backend.device_type() != tensor.device().type();
   const bool converts = !plan.reinterpret && tensor.scalar_type() != plan.wire;
   const bool copies = moves || converts || !tensor.is_contiguous();
-  // A view costs as much as a small operation through shared memory, so none is made in vain.
+  // A view costs as much as a small operation through shared memory, so none is made needlessly.
   // (What is still to be done to the memory afterwards needs a handle that stays.)
   if (!copies && backend.takes_memory() && tensor.dim() == 1 && tensor.scalar_type() == plan.wire &&
       !plan.divide && !plan.by_gather)
@@ -256,8 +256,8 @@ void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operatio
                    operation, detail::name(op), c10::toString(tensor.scalar_type()));
 }
 
-// Autograd refuses a backward that needs a tensor's earlier contents, and others see that it has
-// changed, by the version that every operation in place counts.
+// Autograd refuses a backward that needs a tensor's earlier contents, and others see the change, by
+// the version that every in-place operation increments.
 void count_write(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

@@ -99,7 +99,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
 // A sub-world of `parent` with the given place in it; its ranks rendezvous under `prefix`.
 World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix);
 
-// For the parts of the library and of its tests that look inside.
+// Access for the parts of the library and of its tests that look inside.
 struct Access {
   static const std::shared_ptr<WorldImpl>& impl(const World& world);
 };

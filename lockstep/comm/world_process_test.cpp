@@ -45,12 +45,12 @@ void say(const char* text) {
   std::fflush(stdout);
 }
 
-// Until the test ends this process, or a bound.
+// Sleeps until the test ends this process, or up to a bound.
 void sleep_long() {
   std::this_thread::sleep_for(seconds(60));
 }
 
-// What all of these rest on: a rank that expects in vain, or throws anything, fails.
+// All of these tests rest on this: a rank whose expectation fails, or that throws, fails.
 TEST(ProcessRanks, FailWithTheirBodies) {
   const auto ranks = run_bare_processes(3, [] {
     EXPECT_EQ(env::get_int("RANK"), 1);
@@ -63,7 +63,7 @@ TEST(ProcessRanks, FailWithTheirBodies) {
   EXPECT_THAT(ranks[2].output, HasSubstr("an exception of unknown type"));
 }
 
-// A process with threads is not forked: its ranks are fresh programs, and come to the same body.
+// A process with threads is not forked: its ranks are fresh programs that reach the same body.
 TEST(ProcessRanks, OfATestWithThreads) {
   std::atomic<bool> over{false};
   std::thread other([&over] {
@@ -94,7 +94,7 @@ std::string usual_backend() {
   return env::get("LOCKSTEP_BACKEND").value_or("shm");
 }
 
-// What a survivor may take, in the best of a few runs: 100 ms, unless the machine is busy with
+// How long a survivor may take, in the best of a few runs: 100 ms, unless the machine is busy with
 // other tests.
 double allowance_ms() {
   return env::get_bool("LOCKSTEP_SOAK").value_or(false) ? 100 : 3000;
@@ -111,8 +111,8 @@ TEST(ProcessWorld, ExplainsItsChoiceInOneLine) {
   EXPECT_THAT(ranks[1].output, Not(HasSubstr("backend=" + usual_backend())));
 }
 
-// A rank that may map next to no memory: all of them take gloo, and the line says why. Who asked
-// for shm by name is reported so instead.
+// A rank that may map next to no memory: all of them take gloo, and the line says why. Where shm
+// was asked for by name, that is reported instead.
 TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
   const auto poor = [](const char* backend) {
     return run_bare_processes(3,
@@ -174,7 +174,7 @@ TEST(ProcessWorld, OneAfterTheOther) {
   }));
 }
 
-// Rank 0 takes the store along, by which the others may still be learning that all are connected.
+// Rank 0 takes the store along, from which the others may still be learning that all are connected.
 TEST(ProcessWorld, MayBeLeftAsSoonAsItIsMade) {
   ProcessOptions options;
   options.env = {{"LOCKSTEP_BACKEND", "gloo"}};
@@ -334,7 +334,7 @@ std::vector<RankResult> kill_one_of_three(bool control, const std::string& annou
         world.barrier();
         at::Tensor x = at::ones({100}), y = at::ones({100});
         Work behind;
-        // Under way before anyone is struck: after the launcher's word nothing can be started.
+        // Under way before anyone is killed: after the launcher's report nothing can be started.
         if (world.rank() != 2) behind = world.all_reduce(x);
         say("ready");
         if (world.rank() == 2) sleep_long();
@@ -353,8 +353,8 @@ std::vector<RankResult> kill_one_of_three(bool control, const std::string& annou
       options);
 }
 
-// Runs `once`, which says how late the last survivor knew, until that is in time. The machine may
-// hold a rank up for seconds, and then says nothing of ours; every run must be right in all else.
+// Runs `once`, which returns how late the last survivor knew, until that is in time. The machine
+// may hold a rank up for seconds, which says nothing about us; every run must be right otherwise.
 void expect_in_time(const std::function<double()>& once) {
   double best_ms = INFINITY;
   for (int attempt = 0; attempt < 4 && best_ms >= allowance_ms(); ++attempt)
@@ -372,7 +372,7 @@ double without_launcher() {
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_THAT(result.output, AllOf(HasSubstr("all_reduce #2 (Float, 100 elements) failed after"),
                                      HasSubstr(" ms: ")));
-    if (usual_backend() != "shm") continue;  // gloo knows of a connection that broke, not of whom
+    if (usual_backend() != "shm") continue;  // gloo knows that a connection broke, not whose
     EXPECT_THAT(result.output, AllOf(HasSubstr("first: peer 2"), HasSubstr("later: peer 2"),
                                      HasSubstr("rank 2 (process ")));
     late_ms = std::max(late_ms, reported_at_ms(result) - killed_ms);

@@ -107,7 +107,7 @@ TEST(Symmetric, MemoryOutlivesTheWorld) {
   for (const auto& x : saved) EXPECT_TENSOR_EQ(x, at::ones({1000}));
 }
 
-// Every rank gets the error, and the world continues.
+// Every rank gets the error, and the world remains usable.
 TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
   run_threads(
       2,
@@ -268,7 +268,7 @@ TEST(World, DroppedHandlesDoNotCancel) {
   run_threads(2, [](World& world) {
     at::Tensor x = at::ones({1000});
     auto done = std::make_shared<std::promise<void>>();
-    // The handle is gone before the operation can be; only the callback shows when that was.
+    // The handle is gone before the operation can end; only the callback shows when it did.
     world.all_reduce(x).on_completion([done] { done->set_value(); });
     ASSERT_EQ(done->get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
     EXPECT_TENSOR_EQ(x, at::full({1000}, 2.0f));
@@ -499,7 +499,7 @@ std::vector<std::string> barrier_of_two_of_four() {
     if (world.rank() == 1 || world.rank() == 3) return until(done);
     if (world.rank() == 2) {
       waiting = true;
-      // Rank 0 gives up first, and frees it.
+      // Rank 0 gives up first, which releases it.
       EXPECT_NE(thrown<CommError>([&] { world.barrier(seconds(60)); }), "nothing was thrown");
       return;
     }
@@ -764,12 +764,12 @@ TEST(StartUp, MissingRanksAreNamed) {
     });
   };
   auto errors = run_threads_collecting(2, [](World&) {}, options);
-  // Who comes two seconds after the other, because the machine is busy, is missing as well.
+  // A rank that a busy machine makes two seconds late is missing as well.
   for (int attempt = 1; attempt < 5 && !as_it_should(errors); ++attempt)
     errors = run_threads_collecting(2, [](World&) {}, options);
   EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 0: ranks 2, 3 of 4 did not come within 2.5 s"),
                                HasSubstr("LOCKSTEP_STARTUP_TIMEOUT_S")));
-  // Who came hears of it from the leader.
+  // Those that came hear of it from the leader.
   EXPECT_THAT(errors[1], HasSubstr("rank 1: ranks 2, 3 of 4 did not come within 2.5 s"));
 }
 
@@ -784,7 +784,7 @@ TEST(StartUp, MissingLeaderIsNamed) {
     EXPECT_THAT(error, HasSubstr("rank 0 of 3 did not come within"));
 }
 
-// The others may still be connecting, for whom its end would be a connection that breaks.
+// The others may still be connecting, and would see its end as a broken connection.
 TEST(World, MayBeDroppedAsSoonAsItIsMade) {
   testing::ThreadOptions options;
   options.world.backend = "gloo";

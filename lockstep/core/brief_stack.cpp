@@ -68,7 +68,7 @@ std::string without_arguments(std::string_view text) {
   constexpr std::string_view kOperator = "operator";
   constexpr std::string_view kLambda = "{lambda(";
   std::string result;
-  int depth = 0;  // of template arguments
+  int depth = 0;  // nesting of template arguments
   for (std::size_t i = 0; i < text.size();) {
     if (depth == 0 && text.substr(i).starts_with(kLambda)) {
       result += "{lambda}";
@@ -115,9 +115,9 @@ std::size_t end_of_argument(std::string_view text, std::size_t begin) {
   return text.size();
 }
 
-// A function object's body is often compiled into what std::function calls it by:
-// std::_Function_handler<void (World&), main::{lambda(World&)#1}>::_M_invoke(...). run() puts one
-// of its own around it. Empty: none.
+// The body of a function object is often compiled into the function that std::function calls:
+// std::_Function_handler<void (World&), main::{lambda(World&)#1}>::_M_invoke(...). run() wraps it
+// in another one. Empty when there is none.
 std::string invoked_by(std::string_view function) {
   constexpr std::string_view kHandler = "std::_Function_handler<";
   constexpr std::string_view kBody = "lockstep::RankBody::RankBody<";

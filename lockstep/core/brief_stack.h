@@ -1,4 +1,4 @@
-// A stack for a person. Of the 50 frames of a training program three or four are its own; the
+// A stack trace for people. Three or four of a training program's 50 frames are its own; the
 // others, with template arguments of several hundred characters, hide them.
 //
 //   brief_stack({"lockstep::Work::wait()+0x20 (train+0x9a10)",
@@ -18,11 +18,11 @@
 
 namespace lockstep {
 
-// In LibTorch, libc, CUDA, ...: by the file that it is in.
+// Whether the frame is in LibTorch, libc, CUDA, ..., judged by its file.
 bool is_library_frame(std::string_view frame);
 
-// Frames as symbols::frame_text() writes them, and file:line behind those where it is known. Each
-// row of frames that are not the program's own is one line. A text of another form stays as it is.
+// Frames as symbols::frame_text() writes them, with file:line appended where it is known. Each run
+// of frames that are not the program's own becomes one line. Text in any other form stays as it is.
 std::vector<std::string> brief_stack(const std::vector<std::string>& frames);
 
 }  // namespace lockstep

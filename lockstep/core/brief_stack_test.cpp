@@ -64,7 +64,7 @@ TEST(BriefStack, ABodyInsideStdFunctionIsTheProgram) {
            "train(int)::{lambda(lockstep::World&)#1}>(train(int)::{lambda("
            "lockstep::World&)#1})::{lambda(lockstep::World&)#1}>::_M_invoke()+0x8 (a+0x9)"}),
       ElementsAre("train(int)::{lambda} (a+0x9)"));
-  // Compiled for itself it has a frame already.
+  // Compiled separately, it already has a frame.
   EXPECT_THAT(
       brief_stack({"main::{lambda(lockstep::World&)#1}::operator()(lockstep::World&) const+0x1 "
                    "(a+0x3)",

@@ -9,8 +9,8 @@
 namespace lockstep {
 namespace {
 
-// Nothing here goes through a stream: in a process with two C++ libraries (an extension of Python's
-// that brings its own) they do not find their locale.
+// Nothing here uses a stream: in a process with two C++ standard libraries (a Python extension that
+// brings its own) streams do not find their locale.
 std::string text_of(const std::string& path) {
   try {
     return read_file(path, 16u << 20);

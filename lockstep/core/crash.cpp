@@ -46,7 +46,7 @@ constexpr bool can_continue(int number) {
   return number == SIGTRAP || number == SIGSYS;
 }
 
-// All that a signal handler reads is here beforehand.
+// Everything that the signal handler reads is prepared here.
 std::atomic<bool> g_installed{false};
 std::atomic<bool> g_reported{false};
 std::atomic<long> g_crashed_thread{0};  // the one that reports a signal
@@ -393,7 +393,7 @@ void install_signal_handlers() {
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigemptyset(&action.sa_mask);
     ::sigaction(kFaultSignals[i], nullptr, &g_before[i]);
-    // Whoever handles these already does so to continue.
+    // A handler that is already there lets the program continue.
     if (can_continue(kFaultSignals[i]) && g_before[i].sa_handler != SIG_DFL) continue;
     ::sigaction(kFaultSignals[i], &action, nullptr);
   }

@@ -23,7 +23,7 @@
 
 namespace lockstep::crash {
 
-// Who reads the error file.
+// The program that reads the error file.
 struct Reader {
   bool lockstep_run = false;  // torchrun needs the stack in a field of its own
   bool prints_all = false;  // and it prints every rank's error: stderr is for what cannot be filed
@@ -39,7 +39,7 @@ void install(int rank = -1, const Reader& reader = {});
 // function where it is known, module+offset for addr2line, and file:line where that knows them.
 std::vector<std::string> stack(int skip = 0);
 
-// Where this exception object was thrown, also on another thread; empty when not remembered (thrown
+// Where this exception object was thrown, even on another thread; empty when not remembered (thrown
 // before install(), or many throws ago).
 std::vector<std::string> thrown_at(const std::exception& e);
 

@@ -63,7 +63,7 @@ void breakpoint() {
 }
 #endif
 
-// By a filter as of a sandbox; a machine without them raises the same signal.
+// Blocked by a filter, as in a sandbox; a machine without filters raises the same signal.
 void blocked_system_call() {
   sock_filter code[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),

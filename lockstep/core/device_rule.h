@@ -1,7 +1,7 @@
 // Which device and which backend a rank takes: the one rule, for a World and for `lockstep env`.
 //
 // What the program asks for wins over LOCKSTEP_DEVICE and LOCKSTEP_BACKEND, and those over what the
-// machine has. The rule knows numbers and names, not drivers: who calls it says how many GPUs there
+// machine has. The rule knows numbers and names, not drivers: the caller says how many GPUs there
 // are.
 //
 //   DeviceRule rule = apply_device_rule({.local_rank = 1, .visible_gpus = [] { return 2; }});
@@ -40,7 +40,7 @@ struct DeviceRule {
 // Throws UsageError for a device or backend that does not exist.
 DeviceRule apply_device_rule(const DeviceRequest& request);
 
-// What a rank on a GPU says where it is alone beside GPUs that nobody uses. Empty: they are used,
+// The warning of a rank that is alone on a GPU beside GPUs that nobody uses. Empty: they are used,
 // or the program named its device. `visible_gpus` is 0 for a rank on the CPU.
 std::string idle_gpus_warning(int world_size, bool device_given, int visible_gpus);
 

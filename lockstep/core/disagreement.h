@@ -1,6 +1,6 @@
 // A CommError without a dead rank: the ranks are alive and called operations that do not match.
 //
-// Whoever reports it need not wait for a launcher to report a rank that ended.
+// Its reporter need not wait for a launcher to report a rank that ended.
 //
 //   throw Disagreement("shm", "ranks disagree on collective #3: ...", {.peer = 1});
 #pragma once

@@ -19,7 +19,7 @@ namespace lockstep {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Every whole number up to here is a double of its own.
+// Every whole number up to this one is exactly a double.
 constexpr double kExactIntegers = 9007199254740992.0;
 
 bool all_of(std::string_view text, std::string_view alphabet) {

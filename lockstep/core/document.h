@@ -38,7 +38,7 @@ struct Node {
   bool quoted = false;  // a scalar in quotes or a block of text: always a string
   bool boolean = false;
   std::int64_t integer = 0;
-  double real = 0;  // of an integer too
+  double real = 0;  // set for an integer too
   std::vector<Node> items{};
   std::vector<Entry> entries{};  // in the order of the file
 
@@ -60,8 +60,8 @@ struct DocumentLimits {
 };
 
 // All three throw UsageError `[config] file:line:column: what is wrong. Remedy.` An empty document
-// is a null node. `name` stands for the file in places. Keys that are there twice leave a document
-// that can be read on: with `problems` they are added to it, and the first of them stands.
+// is a null node. `name` stands for the file in places. A document with duplicate keys can still be
+// read: with `problems` they are added to it, and the first of them counts.
 Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
                 Problems* problems = nullptr);
 Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {},

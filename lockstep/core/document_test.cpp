@@ -100,7 +100,7 @@ TEST(Document, EveryNodeAndKeyHasItsPlace) {
   const Entry* x = root.find("map")->value.find("x");
   EXPECT_EQ(x->location.text(), "a.yaml:4:3");
   EXPECT_EQ(x->value.items[1].location.text(), "a.yaml:5:6");
-  // An empty value has no place of its own: that of its key.
+  // An empty value has no place of its own and takes that of its key.
   EXPECT_EQ(root.find("z")->value.location.text(), "a.yaml:6:1");
 }
 
@@ -334,7 +334,7 @@ TEST(Document, LimitsHoldForBothReaders) {
   EXPECT_THAT(message_of([&] { parse_json(text, "a", {.bytes = 100}); }), HasSubstr("larger than"));
 }
 
-// A line of 75 000 values took the square of its length once.
+// A line of 75 000 values once took time quadratic in its length.
 TEST(Document, OneLongLineIsReadInItsLength) {
   std::string text = "[";
   for (int i = 0; i < 75'000; ++i) text += "\303\251,";

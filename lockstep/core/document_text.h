@@ -42,12 +42,12 @@ class DocumentText {
   std::string_view text_;
   std::shared_ptr<const std::string> name_;
   DocumentLimits limits_;
-  std::vector<std::size_t> starts_{0};  // of the lines
+  std::vector<std::size_t> starts_{0};  // offsets of the lines
   std::size_t nodes_ = 0;
   mutable Counted last_;  // a cache; one thread parses one document
 };
 
-// Thrown, or added to `problems` where there is such a place.
+// Throws, or adds to `problems` if it is not null.
 void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
                       Problems* problems);
 

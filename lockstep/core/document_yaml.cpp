@@ -25,8 +25,8 @@ struct Anchored {
 struct Frame {
   Node node;
   YAML::anchor_t anchor = 0;
-  bool has_key = false;   // of a map: its next entry has its key and waits for the value
-  bool repeated = false;  // ... and is there already: its value is dropped
+  bool has_key = false;   // a map whose next entry has its key and waits for the value
+  bool repeated = false;  // ... and that key is a duplicate: its value is dropped
   Entry next{};
   std::size_t key_end = 0;  // where its key ends, when it was written plainly; otherwise 0
   std::unordered_map<std::string, std::size_t> seen{};

@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// Of the user with this name, or of this process's with an empty one; empty: nobody knows.
+// The home directory of this user, or of the current one for an empty name; empty when unknown.
 std::string home_of(const std::string& user) {
   std::vector<char> buffer(16u << 10);
   passwd entry{};

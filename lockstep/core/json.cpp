@@ -214,7 +214,7 @@ void JsonReader::append_escape(std::string& out) {
   at_ = end;
 }
 
-// Of the escape whose backslash is at `escape`.
+// The four hexadecimal digits of the escape whose backslash is at `escape`.
 unsigned JsonReader::hex4(std::size_t escape) const {
   unsigned code = 0;
   const std::string_view digits = text_.substr(escape + 2, 4);

@@ -20,7 +20,7 @@
 
 namespace lockstep {
 
-// What is wrong and where, without a full stop; whoever knows the file makes a UsageError of it.
+// What is wrong and where, without a full stop; a caller that knows the file makes it a UsageError.
 class JsonError : public std::runtime_error {
  public:
   JsonError(std::size_t offset, const std::string& what)

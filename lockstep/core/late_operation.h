@@ -1,5 +1,5 @@
-// A TimeoutError that knows why: which ranks did not arrive, as its message continues after the
-// time.
+// A TimeoutError that knows its cause: why() is the part of its message after the time, such as
+// which ranks did not arrive.
 //
 //   throw LateOperation({"shm", text, context}, ": rank 1 did not arrive. It is stopped.");
 #pragma once

@@ -29,7 +29,7 @@ namespace {
 constexpr int kStackSignalOffset = 7;
 
 std::atomic<LedgerMemory*> g_ledger{nullptr};
-ProgressMemory g_own_progress{};  // of a process that has no ledger
+ProgressMemory g_own_progress{};  // used without a ledger
 std::atomic<ProgressMemory*> g_progress{&g_own_progress};
 std::atomic<bool> g_steps_are_set{false};
 std::atomic<bool> g_steps_are_counted{false};
@@ -100,7 +100,7 @@ bool belongs_to_this_rank(const LedgerMemory& ledger) {
          is_in_environment("WORLD_SIZE", ledger.world_size);
 }
 
-// Of a rank that is several processes the first one that communicates is the one that counts.
+// Where a rank is several processes, the first one that communicates counts.
 bool claim(LedgerMemory& ledger) {
   std::uint64_t owner = 0;
   const auto self = static_cast<std::uint64_t>(::getpid());
@@ -155,7 +155,7 @@ void on_stack_request(int, siginfo_t*, void*) {
   if (ledger != nullptr && !g_taking_stack.exchange(true)) {
     void* frames[kStackFrames];
     const int depth = ::backtrace(frames, static_cast<int>(std::size(frames)));
-    // This function and the kernel's trampoline come first, and with a sanitizer a frame more.
+    // This function and the kernel's trampoline come first, and with a sanitizer one more frame.
     int own = 2;
     for (int i = 0; i < std::min(depth, 4); ++i)
       if (frames[i] == __builtin_return_address(0)) own = i + 1;
@@ -298,7 +298,7 @@ void ended(Ticket ticket, End end) noexcept {
 }
 
 namespace {
-// `ended`: how many have since the last one that was published.
+// `ended` counts the steps that have ended since the last one that was published.
 void publish_step(std::uint64_t step, std::uint64_t ended) {
   ProgressMemory& at = progress();
   const std::uint64_t now = now_ns();

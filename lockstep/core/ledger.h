@@ -33,7 +33,7 @@ enum class Phase : std::uint8_t {
   kLogging,
   kSaving,
   kEnded,       // all ranks have returned from their bodies
-  kDeviceWait,  // the host waits until its device has come so far; within any other phase
+  kDeviceWait,  // the host waits for its device to catch up; within any other phase
 };
 const char* name(Phase phase);
 
@@ -54,13 +54,13 @@ struct Operation {
   std::uint64_t bytes = 0;
   int peer = -1;              // root, or the other end of a message
   bool message = false;       // has a number of its own, which peers do not share
-  std::uint64_t time_ns = 0;  // of the steady clock, where the caller has it; 0: now
+  std::uint64_t time_ns = 0;  // steady clock, where the caller has read it; 0: now
 };
 
 enum class End : std::uint8_t {
   kFinished = 1,
   kFailed = 2,
-  kReleased = 3,  // nobody looks any more: it is on a device's stream
+  kReleased = 3,  // no longer observed: it is on a device's stream
 };
 
 Ticket post(const Operation& operation) noexcept;
@@ -71,7 +71,7 @@ void ended(Ticket ticket, End end) noexcept;
 // synchronised backward, or of a sharded step, is one.
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
-std::int64_t step() noexcept;  // that ended last; -1: not known
+std::int64_t step() noexcept;  // the one that ended last; -1: not known
 
 // Where the run writes its metrics and checkpoints, for the launcher. An absolute path; one that
 // does not fit (4 KiB) is not noted, since a shortened one would be another folder.
@@ -96,8 +96,8 @@ namespace detail {
 inline thread_local const void* call_site = nullptr;
 }  // namespace detail
 
-// At the top of a public function: operations inside are noted with its return address. Of several
-// that are nested the outermost counts, which is the one that the program called.
+// At the top of a public function: operations inside are noted with its return address. Where
+// several are nested the outermost counts, since the program called that one.
 class CallSite {
  public:
   [[gnu::always_inline]] CallSite() noexcept : outermost_(detail::call_site == nullptr) {

@@ -62,7 +62,7 @@ struct Snapshot {
   int world_size = 1;
   int attempt = 0;
   int pid = 0;     // 0: the rank has not opened it
-  int thread = 0;  // that trains
+  int thread = 0;  // the training thread
   int stack_signal = 0;
   std::uint64_t heartbeat = 0;
   std::int64_t step = -1;  // -1: not known

@@ -17,7 +17,7 @@ namespace lockstep::ledger {
 
 inline constexpr char kMagic[8] = {'L', 'S', 'L', 'E', 'D', 'G', 'R', '\n'};
 inline constexpr std::uint32_t kVersion = 3;
-inline constexpr std::size_t kRecords = 1024;  // of a ring; a power of two
+inline constexpr std::size_t kRecords = 1024;  // in the ring; a power of two
 inline constexpr std::size_t kModuleBytes = 32u << 10;
 inline constexpr std::size_t kStackFrames = 48;
 inline constexpr std::size_t kMaxPhases = 16;
@@ -50,19 +50,19 @@ static_assert(sizeof(RecordMemory) == 128);
 struct ProgressMemory {
   Word step;     // + 1; 0: not known
   Word step_ns;  // how long the last one took
-  Word steps;    // that ended
+  Word steps;    // steps that ended
   Word phase;
   Word phase_since_ns;
-  Word changes;  // of the phase: odd while one is made
+  Word changes;  // phase changes; odd during one
   Word host_ns[kMaxPhases];
   Word device_ns[kMaxPhases];
   Word counts[kMaxCounters];
 };
 
-ProgressMemory& progress() noexcept;  // of this process
+ProgressMemory& progress() noexcept;  // this process's
 
 struct LedgerMemory {
-  // By the launcher, before the rank starts.
+  // Written by the launcher before the rank starts.
   char magic[8];
   std::uint32_t version;
   std::uint32_t records;
@@ -72,17 +72,17 @@ struct LedgerMemory {
   std::int32_t unused;
   Word saved_ns;  // when the launcher wrote it to a file; 0: it is live
 
-  // By the rank.
+  // Written by the rank.
   Word pid;           // 0: nobody has opened it
-  Word thread;        // that trains
+  Word thread;        // the training thread
   Word stack_signal;  // leaves the stack of `thread` below; 0: there is no handler
-  Word heartbeat;     // counts movements but posts
+  Word heartbeat;     // counts every movement except posts
   Word next;          // tickets given out
   ProgressMemory progress;
   Word stacks_taken;
   Word stack_depth;
   Word stack[kStackFrames];
-  Word output_dir_version;  // odd while it is written, as of a record
+  Word output_dir_version;  // odd while it is written, like a record's
   Word output_dir[kPathWords];
   // "<bias> <first> <end> <path>\n" in hexadecimal for each loaded file, terminated by zero.
   char modules[kModuleBytes];

@@ -10,7 +10,7 @@
 
 namespace lockstep::ledger {
 
-// No step has ended by it. A negative number does nothing.
+// It counts no step as ended. A negative number does nothing.
 void continue_at(std::int64_t step) noexcept;
 
 // Where nothing counts the steps (one rank without Accumulation), all since the last one that was

@@ -98,7 +98,7 @@ CHILD(refuses) {
   return open() ? 0 : 7;
 }
 
-// Numbers that belong together: whoever mixes two records sees it.
+// The numbers belong together, so that a mixture of two records shows.
 CHILD(floods) {
   if (!open()) return 3;
   for (std::uint64_t i = 1;; ++i) {
@@ -162,7 +162,7 @@ CHILD(spends_its_time) {
 TEST(Totals, ALauncherReadsWhereTheTimeWent) {
   const File file = three();
   const Child rank("spends_its_time", environment_of(file), {file.fd()});
-  // The last that it does: no phase is being changed any more.
+  // This is the last thing it does: no phase is being changed any more.
   ASSERT_TRUE(wait_until([&] { return file.totals().device_ns[index(Phase::kForward)] == 7; }));
   const Totals first = file.totals();
   EXPECT_EQ(first.steps, 3u);
@@ -171,7 +171,7 @@ TEST(Totals, ALauncherReadsWhereTheTimeWent) {
   EXPECT_GE(first.host_ns[index(Phase::kForward)], 30'000'000u);
   std::this_thread::sleep_for(milliseconds(30));
   const Totals spent = since(first, file.totals());
-  // The present phase counts until now, and the others stand.
+  // The current phase counts up to now, and the others stand still.
   EXPECT_EQ(spent.host_ns[index(Phase::kSaving)], spent.time_ns);
   EXPECT_EQ(spent.host_ns[index(Phase::kData)], 0u);
   EXPECT_EQ(spent.steps, 0u);
@@ -277,7 +277,7 @@ CHILD(names_steps_that_are_counted) {
   count_step();
   reach_step(1);
   count_step();
-  reach_step(502);  // it has resumed without a word
+  reach_step(502);  // it has resumed without saying so
   if (since(before, totals()).steps != 3) return 10;
   return step() == 502 ? 0 : 11;
 }
@@ -364,7 +364,7 @@ TEST(Ledger, ShowsWhatAKilledRankDid) {
   EXPECT_EQ(seen.records[2].state, State::kPosted);
 }
 
-// The outermost of nested calls, also when its process has gone.
+// Names the outermost of nested calls, even when its process has gone.
 TEST(Ledger, NamesTheCallSite) {
   const File file = three();
   Child child("notes", environment_of(file), {file.fd()});

@@ -40,7 +40,7 @@ class MapReader {
 
  private:
   std::string full_name(std::string_view key) const;
-  // The value at the key, by `read`.
+  // The value at the key, converted by `read`.
   template <typename Value, typename Read>
   Value read_or(std::string_view key, Value fallback, const Read& read);
 

@@ -27,7 +27,7 @@ std::optional<std::string> text_of(const std::string& path) {
 }
 
 std::optional<std::uint64_t> number_in(const std::string& text) {
-  // Not by a stream: in a process with two C++ libraries (an extension of Python's that brings its
+  // Not a stream: in a process with two C++ standard libraries (a Python extension that brings its
   // own) their locales do not find each other, and every text is read as 0.
   const std::size_t begin = std::min(text.find_first_not_of(" \t"), text.size());
   std::uint64_t value = 0;

@@ -18,8 +18,8 @@ constexpr std::size_t whole_huge_pages(std::size_t bytes) {
 
 std::size_t page_bytes();
 
-// Private memory that begins where a huge page can begin; nullptr: there is no more. Whole pages,
-// with mmap's protection and flags.
+// Private memory that begins where a huge page can begin; nullptr when there is none left. Whole
+// pages, with mmap's protection and flags.
 void* map_at_huge_page(std::size_t bytes, int protection, int flags = 0);
 
 }  // namespace lockstep

@@ -1,5 +1,5 @@
-// Text of others for a terminal: control characters could move the cursor, or set the terminal's
-// title to a command.
+// Makes foreign text safe for a terminal: control characters could move the cursor, or set the
+// terminal's title to a command.
 //
 //   fmt::print("{}\n", printable(text_of_a_file));
 #pragma once

@@ -54,7 +54,7 @@ pid_t start(const std::vector<std::string>& command, int out) {
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
-  // Nothing else of the environment: a preloaded library or a server of debug information
+  // It gets nothing else of the environment: a preloaded library or a server of debug information
   // (DEBUGINFOD_URLS) would only delay it.
   const char* path = std::getenv("PATH");
   std::string variable = fmt::format("PATH={}", path != nullptr ? path : "/usr/bin:/bin");
@@ -65,7 +65,7 @@ pid_t start(const std::vector<std::string>& command, int out) {
   return problem == 0 ? pid : -1;
 }
 
-// Until the other end is closed or the time is over; nothing then, for half an answer may be wrong.
+// Reads until the other end is closed; nothing when time runs out, as half an answer may be wrong.
 std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
   std::string text;
   char block[4096];

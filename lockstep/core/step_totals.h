@@ -40,7 +40,7 @@ enum class Counter : std::uint8_t {
   kBatches,         // made by the loader
   kLoadNs,          // time of the loader's workers for them, summed over workers
   kCopyNs,          // host-to-device copies, by the device's clock
-  kUpdates,         // of the parameters, seen by synchronised passes
+  kUpdates,         // parameter updates seen by synchronised passes
 };
 inline constexpr std::size_t kCounters = static_cast<std::size_t>(Counter::kUpdates) + 1;
 constexpr std::size_t index(Counter counter) {
@@ -49,12 +49,12 @@ constexpr std::size_t index(Counter counter) {
 const char* name(Counter counter);  // "micro_batches", ...
 
 struct Totals {
-  std::uint64_t time_ns = 0;  // of the steady clock, when it was read
-  std::uint64_t steps = 0;    // that ended
-  // Wall time of the training thread; with the present phase's until now. Phase::kNone: outside
-  // all of them.
+  std::uint64_t time_ns = 0;  // steady clock, when it was read
+  std::uint64_t steps = 0;    // steps that ended
+  // Wall time of the training thread, including the current phase so far. Phase::kNone: outside all
+  // phases.
   std::array<std::uint64_t, kPhases> host_ns{};
-  // Of the device's stream, by its own clock: a host that only enqueues work is fast in every
+  // Time of the device's stream, by its own clock: a host that only enqueues work is fast in every
   // phase. All zero where nobody measures it, as on CPUs.
   std::array<std::uint64_t, kPhases> device_ns{};
   std::array<std::uint64_t, kCounters> counts{};

@@ -33,7 +33,7 @@ struct Symbol {
 class MappedFile {
  public:
   explicit MappedFile(const char* path) {
-    const Fd fd(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // of a fifo: no wait
+    const Fd fd(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // does not wait for a fifo
     struct stat status {};
     if (!fd || ::fstat(fd.get(), &status) != 0 || status.st_size <= 0) return;
     const auto size = static_cast<std::size_t>(status.st_size);
@@ -74,7 +74,7 @@ std::optional<Symbol> search(const MappedFile& file, const ElfW(Shdr) & table,
   return std::nullopt;
 }
 
-// `address` as the file counts, that is, without where it was loaded.
+// `address` is relative to the file, not to where it was loaded.
 std::optional<Symbol> find_in_file(const char* path, std::uint64_t address,
                                    ElfW(Word) table = SHT_SYMTAB) {
   const MappedFile file(path);
@@ -94,7 +94,7 @@ bool is_named(std::span<const char> names, std::uint32_t at, std::string_view na
              name;
 }
 
-// For another process to open. One that was replaced while it runs has no name any more.
+// A path that another process can open. A program that was replaced while it runs has none.
 std::string program_file() {
   char path[4096];
   const ssize_t length = ::readlink("/proc/self/exe", path, sizeof path - 1);
@@ -151,7 +151,7 @@ std::string frame_text(const std::string& file, std::uint64_t return_address, st
   const std::uint64_t address = return_address - bias;
   const std::string where = fmt::format("({}+{:#x})", file.substr(file.rfind('/') + 1), address);
   auto symbol = find_in_file(file.c_str(), address - 1);
-  // All that a stripped file has; in its own process dladdr() reads that.
+  // A stripped file has nothing else; in the file's own process dladdr() reads it.
   if (!symbol) symbol = find_in_file(file.c_str(), address - 1, SHT_DYNSYM);
   if (!symbol) return where;
   return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);

@@ -1,4 +1,4 @@
-// How wide the terminal is that a stream ends at, also through the launcher's pipe.
+// The width of the terminal that a stream ends at, even through the launcher's pipe.
 //
 // A rank's stdout is a pipe to `lockstep run`, so isatty() says no even where a person watches. The
 // launcher therefore names the terminal's width in LOCKSTEP_TERMINAL, together with the pipe it

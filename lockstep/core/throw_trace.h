@@ -14,6 +14,6 @@ namespace lockstep::throw_trace {
 
 void enable();
 std::vector<void*> find(const void* exception_object);
-std::vector<void*> find_latest();  // of the calling thread, whatever was thrown
+std::vector<void*> find_latest();  // the calling thread's, whatever was thrown
 
 }  // namespace lockstep::throw_trace

@@ -1,8 +1,8 @@
 // What a dataset gives (Example) and what a training step takes (Batch).
 //
-// A batch knows how much is in it. samples() and `tokens` are what losses and metrics are weighed
-// by over ranks, and both are counted on the CPU before the batch moves to a device, so that nobody
-// has to ask the device.
+// A batch knows how much is in it. samples() and `tokens` weight losses and metrics over ranks, and
+// both are counted on the CPU before the batch moves to a device, so that nobody has to ask the
+// device.
 //
 //   for (auto& batch : loader.epoch(0)) {
 //     auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);
@@ -33,13 +33,13 @@ struct Example {
 struct Batch {
   at::Tensor data{};
   at::Tensor target{};
-  std::vector<std::int64_t> indices{};  // of the samples, in the dataset
+  std::vector<std::int64_t> indices{};  // the samples' indices in the dataset
   // What a mean over tokens divides by: targets that are not kIgnoredTarget where each sample has a
   // sequence of integer targets, otherwise the number of samples.
   std::int64_t tokens = 0;
 
   std::int64_t samples() const { return static_cast<std::int64_t>(indices.size()); }
-  // The same batch with its tensors there; itself where they are there already.
+  // The same batch with its tensors on the device; itself where they already are.
   Batch to(c10::Device device, bool non_blocking = false) const;
 };
 

@@ -161,7 +161,7 @@ void Bpe::insert(const Merge& merge) {
   std::size_t at = mixed(merge.pair, 0) & mask;
   while (merges_[at].pair != kNoPair && merges_[at].pair != merge.pair) at = (at + 1) & mask;
   merge_count_ += merges_[at].pair == kNoPair ? 1 : 0;
-  merges_[at] = merge;  // of a pair that is there twice the later rank counts
+  merges_[at] = merge;  // where a pair appears twice the later rank counts
 }
 
 bool Bpe::add_merge(std::string_view left, std::string_view right) {
@@ -185,8 +185,8 @@ void Bpe::finish() {
   if (options_.byte_fallback)
     for (unsigned byte = 0; byte < 256; ++byte)
       bytes_[byte] = id_of(fmt::format("<0x{:02X}>", byte));
-  // Where no token has a space mark after another character, no merge crosses the place before
-  // one: the parts of a text can then be encoded, and remembered, word by word.
+  // Where no token has a space mark after another character, no merge crosses the position before
+  // one: the parts of a text can then be encoded, and cached, word by word.
   splits_at_spaces_ = !options_.byte_level && !options_.ignore_merges && id_of(kSpaceMark) >= 0 &&
                       std::all_of(merges_.begin(), merges_.end(), [this](const Merge& merge) {
                         if (merge.pair == kNoPair) return true;
@@ -217,7 +217,7 @@ std::uint32_t Bpe::rank_of(std::int32_t left, std::int32_t right) const {
 void Bpe::encode(std::string_view word, BpeScratch& scratch, Ids& ids) const {
   if (!splits_at_spaces_) return encode_part(word, scratch, ids);
   for (std::size_t begin = 0; begin < word.size();) {
-    // Past the marks that it begins with, to the next one.
+    // Skips the marks that it begins with, then stops at the next one.
     std::size_t end = begin;
     while (word.compare(end, kSpaceMark.size(), kSpaceMark) == 0) end += kSpaceMark.size();
     end = std::min(word.find(kSpaceMark, end), word.size());
@@ -259,7 +259,7 @@ void Bpe::encode_new(std::string_view word, BpeScratch& scratch, Ids& ids) const
 }
 
 // The order of unknown tokens among others is that of the tokenizers package: one that waits to be
-// fused is written before the next character with a token of its own, and not before bytes.
+// fused is written before the next character that has a token, not before bytes.
 void Bpe::characters_of(std::string_view text, std::vector<std::int32_t>& out) const {
   bool unknown = false;
   for (std::size_t at = 0; at < text.size();) {
@@ -284,7 +284,7 @@ void Bpe::characters_of(std::string_view text, std::vector<std::int32_t>& out) c
 
 void Bpe::merge_few(BpeScratch& scratch) const {
   std::vector<std::int32_t>& ids = scratch.ids;
-  std::vector<std::uint32_t>& ranks = scratch.ranks;  // of each and the next
+  std::vector<std::uint32_t>& ranks = scratch.ranks;  // ranks of each symbol and the next
   if (ids.size() < 2) return;
   ranks.resize(ids.size() - 1);
   for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = rank_of(ids[i], ids[i + 1]);

@@ -1,5 +1,5 @@
-// Byte pair encoding: a word becomes its characters, and the neighbours that were merged first in
-// training are merged first, until no two can be.
+// Byte pair encoding: a word becomes its characters, and neighbours are merged in the order of
+// training until no two can be merged.
 //
 //   Bpe bpe({.byte_level = true});
 //   bpe.add_token("h", 0); ...; bpe.add_merge("h", "e");
@@ -46,7 +46,7 @@ class WordCache {
     std::uint64_t hash = 0;
     std::uint32_t text = 0;  // where it begins in texts_
     std::uint32_t ids = 0;
-    std::uint32_t size = 0;  // of the word; 0: a free slot
+    std::uint32_t size = 0;  // the word's length; 0: a free slot
     std::uint32_t count = 0;
   };
   static constexpr std::size_t kSlots = std::size_t{1} << 16;
@@ -57,7 +57,7 @@ class WordCache {
   std::vector<std::int32_t> ids_;
 };
 
-// What encode() works with; of one thread at a time.
+// What encode() works with; for one thread at a time.
 struct BpeScratch {
   struct Symbol {
     std::int32_t id;
@@ -122,7 +122,7 @@ class Bpe {
   std::size_t merge_count_ = 0;
   std::uint32_t next_rank_ = 0;
   std::int32_t unk_ = -1;
-  std::array<std::int32_t, 256> bytes_{};  // of byte fallback; -1: none
+  std::array<std::int32_t, 256> bytes_{};  // for byte fallback; -1: none
   bool splits_at_spaces_ = false;
 };
 

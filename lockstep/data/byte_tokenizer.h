@@ -27,7 +27,7 @@ struct ByteTokenizer {
   std::string decode(std::span<const std::int32_t> tokens) const;
 };
 
-// What instruction data needs of any tokenizer.
+// What instruction data needs from any tokenizer.
 struct TextEncoder {
   std::function<Tokens(std::string_view)> encode = [](std::string_view text) {
     return ByteTokenizer{}.encode(text);

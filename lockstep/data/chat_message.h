@@ -1,4 +1,4 @@
-// One message of a chat, for Tokenizer::apply_chat_template(), and the text of a whole one.
+// One message of a chat, for Tokenizer::apply_chat_template(), and the text of a whole chat.
 //
 //   const std::vector<ChatMessage> chat{{"system", "Be brief."}, {"user", "Why?"}};
 #pragma once
@@ -22,8 +22,8 @@ struct ChatText {
     std::size_t end;
   };
   std::string text;
-  // Of the text's bytes, what the assistant says, with the token that ends it: what a template in
-  // Hugging Face's form would have between {% generation %} and {% endgeneration %}.
+  // The byte ranges of the text that the assistant says, with the token that ends each: what a
+  // template in Hugging Face's form would have between {% generation %} and {% endgeneration %}.
   std::vector<Range> answers{};
 };
 

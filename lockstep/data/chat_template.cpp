@@ -89,7 +89,7 @@ class WrittenText {
     out_ += part;
   }
 
-  // Past the string literals of a tag, to its end.
+  // Skips the string literals of a tag, up to its end.
   std::size_t tag_end(std::size_t at, std::string_view closing) {
     for (const std::size_t begin = at; at + 1 < text_.size(); ++at) {
       if (text_.substr(at, 2) == closing) return at;
@@ -120,7 +120,7 @@ class WrittenText {
   std::string out_;
 };
 
-// As Python's str.strip(), which also takes the four separators of ASCII for white space.
+// Like Python's str.strip(), which also treats the four separators of ASCII as white space.
 std::string trimmed(std::string_view text) {
   const auto space = [](char32_t c) { return is_white_space(c) || (c >= 0x1C && c <= 0x1F); };
   std::string storage;

@@ -1,7 +1,7 @@
 // Chats as text, for the templates of a few families. Private to this layer.
 //
 // A template is a program (Jinja). It is not run: its family is recognised by the text that it
-// writes, and that family is rendered here. The text is what stands outside of its tags and in its
+// writes, and that family is rendered here. The text is everything outside its tags and in its
 // string literals, put together; it spells the special tokens with the line ends between them:
 //
 //   Phi-3    <|user|>, <|assistant|>, <|end|>; three releases of it
@@ -49,7 +49,7 @@ struct ChatTemplate {
   bool trims = false;
   bool skips_empty_system = false;  // Phi-3.5
 
-  // UsageError for messages that the family has no place for.
+  // UsageError for messages that have no place in the family's template.
   ChatText render(std::span<const ChatMessage> messages, bool add_generation_prompt,
                   const ChatTokens& tokens) const;
 };

@@ -40,10 +40,10 @@ class Dataset {
   virtual std::int64_t size() const = 0;
   virtual Example get(std::int64_t index, SampleRandom& random) const = 0;
 
-  // Samples into a batch, where the loader was given no other way. stack() unless overridden.
+  // Combines samples into a batch, unless the loader was given another way. stack() by default.
   virtual Batch collate(std::vector<Example> examples) const;
-  // The batch in one go, for datasets that are quicker so; nothing to go through get() and
-  // collate(). The loader fills in `indices`.
+  // The whole batch at once, for datasets that are faster that way; nothing: get() and collate()
+  // are used. The loader fills in `indices`.
   virtual std::optional<Batch> get_batch(Indices indices, const RandomKey& key) const;
 };
 
@@ -90,7 +90,7 @@ Example to_example(T&& example) {
     return {.data = example.data};
 }
 
-// A batch that a dataset has stacked itself; and the only sample of one.
+// A batch that a dataset has stacked itself, and the only sample of such a batch.
 Batch batch_of(Example stacked, std::int64_t samples);
 Example only_sample(const Example& stacked);
 
@@ -130,7 +130,7 @@ class TorchDatasetAdapter : public Dataset {
   }
 
  private:
-  // One copy per call under way; the prototype itself is only ever copied.
+  // One copy per concurrent call; the prototype itself is only ever copied.
   template <typename Use>
   auto with_copy(Use&& use) const {
     std::unique_ptr<T> copy;

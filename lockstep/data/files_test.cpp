@@ -130,7 +130,7 @@ TEST(TokenFile, FilesOfASplitAreFoundInOrder) {
               HasSubstr("cannot be listed"));
 }
 
-// The names that `data tokenize --name pretrain --val-tokens N` writes, and their like.
+// The names that `data tokenize --name pretrain --val-tokens N` writes, and similar ones.
 TEST(TokenFile, ASplitIsAWholePartOfTheName) {
   const TemporaryDirectory dir;
   for (const char* name :
@@ -284,7 +284,7 @@ TEST(Instructions, ReadsPromptsWithCompletionsAndChats) {
   const auto texts = parse_instructions(R"({"completion": " b\n", "prompt": "a"})", "f");
   ASSERT_EQ(texts.size(), 1u);
   EXPECT_EQ(texts[0].kind, RecordKind::kCompletion);
-  // No template goes around them.
+  // No template is applied to them.
   EXPECT_EQ(apply({}, texts[0]).prompt, "a");
   EXPECT_EQ(apply({}, texts[0]).response, " b\n");
 

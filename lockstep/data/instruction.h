@@ -2,9 +2,9 @@
 // padded or packed to a length.
 //
 // `target[t]` is the token after `data[t]`, as for token shards, and it is kIgnoredTarget (-100)
-// wherever nothing is to be learned: the prompt (of a chat, what the assistant does not say), the
-// padding, and the border between two packed samples. A causal model needs no attention mask for
-// padding on the right.
+// wherever nothing is to be learned: the prompt (in a chat, everything but the assistant's
+// messages), the padding, and the border between two packed samples. A causal model needs no
+// attention mask for padding on the right.
 //
 //   auto dataset = std::make_shared<InstructionDataset>(load_instructions("commonsense_170k.json"),
 //                                                       InstructionOptions{.max_length = 512});
@@ -36,7 +36,7 @@ class InstructionDataset : public Dataset {
 
   const InstructionCounts& counts() const { return rows_.counts(); }
   std::vector<std::int64_t> lengths() const { return rows_.lengths(); }
-  // Samples of like length in one batch; `batch` as for LengthGroupedSampler.
+  // Batches samples of similar length together; `batch` as for LengthGroupedSampler.
   SamplerPtr length_grouped(std::int64_t batch, std::uint64_t seed) const;
 
  private:

@@ -34,15 +34,15 @@ struct Instruction {
   std::string output{};
   std::string answer{};
   RecordKind kind = RecordKind::kInstruction;
-  std::vector<ChatMessage> messages{};  // of a chat
-  // So many of them are the prompt of a completion, and the others are learned. 0: the assistant's
-  // are.
+  std::vector<ChatMessage> messages{};  // for a chat
+  // This many of them are the prompt of a completion, and the others are learned. 0: the
+  // assistant's messages are learned.
   std::size_t given = 0;
 
   bool operator==(const Instruction&) const = default;
 };
 
-// How much of how much is done. Of a file in bytes: after each MiB or so, and at the end.
+// How much of the total is done, in bytes for a file: after each MiB or so, and at the end.
 using ReadProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
 // `name` stands for the file in messages. A text that begins with '[' is a list, any other is one
@@ -54,7 +54,7 @@ std::vector<Instruction> load_instructions(const std::string& path,
                                            const ReadProgress& progress = {});
 
 // A prompt and its answer out of texts with {instruction}, {input}, {output} and {answer}; what
-// stands before the answer is the prompt.
+// comes before the answer is the prompt.
 struct PromptTemplate {
   std::string prompt = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n";
   std::string prompt_without_input = "### Instruction:\n{instruction}\n\n### Response:\n";
@@ -66,8 +66,8 @@ struct PromptAndResponse {
   std::string response;
 };
 
-// UsageError for a field in braces that there is not; "{{" and "}}" are braces. A completion is
-// what it is, without the template. Not for chats.
+// UsageError for an unknown field in braces; "{{" and "}}" are braces. A completion is used as it
+// is, without the template. Not for chats.
 PromptAndResponse apply(const PromptTemplate& format, const Instruction& item);
 
 }  // namespace lockstep::data

@@ -10,17 +10,17 @@
 namespace lockstep::data {
 namespace {
 
-// How many tokens two texts begin with together, of which one is the beginning of the other. A
-// token with characters on both sides of the border between prompt and response is not among them:
-// it is the first that is learned.
+// How many tokens two texts begin with in common, where one text is the beginning of the other. A
+// token with characters on both sides of the border between prompt and response does not count: it
+// is the first that is learned.
 std::size_t common(const Tokens& beginning, const Tokens& whole) {
   const auto border = std::mismatch(beginning.begin(), beginning.end(), whole.begin(), whole.end());
   return static_cast<std::size_t>(border.first - beginning.begin());
 }
 
-// How many of a text's tokens have all of their characters before `at`. What a tokenizer makes of
-// the last of them may depend on the next character: GPT-2's takes two line ends as one token
-// where nothing follows.
+// How many of a text's tokens have all of their characters before `at`. How a tokenizer encodes the
+// last of them may depend on the next character: GPT-2's takes two line ends as one token where
+// nothing follows.
 template <typename Encode>
 std::size_t tokens_before(const Encode& encode, std::string_view text, std::size_t at,
                           const Tokens& whole) {
@@ -116,8 +116,8 @@ void InstructionRows::add_chat(const Instruction& item) {
 }
 
 void InstructionRows::add_tokens(const Tokens& tokens, std::vector<std::uint8_t> learned) {
-  // A row of its own gives one token away, since the last is only a target; a packed sample keeps
-  // it, as the mark that the next one begins.
+  // An unpacked row loses one token, since the last is only a target; a packed sample keeps it, as
+  // the mark that the next one begins.
   const std::int64_t most = options_.max_length + (options_.padding == Padding::kPacked ? 0 : 1);
   const auto whole = static_cast<std::int64_t>(tokens.size());
   const std::int64_t length = std::min(whole, most);

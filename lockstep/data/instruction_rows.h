@@ -2,10 +2,10 @@
 // learned, and which samples share a row. Without torch, so that `lockstep config check` finds what
 // training would find.
 //
-// Learned are responses and completions, and of chats what the assistant says: as TRL does it with
+// Responses and completions are learned, and in chats what the assistant says: as TRL does with
 // completion_only_loss and assistant_only_loss. A sample whose prompt alone fills a row teaches
-// nothing and is skipped; one that is longer loses its end. What was lost is counted, and nothing
-// left is an error.
+// nothing and is skipped; one that is too long loses its end. What was lost is counted, and it is
+// an error when nothing is left.
 //
 //   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
 //   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), rows.learned(sample));
@@ -24,7 +24,7 @@
 namespace lockstep::data {
 
 enum class Padding {
-  kLongest,    // to the longest of the batch
+  kLongest,    // to the longest in the batch
   kMaxLength,  // the same for all batches
   kPacked,     // several samples per row, as full as can be; rows have max_length
 };
@@ -35,7 +35,7 @@ struct InstructionOptions {
   std::string source{};                   // where the samples come from: for messages
   Padding padding = Padding::kLongest;
   std::int64_t pad_to_multiple_of = 1;  // with kLongest
-  std::int64_t pad_at_most = 0;         // and no further than this; 0: without an end
+  std::int64_t pad_at_most = 0;         // the longest padding; 0: unlimited
   bool train_on_prompt = false;
   PromptTemplate prompt{};
   TextEncoder encoder{};
@@ -49,11 +49,11 @@ struct InstructionCounts {
   std::int64_t tokens = 0;     // used, over all samples
 };
 
-// Tokenizes at construction (in parallel is the encoder's affair); then read-only for any thread.
+// Tokenizes at construction (the encoder decides about threads); then read-only for any thread.
 class InstructionRows {
  public:
   struct Sample {
-    std::int64_t begin;  // of its tokens among all
+    std::int64_t begin;  // where its tokens begin among all
     std::int64_t length;
   };
 
@@ -83,7 +83,7 @@ class InstructionRows {
   InstructionCounts counts_;
   RecordKind kind_ = RecordKind::kInstruction;
   Tokens tokens_;
-  std::vector<std::uint8_t> learned_;  // of tokens_
+  std::vector<std::uint8_t> learned_;  // one for each of tokens_
   std::vector<Sample> samples_;
   std::vector<std::vector<std::int64_t>> rows_;  // when packed: samples of each row
 };

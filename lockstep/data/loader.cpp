@@ -33,7 +33,7 @@ std::string words_of(const std::exception_ptr& error) {
                     cause);
 }
 
-// Which sample is it that get_batch() could not load? Each is tried alone.
+// Finds the sample that get_batch() could not load: each is tried alone.
 [[noreturn]] void blame(const Dataset& dataset, Indices indices, const RandomKey& key,
                         const std::exception_ptr& cause) {
   for (const std::int64_t index : indices) {
@@ -84,13 +84,13 @@ BatchMaker::BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device de
 }
 
 Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
-  // Also for a dataset that computes on the device: all of a batch is made on one stream.
-  // The guard makes its device the current one, too.
+  // Even for a dataset that computes on the device, all of a batch is made on one stream. The guard
+  // also makes its device the current one.
   c10::OptionalStreamGuard stream;
   if (side_) stream.reset_stream(*side_);
   Loaded loaded;
   loaded.batch = load(indices, key, loaded.timing);
-  // What the record divides by steps is of training alone.
+  // What the record divides by steps covers only training.
   if (!options_.evaluation) {
     ledger::add(ledger::Counter::kBatches);
     ledger::add(ledger::Counter::kLoadNs,
@@ -201,8 +201,8 @@ LoaderImpl::LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
   check_not_empty();
 }
 
-// A loop over nothing ends at once, and looks like a run that was successful. A rank alone may have
-// no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
+// A loop over nothing ends at once, and looks like a run that was successful. A single rank may
+// have no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
 void LoaderImpl::check_not_empty() const {
   if (sampler_->size() == 0)
     throw UsageError("loader",
@@ -368,7 +368,7 @@ namespace {
 
 std::string description(const LoaderImpl& impl) {
   const LoaderOptions& o = impl.options();
-  // A sampler of the caller's has a seed of its own, and whatever else: its order says it all.
+  // A caller's sampler has a seed of its own, and anything else: its order says it all.
   const std::string sampler =
       o.sampler ? fmt::format(", a sampler with the order {:016x}", impl.order_sum(0)) : "";
   return fmt::format(
@@ -378,7 +378,7 @@ std::string description(const LoaderImpl& impl) {
       o.evaluation, sampler);
 }
 
-// Ranks with different sizes would make different numbers of steps, and the last would hang.
+// Ranks with different sizes would take different numbers of steps, and the last step would hang.
 void check_ranks(const std::vector<std::string>& all) {
   for (std::size_t rank = 1; rank < all.size(); ++rank)
     if (all[rank] != all[0])

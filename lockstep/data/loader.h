@@ -1,5 +1,5 @@
 // Batches of a dataset, for one rank of a world: sharded, shuffled, loaded ahead by threads, copied
-// to the device beside the computation.
+// to the device during the computation.
 //
 // Workers run ahead, the state does not. state() is the position after the last batch that was
 // handed out; what workers have loaded beyond it is not counted, and a loop that is left early, a
@@ -45,9 +45,9 @@ struct LoaderOptions {
   bool persistent_workers = false;                              // threads live on between epochs
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // for one batch
   Collate collate{};                                            // default: the dataset's own
-  SamplerPtr sampler{};                 // another order than shuffle says; with its own seed
+  SamplerPtr sampler{};                 // overrides the order that shuffle gives; has its own seed
   std::optional<c10::Device> device{};  // default: the world's
-  bool check_ranks = true;  // that options and sizes agree; then making a loader is a collective
+  bool check_ranks = true;  // compare options and sizes, which makes loader() a collective
 };
 
 // How long one batch took, in seconds. `wait` is what the training loop lost.
@@ -61,7 +61,7 @@ struct BatchTiming {
 struct LoaderTiming {
   std::int64_t batches = 0;
   BatchTiming total{};
-  BatchTiming last{};  // of the batch handed out last
+  BatchTiming last{};  // the last batch handed out
 };
 
 // A sample that could not be loaded; the text includes the cause's message.
@@ -98,7 +98,7 @@ class Loader {
 
   // Batches of a whole epoch: the same on every rank (with evaluation: the most that any has).
   std::int64_t batches_per_epoch() const;
-  // Batches of this rank that epoch(epoch) will give, or, of the epoch under way, has still to
+  // Batches of this rank that epoch(epoch) will give, or, for the epoch under way, still has to
   // give.
   std::int64_t batches_left(std::int64_t epoch) const;
   std::int64_t dataset_size() const;
@@ -107,8 +107,8 @@ class Loader {
 
   // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
   SamplerState state() const;
-  // At any world size and batch size. The next epoch() must be the state's. Throws UsageError when
-  // seed, size or the epoch's order do not fit.
+  // Works at any world size and batch size. The next epoch() must be the state's. Throws UsageError
+  // when seed, size or the epoch's order do not fit.
   void load_state(const SamplerState& state);
 
   LoaderTiming timing() const;
@@ -117,7 +117,7 @@ class Loader {
   std::shared_ptr<detail::LoaderImpl> impl_;
 };
 
-// A range over one epoch. Leaving the loop, by any way, ends it.
+// A range over one epoch. Leaving the loop in any way ends it.
 class Epoch {
  public:
   class Iterator {
@@ -162,11 +162,11 @@ class Epoch {
 };
 
 // With options.check_ranks every rank must call it, and UsageError names the rank that differs. A
-// loader for one rank alone is given a world of one: loader(dataset, World{}, ...). UsageError also
-// for a dataset without samples, and one that drop_last leaves no batch of.
+// loader for a single rank is given a world of one: loader(dataset, World{}, ...). Also UsageError
+// for a dataset without samples, or of which drop_last leaves no batch.
 Loader loader(DatasetPtr dataset, World world, LoaderOptions options = {});
 
-// A dataset of torch::data as it is.
+// Accepts a dataset of torch::data directly.
 template <detail::TorchDataset T>
 Loader loader(T dataset, World world, LoaderOptions options = {}) {
   return loader(make_dataset(std::move(dataset)), std::move(world), std::move(options));

@@ -1,4 +1,4 @@
-// What stands behind a Loader: one rank's share of an epoch, cut into batches, made by workers or
+// The implementation of Loader: one rank's share of an epoch, cut into batches, made by workers or
 // by the caller. Private to lockstep/data.
 #pragma once
 
@@ -45,7 +45,7 @@ class BatchMaker {
   DatasetPtr dataset_;
   LoaderOptions options_;
   c10::Device device_;
-  std::optional<c10::Stream> side_{};  // copies run beside the computation
+  std::optional<c10::Stream> side_{};  // copies run during the computation
 };
 
 // Used by one thread.
@@ -82,7 +82,7 @@ class LoaderImpl {
   SamplerPtr sampler_;
   std::shared_ptr<const BatchMaker> maker_;
   std::unique_ptr<Prefetcher> prefetcher_;
-  std::shared_ptr<const Round> round_;  // what is being gone through; empty between epochs
+  std::shared_ptr<const Round> round_;  // the current round; empty between epochs
   std::uint64_t ticket_ = 0;
   std::int64_t handed_out_ = 0;  // batches of this round
   std::int64_t start_cursor_ = 0;

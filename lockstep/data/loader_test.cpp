@@ -1,5 +1,5 @@
-// The loader: whose batches, in which order, ahead of time, and what happens when it is left early,
-// broken, resumed.
+// The loader: who gets which batches, in which order, ahead of time, and what happens when it is
+// left early, broken or resumed.
 #include "lockstep/data/loader.h"
 
 #include <fmt/format.h>
@@ -134,7 +134,7 @@ TEST(Loader, AnEpochWithoutABatchIsRefused) {
                                 5 * ranks - 1, ranks, ranks == 1 ? "" : "s")));
       Loader enough = one_of(numbers(5 * ranks), rank, ranks, {.batch_size = 5, .drop_last = true});
       EXPECT_EQ(epoch_of(enough, 0).size(), 1u);
-      // In evaluation a rank alone may have no batch.
+      // In evaluation a single rank may have no batch.
       Loader share = one_of(numbers(1), rank, ranks, {.batch_size = 5, .evaluation = true});
       EXPECT_EQ(epoch_of(share, 0).size(), rank == 0 ? 1u : 0u);
     }
@@ -222,7 +222,7 @@ TEST(Loader, AnEpochContinuesAtOtherWorldSizesWithEachSampleOnce) {
                                 .seed = 8,
                                 .num_workers = rank % 2});
         loader.load_state(state);
-        // The last goes to the end, and nobody beyond it.
+        // The last run goes to the end and gets nothing beyond it.
         const std::int64_t left = loader.batches_left(2);
         steps = ranks == 3 ? left : std::min(steps, left);
         auto epoch = loader.epoch(2);
@@ -340,7 +340,7 @@ TEST(Loader, WaitsNoLongerThanItsTimeout) {
                           .persistent_workers = true,
                           .timeout = std::chrono::milliseconds(50)});
   auto epoch = loader.epoch(0);
-  // The worker is at the second batch, so the first is there, however late it began.
+  // The worker is at the second batch, so the first one exists, however late it began.
   for (int k = 0; !at_second && k < 60'000; ++k)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   EXPECT_TRUE(epoch.next());
@@ -544,7 +544,7 @@ TEST(Loader, OtherOrdersComeFromASampler) {
     for (const std::int64_t index : batch) EXPECT_TRUE(index == 3 || index == 8);
 }
 
-// What each of two ranks throws. Not run_threads_collecting, which frees the others at the first
+// What each of two ranks throws. Not run_threads_collecting, which releases the others at the first
 // failure: a rank that is still being reported would hear of that instead.
 std::vector<std::string> refusals(const std::function<void(World&)>& body) {
   std::vector<std::string> reported(2);
@@ -565,7 +565,7 @@ TEST(Loader, RanksThatDifferAreReportedBeforeTheFirstStep) {
   for (const std::string& error : errors)
     EXPECT_THAT(error, AllOf(HasSubstr("[loader] ranks differ"), HasSubstr("Rank 0: 10 samples"),
                              HasSubstr("Rank 2: 11 samples")));
-  // A rank with options that are refused by itself does not leave the others waiting.
+  // A rank whose own options are refused does not leave the others waiting.
   const auto refused =
       refusals([](World& world) { loader(numbers(10), world, {.batch_size = world.rank()}); });
   EXPECT_THAT(refused[0], HasSubstr("batch_size is 0"));
@@ -589,7 +589,7 @@ TEST(Loader, SamplersThatDifferBetweenRanksAreReported) {
   testing::run_threads(2, [](World& world) {
     loader(numbers(10), world, {.batch_size = 2, .sampler = weighted(42)});
   });
-  // One whose order cannot be made does not leave the other waiting.
+  // A sampler that cannot make its order does not leave the other rank waiting.
   struct Broken : Sampler {
     std::int64_t size() const override { return 10; }
     List order(std::int64_t) const override { throw std::runtime_error("no order today"); }
@@ -630,7 +630,7 @@ TEST(Loader, RanksOfAWorldShareTheSamples) {
     }
     EXPECT_EQ(world.sum(sum), 435);
     EXPECT_EQ(world.sum(count), 30);
-    // One rank alone: a world of one, and nobody else needs to take part.
+    // A single rank: a world of one, in which nobody else needs to take part.
     if (world.is_leader()) {
       Loader alone = loader(numbers(4), World{}, {});
       EXPECT_EQ(epoch_of(alone, 0).size(), 4u);
@@ -696,7 +696,7 @@ TEST(Profile, SaysWhereTheTimeGoesAndWhatToDo) {
   });
   Loader loader = one_of(slow, 0, 1, {.batch_size = 1});
   LoaderProfile profile;
-  // What the machine takes between two waits counts as a step: another try, then.
+  // What the machine takes between two waits counts as a step; in that case, try again.
   for (int attempt = 0; attempt < 5 && profile.wait_percent < 50; ++attempt) {
     int steps = 0;
     profile = profile_loader(loader, {.batches = 10, .step = [&](Batch&) { ++steps; }});

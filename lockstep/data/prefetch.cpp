@@ -60,7 +60,7 @@ struct Prefetcher::Shared {
   static void run(const std::shared_ptr<Shared>& shared, std::size_t index);
 };
 
-// Makes one thing, with the lock open meanwhile.
+// Makes one thing, with the lock released meanwhile.
 void Prefetcher::Shared::work(std::unique_lock<std::mutex>& lock) {
   const std::int64_t number = begun++;
   const std::uint64_t of_round = round;
@@ -181,7 +181,7 @@ Thing Prefetcher::next(const Deadline& deadline) {
 
 void Prefetcher::drop() {
   std::unique_lock lock(shared_->mutex);
-  // What was made and the function that made it may own much: freed with the lock open.
+  // What was made and the function that made it may own much, so they are freed without the lock.
   const auto ring = std::exchange(shared_->ring, {});
   const auto make = std::move(shared_->make);
   shared_->drop();

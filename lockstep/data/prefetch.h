@@ -1,8 +1,8 @@
-// Threads that make numbered things ahead of the one who takes them, in order. Without torch, so
-// that the thread sanitizer sees it; the loader's things are batches.
+// Threads that make numbered things, in order, ahead of the thread that takes them. Without torch,
+// so that the thread sanitizer sees it; the loader's things are batches.
 //
-// A round can be dropped at any moment. What a worker is still making then belongs to no round any
-// more and is thrown away when it is done; nobody waits for it.
+// A round can be dropped at any moment. What a worker is still making then no longer belongs to any
+// round and is thrown away when it is done; nobody waits for it.
 //
 //   Prefetcher prefetcher{{.workers = 2, .ahead = 4}};
 //   prefetcher.start(100, [](std::int64_t number) { return std::make_shared<Batch>(...); });

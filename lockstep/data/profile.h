@@ -36,7 +36,7 @@ struct LoaderProfile {
 // Goes through the epoch, again and again if it is shorter. Throws what the loader throws.
 LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options = {});
 
-// What the figures advise; one sentence that all is well if nothing.
+// What the figures suggest; one sentence that all is well if there is nothing to suggest.
 struct LoaderFigures {
   double load_ms = 0, collate_ms = 0, copy_ms = 0, transfer_ms = 0, wait_ms = 0;  // means
   std::optional<double> step_ms{};  // unset: no step was profiled

@@ -1,5 +1,5 @@
 // Random numbers for one sample: what an augmentation draws depends on (seed, epoch, index in the
-// dataset) and on nothing else, so it is the same at any number of ranks, of workers, and after a
+// dataset) and on nothing else, so it is the same with any number of ranks or workers, and after a
 // resume.
 //
 //   Example get(std::int64_t index, SampleRandom& random) const override {

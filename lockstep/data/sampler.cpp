@@ -18,7 +18,7 @@ std::vector<std::int64_t> to_vector(const at::Tensor& indices) {
   return {first, first + indices.numel()};
 }
 
-// What Python's torch.Generator().manual_seed(seed + epoch) is.
+// Equivalent to Python's torch.Generator().manual_seed(seed + epoch).
 at::Generator epoch_generator(std::uint64_t seed, std::int64_t epoch) {
   return at::make_generator<at::CPUGeneratorImpl>(seed + static_cast<std::uint64_t>(epoch));
 }
@@ -112,7 +112,7 @@ std::vector<std::int64_t> LengthGroupedSampler::order(std::int64_t epoch) const 
                      [&](std::int64_t a, std::int64_t b) { return length(a) > length(b); });
     if (length(order[begin]) > length(order[longest])) longest = begin;
   }
-  // The longest sample first: if memory does not suffice, it shows in the first step.
+  // The longest sample first: if memory is too small, that shows in the first step.
   std::swap(order.front(), order[longest]);
   return order;
 }

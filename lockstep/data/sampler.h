@@ -20,12 +20,12 @@
 
 namespace lockstep::data {
 
-// Where an epoch stands. The whole state of samplers and loaders.
+// The position in an epoch. The whole state of samplers and loaders.
 struct SamplerState {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;  // samples of this epoch's order that were used, over all ranks
   std::uint64_t seed = 0;
-  std::int64_t size = 0;   // of the order; 0 in a state that nobody has filled in: not checked
+  std::int64_t size = 0;   // size of the order; 0 in a state that nobody has filled in: not checked
   std::int64_t order = 0;  // order_checksum() of the epoch's order; 0: not known, not checked
 
   bool operator==(const SamplerState&) const = default;
@@ -35,7 +35,7 @@ struct SamplerState {
 class Sampler {
  public:
   virtual ~Sampler() = default;
-  virtual std::int64_t size() const = 0;  // of each epoch's order
+  virtual std::int64_t size() const = 0;  // size of each epoch's order
   virtual std::vector<std::int64_t> order(std::int64_t epoch) const = 0;
 };
 using SamplerPtr = std::shared_ptr<const Sampler>;
@@ -83,8 +83,8 @@ class WeightedSampler : public Sampler {
   WeightedSamplerOptions options_;
 };
 
-// Random, but samples of like length come together, so that little is padded: Hugging Face's
-// group_by_length, to the index. `batch` is what one update of one rank takes.
+// Random, but samples of similar length come together, so that there is little padding: Hugging
+// Face's group_by_length, to the index. `batch` is what one update of one rank takes.
 class LengthGroupedSampler : public Sampler {
  public:
   LengthGroupedSampler(std::vector<std::int64_t> lengths, std::int64_t batch, std::uint64_t seed);
@@ -110,13 +110,13 @@ struct Share {
   Tail tail = Tail::kRepeat;
 };
 
-// How many samples this rank gets of an order of `size` from `cursor` on, and the samples. Throws
+// How many samples this rank gets from an order of `size` from `cursor` on, and the samples. Throws
 // UsageError for a cursor or a rank outside of its range.
 std::int64_t share_size(std::int64_t size, std::int64_t cursor, const Share& share);
 std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::int64_t cursor,
                                    const Share& share);
 
-// Distinguishes two orders: a sampler's seed, weights and sizes are in it. Above 0.
+// Distinguishes two orders: it covers a sampler's seed, weights and sizes. Above 0.
 std::int64_t order_checksum(const std::vector<std::int64_t>& order);
 
 // UsageError when `state` was not saved by a run over the same order: seed, size, cursor.
@@ -136,14 +136,14 @@ class DistributedSampler {
   explicit DistributedSampler(std::int64_t size, DistributedSamplerOptions options = {});
 
   // Another epoch starts at its first sample; the same one keeps its cursor, so that a loop that
-  // says set_epoch() after load_state() continues where it was.
+  // calls set_epoch() after load_state() continues where it was.
   void set_epoch(std::int64_t epoch);
   std::vector<std::int64_t> indices() const;  // from the cursor on
   std::int64_t size() const;                  // how many indices() has
   SamplerState state() const { return state_; }
   // After this rank has used `count` of indices(), and every other rank as many.
   void advance(std::int64_t count);
-  // Saved at any number of replicas. UsageError as check_state().
+  // A state saved with any number of replicas. UsageError as in check_state().
   void load_state(const SamplerState& state);
 
  private:

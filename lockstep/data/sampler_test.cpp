@@ -115,8 +115,8 @@ TEST(Samplers, GivePythonsIndicesOnTwoThousandConfigurations) {
   EXPECT_EQ(at, answers.size());
 }
 
-// One epoch that is broken off and resumed at other numbers of ranks: which samples came, and how
-// often.
+// One epoch that is interrupted and resumed with different numbers of ranks: which samples came,
+// and how often.
 std::map<std::int64_t, int> epoch_over(std::int64_t n, const std::vector<int>& worlds, bool drop,
                                        std::mt19937& random) {
   std::map<std::int64_t, int> times;

@@ -213,7 +213,7 @@ bool is_of_split(std::string_view file, std::string_view split) {
     const std::size_t end = std::min(file.find_first_of("_-."), file.size());
     const std::string_view part = file.substr(0, end);
     file.remove_prefix(std::min(end + 1, file.size()));
-    // train0.bin is a shard of the split, too.
+    // train0.bin is a shard of the split too.
     const std::string_view word = part.substr(0, part.find_last_not_of("0123456789") + 1);
     if (part == split || word == split)
       found = true;

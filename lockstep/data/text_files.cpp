@@ -59,7 +59,7 @@ void check_text_file(const std::string& path) {
     throw UsageError("data", "{} is a {}, not a file. Move it out of the data.", path,
                      kind_name(status.type()));
   }
-  // The kind may have changed since: a named pipe must not hold us up.
+  // The kind may have changed since: opening a named pipe must not block.
   const Fd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!fd) refuse_text_file(path, errno);
 }
@@ -67,7 +67,7 @@ void check_text_file(const std::string& path) {
 std::vector<std::string> files_below(const std::string& folder,
                                      const std::function<bool(const std::string& path)>& wanted) {
   std::vector<std::string> found;
-  // Not a recursive iterator: that does not say which of the folders could not be listed.
+  // Not a recursive iterator, which does not say which of the folders could not be listed.
   std::vector<std::string> folders{folder};
   while (!folders.empty()) {
     const std::string current = std::move(folders.back());

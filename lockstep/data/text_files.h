@@ -1,5 +1,5 @@
-// The files of a folder of text, none of them skipped in silence: one that cannot be read is an
-// error with its name, because a run that trains on what is left looks like any other.
+// The files of a folder of text, none of them silently skipped: one that cannot be read is an error
+// with its name, because a run that trains on the rest looks like any other.
 //
 //   for (const std::string& file : files_below("docs", [](const std::string& path) {
 //          return path.ends_with(".md");
@@ -14,9 +14,9 @@
 
 namespace lockstep::data {
 
-// Every file below `folder` whose path `wanted` accepts, unsorted. Links to files are followed, to
-// folders not. UsageError when a folder cannot be listed, or when something that is wanted is not a
-// readable regular file (see check_text_file).
+// Every file below `folder` whose path `wanted` accepts, unsorted. Links to files are followed,
+// links to folders are not. UsageError when a folder cannot be listed, or when something that is
+// wanted is not a readable regular file (see check_text_file).
 std::vector<std::string> files_below(const std::string& folder,
                                      const std::function<bool(const std::string& path)>& wanted);
 

@@ -115,7 +115,7 @@ TEST(DatasetLoader, ProcessesNeverSeeTheSameWindow) {
   put_shard(dir / "x_train_000002.bin", 20'000, 61);
   put_shard(dir / "x_val_000000.bin", 90'000, 100);
   for (const bool shuffle : {false, true}) {
-    std::map<std::int64_t, int> times;  // of first tokens
+    std::map<std::int64_t, int> times;  // how often each first token came
     std::int64_t batches = -1;
     for (int rank = 0; rank < 3; ++rank) {
       DatasetLoader loader({.batch = 2,
@@ -168,14 +168,14 @@ TEST(DatasetLoader, GoesRoundAndResumes) {
       HasSubstr("12 windows of 4 tokens, too few for one batch of 7 on each of 2"));
 }
 
-// What this thread computed, without the time in which others had its core.
+// CPU time of this thread, without the time in which others had its core.
 double thread_seconds() {
   timespec now{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// The goal of 1 Gtoken/s per core; a loaded machine is given a tenth of it. With LOCKSTEP_SOAK=1
+// The goal of 1 Gtoken/s per core; a loaded machine is given a tenth of it. LOCKSTEP_SOAK=1 tests
 // the goal itself.
 TEST(TokenShards, BatchesAreBuiltAtMemorySpeed) {
   const io::TemporaryDirectory dir;
@@ -285,7 +285,7 @@ TEST(InstructionDataset, PacksSamplesIntoFullRows) {
     whole += 2 + static_cast<std::int64_t>(text.size());
   }
   const InstructionDataset dataset(items, letters(32, Padding::kPacked));
-  // Rows at least nine tenths full, on the whole.
+  // Rows are at least nine tenths full on average.
   EXPECT_LE(dataset.size(), whole * 10 / 9 / 32);
   std::multiset<std::string> texts;
   SampleRandom random({}, 0);

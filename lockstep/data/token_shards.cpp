@@ -10,7 +10,7 @@
 namespace lockstep::data {
 namespace {
 
-// Seeds of the windows' shuffles, one per shard, apart from the one that orders the shards.
+// Seeds of the windows' shuffles, one per shard, distinct from the one that orders the shards.
 std::uint64_t shard_seed(std::uint64_t seed, std::int64_t epoch, std::size_t shard) {
   return SampleRandom({seed, epoch}, static_cast<std::int64_t>(shard))();
 }
@@ -138,7 +138,7 @@ DatasetLoader::DatasetLoader(DatasetLoader&&) noexcept = default;
 DatasetLoader& DatasetLoader::operator=(DatasetLoader&&) noexcept = default;
 
 Batch DatasetLoader::next_batch() {
-  // At most twice around: the rest of one epoch may be empty, the next one is not.
+  // At most two rounds: the rest of one epoch may be empty, the next one is not.
   for (std::int64_t epoch = impl_->loader.state().epoch;; ++epoch) {
     if (!impl_->under_way) impl_->under_way.reset(new Epoch(impl_->loader.epoch(epoch)));
     if (auto batch = impl_->under_way->next()) return std::move(*batch);

@@ -28,9 +28,9 @@ namespace fs = std::filesystem;
 struct Document {
   std::string path;
   std::uint64_t bytes;
-  std::uint64_t begin = 0;   // of its end-of-text token, in the stream of all documents
+  std::uint64_t begin = 0;   // position of its end-of-text token in the stream of all documents
   std::uint64_t tokens = 0;  // after that one
-  // Where its tokens stand: bytes of the file itself, or 4 bytes each in a temporary one.
+  // Where its tokens are: bytes of the file itself, or 4 bytes each in a temporary one.
   std::string source{};
   std::uint64_t offset = 0;
 };
@@ -77,7 +77,7 @@ void refuse_output_inside(const std::string& folder, const fs::path& output) {
                    output.string(), folder);
 }
 
-// The output's name goes to a new folder, and what it held is deleted then.
+// The output's name goes to a new folder, and its old contents are then deleted.
 void refuse_inside(const std::string& input, const fs::path& output) {
   const fs::path path = resolved(input);
   const auto ends = std::mismatch(output.begin(), output.end(), path.begin(), path.end());
@@ -170,7 +170,7 @@ std::vector<Shard> plan_shards(const TokenizeOptions& options, std::uint64_t tot
     return shards;
   }
   token_header(options.format, std::max(options.shard_tokens, options.val_tokens));  // may refuse
-  // As llm.c's scripts do: number 0 is for validation, training begins with 1.
+  // As in llm.c's scripts: number 0 is for validation, training begins with 1.
   if (options.val_tokens > 0)
     shards.push_back({fmt::format("{}_val_{:06}.bin", options.name, 0), 0, options.val_tokens});
   int number = options.val_tokens > 0 ? 1 : 0;
@@ -180,7 +180,7 @@ std::vector<Shard> plan_shards(const TokenizeOptions& options, std::uint64_t tot
   return shards;
 }
 
-// Gives each document its place in the stream; how many tokens there are.
+// Gives each document its place in the stream; returns the number of tokens.
 std::uint64_t place(std::vector<Document>& documents) {
   std::uint64_t at = 0;
   for (Document& document : documents) {
@@ -190,7 +190,7 @@ std::uint64_t place(std::vector<Document>& documents) {
   return at;
 }
 
-// Some of the work of a thread, by the number of the job.
+// Work for a thread, by job number.
 class Worker {
  public:
   Worker() = default;
@@ -310,7 +310,7 @@ struct ShardPlan {
   std::vector<Shard> shards{};
   TokenFormat format;
   std::uint32_t end_of_text;
-  std::size_t source_bytes;  // of a token: 1 in a text, 4 in what an Encoder wrote
+  std::size_t source_bytes;  // per token: 1 in a text, 4 in what an Encoder wrote
 };
 
 // Writes shards; can be stopped between blocks.
@@ -400,7 +400,7 @@ std::uint32_t end_of_text(const TokenizeOptions& options) {
   return static_cast<std::uint32_t>(*token);
 }
 
-// Every document's tokens into temporary files in the folder; their names.
+// Encodes every document's tokens into temporary files in the folder; returns their names.
 std::vector<std::string> encode_documents(const TokenizeOptions& options,
                                           std::vector<Document>& documents,
                                           const std::string& folder) {
@@ -437,7 +437,7 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
   std::vector<Document> documents = list_documents(options);
   if (options.replace) check_replaceable(options.output);
   const std::uint64_t width = options.format == TokenFormat::kLlmc32 ? 4 : 2;
-  // With a tokenizer a guess: three bytes of text or more are a token.
+  // With a tokenizer this is a guess: a token takes at least three bytes of text.
   std::uint64_t total = place(documents);
   ShardPlan plan{.shards = options.tokenizer ? std::vector<Shard>() : plan_shards(options, total),
                  .format = options.format,

@@ -22,17 +22,17 @@ namespace lockstep::data {
 
 struct TokenizeOptions {
   std::vector<std::string> inputs{};    // files, and folders with all below them, sorted by path
-  std::vector<std::string> suffixes{};  // of files in folders; empty: all
+  std::vector<std::string> suffixes{};  // for files in folders; empty: all
   std::string output{};                 // the folder to make
   std::string name = "text";            // shards are <name>_train_000001.bin; nanogpt: train.bin
   TokenFormat format = TokenFormat::kLlmc16;
   std::optional<Tokenizer> tokenizer{};       // none: bytes, and 256 for the end of text
-  std::optional<std::int64_t> end_of_text{};  // of a tokenizer; none: its eos_token
+  std::optional<std::int64_t> end_of_text{};  // for a tokenizer; none: its eos_token
   std::uint64_t shard_tokens = 100'000'000;   // nanogpt has one shard, of any size
-  std::uint64_t val_tokens = 0;               // the first so many are for validation
+  std::uint64_t val_tokens = 0;               // this many from the start are for validation
   int workers = 0;                            // 0: one per processor
   bool replace = false;                       // a folder that tokenize() made before
-  // Called from the caller's thread some times a second, and at the end. Counts tokens, or with a
+  // Called on the caller's thread a few times a second, and at the end. Counts tokens, or with a
   // tokenizer the bytes of the text.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};
 };
@@ -43,10 +43,10 @@ struct TokenizeResult {
   std::vector<std::pair<std::string, std::uint64_t>> shards{};  // file name, tokens
 };
 
-// Throws UsageError for inputs that are not there, unreadable, empty or inside the output, and for
-// for a tokenizer without an end-of-text token or with ids that the format has no room for, for
-// an output that exists (with `replace`: and is anything else than a folder of an earlier call);
-// SystemError when the disk says no. `output` is then what it was before.
+// Throws UsageError for inputs that are not there, unreadable, empty or inside the output, for a
+// tokenizer without an end-of-text token or with ids that the format has no room for, for an output
+// that exists (with `replace`: and is anything else than a folder of an earlier call); SystemError
+// when the disk fails. `output` then stays as it was before.
 TokenizeResult tokenize(const TokenizeOptions& options);
 
 }  // namespace lockstep::data

@@ -38,7 +38,7 @@ class Encoding {
   }
 
  private:
-  // `at_start`: of the whole text.
+  // `at_start`: the part begins the whole text.
   void normalize(std::string_view part, bool at_start) {
     std::string storage;
     if (!parts_.normalizers.empty()) {
@@ -109,7 +109,7 @@ struct Tokenizer::Impl {
   std::string path;
   TokenizerParts parts;
   TokenizerConfig config;
-  // Memory of calls that have ended, for those that begin: their caches stay warm.
+  // Memory of finished calls, reused by new ones so that their caches stay warm.
   mutable std::mutex mutex;
   mutable std::vector<std::unique_ptr<BpeScratch>> idle;
 

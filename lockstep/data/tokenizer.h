@@ -7,10 +7,10 @@
 //
 // BPE in its two shapes: over bytes (GPT-2, Llama 3) and over characters with byte fallback (Llama
 // 2, Phi-3). Ids and texts are those of the `tokenizers` package. What a file asks for and is not
-// here is refused when it is read, with the file, the field and its value. A file's truncation and
-// padding are not applied; transformers replaces them at each call too.
+// supported here is refused when it is read, with the file, the field and its value. A file's
+// truncation and padding are not applied; transformers replaces them at each call too.
 //
-// A chat is text first. Its template brings the special tokens, so none are added afterwards:
+// A chat becomes text first. Its template writes the special tokens, so none are added afterwards:
 //
 //   const std::string chat = tokenizer.apply_chat_template({{"user", "Why?"}},
 //                                                          {.add_generation_prompt = true});
@@ -47,13 +47,13 @@ struct ChatOptions {
 class Tokenizer {
  public:
   // A tokenizer.json, or a folder with one. Beside it tokenizer_config.json,
-  // special_tokens_map.json, chat_template.jinja and the kind of model in config.json are read
-  // where they are there, as transformers does it: special tokens that they name and the file lacks
-  // are added. UsageError for a file that is not a tokenizer or needs what is not supported.
+  // special_tokens_map.json, chat_template.jinja and the kind of model in config.json are read if
+  // they exist, as transformers does: special tokens that they name and the file lacks are added.
+  // UsageError for a file that is not a tokenizer or needs what is not supported.
   static Tokenizer from_file(const std::string& path_or_folder);
 
   // Special tokens in the text become their ids. Bytes that are not UTF-8 are read as U+FFFD, as
-  // Python's errors="replace" does it.
+  // with Python's errors="replace".
   std::vector<std::int64_t> encode(std::string_view text, EncodeOptions options = {}) const;
   // Ids without a token give nothing, as in `tokenizers`. Always valid UTF-8.
   std::string decode(std::span<const std::int64_t> ids, DecodeOptions options = {}) const;
@@ -67,8 +67,8 @@ class Tokenizer {
   std::optional<std::int64_t> bos_token_id() const;
   std::optional<std::int64_t> eos_token_id() const;
 
-  // The text of a chat by the model's own template. Known are the templates of Phi-3, Llama 2 and
-  // Llama 3 and plain ChatML, recognised by the special tokens that the template's text uses
+  // The text of a chat by the model's own template. The templates of Phi-3, Llama 2 and Llama 3 and
+  // plain ChatML are known, and recognised by the special tokens that the template's text uses
   // (chat_template.h); any other is a UsageError with what is supported.
   std::string apply_chat_template(std::span<const ChatMessage> messages,
                                   ChatOptions options = {}) const;

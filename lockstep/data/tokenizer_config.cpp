@@ -32,8 +32,8 @@ std::string text_of(const Node& root, std::string_view key) {
   return entry != nullptr && entry->value.is(NodeKind::kString) ? entry->value.text : "";
 }
 
-// "<s>", or {"content": "<s>", "lstrip": false, ...}, which says whether it is special; all of
-// special_tokens_map.json are.
+// "<s>", or {"content": "<s>", "lstrip": false, ...}, which says whether it is special; in
+// special_tokens_map.json all are.
 AddedToken token_of(const Node& node, bool legacy = false) {
   if (node.is(NodeKind::kString)) return {.content = node.text, .special = true};
   const auto flag = [&](std::string_view key, bool fallback) {
@@ -83,7 +83,7 @@ std::vector<AddedToken> read_listed(const Node& listed) {
   return all;
 }
 
-// Of the model that the folder is of, where tokenizer_config.json names no class.
+// Where tokenizer_config.json names no class, the folder's model decides.
 bool is_gpt2_class(const Node& config, const Node& model) {
   std::string name = text_of(config, "tokenizer_class");
   if (name.empty()) name = text_of(model, "tokenizer_class");
@@ -116,7 +116,7 @@ void read_special(const Node& config, const Node& legacy, TokenizerConfig& found
     if (key == "eos_token") found.eos = token.content;
     found.named.push_back(std::move(token));
   }
-  for (const Entry& entry : config.entries)  // of one kind of model: "image_token"
+  for (const Entry& entry : config.entries)  // keys of one kind of model: "image_token"
     if (entry.key.ends_with("_token") && entry.value.is(NodeKind::kString) &&
         std::ranges::find(kNamed, entry.key) == kNamed.end())
       found.named.push_back(token_of(entry.value));

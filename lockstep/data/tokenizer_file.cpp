@@ -12,11 +12,11 @@
 namespace lockstep::data {
 namespace {
 
-// Of ByteLevel with use_regex, as GPT-2's tokenizer splits.
+// The pattern of ByteLevel with use_regex, which splits as GPT-2's tokenizer does.
 constexpr const char* kGpt2Words =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
-// A map of the file with the path of its place in it: "pre_tokenizer.pretokenizers[1]".
+// A map in the file with its path in it: "pre_tokenizer.pretokenizers[1]".
 class Field {
  public:
   Field(const Node& node, const std::string& file, std::string name)
@@ -26,7 +26,7 @@ class Field {
   const std::string& name() const { return name_; }
   bool is_null() const { return node_->is(NodeKind::kNull); }
 
-  // A null where there is no such key.
+  // Null where there is no such key.
   Field at(std::string_view key) const {
     static const Node nothing;
     if (!node_->is(NodeKind::kMap)) refuse("a map was expected");
@@ -79,7 +79,7 @@ Node read_json(const std::string& path) {
   return parse_json(text, path, {.bytes = text.size(), .depth = 64, .nodes = 100'000'000});
 }
 
-// The steps of a Sequence, or the one step that there is; none for null.
+// The steps of a Sequence, or the single step; none for null.
 std::vector<Field> steps_of(const Field& field, std::string_view list) {
   if (field.is_null()) return {};
   if (field.at("type").text() != "Sequence") return {field};
@@ -211,11 +211,11 @@ std::vector<std::int64_t> read_piece(const Field& piece, const Field& special_to
   return ids;
 }
 
-// Each processor puts its tokens around what the one before it gave.
+// Each processor puts its tokens around the output of the previous one.
 void read_post_processor(const Field& field, TokenizerParts& parts) {
   for (const Field& step : steps_of(field, "processors")) {
     const std::string& type = step.at("type").text();
-    if (type == "ByteLevel") continue;  // it changes offsets alone
+    if (type == "ByteLevel") continue;  // it only changes offsets
     if (type != "TemplateProcessing")
       step.refuse_kind("Sequence, ByteLevel and TemplateProcessing");
     std::vector<std::int64_t> before;

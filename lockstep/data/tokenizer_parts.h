@@ -27,7 +27,7 @@ struct Pattern {
   std::string literal{};
   std::optional<Regex> regex{};
 
-  // Every part of the text in order: matches, and what is between them.
+  // Every part of the text in order: matches, and the text between them.
   void split(std::string_view text,
              const std::function<void(std::size_t begin, std::size_t end, bool match)>& use) const;
   std::string replaced(std::string_view text, std::string_view content) const;
@@ -66,8 +66,8 @@ struct Decoder {
 
   Kind kind = Kind::kFuse;
   Pattern pattern{};       // Replace
-  std::string content{};   // Replace; of Strip and Metaspace the one character
-  std::int64_t start = 0;  // Strip: at most so many
+  std::string content{};   // Replace; the one character of Strip and Metaspace
+  std::int64_t start = 0;  // Strip: at most this many
   std::int64_t stop = 0;
   bool drops_first = false;  // Metaspace: the marks of the first token
 
@@ -85,7 +85,7 @@ struct AddedToken {
   bool rstrip = false;
 };
 
-// Texts to look for at once: at each place the longest, from left to right.
+// Texts to search for at once: the longest match at each position, from left to right.
 class TextSet {
  public:
   TextSet() { first_.fill(kNone); }
@@ -104,7 +104,7 @@ class TextSet {
     char byte;
     std::size_t child = kNone;
     std::size_t sibling = kNone;
-    std::size_t value = kNone;  // of the text that ends here
+    std::size_t value = kNone;  // the value of the text that ends here
   };
 
   std::vector<Node> nodes_;
@@ -113,13 +113,13 @@ class TextSet {
 
 struct AddedTokens {
   std::vector<AddedToken> tokens{};
-  std::int64_t end = 0;  // the largest of their ids, and one
+  std::int64_t end = 0;  // the largest of their ids, plus one
   std::unordered_map<std::int64_t, std::size_t> by_id{};
   std::unordered_map<std::string, std::size_t> by_content{};
   TextSet raw{};         // looked for in the text as it is
   TextSet normalized{};  // looked for when it is normalized
 
-  // By its content, as in `tokenizers`: one that normalization changes is never skipped.
+  // Judged by its content, as in `tokenizers`: one that normalization changes is never skipped.
   bool is_special(const std::string& content) const;
   // Every part of the text in order, with the added token that it is or nullptr.
   void split(std::string_view text, const TextSet& set,
@@ -137,9 +137,9 @@ struct TokenizerParts {
 
   std::string normalize(std::string_view text) const;
   // A token of the model's vocabulary keeps its id, others follow the largest. Returns the token
-  // itself, or one of the same content that was there; with `replaces` it has the new flags.
+  // itself, or an existing one with the same content, which gets the new flags with `replaces`.
   AddedToken& add_token(AddedToken token, bool replaces);
-  // When all are there: how texts are searched for them.
+  // Call it when all are there: prepares the search for them.
   void index_added_tokens();
 };
 

@@ -213,7 +213,7 @@ TEST(BpeTest, AFullCacheForgetsAndStaysRight) {
   }
 }
 
-// Words on both sides of the border between the two ways of merging.
+// Words on both sides of the length at which the way of merging changes.
 TEST(BpeTest, LongAndShortWordsMergeInOneOrder) {
   Bpe bpe(BpeOptions{});
   std::int64_t id = 0;

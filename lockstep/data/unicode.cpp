@@ -14,7 +14,7 @@
 namespace lockstep::data {
 namespace {
 
-// As members of a class. PCRE2's own \s also has U+180E, which is no white space since Unicode 6.3.
+// As members of a class. PCRE2's own \s also has U+180E, no longer white space since Unicode 6.3.
 constexpr std::string_view kSpaces = R"(\t-\r\x{85}\p{Z})";
 // Letters and numbers that Unicode 15 and 16 added, which Oniguruma knows and PCRE2 10.42 does not.
 constexpr std::string_view kLetters =
@@ -111,7 +111,7 @@ std::string pcre2_message(int code) {
   return reinterpret_cast<const char*>(text);
 }
 
-// What a match writes to. Only one is under way in a thread, whatever the pattern.
+// What a match writes to. A thread runs only one match at a time, whatever the pattern.
 struct MatchMemory {
   pcre2_match_data* data = pcre2_match_data_create(1, nullptr);
   pcre2_match_context* context = pcre2_match_context_create(nullptr);

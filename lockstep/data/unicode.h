@@ -1,7 +1,7 @@
-// What a tokenizer needs of Unicode's tables: regular expressions, normal forms, lower case.
+// What a tokenizer needs from Unicode's tables: regular expressions, normal forms, lower case.
 // PCRE2 and utf8proc do the work (unicode.cpp). A build without them has unicode_unavailable.cpp
-// instead, where each of these throws a UsageError that says what to install; tokenizers of the
-// shape of Llama 2 and Phi-3 need none of it.
+// instead, where each of these throws a UsageError that says what to install; tokenizers like those
+// of Llama 2 and Phi-3 need none of it.
 //
 //   const Regex words(R"( ?\p{L}+|\s+(?!\S))");
 //   for (Regex::Match match; words.find(text, match.end, match);) use(match.begin, match.end);
@@ -38,7 +38,7 @@ enum class NormalForm { kNfc, kNfd, kNfkc, kNfkd };
 std::string normalized(std::string_view text, NormalForm form);
 std::string lower_case(std::string_view text);  // character by character, as Rust's to_lowercase
 bool is_word_character(char32_t character);     // \w of Rust's regex
-// UsageError where the libraries are missing; `what` needs them.
+// UsageError where the libraries are missing; `what` is the feature that needs them.
 void require_unicode(std::string_view what);
 
 }  // namespace lockstep::data

@@ -1,4 +1,4 @@
-// In place of unicode.cpp where the build found no PCRE2 or no utf8proc.
+// Replaces unicode.cpp where the build found no PCRE2 or no utf8proc.
 #include "lockstep/core/error.h"
 #include "lockstep/data/unicode.h"
 

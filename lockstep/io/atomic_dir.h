@@ -4,7 +4,7 @@
 // <name>.tmp-<pid>-<random>, then the manifest, then the directory; one rename makes it visible,
 // and an fsync of the parent makes the rename last. A process that dies at any point leaves either
 // no <name> or a complete one. The writer holds a lock on its temporary directory, so sweep() can
-// say what a dead writer left behind from what a living one is busy with.
+// distinguish what a dead writer left behind from what a living one is working on.
 //
 //   AtomicDir dir("out/checkpoint-100", {.expected_bytes = state_bytes});
 //   dir.write("model.safetensors", [&](FileWriter& file) { write_safetensors(file, tensors); });
@@ -30,7 +30,7 @@ struct AtomicDirOptions {
   // Takes the place of a directory that has the name already, without a moment in which neither is
   // there (where the file system can exchange two names; else the old one goes first).
   bool replace = false;
-  WriteProgress* progress = nullptr;  // of its files; outlives the AtomicDir
+  WriteProgress* progress = nullptr;  // counts its files' writes; outlives the AtomicDir
 };
 
 // Used by one thread. Owns the temporary directory: any error, and dropping it without commit(),

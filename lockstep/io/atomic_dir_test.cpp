@@ -424,7 +424,7 @@ TEST(Retain, WhatIsNotOursOrCannotBeReadStays) {
   for (int step = 2; step <= 6; ++step) save(dir.path(), step);
   put(dir / "checkpoint-2/SHA256SUMS", "{\"format\": \"of another program\"}");
   fs::remove(dir / "checkpoint-3/file0");
-  fs::create_symlink("file0", dir / "checkpoint-3/file0");  // reading it fails, also for root
+  fs::create_symlink("file0", dir / "checkpoint-3/file0");  // reading it fails, even for root
   EXPECT_THAT(retain(dir.path(), "checkpoint-", {.limit = 1, .durable = dir / "checkpoint-6"}),
               ElementsAre(dir / "checkpoint-4", dir / "checkpoint-5"));
   EXPECT_THAT(names_in(dir.path()),

@@ -44,8 +44,8 @@ void make_directories(const std::string& path);
 // the writer can distinguish slow from stuck.
 using WriteProgress = std::atomic<std::uint64_t>;
 
-// Used by one thread. Dropping it without finish() closes the file and leaves it as it is: whoever
-// named it removes it (AtomicDir does).
+// Used by one thread. Dropping it without finish() closes the file and leaves it as it is: its
+// creator removes it (AtomicDir does).
 class FileWriter {
  public:
   // Creates the file; one that exists is an error (SystemError, as for all that follows).

@@ -19,14 +19,14 @@ namespace lockstep::io {
 inline constexpr const char* kFolderLockName = ".lockstep.lock";
 
 // Used by one thread. Owns the lock from construction to its end; a second one on the same folder,
-// also in the same process, finds it taken.
+// even in the same process, finds it taken.
 class FolderLock {
  public:
   FolderLock() = default;
   // Makes the folder if need be. Where another holds the lock it waits for up to `timeout`: a
-  // process that has just been killed needs a moment. `token` names those who may share: a holder
-  // with the same one is none. Never throws: a file system without locks is a problem() to report,
-  // no reason to end.
+  // process that has just been killed needs a moment. `token` names those who may share it: a
+  // holder with the same token does not count. Never throws: a file system without locks is a
+  // problem() to report, no reason to end.
   FolderLock(const std::string& folder, const std::string& token,
              std::chrono::milliseconds timeout);
 

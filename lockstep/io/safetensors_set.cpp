@@ -126,7 +126,7 @@ std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<Tenso
   for (std::size_t i = 0; i < shards.size(); ++i)
     dir.write(names[i],
               [&](FileWriter& file) { write_safetensors(file, std::move(shards[i]), metadata); });
-  // Last, as whoever looks for an index then finds every file that it names.
+  // Written last, so that every file it names exists as soon as the index does.
   names.push_back(index_name(options.stem));
   dir.write(names.back(), index_text(map, total_bytes));
   return names;

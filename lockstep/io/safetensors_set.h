@@ -21,7 +21,7 @@ namespace lockstep::io {
 
 struct ShardOptions {
   std::string stem = "model";
-  // Of tensor bytes; a tensor that is larger alone gets a file of its own.
+  // Limit on a file's tensor bytes; a single larger tensor gets a file of its own.
   std::uint64_t max_shard_bytes = 5'000'000'000;
 };
 

@@ -15,7 +15,7 @@ void stream_copy(void* to, const void* from, std::size_t bytes) {
   constexpr std::size_t kLine = 64;
   auto* out = static_cast<std::byte*>(to);
   const auto* in = static_cast<const std::byte*>(from);
-  // Up to the first line of the target; only whole lines are written past the cache.
+  // Up to the first whole line of the target; only whole lines are written past the cache.
   const std::size_t past = reinterpret_cast<std::uintptr_t>(out) % kLine;
   const std::size_t head = std::min(bytes, past == 0 ? 0 : kLine - past);
   std::memcpy(out, in, head);

@@ -2,7 +2,7 @@
 //
 //   stream_copy(slot, gradient, bytes);
 //
-// Pure; any thread may call it, also several at once on ranges that do not overlap.
+// Pure; any thread may call it, even several at once on ranges that do not overlap.
 #pragma once
 
 #include <cstddef>

@@ -58,7 +58,7 @@ testing::AssertionResult equal(const Values<T>& ours, const at::Tensor& theirs) 
 
 enum class Kind { kWide, kSpecial };
 
-// Many magnitudes, with exact zeros; kSpecial adds what is smallest, largest and no number.
+// Many magnitudes, with exact zeros; kSpecial adds the smallest and largest values, and NaN.
 template <typename T>
 Values<T> random_values(std::int64_t count, std::mt19937_64& random, Kind kind = Kind::kWide) {
   using Limits = std::numeric_limits<T>;
@@ -255,7 +255,7 @@ std::string describe(const SgdStep& test) {
                      test.dampening, test.weight_decay, test.nesterov);
 }
 
-// Five steps of a pair, two of a large one; ours in one slice.
+// Five steps of a pair, two of a large one; ours as one slice.
 template <template <typename> typename Pair, typename T, typename Case>
 testing::AssertionResult follow(const Case& test, std::int64_t size, int ranks, T scale,
                                 std::mt19937_64& random, Kind kind = Kind::kWide) {
@@ -413,7 +413,7 @@ TEST_F(Kernels, ReducingGivesAtensMeanAndItsNorm) {
   }
 }
 
-// A plain loop over lanes: the order that norm.h promises, so that no machine may have another.
+// A plain loop over lanes: the order that norm.h promises, which every machine must follow.
 double block_in_order(const float* values, std::int64_t count) {
   std::vector<double> lanes(detail::kNormLanes);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -474,7 +474,7 @@ TEST_F(Kernels, NothingToDoIsFine) {
   EXPECT_EQ(add_blocks(nullptr, 0), 0);
 }
 
-// Of this thread's processor time: other programs' turns do not count.
+// Measures this thread's processor time, in which other programs do not count.
 double milliseconds_of(const std::function<void()>& body) {
   const auto now = [] {
     timespec time{};

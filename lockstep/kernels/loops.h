@@ -8,7 +8,7 @@
 //     adam_loop<R>(span, c);
 //   }
 //
-// For the machine_*.cpp files alone.
+// For the machine_*.cpp files only.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ LOCKSTEP_INLINE void adam_elements(const AdamSpan<T>& span, const AdamConstants<
     } else {
       x = x * c.decay;
     }
-    // From whichever end is nearer, as at::lerp does.
+    // From the nearer end, as at::lerp does.
     const T m = kShortLerp ? product_plus<R.lerp>(c.lerp, g - exp_avg[i], exp_avg[i])
                            : product_plus<R.lerp>(c.lerp - 1, g - exp_avg[i], g);
     const T v = two_products<R.variance>(exp_avg_sq[i], c.beta2, c.fresh * g, g);

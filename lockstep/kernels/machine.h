@@ -23,7 +23,7 @@
 
 namespace lockstep::kernels::detail {
 
-// Of a*b + c*d, the product that is not rounded before the sum is.
+// The product in a*b + c*d that is not rounded before the sum is.
 enum class Unrounded { kNone, kFirst, kSecond };
 
 struct Rounding {
@@ -122,7 +122,7 @@ struct Loops {
 
 struct Machine {
   std::string_view name;
-  std::int64_t vector_bytes;  // of ATen's vectors, which say where the last elements begin
+  std::int64_t vector_bytes;  // size of ATen's vectors: where the last elements begin
   bool fuses_decay;           // 1 - lr * weight_decay, in double, without rounding the product
   Loops<float> singles;
   Loops<double> doubles;

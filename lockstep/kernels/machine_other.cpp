@@ -1,5 +1,5 @@
-// Processors of which no LibTorch wheel was compared: every product is rounded, as the language
-// says. kernels_test says where such a machine's ATen does otherwise.
+// Processors for which no LibTorch wheel was compared: every product is rounded, as the language
+// says. kernels_test reports where such a machine's ATen does otherwise.
 #include "lockstep/kernels/loops.h"
 
 namespace lockstep::kernels::detail {

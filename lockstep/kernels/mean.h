@@ -2,7 +2,7 @@
 //
 //   loops<float>().mean_squares(mean_of(gradient), out, count, lanes);
 //
-// For this folder's sources alone.
+// For this folder's sources only.
 #pragma once
 
 #include <cmath>

@@ -4,7 +4,7 @@
 //   T piece[kPiece];
 //   take_mean(mean, at, piece, kPiece);
 //
-// For the machine_*.cpp files alone.
+// For the machine_*.cpp files only.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace lockstep::kernels::detail {
 
-// Short, so that the processor reaches the next piece's loads while it still divides for this one.
+// Short, so that the processor reaches the loads of the next piece while it still divides this one.
 inline constexpr std::int64_t kPiece = 64;
 
 // Asks for what a later piece will read, where that pays: an x86 core's own prefetching follows few
@@ -27,7 +27,7 @@ inline constexpr bool kSoftwarePrefetch = true;
 #else
 inline constexpr bool kSoftwarePrefetch = false;
 #endif
-inline constexpr std::int64_t kAheadBytes = 8192;  // of all sources together
+inline constexpr std::int64_t kAheadBytes = 8192;  // all sources together
 template <typename T>
 LOCKSTEP_INLINE void fetch_piece([[maybe_unused]] const T* values) {
   if constexpr (!kSoftwarePrefetch) return;

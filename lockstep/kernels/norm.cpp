@@ -21,7 +21,7 @@ struct Lanes {
   }
 };
 
-// A sum that is finite had finite terms; only the other kind is looked at again.
+// A finite sum had finite terms; only other sums are looked at again.
 template <typename T>
 bool all_finite(double sum, const T* values, std::int64_t count) {
   if (std::isfinite(sum)) return true;

@@ -1,8 +1,8 @@
-// The square sum of a gradient, the same bits however it is shared out.
+// The sum of squares of a gradient, with the same bits however it is divided.
 //
 // Floating-point addition depends on its order, so the order is fixed by the data alone. A tensor
 // is cut into blocks of kNormBlock elements; each block has one sum, taken in one fixed order in
-// double; the blocks are added in block order. Whoever owns a block fills its sum, the sums are
+// double; the blocks are added in block order. The owner of a block fills in its sum, the sums are
 // exchanged, and every rank adds all of them: the result does not depend on the number of ranks.
 // Slices are therefore cut at multiples of kNormBlock from the tensor's start.
 //
@@ -32,8 +32,8 @@ template <typename T>
 bool block_norms(const T* values, std::int64_t count, double* sums);
 
 // The first of two passes when the norm must be known before the step: out[i] = the gradient of
-// element i, and its block norms. `out` may be one of the sources, or null where the norms alone
-// are wanted.
+// element i, and its block norms. `out` may be one of the sources, or null where only the norms are
+// wanted.
 template <typename T>
 bool reduce_with_norms(const Gradient<T>& gradient, T* out, std::int64_t count, double* sums);
 

@@ -13,7 +13,7 @@ using detail::AdamConstants;
 using detail::Mean;
 using detail::SgdConstants;
 
-// 1 - lr * weight_decay as ATen's compiler made it; the difference shows in double alone.
+// 1 - lr * weight_decay as ATen's compiler made it; the difference shows only in double.
 double one_minus(double lr, double weight_decay) {
   return detail::machine().fuses_decay ? std::fma(-lr, weight_decay, 1.0) : 1 - lr * weight_decay;
 }

@@ -11,7 +11,7 @@
 //   adamw<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},
 //                {.tensor_size = n, .begin = begin, .count = count}, {.lr = 3e-4, .step = 1});
 //
-// Pure functions on the caller's memory: any thread may call them, also several at once on slices
+// Pure functions on the caller's memory: any thread may call them, even several at once on slices
 // that do not overlap. float and double; nothing is allocated and nothing is thrown.
 #pragma once
 
@@ -38,7 +38,7 @@ struct Span {
   Slice slice;
   double step = 1;  // counts from 1
 };
-// A rule's update as a plain function, for those who drive rules without knowing them.
+// A rule's update as a plain function, for callers that drive rules without knowing them.
 template <typename T>
 using SpanKernel = void (*)(const Span<T>& span, const void* options);
 

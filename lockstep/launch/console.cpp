@@ -21,7 +21,7 @@ constexpr long kGone = -1;
 constexpr long kNoSpace = -2;
 constexpr std::chrono::milliseconds kRoomRetry{200};
 constexpr std::chrono::milliseconds kRoomTimeout{3000};  // at the end
-constexpr std::size_t kOwnBytes = 1u << 20;              // of the launcher's lines that wait
+constexpr std::size_t kOwnBytes = 1u << 20;              // the launcher's lines that wait
 
 }  // namespace
 
@@ -103,7 +103,7 @@ void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
   });
 }
 
-// Bytes written, 0 when it takes nothing now, kNoSpace or kGone.
+// Returns the bytes written, 0 when it takes nothing now, kNoSpace or kGone.
 long Console::write_some(Sink& sink, int fd, std::string_view data) {
   if (!sink.is_socket && !sink.never_blocks && !sink.private_fd) {
     // A descriptor we could not open again: ask first, and write what fits for certain.
@@ -154,13 +154,13 @@ void Console::flush(Sink& sink) {
   check_finished();
 }
 
-// No event says when a file can be written again, so that is tried now and then.
+// No event says when a file can be written again, so it is tried now and then.
 void Console::on_full(Sink& sink) {
   std::deque<Entry> before;
   before.swap(sink.queue);
   for (Entry& entry : before) {
     const std::size_t rest = entry.data.size() - std::exchange(sink.offset, 0);
-    if (entry.source == kLauncher) {  // whole, however much of it was written
+    if (entry.source == kLauncher) {  // whole, however much of it has been written
       pending_[kLauncher] += entry.data.size() - rest;
       sink.queue.push_back(std::move(entry));
     } else {

@@ -71,13 +71,13 @@ class Console {
   // One per file behind the descriptors.
   struct Sink {
     std::deque<Entry> queue;
-    std::size_t offset = 0;     // of the first entry, already written
-    int open_source = kNobody;  // whose line is begun and not ended
+    std::size_t offset = 0;     // bytes of the first entry already written
+    int open_source = kNobody;  // whose line has begun and not ended
     bool open_marked = false;   // with a prefix
     bool dead = false;
-    bool full = false;     // its disk
-    bool torn = false;     // what was written last does not end a line
-    std::size_t lost = 0;  // bytes, since the disk is full
+    bool full = false;     // its disk is full
+    bool torn = false;     // the last write did not end a line
+    std::size_t lost = 0;  // bytes, since the disk became full
     EventLoop::TimerId room_timer = 0;
     bool watched = false;
     bool flush_posted = false;  // lines of one batch of events are written together

@@ -11,7 +11,7 @@ namespace lockstep::launch {
 namespace {
 
 using std::chrono::milliseconds;
-// Beyond the grace that a node gives its ranks, for killing and for the way here.
+// Extra time beyond the grace that a node gives its ranks, for killing them and reporting it.
 constexpr milliseconds kDownSlack{15'000};
 
 Message message_of(Message::Kind kind, int attempt) {
@@ -82,7 +82,7 @@ void Coordinator::on_message(int node, const Message& message) {
 void Coordinator::on_failed(const RankFailure& failure) {
   if (phase_ != Phase::kRunning || failure_ || stop_signal_ != 0) return;
   failure_ = failure;
-  // Whose connection broke fails after the rank that broke it.
+  // A rank whose connection broke fails after the rank that broke it.
   if (left_ && failure.rank >= 0) {
     failure_ = left_;
     failure_->others.push_back(with_message(failure.headline(), failure.message));
@@ -96,7 +96,7 @@ void Coordinator::on_failed(const RankFailure& failure) {
 void Coordinator::on_stop(int node, const Message& request) {
   if (stop_signal_ == 0) stop_signal_ = request.signal;
   if (phase_ != Phase::kRunning) {
-    failure_.reset();  // of an attempt that is over and reported
+    failure_.reset();  // from an attempt that is over and reported
     return end(128 + stop_signal_);
   }
   Message message = message_of(Message::Kind::kStop, attempt_);
@@ -143,8 +143,8 @@ void Coordinator::check_all_down() {
 
 void Coordinator::decide() {
   loop_.cancel(down_timer_);
-  // A stop that a rank did not get through is a failure, and not to be restarted. Who left before
-  // it is none, nor who lost a peer that another host's launcher stopped first.
+  // A rank that did not get through the stop is a failure, and is not restarted. A rank that left
+  // before it is not, nor is one that lost a peer that another host's launcher stopped first.
   if (!failure_ && stop_signal_ != 0 && left_ && !left_->restartable) failure_ = left_;
   // A failure that came before the request is what ended the run.
   if (!failure_) return end(stop_signal_ == 0 ? 0 : 128 + stop_signal_);
@@ -165,8 +165,8 @@ void Coordinator::decide() {
   });
 }
 
-// Nothing of the attempt before is left here. More nodes may be lost meanwhile: all of them have
-// the time of the first.
+// Nothing of the previous attempt is left here. More nodes may be lost meanwhile; they all share
+// the deadline of the first.
 void Coordinator::await_lost() {
   loop_.cancel(backoff_timer_);
   const bool first = phase_ != Phase::kAwaiting;

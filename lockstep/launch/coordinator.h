@@ -43,14 +43,14 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // All nodes are here. `attempt`: the least that this one may be, where nodes have seen others.
+  // All nodes are here. `attempt`: the lowest allowed number, where nodes have seen earlier ones.
   void begin(std::vector<NodeShare> nodes = {}, int attempt = 0);
   void give_up();  // lost nodes did not come back in time
   void on_message(int node, const Message& message);
   void on_lost(int node, const std::string& host, const std::string& why);
   bool waiting() const { return phase_ == Phase::kWaiting; }  // for the first attempt
 
-  // Between the end of attempt k and the start of the next: half a second, doubled each time.
+  // Delay between the end of attempt k and the start of the next: half a second, doubled each time.
   static std::chrono::milliseconds backoff(int attempt);
 
  private:
@@ -73,9 +73,9 @@ class Coordinator {
   int attempt_ = 0;
   int stop_signal_ = 0;
   std::set<int> down_;
-  std::map<int, RankFailure> lost_;  // since all nodes were here
+  std::map<int, RankFailure> lost_;  // since all nodes were last here
   std::optional<RankFailure> failure_;
-  // Of a node that is down: a rank that ended early with code 0, or failed in the stop asked for.
+  // From a node that is down: a rank that left early with code 0, or failed while it was stopping.
   std::optional<RankFailure> left_;
   EventLoop::TimerId backoff_timer_ = 0;
   EventLoop::TimerId down_timer_ = 0;

@@ -1,4 +1,4 @@
-// Node 0's decisions, by the messages it gets and sends. Real launchers are in tests/launch.
+// Node 0's decisions, from the messages it gets and sends. Real launchers are in tests/launch.
 #include "lockstep/launch/coordinator.h"
 
 #include <gmock/gmock.h>
@@ -75,7 +75,7 @@ TEST_F(CoordinatorTest, TheFirstFailureCountsAndNothingStartsBeforeAllAreDown) {
   run_for(Coordinator::backoff(0) + milliseconds(50));
   EXPECT_EQ(sent_.back().kind, Kind::kStart);
   EXPECT_EQ(sent_.back().attempt, 1);
-  coordinator_->on_message(0, failed(0, 1, 0));  // of the attempt that is over
+  coordinator_->on_message(0, failed(0, 1, 0));  // from the attempt that is over
   EXPECT_EQ(sent_.back().kind, Kind::kStart);
   coordinator_->on_message(0, failed(0, 1, 1));
   Message down = message(Kind::kDown, 1);
@@ -128,7 +128,7 @@ TEST_F(CoordinatorTest, AStopThatFailedEndsWithTheRanksCode) {
     coordinator_->begin();
     coordinator_->on_message(0, stop(15));
     Message down = message(Kind::kDown);
-    down.failure = failed(1, 2).failure;  // of a rank that lost its peer on the other host
+    down.failure = failed(1, 2).failure;  // from a rank that lost its peer on the other host
     coordinator_->on_message(1, down);
     down.failure->rank = 0;
     down.failure->restartable = !failed_stop;

@@ -71,7 +71,7 @@ int EventLoop::next_timeout_ms() const {
 }
 
 void EventLoop::run_posted() {
-  // Only what is there now: a task that posts again must not starve the descriptors.
+  // Only what is there now, so that a task that posts again does not starve the descriptors.
   std::deque<Task> tasks;
   tasks.swap(posted_);
   for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // and what it held is released
@@ -89,8 +89,8 @@ void EventLoop::run() {
   std::array<epoll_event, 64> events;
   stopped_ = false;
   while (!stopped_) {
-    // A timer fires only when the descriptors were looked at after its time: one that says what the
-    // timer is there to miss must be heard first, however long this process was held up.
+    // A timer fires only after the descriptors have been looked at past its time: what the timer
+    // waits for may already be there, however long this process was held up.
     const auto looked = Clock::now();
     // Ready descriptors are served in turn, so some rounds reach all of them; but timers must not
     // wait.

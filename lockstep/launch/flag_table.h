@@ -17,7 +17,7 @@ struct FlagSpec {
   std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
   Treatment treatment;
   std::string_view help;                 // for an ignored or refused flag: why
-  bool torchrun = true;                  // false: ours alone
+  bool torchrun = true;                  // false: only ours
   std::string_view optional_value = "";  // "[=PORT]": a switch that may have one, after '='
 
   bool is_switch() const { return value_name.empty(); }

@@ -28,7 +28,7 @@ namespace lockstep::launch {
 
 namespace {
 
-// What mpirun, mp.spawn and accelerate call the number of ranks is too far from our name for it.
+// The names that mpirun, mp.spawn and accelerate use for the number of ranks are too far from ours.
 std::string meant_flag(const std::string& name, const std::vector<std::string>& names) {
   for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
     if (name == count) return " Did you mean --nproc-per-node?";
@@ -120,7 +120,7 @@ class ArgumentReader {
     const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
     if (help && found.empty()) return nullptr;
     if (found.size() == 1) return found.front();
-    // What torchrun understands means the same here, whatever flags we have beside its own.
+    // What torchrun understands means the same here, whatever flags we have in addition.
     std::vector<const FlagSpec*> theirs;
     std::copy_if(found.begin(), found.end(), std::back_inserter(theirs),
                  [](const FlagSpec* flag) { return flag->torchrun; });
@@ -554,7 +554,7 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
   }
 }
 
-// A value that another flag overrides is still a mistake when it cannot be one, as in torchrun.
+// A value that another flag overrides is still a mistake when it is invalid, as in torchrun.
 void check_overridden(const Values& values) {
   values.number("node-rank", 0, 0, kMaxCount);
   values.number("master-port", 0, 0, kMaxPort);

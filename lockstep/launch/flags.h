@@ -1,6 +1,6 @@
 // torchrun's command line, turned into a LaunchPlan.
 //
-// One table says of every flag what it takes, what it means, and whether it is honoured, ignored
+// One table says for every flag what it takes, what it means, and whether it is honoured, ignored
 // with a line, or refused; parsing, --help and the test against torchrun's own help text all read
 // that table. A flag beats its PET_<NAME> variable, which beats the file of --config-file, which
 // beats the default. Args after the program belong to the program and are not looked at.
@@ -25,12 +25,12 @@
 
 namespace lockstep::launch {
 
-// What parsing asks of the machine and the program; the defaults ask the real machine.
+// What parsing needs to know about the machine and the program; the defaults ask the real machine.
 struct Surroundings {
   Variables variable = process_variables();
   std::function<int()> cores = allowed_cores;
   std::function<Gpus()> gpus = [] { return find_gpus(); };
-  // Of the training file, to say of a misplaced one in --config-file where it belongs.
+  // Keys of the training file, to say where a misplaced one in --config-file belongs.
   std::vector<std::string> training_keys{};
 };
 

@@ -164,7 +164,7 @@ TEST(Spelling, WhatTorchrunUnderstandsMeansTheSameHere) {
     }
   }
   EXPECT_GT(checked, 200);
-  // Ours alone are found where torchrun knows nothing of the kind.
+  // Our own flags are found where torchrun has nothing similar.
   EXPECT_EQ(plan_of({"--ti=7"}).timeout, std::chrono::seconds(7));
   EXPECT_EQ(plan_of({"--startu=7"}).startup_timeout, std::chrono::seconds(7));
 }
@@ -513,7 +513,7 @@ TEST(ConfigFile, MultiGpuNeedsAGpu) {
       refusal_of(flags),
       HasSubstr("acc.yaml:2:19: distributed_type is MULTI_GPU, but there is no GPU: no driver "
                 "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
-  // Said by the environment, which is stronger than the file.
+  // The environment says so, and it is stronger than the file.
   EXPECT_EQ(plan_of(flags, {{"LOCKSTEP_DEVICE", "cpu"}}).nproc_per_node, 2);
   Surroundings around = machine();
   around.gpus = [] { return Gpus{.count = 2}; };

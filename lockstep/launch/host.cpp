@@ -127,7 +127,7 @@ std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
   }
 }
 
-// A child stuck inside the driver may outlive even SIGKILL, so its end is awaited for a while only.
+// A child stuck inside the driver may outlive even SIGKILL, so its end is awaited only for a while.
 void reap(pid_t child) {
   const Deadline deadline = Deadline::after(std::chrono::seconds(2));
   while (::waitpid(child, nullptr, WNOHANG) == 0 && !deadline.expired()) ::usleep(500);
@@ -157,7 +157,7 @@ Gpus parse_answer(const std::string& answer) {
     std::getline(words, model.name);
     gpus.models.push_back(std::move(model));
   }
-  // Of some of them is of no use: which would they be?
+  // A partial list is useless, since nobody knows which devices it describes.
   if (gpus.models.size() != static_cast<std::size_t>(gpus.count)) gpus.models.clear();
   return gpus;
 }

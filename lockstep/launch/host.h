@@ -55,9 +55,9 @@ struct Interface {
   std::string address;  // this host's address on it
   bool loopback = false;
 };
-// The interface from which packets to `host` (name or address) leave. An own address is found on
-// the interface that carries it. Nothing is sent. Throws UsageError when `host` does not resolve
-// and SystemError when there is no route.
+// The interface from which packets to `host` (name or address) leave. An address of this host is
+// found on the interface that carries it. Nothing is sent. Throws UsageError when `host` does not
+// resolve and SystemError when there is no route.
 Interface interface_towards(const std::string& host);
 
 // The CPUs that --numa-binding gives to a local rank, ascending and never empty; throws UsageError
@@ -73,7 +73,7 @@ struct NumaRequest {
 };
 std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& files = {});
 
-// 15 for "SIGTERM" or "TERM": signal_name() the other way round.
+// 15 for "SIGTERM" or "TERM": the inverse of signal_name().
 std::optional<int> signal_number(std::string_view name);
 
 // "0-3,8" for a message, and back (sysfs's own notation).

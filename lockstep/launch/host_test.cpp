@@ -189,7 +189,7 @@ TEST(Interfaces, TheLoopbackLeadsToThisHost) {
 }
 
 TEST(Interfaces, AnAddressElsewhereLeavesByAnotherInterface) {
-  // 192.0.2.0/24 is reserved for documentation: routed like any foreign host, answered by none.
+  // 192.0.2.0/24 is reserved for documentation: routed like any foreign host, but nobody answers.
   try {
     const Interface route = interface_towards("192.0.2.1");
     EXPECT_FALSE(route.loopback);

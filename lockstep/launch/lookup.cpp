@@ -27,7 +27,7 @@ Lookup::Lookup(EventLoop& loop, const std::string& host, int port, Done done) : 
   ready_ = std::move(pipe.read);
   std::promise<Addresses> promise;
   answer_ = promise.get_future();
-  // Detached: nothing can end a lookup before its time, and the launcher does not wait for it.
+  // Detached: nothing can cut a lookup short, and the launcher does not wait for it.
   std::thread([host, port = std::to_string(port), promise = std::move(promise),
                end = std::move(pipe.write)]() mutable {
     promise.set_value(addresses_of(host, port));
@@ -35,7 +35,7 @@ Lookup::Lookup(EventLoop& loop, const std::string& host, int port, Done done) : 
   }).detach();
   loop_.watch(ready_.get(), EPOLLIN, [this, done = std::move(done)](std::uint32_t) {
     loop_.forget(ready_.get());
-    const auto call = done;  // which may destroy this object
+    const auto call = done;  // it may destroy this object
     call(answer_.get());
   });
 }

@@ -1,10 +1,10 @@
-// The addresses of a name, without a wait of the event loop: a name server that does not answer
-// takes many seconds, in which no signal and no rank would be heard.
+// The addresses of a name, without blocking the event loop: a name server that does not answer
+// takes many seconds, during which no signal and no rank would be heard.
 //
 //   Lookup lookup(loop, "n0", 29500, [&](const Addresses& found) { connect_to(found); });
 //
 // Owned and called by the loop's thread; `done` runs there, once, and may destroy the object.
-// Without it `done` is not called; the thread that asks ends when it has its answer.
+// Once it is destroyed `done` is not called; the asking thread ends when it has its answer.
 #pragma once
 
 #include <netdb.h>
@@ -20,7 +20,7 @@
 namespace lockstep::launch {
 
 struct Addresses {
-  int error = 0;  // of getaddrinfo
+  int error = 0;  // getaddrinfo's
   std::shared_ptr<const addrinfo> first;
 };
 
@@ -35,7 +35,7 @@ class Lookup {
 
  private:
   EventLoop& loop_;
-  Fd ready_;  // at its end when the answer is there
+  Fd ready_;  // at end of file when the answer is there
   std::future<Addresses> answer_;
 };
 

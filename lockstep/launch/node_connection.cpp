@@ -108,7 +108,7 @@ void Connection::read_some() {
 }
 
 // A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by its
-// first byte, and answers with what that one recognises in turn.
+// first byte, and answers with something that the other recognises.
 bool Connection::is_other_protocol(char first) {
   constexpr char kTlsAlert = 0x15;
   constexpr char kTlsHandshake = 0x16;
@@ -135,7 +135,7 @@ bool Connection::take(std::string_view bytes) {
     return true;
   }
   const bool good = channel_->receive(bytes, incoming_, outgoing_);
-  write_some();  // an alert, where it is not good
+  write_some();  // an alert, if the handshake failed
   if (!good)
     close({channel_->problem(),
            channel_->wrong_key() ? Closing::Secret::kDiffers : Closing::Secret::kFine});
@@ -204,7 +204,7 @@ void Connection::write_some() {
 void Connection::close(Closing closing) {
   if (!socket_) return;
   loop_.forget(socket_.get());
-  // What is left unread would reset the connection, and the peer might lose the last answer.
+  // Unread data would reset the connection, and the peer might lose the last answer.
   std::array<char, 4096> rest;
   for (int i = 0; i < 16 && ::recv(socket_.get(), rest.data(), rest.size(), 0) > 0; ++i) {
   }

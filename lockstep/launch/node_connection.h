@@ -41,10 +41,10 @@ class Connection {
  public:
   struct Handlers {
     std::function<void(const Message&)> message;
-    std::function<void(const StoreFrame&)> frame;  // of a peer that has joined; throws UsageError
+    std::function<void(const StoreFrame&)> frame;  // from a peer that has joined; throws UsageError
     std::function<void(const Closing&)> closed;    // once
   };
-  // `channel`: none without a secret.
+  // `channel` is null without a secret.
   Connection(EventLoop& loop, Fd socket, std::unique_ptr<SecureChannel> channel, Handlers handlers);
   ~Connection();
   Connection(const Connection&) = delete;

@@ -37,8 +37,8 @@ constexpr milliseconds kNodeZeroSlack{5000};
 constexpr milliseconds kFirstProgress{3000};
 constexpr milliseconds kProgress{10'000};
 
-// More than StoreStreams::kLinkWindow, also for a peer that is stopped and does not read. Has an
-// effect only before the connection is made.
+// More than StoreStreams::kLinkWindow, even for a peer that is stopped and does not read. Only
+// takes effect before the connection is made.
 void enlarge_buffer(int fd) {
   constexpr int kBytes = 512 << 10;
   ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kBytes, sizeof kBytes);
@@ -173,8 +173,8 @@ void Hub::pause_accept() {
   });
 }
 
-// Drops the oldest connection of the address that has most of those that have not joined, so that
-// one host cannot keep the others out. False: there is none.
+// Drops the oldest connection of the address with the most connections that have not joined, so
+// that one host cannot keep the others out. False when there is none.
 bool Hub::evict() {
   std::map<std::string, std::pair<int, std::uint64_t>> of_address;  // how many, the oldest
   for (const auto& [number, guest] : guests_) {
@@ -227,7 +227,7 @@ void Hub::on_frame(std::uint64_t number, const StoreFrame& frame) {
   handlers_.frame(found->second.node, frame);
 }
 
-// A node speaks for itself alone.
+// A node speaks only for itself.
 std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const {
   if (!guest.started) return "it sent a message before the run has begun";
   if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
@@ -300,11 +300,11 @@ void Hub::refuse(std::uint64_t number, const std::string& reason) {
   report(reason);
   Message answer;
   answer.kind = Message::Kind::kRefused;
-  // Anybody can ask where there is no secret, so the answer holds nothing of this run.
+  // Where there is no secret anybody can ask, so the answer reveals nothing about this run.
   if (secure_) answer.text = reason;
   answer.code = 2;
   guest.connection->send(answer);
-  // It hangs up when it has read that; should it not, this does.
+  // The peer hangs up once it has read that; if it does not, this does.
   guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
 }
 
@@ -365,7 +365,7 @@ void Hub::on_closed(std::uint64_t number, const Closing& closing) {
   }
 }
 
-// Anybody can cause one, so there are few of them between two progress lines.
+// Anybody can cause a rejection, so only a few are reported between two progress lines.
 void Hub::report(const std::string& rejection) {
   if (reported_.size() < kMaxReports && reported_.insert(rejection).second)
     return handlers_.say(rejection);
@@ -464,7 +464,7 @@ Spoke::~Spoke() {
   close();
 }
 
-// Nor is node 0 looked for any more.
+// Node 0 is no longer looked for either.
 void Spoke::close() {
   for (EventLoop::TimerId* timer :
        {&overdue_timer_, &retry_timer_, &answer_timer_, &progress_timer_})
@@ -530,7 +530,7 @@ void Spoke::try_now() {
 
 void Spoke::try_addresses(const Addresses& found) {
   if (found.error != 0) return try_later(fmt::format("its name: {}", ::gai_strerror(found.error)));
-  // A name may have several addresses and answer at one: each try begins with the next.
+  // A name may have several addresses and answer at only one: each try begins with the next.
   std::vector<const addrinfo*> order;
   for (const addrinfo* at = found.first.get(); at != nullptr; at = at->ai_next) order.push_back(at);
   std::rotate(order.begin(), order.begin() + static_cast<long>(tries_++ % order.size()),

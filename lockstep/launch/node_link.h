@@ -1,12 +1,12 @@
 // How the launchers of several hosts talk: one TCP connection from each to node 0's, lines of JSON
 // and frames of the store (store_streams.h), over TLS with a --secret-file (secure_channel.h).
 //
-// Node 0 listens on the master port until all nodes are there, and starts the ranks then; and again
-// while it waits for one that was lost. So one port is enough, and nobody can connect to it from
-// the network while ranks run.
+// Node 0 listens on the master port until all nodes are there, and then starts the ranks; it
+// listens again while it waits for a node that was lost. So one port is enough, and nobody can
+// connect to it from the network while ranks run.
 //
-// Until a peer has joined, it is anybody: it has a deadline, short lines, few connections of which
-// the greediest address loses one first, and an answer that says nothing of this run.
+// Until a peer has joined, it may be anybody: it has a deadline, short lines and few connections,
+// of which the greediest address loses one first, and the answer reveals nothing about this run.
 //
 //   Hub hub(loop, plan, {...}); hub.await_nodes(port.listener());   // node 0
 //   Spoke spoke(loop, plan, {...}); spoke.connect();                // the others
@@ -50,9 +50,9 @@ class Hub {
 
   void broadcast(const Message& message);
   void send(int node, const StoreFrame& frame);
-  // An own address that another host reached us at; a loopback one when all are on this host.
+  // An address of ours that another host reached; a loopback one when all are on this host.
   std::string local_address() const;
-  // What each node brings, by node rank; of all of them once `complete` was called.
+  // What each node brings, by node rank; complete once `complete` was called.
   std::vector<NodeShare> nodes() const;
   std::vector<int> missing() const;
   int first_attempt() const { return first_attempt_; }  // the least that they may take part in
@@ -121,7 +121,7 @@ class Spoke {
   Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers);
   ~Spoke();
 
-  // Until node 0 answers. `first_attempt`: the least that it may start, after node 0 was lost.
+  // Tries until node 0 answers. `first_attempt`: the lowest it may start, after node 0 was lost.
   void connect(int first_attempt = 0);
   void send(const Message& message);
   void send(const StoreFrame& frame);

@@ -174,7 +174,7 @@ struct Pair {
         client(client_context.open()) {
     client->start(to_server);
   }
-  // Until both are silent.
+  // Runs until both are silent.
   void exchange() {
     while (!to_server.empty() || !to_client.empty()) {
       const std::string first = std::exchange(to_server, {});

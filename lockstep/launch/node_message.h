@@ -42,12 +42,13 @@ struct Message {
   std::string text = {};
   std::optional<RankFailure> failure = {};
   std::vector<NodeShare> nodes = {};  // kStart only: by node rank
-  // kHandshake only. `attempt`: the least that it may take part in, since it has seen those before.
+  // kHandshake only. `attempt`: the lowest that it may take part in, since it has seen earlier
+  // ones.
   std::string run_id = {};
   std::string host = {};
   int nnodes = 0;
   NodeShare share = {};
-  std::map<std::string, std::string> flags = {};  // that must be the same everywhere
+  std::map<std::string, std::string> flags = {};  // those that must be the same everywhere
 };
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError

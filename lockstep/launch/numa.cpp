@@ -132,8 +132,8 @@ std::vector<int> whole_socket(const Topology& topology, int node) {
   return result;
 }
 
-// The node's cores in `sharers` consecutive parts; the first parts are one larger where it does not
-// divide.
+// The node's cores in `sharers` consecutive parts; where they do not divide evenly, the first parts
+// are one larger.
 std::vector<int> own_cores(const Topology& topology, int node, int sharers, int index) {
   const Groups cores =
       group_by(topology.nodes().at(node), [&](int cpu) { return topology.core_of(cpu); });

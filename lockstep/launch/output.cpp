@@ -17,7 +17,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kSilence{200};
-// A long beginning is most likely one big write that is still coming through the pipe.
+// A long beginning is most likely one large write that is still coming through the pipe.
 constexpr std::chrono::milliseconds kLongSilence{5000};
 
 Fd open_log(const std::string& path) {
@@ -26,7 +26,8 @@ Fd open_log(const std::string& path) {
   return fd;
 }
 
-// After a carriage return the terminal is at the line's beginning again, and so is the prefix.
+// After a carriage return the terminal is at the beginning of the line again, where the prefix
+// goes.
 std::string with_prefix_after_returns(std::string_view text, std::string_view prefix) {
   std::string result;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -132,7 +133,7 @@ void OutputStream::take_lines(std::string_view data) {
     partial_.clear();
   }
   if (whole_line_.size() > kLongestLineBytes) take_line();  // it may never end
-  // A progress bar returns to the line's beginning: what stands before that is complete for now.
+  // A progress bar returns to the line's beginning: what comes before that is complete for now.
   const std::size_t back = partial_.rfind('\r');
   if (back != std::string::npos && back > 0) {
     put(std::string_view(partial_).substr(0, back), false);
@@ -151,7 +152,7 @@ void OutputStream::on_silence() {
   if (partial_.empty()) return;
   const auto quiet = EventLoop::Clock::now() - last_data_;
   const bool is_long = partial_.size() >= kShortBytes;
-  // While the console makes us wait, the rest of the line is probably in the pipe.
+  // While we wait for the console, the rest of the line is probably in the pipe.
   if (paused_ || quiet < (is_long ? kLongSilence : kSilence / 2)) {
     silence_timer_ = loop_.after(kSilence, [this] { on_silence(); });
     return;
@@ -228,7 +229,7 @@ void OutputStream::finish() {
   if (!pipe_) return;
   loop_.cancel(silence_timer_);
   if (!whole_line_.empty()) take_line();
-  // A line that is not marked is passed through as it is: whoever reads it may count bytes.
+  // A line that is not marked is passed through as it is: its reader may count bytes.
   if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
   partial_.clear();
   if (!paused_) loop_.forget(pipe_.get());

@@ -30,7 +30,7 @@ std::string end_of_file(const std::string& path, std::size_t most);
 // Where one stream of one rank goes.
 struct StreamRoute {
   bool console = false;
-  std::string prefix;                // of its lines on the console
+  std::string prefix;                // before its lines on the console
   std::string file;                  // empty: none
   std::vector<std::string> filters;  // lines holding any of these are also appended to ...
   int filtered_fd = -1;              // ... this file; not owned
@@ -130,8 +130,9 @@ class RankOutput {
   OutputStream err_;
 };
 
-// As --line-prefix says. Without it torchrun's mark for what is teed and none beside it; without
-// --tee none for a rank that is alone, whose output may be meant for a pipe, otherwise its number.
+// As --line-prefix says. Without it: with --tee, torchrun's mark for what is teed and none for the
+// rest; without --tee, none for a rank that is alone, whose output may be meant for a pipe,
+// otherwise its number.
 LinePrefix prefix_style(const LaunchPlan& plan, bool teed);
 
 // "[1] ", "[trainer0]:" (the local rank, as torchrun writes it) or "". The two marks are replaced

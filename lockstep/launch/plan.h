@@ -13,7 +13,7 @@
 
 namespace lockstep::launch {
 
-// What becomes of a worker's stdout and stderr: bit 1 = stdout, bit 2 = stderr, as in torchrun.
+// What happens to a worker's stdout and stderr: bit 1 = stdout, bit 2 = stderr, as in torchrun.
 enum class Streams { kNone = 0, kOut = 1, kErr = 2, kAll = 3 };
 
 // "3", or "0:3,1:1": one value for every local rank, or one per local rank with kNone elsewhere.
@@ -27,7 +27,7 @@ struct StreamMap {
   }
 };
 
-// What stands before a line of a rank on the console: "[3] ", torchrun's "[role0]:", or nothing.
+// What precedes a rank's line on the console: "[3] ", torchrun's "[role0]:", or nothing.
 enum class LinePrefix { kRank, kRole, kNone };
 
 // What is done when no rank moves any more, after the table is printed.
@@ -59,16 +59,16 @@ struct LaunchPlan {
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
   std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
-  // No rank moves for this and for ten median steps: a table says who is behind. 0: no table, and
-  // no ledgers without an observer (run_observer.h).
+  // When no rank moves for this long and for ten median steps, a table says who is behind. 0: no
+  // table, and no ledgers without an observer (run_observer.h).
   std::chrono::milliseconds stall_timeout{30'000};
   StallAction stall_action = StallAction::kWarn;
-  // A rank that left with code 0 in the middle of its world is looked at again after this: the
+  // A rank that left with code 0 in the middle of its world is checked again after this time: the
   // others may do the same, but while some still run it has failed.
   std::chrono::milliseconds monitor_interval{1000};
   // Requests to stop; empty: TERM, INT, HUP, QUIT. USR1 and USR2 are forwarded even when not named.
   std::vector<int> signals_to_handle;
-  std::chrono::seconds timeout{0};          // of a rank's operations; 0: as its environment says
+  std::chrono::seconds timeout{0};          // for a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
   bool virtual_local_rank = false;
   bool replace_gloo = false;  // for Python ranks: LOCKSTEP_REPLACE_GLOO=1
@@ -78,12 +78,12 @@ struct LaunchPlan {
   std::string log_dir;  // empty: a temporary one, removed after success without --redirects
   StreamMap redirects;
   StreamMap tee;
-  std::optional<LinePrefix> line_prefix;  // of every line; unset: see prefix_style (output.h)
+  std::optional<LinePrefix> line_prefix;  // for every line; unset: see prefix_style (output.h)
   std::optional<std::set<int>> local_ranks_filter;  // which ranks reach the console
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;
 
-  // For whoever observes the run (dashboard/live_run.h); the supervisor reads none of it.
+  // For the run's observer (dashboard/live_run.h); the supervisor reads none of it.
   bool doctor = false;                   // say on stderr what slows the ranks down
   std::string record_dir;                // absolute; empty: nothing is recorded
   std::optional<std::string> dashboard;  // where its page is served: "", "PORT", "ADDRESS:PORT"

@@ -98,8 +98,8 @@ std::vector<Fd> bind_sockets(Request request) {
   return sockets;
 }
 
-// With SO_REUSEADDR where connections that were accepted earlier need it. Whoever binds the port in
-// that moment cannot listen any more, or has done so already, and this fails.
+// With SO_REUSEADDR where connections that were accepted earlier need it. A process that binds the
+// port at that moment can no longer listen, or already listens, and this fails.
 bool begin_to_listen(const std::vector<Fd>& sockets) {
   constexpr int kQueue = 128;
   for (const Fd& socket : sockets) {
@@ -126,8 +126,8 @@ void end_listening(const std::vector<Fd>& sockets) {
   }
 }
 
-// Of a socket that was bound to port 0 the kernel takes the port when it stops listening, so the
-// number alone is wanted.
+// The kernel takes back a port that was chosen by binding to 0 when the socket stops listening, so
+// only the number is used.
 int free_port(Reach reach) {
   const std::vector<Fd> sockets = bind_sockets({.port = 0, .reach = reach, .reuse = false});
   return sockets.empty() ? 0 : bound_port(sockets.front().get());

@@ -1,8 +1,8 @@
 // MASTER_PORT: a port that nobody else can use from the moment it is chosen.
 //
-// Its sockets are bound without SO_REUSEADDR, so nobody, of any user, can bind one beside them,
-// also while they do not listen. A port that was asked for may have connections of an earlier run
-// that the kernel has not forgotten. It can be bound with SO_REUSEADDR alone then; it listens for a
+// Its sockets are bound without SO_REUSEADDR, so no process of any user can bind one beside them,
+// even while they do not listen. A port that was asked for may have connections of an earlier run
+// that the kernel has not forgotten. Then it can be bound only with SO_REUSEADDR; it listens for a
 // moment, in which nobody else can, and loses the flag. A socket that is bound with the flag and
 // does not listen holds nothing: anybody could bind the port, listen there and answer the ranks.
 //
@@ -19,7 +19,7 @@
 
 namespace lockstep::launch {
 
-// From where the port can be reached once it listens. "localhost" may mean either of the two
+// Where the port can be reached from once it listens. "localhost" may mean either of the two
 // loopback addresses, so both are held where ranks are given that name.
 enum class Reach { kLoopback, kIpv4Loopback, kNetwork };
 
@@ -27,8 +27,8 @@ class HeldPort {
  public:
   // A free port.
   static HeldPort any(Reach reach = Reach::kNetwork);
-  // Throws UsageError naming --master-port and, where it is found, who has it. While the port is in
-  // use, `try_again` is called; it waits a moment, or returns false.
+  // Throws UsageError naming --master-port and, where it is found, the process that has it. While
+  // the port is in use, `try_again` is called; it waits a moment, or returns false.
   static HeldPort exactly(int port, Reach reach = Reach::kNetwork,
                           const std::function<bool()>& try_again = {});
 

@@ -1,4 +1,4 @@
-// Who else can use a port that the launcher holds.
+// Whether anybody else can use a port that the launcher holds.
 #include "lockstep/launch/ports.h"
 
 #include <arpa/inet.h>
@@ -82,7 +82,7 @@ TEST(HeldPort, AnAskedPortThatIsInUseNamesWhoHasIt) {
   EXPECT_THAT(refusal(), HasSubstr(" listens there. Choose another port"));
 }
 
-// The end that closes first keeps a connection in mind for a minute.
+// The end that closes first remembers a connection for a minute.
 TEST(HeldPort, AnAskedPortIsTakenBesideWhatAnEarlierRunLeft) {
   int number = 0;
   Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));

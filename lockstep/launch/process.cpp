@@ -30,8 +30,8 @@ std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
 }
 
 // Handlers do not survive exec, but an ignored signal does. A shell ignores SIGINT and SIGQUIT for
-// its background jobs; ranks must still feel them when the launcher passes them on. An ignored
-// SIGHUP (nohup) and whatever else the caller chose to ignore stays ignored.
+// its background jobs; ranks must still receive them when the launcher passes them on. An ignored
+// SIGHUP (nohup) and whatever else the caller chose to ignore stay ignored.
 void default_dispositions() {
   for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGCHLD}) ::signal(number, SIG_DFL);
 }

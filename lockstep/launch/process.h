@@ -48,10 +48,10 @@ struct ProcessRequest {
   std::vector<std::string> environment;  // all of it, NAME=value
   int stdout_fd = -1;                    // -1: inherited
   int stderr_fd = -1;
-  std::vector<int> pass_fds = {};  // keep their numbers
+  std::vector<int> pass_fds = {};  // these keep their numbers
   const CpuMask* cpus = nullptr;
   sigset_t signal_mask = {};  // what the rank starts with
-  rlimit files = {};          // the same for RLIMIT_NOFILE
+  rlimit files = {};          // RLIMIT_NOFILE, likewise
 };
 
 class Process {
@@ -82,7 +82,7 @@ Process start_process(const ProcessRequest& request);
 // The file that execvp would run for `name`; nothing when there is none that may be executed.
 std::optional<std::string> find_program(const std::string& name);
 
-// False without /proc: no process of the functions below is found then.
+// False without /proc, where the functions below find no process.
 bool can_see_processes();
 // Also those that have ended and were not waited for.
 std::vector<pid_t> children_of(pid_t parent);

@@ -20,7 +20,7 @@ class RankPauses {
   static constexpr int kFirst = 3;
   static constexpr std::chrono::seconds kEvery{60};
 
-  // Whether this stop is reported now; who does so calls report().
+  // Whether this stop is reported now; if so, the caller then calls report().
   bool stopped(Clock::time_point now) {
     is_stopped_ = true;
     reported_ = false;

@@ -129,7 +129,7 @@ bool in_library(pid_t pid, const std::vector<std::uint64_t>& addresses,
                 const std::vector<std::string>& beginnings_of_names) {
   std::ifstream maps(fmt::format("/proc/{}/maps", pid));
   for (std::string line; std::getline(maps, line);) {
-    const std::size_t name = line.rfind('/') + 1;  // 0: not of a file
+    const std::size_t name = line.rfind('/') + 1;  // 0: not a file
     if (name == 0 || std::ranges::none_of(beginnings_of_names, [&](const std::string& beginning) {
           return line.compare(name, beginning.size(), beginning) == 0;
         }))

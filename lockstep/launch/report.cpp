@@ -47,7 +47,7 @@ std::string first_line(const std::string& message) {
   return shortened(std::string_view(message).substr(0, message.find('\n')), kLineBytes);
 }
 
-// A file of any program: of keys that are there twice the first counts.
+// The file may come from any program: where a key is repeated, the first one counts.
 Node parse_error_file(const std::string& text) {
   Problems twice;
   return parse_json(text, "error file", {.bytes = kErrorFileBytes, .depth = 128}, &twice);
@@ -176,7 +176,7 @@ std::string ranges_text(const std::vector<int>& ranks) {
   return text;
 }
 
-// A message without what differs between ranks that say the same: their own number, and times.
+// A message without what differs between ranks that say the same: their own rank number, and times.
 std::string essence(const std::string& message, int rank) {
   const std::string line = first_line(message);
   const std::string own = fmt::format("rank {}", rank);
@@ -206,8 +206,8 @@ bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
   return a.message == b.message || essence(a.message, a.rank) == essence(b.message, b.rank);
 }
 
-// Where the ranks stood, without the calls that differ where the message says all of it: a rank
-// that has returned from its body has no place to name.
+// Where the ranks were, without the calls that differ where the message already says all of that: a
+// rank that has returned from its body has no place to name.
 std::vector<std::string> standing_of(const RankFailure& failure) {
   std::vector<std::string> lines = failure.standing;
   if (failure.message.find("has returned from its body") == std::string::npos) return lines;

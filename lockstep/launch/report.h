@@ -25,7 +25,7 @@ struct ErrorFile {
   bool present = false;
   std::string message;                  // empty when there is none
   std::vector<std::string> stack;       // innermost first for C++, as printed for Python
-  std::vector<std::string> all_frames;  // where `stack` leaves out those of libraries
+  std::vector<std::string> all_frames;  // set where `stack` leaves out the frames of libraries
   double time = 0;                      // seconds since the epoch
   bool consequence = false;             // it says itself that another rank failed first
   std::string problem;                  // why it could not be read as torchrun's JSON
@@ -37,7 +37,7 @@ ErrorFile read_error_file(const std::string& path);
 // The cause of a rank that ended with code 0 while its body had not returned.
 inline constexpr const char* kLeftCause = "exited with code 0 in the middle of the world";
 
-// What a rank ends with that was used wrongly, and one that stopped because it was asked to.
+// Exit codes of a rank that was used wrongly, and of one that stopped because it was asked to.
 inline constexpr int kUsageCode = 2;
 inline constexpr int kStoppedCode = 128 + SIGTERM;
 
@@ -62,7 +62,7 @@ struct RankFailure {
   std::vector<std::string> standing;  // as its ledger shows it: step, phase, last operation
   std::string note;                   // about the error file
   std::vector<std::string> others;    // later failures, one line each
-  // How ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM"
+  // How the ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM"
   std::vector<std::string> victims;
   std::vector<int> ended_before;  // ranks that had ended with code 0
   std::string stacks;             // the file with every frame of every rank; empty: none
@@ -85,7 +85,7 @@ std::string shell_text(const std::vector<std::string>& command);
 // Takes message, stack and time from the error file into `failure`.
 void add_error_file(RankFailure& failure, const ErrorFile& file);
 
-// The last `most` of these lines of its stderr that its message and stack do not say already.
+// The last `most` lines of its stderr that its message and stack do not already say.
 void add_last_lines(RankFailure& failure, const std::vector<std::string>& lines, std::size_t most);
 
 // The line for LOCKSTEP_CONTROL_FD: {"failed": {"rank": 1, "host": "n2", "cause": "..."}}
@@ -100,15 +100,16 @@ struct LaterFailure {
 };
 
 // "ranks 1-3 exited with code 1, 0.05 s later: [data] ...", in the order of time. Ranks that say
-// the same, but for their own number and for times, are one line; "the same": as `first` says.
+// the same, except for their own number and for times, share a line; "the same" means what `first`
+// says.
 std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures);
 
-// Every frame of these ranks' error files, of which the report shows few, in the file `path`. The
-// path, or nothing where the report has them all.
+// Writes every frame of these ranks' error files, of which the report shows few, into the file
+// `path`. Returns the path, or nothing where the report has them all.
 std::string write_stacks(const std::string& path, const std::vector<RankFailure>& errors);
 inline constexpr const char* kStacksFile = "stacks.txt";
 
-// One line for each of these errors that is not another's consequence, where no report says them.
+// One line for each of these errors that is not a consequence of another, when no report has them.
 std::vector<std::string> error_lines(const std::vector<RankFailure>& errors);
 
 // What often leads to such a failure and what to look at, in sentences; empty: nothing is known.
@@ -122,8 +123,8 @@ std::string failure_report(const RankFailure& failure);
 std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file);
 
-// A number of another launcher. Outside of int's range a cast would be undefined behaviour, so
-// that throws UsageError.
+// A number from another launcher. Casting one outside int's range would be undefined behaviour, so
+// it throws UsageError.
 int int_of(double value, std::string_view name, int min = INT_MIN, int max = INT_MAX);
 
 std::string failure_to_json(const RankFailure& failure);

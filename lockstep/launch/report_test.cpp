@@ -1,4 +1,4 @@
-// What a report leaves out, and where that is. The error file and the rest: supervisor_test.cpp.
+// What a report leaves out, and where it is found. The rest is tested in supervisor_test.cpp.
 #include "lockstep/launch/report.h"
 
 #include <fmt/format.h>
@@ -87,7 +87,7 @@ TEST(LaterFailures, RanksThatSayTheSameAreOneLine) {
   EXPECT_THAT(later_lines(first, later)[0], Not(HasSubstr("the same")));
 }
 
-// The message names a rank, which is another rank's own number.
+// The message names a rank, which is the number of another rank.
 TEST(LaterFailures, TheSameWordsAreTheSame) {
   RankFailure first;
   first.rank = 3;

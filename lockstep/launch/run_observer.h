@@ -1,4 +1,4 @@
-// Who looks at a run while it lasts: what the supervisor reports of its ranks, as it happens.
+// Watches a run while it lasts: what the supervisor reports about its ranks, as it happens.
 //
 //   struct Endings : RunObserver {
 //     void rank_ended(const RankEnded& rank) override { count += rank.failed; }
@@ -31,7 +31,7 @@ namespace lockstep::launch {
 struct AttemptStarted {
   int attempt = 0;
   int world_size = 1;
-  int first_rank = 0;  // of this host
+  int first_rank = 0;  // this host's
   int local_ranks = 1;
 };
 
@@ -71,15 +71,15 @@ class RunObserver {
  public:
   virtual ~RunObserver() = default;
 
-  // In the caller's process, once the supervising one has been forked off: to release what only
-  // that one uses, such as a socket that would stay open after its end.
+  // In the caller's process, once the supervising one has been forked off: to release what only the
+  // supervisor uses, such as a socket that would stay open after it ends.
   virtual void left_behind() {}
   virtual void run_started(const LaunchPlan&) {}
   virtual void attempt_started(const AttemptStarted&) {}
   virtual void rank_started(const RankStarted&) {}
   virtual void output_line(int /*rank*/, OutputKind, std::string_view /*line*/) {}
-  // The newest state of a line that has not ended, at most 4 KiB of it; the next of its stream,
-  // ended or not, replaces it. Of a line that returned to its beginning, only what came after.
+  // The newest state of a line that has not ended, at most 4 KiB of it; the next line of its
+  // stream, ended or not, replaces it. After a carriage return, only what follows it.
   virtual void output_progress(int /*rank*/, OutputKind, std::string_view /*line*/) {}
   virtual void rank_ended(const RankEnded&) {}
   virtual void ranks_stalled(const RanksStalled&) {}
@@ -90,7 +90,7 @@ class RunObserver {
   virtual std::vector<std::string> run_ended(const RunEnded&) { return {}; }
 };
 
-// The supervisor's way to its observer, if there is one.
+// The supervisor's access to its observer, if there is one.
 class Observed {
  public:
   Observed(RunObserver* observer, std::function<void(const std::string&)> say)

@@ -41,7 +41,7 @@ bool is_open(const Record& record) {
   return record.under_way() || record.state == State::kReleased;
 }
 
-// The one that blocks is the oldest that is under way; else the last one.
+// The operation that blocks is the oldest one under way, otherwise the last one.
 const Record* current(const ledger::Snapshot& seen) {
   const Record* found = nullptr;
   for (const Record& record : seen.records) {
@@ -51,7 +51,7 @@ const Record* current(const ledger::Snapshot& seen) {
   return found;
 }
 
-// Its numbers in one group; nothing where it is not a member.
+// A rank's calls in one group, by number; empty where it is not a member.
 using Calls = std::map<std::uint64_t, const Record*>;
 Calls calls_of(const RankView& rank, const std::string& group) {
   Calls calls;
@@ -85,7 +85,7 @@ std::string identity_of(const RankView& rank, const Record& record, Difference::
                      own_sizes(record) ? 0 : record.bytes, record.peer);
 }
 
-// Of the values by rank, the ranks that the fewest share.
+// The ranks that share the rarest value.
 std::vector<int> fewest(const std::map<int, std::string>& values) {
   std::map<std::string, std::vector<int>> by_value;
   for (const auto& [rank, value] : values) by_value[value].push_back(rank);
@@ -103,7 +103,7 @@ struct Member {
 
 std::optional<Difference> difference_in(const std::string& group,
                                         const std::vector<Member>& members, Difference::Kind kind) {
-  std::uint64_t first = 0;  // that no ring has lost
+  std::uint64_t first = 0;  // the first that no ring has lost
   std::set<std::uint64_t> sequences;
   bool waited_for = false;
   for (const Member& member : members) {
@@ -145,7 +145,7 @@ std::vector<Member> members_of(const std::vector<RankView>& ranks, const std::st
   return members;
 }
 
-// What a rank does by itself for long, without a step or an operation, and well.
+// What a rank may healthily do for long without a step or an operation.
 bool waits_for_device(ledger::Phase phase) {
   using ledger::Phase;
   return phase != Phase::kStartup && phase != Phase::kData && phase != Phase::kEvaluation &&
@@ -357,7 +357,7 @@ bool RankView::in_startup() const {
 }
 
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
-  // Operations that do not fit together never end, whoever has enqueued them.
+  // Operations that do not match never end, whichever ranks have enqueued them.
   const auto wrong = first_difference(ranks, Difference::Kind::kOperation);
   std::vector<std::map<std::string, std::uint64_t>> newest;  // number in each group, by rank
   for (const RankView& rank : ranks) {
@@ -369,13 +369,13 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
     if (wrong && wrong->group == record.group && wrong->sequence <= record.sequence) return true;
     return std::any_of(newest.begin(), newest.end(), [&](const auto& numbers) {
       const auto found = numbers.find(record.group);
-      // Of a group that it is no member of it has no record; of the world it will have one.
+      // It has no record for a group that it is not a member of; for the world it will have one.
       return found == numbers.end() ? record.group.empty() : found->second < record.sequence;
     });
   };
   for (RankView& rank : ranks) {
     const auto& records = rank.ledger.records;
-    // The peers of a message number their own, so whether it has come cannot be seen.
+    // Peers number a message on their own, so whether it has arrived cannot be seen.
     rank.perhaps_waits = !records.empty() && records.back().state == State::kReleased &&
                          (other_hosts || records.back().message);
     rank.device_waits = std::any_of(records.begin(), records.end(), [&](const auto& r) {
@@ -434,7 +434,7 @@ std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
   for (const std::string& group : groups_of(ranks)) {
     const auto members = members_of(ranks, group);
     auto found = members.size() > 1 ? difference_in(group, members, kind) : std::nullopt;
-    // The group in which most ranks do not find each other.
+    // The group in which the most ranks do not find each other.
     if (found && members.size() - found->odd.size() > most) {
       most = members.size() - found->odd.size();
       best = std::move(found);

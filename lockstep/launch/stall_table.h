@@ -1,4 +1,4 @@
-// Who is behind, and the table that says so: what the ranks' ledgers show, side by side.
+// Which rank is behind, and the table that shows it: the ranks' ledgers side by side.
 //
 // Collectives of one group have the same numbers on all of its ranks. So the rank that others wait
 // for lacks a number that they have; and where all have it, the first number under which the ranks
@@ -24,11 +24,11 @@ namespace lockstep::launch {
 // A rank as the launcher sees it from outside.
 struct RankView {
   ledger::Snapshot ledger;
-  RankState process = {};  // unknown: of a file
-  double cpu_share = 0;    // of a core, since the last movement
+  RankState process = {};  // unknown when read from a file
+  double cpu_share = 0;    // fraction of a core, since the last movement
   std::vector<std::string> stack = {};
   std::string no_stack = {};   // why there is none
-  bool device_waits = false;   // for an operation on its stream: see find_device_waits()
+  bool device_waits = false;   // waits for an operation on its stream: see find_device_waits()
   bool perhaps_waits = false;  // the same, or it computes after it: that cannot be seen from here
   bool in_driver = false;      // its stack is in a CUDA library, which may wait and use CPU time
 
@@ -40,14 +40,14 @@ struct RankView {
 
 // An operation that was left to a device's stream (nccl) does not say when it has ended. Once every
 // rank has enqueued it, no rank waits for another; where one has not, the others' devices wait.
-// `other_hosts`: ranks that are not seen here may not have, so all of them wait, perhaps.
+// `other_hosts`: ranks that are not seen here may not have enqueued it, so all may be waiting.
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts);
 
 // All ranks of the world have enqueued the same operation last, in the same step. They compute
 // after it, or their devices never finish it: the ledgers alone do not say which.
 bool at_one_enqueued_call(const std::vector<RankView>& ranks);
-// With their stacks: where that is so and none of them is anywhere but in a CUDA library, all of
-// them wait, perhaps, and true is returned.
+// With their stacks: when that is the case and all of them are in a CUDA library, all of them may
+// be waiting, and true is returned.
 bool find_stuck_devices(std::vector<RankView>& ranks);
 
 // The first call of a group that is not the same on all ranks.
@@ -56,12 +56,12 @@ struct Difference {
   Kind kind = Kind::kOperation;
   std::string group;
   std::uint64_t sequence = 0;
-  std::vector<int> odd;  // the fewer of those that do not agree, by rank
+  std::vector<int> odd;  // the smaller part of those that disagree, by rank
 };
 
 std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
                                            Difference::Kind kind);
-// Whom the others wait for; empty where it cannot be seen from here.
+// The ranks that the others wait for; empty where that cannot be seen from here.
 std::vector<int> ranks_behind(const std::vector<RankView>& ranks);
 
 struct StallInfo {
@@ -82,7 +82,7 @@ struct StallReport {
 };
 StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info);
 
-// The table alone, and the calls that differ: of ranks that have ended, too.
+// Only the table and the calls that differ; also for ranks that have ended.
 std::string ledger_table(const std::vector<RankView>& ranks, std::uint64_t now_ns);
 // For a failure report: step, phase and last operation of a rank, and the call that differs.
 std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int rank,

@@ -1,5 +1,5 @@
-// Who is behind, from ledgers alone: the cases in which sequence numbers say it, and those in which
-// they do not. Real processes that stall are in tests/ledger.
+// Which rank is behind, from ledgers alone: the cases in which sequence numbers show it, and those
+// in which they do not. Real processes that stall are in tests/ledger.
 #include "lockstep/launch/stall_table.h"
 
 #include <dlfcn.h>
@@ -254,7 +254,7 @@ TEST(StallTable, AnEnqueuedOperationIsNoSureStallWhereOtherHostsAreNotSeen) {
   find_device_waits(ranks, true);
   EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "rank 1 is stopped";
 
-  // A message has its number on its own rank alone, so on one host it is as little known.
+  // A message has a number only on its own rank, so on one host it is just as unknown.
   ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
   for (RankView& rank : ranks) rank.ledger.records.back().message = true;
   find_device_waits(ranks, false);

@@ -115,8 +115,8 @@ void StallWatch::look() {
   if (now - since >= limit) judge();
 }
 
-// A program that does not communicate through us has no ledger to watch, and who has ended training
-// waits for nobody.
+// A program that does not communicate through us has no ledger to watch, and a rank that has ended
+// training waits for nobody.
 bool StallWatch::watches() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
     const ledger::File& file = *watched.rank.ledger;

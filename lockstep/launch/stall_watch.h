@@ -59,8 +59,9 @@ class StallWatch {
 
   void add(const WatchedRank& rank);
   void remove(int rank);
-  // For who is about to end the run over a stall: `then` gets the report of now, once the stacks
-  // are there, or null where this stall was reported already or a rank has moved within `quiet`.
+  // For a caller that is about to end the run over a stall: `then` gets the current report, once
+  // the stacks are there, or null where this stall was already reported or a rank has moved within
+  // `quiet`.
   void report_now(std::chrono::milliseconds quiet, std::function<void(const StallReport*)> then);
 
  private:
@@ -70,7 +71,7 @@ class StallWatch {
     std::uint64_t heartbeat = 0;
     std::int64_t step = -1;
     double cpu_s = 0;           // when the comparison began
-    std::uint64_t stacks = 0;   // taken before it was asked
+    std::uint64_t stacks = 0;   // those taken before it was asked
     std::string no_stack = {};  // why it was not asked
   };
 
@@ -96,12 +97,12 @@ class StallWatch {
   std::vector<Watched> ranks_;
   std::deque<std::uint64_t> steps_ns_;
   Clock::time_point quiet_since_;
-  std::optional<Clock::time_point> compared_since_;  // cpu_s is of then
+  std::optional<Clock::time_point> compared_since_;  // the time at which cpu_s was read
   Clock::time_point judged_;
-  Said said_ = Said::kNothing;                    // of this quiet
-  bool said_busy_ = false;                        // in this quiet
+  Said said_ = Said::kNothing;                    // during this quiet period
+  bool said_busy_ = false;                        // during this quiet period
   bool perhaps_busy_ = false;                     // the stacks decide
-  bool collecting_ = false;                       // stacks, for a report
+  bool collecting_ = false;                       // collecting stacks for a report
   std::function<void(const StallReport*)> then_;  // instead of events_.stalled
   EventLoop::TimerId timer_ = 0;
 };

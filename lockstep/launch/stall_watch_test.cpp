@@ -95,7 +95,7 @@ TEST_F(Watch, WhoComputesAfterAnEnqueuedOperationIsBusy) {
   EXPECT_EQ(busy_.size(), 1u);
 }
 
-// Two ranks at the same enqueued call, of which no stack shows that they wait.
+// Two ranks at the same enqueued call, whose stacks do not show that they wait.
 TEST_F(Watch, RanksThatComputeAfterTheSameOperationAreBusy) {
   watch(milliseconds(200));
   watch_->add({.rank = 1, .pid = ::getpid(), .ledger = file_});

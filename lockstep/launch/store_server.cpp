@@ -19,12 +19,12 @@
 namespace lockstep::launch {
 namespace {
 
-// What one descriptor may do before the others have their turn.
+// How much one descriptor may do before the others have their turn.
 constexpr std::size_t kReadBytes = 64u << 10;
 constexpr int kRounds = 16;
-// What all of them may do in one turn of the event loop.
+// How much all of them together may do in one turn of the event loop.
 constexpr std::size_t kTurnBytes = 1u << 20;
-constexpr std::size_t kCommandBytes = 4u << 10;  // as which every command counts, beside its own
+constexpr std::size_t kCommandBytes = 4u << 10;  // added to each command's own size
 constexpr std::size_t kMaxUnsent = 1u << 20;
 constexpr int kMaxComplaints = 10;
 constexpr std::chrono::milliseconds kAcceptPause{200};
@@ -147,7 +147,7 @@ void StoreServer::stop_listening() {
 // Out of descriptors: those who want to connect wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
-  loop_.cancel(listen_timer_);  // of an earlier pause
+  loop_.cancel(listen_timer_);  // from an earlier pause
   listen_timer_ = loop_.after(kAcceptPause, [this] {
     listen_timer_ = 0;
     if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
@@ -244,7 +244,7 @@ void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events)
     if (broken) close(client);
     return;
   }
-  // Of a client that is gone the rest is taken at once: its socket would be reported forever.
+  // When a client is gone the rest is read at once: its socket would otherwise be reported forever.
   if (!broken && !may_read(connection)) return;
   char buffer[kReadBytes];
   const ssize_t n = ::recv(connection.fd.get(), buffer, sizeof buffer, 0);
@@ -311,7 +311,7 @@ void StoreServer::on_lost(int node) {
   nodes_.erase(node);
 }
 
-// Its stream may bring as much again.
+// Lets its stream bring as much again.
 void StoreServer::consume(Connection& connection) {
   if (connection.unconsumed > 0 && !connection.ended)
     nodes_.at(connection.node).consumed(connection.stream, std::exchange(connection.unconsumed, 0));
@@ -405,8 +405,8 @@ std::size_t StoreServer::feed(Connection& connection, std::string_view input) {
 
 // ---------------------------------------------------------------- replies
 
-// Never closes the connection itself: it may be called while others are being served. One that is
-// broken is reported by the next event.
+// Never closes the connection itself: it may be called while others are being served. A broken
+// connection is reported by the next event.
 void StoreServer::send(StoreTable::Client client, std::string_view bytes) {
   Connection& connection = connections_.at(client);
   connection.out.append(bytes);

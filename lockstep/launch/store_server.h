@@ -2,7 +2,7 @@
 //
 // Ranks that use Lockstep reach it over the channel they inherit (rendezvous/store_channel.h).
 // Python ranks connect to MASTER_PORT as they do under torchrun, so the server also listens there,
-// on the loopback interface alone. It cannot know which of the two a program will do:
+// on the loopback interface only. It cannot know which of the two a program will do:
 //   - It begins to listen `listen_after` after the start, unless a rank has a connection over its
 //     channel then, and again when the last such connection has closed.
 //   - It stops listening when a rank opens one before any TCP client has completed a command (the
@@ -16,8 +16,9 @@
 // of input and replies and one larger command; a client with more than 1 MiB of unread replies is
 // neither read nor served. So a connection of a rank holds at most one command and one reply (128
 // MiB each) and 1 MiB; all TCP connections together hold StoreServerOptions::tcp_bytes, checked
-// after each turn (within one, one reply more). Clients of other nodes count as those of this one.
-// A launcher that forwards holds at most 128 KiB of commands and one window of replies per client.
+// after each turn (within a turn, one reply more). Clients of other nodes count like those of this
+// one. A launcher that forwards holds at most 128 KiB of commands and one window of replies per
+// client.
 //
 //   StoreServer store(loop, port, say);       // a fresh one for each attempt
 //   Fd channel = store.open_channel(rank);    // for the rank to inherit
@@ -46,7 +47,7 @@ namespace lockstep::launch {
 
 // How the launchers of several hosts share the store.
 struct StoreLink {
-  bool forwards = false;  // to node 0; otherwise this is node 0
+  bool forwards = false;  // forwards to node 0; otherwise this is node 0
   int attempt = 0;
   std::function<void(int node, const StoreFrame&)> send;
 };
@@ -55,8 +56,8 @@ struct StoreServerOptions {
   StoreLimits limits = {};
   std::size_t connections_per_rank = 64;
   std::size_t tcp_connections = 1024;
-  // What all TCP connections together may have sent and not completed, and not read of their
-  // replies: the largest command and the largest reply. Above it the largest of them is closed.
+  // Limit on what all TCP connections together have sent but not completed, and on replies that
+  // they have not read: the largest command and reply. Above it the largest of them is closed.
   std::size_t tcp_bytes = 256u << 20;
   std::chrono::milliseconds tcp_handshake{10'000};  // a TCP connection without one is closed then
   // Less than importing torch takes, more than our own ranks usually need to come here.
@@ -92,8 +93,8 @@ class StoreServer {
     int rank = kOverTcp;
     std::string in;
     std::string out;
-    std::size_t sent = 0;        // of `out`
-    std::size_t counted = 0;     // in tcp_bytes_
+    std::size_t sent = 0;        // bytes of `out`
+    std::size_t counted = 0;     // bytes counted in tcp_bytes_
     std::size_t unconsumed = 0;  // received from its stream
     std::uint32_t events = 0;    // watched
     bool queued = false;         // in turns_
@@ -142,12 +143,12 @@ class StoreServer {
   int complaints_ = 0;
   std::map<int, Fd> channels_;  // by their own number
   std::map<StoreTable::Client, Connection> connections_;
-  std::unique_ptr<StoreStreams> node_zero_;  // where this launcher forwards
-  std::map<int, StoreStreams> nodes_;        // the others, where it does not
+  std::unique_ptr<StoreStreams> node_zero_;  // set where this launcher forwards
+  std::map<int, StoreStreams> nodes_;        // the others, where it does not forward
   std::map<std::pair<int, StoreStreams::Id>, StoreTable::Client> client_of_stream_;
   bool lost_ = false;  // node 0, where this launcher forwards
   std::size_t tcp_bytes_ = 0;
-  std::deque<StoreTable::Client> turns_;  // whose input is to be carried out
+  std::deque<StoreTable::Client> turns_;  // clients whose input is to be carried out
   EventLoop::TimerId turn_timer_ = 0;
   std::size_t turn_work_ = 0;  // bytes of input and replies in this turn
   StoreTable::Client last_client_ = 0;

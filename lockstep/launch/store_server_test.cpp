@@ -39,7 +39,7 @@ Fd connect_to(int port) {
 }
 
 struct Server {
-  static constexpr int kRounds = 6000;  // of 10 ms and more: a busy machine may hold up the clients
+  static constexpr int kRounds = 6000;  // 10 ms or more each: a busy machine may hold up clients
 
   EventLoop loop;
   HeldPort port = HeldPort::any(Reach::kLoopback);
@@ -54,7 +54,7 @@ struct Server {
     loop.run();
   }
   Fd connect_tcp() { return connect_to(port.number()); }
-  // The next that comes over the connection while the server runs; "" when it is closed.
+  // The next bytes from the connection while the server runs; "" when it is closed.
   std::string receive(const Fd& fd) {
     char buffer[4096];
     for (int round = 0; round < kRounds; ++round) {
@@ -207,8 +207,8 @@ struct Sender {
   ~Sender() { thread.join(); }
 };
 
-// Its 400 replies are made one by one, when there is room for them: made at once they would keep
-// the others waiting, and exceed what TCP connections may hold together, which is said.
+// Its 400 replies are made one by one, when there is room for them: made all at once they would
+// keep the others waiting, and exceed the limit for all TCP connections, which would be reported.
 TEST(StoreServer, AClientThatAsksForMuchDoesNotStallTheLoop) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   s.run_until_listening();
@@ -313,7 +313,7 @@ TEST(StoreServer, ATcpConnectionWithoutAHandshakeIsClosed) {
   EXPECT_EQ(s.exchange(client, kPing), kPong);
 }
 
-// A server in the place of an earlier one would be reached by a timer that the earlier one left.
+// A timer left behind by an earlier server would reach a server that takes its place.
 TEST(StoreServer, LeavesNoTimerBehind) {
   EventLoop loop;
   const HeldPort port = HeldPort::any(Reach::kLoopback);

@@ -39,10 +39,10 @@ constexpr milliseconds kGoodbyeTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
 constexpr milliseconds kPortWait{5000};
-constexpr milliseconds kTick{200};  // of an observer
+constexpr milliseconds kTick{200};  // how often an observer is called
 constexpr int kKillAtRequest = 3;
-// What schedulers announce a limit with and programs give a meaning to. The default action would
-// end the launcher, and with it everything, before any rank could save.
+// Schedulers announce a limit with these, and programs give them a meaning. The default action
+// would end the launcher, and everything with it, before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
 
 // Such ranks will connect to MASTER_PORT.
@@ -105,7 +105,7 @@ class LogDirectory {
 
   // The directory, if it holds anything to read; it is preserved then.
   std::string preserve(bool failed) {
-    std::error_code problem;  // of a folder that cannot be read: nothing is found in it
+    std::error_code problem;  // for a folder that cannot be read: nothing is found in it
     for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
          at.increment(problem)) {
       std::error_code ignored;
@@ -306,8 +306,8 @@ std::string Supervisor::rank_address() const {
   return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
-// The supervisor of a launcher that was killed has the port until it has killed its ranks, and
-// whoever starts the launcher again is often quicker.
+// The supervisor of a launcher that was killed has the port until it has killed its ranks, and the
+// launcher is often started again sooner.
 HeldPort Supervisor::hold_asked_port(Reach reach) {
   const auto end = EventLoop::Clock::now() + kPortWait;
   bool said = false;
@@ -321,7 +321,7 @@ HeldPort Supervisor::hold_asked_port(Reach reach) {
   });
 }
 
-// Until an attempt starts, whose ranks have the port then (open_store).
+// Held until an attempt starts; then its ranks have the port (open_store).
 void Supervisor::hold_link_port() {
   port_.reset();
   // Several launchers on one host need no more than its loopback.
@@ -339,7 +339,7 @@ void Supervisor::open_coordinator() {
     loop_.post([this, message] { obey(message); });
   };
   orders.await_nodes = [this] {
-    store_.reset();  // of the attempt that is over; it watches the port
+    store_.reset();  // the one of the previous attempt, which watches the port
     hold_link_port();
     hub_->await_nodes(link_port_->listener());
   };
@@ -425,8 +425,8 @@ void Supervisor::on_signals() {
   }
 }
 
-// Who signals every process of a job at once (scancel, systemd) reaches us twice: directly and
-// through the front.
+// A sender that signals every process of a job at once (scancel, systemd) reaches us twice:
+// directly and through the front.
 bool Supervisor::is_echo(int signal) {
   const auto now = EventLoop::Clock::now();
   const bool echo = signal == last_signal_ && now - last_signal_time_ < kEcho;
@@ -518,7 +518,7 @@ void Supervisor::obey(const Message& message) {
   }
 }
 
-// The ranks here have had a request of this node, unless it came before they were started.
+// The ranks here already have this node's own request, unless it came before they were started.
 void Supervisor::obey_stop(const Message& message) {
   const bool own = message.node == plan_.node_rank;
   if (!busy() || (own && group_->asked_to_stop())) return;
@@ -617,7 +617,7 @@ void Supervisor::on_group_ended() {
 }
 
 void Supervisor::on_node_zero_lost(const std::string& why) {
-  if (ending_ || end_when_idle_) return;  // it has said that the run is over
+  if (ending_ || end_when_idle_) return;  // node 0 has said that the run is over
   RankFailure failure;
   failure.host = plan_.master_addr;
   failure.attempt = attempt_;
@@ -634,7 +634,7 @@ void Supervisor::on_node_zero_lost(const std::string& why) {
   store_->on_lost(0);  // ranks that wait there know the reason now
 }
 
-// As node 0 does for any other node: it comes back, or another launcher takes its place.
+// As node 0 does for any other node: node 0 comes back, or another launcher takes its place.
 void Supervisor::await_node_zero() {
   in_run_ = false;
   say(failure_report(*node_zero_lost_));

@@ -11,9 +11,9 @@
 //   return supervise(plan);
 //
 // Files: <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json};
-// of a rank that failed or stalled its ledger (core/ledger_file.h); attempt_<k>/stall.log;
-// with more than one node each makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
-// Call it from a process without threads that mind signals being blocked.
+// the ledger of a rank that failed or stalled (core/ledger_file.h); attempt_<k>/stall.log;
+// with several nodes each one makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
+// Call it from a process whose threads do not mind that signals are blocked.
 #pragma once
 
 #include "lockstep/launch/plan.h"

@@ -22,7 +22,7 @@
 namespace lockstep::launch {
 namespace {
 
-// Blocks signals, becomes a subreaper, makes children waitable, and puts all three back.
+// Blocks signals, becomes a subreaper, makes children waitable, and restores all three.
 class CallerState {
  public:
   explicit CallerState(const sigset_t& blocked) {
@@ -70,7 +70,7 @@ sigset_t set_of(const std::vector<int>& signals) {
   return set;
 }
 
-// Kills what is below this process, without the subtrees of `except`; returns what is left.
+// Kills what is below this process except the subtrees of `except`; returns what is left.
 std::vector<pid_t> kill_below(const std::function<std::set<pid_t>()>& except) {
   constexpr int kRounds = 200;
   std::vector<pid_t> found;
@@ -87,8 +87,8 @@ std::vector<pid_t> kill_below(const std::function<std::set<pid_t>()>& except) {
 }
 
 // The children of a program that calls spawn() are its own: those it had before, and those that it
-// has started since from another thread, which are in its session. Whatever a rank has started is
-// neither, in whatever session.
+// has started since from another thread, which are in its session. What a rank has started is
+// neither, whatever its session.
 std::set<pid_t> own_children(const std::set<pid_t>& before) {
   std::set<pid_t> own;
   const pid_t session = ::getsid(0);
@@ -162,7 +162,7 @@ void allow_many_files(const rlimit& now) {
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
   }
-  // Nothing on the regular way out; after an exception whatever was running.
+  // Normally nothing is left; after an exception, whatever was running.
   kill_below([] { return std::set<pid_t>(); });
   // No destructors and no exit handlers of the front's: they are the front's to run.
   ::_exit(code);

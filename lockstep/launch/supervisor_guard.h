@@ -1,4 +1,4 @@
-// Nothing is left behind, whoever is killed.
+// Nothing is left behind, whichever process is killed.
 //
 // supervise() runs as two processes. The one the user started stays in front: it passes signals on
 // and returns the exit code. The supervisor proper is its child and the parent of all ranks, and
@@ -7,7 +7,7 @@
 //     subreaper of everything its ranks ever started, kills all of it;
 //   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper as
 //     well, inherits and kills what they had started. It spares children that it had before, and
-//     those in its own session, which another thread of a program has started meanwhile.
+//     those in its own session, which another thread of the program has started meanwhile.
 // This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
 // numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
 //

@@ -91,7 +91,7 @@ TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
   Pipe slow = make_pipe();
   Pipe news = make_pipe();
   std::vector<std::string> order;
-  // As on a machine that holds the process up: meanwhile the news comes, and then the time is over.
+  // As on a machine that holds the process up: the news comes meanwhile, and then the time is over.
   loop.watch(slow.read.get(), EPOLLIN, [&](std::uint32_t) {
     loop.forget(slow.read.get());
     write_all(news.write.get(), "x");

@@ -77,7 +77,8 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
     set["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1";
 
   // The run's id, not just "1": under a launcher that a rank starts in turn (torchrun, say) it no
-  // longer equals TORCHELASTIC_RUN_ID, and the descriptors below are known to be another's.
+  // longer equals TORCHELASTIC_RUN_ID, which shows that the descriptors below belong to another
+  // run.
   set["LOCKSTEP_RUN"] = plan.run_id;
   set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
   set["LOCKSTEP_STORE_FD"] = "";  // a socket of another launcher's rank 0

@@ -1,6 +1,6 @@
 // The variables a worker is started with: torchrun's, with torchrun's meaning, and ours.
 // A pure function of the plan, of what the supervisor decided for this attempt, and of the caller's
-// environment, which wins only where "unless already set" is said.
+// environment, which wins only where "unless already set" is stated.
 //
 //   auto set = worker_environment(plan, {.local_rank = 1, .master_port = 29500, ...});
 #pragma once

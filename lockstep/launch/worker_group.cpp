@@ -29,12 +29,12 @@ using std::chrono::milliseconds;
 constexpr milliseconds kOrphanGrace{1000};         // after a success
 constexpr milliseconds kOrphanFailureGrace{5000};  // after a failure
 constexpr milliseconds kCauseHeadStart{1000};
-// Between the line on the control descriptors and SIGTERM, for whoever listens there.
+// Between the line on the control descriptors and SIGTERM, for programs that listen there.
 constexpr milliseconds kReportHeadStart{100};
 constexpr milliseconds kSweepRound{50};
 constexpr int kSweepRounds = 100;
 constexpr std::size_t kLastLines = 20;
-constexpr std::size_t kTailLines = 200;  // of which most may be the stack
+constexpr std::size_t kTailLines = 200;  // most of which may be the stack
 
 void make_directories(const std::string& path) {
   std::error_code problem;
@@ -58,8 +58,8 @@ struct WorkerGroup::Worker {
   std::optional<Ending> ending;
   double ended_at = 0;
   bool left_early = false;    // with code 0, while its body had not returned
-  bool notified = false;      // that another one failed: its own end is no news after that
-  bool asked_to_end = false;  // the same by a signal to its group, before it ended
+  bool notified = false;      // knows that another one failed: its own end is no news after that
+  bool asked_to_end = false;  // the same, by a signal to its group before it ended
   std::string forced_cause;   // what we failed it for while it was alive
   int forced_code = 0;
   EventLoop::TimerId stopped_timer = 0;
@@ -132,7 +132,7 @@ void WorkerGroup::start() {
   }
 }
 
-// Of rank 0, which draws a progress bar where a person sees it. The prefix takes its columns.
+// Only rank 0 draws a progress bar, where a person sees it. The prefix takes some columns.
 std::string WorkerGroup::terminal_for(const Worker& worker) const {
   const StreamRoute& route = worker.output->out_route();
   if (rank_of(worker) != 0 || !route.console || !route.file.empty() || !route.filters.empty())
@@ -285,7 +285,7 @@ void WorkerGroup::on_stall(const StallReport& stall) {
 // ---------------------------------------------------------------- watch
 
 void WorkerGroup::on_exit(Worker& worker) {
-  const double now = wall_clock();  // before it vanishes: whoever sees that fails after it
+  const double now = wall_clock();  // before it vanishes: a rank that sees that fails later
   const auto ending = worker.process.reap();
   // It has ended, but a debugger that holds it has not released it yet; then comes SIGCHLD.
   if (!ending) return setup_.loop.forget(worker.process.pidfd());
@@ -304,7 +304,7 @@ void WorkerGroup::on_exit(Worker& worker) {
   maybe_sweep();
 }
 
-// Its exit alone does not show whether it left the others early or all of them end this way.
+// Its exit alone does not show whether it left the others early or whether all ranks end this way.
 void WorkerGroup::on_left(const Worker& worker) {
   if (phase_ != Phase::kRunning || left_timer_ != 0) return;
   left_timer_ = setup_.loop.after(setup_.plan.monitor_interval, [this, &worker] {
@@ -338,7 +338,7 @@ void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
   }
   const bool news = worker.pauses.stopped(EventLoop::Clock::now());
   if (news) report_pause(worker, pause.signal);
-  // One that lasts is reported, however many there were before.
+  // A long pause is reported, however many there were before.
   await_continue(worker, pause.signal, setup_.plan.stopped_timeout / (news ? 1 : 2));
 }
 
@@ -357,7 +357,7 @@ void WorkerGroup::await_continue(Worker& worker, int signal, milliseconds time) 
   worker.stopped_timer = setup_.loop.after(time, [this, &worker, signal] {
     worker.stopped_timer = 0;
     if (phase_ != Phase::kRunning || failure_ || !worker.running()) return;
-    // One that was continued says so itself, which on a busy machine may take a while.
+    // A rank that was continued shows it itself, which may take a while on a busy machine.
     if (take_pauses(worker)) return;
     const auto bound = setup_.plan.stopped_timeout;
     if (!worker.pauses.reported()) {
@@ -369,13 +369,13 @@ void WorkerGroup::await_continue(Worker& worker, int signal, milliseconds time) 
       if (stall != nullptr) show_stall(*stall);
       fail_stopped(worker, signal, stops);
     };
-    // Who waits for it where is known only while they live.
+    // Which ranks wait for it, and where, is known only while they live.
     if (stalls_) return stalls_->report_now(bound / 2, fail_it);
     fail_it(nullptr);
   });
 }
 
-// `stops`: there was none after these.
+// `stops`: does nothing if the rank was stopped again since.
 void WorkerGroup::fail_stopped(Worker& worker, int signal, int stops) {
   if (phase_ != Phase::kRunning || failure_ || !worker.running() || take_pauses(worker)) return;
   if (!worker.pauses.is_stopped() || worker.pauses.stops() != stops) return;
@@ -520,7 +520,7 @@ void WorkerGroup::kill_now() {
     abandon_timer_ = setup_.loop.after(kSweepRound * kSweepRounds, [this] { abandon_ranks(); });
 }
 
-// A rank that waits inside the kernel, or that a debugger holds, does not feel even SIGKILL. It
+// A rank that waits inside the kernel, or that a debugger holds, does not react even to SIGKILL. It
 // counts as ended, and kill_orphans says that it is still there.
 void WorkerGroup::abandon_ranks() {
   abandon_timer_ = 0;
@@ -539,7 +539,7 @@ void WorkerGroup::signal_ranks(int number, const Worker* except) {
     if (!worker->running() || worker.get() == except) continue;
     worker->asked_to_end = true;
     worker->process.signal_group(number);
-    // A stopped process feels nothing but SIGKILL until it is continued.
+    // A stopped process receives nothing but SIGKILL until it is continued.
     if (number != SIGKILL) worker->process.signal_group(SIGCONT);
   }
 }
@@ -568,8 +568,8 @@ void WorkerGroup::signal_orphans(int number) {
   }
 }
 
-// A second SIGTERM may cut short what the first one began, such as saving a checkpoint: whoever was
-// in the group of a rank when that was asked to end has been asked with it.
+// A second SIGTERM may cut short what the first one began, such as saving a checkpoint: processes
+// in the group of a rank that was asked to end have been asked with it.
 void WorkerGroup::ask_orphans_not_yet_asked() {
   for (const pid_t pid : orphans()) {
     const pid_t group = group_of(pid);
@@ -651,7 +651,7 @@ void WorkerGroup::finish() {
 bool WorkerGroup::counts_as_failed(const Worker& worker) const {
   if (!worker.forced_cause.empty()) return true;
   if (worker.ending && worker.ending->ok()) return worker.left_early && !worker.ends_for_us();
-  // Whoever died after being asked to is a cause only if it had said so before: see first_to_fail.
+  // A rank that died when asked to is a cause only if it had said so before: see first_to_fail.
   if (worker.ending && !worker.ends_for_us()) return true;
   return worker.process.pid() > 0 && read_error_file(worker.error_file).present;
 }
@@ -680,9 +680,9 @@ const WorkerGroup::Worker* WorkerGroup::first_to_fail() const {
   return first;
 }
 
-// After a request alone. Ranks that do as they are asked end with 0, 143 or 128 + the signal's
-// number, or die of it; whoever ends in another way has not done what a stop is for, such as
-// saving. After Ctrl-C nobody asks: an interrupted program may say what it likes.
+// Only after a request. Ranks that do as they are asked end with 0, 143 or 128 + the signal's
+// number, or die of it; one that ends otherwise has not done what a stop is for, such as saving.
+// After Ctrl-C it does not matter: an interrupted program may say what it likes.
 const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
   if (failure_ || passed_on_.empty() || passed_on_.count(SIGINT) != 0) return nullptr;
   double obeyed = std::numeric_limits<double>::infinity();  // when the first died of the request
@@ -699,7 +699,7 @@ const WorkerGroup::Worker* WorkerGroup::failed_stopping() const {
     if (code == 128 + SIGTERM || passed_on_.count(code - 128) != 0) continue;
     const bool crashed = worker->ending->by_signal;
     if (!crashed && worker->ended_at > obeyed) continue;  // it has lost a peer that did as asked
-    // Who crashed draws others after it. Where all fail identically, the lowest rank says why.
+    // A crashed rank takes others with it. Where all fail identically, the lowest rank says why.
     if (first != nullptr && first->ending->by_signal && !crashed) continue;
     const bool sooner = first != nullptr && worker->ended_at + kHeardLate < first->ended_at;
     if (first == nullptr || (crashed && !first->ending->by_signal) || sooner) first = worker.get();
@@ -775,7 +775,7 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
     if (worker->local_rank == failure.local_rank || !worker->ending || worker->ending->ok() ||
         (failure.stopped && worker->ending->exit_code() == kStoppedCode))
       continue;
-    // By itself: before any signal of ours, and not because it has heard of the failure.
+    // On its own: before any signal of ours, and not because it has heard of the failure.
     const ErrorFile file = read_error_file(worker->error_file);
     const double after_s = std::max(0.0, worker->ended_at - failure.time);
     if (worker->asked_to_end || file.consequence)

@@ -43,7 +43,7 @@ struct GroupSetup {
   std::string interface;      // for worker_environment
   int threads = 0;            // for worker_environment
   std::vector<CpuMask> cpus;  // by local rank; empty: not bound
-  WorldLayout layout;         // of the attempt that runs
+  WorldLayout layout;         // the current attempt's
 };
 
 struct GroupInfo {
@@ -76,7 +76,7 @@ class WorkerGroup {
   // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
   void pass_on(int signal);
   // A signal that is not a request to stop: to every process of the ranks that handles it.
-  // Whom its default action would end, such as a shell around the program, is spared.
+  // A process that its default action would end, such as a shell around the program, is spared.
   void forward(int signal);
   void kill_now();
   bool asked_to_stop() const { return !passed_on_.empty(); }
@@ -84,8 +84,8 @@ class WorkerGroup {
 
   // After the end: the first cause, with all that is known now. Nothing when all went well or the
   // end was asked for. Without a call of `failed`: a rank that failed while it was asked to stop;
-  // or one that left its world early with code 0, which is the cause only if some other host's rank
-  // fails over it.
+  // or one that left its world early with code 0, which is the cause only if another host's rank
+  // fails because of it.
   std::optional<RankFailure> outcome() const;
   // Every rank that has ended with an error, and what it says about it.
   std::vector<RankFailure> errors() const;
@@ -142,7 +142,7 @@ class WorkerGroup {
   std::vector<std::unique_ptr<Worker>> workers_;
   std::unique_ptr<StallWatch> stalls_;  // while the ranks run
   Fd filtered_[2];
-  std::optional<RankFailure> failure_;  // of this host
+  std::optional<RankFailure> failure_;  // this host's
   std::chrono::milliseconds sweep_grace_{1000};
   bool killing_ = false;
   bool forwarded_ = false;

@@ -20,8 +20,8 @@
 namespace lockstep {
 namespace {
 
-// MADV_FREE costs about 1 us for a huge page and 30 for the small pages of the same bytes, which
-// also fault when they are written again.
+// MADV_FREE takes about 1 us for a huge page and 30 us for small pages of the same size, which also
+// fault when they are written again.
 constexpr auto kSlowMark = std::chrono::microseconds(8);
 constexpr int kMaxSlowMarks = 2;
 
@@ -97,8 +97,8 @@ void* BlockCache::allocate(std::size_t asked) {
   return hand_out(found->data, asked, found->bytes);
 }
 
-// The best fit that is at most a quarter too large; of equal sizes the one used last, which is the
-// most likely to be in a cache.
+// The best fit that is at most a quarter too large; among equal sizes the last one used, which is
+// the most likely to be in a cache.
 BlockCache::Blocks::iterator BlockCache::find_idle(std::size_t bytes) {
   auto best = idle_.end();
   for (auto at = idle_.end(); at != idle_.begin();) {
@@ -145,7 +145,7 @@ void BlockCache::deallocate(void* data) {
   const auto block = found->second;
   block->in_use = false;
   lock.unlock();
-  // Before another caller can get the block, whose first bytes would be lost otherwise.
+  // Done before another caller can get the block, whose first bytes would be lost otherwise.
   const std::size_t huge = whole_huge_pages(block->bytes);
   const auto now = Clock::now();
   if (has_huge_pages() && huge > 0 && block->slow_marks < kMaxSlowMarks) {
@@ -158,7 +158,7 @@ void BlockCache::deallocate(void* data) {
   block->idle_since = now;
   stats_.used -= block->bytes;
   stats_.idle += block->bytes;
-  // One that may not stay at all must not evict the others.
+  // A block that may not stay at all must not evict the others.
   idle_.splice(block->bytes > options_.max_idle_bytes ? idle_.begin() : idle_.end(), used_, block);
   const Blocks gone = drop_to(options_.max_idle_bytes);
   start_trimmer();

@@ -34,7 +34,7 @@ struct BlockCacheOptions {
 
 struct BlockCacheStats {
   std::size_t used = 0, idle = 0;  // bytes of blocks
-  std::size_t peak = 0;            // of used, since idle blocks were last released
+  std::size_t peak = 0;            // peak of `used` since idle blocks were last released
   std::uint64_t mapped = 0;        // blocks obtained from the kernel; all other requests were hits
 };
 

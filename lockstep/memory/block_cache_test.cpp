@@ -37,7 +37,7 @@ struct Piece {
   std::size_t bytes = 0;
   char mark = 0;
 
-  // Both ends and something in every page.
+  // Writes both ends and something in every page.
   void write() const {
     for (std::size_t at = 0; at < bytes; at += 4096) data[at] = mark;
     data[bytes - 1] = mark;
@@ -83,7 +83,7 @@ TEST(BlockCache, FitsBlocksThatAreAtMostAQuarterTooLarge) {
   EXPECT_EQ(cache.stats().mapped, 3U);
 }
 
-// Batches of any length between half and the whole of the longest.
+// Batches of any length between half and all of the longest.
 TEST(BlockCache, ChangingLengthsHitMostOfTheTime) {
   BlockCache cache;
   std::mt19937 random(1);
@@ -207,7 +207,7 @@ TEST(BlockCache, TheKernelMayReclaimIdleBlocksOnly) {
   EXPECT_TRUE((Piece{block, kBytes, 8}.is_as_written()));
 }
 
-// In a process of its own, whose exit code it is.
+// Runs in a process of its own; the result is its exit code.
 int allocate_with_little_address_space() {
   BlockCache cache;
   void* const first = cache.allocate(400 * kMb);

@@ -48,9 +48,9 @@ struct CacheFromTheStart : ::testing::Environment {
 };
 const auto* const environment = ::testing::AddGlobalTestEnvironment(new CacheFromTheStart);
 
-constexpr int kPassed = 42;  // gtest returns 0 where no test was found, too
+constexpr int kPassed = 42;  // gtest returns 0 even where no test was found
 
-// The test of that name in a process in which nothing is cached yet.
+// Runs the test of that name in a process in which nothing is cached yet.
 int in_own_process(const std::string& test, const std::string& variables) {
   const std::string command =
       "exec env -u GTEST_OUTPUT -u GTEST_TOTAL_SHARDS -u GTEST_SHARD_INDEX " + variables + " " +
@@ -152,7 +152,7 @@ TEST(CpuCache, AChildFindsNoCallHalfDone) {
   for (int i = 0; i < 200; ++i) {
     const pid_t child = ::fork();
     if (child == 0) {
-      ::alarm(20);                                                 // ends a child that stands still
+      ::alarm(20);                                                 // ends a child that hangs
       std::memset(bytes(2 * kMb).mutable_data_ptr(), 1, 2 * kMb);  // fill_() asks for threads
       ::_exit(0);
     }

@@ -31,8 +31,8 @@ std::size_t min_bytes_of_environment() {
   return bytes == 0 ? SIZE_MAX : static_cast<std::size_t>(bytes);
 }
 
-// ATen's own, which free every temporary before they return. Not convolutions: oneDNN allocates
-// memory of its own there, and nothing says how long it holds it.
+// ATen's own, which free every temporary before they return. Not convolutions: oneDNN allocates its
+// own memory there, and nothing says how long it holds that.
 bool is_served(const Node& node) {
   static constexpr std::array<std::string_view, 5> kServed = {
       "AddmmBackward0", "MmBackward0", "BmmBackward0", "EmbeddingBackward0", "ToCopyBackward0"};
@@ -40,7 +40,7 @@ bool is_served(const Node& node) {
   return std::find(kServed.begin(), kServed.end(), name) != kServed.end();
 }
 
-// What changes a gradient's shape on its way to the parameter, but not its memory.
+// Whether the node changes a gradient's shape on its way to the parameter, but not its memory.
 bool only_views(const Node& node) {
   static constexpr std::array<std::string_view, 4> kViews = {"TBackward0", "TransposeBackward0",
                                                              "PermuteBackward0", "ViewBackward0"};
@@ -62,7 +62,7 @@ bool is_watched(Node& node) {
          !node.retains_grad_hooks().empty();
 }
 
-// The parameter whose gradient an allocation of so many bytes in this node can only be.
+// The only parameter whose gradient an allocation of this size in this node can be.
 const at::TensorImpl* parameter_of(Node& node, std::size_t bytes) {
   const torch::autograd::Edge* found = nullptr;
   for (const auto& edge : node.next_edges()) {
@@ -73,7 +73,7 @@ const at::TensorImpl* parameter_of(Node& node, std::size_t bytes) {
     if (found != nullptr) return nullptr;
     found = &edge;
   }
-  // The engine runs the hooks on the node's own gradient within the node, too.
+  // The engine also runs the hooks on the node's own gradient within the node.
   if (found == nullptr || !is_served(node) || is_watched(node) || !node.post_hooks().empty())
     return nullptr;
   Node* next = found->function.get();

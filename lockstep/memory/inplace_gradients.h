@@ -5,13 +5,13 @@
 //   loss.backward();                     // parameter.grad() may lie in the slot's memory
 //   InplaceGradients::withdraw(owner);
 //
-// Autograd makes a gradient with at::empty() and .grad takes it over, so whoever answers that one
-// allocation decides where the gradient lies. The CPU allocator sees only a number of bytes; the
-// node that the engine is evaluating gives the rest: if exactly one of its gradients has that size,
-// and leads to a parameter with an offered slot, the allocation is that gradient's.
+// Autograd makes a gradient with at::empty() and .grad takes it over, so the allocator that answers
+// that one allocation decides where the gradient lies. The CPU allocator sees only a number of
+// bytes; the node that the engine is evaluating gives the rest: if exactly one of its gradients has
+// that size, and leads to a parameter with an offered slot, the allocation is that gradient's.
 //
 // Nothing depends on the answer: a gradient created elsewhere is copied as usual, and a temporary
-// that got the slot is gone before the gradient arrives. Only nodes of which that is known are
+// that got the slot is gone before the gradient arrives. Only nodes for which that is known are
 // served, and never where somebody could hold on to a gradient (hooks, create_graph,
 // autograd::grad). A writer to a slot asks in_use() first all the same.
 //

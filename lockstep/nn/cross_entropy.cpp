@@ -102,7 +102,7 @@ void claim_backward(AutogradContext* ctx, const char* who) {
   ctx->saved_data["used"] = true;
 }
 
-// Rows so that a chunk of logits has about this many bytes, a multiple of 128.
+// A chunk of logits has about this many bytes; its rows are a multiple of 128.
 constexpr std::int64_t kChunkBytes = std::int64_t{512} << 20;
 
 std::int64_t rows_of_chunk(std::int64_t asked, const at::Tensor& hidden, std::int64_t vocabulary) {
@@ -119,7 +119,8 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     const detail::NoAutocast no_autocast;
     const CrossEntropyOptions options{ignore_index, columns};
     const TargetCount total = count_targets(targets, ignore_index, detail::sum_type(logits));
-    // An alias that autograd does not follow; for others that saved the logits, they were changed.
+    // An alias that autograd does not follow; others that saved the logits see that they have
+    // changed.
     at::Tensor gradient = detail::flat(logits.detach()).contiguous();
     const bool late = scales_late(logits);
     const at::Tensor losses = consume(gradient, targets, early_scale(total, late), options);
@@ -158,8 +159,8 @@ at::Tensor loss_alone(const at::Tensor& logits, const at::Tensor& targets,
   return sum / total.count;
 }
 
-// Rows of logits that the kernels read in vectors, and matrices that tensor cores like: a product
-// of an odd width has half of their rate.
+// Rows of logits that the kernels can read in vectors, and matrices that suit tensor cores: a
+// product of an odd width runs at half the rate.
 constexpr std::int64_t kVocabularyMultiple = 64;
 
 std::int64_t padded_vocabulary(std::int64_t vocabulary) {
@@ -167,8 +168,8 @@ std::int64_t padded_vocabulary(std::int64_t vocabulary) {
 }
 
 struct HeadCall {
-  // Matrices and a vector. The weight is in hidden's dtype and may have rows beyond the vocabulary,
-  // of zeros.
+  // Matrices and a vector. The weight has hidden's dtype and may have rows of zeros beyond the
+  // vocabulary.
   at::Tensor hidden, weight, targets;
   CrossEntropyOptions options;
   std::int64_t chunk_rows;

@@ -84,7 +84,7 @@ at::Tensor rotate_aten(const at::Tensor& x, const at::Tensor& cos, const at::Ten
       3);
 }
 
-// In memory as x is: heads side by side, as a projection gives them, or one after the other.
+// Laid out like x: heads side by side, as a projection gives them, or one after the other.
 at::Tensor empty_for(const at::Tensor& x) {
   if (x.stride(1) >= x.stride(2)) return at::empty(x.sizes(), x.options());
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);

@@ -39,7 +39,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const at::Tensor dx = grads[0].contiguous();
     at::Tensor dtokens, dpositions;
     if (ctx->needs_input_grad(1)) {
-      // Many rows may add to one token: the sums are in float.
+      // Many rows may add to one token, so the sums are in float.
       dtokens = at::embedding_dense_backward(
                     dx.to(detail::sum_type(dx)), ids, ctx->saved_data["rows"].toInt(),
                     ctx->saved_data["padding_index"].toInt(), /*scale_grad_by_freq=*/false)

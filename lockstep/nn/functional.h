@@ -29,14 +29,14 @@ struct NormedSum {
 };
 
 // `delta_bias` [columns] is the bias of the linear layer that made delta without it; optional.
-// Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional. So may
-// the residual, and then the sum is float too, while the norm has delta's dtype.
+// Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional. The
+// residual may be float too; then so is the sum, while the norm has delta's dtype.
 NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
                          const at::Tensor& delta_bias, const at::Tensor& weight,
                          const at::Tensor& bias, double eps = 1e-5);
 NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
                        const at::Tensor& delta_bias, const at::Tensor& weight, double eps = 1e-6);
-// `dtype` of the result: that of x where it is not given, or another one beside a float x.
+// `dtype` of the result: x's by default; another one is possible for a float x.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                       double eps = 1e-5, std::optional<at::ScalarType> dtype = {});
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6,
@@ -49,9 +49,9 @@ struct CrossEntropyOptions {
   std::int64_t columns = 0;  // the real vocabulary, where the last dimension is padded; 0: all
 };
 
-// The mean over the targets that are not ignored: nan where all are, as PyTorch's. With a gradient
+// The mean over the targets that are not ignored: nan where all are, as in PyTorch. With a gradient
 // to compute, the logits [..., vocabulary] are consumed: their memory then holds the gradient. So
-// backward runs once, and what else reads the logits must have read them before.
+// backward can run only once, and other readers of the logits must come first.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
                          const CrossEntropyOptions& options = {});
 
@@ -64,8 +64,8 @@ struct LinearCrossEntropyOptions {
 
 // cross_entropy(hidden weight^T): the head and the loss of a language model. At most chunk_rows
 // rows of logits exist at a time, in hidden's dtype; the gradients are computed with them in
-// forward, so backward only hands them over and runs once. On CUDA a vocabulary of any size has the
-// speed of a multiple of 64: the products have rows of zeros below the weight.
+// forward, so backward only hands them over and can run only once. On CUDA a vocabulary of any size
+// has the speed of a multiple of 64: the products have rows of zeros below the weight.
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                 const at::Tensor& targets,
                                 const LinearCrossEntropyOptions& options = {});
@@ -100,11 +100,11 @@ at::Tensor swiglu(const at::Tensor& gate_up);
 
 struct LoraOptions {
   double scaling = 1;  // lora_alpha / r
-  double dropout = 0;  // of the adapter's input; 0 in evaluation
+  double dropout = 0;  // for the adapter's input; 0 in evaluation
 };
 
 // x weight^T + bias + scaling dropout(x) a^T b^T with a [r, in] and b [out, r]: the second product
-// is added into the first. The adapter may be float where the rest is bfloat16 or float16.
+// is accumulated into the first. The adapter may be float where the rest is bfloat16 or float16.
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                        const at::Tensor& a, const at::Tensor& b, const LoraOptions& options = {});
 

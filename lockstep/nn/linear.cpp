@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;
 
-// Row-major or its transpose, with rows that begin at multiples of 16 bytes.
+// Row-major or its transpose, with rows aligned to 16 bytes.
 std::optional<kernels::cuda::GemmMatrix> gemm_matrix(const at::Tensor& m) {
   const std::int64_t unit = 16 / static_cast<std::int64_t>(m.element_size());
   const bool aligned = reinterpret_cast<std::uintptr_t>(m.const_data_ptr()) % 16 == 0;
@@ -106,7 +106,7 @@ void check_accumulated(const char* who, const at::Tensor& weight, const at::Tens
           accumulated);
 }
 
-// A weight that is stored transposed gets a gradient that is.
+// A weight that is stored transposed gets a transposed gradient.
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,
                            at::ScalarType wanted, const at::Tensor& accumulated) {
   const at::Tensor& pattern = accumulated.defined() ? accumulated : weight_used;
@@ -230,7 +230,7 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
     if (ctx->needs_input_grad(4)) dout_bias = bias_gradient(dy, type_from(ctx, "out_bias_type"));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2)) {
       at::Tensor dbefore = at::empty_like(before);
-      // With few rows the library's kernel for it is slower than two.
+      // With few rows the library's fused kernel is slower than two kernels.
       constexpr std::int64_t kMinRows = 4096;
       if (dy.size(0) < kMinRows ||
           !try_gemm(dy, out, dbefore, {.epilogue = Epilogue::kDGelu, .aux = before}))
@@ -251,15 +251,15 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
 
 // Which elements of an adapter's input stay, and what they are multiplied by.
 struct Dropout {
-  // Undefined: all, as they are. Of bytes: a bit for each element (the kernels'); of booleans: one
-  // for each (ATen's).
+  // Undefined: all elements stay unscaled. Bytes: a bit for each element (the kernels'); booleans:
+  // one for each element (ATen's).
   at::Tensor mask{};
   double scale = 1;
 
   bool bits() const { return mask.defined() && mask.scalar_type() == at::kByte; }
 };
 
-// (narrow low), dropped out.
+// (narrow low), with dropout applied.
 at::Tensor dropped_product(const at::Tensor& narrow, const at::Tensor& low,
                            const Dropout& dropout) {
   if (!dropout.mask.defined()) return at::mm(narrow, low);
@@ -284,7 +284,7 @@ at::Tensor dropped_product(const at::Tensor& narrow, const at::Tensor& low,
   return to;
 }
 
-// The transpose of `narrow` times x, which is dropped out; in sum_type().
+// The transpose of `narrow` times x with dropout applied; in sum_type().
 at::Tensor dropped_gradient(const at::Tensor& narrow, const at::Tensor& x, const Dropout& dropout) {
   const auto rank = static_cast<int>(narrow.size(1));
   const at::Tensor to =
@@ -321,7 +321,7 @@ struct NarrowInput {
   at::Tensor mask;    // as in Dropout
 };
 
-// Where the kernels apply x is read once, and neither a dropped copy nor a whole mask is written.
+// Where the kernels apply, x is read once, and neither a dropped copy nor a full mask is written.
 NarrowInput drop_and_narrow(const at::Tensor& x, const at::Tensor& low, double probability) {
   if (probability == 0) return {at::mm(x, low.t()), {}};
   const auto rank = static_cast<int>(low.size(0));
@@ -351,8 +351,8 @@ NarrowInput drop_and_narrow(const at::Tensor& x, const at::Tensor& low, double p
   return out;
 }
 
-// The narrow product is written first and the wide one adds to it: a wide one reads what it adds to
-// while it computes, where a narrow one would wait for memory.
+// The narrow product is written first and the wide one adds to it: a wide product reads what it
+// adds to while it computes, whereas a narrow one would wait for memory.
 class LoraFunction : public torch::autograd::Function<LoraFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,

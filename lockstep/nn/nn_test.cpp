@@ -23,7 +23,7 @@ using Tensors = std::vector<at::Tensor>;
 using Op = std::function<Tensors(const Tensors&)>;
 
 // Units of rounding: operations round their results once or twice, and sums of a few hundred terms
-// add little to that, because they are in float. The kernels' exponential has 22 bits.
+// add little to that because they are in float. The kernels' exponential has 22 bits.
 double tolerance(at::ScalarType type) {
   switch (type) {
     case at::kBFloat16:
@@ -72,7 +72,7 @@ Outcome run(const Op& op, const Tensors& inputs, const std::vector<bool>& wanted
   return result;
 }
 
-// `plain` in double on the same values.
+// Compares with `plain` in double on the same values.
 void expect_same(const Op& ours, const Op& plain, const Tensors& inputs,
                  const std::vector<bool>& wanted, double tolerance, const std::string& what) {
   Tensors wide;
@@ -90,7 +90,7 @@ void expect_same(const Op& ours, const Op& plain, const Tensors& inputs,
   }
 }
 
-// All inputs wanted, none, each alone, and under no_grad.
+// With gradients for all inputs, for none, for each alone, and under no_grad.
 void check(const Op& ours, const Op& plain, const Tensors& inputs, double tolerance,
            const std::string& what) {
   std::vector<bool> wanted;
@@ -175,7 +175,7 @@ TEST(Norm, LayerNormAndRmsNormWithAndWithoutResidual) {
   }
 }
 
-// A residual in float beside 16 bits: the sum keeps what these would round away.
+// A float residual beside 16 bits: the sum keeps what 16 bits would round away.
 TEST(Norm, FloatResidualBesideSixteenBits) {
   torch::manual_seed(14);
   for (const auto type : {at::kBFloat16, at::kHalf}) {
@@ -236,7 +236,7 @@ at::Tensor plain_loss(const at::Tensor& logits, const at::Tensor& targets, std::
       torch::nn::functional::CrossEntropyFuncOptions().ignore_index(ignore));
 }
 
-// Logits are consumed, so they are computed and not a leaf.
+// Logits are consumed, so they are computed rather than a leaf.
 TEST(CrossEntropy, EqualsAtenInEveryTypeWithPaddingAndIgnoredTargets) {
   torch::manual_seed(3);
   for (const auto type : kTypes) {
@@ -498,7 +498,7 @@ class Kernels : public testing::Test {
     torch::manual_seed(13);
   }
 
-  // As check(), and the kernels were used.
+  // Like check(), and the kernels were used.
   void check_kernels(const Op& ours, const Op& plain, const Tensors& inputs, double tolerance,
                      const std::string& what) {
     const auto before = nn::detail::OnCuda::kernels_started();
@@ -613,8 +613,8 @@ TEST_F(Kernels, AdaptersWithDropout) {
   }
 }
 
-// Six standard deviations of a fair draw: of all, of rows, of columns, of neighbours that both
-// stay, and of two seeds.
+// Six standard deviations of a fair draw: over all elements, rows, columns, neighbours that both
+// stay, and two seeds.
 TEST_F(Kernels, DropoutOfAnAdapterIsRandom) {
   constexpr double kKeep = 0.9;
   const std::int64_t rows = 2048, in = 1024;

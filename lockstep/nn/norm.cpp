@@ -15,13 +15,13 @@ struct NormInput {
   at::Tensor residual, delta, delta_bias, weight, bias;
   double eps;
   bool rms;
-  at::ScalarType dtype;  // of delta and of the norm: the residual's, or another beside float
+  at::ScalarType dtype;  // delta's and the norm's: the residual's, or another beside float
 };
 struct NormOutput {
   at::Tensor x, normed, mean, rstd;  // mean and rstd [rows, 1]
 };
 
-// The kernels take parameters of one type: float or that of the norm.
+// The kernels take parameters of one type: float or the norm's.
 bool has_one_weight_type(const NormInput& in) {
   const auto type = in.weight.scalar_type();
   const auto same = [type](const at::Tensor& t) { return !t.defined() || t.scalar_type() == type; };
@@ -88,7 +88,7 @@ struct NormGrads {
   at::Tensor dweight, dbias, ddelta_bias;  // in float
 };
 
-// `dnormed` is defined, `dsum` may not be.
+// `dnormed` is defined, `dsum` may be undefined.
 NormGrads norm_backward_aten(const at::Tensor& dsum, const at::Tensor& dnormed,
                              const NormOutput& saved, const at::Tensor& weight) {
   const auto type = detail::sum_type(saved.x);

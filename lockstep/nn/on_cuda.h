@@ -23,9 +23,9 @@ using kernels::cuda::Type;
 
 class OnCuda {
  public:
-  // Null where the kernels do not apply: another device than CUDA, another type than float,
-  // bfloat16 and float16, an empty tensor, one that is not contiguous or not aligned to 16 bytes,
-  // or no kernels in this process. Undefined tensors are skipped. Makes the device current.
+  // Null where the kernels do not apply: a device other than CUDA, a type other than float,
+  // bfloat16 and float16, a tensor that is empty, not contiguous or not aligned to 16 bytes, or no
+  // kernels in this process. Undefined tensors are skipped. Makes the device current.
   static std::unique_ptr<const OnCuda> with(std::initializer_list<at::Tensor> tensors);
 
   const kernels::cuda::Table& table() const { return *table_; }
@@ -45,13 +45,13 @@ class OnCuda {
   void* stream_;
 };
 
-Type type_of(const at::Tensor& tensor);  // of one that with() has taken
+Type type_of(const at::Tensor& tensor);  // for one that with() has accepted
 
 // Null for an undefined tensor.
 const void* data(const at::Tensor& tensor);
 void* mutable_data(const at::Tensor& tensor);
 
-// What sums are computed in: double for double, otherwise float.
+// The type that sums are computed in: double for double, otherwise float.
 at::ScalarType sum_type(const at::Tensor& tensor);
 
 // Inside an operation tensors keep their dtype.
@@ -59,7 +59,7 @@ struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// torch::autograd::Function takes no undefined tensors: a placeholder goes in for one, and comes
+// torch::autograd::Function takes no undefined tensors: a placeholder goes in instead, and comes
 // out as undefined again.
 at::Tensor or_none(const at::Tensor& tensor);
 at::Tensor from_none(const at::Tensor& tensor);

@@ -1,5 +1,5 @@
-// Matrix products with what ATen's do not have: sums in float that are added to what is there, and
-// GELU inside the product. Private to lockstep/nn.
+// Matrix products with features that ATen's lack: accumulation in float into an existing tensor,
+// and GELU inside the product. Private to lockstep/nn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& we
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,
                            at::ScalarType wanted, const at::Tensor& accumulated);
 
-// Throws UsageError unless `accumulated` is undefined or a float tensor as the weight.
+// Throws UsageError unless `accumulated` is undefined or a float tensor shaped like the weight.
 void check_accumulated(const char* who, const at::Tensor& weight, const at::Tensor& accumulated);
 
 }  // namespace lockstep::nn::detail

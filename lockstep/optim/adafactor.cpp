@@ -43,7 +43,7 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
   void update_one(const StepItem& item) const {
     const at::Tensor grad = item.grad.to(item.state[0].scalar_type());
     const at::Tensor param = item.param.to(item.state[0].scalar_type());
-    // On the device, where the count is: the host does not wait for it.
+    // Computed on the device, where the count is: the host does not wait for it.
     const at::Tensor steps = item.step.to(at::kDouble);
     const at::Tensor fresh = steps.pow(options.decay_rate);  // share of this step's squares
     at::Tensor change = normalized(item, grad, fresh);

@@ -1,10 +1,10 @@
-// Adafactor (Shazeer and Stern, 2018) as transformers.Adafactor has it: of the second moments only
-// the means over rows and over columns are stored, so the state of a matrix is nearly nothing.
+// Adafactor (Shazeer and Stern, 2018) as transformers.Adafactor has it: only the means of the
+// second moments over rows and over columns are stored, so a matrix has almost no state.
 //
 //   lockstep::optim::Adafactor optimizer{model.parameters(), {.lr = 1e-3}};
 //
-// As Hugging Face's Trainer uses it, with a learning rate of its own: relative steps and scaling by
-// the parameter are off unless asked for. Half types are computed in float.
+// As in Hugging Face's Trainer, with an explicit learning rate: relative steps and scaling by the
+// parameter are off unless asked for. Half types are computed in float.
 #pragma once
 
 #include <limits>
@@ -19,10 +19,10 @@ namespace lockstep::optim {
 struct AdafactorOptions {
   static constexpr std::string_view kName = "Adafactor";
   double lr = 1e-3;                            // without effect where relative_step is on
-  std::pair<double, double> eps{1e-30, 1e-3};  // of squared gradients; of the parameter's scale
-  double clip_threshold = 1;                   // of the root mean square of an update
+  std::pair<double, double> eps{1e-30, 1e-3};  // for squared gradients; for the parameter's scale
+  double clip_threshold = 1;                   // for the root mean square of an update
   double decay_rate = -0.8;                    // second moments: 1 - step^decay_rate
-  double beta1 = 0;                            // above zero: a first moment, too
+  double beta1 = 0;                            // above zero: also a first moment
   double weight_decay = 0;
   bool scale_parameter = false;
   bool relative_step = false;
@@ -41,7 +41,7 @@ struct AdafactorOptions {
     option("relative_step", relative_step);
     option("warmup_init", warmup_init);
   }
-  void check() const;  // what ranges cannot say
+  void check() const;  // what ranges cannot express
 };
 
 std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options);

@@ -187,7 +187,7 @@ void AdamWPass::update_with_aten(const at::Tensor& skip) {
 
 // ---------------------------------------------------------------- with kernels
 
-// With its arrays on the host.
+// Makes the tables, with their arrays on the host.
 AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) const {
   std::vector<cuda::AdamTensor> tensors;
   std::vector<cuda::AdamChunk> chunks;
@@ -214,8 +214,8 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
       .made_for = std::move(made_for)};
 }
 
-// Whoever loads a model may give a parameter other memory (set_data), and backward gives gradients
-// other memory; the step works on what is there now.
+// Loading a model may give a parameter other memory (set_data), and backward gives gradients other
+// memory; the step works on the current addresses.
 std::vector<const void*> AdamWPass::addresses() const {
   std::vector<const void*> all;
   for (const auto& item : items_) {

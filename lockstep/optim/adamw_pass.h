@@ -7,7 +7,7 @@
 //   const double norm = pass.norm().item<double>();
 //
 // step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing.
-// Whoever decides that otherwise (ranks that agree) calls the two.
+// A caller that decides this differently (ranks that agree) calls the two itself.
 //
 // On CUDA, everything that changes from step to step (learning rate, loss scale, bound, step
 // number) is on the device, so a captured CUDA graph may hold step(): set_options() and
@@ -46,23 +46,23 @@ class AdamWPass {
   void set_options(std::size_t group, const AdamWOptions& options);
   void set_max_norm(double max_norm);  // 0: no clipping
 
-  // Before a capture that holds a step: memory for what its replays read. What is allocated
-  // during the capture is the graph's, which may use it for something else before.
+  // Call it before a capture that holds a step: allocates memory for what its replays read. What is
+  // allocated during the capture belongs to the graph, which may use it for something else first.
   void prepare_capture();
 
-  // `grad_scale`, one float on the device: gradients are divided by it.
+  // `grad_scale` is one float on the device: gradients are divided by it.
   void step(const at::Tensor& grad_scale = {});
   void measure(const at::Tensor& grad_scale = {});
-  // `skip`, one float on the device: not 0 leaves the step out.
+  // `skip` is one float on the device: the step is skipped where it is not 0.
   void update(const at::Tensor& skip = {});
 
-  // Of the last measure(), one float each on the device: the norm before clipping, and 1 when it
-  // was not finite.
+  // Norm of the last measure(), before clipping, and 1 where it was not finite; one float each on
+  // the device.
   const at::Tensor& norm() const { return norm_; }
   const at::Tensor& found_inf() const { return found_inf_; }
 
  private:
-  // What the kernels read of the tensors, and the addresses it was made for.
+  // What the kernels read about the tensors, and the addresses it was made for.
   struct Tables {
     at::Tensor tensors, chunks, partials, factors;
     std::vector<const void*> made_for;
@@ -78,12 +78,12 @@ class AdamWPass {
   std::vector<AdamWItem> items_;
   std::vector<AdamWOptions> groups_;
   at::Tensor group_values_;  // [groups, 5]
-  double bound_ = 0;         // of the norm
+  double bound_ = 0;         // upper bound of the norm
   at::Tensor max_norm_, norm_, found_inf_, clip_;
   Tables tables_;
-  std::list<Tables> captured_;  // of graphs, which read them in replays
-  Tables spare_;                // for the next of them
-  Tables* measured_ = nullptr;  // by the last measure()
+  std::list<Tables> captured_;  // read by the replays of graphs
+  Tables spare_;                // for the next captured graph
+  Tables* measured_ = nullptr;  // set by the last measure()
 };
 
 }  // namespace lockstep::optim

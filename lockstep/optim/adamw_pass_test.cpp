@@ -17,8 +17,8 @@ at::TensorOptions on_device() {
   return at::TensorOptions(nn::test_device()).dtype(at::kFloat);
 }
 
-// Sizes around the kernels' vectors and chunks; the fourth begins at an address that is no multiple
-// of 16 bytes.
+// Sizes around the kernels' vectors and chunks; the fourth begins at an address that is not a
+// multiple of 16 bytes.
 std::vector<AdamWItem> some_items() {
   torch::manual_seed(3);
   std::vector<AdamWItem> items;
@@ -77,8 +77,8 @@ TEST(AdamWPass, FollowsTheRuleWithClippingAndUnscaling) {
           const auto denominator = (r.v / (1 - std::pow(o.betas.second, step))).sqrt() + o.eps;
           r.param = r.param * (1 - rate * o.weight_decay) -
                     rate * (r.m / (1 - std::pow(o.betas.first, step))) / denominator;
-          // Two roundings of the parameter a step, and an update of at most lr that is right to
-          // 1e-5 where eps does not decide it.
+          // Two roundings of the parameter per step, and an update of at most lr that is accurate
+          // to 1e-5 where eps does not decide it.
           const auto bound = 2 * step * 0x1p-24 * r.param.abs() + step * 1e-4 * rate;
           const auto error = (items[i].param.to(at::kDouble) - r.param).abs();
           EXPECT_TRUE((error <= bound).all().item<bool>()) << "size " << items[i].param.numel();
@@ -108,7 +108,7 @@ TEST(AdamWPass, AStepThatIsNotFiniteChangesNothing) {
   EXPECT_EQ(items[0].step.item<double>(), 2);
 }
 
-// As with PyTorch's clip_grad_norm_: the factor is not a number, and nothing hides that.
+// As with PyTorch's clip_grad_norm_, the factor is then not a number, and nothing hides that.
 TEST(AdamWPass, ANormThatIsNotANumberReachesEveryParameterOfAStepThatIsTaken) {
   const auto items = some_items();
   AdamWPass pass{items, {{}, {}}};

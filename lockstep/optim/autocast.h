@@ -1,4 +1,4 @@
-// Autocast: runs what may lose precision in fp16 or bf16, while this guard lives.
+// Autocast: while this guard lives, operations that may lose precision run in fp16 or bf16.
 //
 //   {
 //     const lockstep::optim::Autocast autocast{world.device(), at::kBFloat16};
@@ -8,7 +8,7 @@
 //
 // Converted weights are cached so that a weight used twice is converted once.
 // The cache must go when the outermost guard ends, otherwise the next step computes with the
-// weights of this one; the guard does that, also when an exception leaves the block.
+// weights of this one; the guard does that, even when an exception leaves the block.
 //
 // Guards nest; one with kFloat inside switches autocasting off for a part that needs precision.
 // Thread-local, as torch's own: make and destroy it on the thread that computes.

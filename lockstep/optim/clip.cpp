@@ -16,7 +16,7 @@
 namespace lockstep::optim {
 namespace {
 
-// Gradients of one device and dtype, which the foreach kernels take together. In the order in which
+// Gradients of one device and dtype, which the foreach kernels take together, in the order in which
 // the first of each appears: the norm is a sum, and its bits depend on the order.
 using Groups = std::vector<std::vector<at::Tensor>>;
 
@@ -109,7 +109,7 @@ at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char*
   for (const auto& group : groups)
     for (const auto& norm : at::_foreach_norm(group, options.norm_type))
       norms.push_back(to_device(norm, first));
-  // Mixed dtypes: as torch.stack does, into the widest of them.
+  // Mixed dtypes are stacked as the widest of them, as torch.stack does.
   at::ScalarType widest = norms[0].scalar_type();
   for (const auto& norm : norms) widest = c10::promoteTypes(widest, norm.scalar_type());
   for (auto& norm : norms) norm = norm.to(widest);
@@ -138,14 +138,14 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   if (options.by_blocks) {
     const at::Tensor norm = norm_by_blocks(gradients, options, kWho);
     const double factor = max_norm / (norm.item<double>() + 1e-6);
-    if (factor >= 1) return norm;  // a norm that is not a number makes gradients that are none
+    if (factor >= 1) return norm;  // a NaN norm makes NaN gradients
     for (const at::Tensor& grad : gradients) grad.mul_(factor);
     return norm;
   }
   const Groups groups = groups_of(gradients);
   const at::Tensor total = norm_of(groups, options, kWho);
   if (groups.empty()) return total;
-  // Multiplied also where it is 1: asking whether it is would wait for the device.
+  // Multiplied even where it is 1: asking would wait for the device.
   const at::Tensor coefficient = at::clamp_max(max_norm / (total + 1e-6), 1.0);
   for (const auto& group : groups)
     at::_foreach_mul_(group, to_device(coefficient, group[0].device()));

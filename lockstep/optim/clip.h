@@ -34,7 +34,7 @@ struct ClipOptions {
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_norm,
                            const ClipOptions& options = {});
 
-// The norm alone.
+// Only the norm.
 at::Tensor grad_norm(const std::vector<at::Tensor>& params, const ClipOptions& options = {});
 
 // Bounds every element of every gradient to [-clip_value, clip_value].

@@ -12,7 +12,7 @@
 namespace lockstep::optim::detail {
 namespace {
 
-// Elements that are never shared out: 4 KiB of floats.
+// Elements that are never split over threads: 4 KiB of floats.
 constexpr std::int64_t kUnit = 1024;
 
 template <typename T>
@@ -67,7 +67,7 @@ void step_typed(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
 }  // namespace
 
 // at::parallel_for is compiled into its caller and forks threads only where that is compiled and
-// linked with OpenMP, with a library that must then be LibTorch's own. An iterator over so many
+// linked with OpenMP, with a library that must then be LibTorch's own. An iterator over that many
 // bytes, which nobody touches, forks inside LibTorch.
 void share_out(std::int64_t count, std::int64_t unit, Part body) {
   const std::int64_t fewest = std::max<std::int64_t>(at::internal::GRAIN_SIZE / unit, 1);

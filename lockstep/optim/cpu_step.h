@@ -29,7 +29,7 @@ inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-inline constexpr std::size_t kMaxStates = 4;  // of a rule with kernels
+inline constexpr std::size_t kMaxStates = 4;  // for a rule with kernels
 
 template <typename T>
 kernels::SpanKernel<T> kernel_of(const SpanKernels& kernels) {
@@ -56,8 +56,8 @@ struct Memory {
   std::array<T*, kMaxStates> state{};
 };
 
-// Calls body(begin, end) for parts of [0, count) on ATen's threads, and waits for them. One of them
-// stands for `unit` elements of a tensor; what is too little for a second thread has one.
+// Calls body(begin, end) for parts of [0, count) on ATen's threads, and waits for them. Each index
+// stands for `unit` elements of a tensor; too little work for a second thread runs on one.
 using Part = c10::function_ref<void(std::int64_t begin, std::int64_t end)>;
 void share_out(std::int64_t count, std::int64_t unit, Part body);
 

@@ -93,7 +93,7 @@ void set_deterministic(bool on, bool warn_only) {
   if (on) ::setenv(kWorkspace, ":4096:8", /*overwrite=*/0);
   at::globalContext().setDeterministicAlgorithms(on, warn_only);
   at::globalContext().setDeterministicCuDNN(on);
-  // Measuring which convolution is fastest may choose another one in the next run.
+  // Measuring which convolution is fastest may choose a different one in the next run.
   if (on) at::globalContext().setBenchmarkCuDNN(false);
 }
 

@@ -8,7 +8,7 @@
 // the same on every rank, so they use the seed as it is, however many ranks there are; dropout and
 // augmentation must differ, or ranks would learn the same noise, so they use seed + rank.
 //
-// Generators and switches are the process's: call these while no other thread computes.
+// Generators and switches belong to the process: call these while no other thread computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,14 +23,14 @@ namespace lockstep::optim {
 // Seeds the generators of the CPU and of every CUDA device with seed + rank.
 void seed_everything(std::uint64_t seed, int rank = 0);
 
-// By device: "cpu", "cuda:0", ... What a checkpoint keeps per rank.
+// By device: "cpu", "cuda:0", ... A checkpoint has one per rank.
 using RngState = std::map<std::string, at::Tensor>;
 RngState rng_state();
 // Devices that are not there are passed over (a checkpoint may come from a larger machine); a state
 // that is not one throws UsageError.
 void set_rng_state(const RngState& state);
 
-// While it lives, the generators are seeded with `seed`; then they continue where they were.
+// While it lives, the generators are seeded with `seed`; afterwards they continue where they were.
 class WithSeed {
  public:
   explicit WithSeed(std::uint64_t seed);

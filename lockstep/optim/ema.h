@@ -1,4 +1,4 @@
-// Ema: a moving average of the weights, which often evaluates better than the last weights do.
+// Ema: a moving average of the weights, which often evaluates better than the last weights.
 //
 //   lockstep::optim::Ema ema{*net, {.decay = 0.999}};
 //   optimizer.step();
@@ -24,8 +24,8 @@
 
 namespace lockstep::optim {
 
-// What becomes of buffers (BatchNorm's statistics): they are taken as they are, averaged like the
-// weights, or skipped, so that a swap does not touch them.
+// What happens to buffers (BatchNorm's statistics): they are copied as they are, averaged like the
+// weights, or left alone, so that a swap does not touch them.
 enum class EmaBuffers { kCopy, kAverage, kLeave };
 
 struct EmaOptions {

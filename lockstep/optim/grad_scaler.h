@@ -12,7 +12,7 @@
 // has the same scale. (An optimizer of torch::optim, which cannot read it there, costs one host
 // sync per step.)
 //
-// bf16 has the range of float32 and needs no scaler. One scaler per run, also with several
+// bf16 has the range of float32 and needs no scaler. One scaler per run, even with several
 // optimizers; update() once per step, after all of them. unscale_ and step communicate: call them
 // on all ranks identically. One thread at a time.
 #pragma once
@@ -34,7 +34,7 @@ struct GradScalerOptions {
   double growth_factor = 2;
   double backoff_factor = 0.5;
   std::int64_t growth_interval = 2000;
-  bool enabled = true;  // off: every call does nothing but step()
+  bool enabled = true;  // off: only step() does anything
 };
 
 // PyTorch's state_dict, with its names (there the last one is _growth_tracker).
@@ -56,7 +56,7 @@ class GradScaler {
   // Divides the gradients of the optimizer's parameters by the scale, once between two updates.
   void unscale_(torch::optim::Optimizer& optimizer);
   void unscale_(const void* optimizer, const std::vector<at::Tensor>& params);
-  // Steps unless a gradient is not finite; unscales first where that was not done.
+  // Steps unless a gradient is not finite; unscales first unless that was already done.
   void step(torch::optim::Optimizer& optimizer);
   // After all steps: halves the scale when one was skipped, doubles it after growth_interval
   // updates in a row without one. A new scale may be given instead.
@@ -67,7 +67,7 @@ class GradScaler {
   at::Tensor found_inf(const void* optimizer) const;
 
   // For an optimizer that divides by the scale and finds non-finite gradients in its own step
-  // (ShardedOptimizer): says what it found. Counts as unscale_ and step of `optimizer`.
+  // (ShardedOptimizer): records what it found. Counts as unscale_ and step of `optimizer`.
   void record_step(const void* optimizer, bool skipped);
 
   bool enabled() const { return options_.enabled; }

@@ -20,8 +20,7 @@
 
 namespace lockstep::optim {
 
-// Runs `on_gradient` after a gradient was accumulated. `is_local` is called by the thread that
-// trains.
+// Runs `on_gradient` after a gradient was accumulated. `is_local` is called by the training thread.
 class GradientHook final : public torch::autograd::utils::LambdaPostHook {
  public:
   using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& outputs,

@@ -55,7 +55,7 @@ class MuonRule final : public RuleOf<MuonOptions> {
     return std::sqrt(std::max(1.0, rows / columns));
   }
 
-  // All singular values near one. The polynomial is steep at zero, so that small ones grow fast.
+  // Brings all singular values near one. The polynomial is steep at zero, so small ones grow fast.
   at::Tensor orthogonal(const at::Tensor& matrix) const {
     const auto [a, b, c] = options.ns_coefficients;
     const bool tall = matrix.size(0) > matrix.size(1);
@@ -116,7 +116,7 @@ std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonO
   ParamGroup matrices{{}, muon};
   std::vector<ParamGroup> groups;
   AdamWOptions marked = adamw;
-  marked.weight_decay = 1;  // says which group has norms and biases
+  marked.weight_decay = 1;  // marks the group that has norms and biases
   for (ParamGroup group : decay_groups(module, marked)) {
     auto& options = group.options.as<AdamWOptions>();
     const bool decays = options.weight_decay != 0;

@@ -1,11 +1,11 @@
 // Muon for the matrices of hidden layers (Jordan, 2024): momentum, made orthogonal by a few
-// Newton-Schulz iterations in bfloat16, as torch.optim.Muon does it operation by operation.
+// Newton-Schulz iterations in bfloat16, operation by operation as torch.optim.Muon.
 //
 // Biases, norms, embeddings and the head are not for it. muon_groups() makes the groups of a model:
 //
 //   ReplicatedOptimizer optimizer{model, muon_groups(*net, {.lr = 3e-4}, {.lr = 3e-4})};
 //
-// Sharded, every matrix is stepped whole by one rank, about equally much work on each.
+// When sharded, every matrix is stepped whole by one rank, with about equal work on each rank.
 #pragma once
 
 #include <torch/nn/module.h>

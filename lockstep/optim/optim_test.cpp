@@ -1,4 +1,4 @@
-// The optimizers alone. That their bits are Python's is checked in tests/parity.
+// The optimizers by themselves. tests/parity checks that their bits are Python's.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -213,7 +213,7 @@ TEST(Optimizers, AGraphRetainedAcrossAStepIsRefused) {
   }
 }
 
-// Gradients that are not written out in memory: all zeros, or with a sign still to be turned.
+// Gradients that are not materialised in memory: all zeros, or with a pending negation.
 TEST(Optimizers, GradientsNeedNotBeWrittenOut) {
   auto p = leaf(torch::ones({4})), q = leaf(torch::ones({4}));
   p.mutable_grad() = at::_efficientzerotensor({4}, at::kFloat);
@@ -318,8 +318,8 @@ TEST(Optimizers, StepTiedWeightsOnce) {
   EXPECT_TRUE(same_bits(p, q));
 }
 
-// LibTorch's kernels walk memory without looking at strides: a gradient in another order must not
-// be applied to the wrong elements.
+// LibTorch's kernels walk memory without looking at strides: a gradient with another layout must
+// not be applied to the wrong elements.
 TEST(Optimizers, GradientMayHaveOtherStrides) {
   auto p = leaf(torch::zeros({2, 3}));
   const auto grad = torch::arange(6, torch::kFloat).view({3, 2}).t();
@@ -375,7 +375,7 @@ TEST(Optimizers, RatesAreSetByGroup) {
               HasSubstr("there is no group 7"));
 }
 
-// LibTorch's StepLR counts differently from Python's, so the expectation is what it does to a stock
+// LibTorch's StepLR counts differently from Python's, so the test expects what it does to a stock
 // optimizer.
 TEST(Optimizers, WorkWithStockSchedulers) {
   auto p = leaf(torch::ones({2})), q = leaf(torch::ones({2}));
@@ -540,7 +540,7 @@ TEST(Adam, AddsDecayToTheGradient) {
               HasSubstr("[Adam] option eps cannot be -1"));
 }
 
-// Stops after some steps, continues in a fresh optimizer over copies, with the state by name.
+// Stops after some steps and continues in a fresh optimizer over copies, with the state by name.
 template <typename Optimizer, typename Options>
 void check_state_dict(const Options& options) {
   torch::manual_seed(5);

@@ -219,7 +219,7 @@ std::string ReplicatedOptimizer::unavailable_for_capture(const StepOptions&) {
 
 StepResult ReplicatedOptimizer::step_in_one_pass(const StepOptions& options, GradScaler* scaler) {
   refuse_local_gradients(params_, kOptimizer);
-  // What a graph would write in every replay is written before it.
+  // What a graph would write in every replay is written before it is captured.
   if (!kernels::cuda::capturing()) publish_options(options);
   if (scaler != nullptr) scaler->unscale_(this, params_);
   pass_->measure();

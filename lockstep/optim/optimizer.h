@@ -1,4 +1,5 @@
-// Optimizer: what a training loop asks of an optimizer, whether its state is replicated or sharded.
+// Optimizer: what a training loop needs from an optimizer, whether its state is replicated or
+// sharded.
 //
 //   ReplicatedOptimizer optimizer{model, AdamWOptions{.lr = 3e-4}};   // or ShardedOptimizer
 //   loss.backward();
@@ -47,13 +48,13 @@ struct ParamGroup {
 
 struct StepOptions {
   double max_grad_norm = 0;      // above zero: clip to this norm over all parameters
-  bool want_grad_norm = false;   // compute the norm also where nothing is clipped
+  bool want_grad_norm = false;   // compute the norm even where nothing is clipped
   GradScaler* scaler = nullptr;  // the loss was scaled by it; step() also calls its update()
   bool skip_non_finite = false;  // skip, on all ranks, a step with an inf or nan gradient
 };
 
 // Tensors of one element, on the CPU or on the parameters' device, undefined where the options do
-// not ask for them. The functions read them, which waits for the device.
+// not ask for them. The member functions read them, which waits for the device.
 struct StepResult {
   at::Tensor grad_norm;  // before clipping
   at::Tensor skipped;    // 1 or 0
@@ -76,13 +77,13 @@ class Optimizer {
   virtual StepResult step(const StepOptions& options = {}) = 0;
   virtual void zero_grad() = 0;
 
-  // The rule of a group with its options, to read or to change between steps; the same on every
+  // The rule of a group with its options, to read or to change between steps, identically on every
   // rank: optimizer.options().as<AdamWOptions>().weight_decay = 0.
   std::size_t groups() const { return groups_.size(); }
   Rule& options(std::size_t group = 0);
   double lr(std::size_t group = 0) const;
-  void set_lr(double lr);                     // of all groups
-  void set_lr(std::size_t group, double lr);  // of one
+  void set_lr(double lr);                     // for all groups
+  void set_lr(std::size_t group, double lr);  // for one group
 
   // Everything but the parameters. load_state_dict copies; a missing, unknown or misshapen tensor
   // is a UsageError with its name, before anything is changed.
@@ -94,7 +95,7 @@ class Optimizer {
   virtual void sync_from_model() {}
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
-  // empty where it can; and what replays read of the options, written to the device.
+  // empty where it can; and writes the options that replays read to the device.
   virtual std::string unavailable_for_capture(const StepOptions&) {
     return "this optimizer cannot be captured";
   }
@@ -116,7 +117,7 @@ void check(const StepOptions& options);
 // PyTorch's fused optimizers.
 class ReplicatedOptimizer final : public Optimizer {
  public:
-  // A DistributedDataParallel model; without groups all trainable parameters are one.
+  // For a DistributedDataParallel model; without groups all trainable parameters form one.
   template <typename Model>
     requires requires(Model& model) { *model.module(), model.world(); }
   ReplicatedOptimizer(Model& model, Rule options)
@@ -127,7 +128,7 @@ class ReplicatedOptimizer final : public Optimizer {
   ReplicatedOptimizer(Model& model, std::vector<ParamGroup> groups)
       : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(groups),
                             model.world()) {}
-  // Parameters with their names, in the model's order. `world` agrees on steps that are skipped.
+  // Parameters with their names, in the model's order. The ranks of `world` agree on skipped steps.
   ReplicatedOptimizer(NamedParameters names, Rule options, World world = {});
   ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
   ~ReplicatedOptimizer() override;

@@ -22,7 +22,7 @@ struct Range {
   bool contains(double value) const { return value >= least && value < below; }
 };
 
-// Flags and counts are passed as doubles, too.
+// Flags and counts are passed as doubles too.
 struct Option {
   enum class Kind { kReal, kCount, kFlag };
   std::string_view name;

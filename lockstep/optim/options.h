@@ -1,4 +1,4 @@
-// What AdamW, Adam and SGD are made with, as plain values with PyTorch's names and defaults.
+// The options of AdamW, Adam and SGD, as plain values with PyTorch's names and defaults.
 //
 //   AdamWOptions options{.lr = 3e-4, .weight_decay = 0.1};
 //   AdamW optimizer{model.parameters(), options};   // UsageError names an option out of range
@@ -64,7 +64,7 @@ struct SGDOptions {
     option("weight_decay", weight_decay);
     option("nesterov", nesterov);
   }
-  void check() const;  // what ranges cannot say
+  void check() const;  // what ranges cannot express
 };
 
 std::unique_ptr<UpdateRule> make_rule(const AdamWOptions& options);

@@ -1,5 +1,5 @@
-// Loss scaling, autocasting, clipping, averages, seeds and the replicated optimizer. That numbers
-// are PyTorch's is checked in tests/optim.
+// Loss scaling, autocasting, clipping, averages, seeds and the replicated optimizer. tests/optim
+// checks that the numbers are PyTorch's.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -182,7 +182,7 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
   EXPECT_NEAR(clip_grad_norm_({a, wide}, 1.0).item<double>(), std::sqrt(50.0), 1e-6);
 }
 
-// The definition: square sums of 4096 elements each, in double, one after the other.
+// The definition: sums of squares over blocks of 4096 elements, in double, added in order.
 TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
   torch::manual_seed(4);
   auto a = trained(at::zeros({3, 5000})), b = trained(at::zeros({7}, at::kDouble));
@@ -547,7 +547,7 @@ TEST(ReplicatedOptimizer, MixesKindsOfOptions) {
               HasSubstr("the state holds 'c.step'"));
 }
 
-// Without a copy the tensors are the optimizer's own: what a save copies beside the next backward.
+// Without a copy the tensors are the optimizer's own, which a save copies during the next backward.
 TEST(ReplicatedOptimizer, StateIsACopyUnlessAskedOtherwise) {
   auto p = trained(at::ones({2}));
   ReplicatedOptimizer optimizer{NamedParameters{{"p", p}}, AdamWOptions{.lr = 0.5}};

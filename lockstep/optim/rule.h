@@ -1,9 +1,10 @@
 // UpdateRule: how a step changes one parameter. AdamW is a rule, and so are SGD, Lion and Muon.
 //
-// A rule knows nothing of ranks, groups, clipping, loss scales, schedules, files or graphs. It says
-// which state it has for a parameter and whether a parameter may be cut, and it has one function;
-// the rest follows for every rule: OptimizerOf (rule_optimizer.h) steps it in a loop of your own,
-// ReplicatedOptimizer and ShardedOptimizer in the Trainer. A rule of one's own, outside this tree:
+// A rule knows nothing about ranks, groups, clipping, loss scales, schedules, files or graphs. It
+// says which state it has for a parameter and whether a parameter may be split, and it has one
+// function; the rest follows for every rule: OptimizerOf (rule_optimizer.h) steps it in a loop of
+// your own, ReplicatedOptimizer and ShardedOptimizer in the Trainer. A rule of your own, outside
+// this tree:
 //
 //   struct TigerOptions {
 //     static constexpr std::string_view kName = "Tiger";
@@ -71,23 +72,23 @@ struct StepItem {
   at::Tensor param;
   at::Tensor grad;     // averaged, unscaled and clipped, in the parameter's strides; only to read
   StateTensors state;  // in the order of UpdateRule::state()
-  at::Tensor step;     // a float on the parameter's device: how often it was stepped, this time too
+  at::Tensor step;     // a float on the parameter's device: how often it was stepped, including now
   bool is_first_step = false;  // its state is new
 };
 
-// The same in the CPU's memory, for elementwise rules with kernels of their own and up to four
-// state tensors. Null where there is none.
+// The same in CPU memory, for elementwise rules with kernels of their own and up to four state
+// tensors. Null where there is none.
 struct SpanKernels {
   kernels::SpanKernel<float> float32 = nullptr;
   kernels::SpanKernel<double> float64 = nullptr;
-  const void* options = nullptr;  // what they are called with
+  const void* options = nullptr;  // passed to the kernels
 };
 
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
   virtual std::unique_ptr<UpdateRule> clone() const = 0;
-  virtual void assign(const UpdateRule& other) = 0;  // of the same type
+  virtual void assign(const UpdateRule& other) = 0;  // must have the same type
 
   virtual std::string_view name() const = 0;
   virtual void each_option(const OptionVisitor& visit) = 0;
@@ -114,7 +115,7 @@ class UpdateRule {
   UpdateRule& operator=(const UpdateRule&) = default;
 };
 
-// Everything about a rule that its options struct says.
+// Everything about a rule that follows from its options struct.
 template <typename Options>
 class RuleOf : public UpdateRule {
  public:
@@ -163,7 +164,7 @@ class Rule {
   }
 
   // An option by its name. UsageError where the rule has none of that name (has() asks first), and
-  // for a flag or a count that is no such number; check() looks at ranges.
+  // for a number that is not valid for a flag or a count; check() looks at ranges.
   bool has(std::string_view option) const;
   double get(std::string_view option) const;
   void set(std::string_view option, double value);

@@ -51,7 +51,7 @@ void check_steppable(std::string_view who, const at::Tensor& param, const at::Te
   }
 }
 
-// As a state is made here; an archive may hold another.
+// Whether it is as made here; an archive may hold something else.
 bool is_counter(const at::Tensor& step) {
   return step.is_cpu() && step.scalar_type() == at::kFloat && step.numel() == 1;
 }
@@ -111,7 +111,8 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
     check_steppable(who, param, grad);
-    // The CPU kernels walk the memory of both and do not look at strides, nor at what is not there.
+    // The CPU kernels walk the memory of both without looking at strides or at lazy negation and
+    // zeros.
     if (!same_layout(param, grad) || grad.is_neg() || grad._is_zerotensor())
       grad = at::empty_like(param).copy_(grad);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
@@ -314,7 +315,7 @@ const RuleState& RuleOptimizer::ensure_state(const at::Tensor& param, const Upda
     state_[param.unsafeGetTensorImpl()] = std::move(fresh);
   }
   auto& held = static_cast<RuleState&>(*state_[param.unsafeGetTensorImpl()]);
-  // Options may have changed since, so that there is more.
+  // Options may have changed since and need more state.
   for (const StateSpec& spec : specs) {
     if (held[spec.name].defined()) continue;
     held.names.push_back(spec.name);
@@ -365,7 +366,7 @@ std::map<std::string, at::Tensor> RuleOptimizer::state_dict(const NamedParameter
   StateDict state;
   for_each_named(who(), param_groups_, names,
                  [&](const auto& name, const auto& param, const UpdateRule& rule) {
-                   // What is frozen and was never stepped has none, as in PyTorch.
+                   // A frozen parameter that was never stepped has no state, as in PyTorch.
                    if (!param.requires_grad() && find_state(param) == nullptr) return;
                    const Named one = named_state(param, rule);
                    for (const auto& [part, tensor] : one.tensors)

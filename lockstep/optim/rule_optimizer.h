@@ -5,9 +5,9 @@
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// Parameter groups, schedulers, and torch::save and torch::load work as with the stock ones. On the
-// CPU a rule with kernels takes its step in one pass over memory; elsewhere, and for other rules,
-// the step runs as ATen operations. Owns its state; shares the parameters. One thread.
+// Parameter groups, schedulers, torch::save and torch::load work as with the stock optimizers. On
+// the CPU a rule with kernels takes its step in one pass over memory; elsewhere, and for other
+// rules, the step runs as ATen operations. Owns its state; shares the parameters. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ namespace lockstep::optim {
 // As module->named_parameters().pairs() gives them. The first name of a tensor counts.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Per parameter, made at its first step.
+// State of one parameter, made at its first step.
 struct RuleState : torch::optim::OptimizerCloneableParamState<RuleState> {
   at::Tensor step;  // float, on the parameter's device: fused kernels read it there. Undefined
                     // where the rule counts no steps.
@@ -73,13 +73,13 @@ class GroupOptions final : public GroupRule {
   }
 };
 
-// Throws UsageError where the group was added with options of another rule, or of torch::optim's.
+// Throws UsageError where the group was added with options of another rule, or of torch::optim.
 Rule& rule_of(std::string_view who, torch::optim::OptimizerParamGroup& group);
 
 // Tensors of one device and dtype, which a fused kernel steps in one call.
 struct Batch {
   std::vector<at::Tensor> params;
-  std::vector<at::Tensor> grads;  // laid out in memory as their parameters
+  std::vector<at::Tensor> grads;  // with the memory layout of their parameters
 };
 using Seen = std::unordered_set<at::TensorImpl*>;
 
@@ -89,15 +89,15 @@ using Seen = std::unordered_set<at::TensorImpl*>;
 // (see local_gradients.h) throw UsageError. `seen` is shared by the groups of one step.
 std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params, Seen& seen);
 
-// Throws UsageError when there is no group of this number.
+// Throws UsageError when there is no group with this number.
 void check_group(std::string_view who, std::size_t group, std::size_t count);
 
-// A tensor of state for a parameter, zero.
+// A tensor of state for a parameter, filled with zeros.
 at::Tensor make_state(const StateSpec& spec, const at::Tensor& param);
 
 }  // namespace detail
 
-// One rule, not known when it is compiled: what OptimizerOf and ReplicatedOptimizer are made of.
+// One rule, not known at compile time: what OptimizerOf and ReplicatedOptimizer are made of.
 class RuleOptimizer : public torch::optim::Optimizer {
  public:
   // UsageError for a parameter that the rule cannot step.
@@ -105,13 +105,13 @@ class RuleOptimizer : public torch::optim::Optimizer {
       : RuleOptimizer(groups, std::make_unique<detail::GroupRule>(rule)) {}
 
   at::Tensor step(LossClosure closure = nullptr) override;
-  // As step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
+  // Like step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
   // is changed: fused kernels read it there, and the host does not wait.
   void step_unless(const at::Tensor& found_inf);
 
   // The learning rate of a group, to read or to set between steps. UsageError where there is none.
   double lr(std::size_t group = 0) const;
-  void set_lr(double lr);  // of all groups
+  void set_lr(double lr);  // for all groups
   void set_lr(std::size_t group, double lr);
 
   // The state by parameter name ("h.0.weight.exp_avg", "h.0.weight.step"), on the CPU, the same
@@ -141,7 +141,7 @@ class RuleOptimizer : public torch::optim::Optimizer {
   RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                 std::unique_ptr<detail::GroupRule> defaults);
   std::string_view who() const { return name_; }
-  void check_loaded();  // after an archive was read: UsageError for another model's
+  void check_loaded();  // after an archive was read: UsageError if it is another model's
 
  private:
   // One parameter's state, for a dictionary. `step` counts; see UpdateRule::counts_steps().

@@ -50,7 +50,7 @@ class Kwargs {
     if (!value) return std::nullopt;
     return whole(key, *value, "a whole number of steps, at least 0");
   }
-  // Required, sorted. As from PyTorch, a step that is listed twice counts twice.
+  // Required and sorted. As in PyTorch, a step that is listed twice counts twice.
   std::vector<std::int64_t> list_of_steps(const char* key) const {
     const char* const wanted = "a list of whole numbers of steps, at least one";
     const auto found = options_.kwargs.find(key);
@@ -64,7 +64,7 @@ class Kwargs {
     std::sort(all.begin(), all.end());
     return all;
   }
-  // What the rate is multiplied with again and again.
+  // The factor that the rate is repeatedly multiplied by.
   double gamma(double otherwise) const {
     const double value = real("gamma").value_or(otherwise);
     if (!(value >= 0 && std::isfinite(value)))
@@ -88,7 +88,7 @@ class Kwargs {
 
  private:
   std::int64_t whole(const char* key, double value, const char* wanted) const {
-    constexpr double kMax = 1e15;  // every whole number up to here is a double of its own
+    constexpr double kMax = 1e15;  // every whole number up to here is exactly a double
     if (!(value >= 0 && value <= kMax && std::floor(value) == value))
       refuse(key, fmt::format("{}", value), wanted);
     return static_cast<std::int64_t>(value);
@@ -102,7 +102,7 @@ double ratio(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(std::max<std::int64_t>(1, whole));
 }
 
-// A straight line up, then `rest` of the step as counted from the first one.
+// A straight line up, then `rest`, which also gets the step counted from the first one.
 Factor after_warmup(std::int64_t warmup, Factor rest) {
   return [warmup, rest = std::move(rest)](std::int64_t step) {
     return step < warmup ? ratio(step, warmup) : rest(step);
@@ -210,7 +210,7 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
   const auto warmup = options.warmup_steps;
   const std::int64_t stable =
       kwargs.steps("num_stable_steps").value_or(options.total_steps - warmup - *decay);
-  // A training that ends in its warm-up is one that was shortened to try it.
+  // Training that ends in its warm-up was shortened for a trial.
   if (stable < 0 && warmup < options.total_steps)
     throw UsageError(kSchedule,
                      "{} warm-up and {} decay steps are more than the {} steps of the training. "
@@ -238,7 +238,7 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
 }
 
 // gamma to the power of `times(steps since the warm-up)`: what PyTorch's schedulers compute step by
-// step, as the second one of a SequentialLR.
+// step, as the second scheduler of a SequentialLR.
 Factor power_of_gamma(std::int64_t warmup, double gamma, Factor times) {
   return after_warmup(warmup, [=, times = std::move(times)](std::int64_t step) {
     return std::pow(gamma, times(step - warmup));

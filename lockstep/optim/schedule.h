@@ -46,7 +46,7 @@ struct ScheduleOptions {
 
 class Schedule {
  public:
-  // What the base learning rate of every group is multiplied with after `step` steps.
+  // The factor of every group's base learning rate after `step` steps.
   double factor(std::int64_t step) const { return factor_(step); }
   const std::string& name() const { return name_; }
 
@@ -61,10 +61,10 @@ class Schedule {
 Schedule make_schedule(const ScheduleOptions& options);
 
 const std::vector<std::string>& schedule_names();
-// Whether it depends on total_steps; false for an unknown name, too.
+// Whether it depends on total_steps; also false for an unknown name.
 bool schedule_has_end(std::string_view name);
 
-// Of a file: a map, or null for none. A key without a value means its default.
+// Reads options from a file: a map, or null for none. A key without a value means its default.
 ScheduleKwargs schedule_kwargs(const Node& node);
 
 }  // namespace lockstep::optim

@@ -1,5 +1,5 @@
-// The schedules alone. That their values are those of Hugging Face and PyTorch is checked in
-// tests/optim.
+// The schedules by themselves. tests/optim checks that their values are those of Hugging Face and
+// PyTorch.
 #include "lockstep/optim/schedule.h"
 
 #include <gmock/gmock.h>
@@ -96,7 +96,7 @@ TEST(Schedule, DecaysInSteps) {
   EXPECT_EQ(several.factor(3), 0.5);
   EXPECT_EQ(several.factor(8), 0.125);
   EXPECT_EQ(make("exponential", 0, 0, R"({"gamma": 0.5})").factor(3), 0.125);
-  // After a warm-up they begin with its end.
+  // After a warm-up they begin where it ends.
   EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(2), 0.5);
   EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(6), 1.0);
   EXPECT_EQ(make("step", 4, 0, R"({"step_size": 3, "gamma": 0.5})").factor(7), 0.5);

@@ -1,8 +1,8 @@
 // A small tensor on another device, for a model that is spread over several.
 //
-// A copy that does not hold up the host is safe towards a GPU, whose stream runs in order, and
-// wrong towards the CPU: torch makes the result in pinned memory and returns before the bytes are
-// there, so whoever reads it next reads what lay there before.
+// A copy that does not hold up the host is safe towards a GPU, whose stream runs in order, but not
+// towards the CPU: torch makes the result in pinned memory and returns before the bytes are there,
+// so the next reader sees the old contents.
 //
 //   at::_foreach_mul_(grads, to_device(coefficient, grads[0].device()));
 //

@@ -1,4 +1,4 @@
-// Runs something that may block forever (a store call, a backend's constructor) with an end.
+// Puts a deadline on something that may block forever (a store call, a backend's constructor).
 //
 //   auto store = bounded<Store>("connecting to the store", deadline, [=] { return open(); });
 //

@@ -26,7 +26,7 @@ namespace lockstep::control {
 namespace {
 
 constexpr std::size_t kLongestLine = 1 << 16;
-// For a rank that knows of a failure to report and end by itself.
+// How long a rank that knows of a failure has to report and end by itself.
 constexpr std::chrono::seconds kLastMoment{3};
 
 // A descriptor as it was when the program started. By the time it is used its number may belong to
@@ -85,7 +85,7 @@ class Listener {
   std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
     std::unique_lock lock(mutex_);
     if (!fd_) return std::nullopt;
-    // A SIGTERM may arrive before the listening thread was scheduled, so look for oneself.
+    // A SIGTERM may arrive before the listening thread was scheduled, so look here too.
     read_ready();
     const auto settled = [this] { return failure_ || done_; };
     if (wait.count() > 0) changed_.wait_until(lock, Deadline::after(wait).time(), settled);
@@ -149,7 +149,7 @@ class Listener {
     }
   }
 
-  // Takes what is in the pipe without waiting. Called with the lock held.
+  // Reads what is in the pipe without waiting. Called with the lock held.
   void read_ready() {
     while (!failure_ && !done_) {
       pollfd poll_fd{fd_.get(), POLLIN, 0};
@@ -187,7 +187,7 @@ class Listener {
     failure_ = std::move(failure);
     std::signal(SIGTERM, SIG_DFL);
     changed_.notify_all();
-    // The listening thread notifies, whichever thread read it; and waits in poll() end.
+    // The listening thread notifies, whichever thread read it; waits in poll() end too.
     wake_.write.reset();
   }
 

@@ -39,9 +39,9 @@ bool connected();
 // the pipe without a message (it died) is a failure too; after {"done": true} it is not.
 std::optional<PeerFailure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
 
-// For whoever waits in poll(): reports POLLHUP as soon as failure() has an answer. The launcher's
-// SIGTERM comes a moment after that, so a wait that looks now and then would end too late to
-// report. Never to be read or closed; -1, which poll() skips, without a launcher.
+// For waits in poll(): reports POLLHUP as soon as failure() has an answer. The launcher's SIGTERM
+// comes a moment after that, so a wait that only checks now and then would end too late to report.
+// Must not be read or closed; -1, which poll() skips, without a launcher.
 int failure_fd();
 
 // Calls `callback` once (from the listening thread, or at once when a failure is already known)

@@ -231,7 +231,7 @@ TEST(Control, AFaultOnTheListeningThreadIsReported) {
 }
 
 CHILD(saves_on_sigterm) {
-  // As a program does that saves when it is asked to stop: by a handler, or by a blocked signal.
+  // Like a program that saves when it is asked to stop: with a handler, or with a blocked signal.
   std::signal(SIGTERM, [](int) { (void)!::write(STDOUT_FILENO, "saving\n", 7); });
   if (std::getenv("BLOCK") != nullptr) {
     sigset_t term;
@@ -271,7 +271,7 @@ TEST(Control, AProcessThatContinuesIsEnded) {
   EXPECT_EQ(child.wait(), -SIGTERM) << child.output();
 }
 
-// The launcher's SIGTERM comes 100 ms after its word; whoever waits must have reported by then.
+// The launcher's SIGTERM comes 100 ms after its line; a waiting rank must have reported by then.
 void wait_and_say_when_it_ended(const std::function<void()>& wait) {
   control::connected();
   print("waits");
@@ -306,7 +306,7 @@ CHILD(waits_for_a_thread) {
 
 TEST(Control, WaitsEndAsSoonAsAFailureIsAnnounced) {
   for (const char* name : {"waits_for_the_store", "waits_for_a_thread"}) {
-    double best_ms = 1e9;  // of several: a busy machine may hold up any process
+    double best_ms = 1e9;  // the best of several: a busy machine may hold up any process
     for (int attempt = 0; attempt < 5; ++attempt) {
       Launcher launcher;
       Child child(name, launcher.variables(), {launcher.pipe.read.get()});

@@ -61,7 +61,7 @@ const Handshake& leader_of(const std::vector<Handshake>& handshakes) {
   return leader != handshakes.end() ? *leader : handshakes.front();
 }
 
-// "" or one sentence and an advice about everyone who differs from rank 0 in one field.
+// "", or one sentence and advice about every rank that differs from rank 0 in one field.
 std::string differences(const std::vector<Handshake>& handshakes, std::string Handshake::*field,
                         const char* what, const char* advice) {
   const std::string& right = leader_of(handshakes).*field;
@@ -124,9 +124,9 @@ std::string shared_gpus(const std::vector<Handshake>& handshakes) {
       list_groups(users, who_and_value));
 }
 
-// Local ranks that were set by hand, against the count.
+// Checks local ranks that were set by hand against the count.
 std::string local_ranks_out_of_range(const std::vector<Handshake>& handshakes) {
-  // Who is still on the way counts, too.
+  // Ranks that are still on their way count too.
   if (static_cast<int>(handshakes.size()) < std::atoi(leader_of(handshakes).world_size.c_str()))
     return "";
   Groups outside;
@@ -245,7 +245,7 @@ std::string contradictions(const std::vector<Handshake>& handshakes, bool share_
                   "Set LOCKSTEP_DEBUG identically on every rank."),
   };
   const auto is_empty = [](const std::string& problem) { return problem.empty(); };
-  // Who counts wrongly also reads the rest wrongly.
+  // A rank that counts wrongly also reads the rest wrongly.
   if (std::all_of(problems.begin(), problems.end(), is_empty)) {
     problems = {local_ranks_out_of_range(handshakes), unreachable(handshakes),
                 share_device ? "" : shared_gpus(handshakes)};

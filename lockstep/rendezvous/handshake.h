@@ -2,7 +2,7 @@
 //
 // Every process publishes a Handshake; rank 0 reads them all. contradictions() says what does not
 // fit together, naming every rank that differs from rank 0 and not only the first, because all of
-// them need fixing. count_ranks() finds out who shares a host where no launcher has said so.
+// them need fixing. count_ranks() finds out which ranks share a host where no launcher says so.
 //
 //   std::string problem = contradictions(handshakes, share_device);   // "" when all is well
 //   RankInfo mine = count_ranks(handshakes).at(rank);
@@ -16,8 +16,8 @@
 
 namespace lockstep::detail {
 
-// A rank's number on its host, the ranks there, and the host's number. Negative or, for the size,
-// 0: nobody has said it.
+// A rank's number on its host, the number of ranks there, and the host's number. Negative, or 0 for
+// the size: not known.
 struct RankInfo {
   int local_rank = -1;
   int local_size = 0;
@@ -32,11 +32,11 @@ struct Handshake {
   RankInfo place = {};
   std::string world_size = {};
   std::string program = {};  // the build
-  std::string options = {};  // a digest of the user's
+  std::string options = {};  // a digest of the user's options
   std::string device = {};   // type and backend
   std::string debug = {};    // "on" sends a message of its own before every operation
   std::string host = {};     // for people
-  std::string machine = {};  // equal exactly on one machine
+  std::string machine = {};  // equal only on the same machine
   std::string gpu = {};      // the physical GPU; empty: none
   std::string address = {};  // where the others reach it; empty: chosen by interface
   std::string refusal = {};  // why it came only to say that it does not take part; empty: it does
@@ -47,14 +47,14 @@ struct Handshake {
 
 // What is wrong, in sentences, or "". One Handshake per process that came, in any order; rank 0's
 // decides what is right. `share_device`: several ranks may use one GPU. Where a rank refuses to
-// take part, its reason is all that is said: it has not come so far as to have the rest.
+// take part, only its reason is reported: it never got far enough to know the rest.
 std::string contradictions(const std::vector<Handshake>& handshakes, bool share_device);
 
 // Could more processes be on their way than rank 0 knows of? True when world sizes differ or two
 // processes have the same rank.
 bool miscounted(const std::vector<Handshake>& handshakes);
 
-// Everyone's place, by rank: what was said, and what was not, counted over equal machines. The
+// Every rank's place, by rank: as it was given, and otherwise counted over equal machines. The
 // ranks must not contradict each other.
 std::map<int, RankInfo> count_ranks(const std::vector<Handshake>& handshakes);
 

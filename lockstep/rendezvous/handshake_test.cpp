@@ -1,4 +1,4 @@
-// What ranks say of themselves, and what rank 0 makes of it.
+// What ranks say about themselves, and what rank 0 makes of it.
 #include "lockstep/rendezvous/handshake.h"
 
 #include <fmt/format.h>
@@ -73,7 +73,7 @@ TEST(Handshake, EqualRanksFit) {
 
 TEST(Handshake, WhoRefusesIsNamedWithTheReasonAndNothingElse) {
   auto handshakes = crew(8);
-  // It has not come so far as to know its options, device or place.
+  // It never got far enough to know its options, device or place.
   handshakes[2] = {.rank = 2, .world_size = "8", .host = "n1", .refusal = "[config] no file x."};
   EXPECT_EQ(problem_of(handshakes), "rank 2 on n1 cannot take part: [config] no file x.");
   handshakes[0].refusal = "[config] no file x.";
@@ -169,7 +169,7 @@ TEST(Handshake, AddressesThatOnlyTheirOwnHostReaches) {
                     HasSubstr("GLOO_SOCKET_IFNAME")));
 }
 
-// Two machines, filled alternately; nobody has said anything about places.
+// Two machines, filled alternately; nothing is known about places.
 std::vector<Handshake> unplaced(int size) {
   auto handshakes = crew(size);
   for (auto& handshake : handshakes) {

@@ -1,7 +1,8 @@
-// How `lockstep run` knows that a rank has left its world: the mark that run() holds meanwhile.
+// How `lockstep run` knows that a rank has left its world: the mark that run() holds while its body
+// runs.
 //
-// An exit code of 0 says that a process is content, not that its body has returned. std::exit(0) or
-// _exit(0) in the middle of training looks like success, and its peers, whose connections break,
+// An exit code of 0 says that a process is satisfied, not that its body has returned. std::exit(0)
+// or _exit(0) in the middle of training looks like success, and its peers, whose connections break,
 // look like the cause.
 //
 // The mark is made before the body and taken away after it, so it needs no handler at the end of

@@ -1,5 +1,5 @@
-// What ranks write where all of them can read it. Whoever starts the ranks has one: c10d's, the
-// launcher's, or a test's map.
+// A place where ranks write what all of them can read. Whatever starts the ranks provides one:
+// c10d's, the launcher's, or a test's map.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +21,14 @@ class KeyValueStore {
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
 };
 
-// With counters, which start at 0: add() returns the sum.
+// A store with counters, which start at 0: add() returns the sum.
 class CountingStore : public KeyValueStore {
  public:
   virtual std::int64_t add(const std::string& key, std::int64_t amount) = 0;
   virtual bool check(const std::string& key) = 0;
 };
 
-// Asks until `ready` (true) or the deadline, more and more rarely: a store cannot call back.
+// Asks until `ready` (true) or the deadline, less and less often: a store cannot call back.
 template <typename Ready>
 bool poll_until(const Ready& ready, const Deadline& deadline,
                 std::chrono::microseconds longest_pause = std::chrono::microseconds(5000)) {

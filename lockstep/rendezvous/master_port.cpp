@@ -50,7 +50,7 @@ std::optional<std::string> receive(int fd) {
 }
 
 void send(int fd, const std::string& text) {
-  // A peer that is gone again is noticed where its answer is missing.
+  // A peer that is gone again is noticed when its answer is missing.
   (void)!::send(fd, text.data(), text.size(), MSG_NOSIGNAL);
 }
 

@@ -44,7 +44,7 @@ std::optional<int> number(const std::string& name, int min = 0) {
   return static_cast<int>(*value);
 }
 
-// What one launcher says, with the names of the variables that said it.
+// What one launcher says, with the names of the variables it used.
 struct RankInfo {
   std::string source;
   std::string rank_name, size_name, local_rank_name, local_size_name;
@@ -126,7 +126,7 @@ struct MpiNames {
 };
 
 std::optional<RankInfo> mpi_rank() {
-  // MPICH and Intel MPI share PMI's names; their own names for the local rank differ in nothing.
+  // MPICH and Intel MPI share PMI's names, and their own names for the local rank are equal too.
   constexpr MpiNames kFamilies[] = {
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
@@ -344,7 +344,7 @@ RankInfo environment_rank() {
 
 // Variables set by hand and a launcher's that say something else: for mpirun that is a forgotten
 // export, in which every process would be the same rank. Under srun it is also how people start
-// several ranks from one task, so it is only said.
+// several ranks from one task, so it is only reported.
 void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
   if (!launcher || (launcher->rank == info.rank && launcher->size == info.size)) return;
   if (launcher->source == "mpirun") {
@@ -383,8 +383,8 @@ int inherited_store_fd(const RankEnv& env) {
   return fd && is_tcp_port(*fd, env.master_port) ? *fd : -1;
 }
 
-// Not for a process to which somebody else than our launcher has said which rank it is, nor for a
-// child of a rank, whose descriptor is closed.
+// Not for a process whose rank was set by anything other than our launcher, nor for a child of a
+// rank, whose descriptor is closed.
 int inherited_store_channel(const RankEnv& env) {
   const auto channel = StoreChannel::from_env();
   const bool ours = channel && channel->rank == env.rank && channel->world_size == env.world_size &&
@@ -472,7 +472,7 @@ RankEnv from_nothing() {
   return {};
 }
 
-// WORLD_SIZE alone, beside a launcher that counts otherwise, is what the user believes to get.
+// WORLD_SIZE alone, beside a launcher that counts differently, is what the user expects to get.
 void compare_size(const RankInfo& info) {
   const auto size = number("WORLD_SIZE");
   if (!size || *size == info.size) return;

@@ -1,4 +1,4 @@
-// Who this process is, read from whatever started it.
+// The identity of this process, read from whatever started it.
 //
 // The launcher nearest to the process is right. Recognised, in this order:
 //   1. RANK and WORLD_SIZE: lockstep run, torchrun, Accelerate, Kubeflow, or set by hand
@@ -24,7 +24,7 @@ struct RankEnv {
   int local_world_size = 1;
   int node = 0;
   // False when nobody said so (RANK, WORLD_SIZE and a MASTER_ADDR elsewhere, set by hand): the
-  // value above is then the guess for one rank per host, and a world counts its hosts at start-up.
+  // value above is then a guess of one rank per host, and a world counts its hosts at start-up.
   bool local_rank_known = true;
   bool local_size_known = true;
   bool node_known = true;
@@ -58,7 +58,7 @@ void rendezvous(RankEnv& env, int timeout_ms);
 
 // Hands out env.store_fd and with it the duty to close it; closed on exec from now on, so that a
 // rank's own children cannot take it for theirs. A socket that the launcher gave is handed out once
-// per process: a second world binds the port itself. -1 when there is none (left).
+// per process: a second world binds the port itself. -1 when there is none left.
 int claim_store_fd(RankEnv& env);
 
 // A socket bound to master_port on loopback, where master_addr is loopback: c10d by itself would

@@ -29,7 +29,7 @@ using ::testing::StartsWith;
 
 using Variables = std::map<std::string, std::string>;
 
-// These variables and no others while it lives.
+// Sets these variables and no others during its lifetime.
 class Environment {
  public:
   explicit Environment(const Variables& variables) {
@@ -187,7 +187,7 @@ TEST(RankEnv, ByHandOnSeveralHosts) {
   EXPECT_FALSE(unknown.node_known);
   EXPECT_TRUE(unknown.local_rank_known);
   EXPECT_EQ(unknown.local_rank, 1);
-  // Nothing at all: the guess is one rank per host, and it is known to be one.
+  // Nothing at all: the guess is one rank per host, and it is marked as a guess.
   const RankEnv guess = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "n0"}});
   EXPECT_FALSE(guess.local_rank_known || guess.local_size_known || guess.node_known);
   EXPECT_EQ(guess.local_rank, 0);
@@ -328,7 +328,7 @@ TEST(RankEnv, TheNearestLauncherIsRight) {
   const Variables hydra = {
       {"PMI_RANK", "1"}, {"PMI_SIZE", "8"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "8"}};
   EXPECT_EQ(read(with(kSrun, hydra)).rank, 1);
-  // By hand inside srun is how several ranks are started from one task; it is said.
+  // Variables set by hand inside srun start several ranks from one task; a line reports it.
   ::testing::internal::CaptureStderr();
   const RankEnv env = read(with(kSrun, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
   EXPECT_EQ(env.world_size, 2);
@@ -412,12 +412,12 @@ TEST(RankEnv, TheStoreChannelIsForTheRankThatTheLauncherStarted) {
                           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                           {"LOCKSTEP_STORE_CHANNEL", text}};
   EXPECT_EQ(read(base).store_channel, ends[0]);
-  // Set again by whoever started this process: it is a rank of something else.
+  // Set again by another parent of this process: it is a rank of something else.
   EXPECT_EQ(read(with(base, {{"RANK", "0"}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"WORLD_SIZE", "3"}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"MASTER_PORT", "1235"}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).store_channel, -1);
-  // Another socket has the number by now.
+  // The number now belongs to another socket.
   const std::string stale = StoreChannel{ends[1], inode_of(ends[0]), 1, 2, 1234}.text();
   EXPECT_EQ(read(with(base, {{"LOCKSTEP_STORE_CHANNEL", stale}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"LOCKSTEP_STORE_CHANNEL", "nonsense"}})).store_channel, -1);

@@ -44,7 +44,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
 }
 
-// Of the descriptor that is then read, so that the file cannot be replaced in between.
+// Checks the descriptor that is then read, so that the file cannot be replaced in between.
 void check_access(int fd, const std::string& path) {
   struct stat info {};
   if (::fstat(fd, &info) != 0)
@@ -131,7 +131,7 @@ struct SecureContext::Impl {
   Side side;
   SecretKey key;
   std::string identity;
-  std::array<unsigned char, 32> nobodys_key{};  // of every identity but ours
+  std::array<unsigned char, 32> nobodys_key{};  // for every identity but ours
   SSL_CTX* context = nullptr;
 
   static Impl* of(SSL* ssl) {

@@ -64,17 +64,17 @@ class SecureChannel {
   SecureChannel(const SecureChannel&) = delete;
   SecureChannel& operator=(const SecureChannel&) = delete;
 
-  // Appends to `wire` what must be sent to the peer, also when it returns false. A client calls
-  // start() once; the others' first bytes start a server.
+  // Appends to `wire` what must be sent to the peer, even when it returns false. A client calls
+  // start() once; a server starts with the client's first bytes.
   void start(std::string& wire);
-  // Takes bytes of the peer and appends what they say to `plain`. False: see problem().
+  // Takes bytes from the peer and appends the decrypted ones to `plain`. False: see problem().
   bool receive(std::string_view bytes, std::string& plain, std::string& wire);
   // Before the handshake is complete, `plain` waits for it.
   void send(std::string_view plain, std::string& wire);
 
   bool established() const { return established_; }
   const std::string& problem() const { return problem_; }
-  // The peer has another key (or, which it does not show, another identity).
+  // The peer has another key (or another identity, which looks the same).
   bool wrong_key() const { return wrong_key_; }
 
  private:

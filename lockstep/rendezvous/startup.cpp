@@ -33,7 +33,7 @@ class Startup {
         handshake_(std::move(handshake)),
         size_(options.size),
         share_device_(options.share_device),
-        // The leader's outcome about missing ranks must still reach those who came.
+        // The leader's outcome about missing ranks must still reach the ranks that came.
         deadline_(Deadline::after(options.timeout + (handshake_.rank == 0 ? kNone : kGrace))) {}
 
   Outcome run() {
@@ -51,7 +51,7 @@ class Startup {
     const std::string outcome = store_->get("outcome", deadline_);
     store_->add("heard", 1);
     const auto kind = static_cast<Outcome::Kind>(outcome.at(0));
-    // Too late to be seen by the leader, who has continued with the other one.
+    // Too late to be seen by the leader, which has continued with the other one.
     if (kind == Outcome::Kind::kGood && !first)
       return {Outcome::Kind::kProblem, contradictions({handshake_, handshake_}, share_device_)};
     return {kind, outcome.substr(1)};
@@ -64,8 +64,8 @@ class Startup {
   static constexpr Milliseconds kNone{0};
   static constexpr Milliseconds kGrace{2000};
   static constexpr Milliseconds kLateComers{8000};
-  // Once something is wrong: how long the others may take to come, so that all who differ are
-  // named, and how long those may take of whom rank 0 knows nothing.
+  // Once something is wrong: how long the others may take to come, so that all that differ are
+  // named, and how long ranks may take that rank 0 knows nothing about.
   static constexpr Milliseconds kToBeNamed{10'000};
   static constexpr Milliseconds kUnexpected{1000};
 
@@ -111,7 +111,7 @@ class Startup {
     return absent;
   }
 
-  // Where everyone is, one line per rank, if somebody does not know it.
+  // Where every rank is, one line each, if any rank does not know its place.
   std::string places() const {
     const auto known = [](const Handshake& handshake) { return handshake.place.known(); };
     if (std::all_of(handshakes_.begin(), handshakes_.end(), known)) return "";
@@ -121,7 +121,7 @@ class Startup {
     return text;
   }
 
-  // Rank 0 takes the store with it when it ends, so bad news must have been read before. After a
+  // Rank 0 takes the store with it when it ends, so bad news must have been read by then. After a
   // timeout nobody else is expected; otherwise those on their way get a moment.
   void wait_until_heard(Outcome::Kind kind) {
     const bool late = kind == Outcome::Kind::kTimeout;
@@ -139,7 +139,7 @@ class Startup {
         name_ranks(absent), size_, deadline_.total().count() / 1000.0);
   }
 
-  // As poll_until(); `absent` is named in progress lines.
+  // Like poll_until(); `absent` is named in progress lines.
   bool poll(const std::function<bool()>& ready, const std::vector<int>& absent,
             const Deadline& deadline) {
     auto next_line = Deadline::Clock::now() + kProgressInterval;
@@ -161,7 +161,7 @@ class Startup {
   const int size_;
   const bool share_device_;
   const Deadline deadline_;
-  // The leader's: who came, in order, and whose place in the list is taken but not yet filled.
+  // Leader only: the ranks that came, in order, and those whose place is taken but not yet filled.
   std::vector<Handshake> handshakes_;
   std::vector<std::int64_t> unread_;
   std::int64_t counted_ = 0;
@@ -171,7 +171,7 @@ class Startup {
 Outcome converse(const StartupStore& store, const Handshake& handshake,
                  const StartupOptions& options) {
   auto startup = std::make_shared<Startup>(store, handshake, options);
-  // The conversation keeps its own deadline and names who is missing; this one is for a store that
+  // The conversation has its own deadline and names the missing ranks; this one is for a store that
   // does not answer at all.
   const auto outer = Deadline::after(options.timeout + std::chrono::seconds(12));
   try {

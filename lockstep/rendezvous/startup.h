@@ -20,9 +20,9 @@ struct StartupOptions {
 };
 using StartupStore = std::shared_ptr<CountingStore>;
 
-// Collective. Returns this rank's place: what it said, and what nobody had said, counted over
-// hosts. Throws UsageError where the ranks contradict each other, TimeoutError naming those that
-// did not come, and CommError when the launcher announces a failure meanwhile.
+// Collective. Returns this rank's place: as it was given, and otherwise counted over hosts. Throws
+// UsageError where the ranks contradict each other, TimeoutError naming those that did not come,
+// and CommError when the launcher announces a failure meanwhile.
 RankInfo check_start(const StartupStore& store, const Handshake& handshake,
                      const StartupOptions& options);
 

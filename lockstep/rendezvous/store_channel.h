@@ -22,9 +22,9 @@
 
 namespace lockstep {
 
-// The value of LOCKSTEP_STORE_CHANNEL. It is inherited by every process below a rank, also where
-// the descriptor is closed or its number belongs to something else, and where somebody else has set
-// RANK, WORLD_SIZE or MASTER_PORT again; so it says what it was made for.
+// The value of LOCKSTEP_STORE_CHANNEL. It is inherited by every process below a rank, even where
+// the descriptor is closed or its number belongs to something else, and where something else has
+// set RANK, WORLD_SIZE or MASTER_PORT again; so it says what it was made for.
 struct StoreChannel {
   int fd = -1;
   std::uint64_t inode = 0;

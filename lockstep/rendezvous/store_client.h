@@ -27,7 +27,7 @@ namespace lockstep::detail {
 
 using StoreBytes = std::vector<std::uint8_t>;
 
-// One command, as the protocol writes it. Throws UsageError for what the store does not take.
+// One command, as the protocol writes it. Throws UsageError for what the store does not accept.
 class StoreRequest {
  public:
   explicit StoreRequest(store::Command command) : bytes_(1, static_cast<char>(command)) {}

@@ -188,7 +188,8 @@ void StoreStreams::on_credit(const StoreFrame& frame) {
   wake();
 }
 
-// Each that can write now is asked once; who could not write all it had is at the end again.
+// Each stream that can write now is asked once; one that could not write everything goes to the
+// end.
 void StoreStreams::wake() {
   for (std::size_t left = waiting_.size(); left > 0 && link_credit_ > kFrameCost; --left) {
     if (waiting_.empty()) return;

@@ -7,7 +7,7 @@
 // Flow control has two windows, as in HTTP/2. A sender may have
 //   - kStreamWindow bytes on a stream that the other side has not consumed, which bounds memory;
 //   - kLinkWindow bytes on the link that have not arrived. It bounds what the launchers' own
-//     messages wait behind. It is also less than the kernel takes for a process that is stopped:
+//     messages wait behind. It is also less than the kernel buffers for a process that is stopped:
 //     a receive window of zero would end the connection (TCP_USER_TIMEOUT).
 //
 //   StoreStreams streams({.send = ..., .received = ..., .writable = ..., .closed = ...});
@@ -59,8 +59,8 @@ class StoreStreams {
   using Id = std::uint64_t;  // 0 is never one
   static constexpr std::size_t kLinkWindow = 128u << 10;
   static constexpr std::size_t kStreamWindow = 64u << 10;
-  static constexpr std::size_t kFrameCost = 256;  // of each kData, beside its payload
-  // Of the link's window, for writes of at most kSmallWrite: large ones do not hold them up.
+  static constexpr std::size_t kFrameCost = 256;  // each kData costs this beside its payload
+  // Part of the link's window, for writes of at most kSmallWrite: large ones do not hold them up.
   static constexpr std::size_t kReserved = 16u << 10;
   static constexpr std::size_t kSmallWrite = 1u << 10;
   static constexpr std::size_t kMaxStreams = 16u << 10;
@@ -74,11 +74,11 @@ class StoreStreams {
   };
   explicit StoreStreams(Handlers handlers) : handlers_(std::move(handlers)) {}
 
-  // The peer learns of it with the first bytes.
+  // The peer learns about it with the first bytes.
   void open(Id id, int rank);
-  // How many of the bytes were taken; where not all of them, writable() is called later.
+  // Returns how many of the bytes were taken; if not all, writable() is called later.
   std::size_t write(Id id, std::string_view bytes);
-  // As many of the received bytes need no memory here any more.
+  // This many of the received bytes no longer need memory here.
   void consumed(Id id, std::size_t bytes);
   void close(Id id);
   // Throws UsageError where the peer breaks the protocol.
@@ -91,7 +91,7 @@ class StoreStreams {
     bool waiting = false;    // in waiting_
     std::size_t credit = kStreamWindow;
     std::size_t unconsumed = 0;
-    std::size_t consumed = 0;  // of `unconsumed`; not reported yet
+    std::size_t consumed = 0;  // part of `unconsumed`; not reported yet
   };
 
   std::size_t room(const Stream& stream, std::size_t wanted) const;

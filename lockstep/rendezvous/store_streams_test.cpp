@@ -190,7 +190,7 @@ TEST(StoreStreams, WhatIsOnTheLinkIsBounded) {
     if (part < text.size()) waiting.push_back(id);
     taken += part;
   }
-  // Also in the memory of the kernel, where every frame costs something.
+  // Also in the kernel's memory, where every frame costs something.
   EXPECT_LE(Pair::bytes_of(pair.node), StoreStreams::kLinkWindow + 8192);
   EXPECT_LE(pair.node.outgoing.size(), 2 * StoreStreams::kLinkWindow / StoreStreams::kFrameCost);
   EXPECT_LE(taken, StoreStreams::kLinkWindow);
@@ -236,7 +236,7 @@ TEST(StoreStreams, APeerThatBreaksTheProtocolIsRejected) {
                         .payload = much};
   const StoreFrame open{.kind = Kind::kOpen, .stream = 1, .value = 0};
   Pair pair;
-  EXPECT_EQ(rejection(pair.zero, data), "(no error)");  // of a stream that is closed here
+  EXPECT_EQ(rejection(pair.zero, data), "(no error)");  // for a stream that is closed here
   EXPECT_EQ(rejection(pair.zero, open), "(no error)");
   EXPECT_THAT(rejection(pair.zero, open), HasSubstr("opens a stream again"));
   EXPECT_THAT(rejection(pair.node, open), HasSubstr("a node that has no store"));

@@ -14,7 +14,7 @@ using store::Command;
 
 namespace {
 
-// What a deque with one element and its node in a map take, beside the key and the element.
+// What a deque with one element and its node in a map take, besides the key and the element.
 constexpr std::size_t kDequeBytes = 640;
 
 template <typename T>
@@ -227,7 +227,7 @@ bool StoreTable::carry_out_on_keys(Client client, Command command, Input& in) {
 
 // ---------------------------------------------------------------- values
 
-// Before something grows: throws instead of letting it grow beyond the limits.
+// Call it before something grows: throws instead of letting it exceed the limits.
 void StoreTable::reserve(std::size_t added, std::size_t removed) {
   if (bytes_ - removed + added > limits_.bytes)
     refuse(fmt::format("the store would hold more than {} bytes", limits_.bytes));
@@ -293,7 +293,7 @@ void StoreTable::add(Client client, const std::string& key, std::int64_t amount)
   reply_(client, bytes_of(sum));
 }
 
-// The reply is what is there afterwards; for a key that is missing c10d's servers reply `expected`.
+// The reply is the value afterwards; for a missing key c10d's servers reply `expected`.
 void StoreTable::compare_set(Client client, const std::string& key, std::string_view expected,
                              std::string_view desired) {
   std::string reply;
@@ -350,7 +350,7 @@ bool StoreTable::present(const std::string& key) const {
 void StoreTable::wait(Client client, std::vector<std::string> keys) {
   State& state = clients_.at(client);
   if (!state.awaited.empty()) refuse("a client that waits cannot wait for something else");
-  // Each key once: the time to stop waiting grows with the square of the repetitions.
+  // Each key once: the time to stop waiting grows with the square of the number of repetitions.
   std::sort(keys.begin(), keys.end());
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   std::size_t bytes = 0;

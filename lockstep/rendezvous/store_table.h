@@ -27,8 +27,8 @@ namespace lockstep {
 
 struct StoreLimits {
   std::size_t keys = 1u << 20;
-  std::size_t bytes = 512u << 20;          // of keys, values, queues and awaited keys together
-  std::size_t command_bytes = 128u << 20;  // of one command and of one reply
+  std::size_t bytes = 512u << 20;          // keys, values, queues and awaited keys together
+  std::size_t command_bytes = 128u << 20;  // one command or one reply
 };
 
 class StoreTable {
@@ -43,7 +43,7 @@ class StoreTable {
   // Returns how many bytes at the front of `input` were used; the rest is the beginning of a
   // command. Throws CommError where a client breaks the protocol or a limit: drop it then.
   std::size_t feed(Client client, std::string_view input);
-  // The same for the first command alone; 0 when it is not complete.
+  // The same for only the first command; 0 when it is not complete.
   std::size_t feed_one(Client client, std::string_view input);
   // Forgets the client and what it waits for. Its keys stay.
   void drop(Client client);

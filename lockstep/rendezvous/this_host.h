@@ -1,4 +1,4 @@
-// What a rank says of its host and its program: pure reads, from any thread.
+// What a rank says about its host and its program: pure reads, from any thread.
 #pragma once
 
 #include <string>

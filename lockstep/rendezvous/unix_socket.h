@@ -27,9 +27,9 @@ std::optional<uid_t> peer_uid(int socket);
 // `type`: SOCK_STREAM, SOCK_SEQPACKET.
 bool is_unix_socket(int fd, int type);
 
-// One message, and with it `fd` unless that is -1. As ::sendmsg(), and never waits: EAGAIN.
+// One message, together with `fd` unless that is -1. Like ::sendmsg(), and never waits: EAGAIN.
 ssize_t send_with_fd(int socket, std::string_view bytes, int fd);
-// As ::recvmsg(), and never waits. `fds` are the descriptors that came along, close-on-exec.
+// Like ::recvmsg(), and never waits. `fds` are the descriptors that came along, close-on-exec.
 ssize_t receive_with_fds(int socket, std::span<char> buffer, std::vector<Fd>& fds);
 
 }  // namespace lockstep

@@ -17,7 +17,7 @@ namespace {
 using detail::Backend;
 using Clock = std::chrono::steady_clock;
 
-// Runs functions at their time, on one thread.
+// Runs functions at set times, on one thread.
 class Alarm {
  public:
   Alarm() : thread_([this] { run(); }) {}

@@ -2,8 +2,9 @@
 //
 //   testing::delay_all_reduce(world, std::chrono::milliseconds(10));   // on every rank
 //
-// From then on each all_reduce of CPU tensors completes that much later than it really did, without
-// blocking the caller or the network: the tool for showing that communication hides behind work.
+// From then on each all_reduce of CPU tensors completes that much later than it otherwise would,
+// without blocking the caller or the network: the tool for showing that communication hides behind
+// work.
 #pragma once
 
 #include <chrono>

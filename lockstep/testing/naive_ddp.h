@@ -1,5 +1,5 @@
-// The definition of right: one blocking all-reduce per parameter after backward, nothing else.
-// Tests compare DistributedDataParallel with it.
+// The reference: one blocking all-reduce per parameter after backward, nothing else. Tests compare
+// DistributedDataParallel with it.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -75,7 +75,7 @@ struct Child {
   bool ended = false;
 };
 
-// What a rank is: the command, or the body in a fork of this process.
+// What a rank runs: the command, or the body in a fork of this process.
 struct Task {
   std::vector<std::string> command;
   std::function<void()> body = {};
@@ -139,7 +139,7 @@ class Ranks : public RunningRanks {
     Pipe control = make_pipe();
     const pid_t parent = ::getpid();
     std::cout.flush();
-    std::fflush(nullptr);  // a fork must not say again what is still in a buffer
+    std::fflush(nullptr);  // a fork must not print again what is still in a buffer
     child.pid = ::fork();
     if (child.pid < 0) throw SystemError("testing", "cannot start a rank", errno);
     if (child.pid == 0)
@@ -208,7 +208,7 @@ class Ranks : public RunningRanks {
     pid_t parent;
   };
 
-  // After fork, and before another program unless there is a body: a few calls.
+  // Runs after fork, and before exec unless there is a body, so it makes only a few calls.
   [[noreturn]] static void become(const Task& task, const Variables& variables,
                                   const Inherit& inherit) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -261,7 +261,7 @@ class Ranks : public RunningRanks {
   std::vector<Child> children_;
 };
 
-// Which run_processes call of which test this is: ranks skip the others.
+// Identifies this run_processes call of this test: ranks skip the others.
 std::string next_call() {
   const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
   if (test == nullptr) throw UsageError("testing", "run_processes: only inside a test.");

@@ -5,8 +5,8 @@
 //     EXPECT_EQ(ranks[0].exit_code, 0) << ranks[0].output;
 //   }
 //
-// A rank is a fork of this test program, which spares it loading LibTorch. Where a fork would not
-// do, because the test has threads or the rank must see its launcher's descriptor as it starts,
+// A rank is a fork of this test program, which spares it loading LibTorch. Where a fork is not
+// enough, because the test has threads or the rank must see its launcher's descriptor as it starts,
 // run_processes starts the program again, once per rank, with a filter for the running test; in a
 // rank the same call runs the body on World::from_env() and ends the process. So the body may be a
 // lambda, and nothing is forked from a process with threads.
@@ -57,8 +57,8 @@ struct ProcessOptions {
 std::vector<RankResult> run_program(int size, const std::vector<std::string>& command,
                                     const ProcessOptions& options = {});
 
-// In the test: as above, see the top. In a rank: does not return. The exit code is 0, 1 after an
-// exception or a failed EXPECT, 2 after a UsageError.
+// In the test: see the top. In a rank: does not return. The exit code is 0, 1 after an exception or
+// a failed EXPECT, 2 after a UsageError.
 std::vector<RankResult> run_processes(int size, const std::function<void(World&)>& body,
                                       const ProcessOptions& options = {});
 

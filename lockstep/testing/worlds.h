@@ -21,11 +21,11 @@ namespace lockstep::testing {
 struct ThreadOptions {
   WorldOptions world = {.timeout = std::chrono::seconds(60),
                         .startup_timeout = std::chrono::seconds(60)};
-  // Changes who a rank says it is (for the start-up checks).
+  // Changes what a rank says about itself (for the start-up checks).
   std::function<void(Identity&, WorldOptions&)> adjust = {};
 };
 
-// Runs `body` on `size` threads, each with its own World of one world, on shared memory unless the
+// Runs `body` on `size` threads, each with its own handle of one World, on shared memory unless the
 // options or LOCKSTEP_BACKEND say otherwise. Rethrows the first rank's exception that was not
 // itself a consequence.
 void run_threads(int size, const std::function<void(World&)>& body,

@@ -70,7 +70,7 @@ StepFlags Agreement::exchange(const StepFlags& mine) {
   StepFlags agreed;
   if (pending_) {
     const DeviceWait wait(device);
-    pending_->arrived->synchronize();  // a step ago: it has long arrived
+    pending_->arrived->synchronize();  // enqueued a step ago, so it has long arrived
     agreed = flags_of(pending_->host);
   }
   pending_ = std::move(next);

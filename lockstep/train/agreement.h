@@ -2,8 +2,8 @@
 //
 // A flag (stop, save, evaluate) is a number in a tiny reduction that every step makes anyway before
 // its update, so agreeing costs microseconds and no rank can act on a flag that another has not
-// heard. On a GPU reading the answer would hold the host up until the device has come that far;
-// there the answer of a step is read one step later, on every rank identically.
+// seen. On a GPU reading the answer would make the host wait for the device, so there the answer of
+// a step is read one step later, on every rank identically.
 //
 //   Agreement agreement(world);
 //   const StepFlags all = agreement.exchange({.stop_signal = signals.requested()});
@@ -28,7 +28,8 @@ struct StepFlags {
   bool out_of_memory = false;
   bool alert = false;   // there is one to report to all
   bool saving = false;  // a save is being written
-  // Shares of a rank's time since the last log, in 1/100 %; the largest of all ranks. -1: not said.
+  // Shares of a rank's time since the last log, in 1/100 %; the largest of all ranks. -1: not
+  // given.
   int data_wait = -1;
   int communication = -1;
 };
@@ -40,9 +41,9 @@ class Agreement {
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
-  // Everybody's flags: of this call on a CPU, of the call before on a GPU.
+  // Everybody's flags: from this call on a CPU, from the previous call on a GPU.
   StepFlags exchange(const StepFlags& mine);
-  // The answer to this very call, also on a GPU: waits for the device.
+  // The answer to this very call, even on a GPU: waits for the device.
   StepFlags exchange_now(const StepFlags& mine);
 
  private:

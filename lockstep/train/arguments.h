@@ -22,13 +22,13 @@ namespace lockstep {
 
 struct Node;
 
-// When something happens during training. kBest is for saving alone.
+// When something happens during training. kBest is only for saving.
 enum class Interval { kNo, kSteps, kEpoch, kBest };
 
 // Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
 struct TrainingArguments {
-  // What is trained, as the file says it. The command that trains reads the maps; a string
-  // alone is a name.
+  // What is trained, as the file says it. The command that trains reads the maps; a plain string is
+  // a name.
   std::shared_ptr<const Node> model{};
   std::shared_ptr<const Node> data{};
   std::shared_ptr<const Node> lora{};
@@ -57,7 +57,7 @@ struct TrainingArguments {
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
-  double momentum = 0;         // of sgd
+  double momentum = 0;         // for sgd
   double max_grad_norm = 1.0;  // 0: no clipping
   std::string shard_optimizer = "auto";
   std::string lr_scheduler_type = "linear";
@@ -78,7 +78,7 @@ struct TrainingArguments {
   bool full_determinism = false;
   bool elastic_gpu = false;
 
-  // What is said.
+  // What is logged.
   Interval logging_strategy = Interval::kSteps;
   double logging_steps = 500;
   bool logging_first_step = false;

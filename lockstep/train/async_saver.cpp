@@ -35,8 +35,8 @@ bool is_full(const SystemError& error) {
   return error.error_number() == ENOSPC || error.error_number() == EDQUOT;
 }
 
-// Those that are not the CPU: one, or several with a device map. A parameter's state in the
-// optimizer is on the parameter's device.
+// All devices except the CPU: one, or several with a device map. The optimizer keeps a parameter's
+// state on the parameter's device.
 std::vector<c10::Device> devices_of(const CheckpointContents& contents) {
   std::vector<c10::Device> devices;
   for (const auto& [name, tensor] : contents.model)
@@ -63,21 +63,21 @@ struct AsyncSaver::Shared {
 
 struct AsyncSaver::Job {
   CheckpointContents contents;
-  // Memory that is given back while its copy is queued would be written by the main stream's next.
+  // Memory freed while its copy is queued could be overwritten by the main stream's next tensors.
   std::vector<at::Tensor> sources;
   std::string keep;
   SaveOutcome outcome;
   std::vector<c10::Device> devices;
-  std::vector<c10::Event> boundaries;  // each device had come this far when the save began
+  std::vector<c10::Event> boundaries;  // how far each device was when the save began
   bool on_device = false;              // the contents are copies already
   std::promise<void> copied;
   std::future<void> copied_future = copied.get_future();
   std::promise<void> finished;
   std::future<void> done = finished.get_future();
   io::WriteProgress progress{0};
-  std::uint64_t seen = 0;  // of `progress`, by the thread that waits
+  std::uint64_t seen = 0;  // value of `progress` that the waiting thread last saw
   Clock::time_point seen_at = Clock::now();
-  double waited_ms = 0;  // of the thread that saves
+  double waited_ms = 0;  // by the thread that saves
   std::thread thread;
 };
 
@@ -119,8 +119,8 @@ void AsyncSaver::check_progress() {
 }
 
 // Replaces the contents' tensors by copies in one piece of the device's memory, on the current
-// stream. False where that would have needed more than half of what was free at the first save:
-// asking waits for the device.
+// stream. False where that would need more than half of what was free at the first save; asking
+// again would wait for the device.
 bool AsyncSaver::copy_on_device(Shared& shared, CheckpointContents& contents, c10::Device device) {
   constexpr std::size_t kAlignment = 256;
   std::vector<at::Tensor*> there;
@@ -186,8 +186,8 @@ void AsyncSaver::copy(Shared& shared, Job& job) {
     const bool fits = stage.defined() && stage.scalar_type() == tensor.scalar_type() &&
                       stage.sizes() == tensor.sizes();
     if (!fits) {
-      // Pinning takes a second per gigabyte, in which nothing can be launched: only where a step
-      // waits for the copy.
+      // Pinning takes a second per gigabyte, during which nothing can be launched: done only where
+      // a step waits for the copy.
       const bool pinned = !job.devices.empty() && !job.on_device;
       stage = at::empty(tensor.sizes(),
                         at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
@@ -204,8 +204,8 @@ void AsyncSaver::copy(Shared& shared, Job& job) {
   for (auto& [name, tensor] : job.contents.optimizer) place("optimizer." + name, tensor);
 }
 
-// On streams of its own, so that the devices compute meanwhile. Also after an error nothing is
-// left queued: its memory is used again by the next save, and its sources are given back.
+// On streams of its own, so that the devices compute meanwhile. Nothing stays queued after an error
+// either: the next save reuses its memory, and its sources are freed.
 void AsyncSaver::copy_beside(Shared& shared, Job& job) {
   std::vector<c10::Stream> sides;
   for (const c10::Device device : job.devices)

@@ -1,4 +1,4 @@
-// AsyncSaver: writes checkpoints beside the training that continues.
+// AsyncSaver: writes checkpoints while training continues.
 //
 // Parameters and optimizer state change only in step(). What a checkpoint holds of them can
 // therefore be copied while the next forward and backward run, and only the next step has to wait
@@ -47,7 +47,7 @@ struct SaveOutcome {
   bool committed = false;
   std::string alert;  // why it was not, where the run can continue (a full disk); or what was not
                       // deleted
-  double waited_ms = 0;  // by the caller, in begin() and wait_copied()
+  double waited_ms = 0;  // how long the caller waited in begin() and wait_copied()
   double copy_ms = 0;    // beside the training, to the host's memory
   double write_ms = 0;
 };
@@ -64,12 +64,12 @@ class AsyncSaver {
   void begin(CheckpointContents contents, std::string keep = {});
   // Parameters and optimizer state may change from here on. Error when the copy is stuck.
   void wait_copied();
-  // What has ended since the last call; wait() waits for it. Throw the save's error, except a full
-  // disk, which is an alert.
+  // What has ended since the last call; wait() waits for it. Both throw the save's error, except
+  // for a full disk, which is an alert.
   std::optional<SaveOutcome> poll();
   std::optional<SaveOutcome> wait();
   bool busy() const;
-  // Until a save that is under way has ended, or for that long. Error when the save is stuck.
+  // Waits until a running save has ended, or for that long. Error when the save is stuck.
   void wait_a_while(std::chrono::milliseconds time);
 
  private:
@@ -87,7 +87,7 @@ class AsyncSaver {
 
   std::shared_ptr<Shared> shared_;
   std::shared_ptr<Job> job_;
-  std::optional<SaveOutcome> ended_;  // of a job that begin() had to wait for
+  std::optional<SaveOutcome> ended_;  // from a job that begin() had to wait for
 };
 
 }  // namespace lockstep::train

@@ -26,7 +26,7 @@ std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
   return held;
 }
 
-// One forward and backward of this rank alone; what it leaves behind is taken back.
+// One forward and backward on this rank alone; its side effects are undone.
 bool batch_fits(const RunContext& run, std::int64_t batch_size) {
   torch::nn::Module& module = *run.task.module;
   std::vector<at::Tensor> buffers;
@@ -67,7 +67,8 @@ void find_batch_size(RunContext& run, RunControl& control) {
     const std::int64_t window = batch * accumulation_steps(a, ranks);
     const bool fits = batch_fits(run, batch);
     if (!control.any_out_of_memory(!fits)) return;
-    // What the allocator keeps of this trial, another rank on the GPU may need for the next.
+    // Another rank on the GPU may need for the next trial what the allocator still holds from this
+    // one.
     const at::Device device = run.world.device();
     if (!device.is_cpu()) c10::getDeviceAllocator(device.type())->emptyCache();
     if (batch == 1) run.out_of_memory("not even a batch of 1 fits");

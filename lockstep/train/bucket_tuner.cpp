@@ -16,12 +16,12 @@ namespace {
 constexpr double kSizes[] = {1, 5, 10, 25, 50, 100, 200, 400};  // MiB
 constexpr double kMiB = 1024 * 1024;
 constexpr int kRounds = 3;
-constexpr std::size_t kStepsPerTurn = 3;  // that count
+constexpr std::size_t kStepsPerTurn = 3;  // those that count
 // The first steps make the optimizer's state and lay the buckets out in the order of gradients.
 constexpr int kFirstSteps = 3;
 constexpr double kWorthwhile = 0.01;
 
-// Of n values the one that `quarters` quarters of them are below.
+// The value that `quarters` quarters of the values are below.
 double quartile_of(std::vector<double> values, std::size_t quarters) {
   const auto place = values.begin() + static_cast<std::ptrdiff_t>(values.size() * quarters / 4);
   std::nth_element(values.begin(), place, values.end());
@@ -116,7 +116,7 @@ BucketTuner::BucketTuner(RunContext& run, Reducer& reducer, std::vector<BucketCa
   for (const BucketCap& cap : caps) trials_.push_back({.cap = cap});
 }
 
-// On a GPU the host is ahead of the work; a step has taken its time when its work is done.
+// On a GPU the host is ahead of the device; a step's time ends when its work is done.
 void BucketTuner::wait_for_device() const {
   const c10::Device device = run_.world.device();
   if (device.is_cpu()) return;

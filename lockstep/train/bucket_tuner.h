@@ -1,10 +1,10 @@
 // BucketTuner: `tune: bucket_cap_mb`. Measures bucket sizes in the first steps of a run and keeps
 // the fastest one for the rest.
 //
-// The sizes take turns, a few steps each, in several rounds, so that what else happens on the
-// machine slows all of them down. The first step of a turn, in new buckets, is not counted. Every
-// rank takes the median of its own times, one exchange takes the slowest rank's of each size, and
-// all choose by that.
+// The sizes take turns, a few steps each, in several rounds, so that other load on the machine
+// slows all of them down. The first step of a turn, in new buckets, is not counted. Every rank
+// takes the median of its own times, one exchange takes the slowest rank's of each size, and all
+// choose by that.
 //
 //   auto tuner = BucketTuner::make(run, model.reducer(), /*steps_left=*/1000);
 //   if (tuner) tuner->begin_step();
@@ -67,7 +67,7 @@ class BucketTuner {
   RunContext& run_;
   Reducer& reducer_;
   std::vector<BucketTrial> trials_;
-  std::vector<std::vector<double>> times_ms_;  // of each
+  std::vector<std::vector<double>> times_ms_;  // one list per size
   int turns_left_;
   std::size_t trial_ = 0;
   int uncounted_;  // steps

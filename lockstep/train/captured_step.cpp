@@ -32,9 +32,9 @@ namespace cuda = kernels::cuda;
 using Tensors = CapturedStep::Tensors;
 using Key = std::vector<std::int64_t>;
 
-// Of shapes and variants that are remembered; each holds inputs. Others run as they are.
+// Remembered shapes and variants; each holds its inputs. Others run uncaptured.
 constexpr std::size_t kMaxEntries = 64;
-// Of one entry. Where gradients are somewhere else in every window, recording again does not help.
+// Recordings of one entry. Where gradients move in every window, recording again does not help.
 constexpr int kMaxRecordings = 4;
 
 Key key_of(const Tensors& inputs, int variant) {
@@ -94,7 +94,7 @@ std::string first_line(const char* text) {
 }  // namespace
 
 struct CapturedStep::Impl {
-  // What a call does, in the order in which an entry comes to it.
+  // What a call does, in the order in which an entry goes through them.
   enum class Choice { kAsItIs, kRecord, kReplay };
   // What a graph has the addresses of.
   struct Place {
@@ -104,13 +104,13 @@ struct CapturedStep::Impl {
     bool operator==(const Place&) const = default;
   };
   struct Entry {
-    int runs = 0;  // as it is, since a graph was recorded or replayed
+    int runs = 0;  // uncaptured, since a graph was recorded or replayed
     int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};          // of the parameters, as the function leaves them
-    std::vector<Place> places{};  // of the parameters, before it
-    std::uint64_t layout = 0;     // of the reducer
+    Tensors gradients{};          // the parameters' gradients, as the function leaves them
+    std::vector<Place> places{};  // the parameters' places before it runs
+    std::uint64_t layout = 0;     // the reducer's layout
   };
 
   optim::Optimizer& optimizer;
@@ -118,12 +118,12 @@ struct CapturedStep::Impl {
   Work work;
   const std::vector<at::Tensor>& parameters = options.parameters;
   std::map<Key, Entry> entries{};
-  const cuda::Graph* first_graph = nullptr;  // whose memory the others share
-  bool recorded = false;                     // a graph; said once
+  const cuda::Graph* first_graph = nullptr;  // the others share its memory
+  bool recorded = false;                     // a graph was recorded; logged once
   std::optional<c10::Stream> side{};         // captures and what precedes them
   std::deque<lockstep::Work> under_way{};    // replays of several ranks
   bool replayed = false;
-  bool full = false;  // no more entries; said once
+  bool full = false;  // no more entries; logged once
   std::string unavailable{};
 
   c10::Device device() const { return parameters.front().device(); }
@@ -138,8 +138,8 @@ struct CapturedStep::Impl {
             parameter.requires_grad()};
   }
 
-  // A graph that was recorded without a reducer has no collectives, so ranks would part in silence.
-  // Asked in every call, because a model may be wrapped at any time.
+  // A graph that was recorded without a reducer has no collectives, so ranks would silently
+  // diverge. Checked in every call, because a model may be wrapped at any time.
   void refuse_unknown_wrapper() const {
     if (options.reducer != nullptr) return;
     if (std::none_of(parameters.begin(), parameters.end(), optim::is_watched)) return;
@@ -149,7 +149,7 @@ struct CapturedStep::Impl {
                      "{{.reducer = &model.reducer()}}.");
   }
 
-  // Of these shapes and this variant; null when there are too many.
+  // The entry for these shapes and this variant; null when there are too many.
   Entry* entry_for(const Tensors& inputs, int variant) {
     Key key = key_of(inputs, variant);
     if (const auto at = entries.find(key); at != entries.end()) return &at->second;
@@ -183,7 +183,8 @@ struct CapturedStep::Impl {
   }
 
   // A gradient's accumulator runs on the stream that it was made on. One that somebody holds, as
-  // the hooks of DistributedDataParallel do, was made on another, which a graph must not touch.
+  // the hooks of DistributedDataParallel do, was made on another stream, which a graph must not
+  // touch.
   void move_accumulators_to_current_stream() const {
     for (const at::Tensor& parameter : parameters) {
       const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
@@ -210,7 +211,7 @@ struct CapturedStep::Impl {
     return outputs;
   }
 
-  // With several ranks what all of them can do: in one way they issue the same operations.
+  // What all ranks can do: only then do they issue the same operations.
   Choice choose(const Entry* entry) const {
     Choice mine = Choice::kAsItIs;
     if (entry != nullptr && entry->graph && is_of_here(*entry)) {
@@ -224,7 +225,7 @@ struct CapturedStep::Impl {
     return static_cast<Choice>(static_cast<int>(world().min(static_cast<int>(mine))));
   }
 
-  // False: there is no graph, on any rank, and will be none.
+  // False: no rank has a graph or will have one.
   bool record(Entry& entry, int variant) {
     const Tensors gradients = gradients_now();
     unavailable = optimizer.unavailable_for_capture(options.step);
@@ -245,14 +246,14 @@ struct CapturedStep::Impl {
     return false;
   }
 
-  // Empty, or the reason. Where other ranks have no graph yet, one that is there is replaced.
+  // Empty, or the reason. A rank that already has a graph records again when others have none.
   std::string try_to_record(Entry& entry, int variant) {
     optimizer.publish_options(options.step);
     ++entry.recordings;
     entry.places.clear();
     for (const at::Tensor& parameter : parameters) entry.places.push_back(place_of(parameter));
     entry.layout = layout();
-    // What the calls before have left in the cache cannot serve the graph.
+    // The graph cannot use what earlier calls have left in the cache.
     const c10::impl::VirtualGuardImpl guard(device().type());
     guard.synchronizeDevice(device().index());
     c10::getDeviceAllocator(device().type())->emptyCache();
@@ -297,8 +298,8 @@ struct CapturedStep::Impl {
     return gradients;
   }
 
-  // A graph that continues a window adds to gradients where they were when it was recorded, and
-  // fills buckets where those were.
+  // A graph that continues a window adds to the gradients, and fills the buckets, at the addresses
+  // they had when it was recorded.
   bool is_of_here(const Entry& entry) const {
     if (entry.layout != layout()) return false;
     for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -306,7 +307,7 @@ struct CapturedStep::Impl {
     return true;
   }
 
-  // The world's deadline for what no collective of the host stands for.
+  // Applies the world's deadline to a replay, which no collective on the host represents.
   void watch_replay() {
     while (!under_way.empty() && under_way.front().done()) under_way.pop_front();
     under_way.push_back(world().after_stream("captured_step"));

@@ -50,13 +50,13 @@ class Reducer;
 
 struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
-  std::vector<at::Tensor> parameters{};  // of the model
+  std::vector<at::Tensor> parameters{};  // the model's
   int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
-  // Of a wrapped model that the function trains. Without it a model that is wrapped, then or
-  // later, is refused: the graph would have no collectives, or stale ones.
+  // The reducer of the wrapped model that the function trains. Without it a model that is wrapped,
+  // now or later, is refused: the graph would have no collectives, or stale ones.
   Reducer* reducer = nullptr;
-  bool asked = true;  // false: that there are no graphs is information, not a warning
-  // When recording has failed, before the function runs again: takes back what its host code has
+  bool asked = true;  // false: having no graphs is information, not a warning
+  // Called when recording has failed, before the function runs again: undoes what its host code has
   // counted.
   std::function<void()> after_failed_capture{};
 };
@@ -64,8 +64,8 @@ struct CapturedStepOptions {
 class CapturedStep {
  public:
   using Tensors = std::vector<at::Tensor>;
-  // `variant`: what one function does with the same shapes may differ. The micro-batches that begin
-  // an accumulation window, continue it, and end it with a step are three variants.
+  // `variant`: the function may do different things for the same shapes. The micro-batches that
+  // begin an accumulation window, continue it, and end it with a step are three variants.
   using Work = std::function<Tensors(const Tensors& inputs, int variant)>;
 
   CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions options, Work work);

@@ -1,5 +1,5 @@
-// Captured steps beside the same steps as they are: the same bits. On the CPU nothing is captured;
-// with LOCKSTEP_DEVICE=cuda everything is.
+// Captured steps give the same bits as uncaptured ones. On the CPU nothing is captured; with
+// LOCKSTEP_DEVICE=cuda everything is.
 #include "lockstep/train/captured_step.h"
 
 #include <gmock/gmock.h>
@@ -88,7 +88,7 @@ TEST(CapturedStep, HasTheBitsOfStepsAsTheyAre) {
     const double lr = 1e-3 / (1 + i);  // a schedule
     plain.optimizer->set_lr(lr);
     captured.optimizer->set_lr(lr);
-    // Every fifth batch is short; somebody loads other weights once.
+    // Every fifth batch is short; other weights are loaded once.
     const Tensors inputs = batch(i, i % 5 == 4 ? 1 : 2);
     if (i == 8) {
       const torch::NoGradGuard no_grad;
@@ -105,8 +105,8 @@ TEST(CapturedStep, HasTheBitsOfStepsAsTheyAre) {
   EXPECT_EQ(step.unavailable_reason().empty(), on_cuda());
 }
 
-// Averages take the weights' place and leave it again, and somebody writes weights past their
-// version counters: a replay computes with the weights that are there.
+// Averages take the weights' place and are swapped back, and weights are written past their version
+// counters: a replay computes with the weights that are there.
 TEST(CapturedStep, SeesTheWeightsThatAreThereAfterASwapOfAveragesAndWritesToData) {
   Training plain, captured;
   optim::Ema plain_average{*plain.model, {.decay = 0.5}}, average{*captured.model, {.decay = 0.5}};
@@ -201,13 +201,13 @@ TEST(CapturedStep, WindowsOfSeveralMicroBatches) {
   CapturedStep step(
       *captured.optimizer, {captured.how, captured.parameters()},
       [&](const Tensors& inputs, int variant) { return work(captured, inputs, variant == 2); });
-  // Those in the middle come often before gradients are where a graph has them.
+  // Those in the middle are frequent before gradients are where a graph has them.
   constexpr int kPasses = 6, kWindows = 10;
   int replays = 0;
   for (int i = 0; i < kPasses * kWindows; ++i) {
     const int pass = i % kPasses;
     const int variant = pass == 0 ? 0 : pass == kPasses - 1 ? 2 : 1;
-    // The last window ends with a short batch, which no graph is for.
+    // The last window ends with a short batch, for which there is no graph.
     const bool last = i == kPasses * kWindows - 1;
     const Tensors inputs = batch(i, last ? 1 : 2);
     const Tensors want = work(plain, inputs, variant == 2);
@@ -292,8 +292,8 @@ TEST(CapturedStep, RefusesWhatItCannotDo) {
                UsageError);
 }
 
-// The seed documents' four orders of wrapping and compiling: each is right or refused. Refused on
-// the CPU too, so that the mistake is found before there is a GPU.
+// The seed documents' four orders of wrapping and compiling: each is right or refused, on the CPU
+// too, so that the mistake is found before there is a GPU.
 TEST(CapturedStep, AWrapperThatItWasNotGivenIsRefusedBeforeAndAfter) {
   testing::run_threads(2, [](World& world) {
     torch::nn::Linear net(4, 1);

@@ -28,7 +28,7 @@ namespace {
 constexpr const char* kOwnGpu = "cuda";     // its generator's name, whatever its number
 constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
 
-// Dense and on the CPU. What is both already is the same memory.
+// Dense and on the CPU. A tensor that already is both shares its memory.
 at::Tensor writable(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).contiguous();
 }
@@ -87,8 +87,8 @@ void refuse_other_files(const std::string& folder, const ModelFiles& files) {
                        std::string_view(other) == "model" ? "without" : "with");
 }
 
-// A generator's state for a rank that was not there. Undefined for a device whose format is not
-// known: its generator stays as it is.
+// A generator's state for a rank that was not there. Undefined for a device whose format is
+// unknown: its generator stays as it is.
 at::Tensor derived_state(const std::string& device, const at::Tensor& state, int rank) {
   const std::string bytes = fmt::format("{} {}", rank, pack_tensors({{device, state}}));
   const std::uint64_t seed = fingerprint(bytes.data(), bytes.size());

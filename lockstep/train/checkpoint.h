@@ -63,7 +63,7 @@ struct CheckpointContents {
   std::string arguments{};
   std::string model_config{};
   ModelFiles files{};
-  bool only_model = false;  // weights and trainer_state.json alone: cannot be resumed from
+  bool only_model = false;  // only weights and trainer_state.json: cannot be resumed from
 };
 
 struct WriteOptions {
@@ -72,14 +72,14 @@ struct WriteOptions {
 };
 
 // Durable on return. Takes the place of a folder of that name. SystemError when the disk is full or
-// fails: what stood there before stands unharmed.
+// fails: an earlier folder stays unharmed.
 void write_checkpoint(const std::string& path, const CheckpointContents& contents,
                       const WriteOptions& options = {});
 // Bytes of tensors that such a checkpoint holds.
 std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
 
 // Parameters and buffers by qualified name. `copy_buffers`: the buffers as they are now, because
-// the next forward changes them; parameters change in step() alone.
+// the next forward changes them; parameters change only in step().
 NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 
 // The same, or what `files` has instead.
@@ -90,9 +90,9 @@ NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& fi
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag);
 
-// The weights of a folder with model.safetensors, whoever wrote it. Every parameter and buffer must
-// be there, in its shape, and nothing else (UsageError). Copied in place. With `files` the same of
-// what they name.
+// The weights of a folder with model.safetensors, whichever program wrote it. Every parameter and
+// buffer must be there, in its shape, and nothing else (UsageError). Copied in place. With `files`
+// the same of what they name.
 void load_weights(const std::string& folder, torch::nn::Module& module,
                   const ModelFiles& files = {});
 
@@ -110,9 +110,9 @@ class Checkpoint {
   TensorDict optimizer() const;
   // The generators of this rank, for optim::set_rng_state; empty when none were saved. A rank that
   // the saved run did not have gets generators seeded with a checksum of its own number and of the
-  // state of rank (rank modulo the saved number of ranks): defined by the checkpoint alone, of
-  // their own for every rank, and not those of the run's first steps. So a run resumes on fewer
-  // ranks and on more.
+  // state of rank (rank modulo the saved number of ranks): defined by the checkpoint alone,
+  // different for every rank, and not those of the run's first steps. So a run can resume on fewer
+  // or more ranks.
   TensorDict rng(int rank) const;
   // A file's text; empty when it is not there.
   std::string text(const std::string& file) const;
@@ -133,8 +133,8 @@ TensorDict unpack_tensors(const std::string& bytes);
 TensorDict random_state(const World& world);
 void restore_random_state(const World& world, const Checkpoint& checkpoint);
 
-// Rank 0 warns of another number of intra-op threads than the run was saved with, where the bits
-// would otherwise be those of an uninterrupted run: on the CPU, on as many ranks.
+// Rank 0 warns when the number of intra-op threads differs from the saved run's, where the bits
+// would otherwise be those of an uninterrupted run: on the CPU, with the same number of ranks.
 void warn_of_other_threads(const World& world, const Checkpoint& checkpoint);
 
 // scheduler.json: the schedule's name and factor after `step` steps (empty: none), the learning

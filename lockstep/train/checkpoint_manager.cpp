@@ -16,7 +16,7 @@
 namespace lockstep::train {
 namespace {
 
-// Long for a training that waits, short for a signal.
+// Long enough for training that waits, short enough to notice a signal.
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
 
@@ -53,8 +53,8 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   for (const auto& [name, tensor] :
        saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
     bytes += tensor.nbytes();
-  // Older checkpoints are deleted after the new one is durable, so with a limit two stand side by
-  // side; without one nobody can say how many.
+  // Older checkpoints are deleted after the new one is durable, so with a limit two exist side by
+  // side; without one their number is unknown.
   const bool has_one = run_.result.durable_step >= 0;  // and it goes when there are two more
   check_room(a, bytes,
              a.save_strategy != Interval::kNo && a.save_total_limit && !only_last && !has_one);
@@ -69,7 +69,7 @@ void CheckpointManager::wait_copied() {
 
 // All ranks wait together for those that write, however long the disk takes: they exchange
 // meanwhile, so that no operation's timeout bounds the wait but the save's own progress
-// (async_saver.h). A stop is noticed, too, unless the run is over anyway. Returns how long it took.
+// (async_saver.h). A stop is noticed too, unless the run is over anyway. Returns how long it took.
 std::chrono::duration<double> CheckpointManager::wait_for_saves(bool last) {
   using Clock = std::chrono::steady_clock;
   std::optional<Clock::time_point> start;  // a rank that comes late here is not the disk's fault
@@ -118,7 +118,7 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
   const auto random = run_.world.all_gather(pack_tensors(random_state(run_.world)));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
-  TensorDict optimizer_state;  // of a sharded optimizer every rank sends its share
+  TensorDict optimizer_state;  // every rank sends its share of a sharded optimizer
   if (!run_.arguments.save_only_model) optimizer_state = optimizer.state(saver_ != nullptr);
   if (saver_) {
     CheckpointContents all = contents(position, optimizer, random);
@@ -154,7 +154,7 @@ void CheckpointManager::collect() {
                 ended->path, ended->waited_ms, ended->copy_ms, ended->write_ms);
       continue;
     }
-    // None is tried after it.
+    // No save is tried after it.
     const bool last = control_.over() && ended->step == run_.state.global_step;
     control_.alert(ended->alert + (ended->committed ? ""
                                    : last

@@ -1,5 +1,5 @@
 // CheckpointManager: the checkpoints of a run: which one it continues from (run_folder.cpp), what
-// is saved, which of it is durable, and what the best model is loaded from.
+// is saved, what of it is durable, and where the best model is loaded from.
 //
 //   CheckpointManager checkpoints(run, control);
 //   const io::FolderLock alone = checkpoints.lock();
@@ -30,8 +30,8 @@ class CheckpointManager {
  public:
   CheckpointManager(RunContext& run, RunControl& control) : run_(run), control_(control) {}
 
-  // Collective. One run at a time in an output_dir: held until the run ends, and taken before
-  // anything there is touched.
+  // Collective. One run at a time in an output_dir: the lock is held until the run ends, and taken
+  // before anything there is touched.
   io::FolderLock lock();
   // Collective. The folder that resume_from_checkpoint stands for; empty: a new run. An attempt
   // that the launcher has restarted continues where the one before it was, unless the user has said
@@ -44,7 +44,7 @@ class CheckpointManager {
 
   // Parameters and optimizer state may change from here on.
   void wait_copied();
-  // Collective: waits for the save before this one, and for it alone.
+  // Collective: waits for the previous save only.
   void end_previous();
   // Collective.
   void save(const DataPosition& position, TrainOptimizer& optimizer,
@@ -52,16 +52,16 @@ class CheckpointManager {
   bool saved() const { return saved_step_ == run_.state.global_step; }
   // A checkpoint of this step does not know yet that it is the best.
   void best_found();
-  // What saves have come to; their errors surface here, at the next step.
+  // The outcomes of saves; their errors surface here, at the next step.
   void collect();
 
   // Collective, at the end: everything is written, and all ranks know what.
   void finish();
-  // The newest whole one, also one that was resumed from; on ranks that write.
+  // The newest complete one, including one that was resumed from; on ranks that write.
   const std::string& newest() const { return newest_; }
   // Collective. All ranks load the best model, or none does.
   void load_best();
-  // Waits until nothing is written any more.
+  // Waits until nothing is being written any more.
   void close() { saver_.reset(); }
 
  private:

@@ -15,7 +15,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr double kMaxRate = 1000;  // as learning_rate
+constexpr double kMaxRate = 1000;  // the same as for learning_rate
 constexpr double kMaxCycles = 1e6;
 constexpr auto kMaxCount = static_cast<std::int64_t>(kStepLimit);
 
@@ -39,7 +39,7 @@ class Checker {
   }
 
  private:
-  // The message begins at the first of the keys that somebody has set, and names where each is
+  // The message begins at the first of the keys that somebody has set, and says where each comes
   // from.
   void add(std::initializer_list<std::string_view> keys, const std::string& text) {
     std::string lead;
@@ -158,7 +158,7 @@ class Checker {
           fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
                       size->key, size->key));
     }
-    // What does not suit one rank suits no number of them; the values to choose are those for the
+    // What does not suit one rank suits no number of ranks; the values to choose are those for the
     // ranks of this run, where a launcher has said how many.
     if (!uneven_text(*size, 1).empty())
       add({size->key, "per_device_train_batch_size", "max_seq_len"},
@@ -224,7 +224,7 @@ class Checker {
   }
 
   // What a schedule refuses when it is made (lockstep/optim/schedule.h), where the number of steps
-  // is known before the data is. What is wrong with the options themselves has been said.
+  // is known before the data is. Mistakes in the options themselves have been reported already.
   void schedule_length() {
     const TrainingArguments& a = arguments_;
     const std::string& type = a.lr_scheduler_type;
@@ -251,7 +251,7 @@ class Checker {
                     warmup, decay_steps, a.max_steps));
   }
 
-  // `fallback` also for what scheduler() has refused.
+  // Returns `fallback` also for what scheduler() has refused.
   double option(const char* name, double fallback) const {
     const Entry* entry = kwargs_.find(name);
     const bool number = entry != nullptr &&
@@ -271,7 +271,7 @@ class Checker {
     }
   }
 
-  // Of PyTorch's StepLR, MultiStepLR and ExponentialLR.
+  // Options of PyTorch's StepLR, MultiStepLR and ExponentialLR.
   void gamma(MapReader& kwargs, const std::string& type) {
     constexpr double kMaxGamma = 1000;
     kwargs.real("gamma", 0.1, 0, kMaxGamma);
@@ -306,7 +306,7 @@ class Checker {
 
 namespace {
 
-// A key whose value nothing reads beside the other keys, and why.
+// A key whose value is not read because of the other keys, and why.
 struct Idle {
   std::string_view key;
   bool idle;
@@ -379,7 +379,7 @@ std::int64_t in_steps(double value, std::int64_t max_steps) {
 std::string short_warmup_text(const TrainingArguments& a, std::int64_t max_steps) {
   const std::int64_t warmup = in_steps(a.warmup_steps, max_steps);
   if (max_steps <= 0 || warmup < max_steps || a.lr_scheduler_type == "constant") return {};
-  // The last step is taken with what max_steps - 1 of them have reached.
+  // The last step uses the rate that max_steps - 1 steps have reached.
   const double share = static_cast<double>(max_steps - 1) / static_cast<double>(warmup);
   const bool linear = a.lr_scheduler_type != "warmup_stable_decay";
   return fmt::format(

@@ -20,12 +20,12 @@ using Where = std::function<std::string(std::string_view key)>;
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where);
 
-// What decides the accumulation in the place of gradient_accumulation_steps: the samples
+// What decides the accumulation instead of gradient_accumulation_steps: the samples
 // (global_batch_size) or tokens (tokens_per_update) of one optimizer step over all ranks.
 struct UpdateSize {
   std::string_view key;
   std::int64_t wanted = 0;
-  std::int64_t per_pass = 0;  // of one rank's forward pass
+  std::int64_t per_pass = 0;  // in one rank's forward pass
   std::string pass_text{};    // "batch 4 x 1024 tokens"
 };
 std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
@@ -35,14 +35,14 @@ std::string uneven_text(const UpdateSize& size, int world_size);
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);
 
-// That a training ends in its warm-up, and with which learning rate; empty: it does not.
+// Says that training ends during its warm-up, and with which learning rate; empty: it does not.
 std::string short_warmup_text(const TrainingArguments& arguments, std::int64_t max_steps);
 
-// `~` at the start of every path, for arguments that were set in a program. UsageError when that
-// home directory is not known.
+// Expands `~` at the start of every path, for arguments that were set in a program. UsageError when
+// that home directory is not known.
 void expand_paths(TrainingArguments& arguments);
 
-// What is allowed and probably not meant.
+// What is allowed but probably not intended.
 std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where);
 
 }  // namespace lockstep::train

@@ -37,8 +37,8 @@ const OldKey* find_old(std::string_view name) {
   return found == table.end() ? nullptr : &*found;
 }
 
-// Of the keys for training and evaluation the nearer one may be the wrong one by a letter
-// (per_device_batch_size): who does not write eval means training.
+// The nearest key by letters may be the evaluation one where training is meant
+// (per_device_batch_size): a word without "eval" means training.
 std::string did_you_mean_key(const std::string& word) {
   auto near = nearest(word, key_names());
   if (!near) return "";
@@ -210,7 +210,7 @@ class Resolver {
     }
   }
 
-  // What `accelerate launch` sets. Anything said about precision elsewhere makes it silent.
+  // What `accelerate launch` sets. Any other setting of the precision overrides it.
   void add_launcher() {
     const auto text = [&](const char* name) {
       const auto found = sources_.environment.find(name);
@@ -230,7 +230,7 @@ class Resolver {
       insert(*find_key("use_cpu"), Origin::kLauncher, kCpu, bool_node(true));
   }
 
-  // Below everything that has been said.
+  // Inserts below everything that has been given.
   void insert(const KeySpec& key, Origin origin, std::string where, Node value) {
     auto& list = candidates_[key.name];
     const auto location = std::find_if(list.begin(), list.end(), [&](const Candidate& candidate) {
@@ -310,7 +310,7 @@ class Resolver {
       setting.key = &key;
       setting.where = "default";
       for (const Candidate& candidate : candidates_[key.name]) {
-        // Also those that lose: a mistake in the file is one, whatever the flags say.
+        // Also the candidates that lose: a mistake in the file is one, whatever the flags say.
         if (!problems_.attempt([&] { assign(config_.arguments, key, candidate.value); })) continue;
         if (setting.origin != Origin::kDefault) {
           setting.beaten.insert(setting.beaten.begin(),

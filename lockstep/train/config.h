@@ -46,25 +46,25 @@ using Environment = std::map<std::string, std::string>;
 
 struct ConfigSources {
   std::optional<Node> file{};  // as load_document() gives it
-  Problems problems{};         // which that found in the file
+  Problems problems{};         // those that load_document() found in the file
   Environment environment{};
   std::vector<std::string> flags{};  // "--key value", "--key=value", "--key" and "--no_key"
-  // Of the launcher's file (launch::launcher_keys()): a message says that a key belongs there.
+  // Keys of the launcher's file (launch::launcher_keys()): a message says that a key belongs there.
   std::vector<std::string> launcher_keys{};
 };
 
 // Throws UsageError with every mistake on a line of its own.
 Config resolve_config(const ConfigSources& sources);
 // The same with the file at `path` ("": none) and this process's environment. With `problems` the
-// mistakes are added there, and a value that is one is the key's default.
+// mistakes are added there, and a wrong value becomes the key's default.
 Config load_config(const std::string& path, const std::vector<std::string>& flags = {},
                    const std::vector<std::string>& launcher_keys = {},
                    Problems* problems = nullptr);
 
-// The variables that have a say: LOCKSTEP_* and ACCELERATE_*.
+// The variables that matter: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();
 
-// One line a key: value and winner. Without `all`, the defaults are skipped.
+// One line per key: value and winner. Without `all`, the defaults are skipped.
 std::string config_text(const Config& config, bool all);
 // {"settings": {"seed": {"value": 42, "from": "default"}, ...}, "notes": [...]} on one line.
 std::string config_json(const Config& config);

@@ -13,9 +13,9 @@ bool whole(double value) {
   return std::floor(value) == value;
 }
 
-// Every number has a range: what is far outside of what anybody trains with is a mistake, and its
-// conversion to an integer is undefined. Products of the values stay far from overflow, with any
-// number of ranks.
+// Every number has a range: a value far outside of what anybody trains with is a mistake, and
+// converting it to an integer would be undefined. Products of the values stay far from overflow,
+// with any number of ranks.
 constexpr Check kCount{[](double v) { return v >= 1 && v <= 1e6; }, "from 1 to 1000000"};
 constexpr Check kLength{[](double v) { return v >= 1 && v <= 1e7; }, "from 1 to 10000000"};
 constexpr Check kWorkers{[](double v) { return v >= 0 && v <= 1024; }, "from 0 to 1024"};

@@ -1,4 +1,4 @@
-// The table of configuration keys: of each member of TrainingArguments its name, what it accepts
+// The table of configuration keys: the name of each member of TrainingArguments, what it accepts
 // and what it means. Everything that reads, checks or explains configuration walks this table.
 //
 //   for (const KeySpec& key : key_table())
@@ -43,11 +43,11 @@ struct KeySpec {
   std::string_view name;
   Member member;
   std::string_view help;
-  const Check* check = nullptr;   // of numbers
-  std::string_view choices = {};  // "no|steps|epoch": of strings and lists of strings
+  const Check* check = nullptr;   // for numbers
+  std::string_view choices = {};  // "no|steps|epoch": for strings and lists of strings
   std::string_view unset = {};    // what happens without a value, where that is possible
   bool ours = false;              // not one of Hugging Face's
-  bool path = false;              // of texts: `~` at the start is a home directory
+  bool path = false;              // for text: `~` at the start is a home directory
 
   bool optional() const;         // may be unset with null
   std::string type() const;      // "integer", "boolean", "no, steps or epoch", ...
@@ -94,7 +94,7 @@ Node value_of(const TrainingArguments& arguments, const KeySpec& key);
 // All of them, by name.
 Node arguments_node(const TrainingArguments& arguments);
 
-// For `lockstep config keys` (of keys with `part` in their name) and docs/configuration.md.
+// For `lockstep config keys` (keys with `part` in their name) and docs/configuration.md.
 std::string keys_help(std::string_view part = {});
 std::string keys_markdown();
 

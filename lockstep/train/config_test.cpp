@@ -104,7 +104,7 @@ TEST(ConfigKeys, EveryBackendOfAWorldCanBeNamed) {
   EXPECT_EQ(resolve("use_cpu: true\nddp_backend: shm\n").arguments.ddp_backend, "shm");
 }
 
-// A word of three, of which two are booleans in YAML.
+// One of three words, two of which are booleans in YAML.
 TEST(ConfigKeys, CompileModelIsAWordABooleanOrAFlagAlone) {
   EXPECT_EQ(resolve("").arguments.compile_model, "auto");
   for (const char* word : {"auto", "true", "false"})
@@ -209,7 +209,7 @@ TEST(Config, FlagsBeatTheEnvironmentBeatsTheFileBeatsThePreset) {
                         "LOCKSTEP_SEED (2), t.yaml:2:1 (1)\n"));
 }
 
-// A new key of text is a path or is named here.
+// Every new text key is a path or is named here.
 TEST(Config, EveryPathMayBeginAtHome) {
   const std::set<std::string_view> plain = {"run_name", "metric_for_best_model", "optim_args"};
   const char* before = std::getenv("HOME");
@@ -336,7 +336,7 @@ TEST(Config, Notes) {
               ElementsAre("t.yaml:1:1: max_steps 10 wins over num_train_epochs (t.yaml:2:1)."));
   EXPECT_THAT(resolve("max_steps: 10\nwarmup_steps: 10\n").notes,
               ElementsAre(HasSubstr("warmup_steps 10 is not below the 10 steps of the training")));
-  // A recipe that is shortened to try it trains as Hugging Face's does.
+  // A recipe that is shortened for a trial trains as Hugging Face's does.
   EXPECT_THAT(
       resolve("warmup_steps: 2000\n", {"--max_steps=101"}).notes,
       ElementsAre("t.yaml:1:1: warmup_steps 2000 is not below the 101 steps of the training: "
@@ -658,7 +658,7 @@ TEST(Arguments, AreCheckedWithoutAFileToo) {
             "[config] learning_rate must be above 0, up to 1000, and -1.0 is not.");
   EXPECT_THAT(message_of([] { check_arguments({.optim = "sofia"}); }),
               HasSubstr("'sofia' is none"));
-  // Products of values that are out of range are not formed.
+  // Products of out-of-range values are not computed.
   EXPECT_THAT(message_of([] {
                 check_arguments({.max_seq_len = INT64_MAX,
                                  .per_device_train_batch_size = INT64_MAX,
@@ -712,7 +712,7 @@ TEST(EffectiveBatch, SamplesDecideTheAccumulation) {
       message_of([&] { accumulation_steps(arguments, 3); }),
       "[config] global_batch_size 32 is not a multiple of 12 (batch 4 x 3 ranks). The nearest "
       "that are: 24 and 36.");
-  // What is proposed suits the ranks that a launcher has started, and not one alone.
+  // The proposed values suit the ranks that a launcher has started, and not just one.
   ::setenv("WORLD_SIZE", "2", 1);
   EXPECT_THAT(message_of([] { check_arguments({.global_batch_size = 100}); }),
               HasSubstr("global_batch_size 100 is not a multiple of 16 (batch 8 x 2 ranks). The "
@@ -766,7 +766,7 @@ TEST(EffectiveBatch, AnotherBatchGetsAdviceOnTheLearningRate) {
             "for 32, the square-root rule for adamw suggests 0.000424; set "
             "learning_rate_batch_size to what it was chosen for, or global_batch_size to keep the "
             "batch.");
-  // A run that continues with another number of ranks, also with fewer.
+  // A run that continues with a different number of ranks, including fewer.
   EXPECT_EQ(learning_rate_advice(a, 2, 32),
             "learning_rate 0.0003 was set for 32 samples per step; 64 now: the square-root rule "
             "for adamw suggests 0.000424.");

@@ -7,7 +7,7 @@
 //
 // Checkpoints are written under a temporary name, so a part of a path chooses,
 // and what is chosen fails where every writer asks whether its bytes are safe. Everything else is
-// safe at once: nobody pulls the plug of a test, and the real disk takes most of its time. Any
+// safe at once: nobody pulls the plug on a test, and a real fsync would take most of its time. Any
 // thread may ask.
 #pragma once
 
@@ -19,7 +19,7 @@ namespace lockstep::train {
 struct DiskForTest {
   std::atomic<const char*> fails_for{nullptr};
   std::atomic<int> error{ENOSPC};
-  std::atomic<const char*> slow_for{nullptr};  // once: forgotten when it has been slow
+  std::atomic<const char*> slow_for{nullptr};  // once: cleared when it has been slow
   std::atomic<int> slow_ms{0};
 };
 

@@ -1,7 +1,7 @@
 // How many samples one optimizer step really sees: per device x accumulation x ranks.
 //
 // The effective batch is what learning depends on, the other three are only how it is reached. So
-// every text that proposes to change one of them says what becomes of it.
+// every text that proposes to change one of them says what happens to the effective batch.
 //
 //   accumulation_steps(arguments, world_size)      // from global_batch_size where that is set
 //   effective_batch_text(arguments, 2)             // "effective batch 16 = 4 per device x ..."
@@ -17,15 +17,15 @@
 
 namespace lockstep::train {
 
-// gradient_accumulation_steps, or what makes the update the wanted size at this number of ranks.
-// Throws UsageError naming the nearest values that divide evenly.
+// gradient_accumulation_steps, or the value that gives the update the wanted size with this number
+// of ranks. Throws UsageError naming the nearest values that divide evenly.
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size);
 
 std::int64_t effective_batch(const TrainingArguments& arguments, int world_size);
 std::string effective_batch_text(const TrainingArguments& arguments, int world_size);
 
-// The arguments beside the presets at this world size: batch, accumulation, logging, effective
-// batch, and whether it is the same.
+// Compares the arguments with the presets at this world size: batch, accumulation, logging,
+// effective batch, and whether it is the same.
 std::string preset_comparison(const TrainingArguments& arguments, int world_size);
 
 // What learning_rate would become with another effective batch than it was chosen for: linear for
@@ -34,7 +34,7 @@ std::string preset_comparison(const TrainingArguments& arguments, int world_size
 std::string learning_rate_advice(const TrainingArguments& arguments, int world_size,
                                  std::optional<std::int64_t> reference = {});
 
-// The largest batch per device, at most half of today's, that the effective batch is a multiple of:
+// The largest batch per device, at most half of the present one, that divides the effective batch:
 // with more accumulation nothing else changes. 0: there is none, the batch is 1 already.
 std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size);
 

@@ -22,13 +22,13 @@ bool greater_is_better(const TrainingArguments& a) {
 
 }  // namespace
 
-// Of this rank's batches; float64 on the device.
+// Sums over this rank's batches; float64 on the device.
 struct Evaluator::Sums {
   at::Tensor counts;  // tokens, samples
   std::map<std::string, at::Tensor> totals;
 };
 
-// Ranks may differ by a batch, so all of them walk as many rounds as the longest has.
+// Ranks may differ by a batch, so each of them runs as many rounds as the longest has.
 Evaluator::Sums Evaluator::sum_up() {
   const auto zero = at::dtype(at::kDouble).device(run_.world.device());
   Sums sums{.counts = at::zeros({2}, zero), .totals = {{"loss", at::zeros({}, zero)}}};
@@ -99,8 +99,8 @@ Metrics Evaluator::evaluate() {
   return metrics;
 }
 
-// By how much a value is better than the best so far. What is not finite never is: after it nothing
-// could be compared any more.
+// How much better a value is than the best so far. A value that is not finite never is: nothing
+// could be compared with it afterwards.
 double Evaluator::gain_of(double value) const {
   const auto& best = run_.state.best_metric;
   if (!std::isfinite(value)) return -INFINITY;

@@ -1,4 +1,4 @@
-// Evaluator: what a model is worth: means over eval_data, and whether they are the best so far.
+// Evaluator: how good a model is: means over eval_data, and whether they are the best so far.
 //
 //   Evaluator evaluator(run, control);
 //   const Metrics metrics = evaluator.evaluate();      // a collective
@@ -21,7 +21,7 @@ class Evaluator {
   Evaluator(RunContext& run, RunControl& control) : run_(run), control_(control) {}
 
   // Every sample once, whatever the number of ranks, and the model once per batch. A stop signal
-  // cuts it short: then control.take_agreed() has the signal, and the means are not of the whole.
+  // cuts it short: then control.take_agreed() has the signal, and the means cover only a part.
   Metrics evaluate();
 
   // Remembers the best value in the run's state, and stops a run whose patience is exhausted.

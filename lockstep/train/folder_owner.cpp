@@ -74,7 +74,7 @@ LoopDirectory& LoopDirectory::hold(const std::string& directory) {
   const std::lock_guard guard(g_mutex);
   const std::string key = key_of(directory);
   auto& all = held_directories();
-  // One that was deleted since, and its lock with it, is a new one.
+  // A directory that was deleted since, and its lock with it, is a new one.
   std::error_code error;
   const auto found = all.find(key);
   if (found != all.end() &&

@@ -1,8 +1,8 @@
-// Whose output_dir it is: one run at a time trains there, and nothing of another run is replaced or
+// Ownership of output_dir: one run at a time trains there, and no other run's files are replaced or
 // deleted.
 //
-// A Trainer holds its lock from train()'s begin to its end. save_checkpoint() and resume() are
-// functions without an object that lives as long as the run, so the process remembers for them
+// A Trainer holds its lock from the beginning of train() to its end. save_checkpoint() and resume()
+// are functions without an object that lives as long as the run, so the process remembers for them
 // which directories it holds and which checkpoints there are its own:
 //
 //   LoopDirectory& own = LoopDirectory::hold("out");          // UsageError: another run has it
@@ -22,9 +22,9 @@
 namespace lockstep::train {
 
 // Waits a few seconds for a run that is ending. UsageError: another run trains there. `token` names
-// those who may share it. A directory that an own loop of this process holds is taken over.
+// those who may share it. A directory that a user's loop in this process holds is taken over.
 io::FolderLock lock_output_dir(const std::string& folder, const std::string& token);
-// Of this process, and of no other.
+// A token that no other process has.
 std::string new_lock_token();
 
 class LoopDirectory {
@@ -36,7 +36,7 @@ class LoopDirectory {
   void resumed(const RunStart& start) { start_ = start; }
   const RunStart& start() const { return start_; }
   // Moves the checkpoints that this run neither wrote nor has below its start, and those of the
-  // steps that it repeats. Says where to; empty: nothing was there. SystemError.
+  // steps that it repeats. Returns the new place; empty: nothing was there. SystemError.
   std::string archive_others(std::int64_t step);
   void saved(std::int64_t step) { written_.insert(step); }
 

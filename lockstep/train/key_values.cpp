@@ -245,7 +245,7 @@ std::string KeySpec::type() const {
 }
 
 std::string KeySpec::variable() const {
-  // LOCKSTEP_PRESET is the build's: which of CMake's presets ./dev uses.
+  // LOCKSTEP_PRESET belongs to the build: it selects the CMake preset that ./dev uses.
   std::string text = name == "preset" ? "CONFIG_PRESET" : std::string(name);
   std::transform(text.begin(), text.end(), text.begin(), [](char c) {
     return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;

@@ -65,8 +65,8 @@ AccumulationOptions accumulation_options(const RunContext& run, std::int64_t ste
           .expected_count = expected_count(run)};
 }
 
-// The arguments that a checkpoint was made with. They only serve what is said about a change: a
-// file that cannot be read does not end the run.
+// The arguments that a checkpoint was made with. They are only used to report a change, so a file
+// that cannot be read does not end the run.
 std::optional<Node> saved_arguments(const Checkpoint& checkpoint) {
   try {
     const std::string text = checkpoint.text("training_args.json");
@@ -79,7 +79,7 @@ std::optional<Node> saved_arguments(const Checkpoint& checkpoint) {
   return std::nullopt;
 }
 
-// The learning rate of a run that is continued with another one was chosen for today's batch.
+// When a run continues with a new learning rate, that rate was chosen for the present batch.
 bool has_learning_rate_of(const Node& then, const TrainingArguments& a) {
   const Entry* rate = then.find("learning_rate");
   return rate == nullptr || same_value(rate->value, value_of(a, *find_key("learning_rate")));
@@ -168,7 +168,7 @@ void Loop::resume_data(const DataPosition& saved) {
   const std::int64_t batch = a.per_device_train_batch_size;
   const bool same = saved.world_size == ranks && saved.batch_size == batch &&
                     saved.accumulation == accumulation_steps_;
-  // In steps of today: the epoch's rest is what today's ranks make of it.
+  // In the present run's steps: its ranks divide the rest of the epoch.
   const std::int64_t left =
       (loader_.batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
   // The run that saved may itself have continued from one with other numbers.
@@ -189,8 +189,8 @@ void Loop::resume_data(const DataPosition& saved) {
                saved.world_size * saved.batch_size * saved.accumulation);
 }
 
-// A schedule reaches its end with the run's last step, so another number of steps is another
-// learning rate from here on: allowed, and not to happen unnoticed.
+// A schedule reaches its end with the run's last step, so a different number of steps means
+// different learning rates from here on: allowed, but it must not go unnoticed.
 void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) const {
   if (plan_.max_steps == checkpoint.state().max_steps) return;
   const TrainingArguments& a = run_.arguments;
@@ -214,13 +214,13 @@ void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) cons
                checkpoint.state().max_steps);
 }
 
-// Only said: no rule holds for every model (docs/more_ranks.md).
+// Only logged: no rule holds for every model (docs/more_ranks.md).
 void Loop::advise_learning_rate() const {
   if (!run_.task.param_groups.empty() || run_.task.make_optimizer) return;  // with rates of its own
   const std::string advice =
       learning_rate_advice(run_.arguments, run_.world.size(), resumed_batch_);
   if (!advice.empty()) log::info("trainer", "{}", advice);
-  // A given max_steps has been looked at before the data was.
+  // A given max_steps was checked before the data was read.
   const std::string warmup = short_warmup_text(run_.arguments, plan_.max_steps);
   if (run_.arguments.max_steps <= 0 && !run_.task.schedule && !warmup.empty())
     log::warning("trainer", "{}", warmup);
@@ -247,7 +247,7 @@ void Loop::open(const std::string& resumed_from) {
   state.eval_steps = static_cast<double>(plan_.eval_steps);
   state.save_steps = static_cast<double>(plan_.save_steps);
   run_.result.first_step = state.global_step;
-  // It may refuse, and then an earlier run is still where it was.
+  // It may refuse; then an earlier run is still in its place.
   if (run_.world.any(run_.arguments.tune.has_value()))
     tuner_ = BucketTuner::make(run_, model_.reducer(), plan_.max_steps - state.global_step);
   control_.listen();
@@ -290,7 +290,7 @@ MicroBatch Loop::micro_of(const data::Batch& batch) const {
   return {.count = batch.tokens, .scaler = optimizer_.scaler()};
 }
 
-// `values`: of MicroBatch, where they are on the device.
+// `values` of MicroBatch, where they are on the device.
 bool Loop::backward(const data::Batch& batch, const at::Tensor& values) {
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
@@ -311,7 +311,7 @@ void Loop::before_step() {
   {
     const ledger::PhaseScope communication(ledger::Phase::kCommunication);
     Waits waits = metrics_.waits();
-    // A graph is one piece of work: how much of it is communication is not known.
+    // A graph is one piece of work, so how much of it is communication is unknown.
     if (captures() && captured_->unavailable_reason().empty()) waits.communication = -1;
     control_.exchange(waits);
   }
@@ -348,7 +348,7 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   if (batch.target.defined()) inputs.push_back(batch.target);
   captured_batch_ = &batch;
   before_ = accumulation_.progress();
-  // A graph is one piece of work on the device, the optimizer's step with it.
+  // A graph is one piece of work on the device, including the optimizer's step.
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
@@ -384,7 +384,7 @@ void Loop::after_step(Due due) {
   due.save |= agreed.save;
   due.evaluate |= agreed.evaluate;
   if (agreed.stop_signal != 0) {
-    // A run that continues from here comes to the epoch's end, unless there is no step left to
+    // A run that continues from here reaches the end of the epoch, unless there is no step left to
     // take.
     evaluation_due_ = due.evaluate || (run_.at_last_step() &&
                                        due_after_epoch(run_.arguments, run_.state.epoch).evaluate);
@@ -409,7 +409,7 @@ void Loop::evaluate(Due& due) {
   control_.notify(&Observer::on_evaluate, {.entry = &run_.state.log_history.back()});
   if (!evaluator_.judge(metrics)) return;
   checkpoints_.best_found();
-  // To be loaded at the end it must be saved now, whenever else checkpoints are due.
+  // The best model must be saved now to be loaded at the end, whenever else checkpoints are due.
   due.save |=
       run_.arguments.save_strategy == Interval::kBest || run_.arguments.load_best_model_at_end;
 }
@@ -420,8 +420,8 @@ void Loop::save() {
   ledger::add(ledger::Counter::kSaves);
   const bool was_stopping = control_.stop_signal() != 0;
   if (!was_stopping && control_.over()) compare_replicas();
-  checkpoints_.end_previous();  // which is the best depends on whether that one is durable
-  // A run that continues from the last step comes to no epoch's end.
+  checkpoints_.end_previous();  // the best one depends on whether that one is durable
+  // A run that continues from the last step reaches no end of an epoch.
   const bool stopping = !was_stopping && control_.stop_signal() != 0;
   if (stopping && !epoch_ending_ && run_.at_last_step())
     evaluation_due_ |= due_after_epoch(run_.arguments, run_.state.epoch).evaluate;
@@ -459,7 +459,7 @@ void Loop::run_epoch(std::int64_t epoch) {
     after_step(due_after_step(run_.arguments, plan_, run_.state.global_step));
   }
   if (control_.stop_signal() != 0) return;
-  // As Hugging Face: an epoch that max_steps or a flag cut short has an end, too.
+  // As in Hugging Face, an epoch that max_steps or a flag cut short has an end too.
   epoch_ending_ = true;
   epoch_ended_ = left == 0;
   control_.notify(&Observer::on_epoch_end);

@@ -49,11 +49,11 @@ class Loop {
   // Everything that is left to do before the first step.
   void open(const std::string& resumed_from);
   void run();
-  // For the record of the run (run_recording.cpp).
+  // Facts for the record of the run (run_recording.cpp).
   monitor::RunFacts facts() const;
-  // The best weights were loaded.
+  // Called when the best weights were loaded.
   void sync_from_model() { optimizer_.sync_from_model(); }
-  // The end: the parameters are this process's own again.
+  // Called at the end: the parameters are this process's own memory again.
   void release_optimizer() { optimizer_.release(); }
 
  private:
@@ -93,17 +93,17 @@ class Loop {
   std::unique_ptr<BucketTuner> tuner_;      // until it has chosen
   std::unique_ptr<CapturedStep> captured_;  // compile_model
   std::map<std::vector<std::int64_t>, int> variants_;
-  const data::Batch* captured_batch_ = nullptr;          // that it computes
-  Accumulation::Progress before_;                        // and the accumulation before it
-  std::int64_t batches_run_ = 0, batches_replayed_ = 0;  // of those that may be
+  const data::Batch* captured_batch_ = nullptr;          // the one it computes
+  Accumulation::Progress before_;                        // the accumulation before that batch
+  std::int64_t batches_run_ = 0, batches_replayed_ = 0;  // only batches that may be captured
   Window window_;  // the last one and its step, where it is captured
   optim::StepResult step_result_;
-  std::optional<std::int64_t> resumed_batch_;  // that learning_rate was used with; of rank 0
+  std::optional<std::int64_t> resumed_batch_;  // the batch learning_rate was used with; on rank 0
   std::int64_t epoch_ = 0;
   bool epoch_ending_ = false;    // its last step is done, and what is due after it
   bool epoch_ended_ = false;     // everything that is due after the epoch has been done
   bool evaluation_due_ = false;  // a stop signal came before it, or in it
-  bool compared_ = false;        // the replicas, at the end
+  bool compared_ = false;        // the replicas were compared, at the end
 };
 
 }  // namespace lockstep::train

@@ -16,7 +16,7 @@
 namespace lockstep::train {
 namespace {
 
-// Of lines of 200 bytes: 20 MB.
+// With lines of 200 bytes this is 20 MB.
 constexpr std::size_t kMaxPending = 100'000;
 
 // Nothing for a line that a crash or a full disk has cut short.
@@ -79,8 +79,8 @@ void keep_until(const std::string& path, const std::string& superseded, std::int
   io::sync_directory(std::filesystem::path(path).parent_path().string());
 }
 
-// "eval_loss" is a curve of its own beside "train/loss", as Hugging Face names them. A name with a
-// group of its own has that.
+// "eval_loss" is a curve of its own beside "train/loss", as Hugging Face names them. A name that
+// has a group keeps it.
 std::string tag_of(const std::string& name) {
   if (name.rfind("eval_", 0) == 0) return "eval/" + name.substr(5);
   return name.find('/') != name.npos ? name : "train/" + name;
@@ -98,7 +98,7 @@ MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& op
   // TensorBoard shows the folder's name as the run's.
   const std::string runs = directory + "/runs" + (run_name_.empty() ? "" : "/" + run_name_);
   events_ = std::make_unique<io::EventFile>(runs);
-  // What an earlier run has said of steps to come stays in its files, and is forgotten by readers.
+  // What an earlier run logged for later steps stays in its files, and readers ignore it.
   events_->begin_at(options.resumed_at > 0 ? options.resumed_at + 1 : 0);
   events_->flush();
 }

@@ -1,9 +1,9 @@
-// What a run has measured, as files in output_dir: metrics.jsonl, one JSON object a line with every
-// number in full, and TensorBoard's event files in runs/ where report_to asks for them.
+// What a run has measured, as files in output_dir: metrics.jsonl, one JSON object per line with
+// every number in full, and TensorBoard's event files in runs/ where report_to asks for them.
 //
 // A run that is resumed at step 40 measures step 41 again. Lines of later steps are first moved
 // from metrics.jsonl to metrics.superseded.jsonl, so that each step is there once and nothing is
-// deleted. TensorBoard's readers drop them, and with a new run everything that an earlier one has
+// deleted. TensorBoard's readers drop them, and for a new run everything that an earlier one has
 // left in runs/.
 //
 //   MetricsLog metrics("out", {.tensorboard = true, .resumed_at = 40});

@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The host waits until the device has come that far.
+// Makes the host wait for the device.
 double read_value(const at::Tensor& tensor) {
   ledger::add(ledger::Counter::kHostSyncs);
   const DeviceWait wait(tensor.device());
@@ -30,7 +30,7 @@ int share_of(double part, double whole) {
   return whole > 0 ? static_cast<int>(std::min(kAll, kAll * part / whole)) : 0;
 }
 
-// What of the time since `before` was no step: evaluations and saves.
+// How much of the time since `before` was not spent in steps: evaluations and saves.
 double aside_s(const ledger::Totals& before) {
   using ledger::Phase;
   const ledger::Totals spent = ledger::since(before, ledger::totals());
@@ -100,7 +100,7 @@ Waits MetricsReporter::waits() const {
           .communication = share_of(spent[ledger::index(Phase::kCommunication)], steps)};
 }
 
-// Once in a run. What is said is the doctor's: the same rules, of the same record.
+// Once in a run. The advice is the doctor's: the same rules on the same record.
 void MetricsReporter::advise() {
   const TrainingArguments& a = run_.arguments;
   if (advised_ || !a.record_run || !run_.world.is_leader()) return;
@@ -119,7 +119,7 @@ void MetricsReporter::show_step() {
   if (progress_) progress_->step(run_.state.global_step);
 }
 
-// Of all ranks: a collective where they have counted for themselves.
+// Totals of all ranks: a collective where they have counted for themselves.
 MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
   at::Tensor all = sums;
   if (!run_.arguments.average_tokens_across_devices && run_.world.size() > 1) {
@@ -139,11 +139,11 @@ void MetricsReporter::log(double learning_rate) {
   TrainerState& state = run_.state;
   if (state.global_step == last_log_step_) return;
   const std::int64_t steps = state.global_step - std::exchange(last_log_step_, state.global_step);
-  // Before reading: on a GPU most of the steps' time is spent in that wait, and belongs to the next
-  // log's waits.
+  // Taken before reading: on a GPU most of the steps' time is spent in that wait, which belongs to
+  // the next log's waits.
   const ledger::Totals before = std::exchange(log_totals_, ledger::totals());
   const auto [tokens, loss] = totals_of(since_log_);
-  // After reading: a GPU has computed the steps now, the host had only asked for them before.
+  // Taken after reading: only now has a GPU computed the steps that the host had enqueued.
   const auto now = Clock::now();
   const double seconds =
       std::max(1e-9, seconds_between(std::exchange(log_time_, now), now) - aside_s(before));
@@ -187,7 +187,7 @@ void MetricsReporter::report(Metrics values) {
   control_.notify(&Observer::on_log, {.entry = &entry});
 }
 
-// Of a run that was complete before this call. Collective: the leader has the file.
+// The summary of a run that was complete before this call. Collective: the leader has the file.
 Metrics MetricsReporter::recorded_summary() {
   std::string line;
   if (file_) {

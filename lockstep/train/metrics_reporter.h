@@ -1,5 +1,5 @@
-// MetricsReporter: what a run measures of its training, and where it is written: losses and speeds,
-// metrics.jsonl, TensorBoard, the progress bar, the log history and the summary.
+// MetricsReporter: what a run measures, and where it is written: losses and speeds, metrics.jsonl,
+// TensorBoard, the progress bar, the log history and the summary.
 //
 //   MetricsReporter metrics(run, control);
 //   metrics.open();
@@ -36,10 +36,10 @@ class MetricsReporter {
   void count(const Window& window, const optim::StepResult& result);
   void show_step();
 
-  // What of this rank's steps since the last log was spent in waits, for the step's exchange.
+  // How much of this rank's steps since the last log was spent waiting, for the step's exchange.
   Waits waits() const;
 
-  // Of all ranks.
+  // Summed over all ranks.
   std::int64_t tokens_since_log() {
     return static_cast<std::int64_t>(totals_of(since_log_).tokens);
   }
@@ -52,7 +52,7 @@ class MetricsReporter {
   // reads the record that the ranks have written so far.
   void advise();
 
-  // Of the whole call, into run.result.
+  // Writes the summary of the whole call into run.result.
   void summarize();
   void close();
 
@@ -73,7 +73,7 @@ class MetricsReporter {
   at::Tensor since_start_;
   at::Tensor skipped_;
   at::Tensor grad_norm_;
-  std::int64_t samples_ = 0;  // of this rank since the last log; every rank has as many
+  std::int64_t samples_ = 0;  // this rank's since the last log; every rank has as many
   std::int64_t last_log_step_ = 0;
   ledger::Totals log_totals_;  // at the last log
   bool advised_ = false;

@@ -18,7 +18,7 @@
 namespace lockstep {
 
 struct ModelFiles {
-  std::string stem = "model";          // of <stem>.safetensors
+  std::string stem = "model";          // names <stem>.safetensors
   std::string config = "config.json";  // the file that has the model's configuration
   // The tensors by their names in the file, in the module's own memory, so that they can be read
   // back into it. Empty: every parameter and buffer of the module.

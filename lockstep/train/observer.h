@@ -1,4 +1,4 @@
-// Observer: what a program wants to know of a run, and where it may say "stop", "save", "evaluate".
+// Observer: what a program learns about a run, and where it may ask to stop, save or evaluate.
 //
 //   struct Print : lockstep::Observer {
 //     void on_log(lockstep::Event& event) override { std::cout << event.entry->step << '\n'; }
@@ -31,7 +31,7 @@ struct Event {
   optim::Optimizer* optimizer = nullptr;
   const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
   const std::string* path = nullptr;       // on_save: the folder
-  const std::string* text = nullptr;       // on_alert: what went wrong, and is being survived
+  const std::string* text = nullptr;       // what went wrong, although the run continues (on_alert)
   // StepFlags, read after the call.
   bool stop = false;
   bool save = false;

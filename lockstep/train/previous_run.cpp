@@ -30,7 +30,8 @@ bool holds_something(const fs::path& path) {
   return fs::exists(path, error) && !fs::is_empty(path, error) && !error;
 }
 
-// Facts alone are of a run that nobody has recorded yet: `lockstep run --record` writes them first.
+// Facts alone belong to a run that has not been recorded yet: `lockstep run --record` writes them
+// first.
 bool holds_a_record(const fs::path& folder) {
   std::error_code error;
   for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))

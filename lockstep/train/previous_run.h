@@ -1,9 +1,9 @@
-// What another run has left in output_dir, moved out of this run's way and not lost.
+// What another run has left in output_dir, moved out of this run's way without losing it.
 //
-// The newest checkpoint is the one with the highest step. A folder that this run has not written
-// and that stands above the step it starts from would be resumed from next time, in the place of
-// this run's own. So such folders get a folder of their own, earlier-<n>, before the first step; so
-// do the metrics, runs/ and effective_config.json of a run that this one does not continue from: no
+// The newest checkpoint is the one with the highest step. A folder that this run has not written,
+// with a higher step than the one it starts from, would be resumed from next time instead of this
+// run's own. So such folders get a folder of their own, earlier-<n>, before the first step; so do
+// the metrics, runs/ and effective_config.json of a run that this one does not continue from: no
 // run's measurements are deleted.
 //
 //   const std::string folder =
@@ -27,15 +27,15 @@ struct RunStart {
 };
 
 // Moves every checkpoint above start.step, or all of them and the metrics where the run starts
-// again or from another place than output_dir. Says where to; empty: nothing was there.
-// SystemError.
+// again or continues from a place outside output_dir. Returns the new place; empty: nothing was
+// there. SystemError.
 std::string archive_previous_run(const std::string& output_dir, const RunStart& start);
 
-// Moves the metrics, runs/ and the record alone, of a run that does not begin with `start`.
+// Moves only the metrics, runs/ and the record of a run that does not begin with `start`.
 std::string archive_measurements(const std::string& output_dir, const RunStart& start);
 
-// A checkpoint in output_dir that a run with this start has behind it: the one that it continues
-// from, and lower steps.
+// Whether a run with this start has the checkpoint in output_dir behind it: the one that it
+// continues from, and lower steps.
 bool is_before(const io::NumberedDir& dir, const std::string& output_dir, const RunStart& start);
 
 // Moves the checkpoints for which `is_other` is true, and nothing else: the files of a loop of the

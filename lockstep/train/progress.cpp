@@ -93,11 +93,11 @@ void Progress::draw() {
         duration_text(elapsed / static_cast<double>(done) * static_cast<double>(total - step_)));
   }
   line += newest_;
-  // Where there is little room the numbers have it, and the bar what they leave.
+  // Where there is little room, the numbers come first and the bar gets what they leave.
   const std::string share = fmt::format("{:3}% ", 100 * step_ / total);
   const auto width = static_cast<std::size_t>(std::max(terminal::columns(STDOUT_FILENO) - 1, 10));
   line = share + bar_text(width, share.size() + line.size(), std::min(step_, total), total) + line;
-  // A number that is cut in the middle would be another number.
+  // A truncated number would be a different number.
   if (line.size() > width) {
     const std::size_t cut = line.rfind("  ", width);
     line.resize(cut == std::string::npos || cut < share.size() ? width : cut);

@@ -1,5 +1,5 @@
-// What a person sees of a run: a bar that is redrawn on a terminal, one line per logging step
-// elsewhere.
+// What a person sees of a run: a bar that is redrawn on a terminal, otherwise one line per logging
+// step.
 //
 //   Progress progress({.total_steps = 1000, .done_steps = 40});
 //   progress.step(41);

@@ -133,7 +133,7 @@ int state_copies(const TrainingArguments& arguments) {
   // Further options may bring momentum. Adafactor's rows and columns are a thousandth of a matrix.
   if (arguments.optim == "sgd" || arguments.optim == "adafactor")
     return arguments.momentum > 0 || arguments.optim_args ? 1 : 0;
-  return 2;  // of muon's matrices one; embeddings and the rest are AdamW's
+  return 2;  // one for muon's matrices; embeddings and the rest use AdamW
 }
 
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {

@@ -24,20 +24,21 @@ namespace lockstep::train {
 // An evaluation that is silently skipped would take early stopping and the best model with it.
 void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
 
-// metric_for_best_model among what an evaluation gives ("eval_loss", ...), where it is needed.
+// Requires metric_for_best_model to be among an evaluation's metrics ("eval_loss", ...), if needed.
 void check_metric(const TrainingArguments& arguments, const std::vector<std::string>& given);
 // "loss" means "eval_loss", as with Hugging Face.
 std::string full_metric_name(const std::string& metric);
 
-// As Hugging Face's (Accelerate's): fp16 is a GPU's. The commands ask; a program of its own may
+// As in Hugging Face (Accelerate), fp16 needs a GPU. The commands check this; a user's program may
 // scale on the CPU too, and so may LOCKSTEP_HALF_ON_CPU=1, for tests.
 void check_precision(const TrainingArguments& arguments, bool on_cpu);
 
-// That resume_from_checkpoint is auto, never or a folder that is there; not what is in it.
+// Requires resume_from_checkpoint to be auto, never or an existing folder; its contents are not
+// read.
 void check_resume(const std::string& flag);
 
-// That the weights of `folder` are those of a model with these tensors: every one is there, in its
-// shape, and nothing else. Looks at names and shapes alone.
+// Requires the weights of `folder` to be those of a model with these tensors: every one is there,
+// in its shape, and nothing else. Looks only at names and shapes.
 void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
                    const std::vector<io::TensorShape>& model);
 
@@ -47,12 +48,12 @@ inline constexpr std::uint64_t kSmallFiles = 64u << 10;
 // How many tensors of a parameter's size the optimizer keeps for each.
 int state_copies(const TrainingArguments& arguments);
 
-// That output_dir is a folder, or can become one.
+// Requires output_dir to be a folder, or a place where one can be made.
 void check_output_dir(const std::string& output_dir);
 
-// That output_dir's disk has room for what is to be saved of a model of so many bytes: found now
-// and not after hours. `two`: the older checkpoint is deleted after the new one is durable. What
-// only a stop signal would save is not a reason to refuse, and warned of.
+// Requires output_dir's disk to have room for what is saved of a model of so many bytes: better
+// found now than after hours. `two`: the older checkpoint is deleted after the new one is durable.
+// What only a stop signal would save is not refused but warned about.
 void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two);
 
 }  // namespace lockstep::train

@@ -1,6 +1,6 @@
 // RunContext: what the parts of a Trainer share, and how a batch is computed.
 //
-// TrainerImpl owns it, each part holds a reference. Of `state` and `result`, Loop writes steps and
+// TrainerImpl owns it, each part holds a reference. In `state` and `result`, Loop writes steps and
 // epoch, MetricsReporter what was measured, Evaluator which step is the best and CheckpointManager
 // what is saved. One thread.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace lockstep::train {
 
-// Whether an error's text means memory that is full, and not memory that was misused.
+// Whether an error's text means that memory is full rather than misused.
 bool says_out_of_memory(const char* text);
 
 inline std::uint64_t data_seed(const TrainingArguments& a) {
@@ -32,7 +32,7 @@ struct RunContext {
   TrainingArguments arguments;
   TrainerState state{};
   optim::Optimizer* optimizer = nullptr;  // while there is one
-  TrainResult result{};                   // of this call of train(); complete at its end
+  TrainResult result{};                   // for this call of train(); complete at its end
 
   // Whether this rank writes checkpoints.
   bool writes() const {

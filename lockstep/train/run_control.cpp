@@ -33,7 +33,7 @@ void RunControl::listen() {
   StopSignalOptions stop{
       .install = run_.arguments.enable_jit_checkpoint,
       .give_up = [world = run_.world](const std::string& why) mutable { world.abort(why); }};
-  // Alone there is nobody to agree with: the step's end is waited for, however long it takes.
+  // A single rank has nobody to agree with: the step's end is waited for, however long it takes.
   if (run_.world.size() == 1) stop.deadline = std::chrono::hours(24 * 365);
   signals_ = std::make_unique<StopSignals>(std::move(stop));
 }
@@ -47,7 +47,7 @@ void RunControl::exchange(const Waits& mine) {
   note_exchange();
 }
 
-// Between two exchanges no rank hears of a stop. The first step's costs are its own.
+// Between two exchanges no rank hears of a stop. The first step includes one-time costs.
 void RunControl::note_exchange() {
   const auto now = std::chrono::steady_clock::now();
   const auto since = now - std::exchange(exchange_time_, now);
@@ -75,7 +75,7 @@ bool RunControl::stop_heard() {
   if (!signals_) return false;  // an evaluation outside of train()
   const StepFlags heard = agreement_->exchange({.stop_signal = signals_->requested()});
   note_exchange();
-  // On a GPU the first answer is that of the step before: its flags are made again.
+  // On a GPU the first answer is that of the previous step: its flags are set again.
   flags_.stop |= heard.stop;
   flags_.save |= heard.save;
   flags_.evaluate |= heard.evaluate;

@@ -42,14 +42,14 @@ class RunControl {
   void add(std::shared_ptr<Observer> observer) { observers_.push_back(std::move(observer)); }
   void notify(void (Observer::*call)(Event&), const Notice& about = {});
 
-  // Collective. Needed by everything below; again: nothing.
+  // Collective. Needed by everything below; later calls do nothing.
   void connect();
   // Handles stop signals from here on, until finish().
   void listen();
 
   // Collective, once per step, before its update.
   void exchange(const Waits& mine);
-  // Of the rank that waits most, as of the last exchange that has answered.
+  // Those of the rank that waits most, from the last exchange that has answered.
   const Waits& waits() const { return waits_; }
   // What the last exchange agreed on, once. A stop in it is obeyed.
   StepFlags take_agreed();
@@ -68,15 +68,15 @@ class RunControl {
   int stop_signal() const { return stop_signal_; }
   bool over() const { return stop_ || stop_signal_ != 0 || run_.at_last_step(); }
 
-  // A signal that comes from here on has nothing to ask for.
+  // A signal that comes from here on is ignored.
   void ignore_signals() { signals_->agreed(); }
   // Collective: the alerts that are left.
   void report_last_alerts();
   // The signal that this rank received, or 0.
   int received_signal() const { return signals_->requested(); }
-  // Collective. "SIGTERM", and which ranks have received it where not all have.
+  // Collective. "SIGTERM", and which ranks received it if not all did.
   std::string stopped_by();
-  // The handlers that stood before come back.
+  // Restores the earlier handlers.
   void finish() { signals_.reset(); }
 
  private:
@@ -93,7 +93,7 @@ class RunControl {
   Waits waits_;       // everybody's
   int stop_signal_ = 0;
   bool stop_ = false;
-  std::vector<std::string> alerts_;  // of this rank, not yet reported to all
+  std::vector<std::string> alerts_;  // this rank's, not yet reported to all
   std::chrono::steady_clock::time_point exchange_time_;
 };
 

@@ -1,4 +1,4 @@
-// CheckpointManager before the first step: whose output_dir it is, which checkpoint the run
+// CheckpointManager before the first step: which run owns output_dir, which checkpoint the run
 // continues from, and what has to make way.
 #include <fmt/format.h>
 #include <unistd.h>
@@ -29,8 +29,8 @@ std::string launchers_run() {
   return env::get("TORCHELASTIC_RUN_ID").value_or("");
 }
 
-// That attempt may have died before it put the checkpoints of an earlier run aside: then no file
-// names this run, and the attempt begins as that one did.
+// The previous attempt may have died before it put the checkpoints of an earlier run aside: then no
+// file names this run, and this attempt begins as that one did.
 void resume_restarted(RunContext& run) {
   const std::string asked = run.arguments.resume_from_checkpoint.value_or("");
   const std::int64_t attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
@@ -64,7 +64,7 @@ io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
 }
 
 // With save_on_each_node every host has folders of its own, and one may have lost its newest. The
-// newest step that is whole on all of them is continued from; empty: there is none.
+// run continues from the newest step that is complete on all of them; empty: there is none.
 std::string newest_on_all(RunContext& run) {
   const std::string& folder = run.arguments.output_dir;
   std::optional<io::Newest> mine;
@@ -105,7 +105,7 @@ void sweep_output_dir(const RunContext& run) {
 
 }  // namespace
 
-// The leader is first, so that writers who share its folder know their own run.
+// The leader goes first, so that writers that share its folder recognise their own run.
 io::FolderLock CheckpointManager::lock() {
   io::FolderLock lock;
   World& world = run_.world;
@@ -135,7 +135,7 @@ std::string CheckpointManager::choose() {
   return flag;
 }
 
-// Once it is certain that the run begins: a start that is refused leaves everything in its place.
+// Only once it is certain that the run begins: a start that is refused leaves everything in place.
 void CheckpointManager::claim_output_dir(const std::string& checkpoint) const {
   const TrainingArguments& a = run_.arguments;
   const std::string place = archive_previous_run(

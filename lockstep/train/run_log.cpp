@@ -26,7 +26,7 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kLastValues{60};  // of a device that may not answer any more
+constexpr std::chrono::seconds kLastValues{60};  // for a device that may no longer answer
 constexpr std::chrono::milliseconds kLookAgain{1};
 
 // The program as it was started.
@@ -53,14 +53,14 @@ void check_values(const LogValues& values) {
 // A line, and those of its values that are on their way from the device.
 struct Line {
   train::LogEntry entry{};
-  std::vector<std::size_t> places{};  // of those values, in the entry
+  std::vector<std::size_t> places{};  // where those values go in the entry
   at::Tensor host{};
   std::unique_ptr<c10::Event> arrived{};
 
   bool complete() const { return !arrived || arrived->query(); }
 };
 
-// The copy is behind what the device has yet to do, and so is the event.
+// The copy is enqueued behind the device's pending work, and so is the event.
 void fetch(Line& line, const std::vector<at::Tensor>& tensors) {
   const c10::Device device = tensors.front().device();
   std::vector<at::Tensor> scalars;
@@ -167,7 +167,7 @@ void RunLog::Impl::end() {
   recording.recorder.reset();
   if (!options.record || !world.is_leader()) return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  // The end of a run that failed is its process's: a launcher may start it again.
+  // A failed run ends with its process, since a launcher may start it again.
   if (std::uncaught_exceptions() > exceptions)
     recording.facts.failure = "an exception ended the loop of rank 0";
   else

@@ -1,4 +1,4 @@
-// RunLog: what a training loop of your own measures goes where a Trainer's figures go: to the
+// RunLog: sends what your own training loop measures where a Trainer's figures go: to the
 // dashboard, `lockstep monitor`, `lockstep report`, TensorBoard and metrics.jsonl.
 //
 //   lockstep::RunLog run_log{"out", world, {.total_steps = 1000}};        // after resume()
@@ -7,7 +7,7 @@
 //   run_log.log({{"eval_loss", eval_loss}}, step);
 //
 // Make it and call it on every rank; rank 0's values are written. Nothing is averaged: the loss of
-// Accumulation::last_window() is that of all ranks, any other one goes through world.mean() first.
+// Accumulation::last_window() is that of all ranks; pass any other loss through world.mean() first.
 // A tensor on a GPU is not waited for: its line is written with the next log() or at the end.
 //
 //   out/metrics.jsonl    one line for each call, every number in full
@@ -18,8 +18,8 @@
 // tokens_per_second, samples_per_second; it draws any other, too. A run that resume() has restored
 // continues the files; what any other has measured in that directory is moved to out/earlier-<n>/.
 //
-// The constructor is a collective, log() is none. One thread. From then on rank 0's process holds
-// the directory, as save_checkpoint() does.
+// The constructor is a collective, log() is not. One thread. From then on rank 0's process holds
+// the directory, as with save_checkpoint().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -69,11 +69,11 @@ class RunLog {
   RunLog(const RunLog&) = delete;
   RunLog& operator=(const RunLog&) = delete;
 
-  // After `step` optimizer steps. Launcher and page count by them: a loop that nobody else counts
-  // for (one rank without Accumulation) has taken those since the last call. A lower step than
-  // before is one that is repeated: later lines are moved to metrics.superseded.jsonl. "epoch"
-  // among the values becomes the line's. UsageError for a tensor with several elements and for a
-  // name that is empty or "step".
+  // After `step` optimizer steps. The launcher and the page count by them: where nothing else
+  // counts (one rank without Accumulation), the loop has taken the steps since the last call. A
+  // lower step than before is repeated: later lines are moved to metrics.superseded.jsonl. "epoch"
+  // among the values becomes the line's epoch. UsageError for a tensor with several elements and
+  // for a name that is empty or "step".
   void log(const LogValues& values, std::int64_t step);
   // After the step that the launcher counted last: the end of each synchronised backward is one.
   // UsageError where none was counted.

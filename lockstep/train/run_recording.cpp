@@ -23,7 +23,7 @@
 namespace lockstep::train {
 namespace {
 
-// "sharded fused adamw"; "custom" for one that the task brought along, of which nothing is known.
+// "sharded fused adamw"; "custom" for one that the task provides, about which nothing is known.
 std::string optimizer_text(const RunContext& run) {
   const bool ours = !run.task.make_optimizer;
   const bool sharded = dynamic_cast<const ShardedOptimizer*>(run.optimizer) != nullptr;
@@ -69,15 +69,15 @@ Recording start_recording(World& world, const std::string& folder, const monitor
   monitor::RunFacts& facts = recording.facts;
   std::error_code unknown;
   ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
-  // Every rank takes part in the exchanges, also one that records nothing. Ranks that are each
-  // bound to a core of their own share more cores than one of them may use.
+  // Every rank takes part in the exchanges, even one that records nothing. Ranks that are each
+  // bound to a core of their own together have more cores than one of them may use.
   const bool one_host = world.local_size() == world.size();
   facts.cores = one_host ? parallel::cores_of_ranks(world) : allowed_cores();
   facts.hosts = static_cast<int>(world.max(world.node_rank())) + 1;
   // A launcher may start this rank again.
   facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
-  // With this exchange the folder is this run's on every rank: what an earlier one left there has
-  // been moved away by those that write.
+  // After this exchange the folder is this run's on every rank: the ranks that write have moved
+  // away what an earlier run left there.
   world.agree([&] {
     if (!world.is_leader() || !record) return;
     try {

@@ -1,5 +1,5 @@
-// What is recorded of a run, into output_dir/monitor (lockstep/monitor/run_record.h): a Trainer's,
-// and that of a loop with a RunLog.
+// What is recorded about a run, into output_dir/monitor (lockstep/monitor/run_record.h): for a
+// Trainer, and for a loop with a RunLog.
 //
 //   monitor::RunFacts facts = world_facts(world);
 //   const Recording recording = start_recording(world, "out", facts);   // until it is destroyed
@@ -27,8 +27,8 @@ monitor::RunFacts world_facts(const World& world);
 Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
                           bool record = true);
 
-// Writes down, on rank 0, that the run has ended, or why it failed. What has neither was killed.
-// The end of a run that failed is its process's, since a launcher may start it again.
+// On rank 0, writes down that the run has ended, or why it failed. A run with neither was killed. A
+// failed run ends with its process, since a launcher may start it again.
 void end_recording(const World& world, const std::string& folder, const std::string& failure);
 
 }  // namespace lockstep::train

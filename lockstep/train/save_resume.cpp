@@ -75,8 +75,8 @@ void restore_step_count(const CheckpointParts& parts, const Node& root, const st
   StepCount::of(*parts.scheduler) = static_cast<unsigned>(as_integer(saved->value, "step_count"));
 }
 
-// Older files of a Trainer have one rate for all groups. Another number of groups takes over what
-// is the same for all of the saved ones.
+// Older files of a Trainer have one rate for all groups. If the number of groups has changed, a
+// rate is taken over only if it is the same for all of the saved groups.
 std::vector<double> saved_rates(const Node& saved, std::size_t groups) {
   if (!saved.is(NodeKind::kList)) return std::vector<double>(groups, as_real(saved, "last_lr"));
   std::vector<double> rates;

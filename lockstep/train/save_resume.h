@@ -20,7 +20,7 @@
 // `directory` until it ends, and another run there is refused (UsageError). The process is the run:
 // what it has saved there is its own.
 //
-// Collective, also in failure: what one rank throws, all ranks throw with its message, and the
+// Collective, even in failure: what one rank throws, all ranks throw with its message, and the
 // world can still be used. One thread per directory. Nothing is owned: parts point to what the loop
 // uses, and what is null is neither saved nor restored.
 #pragma once
@@ -57,9 +57,9 @@ class Accumulation;
 class OptimizerPart {
  public:
   OptimizerPart() = default;
-  // UsageError where it points to an optimizer of torch::optim, whose state has no names. One that
-  // the compiler sees to be that (torch::optim::Adam) is refused when it is compiled: use AdamW,
-  // Adam or SGD of lockstep::optim, the same rules with Python's names and bits.
+  // UsageError where it points to an optimizer of torch::optim, whose state has no names. Where the
+  // static type already shows this (torch::optim::Adam), it does not compile: use AdamW, Adam or
+  // SGD of lockstep::optim, the same rules with Python's names and bits.
   OptimizerPart(torch::optim::Optimizer* optimizer);
   template <std::derived_from<torch::optim::Optimizer> Stock>
     requires(!std::derived_from<Stock, optim::RuleOptimizer> &&
@@ -73,7 +73,7 @@ class OptimizerPart {
   // The module's parameters have been loaded before.
   void load_state_dict(const torch::nn::Module& module,
                        const std::map<std::string, at::Tensor>& state) const;
-  std::vector<double> learning_rates() const;  // of the groups
+  std::vector<double> learning_rates() const;  // of each group
   void set_learning_rates(const std::vector<double>& rates) const;
 
  private:
@@ -85,13 +85,14 @@ struct CheckpointParts {
   torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
   OptimizerPart optimizer{};            // state and learning rates
   data::Loader* loader = nullptr;       // the position in the epoch
-  // Its steps are recorded, and compared: another effective batch than was saved with is a warning.
+  // Its steps are recorded, and compared: a different effective batch than the saved one is a
+  // warning.
   const Accumulation* accumulation = nullptr;
-  // A schedule has no state; it is compared, and another one than was saved with is a warning. One
-  // that needs the number of steps is made after resume() (see steps_left) and set then.
+  // A schedule has no state; it is compared, and a different one than the saved one is a warning.
+  // One that needs the number of steps is made after resume() (see steps_left) and set then.
   const optim::Schedule* schedule = nullptr;
-  // One of torch's, such as torch::optim::StepLR: how often it was stepped. What a class of one's
-  // own remembers besides is not saved.
+  // One of torch's, such as torch::optim::StepLR: how often it was stepped. Any other state of a
+  // user-defined class is not saved.
   torch::optim::LRScheduler* scheduler = nullptr;
   optim::GradScaler* scaler = nullptr;
   bool rng = true;           // the generators of every rank
@@ -100,7 +101,7 @@ struct CheckpointParts {
 
 struct SaveOptions {
   std::int64_t step = 0;       // optimizer steps taken; the same on every rank
-  std::int64_t epoch = 0;      // of a loop without a loader
+  std::int64_t epoch = 0;      // for a loop without a loader
   int save_total_limit = 0;    // checkpoints to retain; 0: all
   std::string retain{};        // one that the limit does not delete: the best model's folder
   train::Metrics metrics{};    // numbers of this step, in the log_history of its folder
@@ -111,7 +112,7 @@ struct SaveOptions {
 // Durable on return, on every rank; returns the folder. Checkpoints in `directory` that this run
 // neither wrote nor resumed from, and those of higher steps, are moved to <directory>/earlier-<n>/:
 // none is replaced or deleted, and the highest step is the one that is resumed from. Throws for a
-// full disk, too; the older checkpoints are unharmed.
+// full disk too; the older checkpoints are unharmed.
 std::string save_checkpoint(const std::string& directory, World world, const CheckpointParts& parts,
                             const SaveOptions& options);
 
@@ -123,15 +124,15 @@ struct ResumeOptions {
 struct Resumed {
   std::string path;
   std::int64_t step = 0;
-  std::int64_t epoch = 0;       // to continue with; one that was at its end is empty
-  std::int64_t world_size = 0;  // of the run that saved
+  std::int64_t epoch = 0;       // the one to continue with; empty if it was at its end
+  std::int64_t world_size = 0;  // in the run that saved
   train::Metrics metrics;
 };
 
 // Restores all parts, and says where the loop continues; nothing where there is no checkpoint to
-// resume from. Folders that are damaged are skipped with a warning. The last call before the loop:
-// what draws random numbers after it changes the run. UsageError for a checkpoint of another model,
-// dataset or optimizer; some parts may be restored by then.
+// resume from. Folders that are damaged are skipped with a warning. Make it the last call before
+// the loop: drawing random numbers after it changes the run. UsageError for a checkpoint of another
+// model, dataset or optimizer; some parts may be restored by then.
 std::optional<Resumed> resume(const std::string& directory, World world,
                               const CheckpointParts& parts, const ResumeOptions& options = {});
 

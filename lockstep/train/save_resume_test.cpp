@@ -82,7 +82,7 @@ struct OwnLoop {
     return resumed;
   }
 
-  // Until `last` steps are done, wherever in an epoch that is.
+  // Trains until `last` steps are done, wherever in an epoch that is.
   void train_to(std::int64_t last) {
     for (; step < last; ++epoch) {
       for (auto& batch : loader.epoch(epoch)) {
@@ -117,7 +117,7 @@ at::Tensor buffers(const torch::nn::Module& module) {
   return at::cat(all);
 }
 
-// A model of which one layer is trained and saved, under a name of its own.
+// A model in which one layer is trained and saved, under a name of its own.
 TEST(OwnLoop, SavesAPartOfTheModel) {
   const io::TemporaryDirectory out;
   testing::run_threads(2, [&](World& world) {
@@ -442,7 +442,7 @@ TEST(SaveResume, AnotherNumberOfThreadsIsAWarning) {
                         "has 3. Sums are divided over threads, so the weights will not have the "
                         "bits of an uninterrupted run. Start with OMP_NUM_THREADS=1 for those."));
   at::set_num_threads(before);
-  // On another number of ranks the bits are others in any case, and so are the threads of a rank.
+  // With a different number of ranks the bits differ anyway, and so do the threads of a rank.
   ::testing::internal::CaptureStderr();
   testing::run_threads(2, [&](World& world) {
     OwnLoop other(world);
@@ -500,7 +500,7 @@ TEST(SaveResume, TheLedgerCountsFromTheResumedStep) {
   EXPECT_EQ(ledger::step(), 438);
 }
 
-// On 2 ranks and then on 3: as many steps as were foretold when the run was resumed.
+// On 2 ranks and then on 3: as many steps as were predicted when the run was resumed.
 TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
   io::TemporaryDirectory dir;
   constexpr std::int64_t kEpochs = 3;
@@ -535,7 +535,7 @@ TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
               HasSubstr("the parts have no loader"));
 }
 
-// In KiB, the most that was resident since it was last reset.
+// Peak resident memory in KiB since it was last reset.
 std::int64_t peak_memory() {
   const std::string status = read_file("/proc/self/status");
   return std::stoll(status.substr(status.find("VmHWM:") + 6));
@@ -552,7 +552,7 @@ TEST(SaveResume, ASaveThatIsWaitedForCopiesNothing) {
 
 // ---------------------------------------------------------------- whose directory it is
 
-// A used directory as a run finds it that another process has left: this process has no part in it.
+// A used directory that another process has left: this process has no part in it.
 void leave_run_in(const std::string& directory, const std::vector<std::int64_t>& steps) {
   io::TemporaryDirectory place;
   OwnLoop loop(World{});
@@ -572,7 +572,7 @@ TEST(SaveResumeFolder, AForeignFolderOfTheStepIsMovedAndNotReplaced) {
   loop.save(dir.path());
   EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-2/pytorch_model.bin"), "somebody's");
   EXPECT_THAT(io::verify(dir / "checkpoint-2"), ::testing::IsEmpty());
-  // Also one that is put there while the run is under way.
+  // Also one that appears while the run is under way.
   std::filesystem::create_directory(dir / "checkpoint-3");
   io::put(dir / "checkpoint-3/pytorch_model.bin", "another's");
   loop.train_to(3);
@@ -653,7 +653,7 @@ TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
     if (world.rank() == 1) parts.module = other.get();
     const std::string text = io::message_of<UsageError>([&] { resume(dir.path(), world, parts); });
     EXPECT_THAT(text, HasSubstr(world.rank() == 1 ? "'0.weight' is [8, 6]" : "rank 1: "));
-    EXPECT_THAT(text, Not(HasSubstr("training_args.json")));  // which only a Trainer writes
+    EXPECT_THAT(text, Not(HasSubstr("training_args.json")));  // only a Trainer writes it
 
     if (world.rank() == 2) parts.module = nullptr;
     if (world.rank() == 1) parts.module = loop.net.get();

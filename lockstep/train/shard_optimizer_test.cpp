@@ -179,7 +179,7 @@ TEST(TrainerOptimizer, LogsTheRateThatTheStepHad) {
   }
 }
 
-// While it trains, ranks share the parameters' memory; afterwards nobody's writes reach another.
+// During training, ranks share the parameters' memory; afterwards no rank's writes reach another.
 TEST(TrainerOptimizer, LeavesEveryRankMemoryOfItsOwnAndTheBestWeights) {
   const io::TemporaryDirectory folder;
   on_ranks(2, "shm", [&](World& world) {
@@ -211,7 +211,7 @@ TEST(TrainerOptimizer, AutoIsReplicatedWhereAModelCannotBeSharded) {
         net->weight.fill_(0.5);
         net->bias.fill_(0.25);
       }
-      net->register_buffer("same", net->weight.detach());  // of the same memory
+      net->register_buffer("same", net->weight.detach());  // the same memory
       TrainerTask task;
       task.module = net.ptr();
       task.train_data = std::make_shared<data::TensorDataset>(at::ones({16, 2}));

@@ -18,7 +18,7 @@ void fill_intervals(const TrainingArguments& arguments, StepPlan& plan) {
   plan.warmup_steps = in_steps(arguments.warmup_steps, plan.max_steps);
 }
 
-// Of a run's epochs; what a checkpoint or a very large dataset makes of them can be any number.
+// The steps of a run's epochs, which a checkpoint or a very large dataset can make any number.
 std::int64_t whole_steps(double steps, const char* what) {
   const double whole = std::ceil(steps);
   if (whole >= 0 && whole <= kStepLimit) return static_cast<std::int64_t>(whole);

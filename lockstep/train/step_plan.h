@@ -30,13 +30,13 @@ struct StepPlan {
 StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per_epoch,
                     std::int64_t accumulation);
 
-// Where a run stands that was saved with other numbers of ranks, samples a batch or batches a step.
+// Progress of a run that was saved with a different number of ranks, batch size or accumulation.
 struct Standing {
   std::int64_t step = 0;
-  double epoch = 0;  // epochs consumed, with the fraction of the one begun
+  double epoch = 0;  // epochs consumed, including the fraction of the current one
 };
-// The plan for what is left: the steps taken stay counted, the rest of the epochs is walked with
-// the new numbers. max_steps that was given stays what it is.
+// The plan for what is left: the steps taken still count, the rest of the epochs uses the new
+// numbers. A given max_steps stays as it is.
 StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
                       const Standing& standing);
 

@@ -18,7 +18,7 @@ constexpr int kStoppedCode = 143;  // 128 + SIGTERM, whichever signal it was
 
 train::StopSignalOptions stop_options(const World& world, std::chrono::milliseconds deadline) {
   train::StopSignalOptions options;
-  // Alone there is nobody to agree with: the step's end is waited for, however long it takes.
+  // A single rank has nobody to agree with: the step's end is waited for, however long it takes.
   options.deadline = world.size() == 1 ? std::chrono::hours(24 * 365) : deadline;
   options.give_up = [world = World(world)](const std::string& why) mutable { world.abort(why); };
   return options;

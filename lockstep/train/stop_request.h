@@ -10,14 +10,14 @@
 //     return stop.exit_code();                    // 143: the launcher does not restart it
 //   }
 //
-// received() is a collective of a few microseconds. On a GPU the answer is that of the call before,
-// so that the host does not wait for the device. A rank that is signalled gives up, and with it the
-// world, when the others have not asked within the deadline (or within twice the longest time
-// between two calls, if that is longer; within five minutes before the second call): one of them is
-// probably stuck. So ask in every step, and between the batches of a long evaluation.
+// received() is a collective of a few microseconds. On a GPU the answer is that of the previous
+// call, so that the host does not wait for the device. A rank that is signalled gives up, and with
+// it the world, when the others have not asked within the deadline (or within twice the longest
+// time between two calls, if that is longer; within five minutes before the second call): one of
+// them is probably stuck. So ask in every step, and between the batches of a long evaluation.
 //
-// One per process (UsageError), and not beside a Trainer that handles signals; the destructor puts
-// the handlers back that were there before. One thread.
+// One per process (UsageError), and not beside a Trainer that handles signals; the destructor
+// restores the handlers that were there before. One thread.
 #pragma once
 
 #include <chrono>

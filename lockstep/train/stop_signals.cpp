@@ -100,7 +100,7 @@ StopSignals::StopSignals(StopSignalOptions options) {
 StopSignals::~StopSignals() {
   if (!watch_) return;
   for (std::size_t i = 0; i < kSignals.size(); ++i) {
-    // Once a failure is known control.h has put the default back; that stays.
+    // Once a failure is known, control.h has restored the default action, which stays.
     struct sigaction now {};
     ::sigaction(kSignals[i], nullptr, &now);
     if (now.sa_handler == on_signal) ::sigaction(kSignals[i], &watch_->before[i], nullptr);
@@ -145,7 +145,7 @@ void StopSignals::watch() {
   };
   const auto start = std::chrono::steady_clock::now();
   milliseconds bound = bound_now();
-  // The step under way may be the longest yet, or the first: the bound is looked at again.
+  // The step under way may be the longest yet, or the first: the bound is computed again.
   for (; !w.over && !w.agreed; bound = bound_now()) {
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited >= bound) break;

@@ -2,17 +2,17 @@
 // training loop reads at its own pace.
 //
 // A signal reaches one rank, and all must act on it at the same step. So the handler only remembers
-// it; the step's exchange (agreement.h) notifies the others. That takes other ranks to take part,
-// so the request has a deadline: when nobody has agreed by then, `give_up` is called (from a thread
-// of its own) and ends the rank's waiting.
+// it; the step's exchange (agreement.h) notifies the others. The other ranks have to take part in
+// it, so the request has a deadline: when nobody has agreed by then, `give_up` is called (from a
+// thread of its own) and ends the rank's waiting.
 //
 //   StopSignals signals({.give_up = [&](const std::string& why) { world.abort(why); }});
 //   if (signals.requested() != 0) ...        // the signal's number
 //   signals.agreed();                        // all ranks know; the deadline is off
 //
-// One at a time per process (UsageError); the handlers that stood before come back with its end. A
-// SIGTERM that the launcher sends because another rank failed is not a request: requested() asks
-// the control descriptor first.
+// One at a time per process (UsageError); its destructor restores the earlier handlers. A SIGTERM
+// that the launcher sends because another rank failed is not a request: requested() asks the
+// control descriptor first.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@
 namespace lockstep::train {
 
 struct StopSignalOptions {
-  bool install = true;  // false: signals end the process as ever
+  bool install = true;  // false: signals end the process as usual
   std::chrono::milliseconds deadline{std::chrono::seconds(10)};
   // Until a step has been taken nobody knows how long one takes, and the first is the longest.
   std::chrono::milliseconds first_deadline{std::chrono::minutes(5)};
@@ -44,8 +44,8 @@ class StopSignals {
   // The number of the first signal that came, or 0.
   int requested() const;
   void agreed();
-  // A step took this long, from one exchange to the next. A deadline that is shorter than two of
-  // the longest would be missed.
+  // A step took this long, from one exchange to the next. A deadline shorter than two of the
+  // longest steps would be missed.
   void set_step_time(std::chrono::milliseconds step);
 
  private:

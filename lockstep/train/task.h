@@ -35,7 +35,7 @@ namespace lockstep {
 using WrappedModel = DistributedDataParallel<std::shared_ptr<torch::nn::Module>>;
 
 // What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
-// A function that returns the loss alone may return the tensor itself.
+// A function that returns only the loss may return the tensor itself.
 struct LossOutput {
   LossOutput(at::Tensor mean_loss, at::Tensor model_output = {})
       : loss(std::move(mean_loss)), output(std::move(model_output)) {}
@@ -57,7 +57,7 @@ struct TrainerTask {
   // divides by the tokens of all.
   std::function<std::map<std::string, at::Tensor>(const data::Batch&, const at::Tensor& output)>
       totals{};
-  data::SamplerPtr sampler{};  // another order of training samples than a shuffle
+  data::SamplerPtr sampler{};  // a different order of training samples than a shuffle
   // Parameter groups with options of their own instead of those that the arguments describe;
   // together they hold every trainable parameter of `module`. Each group's learning rate is its
   // peak, which the schedule scales. learning_rate, weight_decay, optim and its other keys then
@@ -65,8 +65,8 @@ struct TrainerTask {
   std::vector<optim::ParamGroup> param_groups{};
   // Or an optimizer of your own, made for the wrapped model; shard_optimizer has no effect then.
   std::function<std::unique_ptr<optim::Optimizer>(WrappedModel&)> make_optimizer{};
-  // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
-  // so many optimizer steps.
+  // A schedule other than what lr_scheduler_type names: the factor of the groups' peaks after so
+  // many optimizer steps.
   std::function<double(std::int64_t steps)> schedule{};
   // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
   // (models::hugging_face_config). Empty: no such file.
@@ -78,17 +78,17 @@ struct TrainerTask {
 struct TrainResult {
   std::int64_t global_step = 0;
   std::int64_t first_step = 0;  // where this call began; global_step: nothing was left to train
-  // Mean over the steps of this call; of a run that was complete already, as it was recorded (NaN:
-  // it was not).
+  // Mean over the steps of this call; for a run that was already complete, the recorded value (NaN:
+  // there is none).
   double train_loss = 0;
   train::Metrics metrics{};  // the run's summary: train_runtime, train_loss, ...; empty: stopped
   int stop_signal = 0;       // the signal that ended it; 0: it came to its end
   std::string checkpoint;    // the newest that this call committed (rank 0; else empty)
   // The newest step from which a run can continue, on every rank identically; -1: there is none.
   std::int64_t durable_step = -1;
-  // The step of the last save where that save could not be written, on every rank; -1: it was.
+  // The step of the last save if that save could not be written, on every rank; -1: it was written.
   std::int64_t lost_step = -1;
-  // 143 promises that nothing is lost. A stop whose own save failed, or wrote weights alone, is 1;
+  // 143 promises that nothing is lost. A stop whose own save failed, or wrote only weights, is 1;
   // so is a run whose last save failed.
   int exit_code() const {
     if (stop_signal != 0) return durable_step == global_step ? 143 : 1;

@@ -23,7 +23,7 @@
 
 namespace lockstep::train {
 
-// What `shard_optimizer: auto` decides by, the same on every rank.
+// What `shard_optimizer: auto` is decided by, the same on every rank.
 struct ShardFacts {
   int ranks = 1;
   bool share_memory = false;
@@ -40,23 +40,23 @@ class TrainOptimizer {
   TrainOptimizer(RunContext& run, WrappedModel& model);
 
   void set_schedule(const StepPlan& plan);
-  // For the next step. As Hugging Face: the schedule counts the steps taken.
+  // For the next step. As in Hugging Face, the schedule counts the steps taken.
   void set_learning_rate();
 
-  // Before every step: which learning rate it has.
+  // Call it before every step: records the learning rate that the step has.
   void begin_step() { learning_rate_ = optimizer_->lr(); }
   // Clips, steps (unless a gradient is not finite) and clears the gradients.
   optim::StepResult step(bool want_grad_norm);
   optim::StepOptions step_options(bool want_grad_norm) const;
   optim::Optimizer& optimizer() { return *optimizer_; }
-  // Of the first group, in the step that was taken last.
+  // The first group's, in the last step that was taken.
   double learning_rate() const { return learning_rate_; }
   optim::GradScaler* scaler() const { return scaler_.get(); }
 
   void load(const Checkpoint& checkpoint);
-  // What a checkpoint holds of the optimizer, on ranks that want it. Where it is not sharded this
-  // is its own memory, valid until the next step: the saver copies it while the next forward and
-  // backward run.
+  // What a checkpoint holds of the optimizer, on ranks that ask for it. Where it is not sharded
+  // this is its own memory, valid until the next step: the saver copies it while the next forward
+  // and backward run.
   TensorDict state(bool wanted) {
     return optimizer_->state_dict({.wanted = wanted, .copy = false});
   }
@@ -65,14 +65,14 @@ class TrainOptimizer {
 
   // The module's weights were loaded from a file, the same on every rank.
   void sync_from_model() { optimizer_->sync_from_model(); }
-  // A sharded optimizer shares the parameters' memory between ranks until then.
+  // Until this call a sharded optimizer shares the parameters' memory between ranks.
   void release();
 
  private:
   RunContext& run_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<optim::GradScaler> scaler_;
-  std::function<double(std::int64_t)> factor_;  // of the peaks, after so many steps
+  std::function<double(std::int64_t)> factor_;  // scales the peaks, after so many steps
   std::vector<double> peaks_;                   // learning rates of the groups
   double learning_rate_ = 0;
 };

@@ -57,8 +57,7 @@ TEST(StepPlan, MaxStepsWinsAndRatiosAreRoundedUp) {
   EXPECT_EQ(plan.warmup_steps, 2);
 }
 
-// The products of values that are right by themselves, and what a checkpoint says, are not cast
-// unseen.
+// Products of values that are each valid, and what a checkpoint says, are not cast without a check.
 TEST(StepPlan, MoreStepsThanARunCanTakeAreRefused) {
   TrainingArguments a;
   a.num_train_epochs = 1e6;
@@ -174,7 +173,7 @@ TEST(MetricsLog, AStepStandsOnceAfterResuming) {
   EXPECT_THAT(io::get(dir / "metrics.superseded.jsonl"), HasSubstr("\"loss\":0.5}"));
 }
 
-// What is logged meanwhile. Through a pipe: a file would have the limit below.
+// Captures what is logged, through a pipe: a file would have the limit below.
 class Logged {
  public:
   Logged() : before_(::dup(STDERR_FILENO)), pipe_(make_pipe()) {
@@ -319,7 +318,7 @@ TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
   EXPECT_EQ(archive_previous_run(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
             dir_ / "earlier-1");
   EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
-  // Also from a place that was itself archived.
+  // Also when it continues from a place that was itself archived.
   std::filesystem::create_directory(dir_ / "checkpoint-3");
   EXPECT_EQ(
       archive_previous_run(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),
@@ -327,7 +326,7 @@ TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
   EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-3"));
 }
 
-using LoopDirectoryOf = ArchivePreviousRun;  // of a loop of the user's own
+using LoopDirectoryOf = ArchivePreviousRun;  // a user's own loop
 
 TEST_F(LoopDirectoryOf, AFreshRunMovesEveryCheckpointAndNoOtherFile) {
   LoopDirectory& own = LoopDirectory::hold(dir_.path());
@@ -336,7 +335,7 @@ TEST_F(LoopDirectoryOf, AFreshRunMovesEveryCheckpointAndNoOtherFile) {
               ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5"));
   EXPECT_THAT(names(dir_.path()), ElementsAre(".lockstep.lock", "earlier-1", "metrics.jsonl",
                                               "notes.txt", "report.html", "runs"));
-  // What it has saved is its own, also when it saves the same step again.
+  // What it has saved is its own, even when it saves the same step again.
   std::filesystem::create_directory(dir_ / "checkpoint-20");
   own.saved(20);
   EXPECT_EQ(LoopDirectory::hold(dir_ / ".").archive_others(20), "");
@@ -397,7 +396,7 @@ TEST(Progress, OneLineSaysEverything) {
   EXPECT_EQ(duration_text(std::numeric_limits<double>::quiet_NaN()), "0:00");
 }
 
-// Until it is so or half a minute has passed.
+// Waits until it is so, or half a minute has passed.
 template <typename F>
 bool soon(F&& holds) {
   for (int i = 0; i < 3000 && !holds(); ++i) std::this_thread::sleep_for(milliseconds(10));

@@ -88,7 +88,7 @@ class TrainerImpl {
 };
 
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
-// generators last, because all before may draw from them.
+// and generators last, because everything before may draw from them.
 void TrainerImpl::prepare() {
   set_switches(run_.arguments, run_.world);
   control_.connect();
@@ -115,7 +115,7 @@ TrainResult TrainerImpl::train() {
                      "train() was called a second time, and a Trainer trains once. Make another "
                      "one; the module keeps its weights.");
   check_evaluation(run_.arguments, run_.task.eval_data && run_.task.eval_data->size() > 0);
-  const io::FolderLock alone = checkpoints_.lock();  // to the end of the run, however it ends
+  const io::FolderLock alone = checkpoints_.lock();  // held to the end of the run, however it ends
   std::unique_ptr<monitor::RankRecorder> recorder;
   bool recording = false;
   try {
@@ -128,7 +128,7 @@ TrainResult TrainerImpl::train() {
     loop_->run();
     finish(std::move(recorder));
   } catch (...) {
-    checkpoints_.close();  // which may still be writing into that folder
+    checkpoints_.close();  // the saver may still be writing into that folder
     if (recording)
       end_recording(run_.world, run_.arguments.output_dir,
                     "training ended with an error, which its output has");

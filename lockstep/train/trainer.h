@@ -1,4 +1,4 @@
-// Trainer: the training loop, once and right: any model and dataset, any number of ranks.
+// Trainer: the training loop for any model and dataset, on any number of ranks.
 //
 //   lockstep::Trainer trainer{world,
 //                             {.module = net.ptr(),
@@ -10,10 +10,9 @@
 //   const lockstep::TrainResult result = trainer.train();
 //   return result.exit_code();               // 143 when a stop signal ended it, and it is saved
 //
-// Every rank walks the same steps. What could make them part (a signal, an
-// observer's flag, a bad gradient, the end of the data) is either computed identically by all, or
-// agreed in the step's own exchange (agreement.h). Losses stay on the device and are read at
-// logging steps alone.
+// Every rank takes the same steps. What could make them diverge (a signal, an observer's flag, a
+// bad gradient, the end of the data) is either computed identically by all, or agreed in the step's
+// own exchange (agreement.h). Losses stay on the device and are read only at logging steps.
 //
 // The optimizer is sharded where ranks share memory, otherwise replicated (shard_optimizer). Its
 // checkpoints are the same, and train() returns the module with memory of its own.
@@ -36,7 +35,7 @@ namespace train {
 class TrainerImpl;
 }
 
-// What the arguments say of the world: ddp_backend, ddp_timeout, use_cpu.
+// What the arguments say about the world: ddp_backend, ddp_timeout, use_cpu.
 WorldOptions world_options(const TrainingArguments& arguments);
 
 class Trainer {

@@ -33,7 +33,7 @@ using ::testing::HasSubstr;
 TEST(Trainer, ABestModelThatIsGoneLeavesTheLastWeights) {
   struct Remover : Observer {
     void on_step_end(Event& event) override {
-      // Later than the save after it, which has waited for it.
+      // Later than the next save, which has waited for it.
       const auto& s = event.state;
       if (s.best_model_checkpoint && s.global_step > *s.best_global_step + 20)
         std::filesystem::remove_all(*s.best_model_checkpoint);
@@ -82,7 +82,7 @@ TEST(Trainer, TheBestModelComesBackAndPatienceEnds) {
   EXPECT_EQ(retained.size(), 2u);
 }
 
-// Of one checkpoint besides the best, which is loaded at the end.
+// Keeps one checkpoint besides the best, which is loaded at the end.
 struct KeepsTheBest : Scored {
   KeepsTheBest(const World& ranks, const std::string& output_dir, std::vector<double> by_step)
       : Scored(output_dir, std::move(by_step), ranks) {
@@ -91,7 +91,7 @@ struct KeepsTheBest : Scored {
   }
 };
 
-// Runs `body` while there is no room for a folder of this name; gives what was logged.
+// Runs `body` while there is no room for a folder of this name; returns what was logged.
 std::string without_room_for(const char* name, const std::function<void()>& body) {
   disk().fails_for = name;
   ::testing::internal::CaptureStderr();
@@ -165,8 +165,8 @@ TEST(Trainer, WithoutRoomForTheFirstBestTheLastWeightsStay) {
 
 // ---------------------------------------------------------------- stop signals
 
-// Is a signal to come now? Asked at each batch: whether it is one of training, and after how many
-// steps.
+// Whether a signal comes now. Asked at each batch: whether it is a training batch, and after how
+// many steps.
 using When = std::function<bool(bool training, std::int64_t step)>;
 
 // The steps that were evaluated by a run that a signal has ended, and by the one that continues.

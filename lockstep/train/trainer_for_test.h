@@ -68,7 +68,7 @@ inline TrainingArguments arguments(const std::string& output_dir) {
   return a;
 }
 
-// Of the checkpoints there.
+// The steps of the checkpoints in the directory.
 inline std::vector<std::int64_t> steps_in(const std::string& directory) {
   std::vector<std::int64_t> steps;
   for (const io::NumberedDir& dir : io::list_numbered(directory, kCheckpointPrefix))
@@ -76,7 +76,7 @@ inline std::vector<std::int64_t> steps_in(const std::string& directory) {
   return steps;
 }
 
-// A Trainer that is evaluated after every step, with these as `metric`.
+// A Trainer that is evaluated after every step, with these values as `metric`.
 struct Scored {
   Scored(const std::string& output_dir, std::vector<double> by_step, World ranks = {})
       : scores(std::move(by_step)), world(std::move(ranks)), a(arguments(output_dir)) {

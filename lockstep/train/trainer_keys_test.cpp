@@ -45,7 +45,7 @@ using ::testing::StartsWith;
 
 using Indices = std::vector<std::int64_t>;
 
-// Keeps the samples in the order in which they are trained on.
+// Records the samples in the order in which they are trained on.
 TrainerTask watched(TrainerTask task, Indices& seen) {
   task.loss = [&seen, loss = task.loss](const data::Batch& batch) {
     if (at::GradMode::is_enabled())
@@ -55,7 +55,7 @@ TrainerTask watched(TrainerTask task, Indices& seen) {
   return task;
 }
 
-// Every rank is the first of a host of its own.
+// Every rank is the first one on a host of its own.
 testing::ThreadOptions hosts_of_one_rank() {
   testing::ThreadOptions options;
   options.world.backend = "gloo";
@@ -69,7 +69,7 @@ testing::ThreadOptions hosts_of_one_rank() {
 
 // ---------------------------------------------------------------- evaluation and the best model
 
-// As Hugging Face: reported, reported to observers, and not judged.
+// As in Hugging Face: logged, passed to observers, and not judged.
 TEST(Keys, EvalOnStart) {
   struct Order : Observer {
     std::string calls;
@@ -98,7 +98,7 @@ TEST(Keys, EvalOnStart) {
 }
 
 // What EarlyStoppingCallback and _determine_best_metric do with the same scores: a gain counts from
-// the best so far, which also a gain below the threshold moves.
+// the best so far, which even a gain below the threshold moves.
 TEST(Keys, GreaterIsBetterAndEarlyStoppingAndSavingTheBest) {
   struct Case {
     const char* metric;
@@ -170,7 +170,7 @@ TEST(Keys, AStopSignalIsHeardInsideAnEvaluationOfTwoRanks) {
 
 // ---------------------------------------------------------------- the step
 
-// A task whose samples have 1 to 4 targets, of which each is a token.
+// A task whose samples have 1 to 4 targets, each of which is a token.
 TrainerTask uneven_task(torch::nn::Sequential net) {
   auto random = generator(5);
   const at::Tensor x = torch::randn({16, kFeatures}, random);
@@ -191,7 +191,8 @@ data::Batch batch_of(const TrainerTask& task, const Indices& indices) {
 }
 
 // Two ranks, two micro-batches each: with the key all tokens of the window weigh the same, without
-// it those of a rank do, and then the ranks (num_items_in_batch is the rank's own).
+// it those of one rank do, and then the ranks weigh the same (num_items_in_batch is the rank's
+// own).
 TEST(Keys, AverageTokensAcrossDevices) {
   for (const bool across : {true, false}) {
     io::TemporaryDirectory dir;
@@ -325,7 +326,7 @@ TEST(Keys, LoggingNanInfFilter) {
     const double logged = *find_metric(trainer.state().log_history.front().values, "loss");
     const std::string line = io::get(dir / "metrics.jsonl");
     if (filter) {
-      // In the place of the third, the mean of those before it.
+      // The third loss is replaced by the mean of those before it.
       const double mean = (losses[0] + losses[1]) / 2;
       EXPECT_NEAR(logged, (losses[0] + losses[1] + mean + losses[3]) / 4, 1e-9);
     } else {
@@ -359,8 +360,8 @@ TEST(Keys, DataSeed) {
   EXPECT_EQ(order(7, {}), seven) << "unset: seed";
 }
 
-// 16 steps an epoch, continued with after 5: at the sixth, or with the whole epoch again; steps
-// taken stay counted in both.
+// 16 steps per epoch, continued after 5: at the sixth, or with the whole epoch again; the steps
+// taken still count in both.
 TEST(Keys, IgnoreDataSkip) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir / "whole");
@@ -391,7 +392,7 @@ TEST(Keys, LogLevelReplicaAndLogOnEachNode) {
   struct Case {
     bool own_host, on_each_node;
     const char *level, *replica;
-    log::Level lowest;  // that rank 1 says
+    log::Level lowest;  // the lowest level that rank 1 logs
   };
   const Case cases[] = {
       {false, true, "error", "debug", log::Level::kDebug},
@@ -423,7 +424,7 @@ TEST(Keys, LogLevelReplicaAndLogOnEachNode) {
   log::set_level(log::Level::kInfo);
 }
 
-// What a run says on a terminal of so many columns.
+// What a run prints on a terminal of so many columns.
 std::string on_terminal(unsigned short columns, const std::function<void()>& run) {
   Fd terminal(::posix_openpt(O_RDWR | O_NOCTTY));
   EXPECT_TRUE(terminal && ::grantpt(terminal.get()) == 0 && ::unlockpt(terminal.get()) == 0);
@@ -511,7 +512,7 @@ TEST(Keys, OptimIsSavedAndResumedToTheBit) {
   struct Case {
     const char* optim;
     double momentum;
-    std::size_t tensors;  // of each parameter
+    std::size_t tensors;  // per parameter
   };
   for (const auto& [optim, momentum, tensors] :
        {Case{"sgd", 0, 1}, Case{"sgd", 0.9, 2}, Case{"adam", 0, 3}, Case{"adamw", 0, 3}}) {

@@ -92,8 +92,8 @@ TEST(TrainerLimits, AnotherNumberOfStepsAndACompleteRunAreReported) {
 
 // ---------------------------------------------------------------- speed
 
-// 3 tokens a sample, 10 samples on each rank in windows of 4 + 4 and 2: the speeds of samples and
-// of tokens are of the same time, so that their ratio is known in every step.
+// 3 tokens per sample, 10 samples on each rank in windows of 4 + 4 and 2: the speeds of samples and
+// of tokens are for the same time, so that their ratio is known in every step.
 TEST(TrainerLimits, SpeedCountsTheSamplesOfAShortWindow) {
   for (const int ranks : {1, 2}) {
     testing::run_threads(ranks, [&](World& world) {
@@ -153,7 +153,7 @@ TEST(TrainerLimits, MemoryThatIsFullInAnEvaluationNamesItsBatch) {
               HasSubstr("out of memory in the evaluation at step 0"));
 }
 
-// Memory that is full the first time that somebody asks for so much of it.
+// Memory that is full the first time that so much of it is asked for.
 struct Scarce : c10::Allocator {
   explicit Scarce(std::size_t bytes) : refused(bytes), before(c10::GetAllocator(c10::kCPU)) {
     c10::SetAllocator(c10::kCPU, this, 255);
@@ -189,7 +189,7 @@ TEST(TrainerLimits, MemoryThatIsFullInTheOptimizersStepSaysWhatToTry) {
                     HasSubstr("Try per_device_train_batch_size: 3")));
 }
 
-// 7 and 5 do not halve; and tokens_per_update goes with divisors of the window alone.
+// 7 and 5 cannot be halved; and tokens_per_update works only with divisors of the window.
 TEST(TrainerLimits, AnOddBatchThatDoesNotFitKeepsTheEffectiveBatch) {
   struct Case {
     std::int64_t batch, accumulation, tokens, most, found;

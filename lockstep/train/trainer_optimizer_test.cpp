@@ -59,7 +59,7 @@ TEST(OwnOptimizer, GroupsAndScheduleAreTheTasks) {
   };
   Trainer trainer(World{}, own.task, a);
   trainer.train();
-  // The same steps in a loop of its own.
+  // The same steps in a hand-written loop.
   OwnOptimizer twin;
   const auto samples = dataset(64, 1);
   for (std::size_t step = 0; step < seen.size(); ++step) {

@@ -1,4 +1,5 @@
-// The outcome of a run: which step was the best, whether it is saved, and who gets which errors.
+// The outcome of a run: which step was the best, whether it is saved, and which rank gets which
+// errors.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -266,7 +267,7 @@ TEST(Alert, ARankThatIsLateIsNoSlowDisk) {
 
 // ---------------------------------------------------------------- replicas
 
-// Writes a tensor of the model on rank 1 alone, after the second step.
+// Writes a tensor of the model only on rank 1, after the second step.
 struct Writer : Observer {
   Writer(World ranks, at::Tensor tensor) : world(std::move(ranks)), target(std::move(tensor)) {}
   void on_step_end(Event& event) override {

@@ -1,4 +1,4 @@
-// What a Trainer records of its run, and what it says of waits.
+// What a Trainer records about its run, and what it says about waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -193,7 +193,7 @@ struct Said {
   std::vector<double> data;
   std::vector<double> communication;
   std::string log;
-  std::vector<monitor::Finding> findings;  // of `lockstep doctor --run`
+  std::vector<monitor::Finding> findings;  // from `lockstep doctor --run`
   int advice() const {                     // lines of it in the log
     int lines = 0;
     for (std::size_t at = log.find("lockstep doctor --run"); at != log.npos;

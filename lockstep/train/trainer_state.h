@@ -17,14 +17,14 @@
 
 namespace lockstep::train {
 
-inline constexpr const char* kCheckpointPrefix = "checkpoint-";  // of folders, before the step
+inline constexpr const char* kCheckpointPrefix = "checkpoint-";  // before the step
 
 using Metrics = std::vector<std::pair<std::string, double>>;
 const double* find_metric(const Metrics& metrics, std::string_view name);  // nullptr without one
 
 struct LogEntry {
   std::int64_t step = 0;
-  double epoch = 0;  // NaN: not known, of a loop of the user's own
+  double epoch = 0;  // NaN: not known, in a user's own loop
   Metrics values{};
 };
 
@@ -41,7 +41,7 @@ struct TrainerState {
   std::optional<double> best_metric{};
   std::optional<std::int64_t> best_global_step{};
   std::optional<std::string> best_model_checkpoint{};
-  std::int64_t patience_used = 0;  // of EarlyStopping: evaluations without a better metric
+  std::int64_t patience_used = 0;  // for EarlyStopping: evaluations without a better metric
   std::vector<LogEntry> log_history{};
 };
 
@@ -49,8 +49,8 @@ std::string trainer_state_text(const TrainerState& state);
 // UsageError with file and place when it is not one. What only Hugging Face knows is passed over.
 TrainerState parse_trainer_state(std::string_view text, const std::string& name);
 
-// Where in the data a run stands. The cursor counts samples of all ranks, so any number of ranks
-// can continue from it; the rest says whether the run that continues is the same one.
+// A run's position in the data. The cursor counts samples of all ranks, so any number of ranks can
+// continue from it; the rest says whether the run that continues is the same one.
 struct DataPosition {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;

@@ -48,7 +48,7 @@ MATCHER_P(HasStep, step, "") {
   return arg.step == step;
 }
 
-// Rank 0 flags for an end and a checkpoint; both come one step later.
+// Rank 0 asks for an end and a checkpoint; both come one step later.
 struct StopAt : Observer {
   explicit StopAt(std::int64_t at) : step(at) {}
   void on_step_end(Event& event) override {
@@ -97,7 +97,7 @@ TEST(Trainer, ObserversSeeEveryEventInOrder) {
   EXPECT_TRUE(io::verify(result.checkpoint).empty());
 }
 
-// As Hugging Face: what is due after an epoch is due after one that max_steps cuts short, too.
+// As in Hugging Face: what is due after an epoch is also due after one that max_steps cuts short.
 TEST(Trainer, AnEpochThatIsCutShortHasAnEndAndIsResumed) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
@@ -117,7 +117,7 @@ TEST(Trainer, AnEpochThatIsCutShortHasAnEndAndIsResumed) {
   a.resume_from_checkpoint = "auto";
   Trainer again(World{}, task_for(network(), dataset(64, 1), dataset(5, 2)), a);
   EXPECT_EQ(again.train().checkpoint, dir / "checkpoint-18");
-  // 16 steps an epoch: its other 11, and two of the next.
+  // 16 steps per epoch: its other 11, and two of the next.
   EXPECT_THAT(io::list_numbered(dir.path(), train::kCheckpointPrefix),
               ElementsAre(HasStep(18), HasStep(16), HasStep(5)));
 }
@@ -472,7 +472,7 @@ TEST(Trainer, ALibraryWithoutMemoryIsOutOfMemoryToo) {
               HasSubstr("[trainer] rank 0: out of memory in step 1 (CUDA error: CUBLAS_STATUS"));
 }
 
-// Nobody is left to agree: however long the step takes, it is waited for.
+// There is nobody to agree with: however long the step takes, it is waited for.
 TEST(Trainer, AloneALongStepHearsTheSignalAtItsEnd) {
   const char* soak = std::getenv("LOCKSTEP_SOAK");
   if (soak == nullptr || std::string(soak) != "1") GTEST_SKIP() << "with LOCKSTEP_SOAK=1";
@@ -635,7 +635,8 @@ TEST(AsyncSaver, AnOldOneThatCannotBeDeletedIsAnAlert) {
   EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
 }
 
-// From the tensors themselves: nothing is copied, and what they hold when it ends is what counts.
+// Written from the tensors themselves: nothing is copied, and what counts is what they hold at the
+// end.
 TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
   io::TemporaryDirectory dir;
   auto net = network();
@@ -657,7 +658,7 @@ TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
   std::this_thread::sleep_for(std::chrono::milliseconds(4000));  // its thread ends by itself
 }
 
-// A call of the disk that does not return for 3 s, where 0.3 s without progress are stuck.
+// A disk call that does not return for 3 s, where 0.3 s without progress count as stuck.
 TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
   io::TemporaryDirectory dir;
   auto net = network();
@@ -674,7 +675,7 @@ TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
                                 "writer has made no progress for "),
                       HasSubstr("file system is probably stuck.")));
     EXPECT_FALSE(saver.busy());
-    saver.begin(contents_of(net));  // which is not slow
+    saver.begin(contents_of(net));  // this save is not slow
     ASSERT_TRUE(saver.wait()->committed);
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(2900));

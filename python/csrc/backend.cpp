@@ -47,7 +47,7 @@ struct BackendConfig {
   milliseconds timeout{0};
   std::string group_name;
   std::vector<std::int64_t> global_ranks;  // empty: the world itself
-  std::string times;                       // how often a group was made with this store
+  std::string times;                       // how often a group has been made with this store
 };
 
 // ---------------------------------------------------------------- start-up
@@ -129,7 +129,7 @@ class LockstepBackend : public c10d::Backend {
     if (::getpid() == process_) {
       shutdown();
     } else {
-      // A forked child ends: the group, its engine and their threads are the parent's.
+      // In a forked child: the group, its engine and their threads are the parent's.
       (void)engine_.release();
       new std::shared_ptr<MessageMatcher>(matcher_);
     }
@@ -419,7 +419,7 @@ class LockstepBackend : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    // Zero is a limit here: look, and do not wait.
+    // Zero is a limit here: look without waiting.
     const milliseconds timeout = opts.timeout >= milliseconds(0) ? opts.timeout : options_->timeout;
     monitored_.wait(timeout, wait_all_ranks);
   }
@@ -472,7 +472,7 @@ class LockstepBackend : public c10d::Backend {
     return call;
   }
 
-  // How many bytes of the rows of `tensor` are rank i's.
+  // The size in bytes of rank i's rows of `tensor`.
   std::size_t rows_bytes(const at::Tensor& tensor, const std::vector<std::int64_t>& splits,
                          std::size_t i) const {
     if (tensor.size(0) == 0) return 0;
@@ -506,7 +506,7 @@ class LockstepBackend : public c10d::Backend {
     return work;
   }
 
-  // On the ledger, under the name without its prefix.
+  // Notes the call on the ledger, under its name without the prefix.
   void note(Call& call, bool collective) {
     std::uint64_t bytes = 0;
     const Tensors& tensors =
@@ -632,14 +632,14 @@ class LockstepBackend : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   const pid_t process_ = ::getpid();
   const std::shared_ptr<MessageMatcher> matcher_;
-  std::atomic<std::uint64_t> sequence_{0};  // of collectives; messages do not count
+  std::atomic<std::uint64_t> sequence_{0};  // counts collectives; messages do not count
   std::atomic<std::uint64_t> messages_{0};
   std::mutex mutex_;  // the order of operations, and the engine, which is gone after shutdown()
   std::unique_ptr<shm::Engine> engine_;
   MonitoredBarrier monitored_;
 };
 
-// The backend, or why these ranks cannot share memory: the same of the two on all of them.
+// The backend, or why these ranks cannot share memory; all ranks get the same one of the two.
 using Outcome = std::pair<c10::intrusive_ptr<c10d::Backend>, std::string>;
 
 // Collective over the group's ranks.
@@ -663,7 +663,7 @@ Outcome make_backend(BackendConfig config) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  // What torch.distributed uses of gloo's class.
+  // What torch.distributed uses from gloo's class.
   pybind11::class_<LockstepBackend, c10::intrusive_ptr<LockstepBackend>, c10d::Backend>(module,
                                                                                         "Backend")
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)

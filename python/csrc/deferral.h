@@ -1,6 +1,6 @@
 // Keeps a program's own callbacks out of the adaptor's locks.
 //
-// The engine may complete any operation inside any call, also while it starts another one, and the
+// The engine may complete any operation inside any call, even while it starts another one, and the
 // completion callbacks (a future with a Python callback) may call back into the adaptor or wait for
 // peers. While a Deferral exists on a thread, such callbacks are deferred; the destructor of the
 // outermost one runs them. Declare it before the lock, so that it is destroyed after it.
@@ -25,7 +25,7 @@ class Deferral {
   Deferral& operator=(const Deferral&) = delete;
   ~Deferral() {
     if (--depth() > 0) return;
-    // An action may put off others while it runs; they come after it.
+    // An action may defer others while it runs; they come after it.
     for (auto actions = std::exchange(waiting(), {}); !actions.empty();
          actions = std::exchange(waiting(), {})) {
       for (const auto& action : actions) action();

@@ -62,7 +62,7 @@ void Receive::finish(int from, std::exception_ptr error) {
     done_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  // A tensor that ends here may need Python's lock, whose holder may want the matcher.
+  // Destroying a tensor here may need Python's lock, whose holder may want the matcher.
   if (owner) Deferral::run([owner = std::move(owner)] {});
 }
 
@@ -84,12 +84,12 @@ void MessageMatcher::close(std::unique_ptr<shm::Engine> engine) noexcept {
   called_.notify_all();
   if (scout_.joinable()) {
     if (scout_.get_id() == std::this_thread::get_id())
-      scout_.detach();  // what it has ended dropped the group; it holds this matcher itself
+      scout_.detach();  // ending a receive dropped the group; the thread holds this matcher itself
     else
       scout_.join();
   }
   engine.reset();
-  // From here on nothing writes into the arrays any more.
+  // From here on nothing writes into the arrays.
   const auto error = failure("the process group was destroyed with a receive pending");
   const std::lock_guard lock(mutex_);
   fail_all(error);
@@ -161,7 +161,7 @@ void MessageMatcher::wait(Receive& receive, const Deadline& deadline) {
 }
 
 // The receive ends when nobody writes into its array any more. While the contents are on their way
-// that is after the end of their ticket, which the failure of the engine brings about.
+// that is after their ticket has ended, which the engine's failure causes.
 void MessageMatcher::give_up(Receive& receive, const Deadline& deadline) {
   const std::string text =
       fmt::format("recv timed out after {} ms: no message came", deadline.total().count());
@@ -370,7 +370,7 @@ void MessageMatcher::scout() {
   }
 }
 
-// Fails receives from anyone when nobody is left who could answer, or a rank has died.
+// Fails receives from anyone when no rank is left that could answer, or one has died.
 void MessageMatcher::look_for_anyone() {
   if (!anyone_wanted()) return;
   std::string text = engine_.failure();

@@ -12,7 +12,7 @@
 //   auto receive = matcher->receive({data, bytes, MessageMatcher::kAnyone, tag, owner});
 //   matcher->wait(*receive, Deadline::after(timeout));
 //
-// Any thread may call any function. The engine is the caller's and comes back with close().
+// Any thread may call any function. The engine is the caller's, who gives it to close().
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ namespace lockstep::python {
 class Receive {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Its envelope has arrived, and the contents are received into its array.
+  // Whether its envelope has arrived and the contents are being received into its array.
   bool matched() const { return matched_.load(std::memory_order_acquire); }
   // False when the deadline passes first.
   bool wait_until(const Deadline& deadline);
@@ -85,9 +85,9 @@ class MessageMatcher : public std::enable_shared_from_this<MessageMatcher> {
     std::shared_ptr<void> owner;  // held until the receive has ended
   };
   std::shared_ptr<Receive> receive(ReceiveRequest request);
-  // Returns when it has ended, also in failure; at the deadline the engine is broken.
+  // Returns when it has ended, even in failure; at the deadline the engine is broken.
   void wait(Receive& receive, const Deadline& deadline);
-  // Somebody wants to know of its end without calling wait().
+  // Somebody wants to know when it ends without calling wait().
   void request_progress(const Receive& receive);
 
   // Ends the engine and fails what is pending. Called once, before the matcher goes.
@@ -133,7 +133,7 @@ class MessageMatcher : public std::enable_shared_from_this<MessageMatcher> {
   Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(peer)]; }
 
   shm::Engine& engine_;
-  // Entered again by the same thread when the engine ends something inside a call from here.
+  // Recursive, because the engine may end something inside a call from here, on the same thread.
   mutable std::recursive_mutex mutex_;
   std::condition_variable_any called_;
   bool pumping_ = false;

@@ -74,7 +74,7 @@ class MonitoredBarrier {
   std::string key(int rank) const { return fmt::format("{}{}", prefix_, rank); }
 
   // Whether the key holds this round's number, or a later one, before the deadline. Looks at least
-  // once, also after it.
+  // once, even after it.
   bool arrives(const std::string& name, const Deadline& deadline) {
     auto pause = std::chrono::microseconds(100);
     while (true) {

@@ -1,4 +1,4 @@
-// Staging memory, where the tensors of a call are not one plain array.
+// Staging memory for calls whose tensors are not one plain array.
 //
 //   Outputs outputs;
 //   at::Tensor data = outputs.stage(tensor, true);  // the tensor itself, if it is contiguous
@@ -37,7 +37,7 @@ class Outputs {
     copy_back(tensor, staged);
     return staged;
   }
-  // One array for tensors of equal size, which may lie in one already.
+  // One array for tensors of equal size, which may already be one.
   at::Tensor stage_all(const Tensors& tensors) {
     if (auto whole = as_one(tensors)) return *whole;
     const auto n = static_cast<std::int64_t>(tensors.size());

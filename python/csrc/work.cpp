@@ -9,7 +9,7 @@
 namespace lockstep::python {
 namespace {
 
-// True on a thread that is completing a future: its callbacks may ask for another one.
+// True on a thread that is completing a future, whose callbacks may ask for another one.
 bool& inside_callback() {
   thread_local bool value = false;
   return value;
@@ -110,7 +110,7 @@ void EngineWork::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future)
   inside_callback() = outer;
 }
 
-// Somebody wants to know of the end who does not wait for the tickets.
+// Somebody who does not wait for the tickets wants to know when they end.
 void EngineWork::subscribe() {
   {
     const std::lock_guard lock(settle_mutex_);

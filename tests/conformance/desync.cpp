@@ -1,5 +1,5 @@
 // Two ranks that do not agree: rank 0 calls all_reduce, the others do not. Every rank must get out
-// of it by our own deadline, with TimeoutError on rank 0.
+// of it at our own deadline, with TimeoutError on rank 0.
 //
 //   LOCKSTEP_TIMEOUT_S=5 lockstep run --nproc-per-node=2 build/bin/tests/desync
 //
@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   };
   at::Tensor x = at::ones({1024}, world.device());
-  // All are here and connected before the short deadline counts.
+  // All ranks are connected before the short deadline counts.
   constexpr std::chrono::seconds kLongTimeout{60};
   world.barrier(kLongTimeout);
   world.all_reduce(x).synchronize(kLongTimeout);

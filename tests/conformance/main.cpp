@@ -7,8 +7,8 @@
 // LOCKSTEP_CONFORMANCE_BACKEND names the backend to insist on (otherwise gloo for threads, and what
 // the device decides for ranks).
 // On a machine with one GPU, two NCCL ranks share it:
-//   LOCKSTEP_SHARE_DEVICE=1 lockstep run --nproc-per-node=2 build/bin/tests/conformance
-//   --world-from-env
+//   export LOCKSTEP_SHARE_DEVICE=1
+//   lockstep run --nproc-per-node=2 build/bin/tests/conformance --world-from-env
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 

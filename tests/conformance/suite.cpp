@@ -43,7 +43,7 @@ at::Tensor make_values(const std::vector<int64_t>& shape, at::ScalarType dtype, 
   return result.to(dtype).view(shape);
 }
 
-// The same, made once for all ranks of this process and all cases. Only to be read.
+// The same, made once for all ranks of this process and all cases. Read-only.
 at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int rank, ReduceOp op) {
   using Key = std::tuple<std::vector<int64_t>, at::ScalarType, int, bool>;
   static std::mutex mutex;
@@ -56,7 +56,7 @@ at::Tensor values(const std::vector<int64_t>& shape, at::ScalarType dtype, int r
   return found;
 }
 
-// The definition of right: one rank's view of all the others' inputs, reduced in the widest type.
+// The reference: one rank's view of all ranks' inputs, reduced in the widest type.
 at::Tensor reduced(const std::vector<at::Tensor>& inputs, ReduceOp op) {
   const at::ScalarType dtype = inputs[0].scalar_type();
   const bool whole = at::isIntegralType(dtype, /*includeBool=*/true);
@@ -105,7 +105,7 @@ class Suite {
  public:
   Suite(World& world, c10::Device device, const SuiteOptions& options)
       : world_(world), device_(device), options_(options) {
-    // Every tensor of a case fits, in the widest dtype.
+    // Large enough for every tensor of a case, in the widest dtype.
     const int64_t tensors = 2 * world.size() + 2;
     const int64_t bytes = tensors * (options.large * 16 + kAlignment);
     arena_ = device == world.device() ? world.symmetric_empty({bytes}, at::kByte)
@@ -150,7 +150,7 @@ class Suite {
     return {};
   }
 
-  // What rank `from` contributes, made anywhere; `salt` distinguishes tensors of one rank.
+  // What rank `from` contributes, computed on any rank; `salt` distinguishes tensors of one rank.
   at::Tensor input_of(int from, int salt = 0) const {
     return values(shape(), current_.dtype, from + 11 * salt, current_.op);
   }
@@ -280,7 +280,8 @@ class Suite {
     expect(output, input_of(root(), rank()));
   }
 
-  // Every pair exchanges another number of elements: the message from i to j has i + 2j + shape.
+  // Every pair exchanges a different number of elements: the message from i to j has i + 2j +
+  // shape.
   void all_to_all() {
     const auto message = [this](int from, int to) {
       if (current_.shape != Shape::kOdd) return input_of(from, to);
@@ -395,7 +396,7 @@ class Suite {
     expect(half.has_value(), "split");
     const int members = (size() + (rank() % 2 == 0 ? 1 : 0)) / 2;
     expect(half && half->size() == members, "split: size");
-    // The key turns the order around.
+    // The key reverses the order.
     expect(half && half->rank() == members - 1 - rank() / 2, "split: order");
     at::Tensor x = at::ones({3}).to(device_);
     if (half) half->all_reduce(x).wait();
@@ -412,7 +413,7 @@ class Suite {
   const SuiteOptions options_;
   static constexpr int64_t kAlignment = 64;
   at::Tensor arena_;
-  int64_t used_ = 0;  // of the arena, by the current case
+  int64_t used_ = 0;  // in the arena, by the current case
   Case current_{};
   Report report_;
 };

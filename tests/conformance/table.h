@@ -30,7 +30,7 @@ enum class Operation {
 const char* name(Operation operation);
 bool reduces(Operation operation);
 
-// kSymmetric: as large, in memory that all ranks map where the backend has it.
+// kSymmetric: like kLarge, in memory that all ranks map where the backend has it.
 enum class Shape { kEmpty, kOne, kOdd, kLarge, kNonContiguous, kSymmetric };
 const char* name(Shape shape);
 

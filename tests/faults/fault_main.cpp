@@ -26,7 +26,7 @@ std::string kind;
 int guilty = -1;
 std::string phase;
 
-// An exception needs run() around it; everything else happens before run() and after it, too.
+// An exception needs run() around it; everything else also happens before and after run().
 bool within_run(const std::string& now) {
   return kind == "exception" || now == "step";
 }

@@ -1,4 +1,4 @@
-// The driver for machines without clang's libFuzzer, and of the ordinary tests.
+// The driver for machines without clang's libFuzzer, and for the ordinary tests.
 //
 // Compiled with -fsanitize-coverage=trace-pc (GCC has it too), inputs that reach new code are added
 // to the pool and mutated further; without it all changes start from the files given.
@@ -35,7 +35,7 @@ constexpr const char* kUsage =
     "Runs the files given, then changed ones for S seconds or N runs. An input that ends or stops\n"
     "the parser is written to DIR (--found); one that reached new code to DIR (--grow).\n";
 
-// How often each place was passed in the run at hand; nothing calls in code without instruments.
+// How often each place was passed in the current run; code without instruments never calls this.
 std::array<unsigned char, kMapBytes> g_passed;
 bool g_instrumented = false;
 
@@ -112,13 +112,13 @@ class Runner {
     return lockstep::fuzz::parse_dictionary(read_whole(options_.dictionary));
   }
 
-  // Did it reach something new?
+  // Returns whether it reached something new.
   bool run(const std::string& input) {
     const std::size_t size = std::min(input.size(), options_.max_bytes);
     std::memcpy(shared_.bytes(), input.data(), size);
     shared_.size.store(size, std::memory_order_release);
     if (g_instrumented) g_passed.fill(0);
-    // A copy of its own exact size: reading past its end is then seen by the address sanitizer.
+    // A copy of its exact size, so that the address sanitizer sees a read past its end.
     const std::vector<std::uint8_t> data(shared_.bytes(), shared_.bytes() + size);
     fuzz_one(data.data(), data.size());
     shared_.runs.fetch_add(1, std::memory_order_relaxed);

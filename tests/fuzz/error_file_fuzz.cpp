@@ -1,5 +1,6 @@
-// The error file that a rank leaves, which may be of any program and cut anywhere: read without an
-// exception, reported, passed on, and announced to the other ranks in one line.
+// The error file that a rank leaves, which any program may have written and which may be cut
+// anywhere: read without an exception, reported, passed on, and announced to the other ranks in one
+// line.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// A rank's ledger: what a rank has written there, by mistake or not, is refused or becomes text.
+// A rank's ledger: whatever a rank has written there is refused or becomes text.
 #include <algorithm>
 #include <cstring>
 #include <string>

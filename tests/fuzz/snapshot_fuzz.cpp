@@ -1,6 +1,6 @@
 // What a dashboard sends, drawn by `lockstep monitor`: whatever it is, the terminal gets lines that
-// fit and no control characters. The same bytes as a Host header and as an address: refused, or one
-// that a foreign page cannot send.
+// fit and no control characters. The same bytes as a Host header and as an address are refused, or
+// are something that a foreign page cannot send.
 #include <sstream>
 #include <string>
 

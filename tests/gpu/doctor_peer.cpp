@@ -1,4 +1,5 @@
-// Trains a wide network and reads a value of the device after every step, which a loop should not.
+// Trains a wide network and reads a value from the device after every step, which a loop should not
+// do.
 //
 //   doctor_peer FOLDER STEPS      the record is FOLDER/monitor
 #include <torch/torch.h>

@@ -104,7 +104,7 @@ class Case:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def idle(self):
-        """Of the steps' time, that the device had no work: by its own clock, and by the driver."""
+        """Share of the steps' time without device work: by the device's clock and the driver's."""
         seconds, busy, passed = 0.0, 0.0, 0.0
         for line in self.lines("rank_0.jsonl"):
             passed += line["seconds"]

@@ -174,7 +174,8 @@ void join_and_hooks(World& world) {
 }
 
 // The owner's pass against all-reduce, clipping and a replicated step, both on the device. With two
-// ranks the sums have one order, and the element-wise kernels are the same, so the bits are.
+// ranks the sums have only one order, and the element-wise kernels are the same, so the bits are
+// equal.
 void sharded_optimizer(World& world, at::ScalarType dtype) {
   using lockstep::ShardedOptimizer;
   const auto make = [&] {
@@ -239,8 +240,8 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   said(world, dtype == torch::kFloat ? "ShardedOptimizer, float" : "ShardedOptimizer, bfloat16");
 }
 
-// Batches that workers copy on a side stream are whole when the training stream reads them, also
-// while that stream is busy and the memory of earlier batches is used again.
+// Batches that workers copy on a side stream are complete when the training stream reads them, even
+// while that stream is busy and the memory of earlier batches is reused.
 void loader(World& world) {
   using namespace lockstep::data;
   const auto rows = torch::arange(64 * 4096, torch::kFloat).view({64, 4096});
@@ -326,7 +327,7 @@ void trainer_times(World& world) {
   a.logging_steps = 20;
   a.save_strategy = lockstep::Interval::kNo;
   a.disable_tqdm = true;
-  // The time since the last mark is booked with the next one: a mark here, so that it is not ours.
+  // The time since the last mark is booked with the next one, so mark here to keep it out of ours.
   for (int i = 0; i < 2; ++i) {
     lockstep::mark_device_phase(Phase::kNone, world.device());
     torch::cuda::synchronize();
@@ -383,8 +384,8 @@ at::Tensor drawn_ids(World& world, int step, std::int64_t length) {
   return torch::randint(128, {2, length}, torch::dtype(torch::kLong).device(world.device()));
 }
 
-// Collectives are in the graph. Ranks come to a shape at different steps, and choose together.
-// log() returns before the device has computed the value, and writes the one that it was.
+// Collectives are in the graph. Ranks reach a shape at different steps, and choose together. log()
+// returns before the device has computed the value, and writes the right one.
 void logged_values(World& world) {
   const std::string place = std::filesystem::temp_directory_path() / "lockstep_gpu_run_log";
   if (world.is_leader()) std::filesystem::remove_all(place);
@@ -477,7 +478,7 @@ void captured_windows(World& world) {
   said(world, "captured windows of eight micro-batches");
 }
 
-// A rank that agreed to replay and does not: the others leave their graph at the deadline.
+// A rank agrees to replay and then does not: the others leave their graph at the deadline.
 int stuck_in_a_graph(World& world) {
   Captured captured(world);
   lockstep::CapturedStep step{captured.optimizer,
@@ -503,7 +504,7 @@ int stuck_in_a_graph(World& world) {
   return 1;
 }
 
-// What one rank cannot record runs as it is on all.
+// What one rank cannot record runs uncaptured on all of them.
 void captured_on_some_ranks(World& world) {
   Captured plain(world), captured(world);
   lockstep::CapturedStep step{captured.optimizer,

@@ -151,8 +151,8 @@ train::CheckpointContents contents_of(torch::nn::Sequential net, const at::Tenso
   return contents;
 }
 
-// What the device had when the save began, though it was far behind the host then, and though
-// weights, buffers and memory are used on at once.
+// A save has what the device had when it began, although the device was far behind the host then,
+// and although weights, buffers and memory are used again at once.
 void saver(World& world, const std::string& folder) {
   const c10::Device device = world.device();
   const torch::NoGradGuard no_grad;
@@ -187,7 +187,7 @@ void saver(World& world, const std::string& folder) {
 
 // ---------------------------------------------------------------- loading
 
-// The step overwrites its batch, and the batch's memory is soon another's.
+// The step overwrites its batch, whose memory is soon reused.
 void loader(World& world) {
   const at::Tensor rows = torch::arange(96 * 2048, torch::kFloat).view({96, 2048});
   const at::Tensor labels = torch::arange(96);
@@ -229,7 +229,7 @@ double metric(const train::Metrics& metrics, const char* name) {
   return *value;
 }
 
-// 37 samples do not divide by batches or ranks. The sum of 37 float32 losses of four classes: well
+// 37 samples do not divide by batches or ranks. The error of a sum of 37 float32 losses is well
 // below 1e-5 of it; bf16 keeps 8 bits of each logit.
 void evaluation(World& world, const std::string& folder) {
   auto net = network();
@@ -304,7 +304,8 @@ struct Split : torch::nn::Module {
   torch::nn::Linear host{nullptr}, near{nullptr};
 };
 
-// The scale and the norm on the CPU, gradients on both devices: equal to all on the CPU.
+// The scale and the norm are on the CPU, gradients on both devices: the result equals all on the
+// CPU.
 void two_devices(World& world) {
   const at::Tensor busy = busy_matrix(world.device());
   const auto run = [&](c10::Device device) {
@@ -348,7 +349,7 @@ void random_states(World& world) {
   require(draw().equal(first) && draw().equal(second), "and back");
 }
 
-// Converted weights of one step must not be computed with in the next.
+// The next step must not compute with the converted weights of this one.
 void checkpointed_bf16(World& world) {
   const auto run = [&](bool checkpointed) {
     models::Gpt net = optim::with_seed(3, [] {
@@ -376,7 +377,7 @@ void checkpointed_bf16(World& world) {
   const auto plain = run(false), checkpointed = run(true);
   for (std::size_t i = 0; i < plain.size(); ++i) {
     const std::string both = std::to_string(plain[i]) + " and " + std::to_string(checkpointed[i]);
-    // On a GPU sums of bf16 products may come in another order.
+    // On a GPU bf16 products may be summed in another order.
     const double bound = world.device().is_cpu() ? 0 : 3e-2;
     require(std::abs(plain[i] - checkpointed[i]) <= bound, "loss of step: " + both);
   }

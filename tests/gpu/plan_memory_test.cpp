@@ -35,7 +35,7 @@ Model phi3() {
   return model;
 }
 
-// As the Trainer steps, on one GPU without accumulation: bf16, AdamW.
+// Steps as the Trainer does, on one GPU without accumulation: bf16, AdamW.
 class Steps {
  public:
   explicit Steps(const Model& model)

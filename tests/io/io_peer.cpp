@@ -64,7 +64,7 @@ void save(const std::string& parent, std::int64_t step, int limit) {
 }
 
 int check(const std::string& parent) {
-  // Not only the newest: one that is half deleted must not have its name any more.
+  // Not only the newest: a half-deleted one must no longer have its name.
   for (const NumberedDir& dir : list_numbered(parent, kPrefix))
     if (const auto faults = verify(dir.path); !faults.empty())
       fmt::print("broken {}: {}\n", dir.path, describe(faults));

@@ -48,7 +48,7 @@ int cuDriverGetVersion(int* version) {
   *version = 13000;
   return 0;
 }
-// Of a device that never ends what it was given, as the real one waits: with CPU time.
+// A device that never finishes its work; like the real one, it waits with CPU time.
 int cuStreamSynchronize(void*) {
   volatile bool ended = false;
   while (!ended) {

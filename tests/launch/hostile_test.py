@@ -36,7 +36,7 @@ def handshake(**fields):
 
 
 def frame(kind, stream, value, payload=b"", attempt=0):
-    """Of the store (store_streams.h): 1 opens a stream, 2 is data, 4 credit."""
+    """A frame of the store (store_streams.h): 1 opens a stream, 2 is data, 4 credit."""
     return struct.pack("<BIQI", kind, attempt, stream, value) + payload
 
 

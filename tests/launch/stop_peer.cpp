@@ -2,7 +2,7 @@
 //
 //   stop_peer RANK    that rank exits with code 7 when the files up.<rank> of all are in $NOTES
 //
-// Times are of CLOCK_MONOTONIC, which all processes of the host share.
+// Times are from CLOCK_MONOTONIC, which all processes of the host share.
 #include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>

@@ -276,7 +276,7 @@ class NothingIsLeft(Case):
         self.assertEqual(marked(self.marker), [])
 
     def test_children_from_before_the_launcher_outlive_a_killed_supervisor(self):
-        """Of a shell that becomes the launcher, or a program that calls spawn()."""
+        """Children of a shell that becomes the launcher, or of a program that calls spawn()."""
         process = self.start(
             "--standalone", "--nproc-per-node=1", "--no-python", "bash", "-c",
             "echo $$ > $NOTES/up.$RANK; sleep 301",

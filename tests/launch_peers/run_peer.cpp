@@ -59,7 +59,7 @@ void all_reduce(World& world) {
 
 volatile std::sig_atomic_t g_asked_to_stop = 0;
 
-// Saves when it is asked to stop, and knows the launcher's stop after a failure from that.
+// Saves when it is asked to stop, and distinguishes that from the launcher's stop on failure.
 void compute() {
   for (int step = 0; step < 6000; ++step) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -125,7 +125,7 @@ int returns(int code) {
   });
 }
 
-// Joins a stuck thread in a destructor, as a library may that waits for its connections.
+// Joins a stuck thread in a destructor, as a library that waits for its connections may.
 struct NeverReturns {
   ~NeverReturns() { std::this_thread::sleep_for(std::chrono::hours(1)); }
 };
@@ -145,7 +145,7 @@ int breaks_a_pipe() {
     lockstep::Pipe pipe = lockstep::make_pipe();
     pipe.read.reset();
     const bool got_epipe = ::write(pipe.write.get(), "x", 1) < 0 && errno == EPIPE;
-    // What a rank starts is not to inherit that.
+    // Programs that a rank starts must not inherit that.
     const int child = std::system("kill -PIPE $$");
     const bool ends = WIFSIGNALED(child) && WTERMSIG(child) == SIGPIPE;
     say(fmt::format("got EPIPE {}, its child ends {}", got_epipe, ends));
@@ -153,7 +153,7 @@ int breaks_a_pipe() {
 }
 
 int spawns(int nprocs) {
-  // Every rank runs this line too; it is how a test sees the arguments arrive.
+  // Every rank runs this line too, which shows a test that the arguments arrive.
   const auto first = [](World& world) {
     all_reduce(world);
     if (world.rank() == 1 && std::getenv("PEER_FAILS") != nullptr) fail_deep_inside("exit");
@@ -172,7 +172,7 @@ int spawns_inside() {
       [](World&) { lockstep::spawn([](World& world) { all_reduce(world); }, 2); }, 2);
 }
 
-// Ranks that only a signal ends. No destructor of a world is to be waited for.
+// Ranks that only a signal ends. No destructor of a world may be waited for.
 int spawns_sleepers() {
   const int code = lockstep::spawn(
       [](World& world) {

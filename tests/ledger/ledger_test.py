@@ -361,14 +361,14 @@ class Cost(LedgerCase):
         self.fail(f"the instruments cost {100 * (ratio - 1):.2f} % (attempt {attempt})")
 
     def trainer_ms(self, record):
-        """Of a Trainer's steps of 5 ms, with ledger and record or without."""
+        """Median time of a Trainer's 5 ms steps, with ledger and record or without."""
         code, out, err = self.run_ranks(2, PEER, "train", "300", "5", self.dir.name, str(record),
                                         flags=(f"--stall-timeout={30 * record}",))
         self.assertEqual(code, 0, err)
         return float(re.search(r"median ([\d.]+) ms", out).group(1))
 
     def always_share(self):
-        """Of a step of 5 ms, for what is noted in any case, and the recorder's own CPU time."""
+        """Share of a 5 ms step for what is always noted, and the recorder's own CPU time."""
         code, out, err = self.run_ranks(2, PEER, "calls", self.dir.name)
         self.assertEqual(code, 0, err)
         scope, sums, line = map(float, re.search(

@@ -95,7 +95,7 @@ void burn(std::chrono::milliseconds time) {
 
 namespace {
 
-// As the nccl backend leaves it on the ledger. The number is the one after the common steps.
+// As the nccl backend leaves it on the ledger. Its number follows the common steps.
 void enqueue() {
   using namespace lockstep;
   ledger::ended(ledger::post({.name = "all_reduce", .dtype = "Float", .sequence = 6, .bytes = 64}),
@@ -123,7 +123,7 @@ void be_bad(World& world) {
   }
 }
 
-// Two worlds of the same ranks: each order is right, but not both at once.
+// Two worlds of the same ranks: either order is right, but not both at once.
 void swap_worlds(World& world) {
   World left = *world.split(0, world.rank());
   World right = *world.split(0, world.rank());
@@ -178,7 +178,7 @@ class StepTimes : public lockstep::Observer {
   std::chrono::steady_clock::time_point before_{};
 };
 
-// A Trainer whose forward takes as long, with the exchanges, phases and logs of a real step.
+// A Trainer whose forward takes equally long, with the exchanges, phases and logs of a real step.
 void measure_trainer(World& world, char** argv) {
   const std::chrono::milliseconds compute(std::atoi(argv[3]));
   torch::nn::Sequential net(torch::nn::Linear(16, 64), torch::nn::Linear(64, 4));

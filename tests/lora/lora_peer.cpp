@@ -3,9 +3,11 @@
 //   {"model": DIR,            a Hugging Face folder
 //    "adapter": DIR,          an adapter to begin with
 //    "steps": 20, "lr": 0.01, AdamW on the batches of `ids`
-//    "ids": FILE,             safetensors, "ids" [steps, batch, time]; logits are of the first
-//    batch "merge": true,           before the logits are computed "dtype": "bfloat16",     of the
-//    base "save": DIR, "out": FILE}   the adapter; safetensors with "losses" and "logits"
+//    "ids": FILE,             safetensors, "ids" [steps, batch, time]; the logits are the first's
+//    "merge": true,           before the logits are computed
+//    "dtype": "bfloat16",     the base's
+//    "save": DIR,             the adapter
+//    "out": FILE}             safetensors with "losses" and "logits"
 #include <fmt/format.h>
 #include <torch/torch.h>
 

@@ -1,5 +1,5 @@
-// Stands in for libnvidia-ml.so.1 in tests: answers as the script says whose path is in
-// FAKE_NVML_SCRIPT. It is read by nvmlInit. One line a value, with what each call in turn gets:
+// Stands in for libnvidia-ml.so.1 in tests: answers as scripted in the file that FAKE_NVML_SCRIPT
+// names. nvmlInit reads it. One line per value, with what each call in turn gets:
 //
 //   devices 2
 //   0 name Fake H200
@@ -10,7 +10,7 @@
 //   0 xid 0 79                   what is found by each look for events; 0: nothing
 //   init error:9                 nvmlInit fails; also "hang:MS"
 //
-// Compiled with FAKE_NVML_OLD it lacks what drivers of years ago did not have.
+// Compiled with FAKE_NVML_OLD it lacks what old drivers did not have.
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,7 +74,7 @@ void read_script() {
   }
 }
 
-// What this call gets; a hang happens without the lock, as other threads may call.
+// What this call gets; a hang happens without the lock, since other threads may call.
 std::string next(const std::string& key) {
   std::string token;
   {

@@ -63,7 +63,7 @@ class SlowDataset : public data::TensorDataset {
   int sleep_ms_;
 };
 
-// As one that sends its lines over a network.
+// Like an observer that sends its lines over a network.
 struct SlowLog : Observer {
   void on_log(Event& event) override {
     if (event.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(sleep_ms));
@@ -85,13 +85,14 @@ void pin_to(int cpu) {
   if (::sched_setaffinity(0, sizeof set, &set) != 0) std::perror("sched_setaffinity");
 }
 
-// Ends with this process, however that ends.
+// Ends with this process, however it ends.
 [[noreturn]] void loop_forever() {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
 
-// Every rank gets a core of its own; the one that is named shares its own. Before any thread.
+// Gives every rank a core of its own; the named one shares its core. Call it before any thread
+// starts.
 void starve() {
   const std::string text = variable("PLANT_STARVE", "");
   if (text.empty()) return;

@@ -108,7 +108,7 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(const Node& question,
                                 .nesterov = field(question, "nesterov").boolean});
 }
 
-// Steps with scaled losses of which some have an infinite gradient.
+// Steps with scaled losses, some of which have an infinite gradient.
 std::string train(const Node& question) {
   auto params = leaves(question);
   const auto optimizer = optimizer_of(question, params);

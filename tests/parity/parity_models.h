@@ -39,7 +39,7 @@ struct ConvNet : torch::nn::Module {
   torch::nn::Linear fc{16, 10};
 };
 
-// Uses one head or both; which is the caller's choice.
+// Uses one head or both, as the caller chooses.
 struct Branches : torch::nn::Module {
   Branches() {
     register_module("trunk", trunk);
@@ -58,7 +58,7 @@ struct Branches : torch::nn::Module {
   torch::nn::Linear head_b{64, 10};
 };
 
-// As heads_of() in oracle.py.
+// Like heads_of() in oracle.py.
 inline std::string heads_of(int micro_step, int rank) {
   const int kind = micro_step % 5;
   if (kind == 0) return "ab";

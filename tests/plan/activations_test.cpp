@@ -1,5 +1,5 @@
-// The bytes that lockstep/plan computes beside those that the models allocate on the CPU, where the
-// same operations save the same tensors as on a GPU.
+// The bytes that lockstep/plan computes, compared with those that the models allocate on the CPU,
+// where the same operations save the same tensors as on a GPU.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <gtest/gtest.h>
@@ -173,7 +173,7 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
     const std::uint64_t element = c.half ? 2 : 4;
     const bool copied = c.model.causal_lm()->llama() != nullptr;
     if (copied) planned += 3 * tokens * element * width;
-    if (c.checkpointing) planned += 3 * 5056;  // the generator's state, of each block
+    if (c.checkpointing) planned += 3 * 5056;  // the generator's state, for each block
     // Float weights are converted for the pass, and are copies of the plan's, not activations.
     if (c.model.lora) planned += element * static_cast<std::uint64_t>(p.trainable);
     if (!c.model.lora && c.half && !c.checkpointing) planned += 2 * weights_of_blocks();

@@ -159,7 +159,7 @@ def again(rank, size, method):
 
 
 def leave_early(rank, size, method):
-    """Who has sent and left does not disturb those who still talk."""
+    """A rank that has sent and left does not disturb those that still talk."""
     join(rank, size, method)
     if rank == 0:
         for _ in range(size - 1):

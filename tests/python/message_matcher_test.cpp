@@ -58,8 +58,8 @@ TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
     becomes([&] { return stage >= 1; });
     const auto first = engine->send(contents.data(), 1, 0);
     becomes([&] { return stage >= 2; });
-    // As matcher->send() does it, but with a pause between the two: contents that are there when
-    // their receive is posted are copied by whoever posts it, under the matcher's lock.
+    // Like matcher->send(), but with a pause between the two: contents that are there when their
+    // receive is posted are copied by the posting thread, under the matcher's lock.
     const struct {
       std::int64_t tag = 0;
       std::uint64_t bytes = 0;
@@ -78,7 +78,8 @@ TEST(MessageMatcher, AnAbandonedReceiveIsNotWrittenAnyMore) {
   });
   auto engine = make_engine(kv, 0, 2);
   const auto matcher = std::make_shared<MessageMatcher>(*engine);
-  // Whoever waits for something carries out everything, once a first message shows it at work.
+  // A thread that waits for something carries out everything, once a first message shows it at
+  // work.
   const shm::StartOptions waited{.deadline = soon(), .caller_waits = true};
   const auto barrier = engine->barrier(waited);
   std::byte first{};

@@ -61,7 +61,7 @@ def points(element):
 
 
 def boxes(root):
-    """Of all texts that are not rotated; a character of 12 px is 5.5 px wide on average."""
+    """Boxes of all texts that are not rotated; a character of 12 px is 5.5 px wide on average."""
     found = []
     for element in texts(root):
         if element.get("transform"):

@@ -67,7 +67,7 @@ class Page(HTMLParser):
             self.headings.append(data)
 
     def titles(self):
-        """Of its charts."""
+        """Titles of its charts."""
         return [svg.get("aria-label") for svg in self.drawings]
 
     def row(self, first):

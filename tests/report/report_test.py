@@ -113,7 +113,7 @@ class Reports(ReportCase):
         self.assertIn("Where each value comes from is not recorded.", page.text)
         self.assertEqual(page.row("max_steps"), ["60"])  # of the newest checkpoint
         self.assertIn("<img src=x onerror=alert(1)>", page.titles())
-        # Of two, the other one is compared all the same.
+        # When two runs are compared, the other one is still shown.
         self.train("new")
         page = self.report("out", "new")
         self.assertIn("out has no record of its step budget.", page.text)

@@ -1,5 +1,5 @@
-// What the snippets of documents and headers take as given, declared and never defined: the test
-// compiles them, nothing is linked. A name that a snippet declares itself hides the one here.
+// What the snippets in documents and headers assume, declared and never defined: the test compiles
+// them, nothing is linked. A name that a snippet declares itself hides the one here.
 #pragma once
 
 #include <fmt/format.h>

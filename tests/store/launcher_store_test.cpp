@@ -56,7 +56,7 @@ class Launcher {
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
-  // Answers nobody for so long.
+  // Answers nobody for this long.
   void pause(std::chrono::milliseconds time) {
     pause_ = time;
     write_all(stop_.get(), std::string_view("\1\0\0\0\0\0\0\0", 8));

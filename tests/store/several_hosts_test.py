@@ -101,8 +101,8 @@ class Network(Hosts):
             capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
 
     def sockets_of(self, *program, **options):
-        """Of a run whose ranks are all ready, by node: where its launcher listens, where its ranks
-        do, and their MASTER_ADDR and MASTER_PORT. A third host reaches no launcher and no store."""
+        """By node, once all ranks are ready: where the launcher listens, where its ranks do, and
+        their MASTER_ADDR and MASTER_PORT. A third host reaches no launcher and no store."""
         runs = self.both(*program, nproc=2, address=ADDRESSES[0], spaces=SPACES, **options)
         for node, run in enumerate(runs):
             self.wait_line(run.stdout, *(f"[{2 * node + rank}] ready with" for rank in range(2)))

@@ -4,7 +4,7 @@
 //   deadline  rank 0 waits 300 ms for such a key
 //   fresh     sets a key and fails; the next attempt looks for it
 //   hold      waits until every rank uses the store, then for a key that nobody sets
-//   endure    the same, also after SIGTERM
+//   endure    the same, even after SIGTERM
 //   values    each rank reads what the others have set, up to the largest value; then times small
 //             calls beside large ones
 //   parent    uses the store and starts itself as `child`, which says whether it has the channel
@@ -106,8 +106,9 @@ int exchange_values(const StorePtr& store, const lockstep::RankEnv& env) {
 
 int use_store(const std::string& mode, const lockstep::RankEnv& env) {
   const auto store = lockstep::detail::open_launcher_store(env.store_channel);
-  // Whoever learns of a failure while it waits may be slower than the SIGTERM that follows. Control
-  // restores the signal's default action when it learns of one, so it is ignored again after that.
+  // A rank that learns of a failure while it waits may be slower than the SIGTERM that follows.
+  // control.h restores the signal's default action at a failure, so the signal is ignored again
+  // after that.
   lockstep::control::Subscription still_ignored;
   if (mode == "endure" || mode == "wait") {
     std::signal(SIGTERM, SIG_IGN);

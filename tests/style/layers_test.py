@@ -151,7 +151,7 @@ def check_own_include(path, place, line, target):
         yield Violation(path, line, "layer", f"{layer} includes {target}; it may include {may}")
         return
     if target_backend and target_backend != backend:
-        # Who chooses a backend sees its one small header (available, make) and nothing else.
+        # Code that chooses a backend sees only its one small header (available, make).
         name = pathlib.PurePosixPath(target).name
         chooser = layer == "comm" and not backend and path.endswith(".cpp")
         if not (chooser and name == f"{target_backend}.h") and layer != TESTING:

@@ -1,5 +1,5 @@
 // A C++ user's program: writes archives with torch::save into a directory, and on stdout what is in
-// them, a tensor a line: archive, name, type, shape, bytes as hexadecimal digits.
+// them, one tensor per line: archive, name, type, shape, bytes as hexadecimal digits.
 //
 //   archive_peer DIR
 #include <torch/torch.h>
@@ -28,7 +28,7 @@ void dump(const std::string& archive, const std::string& name, const at::Tensor&
 struct NetImpl : torch::nn::Module {
   NetImpl() : body(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 2)) {
     register_module("body", body);
-    // Whatever a byte could be lost on.
+    // Values in which a byte could be lost.
     const double nan = std::numeric_limits<double>::quiet_NaN();
     odd = register_parameter("odd", at::tensor({-0.0, 1e-310, nan, 0.1}, at::kDouble));
     turned = register_parameter("turned", at::rand({3, 2}).t());

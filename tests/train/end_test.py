@@ -168,7 +168,7 @@ class End(TrainCase):
                 self.assertEqual(len(re.findall(r"step 4, loss \d\.\d+, 1 metrics", done.stdout)),
                                  ranks, done.stdout)
 
-    # ------------------------------------------------------------ a loop of one's own
+    # ------------------------------------------------------------ a hand-written loop
 
     def drawn(self, ranks, folder):
         found = re.findall(r"step (\d+) rank (\d+) drew (\S+)",

@@ -121,7 +121,7 @@ class Tasks(TrainCase):
         self.assertLess(self.evaluations(output)[-1], 1.5)
 
     def test_samples_that_are_cut_are_counted(self):
-        """Of training and of evaluation; without max_seq_len to as many as the model has."""
+        """In training and evaluation; without max_seq_len, to the model's number of positions."""
         self.instructions()
         for name, count in (("train.jsonl", 40), ("eval.jsonl", 3)):
             line = json.dumps({"instruction": "say a word", "output": "word " * 50}) + "\n"
@@ -427,7 +427,7 @@ class Tasks(TrainCase):
                               check=False, env={**environment(), "HF_HUB_OFFLINE": "1"})
         self.assertEqual(done.returncode, 0, done.stderr)
         apart, smoothed, plain = map(float, done.stdout.split()[-3:])
-        # Of the largest logit: sums of at most 256 products in float32, in other orders.
+        # Relative to the largest logit: sums of at most 256 float32 products, in other orders.
         self.assertLess(apart, 1e-5)
         # LabelSmoother is what label_smoothing_factor means; without it the loss is another.
         self.assertAlmostEqual(self.evaluations(folder.parent)[-1], smoothed, delta=1e-5 * smoothed)

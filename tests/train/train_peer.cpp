@@ -2,8 +2,8 @@
 //
 //   train_peer archive FILE                  torch::save of an MLP as tasks_test.py trains it
 //   train_peer logits FOLDER OUTPUT          of a GPT with the folder's weights, for tokens 0 to 31
-//   train_peer loop FOLDER STEPS             a loop of its own, resumed where FOLDER has
-//   checkpoints train_peer samples FOLDER SAMPLES STOP [--key value...]
+//   train_peer loop FOLDER STEPS             its own loop, resumed where FOLDER has checkpoints
+//   train_peer samples FOLDER SAMPLES STOP [--key value...]
 //
 // The last trains and appends to FOLDER/<rank> a line for each micro-batch: the epoch, and the
 // numbers of its samples. After step STOP rank 0 requests a checkpoint and a stop (0: never).

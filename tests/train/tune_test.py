@@ -110,7 +110,7 @@ class LearningRate(TrainCase):
         line = self.said(2, "run", *more)
         self.assertIn("learning_rate 0.01 was set for 12 samples per step; 24 now: the linear rule "
                       "for sgd suggests 0.02.", line)
-        # Who has followed it, or continues what has been continued, gets no line.
+        # A run that follows it, or continues a continued run, gets no line.
         self.said(1, "followed", *first)
         self.assertEqual(self.said(2, "followed", *more, "--learning_rate", "0.02"), "")
         self.assertEqual(self.said(2, "run", *more, "--max_steps", "6"), "")

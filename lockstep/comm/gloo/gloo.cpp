@@ -40,10 +40,10 @@ thread_local bool on_worker_thread = false;
 constexpr std::chrono::milliseconds kMargin{10'000};
 
 // gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
-// rank without a report; a launcher that hears of us before it hears of the dead one would even
-// name us. With a handler that does nothing the write fails instead, and unlike an ignored signal
-// that is not inherited by programs that a rank starts. Whoever has chosen something else keeps it,
-// and who chooses after the first connection, too.
+// rank without a report; a launcher that hears of us before it hears of the dead rank would even
+// name us. With a handler that does nothing the write fails instead, and unlike an ignored signal a
+// handler is not inherited by programs that a rank starts. What the program itself has chosen,
+// before or after, stays.
 void survive_broken_pipes() {
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;
@@ -88,7 +88,7 @@ class Waiter {
       for (auto& work : works_) {
         if (!work->wait(timeout)) throw std::runtime_error("the message was aborted");
       }
-      // They hold the tensors, and this object stays until the next message.
+      // They hold the tensors, and this object lives until the next message.
       std::vector<C10dWork> ended;
       const std::lock_guard lock(mutex_);
       ended.swap(works_);

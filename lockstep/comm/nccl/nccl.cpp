@@ -64,7 +64,7 @@ void silence_watchdog() {
         "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN"})
     ::setenv(name, "0", 1);
   // With it, ranks wait for each other inside NCCL while a graph is recorded, and one that cannot
-  // record would leave the others there. Whoever wants it sets it.
+  // record would leave the others there. Users who want it can set it.
   ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
 }
 
@@ -153,7 +153,7 @@ class RecordedOperation : public DeviceOperation {
   const C10dWork work_;
 };
 
-// Has ended when the stream has come to it.
+// Ends when the stream reaches it.
 class StreamOperation : public DeviceOperation {
  public:
   explicit StreamOperation(std::function<void()> request_progress)
@@ -175,8 +175,8 @@ class StreamOperation : public DeviceOperation {
   const std::function<void()> request_progress_;
 };
 
-// Asks the operations nobody waits for on the host: without it a rank that only enqueues would hang
-// in its next device synchronisation instead of getting our TimeoutError.
+// Polls the operations that nobody waits for on the host: without it a rank that only enqueues
+// would hang in its next device synchronisation instead of getting our TimeoutError.
 class Watcher {
  public:
   Watcher() : shared_(std::make_shared<Shared>()), thread_([shared = shared_] { run(*shared); }) {}
@@ -320,7 +320,7 @@ class NcclBackend : public C10dBackend {
       try {
         group->abort();
       } catch (const std::exception&) {
-        // The communicator is of no more use either way.
+        // The communicator is useless either way.
       }
       group.reset();
       *closed = true;
@@ -374,8 +374,7 @@ void set_device(c10::Device device) {
 std::unique_ptr<Backend> make(const Options& options) {
   // NCCL refuses two ranks on one GPU of one host, but not of two: let it think so when sharing was
   // asked for. Ranks of one slot have different GPUs and keep their direct links. NCCL has no other
-  // interface for it; whoever shares a GPU with threads that read the environment sets it
-  // beforehand.
+  // interface for it; a program with threads that read the environment sets it beforehand.
   if (!options.shared_host_id.empty()) ::setenv("NCCL_HOSTID", options.shared_host_id.c_str(), 0);
   return std::make_unique<NcclBackend>(plugin().make_group({.store = options.store,
                                                             .rank = options.rank,

@@ -1,5 +1,5 @@
 // The plug-in's part for communication: NCCL process groups of LibTorch. What keeps their watchdog
-// from ending the process is set in the environment by whoever opens the plug-in (nccl.cpp).
+// from ending the process is set in the environment by the opener of the plug-in (nccl.cpp).
 #include "lockstep/comm/nccl/plugin.h"
 
 #include <c10/cuda/CUDAFunctions.h>

@@ -94,7 +94,7 @@ Fd ended_process() {
   return pidfd;
 }
 
-// Who starts a message does not copy all of it, however fast the other side is.
+// Starting a message does not copy all of it, however fast the other side is.
 TEST(Alone, AStartMovesAFewRingsOfALongMessage) {
   Alone ranks(3);
   ranks.takes_all(1);

@@ -61,7 +61,7 @@ AllReduce::AllReduce(const Group& group, const Deadline& deadline, const Call& c
   what.offset = location_.offset;
 }
 
-// For each rank as many bytes of every chunk, but of the last.
+// In every chunk but the last, all ranks have the same number of bytes.
 AllReduce::Slice AllReduce::slice(const Group& group, std::size_t chunk, int rank) const {
   const int size = group.size();
   const std::size_t slot = slot_bytes(group);
@@ -142,7 +142,7 @@ void AllReduce::copy_in(const Group& group, int parity) {
   }
 }
 
-// What goes into the own buffer goes into that of the next round, which nobody reads any more.
+// What goes into our own buffer goes into that of the next round, which nobody reads any more.
 Collective::Next AllReduce::take_chunk(const Group& group, int parity) {
   const int own = group.rank();
   const std::size_t end = chunks(group);

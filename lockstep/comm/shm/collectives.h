@@ -9,10 +9,10 @@
 // chunk. Buffers have a slot for each rank. In its own buffer a rank writes the others' slices of
 // chunk k into their slots, and into its own, which needs no input, its sum of chunk k - 1; when
 // all have posted, everyone takes the sums of chunk k - 1, and sums its slice of chunk k out of the
-// others' slots and its own array. So of S bytes a rank of N copies (N-1)/N in, sums S/N (its own
-// part in place) and copies (N-1)/N out: for two ranks 2 S bytes are read and 2 S written, of which
-// S each reach the memory and the rest stays in the caches, since a chunk is read and written
-// within two rounds.
+// others' slots and its own array. So one of N ranks copies (N-1)/N of the S bytes in, sums S/N
+// (its own part in place) and copies (N-1)/N out: for two ranks 2 S bytes are read and 2 S written,
+// of which S each reach the memory and the rest stays in the caches, since a chunk is read and
+// written within two rounds.
 //
 // Made by Engine, run by the thread that drives the engine.
 #pragma once
@@ -35,7 +35,7 @@ class Barrier final : public Collective {
   Next take(const Group&, int) override { return Next::kDone; }
 };
 
-// To all ranks, or to `root` alone.
+// To all ranks, or only to `root`.
 class AllReduce final : public Collective {
  public:
   struct Call {
@@ -77,9 +77,9 @@ class AllReduce final : public Collective {
   const std::size_t bytes_;
   SymmetricBlocks::Location location_;
   Stage stage_ = Stage::kAll;
-  std::size_t chunk_ = 0;     // which one is summed
+  std::size_t chunk_ = 0;     // the one that is summed
   std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
-  std::size_t at_ = 0;        // in the own slice of a symmetric array
+  std::size_t at_ = 0;        // position in this rank's slice of a symmetric array
 };
 
 class Broadcast final : public Collective {
@@ -157,7 +157,7 @@ class Exchange final : public Collective {
   std::string disagreement(const Group& group, int parity) override;
 
  private:
-  struct Source {  // of what this rank receives
+  struct Source {  // what this rank receives
     std::size_t slot_bytes = 0;
     std::size_t slot = 0;
   };

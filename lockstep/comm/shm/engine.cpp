@@ -91,8 +91,8 @@ EngineResult Engine::make(KeyValueStore& kv, const RankAndSize& place, const Eng
 
 Engine::Engine(std::shared_ptr<EngineCore> core) : core_(std::move(core)) {}
 Engine::~Engine() {
-  // A forked child has a copy of all but the thread. Even taking it apart could wait for that one
-  // forever, so the child keeps it until its end.
+  // A forked child has a copy of everything except the thread. Even destroying it could wait for
+  // that thread forever, so the child keeps it until it ends.
   if (core_->inherited())
     new std::shared_ptr<EngineCore>(std::move(core_));
   else

@@ -11,12 +11,12 @@
 //   if (!made.engine) return use_gloo(made.unavailable_reason);
 //   made.engine->all_reduce(data, count, DType::kF32, Op::kAvg)->wait();
 //
-// Who may call what: collectives are started by one thread at a time, in the same order on every
-// rank; messages also by one thread at a time. abort(), failure() and everything of a Ticket may
-// come from any thread. Arrays belong to the caller, until the ticket is done. After the first
+// Threads: collectives are started by one thread at a time, in the same order on every rank;
+// messages also by one thread at a time. abort(), failure() and all functions of a Ticket may be
+// called from any thread. Arrays belong to the caller, until the ticket is done. After the first
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken forever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
-// destructor fails what is pending, also where other threads wait for it, and never waits for
+// destructor fails what is pending, even where other threads wait for it, and never waits for
 // peers; after it no array is touched any more. A child that was forked off may drop its copy,
 // which does nothing to the parent's, and use it for nothing else (UsageError).
 #pragma once
@@ -72,8 +72,8 @@ class Engine {
   // `bytes` from each rank; output holds size() times that, and may hold the input in its place.
   TicketPtr all_gather(void* output, const void* input, std::size_t bytes,
                        const StartOptions& options = {});
-  // Every rank's bytes, of which each may have another number. The engine makes `outputs`, one
-  // array per rank; they must live until the ticket is done.
+  // The bytes of every rank, whose sizes may differ. The engine makes `outputs`, one array per
+  // rank; they must live until the ticket is done.
   TicketPtr all_gather_v(std::vector<std::vector<std::byte>>& outputs, ConstPart input,
                          const StartOptions& options = {});
   // `count` elements for each rank; input holds size() times that.
@@ -95,12 +95,12 @@ class Engine {
   // send is done when its bytes have left the array, which may be before the other rank has asked.
   TicketPtr send(const void* data, std::size_t bytes, int peer, const StartOptions& options = {});
   TicketPtr recv(void* data, std::size_t bytes, int peer, const StartOptions& options = {});
-  // What there is from that rank beyond the receives that have been started: lets a caller who
-  // would take a message from anyone see whom to ask. Any thread; never waits.
+  // What that rank has sent beyond the receives that have been started: lets a caller that would
+  // take a message from anyone see whom to ask. Any thread; never waits.
   Probe probe(int peer) const;
 
-  // Collective and blocking. Throws UsageError, on all ranks identically, when one of them has not
-  // got the memory (the engine stays usable), CommError or TimeoutError when a peer is gone.
+  // Collective and blocking. Throws UsageError on every rank when one of them lacks the memory
+  // (the engine stays usable), CommError or TimeoutError when a peer is gone.
   std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
 
   // Breaks the engine on this rank and, as soon as they look, on its peers.

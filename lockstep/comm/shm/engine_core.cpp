@@ -116,7 +116,7 @@ void EngineCore::stop_driving() noexcept {
 std::shared_ptr<SymmetricBlock> EngineCore::make_symmetric(std::size_t bytes,
                                                            const Deadline& deadline) {
   throw_if_broken();
-  // A third rank that has closed in good order is not a reason not to hear the one awaited.
+  // A third rank that has closed in good order must not keep us from hearing the awaited one.
   const auto doom_of = [this](int awaited) -> std::exception_ptr {
     if (failure_.broken()) return failure_.as_exception();
     for (const EngineFailure& each : failure_.of_peers())
@@ -168,7 +168,7 @@ void EngineCore::start_or_hand_over(const std::shared_ptr<Operation>& operation,
   policy_->started(*operation, *this);
 }
 
-// Without anything more from this rank.
+// Whether they can without anything more from this rank.
 bool EngineCore::peers_can_finish(const Ticket& ticket) const {
   return rounds_.in_first() && !queue_.empty() && queue_.front().get() == &ticket &&
          queue_.front()->one_round;
@@ -186,7 +186,7 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
       drive(lock, {Mode::kUntil, &ticket, &deadline});
       continue;
     }
-    // The engine's own thread makes way for who waits.
+    // The engine's own thread makes way for a caller that waits.
     group_.wake_self();
     changed_.wait_for(lock, kLongestSleep);
     if (ticket.done() || !driven_ || !deadline.expired()) continue;
@@ -198,7 +198,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0) return;
-  // Where another thread drives now, it calls the engine's own if something is left at its end.
+  // Where another thread drives now, it calls the engine's own thread if work is left when it
+  // stops.
   if ((driven_ || has_work()) && policy_->takes_over())
     wake_thread();
   else if (progress_wanted_)
@@ -209,7 +210,7 @@ bool EngineCore::poll(Ticket& ticket) {
   throw_if_inherited();
   std::unique_lock lock(mutex_);
   if (!driven_) drive(lock, {Mode::kPoll, &ticket, nullptr});
-  // Who only asks does not do the large pieces of work; someone must.
+  // A caller that only polls does not do the large pieces of work; someone must.
   if (!ticket.done() && !driven_ && !progress_wanted_ && !peers_can_finish(ticket)) wake_thread();
   return ticket.done();
 }
@@ -241,7 +242,7 @@ void EngineCore::drive(std::unique_lock<std::mutex>& lock, Task task) {
   auto callbacks = std::exchange(completions_.callbacks, {});
   lock.unlock();
   for (const auto& callback : callbacks) callback();
-  // What they hold may end with them, and wait for a lock whose owner waits for this one.
+  // Destroying what they hold may wait for a lock whose owner waits for this one.
   callbacks.clear();
   lock.lock();
 }
@@ -330,7 +331,7 @@ void EngineCore::notify_waiters(const Task& task) {
 }
 
 void EngineCore::work_until(const Task& task) {
-  // Someone who has not come to wait does a few cheap steps and goes.
+  // A caller that has not come to wait does a few cheap steps and leaves.
   const bool passing = task.mode == Mode::kOnce || task.mode == Mode::kPoll;
   const auto& callbacks = completions_.callbacks;
   int steps = 0;
@@ -390,30 +391,30 @@ void EngineCore::sleep(const Task& task) {
   group_.sleep_while(code, [&] {
     const bool called = task.mode == Mode::kProgress && (waiters_.load() > 0 || stopping_.load());
     if (called || failure_.broken() || arrivals_.load() != 0 || step(false)) return false;
-    // Who was waited for may have come just before this was to be read; then it is another rank's
-    // post that must wake us.
+    // The awaited rank may have posted just before this was read; then another rank's post must
+    // wake us.
     return messages || code == awaited();
   });
 }
 
 // ---------------------------------------------------------------- peers and deadlines
 
-// For who does not sleep between two steps: something may move on and on, and a collective behind
-// it still waits for a rank that is gone.
+// For a thread that does not sleep between two steps: something may keep moving while a collective
+// behind it still waits for a rank that is gone.
 void EngineCore::look_when_due(const Task& task) {
   if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
 }
 
-// What a rank has done before its end counts, and is all there to see once the end is known. It
-// does no more, so this comes to an end, whatever the others continue sending.
+// What a rank did before it ended counts, and is all visible once the end is known. It does no
+// more, so this terminates whatever the others keep sending.
 void EngineCore::finish_what_peers_left() {
   if (messages_.pending() > 0) messages_.pump(completions_);
   while (!failure_.broken() && !queue_.empty() && step_head()) {
   }
 }
 
-// A rank's end is no trouble for who wants nothing of it; but it must not hide that of another, nor
-// the deadline.
+// A rank's end is no trouble for those that want nothing from it; but it must not hide another
+// rank's end, nor the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
   const std::vector<EngineFailure> found = failure_.of_peers();

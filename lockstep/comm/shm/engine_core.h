@@ -66,7 +66,7 @@ class EngineCore final : public Executor,
     const Deadline* deadline = nullptr;
   };
 
-  // Any thread, with mutex_ held; drive() leaves it for a while.
+  // Any thread, with mutex_ held; drive() releases it for a while.
   void drive(std::unique_lock<std::mutex>& lock, Task task);
   void add(const std::shared_ptr<Collective>& collective);
   void add(const std::shared_ptr<Message>& message) { messages_.add(message); }
@@ -108,7 +108,7 @@ class EngineCore final : public Executor,
   const std::unique_ptr<ProgressPolicy> policy_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;        // for those who wait for a ticket or to drive
+  std::condition_variable changed_;        // for threads that wait for a ticket or to drive
   std::condition_variable thread_called_;  // for the engine's own thread
   bool driven_ = false;
   bool thread_drives_ = false;    // the engine's own thread does, or runs callbacks
@@ -124,12 +124,12 @@ class EngineCore final : public Executor,
 
   // Driver only.
   std::deque<std::shared_ptr<Collective>> queue_;
-  Rounds rounds_;  // of the head of the queue
+  Rounds rounds_;  // rounds of the head of the queue
   Messages messages_;
-  std::uint64_t sequence_ = 0;  // of the last collective put into the queue
+  std::uint64_t sequence_ = 0;  // the last collective put into the queue
   Completions completions_;
   unsigned pauses_ = 0;
-  Deadline::Clock::time_point looked_{};  // after the peers
+  Deadline::Clock::time_point looked_{};  // when the peers were last looked after
 };
 
 }  // namespace lockstep::shm

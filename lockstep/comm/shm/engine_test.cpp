@@ -75,7 +75,7 @@ Bytes combined(DType dtype, Op op, std::size_t count, int size, unsigned salt = 
   return result;
 }
 
-// Around every border of the ways an array can go, in bytes.
+// Sizes in bytes around every border between the ways an array can go.
 std::vector<std::size_t> counts(DType dtype) {
   const std::size_t e = size_of(dtype);
   const std::size_t small = kTiny.small_bytes / e, chunk = kTiny.chunk_bytes / e;
@@ -86,7 +86,7 @@ struct Case {
   DType dtype;
   Op op;
   std::size_t count;
-  std::vector<Bytes> inputs;  // of each rank
+  std::vector<Bytes> inputs;  // one per rank
   Bytes want;
 };
 
@@ -146,7 +146,7 @@ TEST(Engine, AllReduceInSymmetricMemory) {
   }
 }
 
-// Large arrays begin at another place of their pages on every rank, up to the last byte asked for.
+// Large arrays begin at a different place in their pages on every rank, up to the last byte.
 TEST(Engine, LargeSymmetricArraysAreStaggered) {
   constexpr int kRanks = 17;
   constexpr std::size_t kBytes = 1u << 20, kCount = kBytes / sizeof(float);
@@ -470,7 +470,7 @@ std::int64_t sleeps_of_engine_threads() {
 
 constexpr int kTurns = 3000;
 
-// How often they did in so many operations that were waited for at once, over what is allowed.
+// How often they slept in that many operations that were waited for at once, relative to the limit.
 double sleeps_over_allowed() {
   std::atomic<std::int64_t> before{0}, after{0};
   const auto begin = std::chrono::steady_clock::now();
@@ -487,8 +487,8 @@ double sleeps_over_allowed() {
     engine.barrier()->wait(soon());
   });
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
-  // Each thread looks once in a millisecond. A caller that lost its core in between is not prompt,
-  // and its thread is called for the next few.
+  // Each thread looks once per millisecond. A caller that lost its core in between is not prompt,
+  // and its thread is called for the next few operations.
   return static_cast<double>(after - before) / (4 * took.count() + kTurns / 2.0);
 }
 
@@ -519,8 +519,8 @@ TEST(Engine, WorkThatNobodyWaitsForIsDoneAfterMuchThatWasWaitedFor) {
   });
 }
 
-// A receive is not forgotten when its caller waits for something else, longer than the thread
-// looks.
+// A receive is not forgotten when its caller waits for something else for longer than the thread
+// keeps looking.
 TEST(Engine, WhatAWaiterLeavesBehindContinues) {
   run_ranks(2, kTiny, [](Engine& engine) {
     Bytes data = contribution(DType::kF32, 9000, engine.rank());
@@ -561,7 +561,7 @@ TEST(Engine, ACallbackMayStartTheNextOperation) {
   });
 }
 
-// Looks, when it ends, whether another thread can use the engine meanwhile.
+// Checks, when it is destroyed, whether another thread can use the engine meanwhile.
 struct LooksAtItsEnd {
   LooksAtItsEnd(TicketPtr other, std::shared_ptr<std::promise<bool>> free)
       : other_(std::move(other)), free_(std::move(free)) {}
@@ -578,7 +578,7 @@ struct LooksAtItsEnd {
   std::shared_ptr<std::promise<bool>> free_;
 };
 
-// It may wait for a lock (Python's) whose owner waits for the engine's.
+// Its destructor may wait for a lock (Python's) whose owner waits for the engine's.
 TEST(Engine, WhatACallbackHoldsEndsWithoutTheEnginesLock) {
   run_ranks(2, kTiny, [](Engine& engine) {
     const int peer = 1 - engine.rank();

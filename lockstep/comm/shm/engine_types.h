@@ -18,8 +18,8 @@ using PolicyFactory = std::unique_ptr<ProgressPolicy> (*)(const Group& group);
 // Zero means the measured default. Sizes must be equal on all ranks.
 struct EngineOptions {
   std::size_t small_bytes = 0;  // up to here an all-reduce is one round and every rank sums it all
-  std::size_t chunk_bytes = 0;  // of each of a rank's two buffers; larger arrays go in chunks
-  std::size_t ring_bytes = 0;   // of the ring for messages from one rank to one other
+  std::size_t chunk_bytes = 0;  // each of a rank's two buffers; larger arrays go in chunks
+  std::size_t ring_bytes = 0;   // the ring for messages from one rank to one other
   PolicyFactory policy = nullptr;  // how this rank waits (progress_policy.h)
 };
 
@@ -27,7 +27,7 @@ struct StartOptions {
   Deadline deadline = Deadline::after(std::chrono::minutes(30));
   // The caller waits for the ticket next: the engine's own thread need not be woken for it.
   bool caller_waits = false;
-  // The caller's own number of this collective, for messages; 0: the engine's.
+  // The caller's own number for this collective, used in messages; 0: the engine's.
   std::uint64_t number = 0;
 };
 
@@ -47,8 +47,8 @@ class SymmetricBlock {
   virtual ~SymmetricBlock() = default;
   std::byte* data() const { return peer(rank_); }
   std::size_t bytes() const { return bytes_; }
-  // Where this process sees that rank's part. Who may touch it when is the caller's affair; a
-  // barrier orders accesses.
+  // Where this process sees that rank's part. The caller decides who may touch it when; a barrier
+  // orders accesses.
   std::byte* peer(int rank) const { return bases_.at(static_cast<std::size_t>(rank)); }
 
  protected:

@@ -43,8 +43,8 @@ void FailureRecord::set(EngineFailure failure) noexcept {
   group_.wake_all();
 }
 
-// A failure that another rank has found is reported with that rank's message. All ranks have found
-// a disagreement, so it is none of that rank.
+// A failure that another rank has found is reported with that rank's message. A disagreement is
+// found by all ranks, so it is not attributed to one.
 std::string FailureRecord::composed(const EngineFailure& failure) const {
   if (failure.origin < 0 || failure.origin == group_.rank() || failure.disagreement)
     return failure.text;

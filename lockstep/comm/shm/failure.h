@@ -32,10 +32,10 @@ inline constexpr const char* kUnevenInputs =
     "If a rank has fewer batches than the others, give every rank the same number, or train inside "
     "model.join().";
 
-// Thrown by what the driver does, and nowhere else.
+// Thrown only by what the driver does.
 struct EngineFailure {
   bool timeout = false;
-  bool disagreement = false;  // of ranks that are all alive
+  bool disagreement = false;  // between ranks that are all alive
   std::string text{};
   std::size_t why_at = 0;  // where in `text` the reason of a timeout begins; 0: nowhere
   int culprit = -1;        // the rank to blame, if one is known
@@ -43,7 +43,7 @@ struct EngineFailure {
   CommContext context{};
 };
 
-// What `doing` failed with: its kind, its text, the rank it names.
+// Why `doing` failed: the kind, the text and the rank that the exception names.
 EngineFailure failure_from(std::string_view doing, const std::exception& error);
 
 class FailureRecord {
@@ -54,7 +54,7 @@ class FailureRecord {
   void set(EngineFailure failure) noexcept;
   bool broken() const { return broken_.load(); }
   std::string text() const;                 // empty while nothing has failed
-  std::exception_ptr as_exception() const;  // of the failure that was set
+  std::exception_ptr as_exception() const;  // the failure that was set
   std::exception_ptr as_exception(const EngineFailure& failure) const;
   // Peers that are dead, broken or closed, most severe first.
   std::vector<EngineFailure> of_peers() const;

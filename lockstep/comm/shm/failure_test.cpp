@@ -73,7 +73,7 @@ TEST(Disagreement, HasTheCallersNumbersAndNamesARankThatHasFinished) {
                     "rank 1 called all_reduce(float32 x 12, sum)");
   EXPECT_THAT(text_of(errors[0]), HasSubstr("disagree on collective #4"));
   EXPECT_THAT(text_of(errors[0]), HasSubstr(" as its #4"));
-  // Whoever notices it first, all say the same, with what helps against it.
+  // Whichever rank notices first, all say the same, with what helps against it.
   EXPECT_EQ(text_of(errors[0]), text_of(errors[1]));
   EXPECT_THAT(text_of(errors[0]), HasSubstr("model.join()"));
 }
@@ -111,7 +111,7 @@ TEST(Disagreement, OnSizeTypeOperationAndRoot) {
       "all_gather(8 bytes)", "barrier()");
 }
 
-// Also ranks whose own sizes are right hear of it.
+// Ranks whose own sizes are right hear of it too.
 TEST(Disagreement, OnTheSizeOfOnePart) {
   const auto errors = outcomes(3, kTiny, [](Engine& engine) {
     char in[32] = {}, out[96] = {};
@@ -157,7 +157,7 @@ TEST(Timeout, NamesWhoDidNotArrive) {
     }
     float x = 0;
     const auto ticket = engine.all_reduce(&x, 1, DType::kF32, Op::kSum);
-    // Both have come before either's time counts; else one could be named with rank 2.
+    // Both must have arrived before either's time counts; otherwise one could be named with rank 2.
     const auto start = Deadline::Clock::now();
     ++there;
     while (there.load() < 2 && !limit.expired()) ::usleep(1000);
@@ -198,7 +198,7 @@ TEST(Timeout, OfAMessageNamesThePeer) {
   EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 did not arrive"));
 }
 
-// Who wants nothing of a rank that has gone still has its own deadline.
+// A rank that wants nothing from one that has gone still has its own deadline.
 TEST(Timeout, OfAMessageThoughAThirdRankHasGone) {
   std::atomic<bool> over{false};
   run_ranks(3, kTiny, [&](Engine& engine) {
@@ -275,7 +275,7 @@ TEST(Abort, EndsEveryPendingOperationOnAllRanks) {
       EXPECT_THROW(receive->wait(soon()), CommError);
       EXPECT_THROW(later->wait(soon()), CommError);
       killer.join();
-      // Who ends the tickets runs the callback after that, perhaps on the engine's own thread.
+      // The thread that ends the tickets runs the callback after that, perhaps the engine's own.
       const Deadline limit = soon();
       while (callbacks.load() == 0 && !limit.expired()) ::usleep(1000);
       EXPECT_EQ(callbacks.load(), 1);
@@ -337,8 +337,8 @@ TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
               HasSubstr("rank 0 failed: rank 0 closed its engine with operations under way"));
 }
 
-// Arrays are free once the engine is gone, also those that another thread waits for: here the one
-// that waits for the second operation is busy with the first, which nobody else remembers.
+// Arrays are free once the engine is gone, even those that another thread waits for: here the
+// thread that waits for the second operation is busy with the first, which nobody else remembers.
 TEST(Close, ReturnsWhenNoThreadTouchesAnArray) {
   for (int turn = 0; turn < 30; ++turn) {
     MapStore kv;
@@ -482,7 +482,7 @@ TEST(Usage, OptionsAndPlacesThatMakeNoSense) {
                UsageError);
 }
 
-// All sizes are compared, also where their sum is the same.
+// All sizes are compared, even where their sum is the same.
 TEST(Usage, OptionsThatDifferOverRanks) {
   const auto answers = [](const EngineOptions& one, const EngineOptions& other) {
     MapStore kv;

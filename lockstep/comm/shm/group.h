@@ -2,9 +2,9 @@
 // wake each other. It is all that an operation needs of the engine.
 //
 // Nobody may fall asleep at the moment it is posted to. A sleeper first publishes for whom it waits
-// (`waiting_for`), then looks once more, then sleeps unless its bell has changed; who posts writes
-// first and then looks whether someone waits for it. Both do so with sequentially consistent
-// atomics, so at least one of the two sees the other.
+// (`waiting_for`), then looks once more, then sleeps unless its bell has changed; a rank that posts
+// writes first and then checks whether someone waits for it. Both do so with sequentially
+// consistent atomics, so at least one of the two sees the other.
 //
 //   group.sleep_while(peer + 1, [&] { return !posted(peer); });
 //
@@ -43,7 +43,7 @@ class Group {
 
   // After a write that this rank may wait for.
   void wake_peer(int rank) const;
-  // For whatever they wait. Also this rank, from another of its threads.
+  // Whatever they wait for. Also wakes this rank, from another of its threads.
   void wake_self() const;
   void wake_all() const;
   // `still` is asked after `code` has been published as what this rank waits for; if it returns

@@ -27,7 +27,7 @@ struct SumKernels {
   SumKernel f16;  // null: this instruction set has no conversion; the plain loop serves
 };
 
-// The best of this processor. Defined by the file that the build chooses for the architecture.
+// The best set for this processor. Defined by the file that the build chooses for the architecture.
 const SumKernels& sum_kernels();
 
 // All that this processor can run, the best first; for tests.

@@ -61,11 +61,11 @@ struct Descriptor {
   std::string deed() const;
 };
 
-// One line: who waits for a post reads the description with it.
+// One cache line: a rank that waits for a post reads the description with it.
 struct alignas(kLine) Post {
   std::atomic<std::uint64_t> round{0};
   Descriptor what;
-  std::atomic<std::int32_t> cpu{-1};  // on which it was made
+  std::atomic<std::int32_t> cpu{-1};  // the one it was made on
 };
 static_assert(sizeof(Post) == kLine);
 
@@ -98,7 +98,7 @@ struct Form {
 struct Header {
   alignas(kApart) Form form;      // first, where every build finds it
   alignas(kApart) Post posts[2];  // by the round's parity
-  // Changed and woken by whoever has news for a rank that sleeps.
+  // Changed and woken by any rank that has news for a sleeping one.
   alignas(kApart) std::atomic<std::uint32_t> bell{0};
   // 0: awake; rank + 1: asleep until that one posts; kAnyone: until anyone does anything.
   alignas(kApart) std::atomic<std::uint32_t> waiting_for{0};

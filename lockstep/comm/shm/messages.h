@@ -41,10 +41,11 @@ class Messages {
 
   void add(const std::shared_ptr<Message>& message);
   int pending() const { return pending_; }
-  // Moves what can be moved, at most about a ring's worth each way with each rank: with the other
-  // side at work, too, there would be no end to it before a message's, and others have their turn.
-  // What a rank has left behind that does no more is all taken by one call. Finishes messages. True
-  // when anything moved. Throws CommError when sender and receiver mean different lengths.
+  // Moves what can be moved, at most about a ring's worth each way with each rank: while the other
+  // side works too, a pass would otherwise last as long as the message, and others must have their
+  // turn. One call takes everything that a rank which does no more has left behind. Finishes
+  // messages. True when anything moved. Throws CommError when sender and receiver disagree on the
+  // length.
   bool pump(Completions& completions);
   // The oldest message with that rank, or null.
   const Message* with(int rank) const;

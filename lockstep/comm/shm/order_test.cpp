@@ -149,7 +149,8 @@ std::vector<Operation> operations() {
   return all;
 }
 
-// Runs every rank with two engines of its own. What the first rank to fail says, after its case.
+// Runs every rank with two engines of its own. Returns what the first rank to fail says, and its
+// case.
 std::string in_two_engines(
     const EngineOptions& options,
     const std::function<void(Engine&, Engine&, std::string& case_name)>& body) {

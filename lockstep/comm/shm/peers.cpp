@@ -22,10 +22,10 @@ namespace lockstep::shm {
 namespace {
 
 // All connections stand when the handshake begins, so it is a matter of milliseconds; a rank that
-// is not heard of in this time is lost and not slow.
+// is not heard from in this time is lost, not slow.
 constexpr std::chrono::seconds kHandshakeLimit{20};
 constexpr std::chrono::milliseconds kSlice{20};
-// How long one look at the store takes before a rank looks whether the others still live.
+// How long one look at the store takes before a rank checks whether the others are still alive.
 constexpr std::chrono::milliseconds kLook{100};
 // Rank 0 may host the store: it stays this long for the others to read the outcome.
 constexpr std::chrono::seconds kFailureLinger{2};
@@ -165,7 +165,7 @@ class Watch {
   std::vector<Watched> watched_;
 };
 
-// What the ranks agree by.
+// What the ranks need to agree on something.
 struct Round {
   KeyValueStore& kv;
   const RankAndSize place;

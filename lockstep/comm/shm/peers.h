@@ -34,13 +34,13 @@ struct RankAndSize {
   int size = 1;
 };
 
-// The other end of one pair; at the own rank everything is empty.
+// The other end of one pair; everything is empty at this rank's own index.
 struct Peer {
   Fd socket;  // SOCK_SEQPACKET, non-blocking, for later exchanges of descriptors
   Fd pidfd;   // readable once that process has ended
   int pid = 0;
   std::shared_ptr<Segment> segment;  // its control segment, mapped here
-  std::string groups;                // its control groups (memory_limits.h); the own rank's too
+  std::string groups;                // its control groups (memory_limits.h); also set for this rank
 };
 
 // A rank's control segment: how large, the same on all ranks, and how it is made.

@@ -52,7 +52,7 @@ class FileStore final : public KeyValueStore {
     if (key.rfind(dies_at_, 0) == 0) ::raise(SIGKILL);
     write_file_atomically(path(key), value);
   }
-  // The process ends when it would write a key that begins so.
+  // The process ends instead of writing a key that begins with this.
   void die_at(const std::string& key) { dies_at_ = key; }
   std::string get(const std::string& key, const Deadline& deadline) override {
     while (!std::filesystem::exists(path(key))) {
@@ -102,7 +102,7 @@ void say(const std::string& line) {
   std::fflush(stdout);
 }
 
-// What the ranks have of each other beside the arrays that are reduced.
+// What the ranks exchange besides the arrays that are reduced.
 void exchange_parts(Engine& engine, std::vector<float>& array, int root,
                     const StartOptions& options) {
   const auto size = static_cast<std::size_t>(engine.size());
@@ -190,12 +190,13 @@ std::size_t open_descriptors() {
   return count;
 }
 
-// Element i of what rank `from` has for rank `to`.
+// Element i of what rank `from` sends to rank `to`.
 float value_of(int from, int to, std::size_t i) {
   return static_cast<float>(from * 100 + to) + static_cast<float>(i % 7) / 8;
 }
 
-// What moves without being summed, with parts of other sizes for every pair. 0, or what was wrong.
+// Operations that move without summing, with different part sizes for every pair. 0, or what is
+// wrong.
 int check_parts(Engine& engine) {
   const int own = engine.rank(), size = engine.size(), root = size / 2;
   const auto count = [](int from, int to) {
@@ -300,7 +301,7 @@ std::size_t kib_of(const std::string& field) {
 }
 
 // Asks for a block of TEST_BLOCK_MIB. The rank TEST_FULL has half the address space for it. Says
-// how much memory it had at most since it asked.
+// the most memory it had since it asked.
 CHILD(wants_a_block) {
   EngineResult made = join_world();
   if (!made.engine) return 2;
@@ -354,7 +355,7 @@ class Ranks {
 bool soak() {
   return env::get_bool("LOCKSTEP_SOAK").value_or(false);
 }
-// What a survivor may take beyond its due time.
+// How late a survivor may report.
 double allowance_ms() {
   return soak() ? 100 : 2000;
 }
@@ -401,7 +402,7 @@ void expect_nothing_left(const Ranks& ranks) {
     EXPECT_EQ(entry.path().filename().string().find("lockstep"), std::string::npos) << entry.path();
 }
 
-// Memory that several processes map, of the whole machine.
+// Memory of the whole machine that several processes map.
 double shared_mib() {
   std::istringstream lines(read_file("/proc/meminfo"));
   for (std::string line; std::getline(lines, line);)
@@ -471,8 +472,8 @@ TEST(Processes, EveryOperationByTurns) {
   }
 }
 
-// A dead rank that nobody wants anything of must not hide what has happened to another: here rank 0
-// waits for rank 2 only, which gives up because of rank 1, or dies after it.
+// A dead rank that nobody needs must not hide what has happened to another: here rank 0 waits only
+// for rank 2, which gives up because of rank 1, or dies after it.
 TEST(Processes, ADeadRankHidesNoOtherTrouble) {
   for (const bool both_die : {false, true}) {
     Ranks ranks;

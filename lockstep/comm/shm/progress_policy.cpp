@@ -78,15 +78,14 @@ class Backoff {
   Clock::time_point looked_{};  // at the clock
 };
 
-// A move costs about as much as a wake-up; where another process comes to the same core again and
-// again it must not be all that happens.
+// A move costs about as much as a wake-up. Where another process keeps coming to the same core,
+// moving must not be all that happens.
 constexpr std::chrono::milliseconds kBetweenMoves{2};
 
 // ---------------------------------------------------------------- the engine's thread
 
-// Callers who come to wait within the first of these, so many times in a row, are taken to do so
-// again. One that does not loses at most two looks of the thread; each look costs it a few
-// microseconds.
+// Callers who come to wait within kPrompt, so many times in a row, are expected to do so again. One
+// that does not loses at most two looks of the thread; each look costs a few microseconds.
 constexpr std::chrono::microseconds kPrompt{100};
 constexpr unsigned kPromptWaits = 2;
 constexpr std::chrono::milliseconds kPark{1};
@@ -123,7 +122,7 @@ class AdaptivePolicy final : public ProgressPolicy {
     prompt_waits_ = prompt ? std::min(prompt_waits_ + 1, kPromptWaits) : 0;
   }
 
-  // What was left to its caller, who then waited for something else, is the thread's.
+  // What was left to its caller, who then waited for something else, falls to the thread.
   bool takes_over() override {
     if (unwaited_.load() == nullptr) return false;
     unwaited_.store(nullptr);
@@ -132,8 +131,8 @@ class AdaptivePolicy final : public ProgressPolicy {
   }
 
   // While callers wait for what they start, the thread is not woken but looks by itself: an
-  // operation that has nobody is found within two looks. After one without a start it sleeps until
-  // the next start, or until it is woken.
+  // operation that nobody waits for is found within two looks. After a look without a new start it
+  // sleeps until the next start, or until it is woken.
   void park_thread(std::unique_lock<std::mutex>& lock, ProgressHost& host) override {
     if (prompt_waits_ < kPromptWaits) {
       host.sleep_thread(lock, kUntilWoken, [this] { return prompt_waits_ == kPromptWaits; });
@@ -145,7 +144,7 @@ class AdaptivePolicy final : public ProgressPolicy {
     parked_ = false;
     if (early || starts_ != seen) return;
     if (!host.has_waiters()) {
-      if (host.driven()) return;  // by someone who will not stay
+      if (host.driven()) return;  // by a thread that will not stay
       if (host.has_work() && takes_over()) return host.wake_thread();
     }
     host.sleep_thread(lock, kUntilWoken, [&] { return starts_ != seen; });
@@ -162,7 +161,7 @@ class AdaptivePolicy final : public ProgressPolicy {
       if (rank == group_.rank()) continue;
       const Header& header = *group_.view(rank).header;
       const bool behind = header.posts[round & 1].round.load() < round;
-      // Who is behind has made the post of the round before, the others this one.
+      // A rank that is behind has made the post of the previous round, the others that of this one.
       const int there = header.posts[behind ? (round - 1) & 1 : round & 1].cpu.load();
       shared |= behind && there == here;
       taken.push_back(there);
@@ -176,7 +175,7 @@ class AdaptivePolicy final : public ProgressPolicy {
   // Driver only.
   const Group& group_;
   Backoff backoff_;
-  Clock::time_point moved_{};  // to another core
+  Clock::time_point moved_{};  // when it moved to another core
 
   // With the engine's mutex held.
   std::uint64_t starts_ = 0;
@@ -187,8 +186,8 @@ class AdaptivePolicy final : public ProgressPolicy {
   bool parked_ = false;          // the thread looks again soon, woken or not
 };
 
-// To stay on one core for good would be worse than anything that leaving another can gain. What may
-// fail is that somebody has just taken these very cores from the process: then all it still has,
+// Staying on one core for good would cost more than leaving another can gain. The call fails where
+// somebody has just taken these very cores from the process: then allow all that it still has,
 // which the kernel knows.
 void allow_again(const cpu_set_t& cores, SetAffinity set) {
   constexpr int kTries = 3;
@@ -209,7 +208,7 @@ std::unique_ptr<ProgressPolicy> make_adaptive_policy(const Group& group) {
 void migrate_off_cores(const std::vector<int>& taken, SetAffinity set) {
   cpu_set_t before;
   if (::sched_getaffinity(0, sizeof before, &before) != 0) return;  // more cores than it can name
-  // A thread that may not set what it has could not come back.
+  // A thread that may not set its present cores could not come back.
   if (set(0, sizeof before, &before) != 0) return;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (!CPU_ISSET(core, &before) || std::find(taken.begin(), taken.end(), core) != taken.end())

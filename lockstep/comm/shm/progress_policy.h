@@ -1,9 +1,10 @@
 // Every decision about waiting: how the thread that drives the engine passes the time until a peer
-// has posted, when it sleeps, and when the engine's own thread is woken for work that has nobody.
+// has posted, when it sleeps, and when the engine's own thread is woken for work that nobody waits
+// for.
 //
 // No result depends on it: a policy that always yields or always sleeps passes the same tests
-// (policies_for_test.h). What it decides is how long an operation takes, and what others get of the
-// cores meanwhile.
+// (policies_for_test.h). It decides how long an operation takes, and how much of the cores others
+// get meanwhile.
 //
 //   while (!step()) if (policy.pause(round)) sleep_until_a_peer_posts();
 #pragma once
@@ -28,11 +29,11 @@ class ProgressHost {
  public:
   virtual bool driven() const = 0;       // a thread drives
   virtual bool has_waiters() const = 0;  // threads wait for tickets; one of them drives, or will
-  virtual bool has_work() const = 0;     // to be asked only when no thread drives
-  // Has the engine's thread drive as soon as nobody else drives or waits.
+  virtual bool has_work() const = 0;     // may be asked only when no thread drives
+  // Makes the engine's thread drive as soon as nobody else drives or waits.
   virtual void wake_thread() = 0;
   // The engine's thread sleeps until it has to drive or to end, or `also` holds and someone wakes
-  // it. False: until the limit.
+  // it. False: the limit was reached.
   virtual bool sleep_thread(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit,
                             const std::function<bool()>& also) = 0;
 
@@ -49,8 +50,8 @@ class ProgressPolicy {
   // No step could do anything: passes a moment. True when it is time to sleep. `round` is the one
   // that has been posted and is waited for; 0: none is, there are only messages.
   virtual bool pause(std::uint64_t round) = 0;
-  // How many steps a thread does that has not come to wait, and how many callbacks may be pending
-  // before the driver stops for them. Without anything to do it runs all.
+  // How many steps a thread that has not come to wait takes, and how many callbacks may be pending
+  // before the driver stops for them. When it has nothing to do it runs them all.
   int steps_in_passing = 8;
   std::size_t callbacks_at_once = 1;
 
@@ -68,15 +69,15 @@ class ProgressPolicy {
 };
 
 // Spins while the answer is near, then offers the core, then sleeps; moves to another core when the
-// rank that it waits for was last seen on this one; lets the thread alone while callers wait for
+// rank that it waits for was last seen on this one; leaves the thread alone while callers wait for
 // what they start.
 std::unique_ptr<ProgressPolicy> make_adaptive_policy(const Group& group);
 
-// Moves this thread to a core that none of `taken` is, if it may use one; it may use the same cores
+// Moves this thread to a core that is not in `taken`, if it may use one; it may use the same cores
 // as before afterwards (all that the process has, where the kernel refuses those). The scheduler
-// likes to wake a process on the core of who woke it, and two ranks that take turns on one core
-// look to it like little work: it can leave them there for long with a core idle beside them. `set`
-// is how cores are allowed, for tests.
+// likes to wake a process on the core of its waker, and two ranks that take turns on one core look
+// to it like little work: it can leave them there for long with a core idle beside them. `set` is
+// how cores are allowed, for tests.
 using SetAffinity = int (*)(pid_t thread, std::size_t bytes, const cpu_set_t* cores);
 void migrate_off_cores(const std::vector<int>& taken, SetAffinity set = ::sched_setaffinity);
 

@@ -33,7 +33,7 @@ struct SmallFloat {
     if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - mantissa_bits);
     return sign * std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
   }
-  // The nearest of all numbers of the type; of two equally near ones the even one.
+  // The nearest number of the type; of two equally near ones the even one.
   std::uint16_t encode(double value) const {
     const std::uint16_t infinity =
         static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
@@ -224,7 +224,7 @@ struct Reduced {
   std::vector<std::byte> result;
 };
 
-// `shift` puts all arrays at addresses that are multiples of nothing.
+// `shift` puts all arrays at unaligned addresses.
 Reduced reduce_random(DType dtype, Op op, int n, std::size_t count, bool wild, std::size_t shift) {
   Reduced reduced;
   for (int r = 0; r < n; ++r) {
@@ -339,8 +339,8 @@ TEST(Reduce, CutsDoNotChangeBits) {
   }
 }
 
-// What is copied by the way arrives, and neither that nor a last output that leaves the cache
-// changes the sum; also where an output is not aligned for it.
+// What is copied along the way arrives, and neither that nor a last output that leaves the cache
+// changes the sum, even where an output is not aligned for it.
 TEST(Reduce, MovesByTheWay) {
   for (const DType dtype : {DType::kF32, DType::kBf16, DType::kF16, DType::kI32}) {
     for (const std::size_t count : {0, 1, 63, 64, 128, 1021}) {

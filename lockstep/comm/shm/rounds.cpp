@@ -9,7 +9,7 @@
 namespace lockstep::shm {
 namespace {
 
-// As the caller counts, if it does.
+// The caller's own number, if it has one.
 std::uint64_t number(const Descriptor& what) {
   return what.number != 0 ? what.number : what.sequence;
 }
@@ -96,7 +96,7 @@ const Descriptor& Rounds::called_by(int rank, const Descriptor& own) const {
   return rank == group_.rank() ? own : group_.view(rank).header->posts[round_ & 1].what;
 }
 
-// Names rank 0 and the first that differs from it: every rank says the same, whoever notices first.
+// Names rank 0 and the first that differs from it: all ranks say the same, whichever notices first.
 std::string Rounds::difference(const Descriptor& own) const {
   const Descriptor& first = called_by(0, own);
   int rank = 1;

@@ -42,16 +42,16 @@ class Rounds {
   explicit Rounds(const Group& group) : group_(group) {}
 
   enum class Step { kBlocked, kMoved, kDone };
-  // Does for a collective what can be done without waiting. The same one is given until it is done.
+  // Does what can be done for a collective without waiting. The same one is given until it is done.
   // Throws EngineFailure when the ranks have called different operations.
   Step step(Collective& collective);
   // Forgets the collective that is not done.
   void drop();
 
-  // The round that this rank has posted and not all others; 0 when there is none.
+  // The round that this rank has posted but some others have not; 0 when there is none.
   std::uint64_t awaited() const { return posted_ ? round_ : 0; }
   bool in_first() const { return posted_ && first_; }
-  // All ranks below it have posted the round; to sleep until this one does.
+  // All ranks below this one have posted the round; a rank sleeps until this one does.
   int awaited_rank() const { return arrived_; }
   std::vector<int> behind() const;  // ranks that have not posted it
 
@@ -59,7 +59,7 @@ class Rounds {
   void post(const Collective& collective);
   bool all_posted();
   void check_agreement(Collective& collective) const;
-  // In this round; this rank has called `own`.
+  // What that rank has called in this round; this rank has called `own`.
   const Descriptor& called_by(int rank, const Descriptor& own) const;
   std::string difference(const Descriptor& own) const;
   bool any_has_finished(const Descriptor& own) const;
@@ -67,7 +67,7 @@ class Rounds {
   const Group& group_;
   std::uint64_t round_ = 0;  // the last one posted
   bool posted_ = false;      // and not finished
-  bool first_ = true;        // of its collective
+  bool first_ = true;        // the first round of its collective
   int arrived_ = 0;
 };
 

@@ -50,7 +50,7 @@ Fd make_file() {
   return Fd(fd);
 }
 
-// Addresses at which huge pages of the file can be huge pages of the mapping, held for it; nullptr
+// Reserves addresses at which huge pages of the file can be huge pages of the mapping; nullptr
 // where there are none, or no need.
 void* place_for_huge_pages(std::size_t bytes) {
   return bytes < kHugePage ? nullptr : map_at_huge_page(bytes, PROT_NONE, MAP_NORESERVE);

@@ -1,6 +1,6 @@
 // A piece of memory that several processes map: an anonymous file without a name, sealed so that
 // nobody can shrink it under a reader's feet, and allocated in full so that touching it never
-// fails. From 2 MiB on in huge pages, where the kernel gives some.
+// fails. From 2 MiB on it lies in huge pages, where the kernel provides them.
 //
 //   check_room(bytes, groups);                     // all ranks; throws UsageError
 //   auto mine = Segment::make(bytes);
@@ -22,13 +22,13 @@
 namespace lockstep::shm {
 
 // Throws UsageError where the ranks of this host, whose control groups these are (memory_groups()),
-// cannot make a segment of this size each and map all of them. To be asked by all of them before
-// one makes its own, which the others would otherwise count as missing or not count at all.
+// cannot make a segment of this size each and map all of them. All ranks must ask before any of
+// them makes its own, which the others would otherwise count as missing or not count at all.
 void check_room(std::size_t bytes, const std::vector<std::string>& groups);
 
 class Segment {
  public:
-  // Throws UsageError when there is no room for as many, which this process is about to make.
+  // Throws UsageError when there is no room for `segments` of them, which this process will make.
   static std::shared_ptr<Segment> make(std::size_t bytes, int segments = 1);
   // A descriptor received from a peer; it stays the caller's. Throws SystemError, or CommError
   // when it is not a sealed segment of at least that size.

@@ -58,7 +58,7 @@ TEST(Segment, IsZeroSealedAndReallyThere) {
   EXPECT_GE(static_cast<std::size_t>(status.st_blocks) * 512, segment->bytes());
 }
 
-// Of the mapping at this address, in bytes; what the kernel calls ShmemPmdMapped.
+// Bytes of the mapping at this address that lie in huge pages (ShmemPmdMapped).
 std::size_t in_huge_pages(const void* data) {
   std::ifstream maps("/proc/self/smaps");
   const std::string begin = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(data));
@@ -182,7 +182,7 @@ TEST(MemoryLimits, ControlGroupsOfVersion1) {
   EXPECT_THAT(root.lack(4), HasSubstr("limit of 6.0 MiB leaves 2.0 MiB"));
 }
 
-// A limit counts for all ranks below it together, wherever it stands and they are.
+// A limit counts for all ranks below it together, wherever it is set and wherever they are.
 TEST(MemoryLimits, ControlGroupsHoldWhatAllTheirRanksNeed) {
   const FakeRoot root;
   const std::string own = "5:cpu,memory:/job/task_0\n0::/\n";
@@ -253,7 +253,7 @@ TEST(Rendezvous, RanksElsewhereAreNoReasonToFail) {
     EXPECT_THAT(reason, HasSubstr("cannot connect to a peer's socket"));
 }
 
-// What two ranks are reported when each makes its segment in this way.
+// What two ranks report when each makes its segment in this way.
 std::vector<std::string> reasons_with(
     MapStore& kv, std::size_t bytes,
     const std::function<std::shared_ptr<Segment>(int rank)>& make_segment) {
@@ -281,7 +281,7 @@ TEST(Rendezvous, ARankWithoutMemoryIsNoReasonToFail) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
-// Who looks for room while another has taken some already sees too little, or too much.
+// A rank that looks for room after another has taken some sees too little, or too much.
 TEST(Rendezvous, NobodyAllocatesBeforeAllHaveLookedForRoom) {
   MapStore kv;
   std::atomic<int> made{0};

@@ -58,7 +58,7 @@ std::vector<ConstPart> const_parts_of(const std::vector<at::Tensor>& tensors) {
 using Tickets = c10::SmallVector<TicketPtr, 1>;
 using Memory = c10::SmallVector<c10::Storage, 2>;
 
-// The engine touches the tensors no more.
+// The engine no longer touches the tensors.
 bool all_done(const Tickets& tickets) {
   return std::all_of(tickets.begin(), tickets.end(),
                      [](const TicketPtr& ticket) { return ticket->done(); });
@@ -70,8 +70,8 @@ std::exception_ptr first_error(const Tickets& tickets) {
   return nullptr;
 }
 
-// One engine operation, or several that end together. The engine has only pointers: whoever drops
-// it before the end leaves the memory to the tickets, which free it when they end.
+// One engine operation, or several that end together. The engine has only pointers: when an
+// operation is dropped before it ends, the tickets own the memory and free it when they end.
 class Operation : public HostOperation {
  public:
   Operation(Tickets tickets, Memory memory)
@@ -235,7 +235,7 @@ class ShmBackend : public Backend {
     auto operation = std::make_unique<Operation>(std::move(tickets), std::move(memory));
     Operation& started = *operation;
     state->attach(std::move(operation));
-    // With a last step to take (copying back), somebody must take it even if nobody waits.
+    // If a last step remains (copying back), somebody must take it even if nobody waits.
     if (state->has_finish()) started.request_progress([state] { state->poll(); });
   }
 

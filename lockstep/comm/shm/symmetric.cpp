@@ -69,7 +69,7 @@ namespace {
                      {.peer = rank, .operation = "symmetric", .elapsed = deadline.elapsed()});
 }
 
-// A process's files close a moment before its end can be seen; both together say more.
+// A process's files close a moment before its end is visible; the two together say more.
 [[noreturn]] void throw_gone(int rank, const Doomed& doomed) {
   constexpr std::chrono::milliseconds kEndIsSeen{50};
   const Deadline limit = Deadline::after(kEndIsSeen);
@@ -113,7 +113,7 @@ std::vector<Packet> swap_packets(const BlockMakers& ranks, const std::string& te
   return packets;
 }
 
-// Throws, on every rank the same, when one of them has refused.
+// Throws the same on every rank when one of them has refused.
 void check_refusals(const std::vector<Packet>& packets) {
   for (std::size_t rank = 0; rank < packets.size(); ++rank) {
     const std::string& text = packets[rank].text;

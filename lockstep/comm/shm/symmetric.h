@@ -50,7 +50,7 @@ class SymmetricBlocks {
   std::uint32_t last_id_ = 0;
 };
 
-// Why it is of no use to wait longer for that rank; null while it may still answer.
+// Why it is useless to wait longer for that rank; null while it may still answer.
 using DoomOf = std::function<std::exception_ptr(int awaited)>;
 
 // The ranks that make a block together: who this one is, its ends of the pairs' sockets, and what

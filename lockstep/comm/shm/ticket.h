@@ -48,10 +48,10 @@ class Ticket {
   // Returns when the operation has succeeded. Throws CommError or TimeoutError; at the deadline the
   // operation is given up, which breaks the engine forever.
   void wait(const Deadline& deadline);
-  // Against the deadline that the operation was started with.
+  // Waits until the deadline that the operation was started with.
   void wait();
 
-  // True once it has ended, also in failure. Never waits; does what can be done at once.
+  // True once it has ended, even in failure. Never waits; does what can be done at once.
   bool poll();
   bool done() const { return done_.load(std::memory_order_acquire); }
   const Deadline& deadline() const { return deadline_; }
@@ -59,8 +59,8 @@ class Ticket {
   std::exception_ptr error() const;
 
   // Runs `callback` once, after the end, without any lock held, on the thread that ended it; at
-  // once if it has ended already. What it holds is released without a lock, too. An operation with
-  // a callback ends also when nobody waits. It must not throw.
+  // once if it has ended already. What it holds is released without a lock too. An operation with a
+  // callback ends even when nobody waits. The callback must not throw.
   void on_done(std::function<void()> callback);
 
   // "all_reduce(float32 x 12, sum)"

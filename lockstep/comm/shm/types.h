@@ -1,7 +1,7 @@
 // What the engine knows of an array: the type of its elements and how two of them are combined.
 //
-// Rule: the ranks' elements are combined in rank order, 0 to N-1, whoever computes and wherever an
-// array is cut, so that the result has the same bits on every rank and in every run.
+// Rule: the ranks' elements are combined in rank order, 0 to N-1, whichever computes and wherever
+// an array is cut, so that the result has the same bits on every rank and in every run.
 //
 //   if (supports(DType::kBf16, Op::kAvg)) engine->all_reduce(data, count, DType::kBf16, Op::kAvg);
 #pragma once
@@ -25,7 +25,7 @@ std::size_t size_of(DType dtype);
 // multiply like `and`.
 bool supports(DType dtype, Op op);
 
-// The most ranks of one engine.
+// The maximum number of ranks in one engine.
 inline constexpr int kMaxRanks = 64;
 
 }  // namespace lockstep::shm

@@ -61,8 +61,8 @@ struct Bfloat16 {
   }
 };
 
-// Past the caches, where the processor can. A line that another one holds is taken from it with one
-// message that way, instead of being fetched first.
+// Stores past the caches, where the processor can. A line that another processor holds is then
+// taken from it with one message instead of being fetched first.
 [[gnu::always_inline]] inline void store_away(const Floats& from, std::byte* to) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(reinterpret_cast<float*>(to), from);

@@ -7,7 +7,7 @@
 //   factors_kernel     step numbers and what follows from them
 //   adamw_kernel       the update
 //
-// Between the second and the third, ranks may agree on leaving the step out.
+// Between the second and the third, ranks may agree to leave the step out.
 //
 // The tensors are cut into chunks; a block takes one chunk. Every sum has a fixed order.
 #include "lockstep/kernels/cuda/launch.h"

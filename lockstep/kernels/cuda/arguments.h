@@ -73,7 +73,7 @@ struct ColumnSum {
 // out [rows, width] = silu(gate) up of gate_up [rows, 2 width], width a multiple of 8.
 struct Swiglu {
   const void* gate_up;
-  const void* dout;  // backward alone
+  const void* dout;  // only for backward
   void* out;         // backward: the gradient of gate_up
   std::int64_t rows;
   int width;
@@ -121,7 +121,7 @@ struct Gemm {
   std::int64_t m, n, k;
   float beta;
   Epilogue epilogue;
-  Type type;    // of a, b, bias and aux
+  Type type;    // for a, b, bias and aux
   Type d_type;  // the same or float
 };
 
@@ -182,7 +182,7 @@ constexpr std::int64_t kAdamChunk = 16384;
 struct AdamFactors {
   float step_size, root_correction2, decay;
 };
-struct AdamStep {  // all pointers are of the device
+struct AdamStep {  // all pointers are device pointers
   const AdamTensor* tensors;
   const AdamGroup* groups;
   const AdamChunk* chunks;
@@ -192,7 +192,7 @@ struct AdamStep {  // all pointers are of the device
   const float* max_norm;    // null, or not above zero: no clipping
   float* norm;              // written: the norm of the unscaled gradients
   float* found_inf;         // written: 1 when the norm is not finite
-  const float* skip;        // of adamw_update: nothing is changed where it is not 0; or null
+  const float* skip;        // for adamw_update: nothing is changed where it is not 0; or null
   float* clip;              // scratch
   int tensor_count, chunk_count;
 };

@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) column_sum_kernel(ColumnSum args, in
   }
 }
 
-// Few rows are cut finer, so that all of the GPU reads them. The grid's second dimension ends at
-// 65535 blocks.
+// Few rows are divided more finely, so that the whole GPU reads them. The grid's second dimension
+// is limited to 65535 blocks.
 int rows_per_block(std::int64_t rows) {
   constexpr std::int64_t kMin = 16, kUsual = 256, kParts = 64;
   const std::int64_t fine = std::clamp(rows / kParts, kMin, kUsual);

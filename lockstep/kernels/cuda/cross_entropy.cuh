@@ -33,7 +33,7 @@ __device__ __forceinline__ SoftmaxPart combine_in_warp(SoftmaxPart part) {
   return {max, warp_sum(sum)};
 }
 
-// One barrier a row: `parts` alternates between two arrays, so a warp that is a row ahead writes
+// One barrier per row: `parts` alternates between two arrays, so a warp that is a row ahead writes
 // into the other one. Returns log2 of the sum of exp over the row.
 template <int kWarps>
 __device__ __forceinline__ float row_log2_sum(SoftmaxPart part, SoftmaxPart (&parts)[kWarps]) {

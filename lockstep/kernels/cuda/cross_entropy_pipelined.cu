@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1) pipelined_kernel(CrossEn
   extern __shared__ Bf16x8 rows_in_flight[];  // [2][vectors]
   __shared__ alignas(8) std::uint64_t arrived[2][kWarps];
   __shared__ SoftmaxPart parts[2][kWarps];
-  __shared__ std::int64_t row_of[4];  // of turns t to t + 3; t + 3 is written in turn t
+  __shared__ std::int64_t row_of[4];  // for turns t to t + 3; t + 3 is written in turn t
   auto* const all_logits = static_cast<__nv_bfloat16*>(args.logits);
   const int vectors = args.columns / 8;
   const int warp = threadIdx.x / kWarpSize;

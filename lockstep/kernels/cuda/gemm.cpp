@@ -37,7 +37,7 @@ cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
   return CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// What the choice of an algorithm depends on, and the device.
+// What the choice of an algorithm depends on, including the device.
 using Key = std::array<std::int64_t, 13>;
 
 Key key_of(const Gemm& g, int device) {

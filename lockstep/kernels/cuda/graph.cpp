@@ -38,7 +38,7 @@ Capture::~Capture() {
   try {
     graph_.end();
   } catch (...) {
-    // It is reported already: this runs because something has thrown.
+    // It is already reported: this runs because something has thrown.
   }
 }
 

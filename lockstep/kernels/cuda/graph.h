@@ -7,7 +7,7 @@
 //   graph->replay();                                  // on the current stream, as often as wanted
 //
 // Memory that is allocated during the capture belongs to the graph and has the same addresses in
-// every replay. What throws between the two ends the capture without a graph; the destructor of
+// every replay. An exception between the two ends the capture without a graph; the destructor of
 // Capture does that.
 //
 // One capture at a time in a process. This header needs no CUDA.
@@ -26,8 +26,8 @@ class Graph {
   virtual void replay() = 0;
 };
 
-// `other`: a graph whose memory is shared. What one leaves for the other, or for the caller, must
-// be held by tensors from its capture on; the rest may be overwritten by either.
+// `other`: a graph to share memory with. What one leaves for the other, or for the caller, must be
+// held by tensors from its capture on; the rest may be overwritten by either.
 std::unique_ptr<Graph> make_graph(const Graph* other = nullptr);
 
 class Capture {
@@ -37,7 +37,7 @@ class Capture {
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
-  // Calls what after_capture() was given.
+  // Calls the actions given to after_capture().
   void end();
 
  private:
@@ -48,7 +48,7 @@ class Capture {
 // Whether the process is between a Capture's construction and its end.
 bool capturing();
 // During a capture nothing may wait for the device, as a copy from pageable memory does. What
-// replays need from the host is copied when it has ended.
+// replays need from the host is copied after its end.
 void after_capture(std::function<void()> action);
 
 }  // namespace lockstep::kernels::cuda

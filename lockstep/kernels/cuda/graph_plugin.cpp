@@ -25,7 +25,7 @@ class TorchGraph final : public Graph {
     const at::Generator& random = at::cuda::detail::getDefaultCUDAGenerator(device_);
     seed_ = random.current_seed();
     offset_ = random.get_offset();
-    // Other threads continue with what a capture must not do: a loader allocates pinned memory,
+    // Other threads still do what a capture must not do: a loader allocates pinned memory,
     // NCCL's watchdog asks for events.
     graph_.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
   }
@@ -42,8 +42,8 @@ class TorchGraph final : public Graph {
   void replay() override { graph_.replay(); }
 
  private:
-  // A capture that has become invalid: LibTorch leaves its allocator and its generator as they are
-  // during one, and every random number after it would be refused.
+  // A capture that has become invalid: LibTorch leaves its allocator and its generator in capture
+  // mode, and every random number after it would be refused.
   void abandon() {
     allocator::endAllocateToPool(device_, pool_);
     allocator::releasePool(device_, pool_);

@@ -14,8 +14,8 @@ struct Found {
   std::string unavailable_reason;
 };
 
-// A program with a CUDA device has opened the plug-in for all (comm/nccl); one that is linked to
-// libtorch_cuda by itself may not have.
+// A program with a CUDA device has opened the plug-in globally (comm/nccl); one that itself links
+// libtorch_cuda may not have.
 void* find_entry() {
   if (void* const entry = ::dlsym(RTLD_DEFAULT, kTableEntry)) return entry;
   const std::string path = env::get("LOCKSTEP_CUDA_PLUGIN").value_or("liblockstep_cuda.so");

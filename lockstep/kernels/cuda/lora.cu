@@ -12,9 +12,9 @@ namespace lockstep::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 4;  // of a thread
+constexpr int kColumns = 4;  // per thread
 constexpr int kTile = kThreads * kColumns;
-constexpr int kRows = 64;  // whose narrow values are in shared memory at a time
+constexpr int kRows = 64;  // their narrow values are in shared memory at a time
 
 template <typename T>
 struct alignas(sizeof(T) * 4) Vector4 {
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint4 random_bits(std::uint64_t counter, std::uint64_
   return c;
 }
 
-// A bit for each of eight elements; `stays` is the share of 2^16 that stays. Zeroes the others of
-// `values`, four pairs of 16 bits.
+// A bit for each of eight elements; `stays` is the share that stays, out of 2^16. Zeroes the other
+// elements of `values`, four pairs of 16 bits.
 __device__ __forceinline__ unsigned drop8(std::uint64_t counter, std::uint64_t key, unsigned stays,
                                           uint4& values) {
   const uint4 drawn = random_bits(counter, key);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsig
   }
 }
 
-constexpr int kInputRows = 32;  // of a block: two tiles of 16
+constexpr int kInputRows = 32;  // per block: two tiles of 16
 constexpr int kInputWarps = 8;  // each has every eighth chunk of 32 columns
 
 // A matrix instruction takes 16 columns in an order of its own; the sum does not depend on the
@@ -246,7 +246,7 @@ bool covered(std::int64_t columns, int rank, Type type) {
   return columns % 32 == 0 && (rank == 8 || rank == 16) && type != Type::kFloat;
 }
 
-// The rows' blocks are the grid's x, since its y ends at 65535.
+// Blocks of rows are the grid's x dimension, since y is limited to 65535.
 int tiles(int columns) {
   return (columns + kTile - 1) / kTile;
 }

@@ -3,14 +3,15 @@
 //
 // A block is kGroups groups of kWarps warps that take a row each, the next rows on their way while
 // these are computed; thread t of a group has the vectors t, t + kThreads, ... of its row, so
-// parameters and column sums stay in registers over all rows. The block walks in step.
+// parameters and column sums stay in registers over all rows. The groups of a block advance
+// together.
 #pragma once
 
 #include "lockstep/kernels/cuda/vector.cuh"
 
 namespace lockstep::kernels::cuda {
 
-// A shape of block: columns <= 256 * kWarps * kVectors. kBlocks: of them on a multiprocessor.
+// A block's shape: columns <= 256 * kWarps * kVectors. kBlocks of them run on a multiprocessor.
 template <int kVectors_, int kWarps_, int kGroups_, int kBlocks_>
 struct NormShape {
   static constexpr int kVectors = kVectors_, kWarps = kWarps_, kGroups = kGroups_;
@@ -27,8 +28,8 @@ struct RowGroup {
   int thread = threadIdx.x % kThreads;
 };
 
-// Summed over a group. Between two uses of the same `exchange` there must be a barrier: the callers
-// alternate between two arrays.
+// The sum over a group. There must be a barrier between two uses of the same `exchange`: the
+// callers alternate between two arrays.
 template <int kWarps>
 __device__ __forceinline__ float2 group_sum(float2 value, float2 (&exchange)[kWarps]) {
   value = {warp_sum(value.x), warp_sum(value.y)};
@@ -56,8 +57,8 @@ __device__ __forceinline__ float group_sum(float value, float (&exchange)[kWarps
   return value;
 }
 
-// Calls body(R{}, T{}) with the type of the residual and that of the rest, which are one, or float
-// beside another.
+// Calls body(R{}, T{}) with the type of the residual and that of the rest, which are the same, or
+// float beside another type.
 template <typename Body>
 cudaError_t with_norm_types(Type residual, Type type, Body&& body) {
   if (residual == type) return with_type(type, [&](auto one) { return body(one, one); });

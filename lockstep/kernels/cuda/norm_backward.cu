@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
     const BackwardRow<R, T, kVectors> at = next;
     load_row<R, T, Shape, kRms>(args, row + step, thread, next);
     const float shift = -at.mean * at.rstd;  // xhat = x * rstd + shift
-    float2 sum = {0, 0};                     // of g and of g * xhat, where g = dnormed * weight
+    float2 sum = {0, 0};                     // sums of g and g * xhat, where g = dnormed * weight
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (!valid || j * kThreads + thread >= vectors) continue;
@@ -157,7 +157,7 @@ cudaError_t choose(const NormBackward& args, cudaStream_t stream) {
               : run<R, T, Shape, false, false>(args, stream);
 }
 
-// The most blocks of any shape below on one multiprocessor.
+// The maximum number of blocks, over the shapes below, on one multiprocessor.
 constexpr int kMostBlocks = 4;
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The CUDA kernels, as a table of functions that the CUDA plug-in brings (docs/adr/0002). They take
-// pointers and sizes, know no tensors, allocate nothing, wait for nothing and can be captured in a
-// CUDA graph. This header needs no CUDA.
+// The CUDA kernels, as a table of functions that the CUDA plug-in provides (docs/adr/0002). They
+// take pointers and sizes, know no tensors, allocate nothing, wait for nothing and can be captured
+// in a CUDA graph. This header needs no CUDA.
 //
 //   const Table* table = cuda::table();               // null: no plug-in is loaded
 //   const int status = table->swiglu_forward(args, stream);
@@ -49,10 +49,10 @@ struct Table {
   // The norm of all gradients, then the update with it.
   int (*adamw_norm)(const AdamStep&, void* stream);
   int (*adamw_update)(const AdamStep&, void* stream);
-  Graph* (*make_graph)(const Graph* other);  // the caller's
+  Graph* (*make_graph)(const Graph* other);  // owned by the caller
 };
 
-// Of the loaded plug-in; null without one. unavailable_reason() then says it.
+// The loaded plug-in's table; null without one, and unavailable_reason() then says why.
 const Table* table();
 const char* unavailable_reason();
 

@@ -124,8 +124,9 @@ cudaError_t with_type(Type type, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Outputs are written, not added to: to[y][column] = the sum over the parts of [parts][sums][...].
-// Blocks of 32 columns x 32 parts, gridDim.y = the number of sums; an output may be null.
+// Outputs are overwritten, not added to: to[y][column] = the sum over the parts of
+// [parts][sums][...]. Blocks of 32 columns x 32 parts, gridDim.y = the number of sums; an output
+// may be null.
 struct SumOutputs {
   float* to[3];
 };

@@ -19,7 +19,7 @@ bool sampler_works() {
   return seen.newest != nullptr || !seen.problem.empty();
 }
 
-// With an argument: starts itself on two ranks.
+// With an argument it starts itself on two ranks.
 int main(int argc, char**) {
   if (!sampler_works()) return 1;
   const auto body = [](lockstep::World& world) {
