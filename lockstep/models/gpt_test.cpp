@@ -219,8 +219,8 @@ TEST(CausalLm, WritesAConfigThatItReads) {
   const CausalLmConfig back =
       parse_config(config_json({.model = gpt, .eos_token_ids = {4, 5}}), "config.json");
   EXPECT_EQ(tensors_of(back), tensors_of(gpt));
-  EXPECT_EQ(back.gpt()->attn_pdrop, 0.25);
-  EXPECT_EQ(back.gpt()->activation_function, Activation::kRelu);
+  EXPECT_EQ(back.spec().block.attention.dropout, 0.25);
+  EXPECT_EQ(back.spec().block.mlp.activation, Activation::kRelu);
   EXPECT_EQ(back.eos_token_ids, (std::vector<std::int64_t>{4, 5}));
   LlamaConfig phi = kLlama;
   phi.fused_projections = true;
@@ -232,10 +232,11 @@ TEST(CausalLm, WritesAConfigThatItReads) {
               .long_factor = {3, 4}};
   const CausalLmConfig read = parse_config(config_json({.model = phi}), "config.json");
   EXPECT_EQ(tensors_of(read), tensors_of(phi));
-  EXPECT_EQ(read.llama()->sliding_window, 9);
-  EXPECT_EQ(read.llama()->rope.long_factor, phi.rope.long_factor);
-  EXPECT_EQ(read.llama()->rope.attention_factor, 1.5);
-  EXPECT_EQ(read.llama()->rope.original_max_position_embeddings, 8);
+  EXPECT_EQ(read.spec().windows, (std::vector<std::int64_t>{9, 9}));
+  const RopeConfig& rope = read.spec().rotary->scaling;
+  EXPECT_EQ(rope.long_factor, phi.rope.long_factor);
+  EXPECT_EQ(rope.attention_factor, 1.5);
+  EXPECT_EQ(rope.original_max_position_embeddings, 8);
   // What nothing here uses stays.
   EXPECT_THAT(config_json(parse_config(
                   R"({"model_type": "gpt2", "n_head": 2, "n_embd": 8, "task": {"a": 1}})", "c")),
@@ -325,12 +326,12 @@ TEST(Llama, RunsBlocksThroughTheRunner) {
 
 TEST(Gpt, RefusesWhatDoesNotFit) {
   EXPECT_THAT(message_of([] { Gpt gpt{GptConfig{.n_head = 5, .n_embd = 16}}; }),
-              HasSubstr("[gpt] n_embd 16 does not divide into 5 heads"));
+              HasSubstr("[gpt2] n_embd 16 does not divide into 5 heads"));
   EXPECT_THAT(message_of([] { Gpt gpt{GptConfig{.vocab_size = 0}}; }),
-              HasSubstr("[gpt] sizes must be positive"));
+              HasSubstr("[gpt2] sizes must be positive"));
   Gpt gpt{kSmall};
   EXPECT_THAT(message_of([&] { gpt(torch::zeros({2, 13}, torch::kLong)); }),
-              HasSubstr("[gpt] input of shape [2, 13] and type Long"));
+              HasSubstr("[gpt2] input of shape [2, 13] and type Long"));
   EXPECT_THAT(message_of([&] { gpt(torch::zeros({2, 3})); }), HasSubstr("type Float"));
 }
 

@@ -88,7 +88,7 @@ TEST(Parameters, OfAdapters) {
   small.lora = lora(8, {"c_attn"});
   EXPECT_EQ(parameters_of(small).trainable, 294'912);
   // The same as the file that checkpoints hold.
-  EXPECT_EQ(models::adapter_bytes(*small.lora, small.tensors()), 4u * 294'912u);
+  EXPECT_EQ(models::adapter_bytes(*small.lora, small.causal_lm()->spec()), 4u * 294'912u);
   small.lora = lora(8, {"c_attn"});
   small.lora->bias = models::LoraBias::kLoraOnly;
   EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304);

@@ -171,7 +171,7 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
     // On CPUs rotated queries have their heads first, so attention's result is copied for the layer
     // after it.
     const std::uint64_t element = c.half ? 2 : 4;
-    const bool copied = c.model.causal_lm()->llama() != nullptr;
+    const bool copied = c.model.causal_lm()->spec().rotary.has_value();
     if (copied) planned += 3 * tokens * element * width;
     if (c.checkpointing) planned += 3 * 5056;  // the generator's state, of each block
     // Float weights are converted for the pass, and are copies of the plan's, not activations.
