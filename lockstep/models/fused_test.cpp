@@ -25,6 +25,24 @@ struct Case {
   CausalLmConfig config;
 };
 
+// With windows that cut, and heads of another width than hidden_size says.
+CausalLmConfig small_model(std::string_view type) {
+  const Family& family = *find_family(type);
+  Options options = family.defaults();
+  for (const auto& [key, value] : std::map<std::string, std::int64_t>{{"vocab_size", 104},
+                                                                      {"hidden_size", 64},
+                                                                      {"intermediate_size", 96},
+                                                                      {"num_hidden_layers", 2},
+                                                                      {"num_attention_heads", 4},
+                                                                      {"num_key_value_heads", 2},
+                                                                      {"head_dim", 24},
+                                                                      {"sliding_window", 7},
+                                                                      {"max_window_layers", 1}})
+    options.set(key, value);
+  options.set("use_sliding_window", true);
+  return {.model = FamilyConfig(family, options)};
+}
+
 std::vector<Case> cases() {
   const GptConfig gpt{
       .n_layer = 2, .n_head = 4, .n_embd = 32, .vocab_size = 101, .n_positions = 64};
@@ -40,10 +58,10 @@ std::vector<Case> cases() {
   LlamaConfig phi = llama;
   phi.fused_projections = true;
   phi.num_key_value_heads = 4;
-  return {{"GPT-2", {.model = gpt}},
-          {"GPT-2, untied, exact GELU", {.model = untied}},
-          {"Llama", {.model = llama}},
-          {"Phi-3", {.model = phi}}};
+  return {{"GPT-2", {.model = gpt}},           {"GPT-2, untied, exact GELU", {.model = untied}},
+          {"Llama", {.model = llama}},         {"Phi-3", {.model = phi}},
+          {"Qwen2", small_model("qwen2")},     {"Qwen3", small_model("qwen3")},
+          {"Mistral", small_model("mistral")}, {"Gemma 2", small_model("gemma2")}};
 }
 
 struct Result {

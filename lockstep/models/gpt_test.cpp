@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/generate.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/models/llama.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/models/pretrained.h"
@@ -76,6 +77,7 @@ std::vector<io::TensorShape> tensors_in(const torch::nn::Module& module) {
 }
 
 TEST(Shapes, AreThoseOfTheModules) {
+  constexpr std::int64_t kTwo = 2;
   EXPECT_EQ(tensors_of(kSmall), tensors_in(*Gpt{kSmall}));
   GptConfig untied = kSmall;
   untied.tie_word_embeddings = false;
@@ -89,6 +91,26 @@ TEST(Shapes, AreThoseOfTheModules) {
       config.head_dim = bias ? 6 : 0;
       EXPECT_EQ(tensors_of(config), tensors_in(*Llama{config}));
     }
+  }
+  for (const Family* family : known_families()) {
+    Options options = family->defaults();
+    for (const char* layers : {"n_layer", "num_hidden_layers"}) options.set(layers, kTwo);
+    for (const char* width : {"n_embd", "hidden_size", "intermediate_size"})
+      options.set(width, std::int64_t{64});
+    options.set("vocab_size", std::int64_t{50});
+    for (const char* heads : {"n_head", "num_attention_heads", "num_key_value_heads"})
+      options.set(heads, kTwo);
+    const CausalLmConfig config{.model = FamilyConfig(*family, options)};
+    EXPECT_EQ(tensors_of(config), tensors_in(*make_causal_lm(config))) << family->type;
+    // What is written is read as the same model.
+    const CausalLmConfig back = parse_config(config_json(config), "config.json");
+    EXPECT_EQ(back.model.family().type, family->type);
+    EXPECT_EQ(tensors_of(back), tensors_of(config)) << family->type;
+    EXPECT_EQ(back.spec().windows, config.spec().windows) << family->type;
+    std::vector<std::string> linear;
+    for (const auto& item : make_causal_lm(config)->named_modules("", /*include_self=*/false))
+      if (item.value()->as<LinearImpl>() != nullptr) linear.push_back(item.key());
+    EXPECT_EQ(linear_layers(config.spec()), linear) << family->type;
   }
   for (const std::int64_t layers : {0, 1, 3}) {
     for (const bool batch_norm : {false, true}) {

@@ -51,8 +51,19 @@ Option window_option(std::int64_t fallback) {
           .remedy = "A token that sees itself alone has no context. Give 2 or more, or null."};
 }
 
-std::vector<Option> rms_options(std::vector<Option> own) {
-  std::vector<Option> all{
+std::vector<Option> with_options(std::vector<Option> all, const std::vector<Option>& own) {
+  for (const Option& option : own) {
+    const auto same = std::ranges::find(all, option.key, &Option::key);
+    if (same == all.end())
+      all.push_back(option);
+    else
+      *same = option;
+  }
+  return all;
+}
+
+std::vector<Option> rms_options(const std::vector<Option>& own) {
+  const std::vector<Option> all{
       {"vocab_size", std::int64_t{32000}, 1},
       {"hidden_size", std::int64_t{4096}, 1},
       {"intermediate_size", std::int64_t{11008}, 1},
@@ -68,14 +79,7 @@ std::vector<Option> rms_options(std::vector<Option> own) {
       {"tie_word_embeddings", false},
       {.key = "pad_token_id", .fallback = std::int64_t{-1}, .least = -1, .null = std::int64_t{-1}},
   };
-  for (Option& option : own) {
-    const auto same = std::ranges::find(all, option.key, &Option::key);
-    if (same == all.end())
-      all.push_back(option);
-    else
-      *same = option;
-  }
-  return all;
+  return with_options(all, own);
 }
 
 DecoderSpec rms_decoder(std::string_view family, const Options& o) {
@@ -132,6 +136,15 @@ DecoderSpec rms_decoder(std::string_view family, const Options& o) {
   s.windows.assign(static_cast<std::size_t>(o.integer("num_hidden_layers")),
                    o.integer("sliding_window"));
   return s;
+}
+
+void set_windows(DecoderSpec& spec, const Options& o,
+                 const std::function<bool(std::int64_t layer)>& slides) {
+  for (std::int64_t i = 0; i < spec.layers(); ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const bool has_window = o.sliding.empty() ? slides(i) : o.sliding[at];
+    spec.windows[at] = has_window ? o.integer("sliding_window") : 0;
+  }
 }
 
 void pack(std::vector<Projection>& projections, std::string_view name) {
