@@ -356,8 +356,7 @@ double ModelStep::flops() const {
   if (is_resnet(settings_)) return batch * 6 * resnet_multiplications(settings_);
   const models::CausalLmConfig config = lm_config(settings_);
   const auto length = static_cast<double>(settings_.sequence_length);
-  const auto width = static_cast<double>(config.gpt() != nullptr ? config.gpt()->n_embd
-                                                                 : config.llama()->hidden_size);
+  const auto width = static_cast<double>(config.spec().width);
   const double frozen = parameters() - trainable();
   const double token =
       4 * frozen + 6 * trainable() + 12 * static_cast<double>(config.layers()) * length * width;

@@ -360,13 +360,14 @@ void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
     throw UsageError("config", "{}", error.what());
   }
   model.vocab_size = model.hugging_face->vocab_size();
-  const bool limited = model.hugging_face->gpt() != nullptr;  // rotary positions have no end
-  model.n_positions = limited ? model.hugging_face->max_positions() : INT64_MAX;
+  model.n_positions =
+      model.hugging_face->spec().positions_end() ? model.hugging_face->max_positions() : INT64_MAX;
 }
 
 void note_length(TaskConfig& task) {
   const auto& config = task.model.hugging_face;
-  if (!config || config->gpt() != nullptr || task.data.length <= config->max_positions()) return;
+  if (!config || config->spec().positions_end() || task.data.length <= config->max_positions())
+    return;
   task.notes.push_back(
       fmt::format("max_seq_len {} is longer than the model's max_position_embeddings {}: it has "
                   "not been trained for such texts.",
@@ -438,7 +439,7 @@ void read_lora(const TrainingArguments& a, TaskConfig& task) {
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
   // Checks that there are some.
-  models::LoraTargets(lora).select(models::linear_layers(model_tensors(task)));
+  models::LoraTargets(lora).select(models::linear_layers(causal_lm_config(task.model).spec()));
   std::string& base = lora.base_model_name_or_path;
   if (base.empty()) base = task.model.weights;
   // PEFT resolves a relative path where it runs, which is rarely where this run began.
@@ -526,10 +527,9 @@ std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
 }
 
 std::uint64_t checkpoint_bytes(const TaskConfig& task) {
-  const std::vector<io::TensorShape> tensors = model_tensors(task);
-  if (task.lora) return models::adapter_bytes(*task.lora, tensors);
+  if (task.lora) return models::adapter_bytes(*task.lora, causal_lm_config(task.model).spec());
   std::uint64_t bytes = 0;
-  for (const io::TensorShape& tensor : tensors)
+  for (const io::TensorShape& tensor : model_tensors(task))
     bytes += io::tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
   return bytes;
 }

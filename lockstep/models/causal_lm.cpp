@@ -4,55 +4,48 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
-#include <algorithm>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/table.h"
+#include "lockstep/models/decoder.h"
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models {
+namespace {
 
-// ---------------------------------------------------------------- the cache
-
-std::pair<at::Tensor, at::Tensor> KvCache::append(std::size_t layer, const at::Tensor& keys,
-                                                  const at::Tensor& values) {
-  const torch::NoGradGuard no_grad;
-  if (layers_.size() <= layer) layers_.resize(layer + 1);
-  Layer& held = layers_[layer];
-  const std::int64_t time = keys.size(2);
-  const std::int64_t total = held.length + time;
-  const auto put = [&](at::Tensor& all, const at::Tensor& more) {
-    if (!all.defined() || all.size(2) < total) {
-      auto shape = more.sizes().vec();
-      shape[2] = all.defined() ? std::max(total, 2 * all.size(2)) : std::max(total, capacity_);
-      const at::Tensor larger = torch::empty(shape, more.options());
-      if (held.length > 0) larger.narrow(2, 0, held.length).copy_(all.narrow(2, 0, held.length));
-      all = larger;
-    }
-    all.narrow(2, held.length, time).copy_(more);
-  };
-  put(held.keys, keys);
-  put(held.values, values);
-  held.length = total;
-  return {held.keys.narrow(2, 0, total), held.values.narrow(2, 0, total)};
+at::Tensor soft_capped(const at::Tensor& logits, double cap) {
+  return cap > 0 ? torch::tanh(logits / cap) * cap : logits;
 }
 
-// ---------------------------------------------------------------- any family
+}  // namespace
+
+CausalLm::CausalLm(CausalLmConfig given, const ParameterOptions& options)
+    : config_(std::move(given)) {
+  const DecoderSpec& spec = config_.spec();
+  decoder_ = register_module(spec.prefix, std::make_shared<detail::Decoder>(spec, options));
+  if (spec.tied) return;
+  head_ = register_module(spec.head.name, detail::make_linear(spec.head, options));
+  // A second time: fresh weights are those that they have always been.
+  if (options.draw) detail::draw(head_->weight, spec.head.deviation);
+}
 
 at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
-  const bool limited = config_.gpt() != nullptr;  // rotary positions have no end
+  const bool limited = config_.spec().positions_end();
   const std::int64_t past = cache != nullptr ? cache->length() : 0;
   const std::int64_t most = config_.max_positions();
   if (ids.dim() != 2 || ids.scalar_type() != at::kLong || (limited && past + ids.size(1) > most)) {
-    throw UsageError(limited ? "gpt" : "llama",
+    throw UsageError(config_.spec().family,
                      "input of shape [{}] and type {}{}. Token ids are int64 [batch, time]{}.",
                      fmt::join(ids.sizes(), ", "), c10::toString(ids.scalar_type()),
                      past > 0 ? fmt::format(" after {} tokens in the cache", past) : "",
                      limited ? fmt::format(", with time at most n_positions = {}", most) : "");
   }
-  if (cache == nullptr && fused_on(ids.device())) return run_fused(ids, runner_, residual_in_fp32_);
-  return run(placement_ ? ids.to(placement_->input) : ids, cache,
-             cache != nullptr ? BlockRunner() : runner_);
+  return decoder_->forward(placement_ ? ids.to(placement_->input) : ids,
+                           {.cache = cache,
+                            .runner = cache != nullptr ? nullptr : &runner_,
+                            .fused = cache == nullptr && fused_on(ids.device()),
+                            .residual_in_fp32 = residual_in_fp32_});
 }
 
 bool CausalLm::fused_on(c10::Device device) const {
@@ -60,10 +53,18 @@ bool CausalLm::fused_on(c10::Device device) const {
   return fused_.value_or(device.is_cuda() && kernels::cuda::table() != nullptr);
 }
 
+const at::Tensor* CausalLm::head_weight() const {
+  if (head_ == nullptr) return &decoder_->token_weight();
+  return head_->has_lora() ? nullptr : &head_->weight;
+}
+
 at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
   const at::Tensor hidden = hidden_states(ids);
   const at::Tensor* const weight = head_weight();
   if (!fused_on(ids.device()) || weight == nullptr) return next_token_loss(logits(hidden), targets);
+  const double cap = config_.spec().logit_soft_cap;
+  if (cap > 0)  // which the loss in chunks does not know
+    return next_token_loss(soft_capped(nn::linear(hidden, *weight, {}), cap), targets);
   return nn::linear_cross_entropy(hidden, *weight, targets.to(hidden.device()));
 }
 
@@ -72,7 +73,9 @@ at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
   if (placement_ && placement_->copy_to_head)
     in = in.to(in.options().device(*placement_->copy_to_head), /*non_blocking=*/false,
                /*copy=*/true);
-  return head(in);
+  return soft_capped(
+      head_ != nullptr ? head_->forward(in) : torch::linear(in, decoder_->token_weight()),
+      config_.spec().logit_soft_cap);
 }
 
 void CausalLm::to(c10::Device device, c10::ScalarType dtype, bool non_blocking) {

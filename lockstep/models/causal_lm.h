@@ -11,52 +11,31 @@
 
 #include <torch/nn/module.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "lockstep/models/hugging_face.h"
+#include "lockstep/models/kv_cache.h"
+#include "lockstep/models/model_options.h"
 
 namespace lockstep::models {
 
-// How to run a block on its input: call it (the default), or keep less and call it again in
-// backward. lockstep::checkpoint has this type.
-using Block = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
-using BlockRunner = std::function<at::Tensor(Block, std::vector<at::Tensor>)>;
-
-// Keys and values of the tokens that a model has seen, so that the next token costs one column of
-// attention instead of all. Belongs to one model and one batch; filled by forward. No gradient
-// flows through it.
-class KvCache {
- public:
-  // `capacity`: how many tokens are expected. It grows when there are more.
-  explicit KvCache(std::int64_t capacity = 64) : capacity_(capacity) {}
-
-  std::int64_t length() const { return layers_.empty() ? 0 : layers_.front().length; }
-  // Adds keys and values [batch, heads, time, width]; returns those of all tokens.
-  std::pair<at::Tensor, at::Tensor> append(std::size_t layer, const at::Tensor& keys,
-                                           const at::Tensor& values);
-
- private:
-  struct Layer {
-    at::Tensor keys;
-    at::Tensor values;
-    std::int64_t length = 0;
-  };
-  std::int64_t capacity_;
-  std::vector<Layer> layers_;
-};
-
+namespace detail {
+class Decoder;
+}
+class LinearImpl;
 class CausalLm;
 struct DeviceMap;
 void place(CausalLm& model, const DeviceMap& map);
 
 class CausalLm : public torch::nn::Module {
  public:
+  // Of ParameterOptions, type and device apply where nothing is drawn; make_causal_lm() converts.
+  explicit CausalLm(CausalLmConfig config, const ParameterOptions& options = {});
+
   // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.
   // UsageError for another shape or type, and for more tokens than GPT-2 has positions.
   at::Tensor forward(const at::Tensor& ids, KvCache* cache = nullptr) {
@@ -90,17 +69,10 @@ class CausalLm : public torch::nn::Module {
   const CausalLmConfig& config() const { return config_; }
   std::int64_t parameter_count() const;
 
- protected:
-  explicit CausalLm(CausalLmConfig config) : config_(std::move(config)) {}
-  virtual at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) = 0;
-  virtual at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner,
-                               bool residual_in_fp32) = 0;
-  virtual at::Tensor head(const at::Tensor& hidden_states) = 0;
-  // [vocabulary, width]; null where the head is more than a product with it.
-  virtual const at::Tensor* head_weight() const = 0;
-
  private:
   bool fused_on(c10::Device device) const;
+  // [vocabulary, width]; null where an adapter is added to the product with it.
+  const at::Tensor* head_weight() const;
 
   friend void place(CausalLm& model, const DeviceMap& map);
   struct Placement {
@@ -111,19 +83,12 @@ class CausalLm : public torch::nn::Module {
   std::optional<bool> fused_;
   bool residual_in_fp32_ = false;
   CausalLmConfig config_;
+  std::shared_ptr<detail::Decoder> decoder_;
+  std::shared_ptr<LinearImpl> head_;  // null where it shares the embedding's weight
   BlockRunner runner_;
   std::optional<Placement> placement_;
 };
 using CausalLmPtr = std::shared_ptr<CausalLm>;
-
-// How a model's parameters are made.
-struct ParameterOptions {
-  c10::ScalarType dtype = c10::kFloat;
-  c10::Device device = c10::kCPU;
-  // Initial weights are drawn on the CPU in float32, from LibTorch's default generator, and are the
-  // same on every device. False: nothing is drawn, because the weights are loaded.
-  bool draw = true;
-};
 
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],
 // which may be on another device.

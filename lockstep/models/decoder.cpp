@@ -3,68 +3,25 @@
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
-#include <optional>
+#include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models::detail {
 namespace {
 
+// ---------------------------------------------------------------- small parts
+
 // In memory of its own, also where two stages are on one device; gradients take the same way back.
 at::Tensor copied(const at::Tensor& x, c10::Device device) {
   return x.to(x.options().device(device), /*non_blocking=*/false, /*copy=*/true);
 }
 
-}  // namespace
-
-Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window) {
-  const std::int64_t past = cache != nullptr ? cache->length() : 0;
-  const std::int64_t total = past + ids.size(1);
-  Pass pass{.cache = cache, .causal = past == 0};
-  const bool cut = window > 0 && total > window;
-  if (!cut && (past == 0 || ids.size(1) == 1)) return pass;
-  pass.causal = false;
-  const at::Tensor seen = torch::arange(total, ids.options());
-  const at::Tensor own = torch::arange(past, total, ids.options()).unsqueeze(1);
-  pass.mask = seen <= own;
-  if (cut) pass.mask = pass.mask.logical_and(seen > own - window);
-  return pass;
-}
-
-at::Tensor by_head(const at::Tensor& x, std::int64_t heads) {
-  return x.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
-}
-
-at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values, const Pass& pass,
-                  std::size_t layer, double dropout) {
-  if (pass.cache != nullptr) std::tie(keys, values) = pass.cache->append(layer, keys, values);
-  const std::optional<at::Tensor> mask =
-      pass.mask.defined() ? std::optional<at::Tensor>(pass.mask) : std::nullopt;
-  const auto y = torch::scaled_dot_product_attention(
-      queries, keys, values, mask, dropout, pass.causal, /*scale=*/std::nullopt,
-      /*enable_gqa=*/queries.size(1) != keys.size(1));
-  return y.transpose(1, 2).reshape({y.size(0), y.size(2), y.size(1) * y.size(3)});
-}
-
-at::Tensor attend_fused(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                        const Pass& pass, double dropout) {
-  if (!pass.causal) return attend(queries, keys, values, pass, 0, dropout);
-  const auto y = nn::attention(queries, keys, values, {.causal = true, .dropout = dropout});
-  return y.transpose(1, 2).reshape({y.size(0), y.size(2), y.size(1) * y.size(3)});
-}
-
-at::Tensor Residual::total() const {
-  if (!delta.defined()) return sum;
-  return delta_bias.defined() ? sum + (delta + delta_bias.to(delta.scalar_type())) : sum + delta;
-}
-
-FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
-  const at::ScalarType compute = at::autocast::is_autocast_enabled(device.type())
-                                     ? at::autocast::get_autocast_dtype(device.type())
-                                     : weight.scalar_type();
-  const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
-  return {compute, wide ? at::kFloat : compute};
+// [batch, time, heads * width] -> [batch, time, heads, width]
+at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
+  return x.view({x.size(0), x.size(1), heads, x.size(2) / heads});
 }
 
 at::Tensor activate(Activation activation, const at::Tensor& x) {
@@ -81,52 +38,76 @@ at::Tensor activate(Activation activation, const at::Tensor& x) {
   return torch::silu(x);
 }
 
-at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, Pass pass,
-                      const BlockRunner& runner) {
-  for (const auto& module : blocks) {
-    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
-    if (block->copy_input_to) {
-      x = copied(x, *block->copy_input_to);
-      for (at::Tensor* shared : {&pass.mask, &pass.cos, &pass.sin})
-        if (shared->defined()) *shared = shared->to(*block->copy_input_to);
-    }
-    if (runner) {
-      x = runner([block, pass](
-                     const std::vector<at::Tensor>& in) { return block->forward(in.at(0), pass); },
-                 {x});
-    } else {
-      x = block->forward(x, pass);
-    }
-    if (block->copy_output_to) x = copied(x, *block->copy_output_to);
-  }
-  return x;
+at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
+  return pass.fused ? layer->forward_fused(x, with_bias) : layer->forward(x);
 }
 
-Residual run_blocks_fused(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
-                          const BlockRunner& runner) {
-  Residual residual{.sum = std::move(x)};
-  for (const auto& module : blocks) {
-    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
-    if (!runner) {
-      block->forward_fused(residual, pass);
-      continue;
-    }
-    const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
-      Residual part{.sum = in.at(0)};
-      block->forward_fused(part, pass);
-      return part.total();
-    };
-    residual = {.sum = runner(whole, {residual.sum})};
+// The parts of several projections of one input, in order.
+std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
+                                    const std::vector<Projection>& specs, const at::Tensor& x,
+                                    const Pass& pass) {
+  std::vector<at::Tensor> all;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const at::Tensor y = project(layers[i], x, pass);
+    if (specs[i].parts.size() == 1)
+      all.push_back(y);
+    else
+      for (at::Tensor& part : y.split_with_sizes(specs[i].parts, -1))
+        all.push_back(std::move(part));
   }
-  return residual;
+  return all;
 }
 
-Linear make_linear(LinearOptions options, const ParameterOptions& parameters) {
-  if (!parameters.draw)
-    options.deviation(0).tensors(
-        at::TensorOptions().dtype(parameters.dtype).device(parameters.device));
-  return Linear(options);
+// ---------------------------------------------------------------- attention
+
+// Pairs are an element of the first half of what is rotated and its counterpart in the second.
+at::Tensor rotated(const at::Tensor& x, const Pass& pass) {
+  const std::int64_t width = pass.cos.size(1), rest = x.size(3) - width;
+  const at::Tensor turned = rest > 0 ? x.narrow(3, 0, width) : x;
+  const at::Tensor first = turned.narrow(3, 0, width / 2);
+  const at::Tensor second = turned.narrow(3, width / 2, width / 2);
+  const at::Tensor y = turned * pass.cos + torch::cat({-second, first}, 3) * pass.sin;
+  return rest > 0 ? torch::cat({y, x.narrow(3, width, rest)}, 3) : y;
 }
+
+// `masked`: also where `causal` would say it.
+Sight sight_of(const at::Tensor& ids, std::int64_t past, std::int64_t window, bool masked) {
+  const std::int64_t total = past + ids.size(1);
+  Sight sight{.causal = past == 0};
+  const bool cut = window > 0 && total > window;
+  if (!cut && !masked && (past == 0 || ids.size(1) == 1)) return sight;
+  sight.causal = false;
+  const at::Tensor seen = torch::arange(total, ids.options());
+  const at::Tensor own = torch::arange(past, total, ids.options()).unsqueeze(1);
+  sight.mask = seen <= own;
+  if (cut) sight.mask = sight.mask.logical_and(seen > own - window);
+  return sight;
+}
+
+// Scores with a soft cap, for which there is no kernel: all of them exist at once.
+at::Tensor capped_attention(const at::Tensor& queries, at::Tensor keys, at::Tensor values,
+                            const Sight& sight, double scale, double cap, double dropout) {
+  const std::int64_t shared = queries.size(1) / keys.size(1);
+  if (shared > 1) {
+    keys = keys.repeat_interleave(shared, 1);
+    values = values.repeat_interleave(shared, 1);
+  }
+  at::Tensor scores = torch::matmul(queries, keys.transpose(2, 3)) * scale;
+  scores = torch::tanh(scores / cap) * cap;
+  if (sight.mask.defined()) scores = scores.masked_fill(sight.mask.logical_not(), -INFINITY);
+  at::Tensor shares = torch::softmax(scores, -1, at::kFloat).to(queries.scalar_type());
+  if (dropout > 0) shares = torch::dropout(shares, dropout, /*train=*/true);
+  return torch::matmul(shares, values);
+}
+
+class RmsNorm : public torch::nn::Module {
+ public:
+  RmsNorm(std::int64_t width, bool from_zero)
+      : weight(register_parameter("weight",
+                                  from_zero ? torch::zeros({width}) : torch::ones({width}))) {}
+
+  at::Tensor weight;
+};
 
 torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
                                     const ParameterOptions& parameters) {
@@ -135,6 +116,320 @@ torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
     options._weight(torch::zeros(
         {rows, width}, at::TensorOptions().dtype(parameters.dtype).device(parameters.device)));
   return torch::nn::Embedding(options);
+}
+
+// The types of the fused path.
+struct FusedTypes {
+  at::ScalarType compute;   // that of autocasting on the device, otherwise `weight`'s
+  at::ScalarType residual;  // of the stream between blocks
+};
+
+// The stream is float where that is asked for, and always beside float16, whose range it can leave:
+// no loss scale would cure that.
+FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
+  const at::ScalarType compute = at::autocast::is_autocast_enabled(device.type())
+                                     ? at::autocast::get_autocast_dtype(device.type())
+                                     : weight.scalar_type();
+  const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
+  return {compute, wide ? at::kFloat : compute};
+}
+
+}  // namespace
+
+class DecoderAttention : public torch::nn::Module {
+ public:
+  DecoderAttention(const AttentionSpec& spec, std::int64_t window, std::size_t layer,
+                   const ParameterOptions& parameters)
+      : spec_(spec), window_(window), layer_(layer) {
+    for (const Projection& one : spec.in)
+      in_.push_back(register_module(one.name, make_linear(one, parameters)));
+    out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
+    if (spec.query_norm) query_norm_ = Norm(*this, *spec.query_norm);
+    if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm);
+  }
+
+  at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
+    const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);
+    at::Tensor q = in_heads(parts[0], spec_.heads);
+    at::Tensor k = in_heads(parts[1], spec_.key_value_heads);
+    const at::Tensor v = in_heads(parts[2], spec_.key_value_heads).transpose(1, 2);
+    if (query_norm_) q = query_norm_.forward(q, pass);
+    if (key_norm_) k = key_norm_.forward(k, pass);
+    q = q.transpose(1, 2), k = k.transpose(1, 2);
+    if (pass.cos.defined() && pass.fused)
+      std::tie(q, k) = nn::rope(q, k, pass.cos, pass.sin);
+    else if (pass.cos.defined())
+      q = rotated(q, pass), k = rotated(k, pass);
+    const at::Tensor y = attend(q, k, v, pass);
+    return project(out_, y.transpose(1, 2).reshape({x.size(0), x.size(1), spec_.queries()}), pass,
+                   with_bias);
+  }
+
+  const at::Tensor& last_bias() const { return out_->bias; }
+
+ private:
+  at::Tensor attend(const at::Tensor& q, at::Tensor k, at::Tensor v, const Pass& pass) {
+    const Sight& sight = pass.sights.at(window_);
+    const double dropout = is_training() ? spec_.dropout : 0;
+    const std::optional<double> scale = spec_.scale > 0 ? std::optional(spec_.scale) : std::nullopt;
+    if (pass.cache != nullptr) std::tie(k, v) = pass.cache->append(layer_, k, v);
+    if (spec_.soft_cap > 0)
+      return capped_attention(q, k, v, sight,
+                              scale.value_or(1 / std::sqrt(static_cast<double>(spec_.width))),
+                              spec_.soft_cap, dropout);
+    if (pass.fused && sight.causal)
+      return nn::attention(q, k, v, {.causal = true, .dropout = dropout, .scale = scale});
+    const std::optional<at::Tensor> mask =
+        sight.mask.defined() ? std::optional<at::Tensor>(sight.mask) : std::nullopt;
+    return torch::scaled_dot_product_attention(q, k, v, mask, dropout, sight.causal, scale,
+                                               /*enable_gqa=*/q.size(1) != k.size(1));
+  }
+
+  AttentionSpec spec_;
+  std::int64_t window_;
+  std::size_t layer_;
+  std::vector<Linear> in_;
+  Linear out_{nullptr};
+  Norm query_norm_, key_norm_;
+};
+
+class DecoderMlp : public torch::nn::Module {
+ public:
+  DecoderMlp(const MlpSpec& spec, const ParameterOptions& parameters) : spec_(spec) {
+    for (const Projection& one : spec.in)
+      in_.push_back(register_module(one.name, make_linear(one, parameters)));
+    out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
+  }
+
+  at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
+    const Linear& first = in_.front();
+    const bool one = pass.fused && in_.size() == 1;
+    if (one && spec_.gated() && spec_.activation == Activation::kSilu)
+      return project(out_, nn::swiglu(project(first, x, pass)), pass, with_bias);
+    if (one && !spec_.gated() && spec_.activation == Activation::kGeluTanh && !first->has_lora() &&
+        !out_->has_lora())
+      return nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
+                          with_bias ? out_->bias : at::Tensor());
+    const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);
+    at::Tensor y = activate(spec_.activation, parts[0]);
+    if (spec_.gated()) y = y * parts[1];
+    return project(out_, y, pass, with_bias);
+  }
+
+  const at::Tensor& last_bias() const { return out_->bias; }
+
+ private:
+  MlpSpec spec_;
+  std::vector<Linear> in_;
+  Linear out_{nullptr};
+};
+
+// ---------------------------------------------------------------- norms
+
+Norm::Norm(torch::nn::Module& parent, const NormSpec& spec)
+    : kind_(spec.kind), epsilon_(spec.epsilon) {
+  if (kind_ == NormKind::kLayer) {
+    layer_ = parent.register_module(
+        spec.name, torch::nn::LayerNorm(torch::nn::LayerNormOptions({spec.width}).eps(epsilon_)));
+    return;
+  }
+  const auto rms = parent.register_module(
+      spec.name, std::make_shared<RmsNorm>(spec.width, kind_ == NormKind::kRmsPlusOne));
+  weight_ = rms->weight;
+  rms_ = rms;
+}
+
+at::Tensor Norm::plain(const at::Tensor& x) const {
+  if (kind_ == NormKind::kLayer)
+    return torch::layer_norm(x, layer_->options.normalized_shape(), layer_->weight, layer_->bias,
+                             epsilon_);
+  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
+  const at::Tensor normed = wide * torch::rsqrt(variance + epsilon_);
+  if (kind_ == NormKind::kRmsPlusOne)
+    return (normed * (1 + weight_.to(at::kFloat))).to(x.scalar_type());
+  return weight_ * normed.to(x.scalar_type());
+}
+
+// The kernels take a weight that is float or has the norm's type.
+at::Tensor Norm::rms_weight(at::ScalarType type) const {
+  if (kind_ == NormKind::kRmsPlusOne) return 1 + weight_.to(at::kFloat);
+  const bool fits = weight_.scalar_type() == at::kFloat || weight_.scalar_type() == type;
+  return fits ? weight_ : weight_.to(type);
+}
+
+at::Tensor Norm::forward(const at::Tensor& x, const Pass& pass) const {
+  Stream alone{.sum = x};
+  return forward(alone, pass);
+}
+
+at::Tensor Norm::forward(Stream& x, const Pass& pass) const {
+  if (!pass.fused) return plain(x.sum);
+  const bool layer = kind_ == NormKind::kLayer;
+  if (!x.delta.defined())
+    return layer ? nn::layer_norm(x.sum, layer_->weight, layer_->bias, epsilon_, pass.type)
+                 : nn::rms_norm(x.sum, rms_weight(pass.type), epsilon_, pass.type);
+  auto [sum, normed] =
+      layer
+          ? nn::add_layer_norm(x.sum, x.delta, x.delta_bias, layer_->weight, layer_->bias, epsilon_)
+          : nn::add_rms_norm(x.sum, x.delta, x.delta_bias, rms_weight(pass.type), epsilon_);
+  x = {.sum = sum};
+  return normed;
+}
+
+// ---------------------------------------------------------------- blocks
+
+at::Tensor Stream::total() const {
+  if (!delta.defined()) return sum;
+  return delta_bias.defined() ? sum + (delta + delta_bias.to(delta.scalar_type())) : sum + delta;
+}
+
+DecoderBlock::DecoderBlock(const DecoderSpec& spec, std::size_t layer,
+                           const ParameterOptions& parameters)
+    : dropout_(spec.block.dropout) {
+  const BlockSpec& b = spec.block;
+  if (b.norms_first) attention_norm_ = Norm(*this, b.attention_norm);
+  attention_ = register_module(
+      b.attention.name,
+      std::make_shared<DecoderAttention>(b.attention, spec.windows[layer], layer, parameters));
+  if (b.norms_first) mlp_norm_ = Norm(*this, b.mlp_norm);
+  mlp_ = register_module(b.mlp.name, std::make_shared<DecoderMlp>(b.mlp, parameters));
+  if (!b.norms_first) attention_norm_ = Norm(*this, b.attention_norm);
+  if (b.attention_after) attention_after_ = Norm(*this, *b.attention_after);
+  if (!b.norms_first) mlp_norm_ = Norm(*this, b.mlp_norm);
+  if (b.mlp_after) mlp_after_ = Norm(*this, *b.mlp_after);
+}
+
+void DecoderBlock::forward(Stream& x, const Pass& pass) {
+  const bool later = defers_bias(attention_after_, pass);
+  add(x, attention_->forward(attention_norm_.forward(x, pass), pass, !later),
+      later ? attention_->last_bias() : at::Tensor(), attention_after_, pass);
+  const bool later_mlp = defers_bias(mlp_after_, pass);
+  add(x, mlp_->forward(mlp_norm_.forward(x, pass), pass, !later_mlp),
+      later_mlp ? mlp_->last_bias() : at::Tensor(), mlp_after_, pass);
+}
+
+// Only beside a LayerNorm, whose families have these biases: elsewhere the product adds a bias
+// where there is one, with the rounding that it has always had.
+bool DecoderBlock::defers_bias(const Norm& after, const Pass& pass) const {
+  return pass.fused && !after && mlp_norm_.kind() == NormKind::kLayer;
+}
+
+void DecoderBlock::add(Stream& x, const at::Tensor& y, const at::Tensor& bias, const Norm& after,
+                       const Pass& pass) const {
+  const auto dropped = [&](const at::Tensor& t) {
+    return dropout_ > 0 ? torch::dropout(t, dropout_, is_training()) : t;
+  };
+  const at::Tensor added = after ? after.forward(y, pass) : y;
+  if (!pass.fused) {
+    x.sum = x.sum + dropped(added);
+    return;
+  }
+  // Dropout is of the sum with the bias, so there is nothing to leave to the norm then.
+  const bool drops = dropout_ > 0 && is_training();
+  x.delta =
+      bias.defined() && drops ? dropped(added + bias.to(added.scalar_type())) : dropped(added);
+  x.delta_bias = drops ? at::Tensor() : bias;
+}
+
+// ---------------------------------------------------------------- the decoder
+
+Decoder::Decoder(const DecoderSpec& spec, const ParameterOptions& parameters) : spec_(spec) {
+  if (spec.rotary) angles_.emplace(*spec.rotary);
+  tokens_ =
+      register_module(spec.embedding, make_embedding(spec.vocabulary, spec.width, parameters));
+  if (!spec.positions.empty())
+    positions_ =
+        register_module(spec.positions, make_embedding(spec.max_positions, spec.width, parameters));
+  const auto draw_embeddings = [&] {
+    if (!parameters.draw) return;
+    draw(tokens_->weight, spec.deviation);
+    if (positions_) draw(positions_->weight, spec.deviation);
+  };
+  if (!spec.embeddings_drawn_last) draw_embeddings();
+  blocks_ = register_module(spec.blocks, torch::nn::ModuleList());
+  for (std::int64_t i = 0; i < spec.layers(); ++i)
+    blocks_->push_back(
+        std::make_shared<DecoderBlock>(spec, static_cast<std::size_t>(i), parameters));
+  last_norm_ = Norm(*this, spec.last);
+  if (spec.embeddings_drawn_last) draw_embeddings();
+}
+
+Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type) {
+  const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
+  Pass pass{.fused = run.fused, .cache = run.cache};
+  const bool masked = spec_.block.attention.soft_cap > 0;
+  for (const std::int64_t window : spec_.windows)
+    if (!pass.sights.contains(window)) pass.sights[window] = sight_of(ids, past, window, masked);
+  if (angles_)
+    std::tie(pass.cos, pass.sin) = angles_->find({.past = past,
+                                                  .time = ids.size(1),
+                                                  .like = ids.options().dtype(table_type),
+                                                  .halves = run.fused});
+  return pass;
+}
+
+at::Tensor Decoder::embedded(const at::Tensor& ids, const Run& run, at::ScalarType residual) {
+  at::Tensor x;
+  if (run.fused) {
+    x = nn::embedding(ids, tokens_->weight, positions_ ? positions_->weight : at::Tensor(),
+                      {.dtype = residual, .padding_index = spec_.padding_id});
+  } else {
+    x = torch::embedding(tokens_->weight, ids, spec_.padding_id);
+    const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
+    if (positions_)
+      x = x + positions_->forward(torch::arange(past, past + ids.size(1), ids.options()));
+  }
+  // The factor is rounded to the weight's type first, as in transformers.
+  if (spec_.embedding_scale != 1)
+    x = x *
+        torch::scalar_tensor(spec_.embedding_scale, tokens_->weight.scalar_type()).item<double>();
+  return spec_.embedding_dropout > 0 ? torch::dropout(x, spec_.embedding_dropout, is_training())
+                                     : x;
+}
+
+at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
+  FusedTypes types{at::kFloat, at::kFloat};
+  if (run.fused) types = fused_types(ids.device(), tokens_->weight, run.residual_in_fp32);
+  const at::Tensor x = embedded(ids, run, types.residual);
+  Pass pass = begin(ids, run, run.fused ? at::kFloat : x.scalar_type());
+  pass.type = types.compute;
+  Stream stream = through_blocks({.sum = x}, pass, run.runner != nullptr ? *run.runner : nullptr);
+  return last_norm_.forward(stream, pass);
+}
+
+Stream Decoder::through_blocks(Stream x, Pass pass, const BlockRunner& runner) {
+  for (const auto& module : *blocks_) {
+    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
+    if (block->copy_input_to) {
+      x.sum = copied(x.sum, *block->copy_input_to);
+      std::vector<at::Tensor*> shared{&pass.cos, &pass.sin};
+      for (auto& [window, sight] : pass.sights) shared.push_back(&sight.mask);
+      for (at::Tensor* one : shared)
+        if (one->defined()) *one = one->to(*block->copy_input_to);
+    }
+    if (runner) {
+      const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
+        Stream part{.sum = in.at(0)};
+        block->forward(part, pass);
+        return part.total();
+      };
+      x = {.sum = runner(whole, {x.sum})};
+    } else {
+      block->forward(x, pass);
+    }
+    if (block->copy_output_to) x.sum = copied(x.sum, *block->copy_output_to);
+  }
+  return x;
+}
+
+Linear make_linear(const Projection& projection, const ParameterOptions& parameters) {
+  LinearOptions options(projection.in, projection.out());
+  options.bias(projection.bias).layout(projection.layout).deviation(projection.deviation);
+  if (!parameters.draw)
+    options.deviation(0).tensors(
+        at::TensorOptions().dtype(parameters.dtype).device(parameters.device));
+  return Linear(options);
 }
 
 void draw(at::Tensor weight, double deviation) {

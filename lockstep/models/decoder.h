@@ -1,31 +1,44 @@
-// What the families of language models share: attention over a cache, how blocks are run, and how
-// parameters are made. Internal; causal_lm.h is what programs use.
+// A language model as its DecoderSpec describes it: embeddings, blocks, the last norm. The forward
+// is written once; each operation chooses between ATen's and lockstep::nn's by what the pass asks
+// for and by what it can do itself. Internal; causal_lm.h is what programs use.
 #pragma once
 
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/normalization.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
+#include <vector>
 
-#include "lockstep/models/causal_lm.h"
+#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
+#include "lockstep/models/model_options.h"
+#include "lockstep/models/rotary.h"
 
 namespace lockstep::models::detail {
 
-// What the blocks of one forward share.
-struct Pass {
-  KvCache* cache = nullptr;
+// What a token sees: all before it, or a mask.
+struct Sight {
   bool causal = true;  // false and no mask: every token sees all of the cache
   at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
-  at::Tensor cos{};    // rotary angles [time, rotated width]
-  at::Tensor sin{};
-  at::ScalarType type = at::kFloat;  // in which blocks of the fused path compute
 };
 
-// The stream between blocks of the fused path: what a block adds last is added by the next norm.
-struct Residual {
+// What the blocks of one forward share.
+struct Pass {
+  bool fused = false;  // by lockstep::nn; never with a cache
+  KvCache* cache = nullptr;
+  std::map<std::int64_t, Sight> sights{};  // by window; 0: without one
+  at::Tensor cos{};                        // rotary angles [time, rotated width]; of the fused path
+  at::Tensor sin{};                        // half as wide
+  at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
+};
+
+// The stream between blocks. In the fused path what a block adds last is added by the next norm.
+struct Stream {
   at::Tensor sum;
   at::Tensor delta{};       // undefined: nothing is left to add
   at::Tensor delta_bias{};  // of the layer that made delta; optional
@@ -34,52 +47,85 @@ struct Residual {
   at::Tensor total() const;
 };
 
-// The types of the fused path.
-struct FusedTypes {
-  at::ScalarType compute;   // that of autocasting on the device, otherwise `weight`'s
-  at::ScalarType residual;  // of the stream between blocks
+// A norm of any kind. Its module belongs to `parent`, under the spec's name.
+class Norm {
+ public:
+  Norm() = default;
+  Norm(torch::nn::Module& parent, const NormSpec& spec);
+
+  explicit operator bool() const { return layer_ || rms_ != nullptr; }
+  NormKind kind() const { return kind_; }
+  at::Tensor forward(const at::Tensor& x, const Pass& pass) const;
+  // Of the stream with what is left to add to it.
+  at::Tensor forward(Stream& x, const Pass& pass) const;
+
+ private:
+  at::Tensor plain(const at::Tensor& x) const;
+  at::Tensor rms_weight(at::ScalarType type) const;
+
+  NormKind kind_ = NormKind::kRms;
+  double epsilon_ = 0;
+  torch::nn::LayerNorm layer_{nullptr};
+  std::shared_ptr<torch::nn::Module> rms_;
+  at::Tensor weight_;  // of rms_
 };
-// The stream is float where that is asked for, and always beside float16, whose range it can leave:
-// no loss scale would cure that.
-FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32);
 
-// `window`: how many tokens a token sees; 0: all before it.
-Pass begin_pass(const at::Tensor& ids, KvCache* cache, std::int64_t window);
-
-// [batch, time, heads * width] -> [batch, heads, time, width]
-at::Tensor by_head(const at::Tensor& x, std::int64_t heads);
-
-// Queries [batch, heads, time, width] over keys and values, of which several heads may share one.
-// Returns [batch, time, heads * width].
-at::Tensor attend(const at::Tensor& queries, at::Tensor keys, at::Tensor values, const Pass& pass,
-                  std::size_t layer, double dropout);
-// Without a cache, by lockstep::nn where there is no mask.
-at::Tensor attend_fused(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                        const Pass& pass, double dropout);
-
-at::Tensor activate(Activation activation, const at::Tensor& x);
+class DecoderAttention;
+class DecoderMlp;
 
 class DecoderBlock : public torch::nn::Module {
  public:
-  virtual at::Tensor forward(const at::Tensor& x, const Pass& pass) = 0;
-  virtual void forward_fused(Residual& x, const Pass& pass) = 0;
+  DecoderBlock(const DecoderSpec& spec, std::size_t layer, const ParameterOptions& parameters);
 
-  // Set by place(), where another stage of a device map begins: what run_blocks copies the input
+  void forward(Stream& x, const Pass& pass);
+
+  // Set by place(), where another stage of a device map begins: what the decoder copies the input
   // to, and the output of the last block.
   std::optional<c10::Device> copy_input_to;
   std::optional<c10::Device> copy_output_to;
+
+ private:
+  void add(Stream& x, const at::Tensor& y, const at::Tensor& bias, const Norm& after,
+           const Pass& pass) const;
+  // Whether the bias of a branch's last layer is left to the next norm.
+  bool defers_bias(const Norm& after, const Pass& pass) const;
+
+  double dropout_;
+  Norm attention_norm_, attention_after_, mlp_norm_, mlp_after_;
+  std::shared_ptr<DecoderAttention> attention_;
+  std::shared_ptr<DecoderMlp> mlp_;
 };
 
-at::Tensor run_blocks(const torch::nn::ModuleListImpl& blocks, at::Tensor x, Pass pass,
-                      const BlockRunner& runner);
-Residual run_blocks_fused(const torch::nn::ModuleListImpl& blocks, at::Tensor x, const Pass& pass,
-                          const BlockRunner& runner);
+class Decoder : public torch::nn::Module {
+ public:
+  Decoder(const DecoderSpec& spec, const ParameterOptions& parameters);
+
+  struct Run {
+    KvCache* cache = nullptr;
+    const BlockRunner* runner = nullptr;
+    bool fused = false;
+    bool residual_in_fp32 = false;
+  };
+  // Hidden states [batch, time, width] after the last norm.
+  at::Tensor forward(const at::Tensor& ids, const Run& run);
+
+  const at::Tensor& token_weight() const { return tokens_->weight; }
+
+ private:
+  Pass begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type);
+  at::Tensor embedded(const at::Tensor& ids, const Run& run, at::ScalarType residual);
+  Stream through_blocks(Stream x, Pass pass, const BlockRunner& runner);
+
+  DecoderSpec spec_;
+  std::optional<RotaryAngles> angles_;
+  torch::nn::Embedding tokens_{nullptr};
+  torch::nn::Embedding positions_{nullptr};
+  torch::nn::ModuleList blocks_;
+  Norm last_norm_;
+};
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
-Linear make_linear(LinearOptions options, const ParameterOptions& parameters);
-// An embedding with unset weights, or drawn as torch draws them.
-torch::nn::Embedding make_embedding(std::int64_t rows, std::int64_t width,
-                                    const ParameterOptions& parameters);
+Linear make_linear(const Projection& projection, const ParameterOptions& parameters);
 void draw(at::Tensor weight, double deviation);
 
 }  // namespace lockstep::models::detail

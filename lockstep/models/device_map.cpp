@@ -14,25 +14,6 @@
 namespace lockstep::models {
 namespace {
 
-constexpr const char* kHead = "lm_head";
-// Has no tensors here; maps that transformers writes name it.
-constexpr const char* kRotary = "model.rotary_emb";
-
-std::vector<std::string> embedding_names(const CausalLmConfig& config) {
-  if (config.gpt() != nullptr) return {"transformer.wte", "transformer.wpe"};
-  return {"model.embed_tokens"};
-}
-
-std::vector<std::string> part_names(const CausalLmConfig& config) {
-  const bool gpt = config.gpt() != nullptr;
-  std::vector<std::string> names = embedding_names(config);
-  for (std::int64_t i = 0; i < config.layers(); ++i)
-    names.push_back(fmt::format("{}.{}", gpt ? "transformer.h" : "model.layers", i));
-  names.emplace_back(gpt ? "transformer.ln_f" : "model.norm");
-  names.emplace_back(kHead);
-  return names;
-}
-
 bool is_below(std::string_view name, std::string_view above) {
   return above.empty() || name == above ||
          (name.starts_with(above) && name.size() > above.size() && name[above.size()] == '.');
@@ -86,7 +67,8 @@ std::vector<Rule> rules_of(const Entry& entry, const std::string& device) {
 
 void check_name(const Entry& entry, const std::string& name,
                 const std::vector<std::string>& parts) {
-  if (name == kRotary) return;
+  // Has no tensors here; maps that transformers writes name it.
+  if (name == "model.rotary_emb") return;
   for (const std::string& part : parts) {
     if (is_below(part, name)) return;
     if (is_below(name, part))
@@ -135,7 +117,7 @@ void check_embeddings(const DeviceMap& map, const CausalLmConfig& config, const 
                      "{}: device_map: lm_head is on {}, and its weight is {}'s, on {} "
                      "(tie_word_embeddings). Put both on one device.",
                      node.location.text(), head.device, map.parts.front().name, tokens);
-  for (std::size_t i = 1; i < embedding_names(config).size(); ++i)
+  for (std::size_t i = 1; i < embedding_names(config.spec()).size(); ++i)
     if (map.parts[i].device != tokens)
       throw UsageError("config",
                        "{}: device_map: {} is on {} and {} on {}, and the two are added. Put both "
@@ -170,13 +152,13 @@ DeviceMap read_device_map(const Node& node, const CausalLmConfig& config,
     refuse_value(node, "device_map", "auto, balanced or a map of names to devices",
                  "Write {\"\": 0} for all of the model on one GPU.");
   }
-  const std::vector<std::string> names = part_names(config);
+  const std::vector<std::string> names = part_names(config.spec());
   const std::vector<Rule> rules = read_rules(node, names);
   DeviceMap map;
   std::vector<std::string> missing;
   for (const std::string& name : names) {
     std::string device = device_of_part(name, rules);
-    if (device.empty() && name == kHead && config.tied() && !map.parts.empty())
+    if (device.empty() && name == names.back() && config.tied() && !map.parts.empty())
       device = map.parts.front().device;
     if (device.empty()) missing.push_back(name);
     map.parts.push_back({name, std::move(device)});
@@ -200,14 +182,14 @@ DeviceMap balanced_device_map(const CausalLmConfig& config,
   if (devices.empty())
     throw UsageError("models", "a device map over no device. Name one at least.");
   const std::vector<io::TensorShape> tensors = tensors_of(config);
-  const std::vector<std::string> names = part_names(config);
+  const std::vector<std::string> names = part_names(config.spec());
   std::vector<std::uint64_t> bytes;
   std::uint64_t total = 0;
   for (const std::string& name : names) {
     bytes.push_back(part_bytes(name, tensors));
     total += bytes.back();
   }
-  const std::size_t embeddings = embedding_names(config).size();
+  const std::size_t embeddings = embedding_names(config.spec()).size();
   DeviceMap map;
   std::uint64_t before = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -216,7 +198,7 @@ DeviceMap balanced_device_map(const CausalLmConfig& config,
     const double share = middle / static_cast<double>(std::max<std::uint64_t>(total, 1));
     const auto index = static_cast<std::size_t>(share * static_cast<double>(devices.size()));
     before += bytes[i];
-    const bool with_tokens = (i > 0 && i < embeddings) || (names[i] == kHead && config.tied());
+    const bool with_tokens = (i > 0 && i < embeddings) || (i + 1 == names.size() && config.tied());
     map.parts.push_back({names[i], with_tokens ? map.parts.front().device
                                                : devices[std::min(index, devices.size() - 1)]});
   }

@@ -41,15 +41,6 @@ std::int64_t chosen(const at::Tensor& logits, const std::vector<std::int64_t>& t
                                   : sampled(scores, options, generator);
 }
 
-// How many tokens a text may have before what is cached is computed again, with other rotary
-// frequencies; 0: it never is. As in transformers Phi-3 does so, and Llama keeps its cache.
-std::int64_t last_short_length(const CausalLmConfig& config) {
-  const LlamaConfig* llama = config.llama();
-  return llama != nullptr && llama->fused_projections && llama->rope.type == "longrope"
-             ? llama->rope.original_max_position_embeddings
-             : 0;
-}
-
 void check_generate(const CausalLm& model, const std::vector<std::int64_t>& ids,
                     const GenerateOptions& o) {
   const std::int64_t size = model.config().vocab_size();
@@ -66,7 +57,7 @@ void check_generate(const CausalLm& model, const std::vector<std::int64_t>& ids,
                      o.max_new_tokens, o.temperature, o.top_k, o.top_p, o.repetition_penalty);
   const auto length = static_cast<std::int64_t>(ids.size());
   const std::int64_t most = model.config().max_positions();
-  if (model.config().gpt() != nullptr && length + o.max_new_tokens > most + 1)
+  if (model.config().spec().positions_end() && length + o.max_new_tokens > most + 1)
     throw UsageError("generate",
                      "{} tokens and {} new ones are more than the model's n_positions {}. Lower "
                      "max_new_tokens, or shorten the text.",
@@ -95,7 +86,7 @@ std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64
   at::Tensor next = row(all);
   std::vector<std::int64_t> made;
   for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {
-    const std::int64_t limit = last_short_length(model.config());
+    const std::int64_t limit = model.config().spec().cache_limit;
     if (limit > 0 && cache.length() == limit) {
       cache = KvCache();
       next = row(all);

@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/generate.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/models/llama.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/models/pretrained.h"
@@ -76,6 +77,7 @@ std::vector<io::TensorShape> tensors_in(const torch::nn::Module& module) {
 }
 
 TEST(Shapes, AreThoseOfTheModules) {
+  constexpr std::int64_t kTwo = 2;
   EXPECT_EQ(tensors_of(kSmall), tensors_in(*Gpt{kSmall}));
   GptConfig untied = kSmall;
   untied.tie_word_embeddings = false;
@@ -89,6 +91,26 @@ TEST(Shapes, AreThoseOfTheModules) {
       config.head_dim = bias ? 6 : 0;
       EXPECT_EQ(tensors_of(config), tensors_in(*Llama{config}));
     }
+  }
+  for (const Family* family : known_families()) {
+    Options options = family->defaults();
+    for (const char* layers : {"n_layer", "num_hidden_layers"}) options.set(layers, kTwo);
+    for (const char* width : {"n_embd", "hidden_size", "intermediate_size"})
+      options.set(width, std::int64_t{64});
+    options.set("vocab_size", std::int64_t{50});
+    for (const char* heads : {"n_head", "num_attention_heads", "num_key_value_heads"})
+      options.set(heads, kTwo);
+    const CausalLmConfig config{.model = FamilyConfig(*family, options)};
+    EXPECT_EQ(tensors_of(config), tensors_in(*make_causal_lm(config))) << family->type;
+    // What is written is read as the same model.
+    const CausalLmConfig back = parse_config(config_json(config), "config.json");
+    EXPECT_EQ(back.model.family().type, family->type);
+    EXPECT_EQ(tensors_of(back), tensors_of(config)) << family->type;
+    EXPECT_EQ(back.spec().windows, config.spec().windows) << family->type;
+    std::vector<std::string> linear;
+    for (const auto& item : make_causal_lm(config)->named_modules("", /*include_self=*/false))
+      if (item.value()->as<LinearImpl>() != nullptr) linear.push_back(item.key());
+    EXPECT_EQ(linear_layers(config.spec()), linear) << family->type;
   }
   for (const std::int64_t layers : {0, 1, 3}) {
     for (const bool batch_norm : {false, true}) {
@@ -219,8 +241,8 @@ TEST(CausalLm, WritesAConfigThatItReads) {
   const CausalLmConfig back =
       parse_config(config_json({.model = gpt, .eos_token_ids = {4, 5}}), "config.json");
   EXPECT_EQ(tensors_of(back), tensors_of(gpt));
-  EXPECT_EQ(back.gpt()->attn_pdrop, 0.25);
-  EXPECT_EQ(back.gpt()->activation_function, Activation::kRelu);
+  EXPECT_EQ(back.spec().block.attention.dropout, 0.25);
+  EXPECT_EQ(back.spec().block.mlp.activation, Activation::kRelu);
   EXPECT_EQ(back.eos_token_ids, (std::vector<std::int64_t>{4, 5}));
   LlamaConfig phi = kLlama;
   phi.fused_projections = true;
@@ -232,10 +254,11 @@ TEST(CausalLm, WritesAConfigThatItReads) {
               .long_factor = {3, 4}};
   const CausalLmConfig read = parse_config(config_json({.model = phi}), "config.json");
   EXPECT_EQ(tensors_of(read), tensors_of(phi));
-  EXPECT_EQ(read.llama()->sliding_window, 9);
-  EXPECT_EQ(read.llama()->rope.long_factor, phi.rope.long_factor);
-  EXPECT_EQ(read.llama()->rope.attention_factor, 1.5);
-  EXPECT_EQ(read.llama()->rope.original_max_position_embeddings, 8);
+  EXPECT_EQ(read.spec().windows, (std::vector<std::int64_t>{9, 9}));
+  const RopeConfig& rope = read.spec().rotary->scaling;
+  EXPECT_EQ(rope.long_factor, phi.rope.long_factor);
+  EXPECT_EQ(rope.attention_factor, 1.5);
+  EXPECT_EQ(rope.original_max_position_embeddings, 8);
   // What nothing here uses stays.
   EXPECT_THAT(config_json(parse_config(
                   R"({"model_type": "gpt2", "n_head": 2, "n_embd": 8, "task": {"a": 1}})", "c")),
@@ -325,12 +348,12 @@ TEST(Llama, RunsBlocksThroughTheRunner) {
 
 TEST(Gpt, RefusesWhatDoesNotFit) {
   EXPECT_THAT(message_of([] { Gpt gpt{GptConfig{.n_head = 5, .n_embd = 16}}; }),
-              HasSubstr("[gpt] n_embd 16 does not divide into 5 heads"));
+              HasSubstr("[gpt2] n_embd 16 does not divide into 5 heads"));
   EXPECT_THAT(message_of([] { Gpt gpt{GptConfig{.vocab_size = 0}}; }),
-              HasSubstr("[gpt] sizes must be positive"));
+              HasSubstr("[gpt2] sizes must be positive"));
   Gpt gpt{kSmall};
   EXPECT_THAT(message_of([&] { gpt(torch::zeros({2, 13}, torch::kLong)); }),
-              HasSubstr("[gpt] input of shape [2, 13] and type Long"));
+              HasSubstr("[gpt2] input of shape [2, 13] and type Long"));
   EXPECT_THAT(message_of([&] { gpt(torch::zeros({2, 3})); }), HasSubstr("type Float"));
 }
 

@@ -1,5 +1,5 @@
 // Hugging Face's folders without torch: what a config.json says, and which of a folder's tensors is
-// which of the model's. GPT2LMHeadModel, LlamaForCausalLM and Phi3ForCausalLM.
+// which of the model's, for every family of family.h.
 //
 //   const CausalLmConfig config = read_config("Llama-3.2-1B");       // a folder or a config.json
 //   const io::SafetensorsSet files("Llama-3.2-1B");
@@ -14,28 +14,26 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
 #include "lockstep/core/document.h"
 #include "lockstep/io/safetensors_set.h"
-#include "lockstep/models/shapes.h"
+#include "lockstep/models/family.h"
 
 namespace lockstep::models {
 
-// A language model: its family's sizes, and what else came with them.
+// A language model: its family with the values of its fields, and what else came with them.
 struct CausalLmConfig {
-  std::variant<GptConfig, LlamaConfig> model{};
+  FamilyConfig model{};
   std::vector<std::int64_t> eos_token_ids{};  // each of them ends a text
   Node source{};  // the config.json that it was read from; null: it was not read
 
-  std::int64_t vocab_size() const;
-  std::int64_t layers() const;
-  // The longest sequence: a limit of GPT-2's, what it was trained for of Llama's.
-  std::int64_t max_positions() const;
-  bool tied() const;  // the head's weight is the token embedding's
-  const GptConfig* gpt() const { return std::get_if<GptConfig>(&model); }
-  const LlamaConfig* llama() const { return std::get_if<LlamaConfig>(&model); }
+  const DecoderSpec& spec() const { return model.spec(); }
+  std::int64_t vocab_size() const { return spec().vocabulary; }
+  std::int64_t layers() const { return spec().layers(); }
+  // The longest sequence: a limit with an embedding of positions, otherwise that of training.
+  std::int64_t max_positions() const { return spec().max_positions; }
+  bool tied() const { return spec().tied; }  // the head's weight is the token embedding's
 };
 
 // UsageError for a field that is not supported or does not fit the others, SystemError for a file
@@ -51,8 +49,6 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype = "
 std::string hugging_face_config(const GptConfig& config,
                                 std::optional<std::int64_t> end_of_text = std::nullopt);
 
-// UsageError when the sizes do not fit together.
-void check_sizes(const CausalLmConfig& config);
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config);
 
 struct FoundWeight {

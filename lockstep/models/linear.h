@@ -16,9 +16,9 @@
 
 #include <cstdint>
 
-namespace lockstep::models {
+#include "lockstep/models/spec.h"
 
-enum class WeightLayout { kOutIn, kInOut };
+namespace lockstep::models {
 
 struct LinearOptions {
   LinearOptions(std::int64_t in, std::int64_t out) : in_features_(in), out_features_(out) {}

@@ -12,32 +12,14 @@
 
 #include <torch/nn/pimpl.h>
 
-#include <memory>
-
 #include "lockstep/models/causal_lm.h"
-#include "lockstep/models/linear.h"
 
 namespace lockstep::models {
-
-class LlamaModel;
 
 class LlamaImpl : public CausalLm {
  public:
   // Throws UsageError when the sizes do not fit together.
-  explicit LlamaImpl(const LlamaConfig& config) : LlamaImpl(CausalLmConfig{.model = config}, {}) {}
-  // `config` is of this family. Of ParameterOptions, type and device apply where nothing is drawn.
-  LlamaImpl(CausalLmConfig config, const ParameterOptions& options);
-
- protected:
-  at::Tensor run(const at::Tensor& ids, KvCache* cache, const BlockRunner& runner) override;
-  at::Tensor run_fused(const at::Tensor& ids, const BlockRunner& runner,
-                       bool residual_in_fp32) override;
-  at::Tensor head(const at::Tensor& hidden_states) override;
-  const at::Tensor* head_weight() const override;
-
- private:
-  std::shared_ptr<LlamaModel> model_;
-  Linear lm_head_{nullptr};
+  explicit LlamaImpl(const LlamaConfig& config) : CausalLm(CausalLmConfig{.model = config}) {}
 };
 TORCH_MODULE(Llama);
 

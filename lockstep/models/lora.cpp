@@ -51,16 +51,13 @@ void refuse_other_modules(torch::nn::Module& module, const LoraTargets& targets,
 void refuse_tied(torch::nn::Module& module, const LoraTargets& targets) {
   const auto* model = module.as<CausalLm>();
   if (model == nullptr || !model->config().tied()) return;
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    const std::string& name = item.key();
-    if (!name.ends_with(".wte") && !name.ends_with(".embed_tokens")) continue;
-    if (targets.is_saved_whole(name))
-      throw UsageError("lora",
-                       "modules_to_save names {}, whose weight is the output head's, too "
-                       "(tie_word_embeddings). PEFT would train a copy for the input alone, and "
-                       "that is not supported. Delete it from modules_to_save.",
-                       name);
-  }
+  const std::string name = embedding_names(model->config().spec()).front();
+  if (targets.is_saved_whole(name))
+    throw UsageError("lora",
+                     "modules_to_save names {}, whose weight is the output head's, too "
+                     "(tie_word_embeddings). PEFT would train a copy for the input alone, and "
+                     "that is not supported. Delete it from modules_to_save.",
+                     name);
 }
 
 void check_saved_whole(torch::nn::Module& module, const LoraConfig& config) {

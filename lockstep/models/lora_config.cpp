@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <set>
 
@@ -16,8 +15,6 @@ namespace lockstep::models {
 namespace {
 
 constexpr const char* kOutputHead = "lm_head";
-constexpr std::array<std::string_view, 3> kEmbeddings{"wte", "wpe", "embed_tokens"};
-constexpr std::string_view kWeight = ".weight";
 
 // ---------------------------------------------------------------- reading
 
@@ -407,23 +404,12 @@ std::string adapter_key(const std::string& parameter, bool adapted) {
   return "base_model.model." + parameter.substr(0, dot) + "base_layer." + parameter.substr(dot);
 }
 
-std::vector<std::string> linear_layers(const std::vector<io::TensorShape>& tensors) {
-  std::vector<std::string> names;
-  for (const io::TensorShape& tensor : tensors) {
-    if (tensor.shape.size() != 2 || !tensor.name.ends_with(kWeight)) continue;
-    const std::string module = tensor.name.substr(0, tensor.name.size() - kWeight.size());
-    if (std::ranges::find(kEmbeddings, last_part(module)) == kEmbeddings.end())
-      names.push_back(module);
-  }
-  return names;
-}
-
-std::uint64_t adapter_bytes(const LoraConfig& config, const std::vector<io::TensorShape>& tensors) {
+std::uint64_t adapter_bytes(const LoraConfig& config, const DecoderSpec& spec) {
   const LoraTargets targets(config);
-  const std::vector<std::string> chosen = targets.select(linear_layers(tensors));
+  const std::vector<std::string> chosen = targets.select(linear_layers(spec));
   const std::set<std::string> adapted(chosen.begin(), chosen.end());
   std::uint64_t bytes = 0;
-  for (const io::TensorShape& tensor : tensors) {
+  for (const io::TensorShape& tensor : tensors_of(spec)) {
     const std::string own = last_part(tensor.name);
     const std::size_t dot = tensor.name.size() - own.size();
     const std::string module = tensor.name.substr(0, dot == 0 ? 0 : dot - 1);

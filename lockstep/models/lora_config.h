@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "lockstep/core/document.h"
-#include "lockstep/io/safetensors.h"
+#include "lockstep/models/spec.h"
 
 namespace lockstep::models {
 
@@ -101,10 +101,8 @@ class LoraTargets {
   std::vector<std::regex> alphas_;
 };
 
-// The linear layers of a model by its tensors: matrices that are not embeddings.
-std::vector<std::string> linear_layers(const std::vector<io::TensorShape>& tensors);
 // Bytes of tensors in the adapter_model.safetensors of such a model.
-std::uint64_t adapter_bytes(const LoraConfig& config, const std::vector<io::TensorShape>& tensors);
+std::uint64_t adapter_bytes(const LoraConfig& config, const DecoderSpec& spec);
 
 // The name of a parameter in adapter_model.safetensors. `adapted`: its module has an adapter.
 std::string adapter_key(const std::string& parameter, bool adapted);

@@ -160,7 +160,7 @@ TEST(Lora, HasPeftsNamesAndStartsAsTheBase) {
 }
 
 std::vector<std::string> chosen(const LoraConfig& config) {
-  return LoraTargets(config).select(linear_layers(tensors_of(kSmall)));
+  return LoraTargets(config).select(linear_layers(FamilyConfig(kSmall).spec()));
 }
 
 TEST(Lora, ChoosesLayersAsPeftDoes) {
@@ -224,7 +224,7 @@ TEST(Lora, CountsTheBytesOfItsFile) {
     add_lora(*gpt, config);
     std::uint64_t bytes = 0;
     for (const auto& [name, tensor] : lora_tensors(*gpt, config)) bytes += tensor.nbytes();
-    EXPECT_EQ(adapter_bytes(config, tensors_of(kSmall)), bytes);
+    EXPECT_EQ(adapter_bytes(config, FamilyConfig(kSmall).spec()), bytes);
   }
 }
 

@@ -9,8 +9,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/tensors.h"
-#include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 
 namespace lockstep::models {
 namespace {
@@ -34,11 +32,7 @@ const char* dtype_text(at::ScalarType type) {
 }  // namespace
 
 CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options) {
-  CausalLmPtr model;
-  if (config.gpt() != nullptr)
-    model = std::make_shared<GptImpl>(config, options);
-  else
-    model = std::make_shared<LlamaImpl>(config, options);
+  auto model = std::make_shared<CausalLm>(config, options);
   model->to(options.device, options.dtype);
   return model;
 }

@@ -29,9 +29,8 @@ at::Tensor divisors(const std::vector<double>& values) {
 
 }  // namespace
 
-RotaryAngles::RotaryAngles(const LlamaConfig& c) : rope_(c.rope) {
-  const auto width =
-      static_cast<std::int64_t>(static_cast<double>(c.head_width()) * rope_.partial_rotary_factor);
+RotaryAngles::RotaryAngles(const Rotary& rotary) : rope_(rotary.scaling) {
+  const std::int64_t width = rotary.width;
   const at::Tensor powers = torch::pow(
       rope_.rope_theta, torch::arange(0, width, 2, at::kFloat) / static_cast<double>(width));
   frequencies_ = 1.0 / powers;

@@ -1,6 +1,6 @@
 // Tables of rotary positions: cosine and sine of every position's angles. Internal.
 //
-//   RotaryAngles angles(config);
+//   RotaryAngles angles(*spec.rotary);
 //   const auto [cos, sin] = angles.find({.past = 0, .time = 128, .like = queries.options()});
 //
 // A table is made once and never replaced: a CUDA graph that was recorded with it reads it in every
@@ -16,7 +16,7 @@
 #include <tuple>
 #include <utility>
 
-#include "lockstep/models/shapes.h"
+#include "lockstep/models/spec.h"
 
 namespace lockstep::models::detail {
 
@@ -29,7 +29,7 @@ struct RotaryPositions {
 
 class RotaryAngles {
  public:
-  explicit RotaryAngles(const LlamaConfig& config);
+  explicit RotaryAngles(const Rotary& rotary);
 
   // Cosine and sine, each [time, rotated width] or, with `halves`, half as wide. Parts of a table
   // that lives as long as this object.

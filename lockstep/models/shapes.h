@@ -1,11 +1,12 @@
 // The sizes of the bundled models, and the tensors that follow from them, without torch: weights in
 // a file are compared with a model, and the room for a checkpoint is counted, before either exists.
 //
-//   for (const io::TensorShape& tensor : tensors_of(GptConfig{.n_layer = 2}))
+//   for (const io::TensorShape& tensor : tensors_of(ResNetConfig{.depth = 18}))
 //     fmt::print("{} [{}]\n", tensor.name, fmt::join(tensor.shape, ", "));
 //
-// Fields have Hugging Face's names; hugging_face.h reads them from a config.json. gpt_test.cpp
-// compares the tensors with the modules themselves. Values and functions without state.
+// Fields have Hugging Face's names; hugging_face.h reads them from a config.json, and family.h has
+// the tensors of language models. gpt_test.cpp compares the tensors with the modules themselves.
+// Values and functions without state.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +34,6 @@ struct GptConfig {
   double attn_pdrop = 0;
   double resid_pdrop = 0;
   bool tie_word_embeddings = true;
-
-  std::int64_t inner_width() const { return n_inner > 0 ? n_inner : 4 * n_embd; }
 };
 
 // How positions become angles. `type` is Hugging Face's rope_type.
@@ -101,13 +100,7 @@ struct ResNetConfig {
   std::vector<std::int64_t> blocks() const;
 };
 
-// UsageError when the sizes do not fit together.
-void check_sizes(const GptConfig& config);
-void check_sizes(const LlamaConfig& config);
-
 // Parameters, then buffers, each in the module's order.
-std::vector<io::TensorShape> tensors_of(const GptConfig& config);
-std::vector<io::TensorShape> tensors_of(const LlamaConfig& config);
 std::vector<io::TensorShape> tensors_of(const MlpConfig& config);
 std::vector<io::TensorShape> tensors_of(const ResNetConfig& config);
 

@@ -8,10 +8,12 @@
 namespace lockstep::plan {
 namespace {
 
+using models::BlockSpec;
 using models::CausalLmConfig;
-using models::GptConfig;
-using models::LlamaConfig;
+using models::DecoderSpec;
 using models::MlpConfig;
+using models::NormKind;
+using models::Projection;
 using models::ResNetConfig;
 
 std::int64_t count_of(const io::TensorShape& tensor) {
@@ -34,7 +36,11 @@ bool is_buffer(const std::string& name) {
 class Trained {
  public:
   explicit Trained(const Model& model, const std::vector<io::TensorShape>& tensors) {
-    const std::vector<std::string> linear = models::linear_layers(tensors);
+    const CausalLmConfig* lm = model.causal_lm();
+    std::vector<std::string> linear;
+    if (lm != nullptr) linear = models::linear_layers(lm->spec());
+    for (const io::TensorShape& tensor : tensors)  // of other models every matrix
+      if (lm == nullptr && tensor.shape.size() == 2) linear.push_back(module_of(tensor.name));
     linear_.insert(linear.begin(), linear.end());
     if (!model.lora) return;
     lora_ = *model.lora;
@@ -81,8 +87,7 @@ class Trained {
 std::int64_t head_weight(const Model& model) {
   const CausalLmConfig* lm = model.causal_lm();
   if (lm == nullptr) return 0;
-  const std::int64_t width = lm->gpt() != nullptr ? lm->gpt()->n_embd : lm->llama()->hidden_size;
-  return lm->vocab_size() * width;
+  return lm->vocab_size() * lm->spec().width;
 }
 
 // ---------------------------------------------------------------- convolutions
@@ -150,104 +155,98 @@ std::int64_t adapter_bytes(const Trained& trained, std::string_view layer, std::
   return rank == 0 ? 0 : h * rank + (trained.dropout() > 0 ? width : 0);
 }
 
-// Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
-BlockBytes fused_block_bytes(const GptConfig& c, const Trained& trained, std::int64_t h) {
-  const std::int64_t width = c.n_embd;
-  const std::int64_t inner = c.inner_width();
-  constexpr std::int64_t kStatistics = 8;
-  BlockBytes bytes{.stream = h * width};
-  bytes.saved = 2 * (2 * h * width + kStatistics);
-  bytes.saved += 3 * h * width + h * width + 4 * c.n_head;
-  bytes.saved += 2 * h * inner;  // before and after the activation
-  bytes.saved += adapter_bytes(trained, "attn.c_attn", width, h);
-  bytes.saved += adapter_bytes(trained, "attn.c_proj", width, h);
-  bytes.saved += adapter_bytes(trained, "mlp.c_fc", width, h);
-  bytes.saved += adapter_bytes(trained, "mlp.c_proj", inner, h);
-  if (c.resid_pdrop > 0) bytes.saved += 2 * width;
-  bytes.working = 3 * h * width + h * inner;
-  return bytes;
-}
-
-BlockBytes fused_block_bytes(const LlamaConfig& c, const Trained& trained, std::int64_t h) {
-  const std::int64_t width = c.hidden_size;
-  const std::int64_t queries = c.num_attention_heads * c.head_width();
-  const std::int64_t keys = c.key_value_heads() * c.head_width();
-  const std::int64_t inner = c.intermediate_size;
-  BlockBytes bytes{.stream = h * width};
-  bytes.saved = 2 * (2 * h * width + 4);
-  bytes.saved += h * (queries + keys) + h * (c.fused_projections ? queries + 2 * keys : keys);
-  bytes.saved += h * queries + 4 * c.num_attention_heads;
-  // Gate, up and their product; the activated gate where that is an operation of its own.
-  bytes.saved += (c.fused_projections ? 3 : 4) * h * inner;
-  const auto add = [&](std::string_view layer, std::int64_t in) {
-    bytes.saved += adapter_bytes(trained, layer, in, h);
-  };
-  if (c.fused_projections) {
-    add("self_attn.qkv_proj", width);
-    add("mlp.gate_up_proj", width);
-  } else {
-    for (const char* layer : {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                              "mlp.gate_proj", "mlp.up_proj"})
-      add(layer, width);
+// What the parts of a block save and need, in elements of a token.
+struct BlockSizes {
+  explicit BlockSizes(const BlockSpec& b, bool rotary)
+      : width(b.attention_norm.width), inner(b.mlp.out.in), queries(b.attention.queries()) {
+    const std::int64_t keys = b.attention.keys();
+    const bool packed = b.attention.in.size() == 1;
+    // Rotated queries and keys are tensors of their own; one projection is saved whole for values.
+    if (rotary || !packed) attended += queries + keys;
+    attended += packed ? queries + 2 * keys : keys;
+    if (b.attention.query_norm) normed_heads = queries + keys;
+    packed_gate = b.mlp.gated() && b.mlp.in.size() == 1;
+    statistics = b.attention_norm.kind == NormKind::kLayer ? 8 : 4;  // bytes of a row
   }
-  add("self_attn.o_proj", queries);
-  add("mlp.down_proj", inner);
-  if (c.resid_pdrop > 0) bytes.saved += 2 * width;
-  bytes.working = 3 * h * width + 3 * h * inner;
-  return bytes;
-}
 
-BlockBytes block_bytes(const GptConfig& c, const Trained& trained, std::int64_t h) {
-  const std::int64_t width = c.n_embd;
-  const std::int64_t inner = c.inner_width();
-  constexpr std::int64_t kStatistics = 8;  // mean and deviation of a row
-  BlockBytes bytes{.stream = 4 * width};
-  bytes.saved = 2 * (4 * width + kStatistics);  // the inputs of both norms
-  bytes.saved += 3 * h * width + h * width;     // queries, keys, values; the result
-  bytes.saved += 4 * c.n_head;                  // logarithms of the softmax's sums
-  bytes.saved += h * inner;                     // before the activation
-  bytes.saved += input_bytes(trained, "attn.c_attn", width, h, false);
-  bytes.saved += input_bytes(trained, "attn.c_proj", width, h, true);
-  bytes.saved += input_bytes(trained, "mlp.c_fc", width, h, false);
-  bytes.saved += input_bytes(trained, "mlp.c_proj", inner, h, false);
-  if (c.resid_pdrop > 0) bytes.saved += 2 * width;  // masks
-  bytes.working = 4 * width + h * width + 2 * h * inner;
-  return bytes;
-}
+  std::int64_t width, inner, queries;
+  std::int64_t attended = 0;      // what attention takes
+  std::int64_t normed_heads = 0;  // the inputs of norms of heads
+  bool packed_gate = false;
+  std::int64_t statistics = 4;
+};
 
-BlockBytes block_bytes(const LlamaConfig& c, const Trained& trained, std::int64_t h) {
-  const std::int64_t width = c.hidden_size;
-  const std::int64_t queries = c.num_attention_heads * c.head_width();
-  const std::int64_t keys = c.key_value_heads() * c.head_width();
-  const std::int64_t inner = c.intermediate_size;
-  BlockBytes bytes{.stream = 4 * width};
-  // The inputs of both norms; with a trained weight what it multiplies as well.
-  bytes.saved = 2 * (4 * width + 4);
-  if (!trained.adapters()) bytes.saved += 2 * 4 * width;
-  // Rotated queries and keys, values, the result. A fused projection is saved whole for its values.
-  bytes.saved += h * (queries + keys) + h * (c.fused_projections ? queries + 2 * keys : keys);
-  bytes.saved += h * queries + 4 * c.num_attention_heads;
-  bytes.saved += 3 * h * inner;  // gate, up, and the activated gate
-  const auto add = [&](std::string_view layer, std::int64_t in, bool shared) {
-    bytes.saved += input_bytes(trained, layer, in, h, shared);
-  };
+// Calls `add` for each projection: its name in the block, the width of its input, and whether that
+// was saved before.
+template <typename Add>
+void each_projection(const BlockSpec& b, std::int64_t h, const Add& add) {
   // Without autocast projections of one tensor save that tensor; with it, a copy each.
   const bool one = h == 4;
-  if (c.fused_projections) {
-    add("self_attn.qkv_proj", width, false);
-    add("mlp.gate_up_proj", width, false);
-  } else {
-    add("self_attn.q_proj", width, false);
-    add("self_attn.k_proj", width, one);
-    add("self_attn.v_proj", width, one);
-    add("mlp.gate_proj", width, false);
-    add("mlp.up_proj", width, one);
-  }
-  add("self_attn.o_proj", queries, true);
-  add("mlp.down_proj", inner, false);
-  if (c.resid_pdrop > 0) bytes.saved += 2 * width;
-  // The two halves of a fused projection's gradient are made apart, then joined.
-  bytes.working = 4 * width + h * width + (c.fused_projections ? 3 : 2) * h * inner;
+  const auto all = [&](const std::string& module, const std::vector<Projection>& in,
+                       const Projection& out, bool shared_out) {
+    for (std::size_t i = 0; i < in.size(); ++i)
+      add(module + "." + in[i].name, in[i].in, i > 0 && one);
+    add(module + "." + out.name, out.in, shared_out);
+  };
+  all(b.attention.name, b.attention.in, b.attention.out, /*shared_out=*/true);
+  all(b.mlp.name, b.mlp.in, b.mlp.out, /*shared_out=*/false);
+}
+
+// Scores that a soft cap changes exist as a whole: their tangents and shares. So do keys and values
+// of heads that share them, once for each.
+std::int64_t score_bytes(const BlockSpec& b, std::int64_t length, std::int64_t h) {
+  return b.attention.soft_cap > 0
+             ? b.attention.heads * length * 8 + 2 * h * (b.attention.queries() - b.attention.keys())
+             : 0;
+}
+
+// Norms of what is added: input and, where the weight is trained, what it multiplies.
+std::int64_t norms_after(const BlockSpec& b) {
+  return (b.attention_after ? 1 : 0) + (b.mlp_after ? 1 : 0);
+}
+
+// Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
+BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
+                             std::int64_t length) {
+  const BlockSpec& b = spec.block;
+  const BlockSizes s(b, spec.rotary.has_value());
+  BlockBytes bytes{.stream = h * s.width};
+  bytes.saved = (2 + norms_after(b)) * (2 * h * s.width + s.statistics);
+  bytes.saved += h * (s.attended + s.normed_heads);
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  // Before and after the activation; or gate, up and their product, and the activated gate where
+  // that is an operation of its own.
+  bytes.saved += (!b.mlp.gated() ? 2 : s.packed_gate ? 3 : 4) * h * s.inner;
+  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool) {
+    bytes.saved += adapter_bytes(trained, layer, in, h);
+  });
+  if (b.dropout > 0) bytes.saved += 2 * s.width;
+  bytes.working = 3 * h * s.width + (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  return bytes;
+}
+
+BlockBytes block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
+                       std::int64_t length) {
+  const BlockSpec& b = spec.block;
+  const BlockSizes s(b, spec.rotary.has_value());
+  BlockBytes bytes{.stream = 4 * s.width};
+  // The inputs of the norms; with a trained weight of an RMSNorm what it multiplies as well.
+  const std::int64_t norms = 2 + norms_after(b);
+  bytes.saved = norms * (4 * s.width + s.statistics);
+  const bool multiplied = b.attention_norm.kind != NormKind::kLayer && !trained.adapters();
+  if (multiplied) bytes.saved += norms * 4 * s.width;
+  bytes.saved += (4 + (multiplied ? h : 0)) * s.normed_heads;
+  bytes.saved += h * s.attended;
+  // The result, and logarithms of the softmax's sums.
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  // Before the activation; or gate, up, and the activated gate.
+  bytes.saved += (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool shared) {
+    bytes.saved += input_bytes(trained, layer, in, h, shared);
+  });
+  if (b.dropout > 0) bytes.saved += 2 * s.width;  // masks
+  // The two halves of a packed projection's gradient are made apart, then joined.
+  bytes.working = 4 * s.width + h * s.width + (s.packed_gate ? 3 : 2) * h * s.inner;
   return bytes;
 }
 
@@ -266,8 +265,9 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   const std::int64_t width = parameters.head / lm.vocab_size();
   const std::int64_t h = options.half ? 2 : 4;
   const bool trained = !model.lora.has_value();
-  const std::int64_t normed = trained && lm.llama() != nullptr ? 4 : 0;
-  if (options.fused) {
+  const std::int64_t normed = trained && lm.spec().last.kind != NormKind::kLayer ? 4 : 0;
+  // A soft cap of the logits is not part of the loss in chunks.
+  if (options.fused && lm.spec().logit_soft_cap == 0) {
     all.saved += bytes_of(tokens * 2 * h * width);  // the last norm's input and output
     const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
     all.head_forward = std::min(bytes_of(logits * h), kChunkBytes) + bytes_of(gradients);
@@ -286,13 +286,11 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   const Trained trained(model, tensors);
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
-  const auto bytes = [&](const auto& config) {
-    return options.fused ? fused_block_bytes(config, trained, h) : block_bytes(config, trained, h);
-  };
-  const BlockBytes block = lm.gpt() != nullptr ? bytes(*lm.gpt()) : bytes(*lm.llama());
+  const DecoderSpec& spec = lm.spec();
+  const BlockBytes block = options.fused ? fused_block_bytes(spec, trained, h, model.length)
+                                         : block_bytes(spec, trained, h, model.length);
   const std::int64_t tokens = options.batch * model.length;
-  const std::int64_t embedding =
-      lm.gpt() != nullptr && lm.gpt()->embd_pdrop > 0 ? lm.gpt()->n_embd : 0;  // a mask
+  const std::int64_t embedding = spec.embedding_dropout > 0 ? spec.width : 0;  // a mask
   Activations all;
   all.one_block = bytes_of(tokens * block.saved);
   all.working = bytes_of(tokens * block.working);
@@ -398,11 +396,11 @@ double forward_flops_per_token(const Model& model) {
   const double products =
       2.0 * static_cast<double>(all.trainable_matrices + all.frozen_matrices + tied);
   if (lm == nullptr) return products;
-  const std::int64_t width = lm->gpt() != nullptr
-                                 ? lm->gpt()->n_embd
-                                 : lm->llama()->num_attention_heads * lm->llama()->head_width();
-  return products +
-         4.0 * static_cast<double>(lm->layers() * width) * static_cast<double>(model.length);
+  std::int64_t seen = 0;  // tokens, over all blocks
+  for (const std::int64_t window : lm->spec().windows)
+    seen += window > 0 ? std::min(window, model.length) : model.length;
+  const std::int64_t width = lm->spec().block.attention.queries();
+  return products + 4.0 * static_cast<double>(width) * static_cast<double>(seen);
 }
 
 double flops_per_token(const Model& model) {

@@ -53,6 +53,32 @@ std::string refusal(const Body& body) {
 
 // ---------------------------------------------------------------- parameters and operations
 
+// config.json as published, in the fields that decide about sizes.
+TEST(Parameters, AreThoseOfPublishedModels) {
+  const std::pair<const char*, std::int64_t> published[] = {
+      {R"({"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+           "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+           "tie_word_embeddings": true, "vocab_size": 151936})",
+       494'032'768},  // Qwen2.5-0.5B
+      {R"({"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
+           "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+           "tie_word_embeddings": true, "vocab_size": 151936})",
+       596'049'920},                                    // Qwen3-0.6B
+      {R"({"model_type": "mistral"})", 7'241'732'096},  // Mistral-7B-v0.1
+      {R"({"model_type": "gemma2"})", 2'614'341'888},   // gemma-2-2b
+  };
+  for (const auto& [json, count] : published) {
+    const Model model{.config = models::parse_config(json, "config.json"), .length = 128};
+    EXPECT_EQ(parameters_of(model).total(), count) << json;
+  }
+  // A window bounds what a token attends to.
+  Model windowed{.config = models::parse_config(R"({"model_type": "mistral"})", "c"),
+                 .length = 4096};
+  const double whole = forward_flops_per_token(windowed);
+  windowed.length = 8192;
+  EXPECT_EQ(forward_flops_per_token(windowed), whole);
+}
+
 TEST(Parameters, OfGpt2WithItsTiedHead) {
   const Parameters all = parameters_of(gpt2());
   EXPECT_EQ(all.trainable, 124'439'808);
@@ -89,7 +115,7 @@ TEST(Parameters, OfAdapters) {
   small.lora = lora(8, {"c_attn"});
   EXPECT_EQ(parameters_of(small).trainable, 294'912);
   // The same as the file that checkpoints hold.
-  EXPECT_EQ(models::adapter_bytes(*small.lora, small.tensors()), 4u * 294'912u);
+  EXPECT_EQ(models::adapter_bytes(*small.lora, small.causal_lm()->spec()), 4u * 294'912u);
   small.lora = lora(8, {"c_attn"});
   small.lora->bias = models::LoraBias::kLoraOnly;
   EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304);

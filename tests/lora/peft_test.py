@@ -48,6 +48,13 @@ PHI3 = transformers.Phi3Config(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=TIME,
     original_max_position_embeddings=TIME, resid_pdrop=0.0, embd_pdrop=0.0, **QUIET)
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=TIME, **QUIET)
+QWEN2 = transformers.Qwen2Config(**SMALL)
+MISTRAL = transformers.MistralConfig(**SMALL, sliding_window=6)
+QWEN3 = transformers.Qwen3Config(**SMALL, head_dim=12)
+GEMMA2 = transformers.Gemma2Config(**SMALL, head_dim=12, query_pre_attn_scalar=12,
+                                   sliding_window=6)
 
 
 @dataclasses.dataclass
@@ -86,6 +93,13 @@ CASES = {
     "phi3_regex": Case(PHI3, dict(
         r=3, target_modules=r"model\.layers\.[01]\.self_attn\.(qkv|o)_proj",
         alpha_pattern={"o_proj": 4})),
+    "qwen2": Case(QWEN2, dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
+                              bias="lora_only")),
+    "qwen2_all_linear": Case(QWEN2, dict(r=4, target_modules="all-linear")),
+    "mistral": Case(MISTRAL, dict(r=4, target_modules="all-linear")),
+    "qwen3": Case(QWEN3, dict(r=4, lora_alpha=8, target_modules="all-linear",
+                              modules_to_save=["q_norm"])),
+    "gemma2": Case(GEMMA2, dict(r=4, lora_alpha=8, target_modules="all-linear")),
 }
 
 

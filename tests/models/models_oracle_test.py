@@ -6,6 +6,7 @@ saves them again and generates. Logits must agree within 1e-5 and gradients with
 that went there and back to the bit.
 """
 
+import copy
 import json
 import os
 import pathlib
@@ -33,12 +34,17 @@ PEER = pathlib.Path(os.environ["LOCKSTEP_BIN"]) / "tests" / "models_peer"
 TIME = 14
 LOGITS = 1e-5
 GRADIENTS = 1e-4
+RATE, LOSSES = 0.05, 1e-4  # of a few steps of training
 
 GPT = dict(n_layer=2, n_head=2, n_embd=24, vocab_size=53, n_positions=40, initializer_range=0.2,
            bos_token_id=None, eos_token_id=None)
 LLAMA = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=44, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=53, max_position_embeddings=64,
              initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+QWEN_WINDOW = dict(use_sliding_window=True, sliding_window=5)
+# Small caps, which change the logits of a small model, and a window that cuts.
+GEMMA = {**LLAMA, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0, "pad_token_id": 3}
 PHI = {**LLAMA, "pad_token_id": 7, "original_max_position_embeddings": 64}
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8)
@@ -78,6 +84,26 @@ CONFIGS = {
     "phi3-longrope-short": lambda: transformers.Phi3Config(**PHI, rope_parameters=longrope(4)),
     "phi3-longrope-long": lambda: transformers.Phi3Config(
         **{**PHI, "original_max_position_embeddings": 10}, rope_parameters=longrope(4)),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA),
+    "qwen2-tied": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True,
+                                                   rope_parameters={"rope_type": "default",
+                                                                    "rope_theta": 1e6}),
+    "qwen2-window": lambda: transformers.Qwen2Config(**LLAMA, **QWEN_WINDOW, max_window_layers=1),
+    "qwen2-types": lambda: transformers.Qwen2Config(
+        **LLAMA, **QWEN_WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5, head_dim=12),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=12),
+    "qwen3-bias": lambda: transformers.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True,
+                                                   tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "qwen3-window": lambda: transformers.Qwen3Config(**LLAMA, **QWEN_WINDOW, head_dim=12,
+                                                     max_window_layers=1),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA),
+    "gemma2-plain": lambda: transformers.Gemma2Config(
+        **{**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        tie_word_embeddings=False),
+    "gemma2-bias": lambda: transformers.Gemma2Config(
+        **GEMMA, attention_bias=True, layer_types=["full_attention", "sliding_attention"]),
 }
 # Files as earlier versions and other programs write them.
 VARIANTS = {"gpt2-old-names": "gpt2", "gpt2-other-names": "gpt2",
@@ -182,6 +208,18 @@ BAD = {
     "llama-class": (change_field(architectures=["LlamaForSequenceClassification"]),
                     'architectures is ["LlamaForSequenceClassification"]'),
     "llama-type": (change_field(model_type="mistral"), 'model_type is "mistral"'),
+    "llama-unknown": (change_field(model_type="mixtral", architectures=["MixtralForCausalLM"]),
+                      'architectures is ["MixtralForCausalLM"], which is not supported. The '
+                      "nearest known one is MistralForCausalLM. Known are GPT2LMHeadModel"),
+    "llama-unknown-type": (change_field(model_type="qwen3_moe", architectures=None),
+                           'model_type is "qwen3_moe", which is not supported. The nearest known '
+                           "one is qwen3. Known are GPT2LMHeadModel"),
+    "qwen2-chunked": (change_field(layer_types=["chunked_attention", "full_attention"]),
+                      'layer_types is "chunked_attention", which is not supported.'),
+    "qwen2-few-types": (change_field(layer_types=["full_attention"]),
+                        "layer_types has 1 names, and the model 2 layers."),
+    "gemma2-bidirectional": (change_field(use_bidirectional_attention=True),
+                             "use_bidirectional_attention is true, which is not supported."),
     "llama-quantized": (change_field(quantization_config={"bits": 4}), "quantization_config is"),
     "llama-groups": (change_field(num_key_value_heads=3),
                      "4 attention heads cannot share 3 heads of keys and values equally"),
@@ -238,11 +276,31 @@ class ModelsTest(unittest.TestCase):
             loss.backward()
             self.assert_near(out["logits"], logits, LOGITS, name)
             self.assert_near(out["loss"], loss, LOGITS, name)
+            worst = {"logits": (out["logits"] - logits).abs().max().item(), "gradients": 0.0}
             names = {key.removeprefix("grad.") for key in out if key.startswith("grad.")}
             theirs = dict(model.named_parameters())
             self.assertEqual(names, set(theirs))
             for key, parameter in theirs.items():
                 self.assert_near(out[f"grad.{key}"], parameter.grad, GRADIENTS, f"{name} {key}")
+                worst["gradients"] = max(
+                    worst["gradients"], (out[f"grad.{key}"] - parameter.grad).abs().max().item())
+            print(f"{name}: " + ", ".join(f"{what} {far:.1e} apart" for what, far in
+                                          worst.items()), flush=True)
+
+    def test_a_few_steps_of_training(self):
+        for name, model, _, inputs, out in self.each():
+            own = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
+            losses = []
+            for _ in range(len(out["losses"])):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(
+                    own(inputs["ids"]).logits.flatten(0, 1), inputs["targets"].flatten())
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            self.assertLess(losses[-1], losses[0] - 0.01, name)
+            self.assert_near(out["losses"], torch.tensor(losses), LOSSES, name)
 
     def test_a_cache_gives_the_same_logits(self):
         for name, model, _, inputs, out in self.each():

@@ -5,8 +5,8 @@
 //   models_peer resnet DEPTH FOLDER   the network of FOLDER/model.safetensors on its inputs: logits
 //                            in training (with loss, gradients, statistics) and in evaluation
 //
-// A good one gives, in the same folder: out.safetensors (logits, loss, gradients, logits in
-// bfloat16 and with a padded vocabulary), generated.txt, and the model saved as saved/, sharded/
+// A good one gives, in the same folder: out.safetensors (logits, loss, gradients, losses of
+// five steps, logits in bfloat16), generated.txt, and the model saved as saved/, sharded/
 // and half/. A bad one gives error.txt.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -65,6 +65,22 @@ at::Tensor in_pieces(CausalLm& model, const at::Tensor& ids) {
   return torch::cat(logits, 1);
 }
 
+// Of a few steps of gradient descent.
+at::Tensor trained_losses(const fs::path& folder, const at::Tensor& ids,
+                          const at::Tensor& targets) {
+  const CausalLmPtr model = load_pretrained(folder.string());
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05));
+  std::vector<double> losses;
+  for (int step = 0; step < 5; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor loss = next_token_loss(model->forward(ids), targets);
+    loss.backward();
+    optimizer.step();
+    losses.push_back(loss.item<double>());
+  }
+  return torch::tensor(losses, at::kDouble);
+}
+
 void run_good(const fs::path& folder) {
   const Tensors inputs = read_tensors(folder / "inputs.safetensors");
   const at::Tensor ids = inputs.at("ids");
@@ -85,6 +101,7 @@ void run_good(const fs::path& folder) {
   out["half"] = half->forward(ids);
   save_pretrained(*half, (folder / "half").string());
 
+  out["losses"] = trained_losses(folder, ids, inputs.at("targets"));
   write_tensors(folder / "out.safetensors", out);
 
   const at::Tensor prompt = inputs.at("prompt");

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <mutex>
 #include <unordered_map>
 
@@ -102,6 +103,20 @@ Model llama(bool fused, bool adapters) {
   return model;
 }
 
+Model small(std::string_view type) {
+  const models::Family& family = *models::find_family(type);
+  models::Options o = family.defaults();
+  for (const auto& [key, value] : std::map<std::string, std::int64_t>{{"vocab_size", 256},
+                                                                      {"hidden_size", 128},
+                                                                      {"intermediate_size", 352},
+                                                                      {"num_hidden_layers", 3},
+                                                                      {"num_attention_heads", 4},
+                                                                      {"num_key_value_heads", 2},
+                                                                      {"head_dim", 32}})
+    o.set(key, value);
+  return {.config = models::CausalLmConfig{.model = models::FamilyConfig(family, o)}, .length = 64};
+}
+
 constexpr std::int64_t kBatch = 4;
 
 class Activation : public ::testing::TestWithParam<Case> {
@@ -171,7 +186,7 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
     // On CPUs rotated queries have their heads first, so attention's result is copied for the layer
     // after it.
     const std::uint64_t element = c.half ? 2 : 4;
-    const bool copied = c.model.causal_lm()->llama() != nullptr;
+    const bool copied = c.model.causal_lm()->spec().rotary.has_value();
     if (copied) planned += 3 * tokens * element * width;
     if (c.checkpointing) planned += 3 * 5056;  // the generator's state, for each block
     // Float weights are converted for the pass, and are copies of the plan's, not activations.
@@ -214,8 +229,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"llama_half", llama(false, false), true}, Case{"phi3", llama(true, false)},
         Case{"phi3_half", llama(true, false), true}, Case{"phi3_lora", llama(true, true)},
         Case{"phi3_lora_half", llama(true, true), true},
-        Case{"llama_lora_half", llama(false, true), true},
-        Case{"gpt_fused", gpt(256), false, false, true},
+        Case{"llama_lora_half", llama(false, true), true}, Case{"qwen2_half", small("qwen2"), true},
+        Case{"qwen3", small("qwen3")}, Case{"qwen3_half", small("qwen3"), true},
+        Case{"gemma2", small("gemma2")}, Case{"gpt_fused", gpt(256), false, false, true},
         Case{"gpt_fused_half", gpt(256), true, false, true},
         Case{"gpt_fused_checkpointed", gpt(256), true, true, true},
         Case{"llama_fused_half", llama(false, false), true, false, true},

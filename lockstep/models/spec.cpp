@@ -1,0 +1,102 @@
+#include "lockstep/models/spec.h"
+
+#include <fmt/format.h>
+
+#include <numeric>
+
+namespace lockstep::models {
+namespace {
+
+using Tensors = std::vector<io::TensorShape>;
+
+void add_norm(Tensors& all, const std::string& above, const NormSpec& norm) {
+  all.push_back({.name = above + norm.name + ".weight", .shape = {norm.width}});
+  if (norm.kind == NormKind::kLayer)
+    all.push_back({.name = above + norm.name + ".bias", .shape = {norm.width}});
+}
+
+void add_norm(Tensors& all, const std::string& above, const std::optional<NormSpec>& norm) {
+  if (norm) add_norm(all, above, *norm);
+}
+
+void add_projection(Tensors& all, const std::string& above, const Projection& projection) {
+  const std::int64_t in = projection.in, out = projection.out();
+  all.push_back({.name = above + projection.name + ".weight",
+                 .shape = projection.layout == WeightLayout::kInOut ? std::vector{in, out}
+                                                                    : std::vector{out, in}});
+  if (projection.bias) all.push_back({.name = above + projection.name + ".bias", .shape = {out}});
+}
+
+void add_block(Tensors& all, const std::string& above, const BlockSpec& b) {
+  if (b.norms_first) add_norm(all, above, b.attention_norm);
+  const std::string attention = above + b.attention.name + ".";
+  for (const Projection& one : b.attention.in) add_projection(all, attention, one);
+  add_projection(all, attention, b.attention.out);
+  add_norm(all, attention, b.attention.query_norm);
+  add_norm(all, attention, b.attention.key_norm);
+  if (b.norms_first) add_norm(all, above, b.mlp_norm);
+  const std::string mlp = above + b.mlp.name + ".";
+  for (const Projection& one : b.mlp.in) add_projection(all, mlp, one);
+  add_projection(all, mlp, b.mlp.out);
+  if (!b.norms_first) add_norm(all, above, b.attention_norm);
+  add_norm(all, above, b.attention_after);
+  if (!b.norms_first) add_norm(all, above, b.mlp_norm);
+  add_norm(all, above, b.mlp_after);
+}
+
+std::string block_name(const DecoderSpec& spec, std::int64_t layer) {
+  return fmt::format("{}.{}.{}", spec.prefix, spec.blocks, layer);
+}
+
+}  // namespace
+
+std::int64_t Projection::out() const {
+  return std::accumulate(parts.begin(), parts.end(), std::int64_t{0});
+}
+
+Tensors tensors_of(const DecoderSpec& spec) {
+  const std::string above = spec.prefix + ".";
+  Tensors all;
+  all.push_back(
+      {.name = above + spec.embedding + ".weight", .shape = {spec.vocabulary, spec.width}});
+  if (!spec.positions.empty())
+    all.push_back(
+        {.name = above + spec.positions + ".weight", .shape = {spec.max_positions, spec.width}});
+  for (std::int64_t i = 0; i < spec.layers(); ++i)
+    add_block(all, block_name(spec, i) + ".", spec.block);
+  add_norm(all, above, spec.last);
+  if (!spec.tied) add_projection(all, "", spec.head);
+  return all;
+}
+
+std::vector<std::string> embedding_names(const DecoderSpec& spec) {
+  std::vector<std::string> names{fmt::format("{}.{}", spec.prefix, spec.embedding)};
+  if (!spec.positions.empty()) names.push_back(fmt::format("{}.{}", spec.prefix, spec.positions));
+  return names;
+}
+
+std::vector<std::string> part_names(const DecoderSpec& spec) {
+  std::vector<std::string> names = embedding_names(spec);
+  for (std::int64_t i = 0; i < spec.layers(); ++i) names.push_back(block_name(spec, i));
+  names.push_back(fmt::format("{}.{}", spec.prefix, spec.last.name));
+  names.push_back(spec.head.name);
+  return names;
+}
+
+std::vector<std::string> linear_layers(const DecoderSpec& spec) {
+  std::vector<std::string> names;
+  for (std::int64_t i = 0; i < spec.layers(); ++i) {
+    const auto add = [&](const std::string& module, const Projection& one) {
+      names.push_back(fmt::format("{}.{}.{}", block_name(spec, i), module, one.name));
+    };
+    const AttentionSpec& attention = spec.block.attention;
+    for (const Projection& one : attention.in) add(attention.name, one);
+    add(attention.name, attention.out);
+    for (const Projection& one : spec.block.mlp.in) add(spec.block.mlp.name, one);
+    add(spec.block.mlp.name, spec.block.mlp.out);
+  }
+  if (!spec.tied) names.push_back(spec.head.name);
+  return names;
+}
+
+}  // namespace lockstep::models

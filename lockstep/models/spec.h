@@ -1,0 +1,133 @@
+// What a language model is made of, as plain data without torch: its blocks, the shapes and names
+// of its parameters, and how positions and sizes enter. A family (family.h) describes its models
+// so; the decoder computes what the description says, and shapes, files, device maps, adapters and
+// plans are read off it.
+//
+//   const DecoderSpec spec = read_config("Qwen2.5-0.5B").spec();
+//   for (const io::TensorShape& tensor : tensors_of(spec)) use(tensor.name, tensor.shape);
+//
+// Names are relative to the module around them: a projection's to its attention or perceptron,
+// those to the block. Values and functions without state; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/io/safetensors.h"
+#include "lockstep/models/shapes.h"
+
+namespace lockstep::models {
+
+enum class NormKind {
+  kLayer,       // mean and deviation, weight and bias
+  kRms,         // root mean square: rounded to the input's type, then times weight
+  kRmsPlusOne,  // times 1 + weight, in float32; the weight begins at 0
+};
+
+struct NormSpec {
+  std::string name;
+  NormKind kind = NormKind::kRms;
+  std::int64_t width = 0;
+  double epsilon = 1e-6;
+};
+
+// How a matrix is stored: [out, in] as torch.nn.Linear, or [in, out] as GPT-2's "Conv1D".
+enum class WeightLayout { kOutIn, kInOut };
+
+struct Projection {
+  std::string name;
+  std::int64_t in = 0;
+  std::vector<std::int64_t> parts{};  // rows of what one matrix computes together
+  bool bias = false;
+  WeightLayout layout = WeightLayout::kOutIn;
+  double deviation = 0.02;  // of the initial weights
+
+  std::int64_t out() const;
+};
+
+// The parts of `in`, in this order: queries, keys, values; of one matrix or of several.
+struct AttentionSpec {
+  std::string name;
+  std::int64_t heads = 0;
+  std::int64_t key_value_heads = 0;
+  std::int64_t width = 0;  // of a head
+  std::vector<Projection> in{};
+  Projection out{};
+  std::optional<NormSpec> query_norm{};  // of each head, before rotation
+  std::optional<NormSpec> key_norm{};
+  double scale = 0;     // of the scores; 0: 1 / sqrt(width)
+  double soft_cap = 0;  // scores are cap * tanh(score / cap); 0: as they are
+  double dropout = 0;
+
+  std::int64_t queries() const { return heads * width; }
+  std::int64_t keys() const { return key_value_heads * width; }
+};
+
+// The parts of `in`: gate and what it multiplies, or one alone.
+struct MlpSpec {
+  std::string name;
+  std::vector<Projection> in{};
+  Projection out{};
+  Activation activation = Activation::kSilu;
+
+  bool gated() const { return in.size() > 1 || in.front().parts.size() > 1; }
+};
+
+struct BlockSpec {
+  NormSpec attention_norm{};
+  std::optional<NormSpec> attention_after{};  // of what attention adds
+  NormSpec mlp_norm{};
+  std::optional<NormSpec> mlp_after{};
+  AttentionSpec attention{};
+  MlpSpec mlp{};
+  double dropout = 0;        // of what is added
+  bool norms_first = false;  // in the order of parameters: each norm before what it is for
+};
+
+struct Rotary {
+  RopeConfig scaling{};
+  std::int64_t width = 0;  // of a head, the part that is rotated
+};
+
+struct DecoderSpec {
+  std::string family;
+  std::string prefix;  // of all but the head
+  std::string blocks;
+  std::string embedding;
+  std::string positions{};  // the embedding of positions; empty: there is none
+  std::int64_t vocabulary = 0;
+  std::int64_t width = 0;
+  std::int64_t max_positions = 0;  // a limit with an embedding of positions
+  std::int64_t padding_id = -1;    // its embedding gets no gradient; -1: there is none
+  bool tied = false;               // the head's weight is the token embedding's
+  bool embeddings_drawn_last = false;
+  double deviation = 0.02;  // of the initial embeddings
+  double embedding_scale = 1;
+  double embedding_dropout = 0;
+  double logit_soft_cap = 0;
+  BlockSpec block{};
+  std::vector<std::int64_t> windows{};  // of each block: how many tokens a token sees; 0: all
+  NormSpec last{};
+  Projection head{};
+  std::optional<Rotary> rotary{};
+  // A text that grows beyond so many tokens has other rotary frequencies, and what is cached is
+  // computed again; 0: never.
+  std::int64_t cache_limit = 0;
+
+  std::int64_t layers() const { return static_cast<std::int64_t>(windows.size()); }
+  bool positions_end() const { return !positions.empty(); }
+};
+
+// Parameters in the module's order, which decides how optimizers are sharded.
+std::vector<io::TensorShape> tensors_of(const DecoderSpec& spec);
+
+// Names of the parts that stay whole on a device: embeddings, blocks, the last norm, the head.
+std::vector<std::string> part_names(const DecoderSpec& spec);
+std::vector<std::string> embedding_names(const DecoderSpec& spec);
+
+// What adapters can be attached to, by full name.
+std::vector<std::string> linear_layers(const DecoderSpec& spec);
+
+}  // namespace lockstep::models
