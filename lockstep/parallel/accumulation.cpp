@@ -15,7 +15,6 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
-#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
@@ -264,7 +263,7 @@ struct Accumulation::Impl {
 
   // A sharded optimizer averages in its step, and rounds like this only if it multiplies after.
   void scale_averages(double factor) {
-    if (!parallel::Deferral(*reducer).scale(factor)) scale_gradients(factor);
+    if (!reducer->scale_averages(factor)) scale_gradients(factor);
   }
 
   template <typename Factor>

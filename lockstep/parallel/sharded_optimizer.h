@@ -13,7 +13,7 @@
 // writes, everybody has. Elsewhere gradients travel to their owner and parameters back. The result
 // is bit for bit that of an all-reduce and a ReplicatedOptimizer (gloo and nccl: with two ranks).
 //
-// Constructing it puts the model's DDP into deferred mode: until step(), .grad is this rank's own.
+// It takes the gradients over from the model's reducer: until step(), .grad is this rank's own.
 // Clipping and loss scaling are options of step(), and reduce_now() shows averaged gradients.
 //
 // Construct, step, load and save on all ranks at the same point (they communicate). What one rank

@@ -17,7 +17,7 @@
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/deferred.h"
+#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::train {
@@ -125,7 +125,7 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model, std::uint64_t state
   facts.tune = run.world.any(run.arguments.tune.has_value());
   std::string unable;
   try {
-    parallel::Deferral(model.reducer()).check_deferrable();
+    model.reducer().gradients().check_hand_over();
   } catch (const UsageError& e) {
     unable = e.what();
   }
