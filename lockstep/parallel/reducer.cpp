@@ -175,7 +175,8 @@ void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
   if (change_.look()) reason = "the model was changed since the last synchronised backward";
   if (world_.size() > 1 && !may_record_)
-    reason = "whoever records it does not know of the other ranks (CapturedStepOptions::reducer)";
+    reason =
+        "whoever records it does not know of the other ranks (CapturedStepOptions::parallelism)";
   const auto sparse = [](const ModelParameter& p) { return p.sparse; };
   if (pass_.sync && options_.broadcast_buffers && model_.has_cpu_buffers())
     reason = "it has buffers on the CPU, which are broadcast";
@@ -538,9 +539,13 @@ void Reducer::set_recording(bool on) {
 parallel::GradientStore& Reducer::gradients() {
   return *impl_;
 }
+bool Reducer::reduces_in_backward() const {
+  return impl_->strategy_ == nullptr;
+}
 bool Reducer::scale_averages(double factor) {
-  if (impl_->strategy_ != nullptr) impl_->strategy_->scale_averages(factor);
-  return impl_->strategy_ != nullptr;
+  if (reduces_in_backward()) return false;
+  impl_->strategy_->scale_averages(factor);
+  return true;
 }
 std::uint64_t Reducer::layout() const {
   return impl_->layout_;

@@ -62,6 +62,7 @@ class Reducer {
   // For what reduces in this reducer's place (reduce_strategy.h). The step that follows multiplies
   // its averages by the factor; false: backward has averaged already, and .grad is to be scaled.
   parallel::GradientStore& gradients();
+  bool reduces_in_backward() const;
   bool scale_averages(double factor);
 
   const StepTiming& last_timing() const;
