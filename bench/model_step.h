@@ -19,6 +19,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/models/lora_config.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/task.h"
@@ -76,7 +77,7 @@ class ModelStep {
   ModelSettings settings_;
   c10::Device device_;
   Net net_;
-  std::optional<WrappedModel> wrapped_;
+  std::optional<DistributedDataParallel<std::shared_ptr<torch::nn::Module>>> wrapped_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<CapturedStep> captured_;
   std::function<void(Phase)> on_phase_;

@@ -15,6 +15,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
 

@@ -17,6 +17,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
 

@@ -15,7 +15,6 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
-#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
@@ -119,7 +118,7 @@ at::Tensor times(const at::Tensor& x, const Number& by) {
 }  // namespace
 
 struct Accumulation::Impl {
-  std::shared_ptr<Reducer> reducer;
+  std::shared_ptr<Parallelism> parallelism;
   std::vector<at::Tensor> parameters;
   AccumulationOptions options;
   Window last;
@@ -159,13 +158,13 @@ struct Accumulation::Impl {
     if (expected > 0) return;
     const auto mine = static_cast<double>(first);
     const bool alone = options.weights == WindowWeights::kOwnCounts;
-    expected = alone ? mine : std::max(1.0, reducer->world().max(mine));
+    expected = alone ? mine : std::max(1.0, parallelism->world().max(mine));
   }
 
   // What the whole window's count is expected to be over all ranks.
   double wanted(std::int64_t window_length) const {
     return expected * static_cast<double>(window_length) *
-           static_cast<double>(reducer->world().size());
+           static_cast<double>(parallelism->world().size());
   }
 
   // Of a micro-batch of a window of `window_length`, before which `before` was counted; the divisor
@@ -180,7 +179,7 @@ struct Accumulation::Impl {
       n.factor = divisor / n.seen;
       divisor = n.seen;
     }
-    const bool alone = reducer->world().size() == 1;  // otherwise the ranks' counts decide
+    const bool alone = parallelism->world().size() == 1;  // otherwise the ranks' counts decide
     if (options.weights == WindowWeights::kCounts && ends && alone && n.seen != 0)
       n.factor = wanted(window_length) / n.seen;
     n.weight = options.weights == WindowWeights::kBatches ? 1 / static_cast<double>(window_length)
@@ -191,7 +190,7 @@ struct Accumulation::Impl {
   void run_backward(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers,
                     bool ends) {
     const bool empty = micro.count == 0;
-    const bool alone = reducer->world().size() == 1 || !loss.requires_grad();
+    const bool alone = parallelism->world().size() == 1 || !loss.requires_grad();
     if (empty && alone && !ends) return;
     at::Tensor weighed =
         empty ? loss * 0.0
@@ -199,9 +198,7 @@ struct Accumulation::Impl {
     if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
     std::optional<FiniteBackward> finite;
     if (empty) finite.emplace(weighed);
-    std::optional<NoSync> local;
-    if (!ends) local.emplace(reducer);
-    weighed.backward();
+    parallelism->backward(weighed, /*last=*/ends);
   }
 
   void add_to_window(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers) {
@@ -242,7 +239,7 @@ struct Accumulation::Impl {
     last.batches = done;
     last.count = totals[0].to(at::kLong);
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
-    if (reducer->world().size() == 1) {
+    if (parallelism->world().size() == 1) {
       if (numbers.factor == 1) return;
       const Number factor = number(numbers, kFactor, micro);
       if (factor.device.defined())
@@ -264,7 +261,7 @@ struct Accumulation::Impl {
 
   // A sharded optimizer averages in its step, and rounds like this only if it multiplies after.
   void scale_averages(double factor) {
-    if (!parallel::Deferral(*reducer).scale(factor)) scale_gradients(factor);
+    if (!parallelism->scale_averages(factor)) scale_gradients(factor);
   }
 
   template <typename Factor>
@@ -304,20 +301,20 @@ struct Accumulation::Impl {
   }
 };
 
-Accumulation::Accumulation(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> parameters,
-                           AccumulationOptions options)
+Accumulation::Accumulation(std::shared_ptr<Parallelism> parallelism,
+                           std::vector<at::Tensor> parameters, AccumulationOptions options)
     : impl_(std::make_unique<Impl>()) {
   std::unordered_set<at::TensorImpl*> seen;
   for (auto& parameter : parameters)
     if (seen.insert(parameter.unsafeGetTensorImpl()).second)
       impl_->parameters.push_back(std::move(parameter));
-  agree_on(options, reducer->world(), parallel::refusal_of([&] {
+  agree_on(options, parallelism->world(), parallel::refusal_of([&] {
              check_options(options);
              if (!impl_->parameters.empty()) return;
              throw UsageError(
                  kWho, "there are no parameters to accumulate for. Pass model.parameters().");
            }));
-  impl_->reducer = std::move(reducer);
+  impl_->parallelism = std::move(parallelism);
   impl_->options = options;
   impl_->expected = options.expected_count;
 }
@@ -331,7 +328,7 @@ void Accumulation::begin_epoch(std::int64_t batches) {
                      "gradients would leak into it. End the window with last = true, or abandon() "
                      "it and call zero_grad().",
                      impl_->done, impl_->length);
-  World& world = impl_->reducer->world();
+  World& world = impl_->parallelism->world();
   if (world.size() > 1) {
     const double most = world.max(static_cast<double>(batches));
     const double least = world.min(static_cast<double>(batches));
@@ -372,15 +369,16 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     else
       self.scale_gradients(factor.host);
   }
-  // The reducer of a world of one has no buckets and sees no gradients.
-  const bool alone = self.reducer->world().size() == 1 && self.reducer->bucket_count() == 0;
+  // The reducer of a world of one has no buckets, and sees and counts no gradients.
+  const bool alone = self.parallelism->world().size() == 1 && self.parallelism->bucket_count() == 0;
   if (alone) ledger::add(ledger::Counter::kMicroBatches);
   at::Tensor totals;
   Work exchange;
   if (ends && counts) {
     // Under way while backward computes.
     totals = at::stack({self.seen_count(micro, numbers), self.loss_sum});
-    if (self.reducer->world().size() > 1) exchange = self.reducer->world().all_reduce(totals);
+    if (self.parallelism->world().size() > 1)
+      exchange = self.parallelism->world().all_reduce(totals);
   }
   try {
     self.run_backward(loss, micro, numbers, ends);

@@ -22,9 +22,9 @@
 // know the number also in the micro-batches of a window, but not in the number of windows; so this
 // is not for the inside of join().
 //
-// Works on a model with ShardedOptimizer too. Holds the model's reducer. One thread at a time; the
-// constructor, begin_epoch() and the backward that ends a window communicate, on all ranks
-// identically. Options that differ, or that one rank cannot take, are a UsageError on all.
+// Works with any Parallelism, and with ShardedOptimizer too. Holds the parallelism. One thread at a
+// time; the constructor, begin_epoch() and the backward that ends a window communicate, on all
+// ranks identically. Options that differ, or that one rank cannot take, are a UsageError on all.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,8 +78,8 @@ class Accumulation {
  public:
   template <typename Module>
   explicit Accumulation(DistributedDataParallel<Module>& model, AccumulationOptions options = {})
-      : Accumulation(model.reducer_ptr(), model.parameters(), options) {}
-  Accumulation(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> parameters,
+      : Accumulation(model.parallelism(), model.parameters(), options) {}
+  Accumulation(std::shared_ptr<Parallelism> parallelism, std::vector<at::Tensor> parameters,
                AccumulationOptions options = {});
   ~Accumulation();
   Accumulation(const Accumulation&) = delete;

@@ -52,6 +52,14 @@ Net make_net() {
   return net;
 }
 
+// For a list of one parameter, without a module.
+std::shared_ptr<Parallelism> of_one(const at::Tensor& weight, const World& world) {
+  return std::make_shared<DataParallel>(
+      std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}}, std::vector<NamedTensor>{},
+                                world),
+      DataParallel::NamedParameters{{"w", weight}});
+}
+
 // Gradients are sums of fewer than 100 products in double, so 100 roundings of 1.1e-16 each, in
 // values around one; the two sides differ only in their order.
 constexpr double kOrder = 1e-13;
@@ -183,9 +191,8 @@ TEST(Accumulation, AMeanOverNothingAddsNothing) {
 TEST(Accumulation, WhatIsNotANumberElsewhereStaysSo) {
   run_threads(2, [](World& world) {
     auto weight = at::ones({2}).set_requires_grad(true);
-    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
-                                             std::vector<NamedTensor>{}, world);
-    Accumulation accumulation{reducer, {weight}, {.steps = 2}};
+    const auto parallelism = of_one(weight, world);
+    Accumulation accumulation{parallelism, {weight}, {.steps = 2}};
     // A part of the graph that both micro-batches use: nothing of the first may stay on it.
     const auto common = weight.view({2, 1});
     const auto none = at::zeros({});
@@ -199,9 +206,9 @@ TEST(Accumulation, WhatIsNotANumberElsewhereStaysSo) {
 TEST(Accumulation, ABatchWithoutTargetsCountsAsZeroAmongEqualOnes) {
   run_threads(2, [](World& world) {
     auto weight = at::ones({2}).set_requires_grad(true);
-    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
-                                             std::vector<NamedTensor>{}, world);
-    Accumulation accumulation{reducer, {weight}, {.steps = 2, .weights = WindowWeights::kBatches}};
+    const auto parallelism = of_one(weight, world);
+    Accumulation accumulation{
+        parallelism, {weight}, {.steps = 2, .weights = WindowWeights::kBatches}};
     const auto loss = [&](double n) { return (weight * n).sum() / at::full({}, n); };
     EXPECT_FALSE(accumulation.backward(loss(4), {.count = 4}));
     const int n = world.rank() == 0 ? 4 : 0;
@@ -217,10 +224,9 @@ TEST(Accumulation, OwnCountsWeighWithinARankAndRanksEqually) {
   for (const bool none : {false, true}) {
     run_threads(2, [&](World& world) {
       auto weight = at::ones({2}).set_requires_grad(true);
-      auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
-                                               std::vector<NamedTensor>{}, world);
+      const auto parallelism = of_one(weight, world);
       Accumulation accumulation{
-          reducer, {weight}, {.steps = 2, .weights = WindowWeights::kOwnCounts}};
+          parallelism, {weight}, {.steps = 2, .weights = WindowWeights::kOwnCounts}};
       const bool first = world.rank() == 0;
       const std::int64_t counts[] = {first ? 3 : none ? 0 : 2, first ? 1 : none ? 0 : 6};
       EXPECT_FALSE(accumulation.backward(weight.sum(), {.count = counts[0]}));
@@ -353,9 +359,8 @@ TEST(Accumulation, NumbersMayBeTensors) {
 TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {
   run_threads(2, [](World& world) {
     auto weight = at::ones({2}).set_requires_grad(true);
-    auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
-                                             std::vector<NamedTensor>{}, world);
-    Accumulation accumulation{reducer, {weight}, {.steps = 4}};
+    const auto parallelism = of_one(weight, world);
+    Accumulation accumulation{parallelism, {weight}, {.steps = 4}};
     for (int epoch = 0; epoch < 2; ++epoch) {
       accumulation.begin_epoch(10);
       std::vector<int> steps;
@@ -384,9 +389,8 @@ TEST(Accumulation, SynchronisesAtTheEndAlone) {
        {WindowWeights::kCounts, WindowWeights::kBatches, WindowWeights::kOwnCounts}) {
     run_threads(2, [&](World& world) {
       auto weight = at::ones({2}).set_requires_grad(true);
-      auto reducer = std::make_shared<Reducer>(std::vector<NamedTensor>{{"w", weight}},
-                                               std::vector<NamedTensor>{}, world);
-      Accumulation accumulation{reducer, {weight}, {.steps = 4, .weights = weights}};
+      const auto parallelism = of_one(weight, world);
+      Accumulation accumulation{parallelism, {weight}, {.steps = 4, .weights = weights}};
       const auto loss = [&] { return (weight * (world.rank() == 0 ? 1.0 : 3.0)).sum(); };
       // The flag is not read in forward: this graph was made before the window began.
       const auto early = loss();
@@ -478,7 +482,7 @@ TEST(Accumulation, RefusesWhatItCannotWeigh) {
   // Losses and totals would be weighed against different numbers.
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = 0.5}); }),
               HasSubstr("expected_count = 0.5 is not a count"));
-  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.reducer_ptr(), {}); }),
+  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.parallelism(), {}); }),
               HasSubstr("there are no parameters"));
   Accumulation accumulation{model};
   EXPECT_THAT(message_of<UsageError>([&] { accumulation.backward(at::ones({2})); }),

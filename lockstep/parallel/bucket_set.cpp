@@ -234,10 +234,10 @@ Bucket BucketSet::for_hook(std::size_t index, const at::Tensor& flat) const {
   return view;
 }
 
-DeferredGradients BucketSet::for_optimizer() const {
-  DeferredGradients gradients;
+std::vector<GradientBucket> BucketSet::for_strategy() const {
+  std::vector<GradientBucket> views;
   for (const auto& bucket : buckets_) {
-    DeferredBucket& out = gradients.buckets.emplace_back();
+    GradientBucket& out = views.emplace_back();
     out.mine = bucket.flat;
     for (const auto& part : bucket.parts)
       out.parts.push_back(part.narrow(0, 0, bucket.flat.numel()));
@@ -245,7 +245,7 @@ DeferredGradients BucketSet::for_optimizer() const {
       out.slots.push_back({model_[parameter].name, parameter, model_[parameter].tensor,
                            slots_[parameter].tensor, offset});
   }
-  return gradients;
+  return views;
 }
 
 }  // namespace lockstep::parallel

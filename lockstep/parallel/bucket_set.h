@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "lockstep/parallel/bucket_plan.h"
-#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/model_tensors.h"
+#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep::parallel {
@@ -57,7 +57,7 @@ class BucketSet {
   void drop_saved();
 
   Bucket for_hook(std::size_t index, const at::Tensor& flat) const;  // with other gradients
-  DeferredGradients for_optimizer() const;
+  std::vector<GradientBucket> for_strategy() const;
 
  private:
   struct SlotState {

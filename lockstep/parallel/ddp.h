@@ -21,17 +21,13 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/options.h"
 #include "lockstep/parallel/reducer.h"
 
 namespace lockstep {
 
 namespace detail {
-
-std::vector<NamedTensor> named_parameters(const torch::nn::Module& module);
-std::vector<NamedTensor> named_buffers(const torch::nn::Module& module);
-// Adds the weights of sparse embeddings in `module` to the options.
-DdpOptions complete(DdpOptions options, const torch::nn::Module& module);
 
 // Lets a backward that reaches no parameter be noticed: passes every tensor of an output through
 // the reducer. Outputs of other types are returned as they are.
@@ -59,9 +55,8 @@ class DistributedDataParallel {
  public:
   DistributedDataParallel(Module module, World world, DdpOptions options = {})
       : module_(std::move(module)),
-        reducer_(std::make_shared<Reducer>(detail::named_parameters(*module_),
-                                           detail::named_buffers(*module_), std::move(world),
-                                           detail::complete(std::move(options), *module_))) {}
+        parallelism_(
+            std::make_shared<DataParallel>(*module_, std::move(world), std::move(options))) {}
 
   template <typename... Args>
   auto operator()(Args&&... args) {
@@ -69,7 +64,7 @@ class DistributedDataParallel {
     if constexpr (std::is_void_v<Output>) {
       module_->forward(std::forward<Args>(args)...);
     } else {
-      return detail::watch_output(*reducer_, module_->forward(std::forward<Args>(args)...));
+      return detail::watch_output(reducer(), module_->forward(std::forward<Args>(args)...));
     }
   }
   template <typename... Args>
@@ -84,30 +79,32 @@ class DistributedDataParallel {
   void eval() { module_->eval(); }
 
   // While the guard lives, backward accumulates locally. Guards nest.
-  [[nodiscard]] NoSync no_sync() { return NoSync(reducer_); }
+  [[nodiscard]] NoSync no_sync() { return NoSync(reducer_ptr()); }
 
   // Runs `body` (a loop of steps) where ranks may have different numbers of steps: a rank that is
   // done takes part in the others' reductions with zeros until all are, then takes the final model
   // of the last one. Collective.
   void join(const std::function<void()>& body, JoinOptions options = {}) {
-    reducer_->join(body, options);
+    reducer().join(body, options);
   }
 
-  void register_comm_hook(CommHook hook) { reducer_->register_comm_hook(std::move(hook)); }
+  void register_comm_hook(CommHook hook) { reducer().register_comm_hook(std::move(hook)); }
 
   // Throws CommError naming tensor and rank when parameters or buffers differ in any bit, and
   // UsageError where the parameters of a ShardedOptimizer were written outside its step().
   // Collective.
-  void verify_replicas() { reducer_->verify_replicas(); }
+  void verify_replicas() { reducer().verify_replicas(); }
 
-  const StepTiming& last_timing() const { return reducer_->last_timing(); }
-  Reducer& reducer() { return *reducer_; }
-  const std::shared_ptr<Reducer>& reducer_ptr() const { return reducer_; }
-  World& world() { return reducer_->world(); }
+  const StepTiming& last_timing() const { return reducer_ptr()->last_timing(); }
+  // For Accumulation, CapturedStep and others that work with any Parallelism.
+  const std::shared_ptr<DataParallel>& parallelism() const { return parallelism_; }
+  Reducer& reducer() { return *reducer_ptr(); }
+  const std::shared_ptr<Reducer>& reducer_ptr() const { return parallelism_->reducer(); }
+  World& world() { return parallelism_->world(); }
 
  private:
   Module module_;
-  std::shared_ptr<Reducer> reducer_;
+  std::shared_ptr<DataParallel> parallelism_;
 };
 
 }  // namespace lockstep

@@ -154,10 +154,10 @@ void ReducerImpl::start_pass() {
     close_pass();
   }
   // A pass that would not have synchronised is one of several before a step.
-  if (owner_ && owner_->on_backward && no_sync_depth_ == 0) owner_->on_backward();
+  if (strategy_ != nullptr && no_sync_depth_ == 0) strategy_->on_backward();
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
-  pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && !owner_);
+  pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && strategy_ == nullptr);
   pass_.recorded = world_.recording();
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
@@ -175,7 +175,8 @@ void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
   if (change_.look()) reason = "the model was changed since the last synchronised backward";
   if (world_.size() > 1 && !may_record_)
-    reason = "whoever records it does not know of the other ranks (CapturedStepOptions::reducer)";
+    reason =
+        "whoever records it does not know of the other ranks (CapturedStepOptions::parallelism)";
   const auto sparse = [](const ModelParameter& p) { return p.sparse; };
   if (pass_.sync && options_.broadcast_buffers && model_.has_cpu_buffers())
     reason = "it has buffers on the CPU, which are broadcast";
@@ -451,87 +452,73 @@ void ReducerImpl::shadow_pass() {
   }
 }
 
-// ---------------------------------------------------------------- in an optimizer's step
+// ---------------------------------------------------------------- with a strategy
 
-Deferral::Deferral(Reducer& reducer) : impl_(reducer.impl_) {}
-
-DeferredGradients Deferral::defer(DeferredOwner owner) {
-  if (impl_->owner_)
+std::vector<GradientBucket> ReducerImpl::hand_over(ReduceStrategy& strategy) {
+  if (strategy_ != nullptr)
     throw UsageError("ShardedOptimizer",
                      "this model already has a ShardedOptimizer. One per model; use groups for "
                      "different options.");
-  if (impl_->hook_)
+  if (hook_)
     throw UsageError("ShardedOptimizer",
                      "this model has a communication hook, which would never run: gradients are "
                      "reduced in step(). Leave the hook out, or use a replicated optimizer.");
-  if (impl_->join_.active())
+  if (join_.active())
     throw UsageError("ShardedOptimizer",
                      "it was made inside join(). Make it before, so that ranks that have run out "
                      "know of it.");
-  check_deferrable();
-  // A world of one has no buckets yet; the optimizer's pass needs them all the same.
-  if (impl_->passive_) impl_->plan_first();
-  impl_->passive_ = false;
-  impl_->owner_ = std::move(owner);
-  return impl_->buckets_.for_optimizer();
+  check_hand_over();
+  // A world of one has no buckets yet; the strategy needs them all the same.
+  if (passive_) plan_first();
+  passive_ = false;
+  strategy_ = &strategy;
+  return buckets_.for_strategy();
 }
 
-void Deferral::check_deferrable() const {
-  for (const auto& p : impl_->model_.parameters()) {
+void ReducerImpl::check_hand_over() const {
+  for (const auto& p : model_.parameters()) {
     if (p.sparse)
       throw UsageError("ShardedOptimizer",
                        "parameter '{}' has sparse gradients, which are not summed in step(). Make "
                        "the embedding dense, or use a replicated optimizer.",
                        p.name);
   }
-  impl_->change_.check_unchanged("the model was wrapped");
+  change_.check_unchanged("the model was wrapped");
   check_own_memory();
 }
 
-bool Deferral::scale(double factor) {
-  if (impl_->owner_) impl_->owner_->scale(factor);
-  return impl_->owner_.has_value();
+void ReducerImpl::take_back() {
+  strategy_ = nullptr;
+  pass_.drop_used();
 }
 
-void Deferral::resume() {
-  impl_->owner_.reset();
-  impl_->pass_.drop_used();
-}
-
-DeferredStep Deferral::begin_step(bool has_inputs) {
+StepTurn ReducerImpl::begin_step(bool has_inputs) {
   // A rank without inputs has exchanged already, to learn that there is a step.
-  if (impl_->join_.active() && has_inputs) impl_->join_.exchange(true);
-  return {impl_->join_.divisor(), impl_->join_.root(), impl_->join_.active()};
+  if (join_.active() && has_inputs) join_.exchange(true);
+  return {join_.divisor(), join_.root(), join_.active()};
 }
 
-void Deferral::end_step(bool has_inputs) {
-  if (impl_->options_.broadcast_buffers)
-    impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
-  impl_->pass_.drop_used();
-  ++impl_->pass_.step;
-  if (impl_->world_.size() == 1 || !has_inputs) return;
+void ReducerImpl::end_step(bool has_inputs) {
+  if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
+  pass_.drop_used();
+  ++pass_.step;
+  if (world_.size() == 1 || !has_inputs) return;
   ledger::add(ledger::Counter::kSynchronisedPasses);
-  ledger::add(ledger::Counter::kBuckets, impl_->buckets_.size());
-  for (std::size_t i = 0; i < impl_->buckets_.size(); ++i)
-    ledger::add(ledger::Counter::kReducedBytes, impl_->buckets_[i].flat.nbytes());
+  count_buckets();
 }
 
-bool Deferral::joining() const {
-  return impl_->join_.active();
+void ReducerImpl::count_buckets() const {
+  ledger::add(ledger::Counter::kBuckets, buckets_.size());
+  for (std::size_t i = 0; i < buckets_.size(); ++i)
+    ledger::add(ledger::Counter::kReducedBytes, buckets_[i].flat.nbytes());
 }
-void Deferral::check_unchanged() const {
-  impl_->change_.check_unchanged("the optimizer was made");
-}
-void Deferral::check_all_used() const {
-  const ReducerImpl& impl = *impl_;
-  if (impl.options_.find_unused_parameters || impl.options_.static_graph) return;
+
+void ReducerImpl::check_all_used() const {
+  if (options_.find_unused_parameters || options_.static_graph) return;
   std::vector<std::size_t> without;
-  for (std::size_t i = 0; i < impl.model_.size(); ++i)
-    if (impl.change_.trained(i) && !impl.model_[i].tensor.grad().defined()) without.push_back(i);
-  if (!without.empty()) impl.pass_.refuse_missing(impl.world_.rank(), without);
-}
-void Deferral::check_own_memory() const {
-  impl_->model_.check_own_memory();
+  for (std::size_t i = 0; i < model_.size(); ++i)
+    if (change_.trained(i) && !model_[i].tensor.grad().defined()) without.push_back(i);
+  if (!without.empty()) pass_.refuse_missing(world_.rank(), without);
 }
 
 }  // namespace parallel
@@ -545,6 +532,20 @@ Reducer::~Reducer() = default;
 
 void Reducer::set_sync(bool on) {
   impl_->no_sync_depth_ += on ? -1 : 1;
+}
+void Reducer::set_recording(bool on) {
+  impl_->may_record_ = on;
+}
+parallel::GradientStore& Reducer::gradients() {
+  return *impl_;
+}
+bool Reducer::reduces_in_backward() const {
+  return impl_->strategy_ == nullptr;
+}
+bool Reducer::scale_averages(double factor) {
+  if (reduces_in_backward()) return false;
+  impl_->strategy_->scale_averages(factor);
+  return true;
 }
 std::uint64_t Reducer::layout() const {
   return impl_->layout_;
@@ -563,10 +564,7 @@ void Reducer::count_replayed(bool synchronised) {
   ledger::add(ledger::Counter::kSynchronisedPasses);
   ledger::add(ledger::Counter::kUpdates);
   impl_->versions_before_ = -1;
-  for (std::size_t i = 0; i < impl_->buckets_.size(); ++i) {
-    ledger::add(ledger::Counter::kBuckets);
-    ledger::add(ledger::Counter::kReducedBytes, impl_->buckets_[i].flat.nbytes());
-  }
+  impl_->count_buckets();
   ++impl_->pass_.step;
 }
 
@@ -592,7 +590,7 @@ void Reducer::register_comm_hook(CommHook hook) {
     throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
   if (impl_->hook_)
     throw UsageError("reducer", "a communication hook is already registered. One per model.");
-  if (impl_->owner_)
+  if (impl_->strategy_ != nullptr)
     throw UsageError("reducer",
                      "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
                      "where no communication hook runs. Use a replicated optimizer with hooks.");
@@ -605,7 +603,7 @@ void Reducer::set_bucket_cap_mb(std::optional<double> mb) {
     throw UsageError("reducer",
                      "set_bucket_cap_mb was called during backward, or after one that did not "
                      "finish. Call it between steps.");
-  if (impl.owner_)
+  if (impl.strategy_ != nullptr)
     throw UsageError("reducer",
                      "the bucket size cannot be changed: this model's gradients are reduced by a "
                      "ShardedOptimizer, in one pass of its step() and not bucket by bucket during "
@@ -623,14 +621,15 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   } const end{impl_->join_};
   body();
   while (impl_->join_.exchange(false)) {
-    if (impl_->owner_ && impl_->owner_->idle_step) {
-      impl_->owner_->idle_step();
+    if (impl_->strategy_ != nullptr) {
+      impl_->strategy_->idle_step();
     } else {
       impl_->shadow_pass();
     }
   }
   // With a ShardedOptimizer parameters are equal after every step, or the same memory.
-  if (impl_->owner_) return impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
+  if (impl_->strategy_ != nullptr)
+    return impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
   impl_->model_.broadcast(impl_->world_, impl_->join_.root());
 }
 
@@ -642,8 +641,8 @@ void Reducer::verify_replicas() {
 void Reducer::verify_parameters() {
   parallel::Check check{.component = "ddp", .what = "verify_replicas()"};
   // Memory that all ranks map is always equal, whoever wrote it.
-  if (impl_->owner_ && impl_->owner_->check_written)
-    check.refusal = parallel::refusal_of(impl_->owner_->check_written);
+  if (impl_->strategy_ != nullptr)
+    check.refusal = parallel::refusal_of([&] { impl_->strategy_->check_written(); });
   parallel::require_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
 }
 
@@ -653,10 +652,10 @@ void Reducer::verify_buffers() {
 }
 
 RecordedPasses::RecordedPasses(Reducer& reducer) : reducer_(reducer) {
-  reducer_.impl_->may_record_ = true;
+  reducer_.set_recording(true);
 }
 RecordedPasses::~RecordedPasses() {
-  reducer_.impl_->may_record_ = false;
+  reducer_.set_recording(false);
 }
 
 NoSync::NoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {

@@ -28,7 +28,7 @@
 namespace lockstep {
 
 namespace parallel {
-class Deferral;
+class GradientStore;
 class ReducerImpl;
 }  // namespace parallel
 
@@ -59,15 +59,21 @@ class Reducer {
   bool settled() const;
   void count_replayed(bool synchronised);
 
+  // For what reduces in this reducer's place (reduce_strategy.h). The step that follows multiplies
+  // its averages by the factor; false: backward has averaged already, and .grad is to be scaled.
+  parallel::GradientStore& gradients();
+  bool reduces_in_backward() const;
+  bool scale_averages(double factor);
+
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;
   World& world();
 
  private:
-  friend class NoSync;
+  friend class NoSync;  // the two guards below, which pair these calls
   friend class RecordedPasses;
-  friend class parallel::Deferral;
   void set_sync(bool on);
+  void set_recording(bool on);
 
   std::shared_ptr<parallel::ReducerImpl> impl_;
 };

@@ -19,17 +19,18 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/change_detector.h"
-#include "lockstep/parallel/deferred.h"
 #include "lockstep/parallel/hook_set.h"
 #include "lockstep/parallel/join_session.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/pass_end.h"
 #include "lockstep/parallel/pass_state.h"
+#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer.h"
 
 namespace lockstep::parallel {
 
 class ReducerImpl final : public BackwardListener,
+                          public GradientStore,
                           public std::enable_shared_from_this<ReducerImpl> {
  public:
   ReducerImpl(World world, DdpOptions options)
@@ -39,16 +40,24 @@ class ReducerImpl final : public BackwardListener,
 
   void on_gradient(std::size_t parameter, const at::Tensor& arrived) override;
   at::Tensor free_slot(std::size_t parameter) override;
-  bool gradients_are_local() const override { return owner_.has_value(); }
+  bool gradients_are_local() const override { return strategy_ != nullptr; }
   void on_watched_backward() override;
   void on_backward_end() override;
   void on_backward_abandoned() override;
   void on_outer_backward() override;
 
+  std::vector<GradientBucket> hand_over(ReduceStrategy& strategy) override;
+  void check_hand_over() const override;
+  void take_back() override;
+  StepTurn begin_step(bool has_inputs) override;
+  void end_step(bool has_inputs) override;
+  bool joining() const override { return join_.active(); }
+  void check_unchanged() const override { change_.check_unchanged("the optimizer was made"); }
+  void check_all_used() const override;
+  void check_own_memory() const override { model_.check_own_memory(); }
+
  private:
-  friend class lockstep::Reducer;
-  friend class lockstep::RecordedPasses;
-  friend class Deferral;
+  friend class lockstep::Reducer;  // the handle of this one
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
   BucketLimits limits_for(std::optional<double> bucket_cap_mb) const;
@@ -65,6 +74,7 @@ class ReducerImpl final : public BackwardListener,
   void launch(std::size_t index);
   void finalize();
   void count_pass() const;
+  void count_buckets() const;
   void count_update();
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
@@ -88,7 +98,7 @@ class ReducerImpl final : public BackwardListener,
   bool passive_ = false;      // a world of one: nothing to reduce
   bool overlap_ = true;       // buckets are sent while backward runs
   bool rebuilt_ = false;      // the plan follows the observed order
-  bool may_record_ = false;   // RecordedPasses
+  bool may_record_ = false;   // set_recording
   std::uint64_t layout_ = 0;  // plans made
   int no_sync_depth_ = 0;
   std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
@@ -96,7 +106,7 @@ class ReducerImpl final : public BackwardListener,
   BucketLimits limits_;
   std::vector<std::size_t> order_;  // of the plan
   CommHook hook_;
-  std::optional<DeferredOwner> owner_;  // a ShardedOptimizer, which reduces in its step
+  ReduceStrategy* strategy_ = nullptr;  // null: buckets are reduced in backward
 };
 
 }  // namespace lockstep::parallel

@@ -197,7 +197,7 @@ TEST(BucketSet, RefusesGradientsOfTheOtherKind) {
   EXPECT_TRUE(model[1].tensor.grad().is_same(sparse));
 }
 
-TEST(BucketSet, AHookAndAnOptimizerSeeTheSlots) {
+TEST(BucketSet, AHookAndAStrategySeeTheSlots) {
   World alone;
   const auto model = model_of({trained({5}), trained({6, 2})});
   BucketSet buckets(alone, model, /*views=*/true);
@@ -210,12 +210,12 @@ TEST(BucketSet, AHookAndAnOptimizerSeeTheSlots) {
   EXPECT_TRUE(view.parameters[0].is_same(model[1].tensor));
   EXPECT_TRUE(at::equal(view.gradients[0], at::full({6, 2}, -2.f)));
   EXPECT_TRUE(at::equal(view.gradients[1], at::full({5}, -1.f)));
-  const auto all = buckets.for_optimizer();
-  ASSERT_EQ(all.buckets.size(), 1u);
-  for (const DeferredSlot& slot : all.buckets[0].slots) {
+  const auto all = buckets.for_strategy();
+  ASSERT_EQ(all.size(), 1u);
+  for (const GradientSlot& slot : all[0].slots) {
     EXPECT_TRUE(slot.gradient.is_same(buckets.slot(slot.index)));
     EXPECT_EQ(slot.gradient.const_data_ptr(),
-              all.buckets[0].mine.narrow(0, slot.offset, 1).const_data_ptr());
+              all[0].mine.narrow(0, slot.offset, 1).const_data_ptr());
   }
 }
 

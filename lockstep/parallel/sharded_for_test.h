@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
 

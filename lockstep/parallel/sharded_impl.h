@@ -12,14 +12,14 @@
 #include <vector>
 
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/deferred.h"
+#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_layout.h"
 
 namespace lockstep::parallel {
 
-class ShardedImpl {
+class ShardedImpl final : public ReduceStrategy {
  public:
   static constexpr const char* kComponent = "ShardedOptimizer";
 
@@ -27,18 +27,22 @@ class ShardedImpl {
   ShardedImpl(std::shared_ptr<Reducer> reducer, const std::vector<optim::ParamGroup>& groups,
               std::vector<optim::Rule>& options);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
-  ~ShardedImpl();
+  ~ShardedImpl() override;
   ShardedImpl(const ShardedImpl&) = delete;
   ShardedImpl& operator=(const ShardedImpl&) = delete;
 
   optim::StepResult step(const optim::StepOptions& wanted);
-  void idle_step();  // of a rank that has run out of inputs, in a join
   void zero_grad();
   void reduce_now();
   void sync_from_model();
   optim::TensorDict state_dict(bool wanted);
   void load_state_dict(const optim::TensorDict& state);
   std::int64_t state_bytes() const;
+
+  void on_backward() override;
+  void idle_step() override;
+  void check_written() const override;
+  void scale_averages(double factor) override { window_scale_ = factor; }
 
  private:
   // Of a step, the same on all ranks.
@@ -121,7 +125,7 @@ class ShardedImpl {
   void bind_parameters();
   void synchronize_ranks();
   void check_gradients() const;
-  Outcome take_step(const DeferredStep& how);
+  Outcome take_step(const StepTurn& how);
   template <typename Body>
   void each_setting(const Body& body);
   std::vector<double> settings();
@@ -140,9 +144,8 @@ class ShardedImpl {
   void take_prints();
   const Member* find_written() const;
   void check_parameters() const;
-  void check_written() const;
+  void check_versions() const;
   void check_prints() const;
-  void on_backward();
   void return_parameters();
   std::vector<optim::StateSpec> state_of(const Member& member) const;
   optim::TensorDict gather_state(bool wanted);
@@ -160,12 +163,12 @@ class ShardedImpl {
   void exchange_pieces(const Domain& domain, const Pieces& pieces, const std::vector<bool>& to);
 
   std::shared_ptr<Reducer> reducer_;
-  Deferral deferral_{*reducer_};
+  GradientStore& store_{reducer_->gradients()};
   World world_;
   std::vector<optim::Rule>& options_;  // by group
   std::vector<std::string> rules_;     // their names when this was made
   Settings settings_;
-  DeferredGradients deferred_;
+  std::vector<GradientBucket> buckets_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map
   bool reduced_ = false;      // reduce_now() has averaged the gradients
   bool idle_ = false;         // this rank has run out of inputs

@@ -20,9 +20,9 @@ namespace parallel {
 
 namespace {
 
-bool is_shared(const std::vector<DeferredBucket>& buckets) {
+bool is_shared(const std::vector<GradientBucket>& buckets) {
   return std::all_of(buckets.begin(), buckets.end(),
-                     [](const DeferredBucket& bucket) { return !bucket.parts.empty(); });
+                     [](const GradientBucket& bucket) { return !bucket.parts.empty(); });
 }
 
 // Reads or sets a bool as a number.
@@ -59,19 +59,12 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
       options_(options),
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
   for (const optim::Rule& rule : options_) rules_.emplace_back(rule->name());
-  bool deferring = false;
+  bool has_gradients = false;
   try {
     agree_on_making(refusal_of([&] {
       check_options();
-      deferred_ = deferral_.defer({.idle_step = [this] { idle_step(); },
-                                   .on_backward = [this] { on_backward(); },
-                                   .check_written =
-                                       [this] {
-                                         check_written();
-                                         check_prints();
-                                       },
-                                   .scale = [this](double factor) { window_scale_ = factor; }});
-      deferring = true;
+      buckets_ = store_.hand_over(*this);
+      has_gradients = true;
       collect_members(groups);
     }));
     make_domains();
@@ -80,7 +73,7 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
     remember_parameters();
     take_prints();
   } catch (...) {
-    if (deferring) deferral_.resume();  // it may be another optimizer's
+    if (has_gradients) store_.take_back();  // otherwise another optimizer may have them
     throw;
   }
 }
@@ -121,7 +114,7 @@ void ShardedImpl::refuse_difference(const Check& check, const std::string& text)
 
 ShardedImpl::~ShardedImpl() {
   try {
-    deferral_.resume();  // before anything that can fail: it would continue asking this one
+    store_.take_back();  // before anything that can fail: it would continue asking this one
     const torch::NoGradGuard no_grad;
     for (auto& member : members_)
       if (shared_ && member.tensor.const_data_ptr() == member.data)
@@ -161,8 +154,8 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
     return found;
   };
   std::vector<std::string> skipped;
-  for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
-    for (const auto& slot : deferred_.buckets[b].slots) {
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    for (const auto& slot : buckets_[b].slots) {
       const auto group = group_of(slot.parameter);
       if (!group) {
         skipped.push_back(slot.name);
@@ -255,23 +248,23 @@ void ShardedImpl::make_domains() {
 // such memory, this rank's own elsewhere.
 void ShardedImpl::bind_parameters() {
   const torch::NoGradGuard no_grad;
-  shared_ = is_shared(deferred_.buckets);
+  shared_ = is_shared(buckets_);
   std::vector<at::Tensor> flats;
   if (shared_) {
     std::vector<std::int64_t> bytes;
-    for (const auto& bucket : deferred_.buckets)
+    for (const auto& bucket : buckets_)
       bytes.push_back((static_cast<std::int64_t>(bucket.mine.nbytes()) + 63) / 64 * 64);
     const PartOffsets offsets = spread_over_parts(bytes, world_.size());
     const auto parts = world_.symmetric({offsets.part_size}, at::kByte);
-    for (std::size_t b = 0; b < deferred_.buckets.size(); ++b) {
-      const auto& bucket = deferred_.buckets[b];
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      const auto& bucket = buckets_[b];
       const PartOffset& offset = offsets.places[b];
       flats.push_back(parts[static_cast<std::size_t>(offset.part)]
                           .narrow(0, offset.offset, static_cast<std::int64_t>(bucket.mine.nbytes()))
                           .view(bucket.mine.scalar_type()));
     }
   } else {
-    for (const auto& bucket : deferred_.buckets) flats.push_back(at::zeros_like(bucket.mine));
+    for (const auto& bucket : buckets_) flats.push_back(at::zeros_like(bucket.mine));
   }
   std::vector<at::Tensor> places;
   for (auto& member : members_) {
@@ -304,7 +297,7 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
                .window_scale = window_scale_,
                .want_grad_norm = wanted.want_grad_norm,
                .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
-  const Outcome outcome = take_step(deferral_.begin_step(/*has_inputs=*/true));
+  const Outcome outcome = take_step(store_.begin_step(/*has_inputs=*/true));
   if (scaler != nullptr) {
     scaler->record_step(this, outcome.skipped);
     scaler->update();
@@ -320,7 +313,7 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
 void ShardedImpl::idle_step() {
   idle_ = true;  // the settings are the others' from here on
   zero_grad();   // what a backward without a step has left is not theirs
-  take_step(deferral_.begin_step(/*has_inputs=*/false));
+  take_step(store_.begin_step(/*has_inputs=*/false));
 }
 
 // Every setting, of the step (group -1) and of each group's options, in one order on all ranks.
@@ -357,7 +350,7 @@ void ShardedImpl::share_settings(int root) {
   each_setting([&](std::string_view, int, double& number) { number = *next++; });
 }
 
-ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
+ShardedImpl::Outcome ShardedImpl::take_step(const StepTurn& how) {
   const torch::NoGradGuard no_grad;
   divisor_ = how.divisor;
   if (how.joining) share_settings(how.root);
@@ -395,7 +388,7 @@ ShardedImpl::Outcome ShardedImpl::take_step(const DeferredStep& how) {
   window_scale_ = 1;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
   remember_parameters();
-  deferral_.end_step(/*has_inputs=*/!idle_);
+  store_.end_step(/*has_inputs=*/!idle_);
   return outcome;
 }
 
@@ -460,7 +453,7 @@ at::Tensor ShardedImpl::no_refusal() const {
 // there in their step(), and learn it. In a join other exchanges come before, and under
 // LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
-  if (world_.size() == 1 || announced_ || debug_ || deferral_.joining()) return;
+  if (world_.size() == 1 || announced_ || debug_ || store_.joining()) return;
   const at::Tensor flags = no_refusal();
   *flags.mutable_data_ptr<std::uint8_t>() = 1;
   try {
@@ -474,11 +467,11 @@ void ShardedImpl::announce(const std::exception_ptr& refusal) {
 std::exception_ptr ShardedImpl::find_refusal() const {
   return refusal_of([this] {
     check_options();
-    deferral_.check_unchanged();
+    store_.check_unchanged();
     check_parameters();
     check_prints();
     check_gradients();
-    if (world_.size() > 1 && !idle_) deferral_.check_all_used();
+    if (world_.size() > 1 && !idle_) store_.check_all_used();
   });
 }
 
@@ -508,14 +501,14 @@ void ShardedImpl::zero_grad() {
 void ShardedImpl::reduce_now() {
   const torch::NoGradGuard no_grad;
   if (reduced_) return;
-  if (deferral_.joining())
+  if (store_.joining())
     throw UsageError(kComponent,
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
   idle_ = false;
   settings_ = {.window_scale = window_scale_};
   agree_on_gradients();
-  for (auto& bucket : deferred_.buckets) {
+  for (auto& bucket : buckets_) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
     if (window_scale_ != 1) bucket.mine.mul_(window_scale_);
   }

@@ -13,7 +13,7 @@
 // writes, everybody has. Elsewhere gradients travel to their owner and parameters back. The result
 // is bit for bit that of an all-reduce and a ReplicatedOptimizer (gloo and nccl: with two ranks).
 //
-// Constructing it puts the model's DDP into deferred mode: until step(), .grad is this rank's own.
+// It takes the gradients over from the model's reducer: until step(), .grad is this rank's own.
 // Clipping and loss scaling are options of step(), and reduce_now() shows averaged gradients.
 //
 // Construct, step, load and save on all ranks at the same point (they communicate). What one rank
@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/reducer.h"
 
 namespace lockstep {
 
@@ -41,12 +41,15 @@ class ShardedImpl;
 
 class ShardedOptimizer final : public optim::Optimizer {
  public:
-  template <typename Module>
-  ShardedOptimizer(DistributedDataParallel<Module>& model, optim::Rule options)
+  // A DistributedDataParallel model.
+  template <typename Model>
+    requires requires(Model& model) { model.reducer_ptr(), model.parameters(); }
+  ShardedOptimizer(Model& model, optim::Rule options)
       : ShardedOptimizer(model.reducer_ptr(), {{model.parameters(), std::move(options)}}) {}
   // Together the groups hold all trainable parameters of the model.
-  template <typename Module>
-  ShardedOptimizer(DistributedDataParallel<Module>& model, std::vector<optim::ParamGroup> groups)
+  template <typename Model>
+    requires requires(Model& model) { model.reducer_ptr(), model.parameters(); }
+  ShardedOptimizer(Model& model, std::vector<optim::ParamGroup> groups)
       : ShardedOptimizer(model.reducer_ptr(), std::move(groups)) {}
   ShardedOptimizer(std::shared_ptr<Reducer> reducer, std::vector<optim::ParamGroup> groups);
   ~ShardedOptimizer() override;

@@ -84,7 +84,7 @@ const ShardedImpl::Member* ShardedImpl::find_written() const {
   return nullptr;
 }
 
-void ShardedImpl::check_written() const {
+void ShardedImpl::check_versions() const {
   if (const Member* member = find_written())
     throw UsageError(
         kComponent,
@@ -103,7 +103,12 @@ void ShardedImpl::check_parameters() const {
                        "every rank call sync_from_model().",
                        member.name);
   }
-  check_written();
+  check_versions();
+}
+
+void ShardedImpl::check_written() const {
+  check_versions();
+  check_prints();
 }
 
 // A single write is left to step(), where all ranks refuse it together. Who writes again after
@@ -134,8 +139,8 @@ void ShardedImpl::sync_from_model() {
   synchronize_ranks();  // what is shared has been written by now
   const Check check{
       .component = kComponent, .what = "sync_from_model()", .refusal = refusal_of([this] {
-                                                              deferral_.check_unchanged();
-                                                              deferral_.check_own_memory();
+                                                              store_.check_unchanged();
+                                                              store_.check_own_memory();
                                                             })};
   Fingerprints fingerprints;
   for (const auto& member : members_) fingerprints.add(member.name, member.tensor);

@@ -112,7 +112,7 @@ void ShardedImpl::find_pieces() {
   for (auto& domain : domains_) {
     for (auto& owned : domain.owned) {
       const Member& member = members_[owned.piece.parameter];
-      const auto& bucket = deferred_.buckets[member.bucket];
+      const auto& bucket = buckets_[member.bucket];
       const std::int64_t begin = member.offset + owned.piece.begin;
       owned.mine = bucket.mine.narrow(0, begin, owned.piece.count);
       owned.param = member.flat.narrow(0, owned.piece.begin, owned.piece.count);
@@ -131,8 +131,8 @@ void ShardedImpl::bring_gradients(Domain& domain) {
     std::vector<at::Tensor> pieces{at::empty({0}, at::dtype(domain.dtype).device(domain.device))};
     for (const Piece& piece : share) {
       const Member& member = members_[piece.parameter];
-      pieces.push_back(deferred_.buckets[member.bucket].mine.narrow(0, member.offset + piece.begin,
-                                                                    piece.count));
+      pieces.push_back(
+          buckets_[member.bucket].mine.narrow(0, member.offset + piece.begin, piece.count));
     }
     outgoing.push_back(at::cat(pieces));
   }

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -80,20 +80,19 @@ std::string tuning_text(const std::vector<BucketTrial>& trials, std::size_t best
                     trials[best].cap ? cap_text(trials[best].cap) : "null");
 }
 
-std::unique_ptr<BucketTuner> BucketTuner::make(RunContext& run, Reducer& reducer,
-                                               std::int64_t steps_left) {
+std::unique_ptr<BucketTuner> BucketTuner::make(RunContext& run, std::int64_t steps_left) {
   const auto without = [&](const std::string& why) {
     if (run.world.is_leader()) log::warning("trainer", "tune: bucket_cap_mb is not tuned: {}", why);
     return nullptr;
   };
   if (run.world.size() == 1) return without("one rank averages nothing.");
-  if (run.arguments.shard_optimizer == "auto" &&
-      dynamic_cast<const ShardedOptimizer*>(run.optimizer) != nullptr)
-    return without(
-        "ranks that share memory average gradients in the sharded optimizer's step, without "
-        "buckets. To measure the replicated one, set shard_optimizer: false.");
   const BucketCap as_set = run.arguments.ddp_bucket_cap_mb;
-  reducer.set_bucket_cap_mb(as_set);  // refuses what cannot be changed
+  try {
+    run.parallelism->set_bucket_cap_mb(as_set);
+  } catch (const UsageError& e) {
+    if (run.arguments.shard_optimizer != "auto") throw;
+    return without(e.what());
+  }
   const std::int64_t bytes = gradient_bytes(*run.task.module);
   auto caps = bucket_candidates(bytes, as_set);
   if (caps.empty())
@@ -104,12 +103,11 @@ std::unique_ptr<BucketTuner> BucketTuner::make(RunContext& run, Reducer& reducer
     return without(fmt::format("{} sizes need {} steps and {} are left. Raise max_steps.",
                                caps.size(), kFirstSteps + round, steps_left));
   return std::unique_ptr<BucketTuner>(
-      new BucketTuner(run, reducer, std::move(caps), static_cast<int>(rounds)));
+      new BucketTuner(run, std::move(caps), static_cast<int>(rounds)));
 }
 
-BucketTuner::BucketTuner(RunContext& run, Reducer& reducer, std::vector<BucketCap> caps, int rounds)
+BucketTuner::BucketTuner(RunContext& run, std::vector<BucketCap> caps, int rounds)
     : run_(run),
-      reducer_(reducer),
       times_ms_(caps.size()),
       turns_left_(rounds * static_cast<int>(caps.size())),
       uncounted_(kFirstSteps + 1) {
@@ -133,7 +131,7 @@ void BucketTuner::begin_step() {
 void BucketTuner::begin_turn(std::size_t trial) {
   trial_ = trial;
   uncounted_ = 1;
-  reducer_.set_bucket_cap_mb(trials_[trial].cap);
+  run_.parallelism->set_bucket_cap_mb(trials_[trial].cap);
 }
 
 bool BucketTuner::end_step() {
@@ -144,7 +142,7 @@ bool BucketTuner::end_step() {
   }
   auto& times = times_ms_[trial_];
   times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - began_).count());
-  trials_[trial_].buckets = reducer_.bucket_count();
+  trials_[trial_].buckets = run_.parallelism->bucket_count();
   if (times.size() % kStepsPerTurn != 0) return false;
   if (--turns_left_ == 0) {
     choose();

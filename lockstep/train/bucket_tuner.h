@@ -6,14 +6,14 @@
 // takes the median of its own times, one exchange takes the slowest rank's of each size, and all
 // choose by that.
 //
-//   auto tuner = BucketTuner::make(run, model.reducer(), /*steps_left=*/1000);
+//   auto tuner = BucketTuner::make(run, /*steps_left=*/1000);
 //   if (tuner) tuner->begin_step();
 //   ...                                              // backward and optimizer step
 //   if (tuner && tuner->end_step()) tuner.reset();   // it has chosen
 //
 // Where a gradient lies does not change its average over two ranks, nor over ranks that share
 // memory; gloo and nccl add those of three and more ranks in an order that depends on it.
-// end_step() is a collective. One thread; run and reducer outlive it.
+// end_step() is a collective. One thread; run outlives it.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/reducer.h"
 #include "lockstep/train/run_context.h"
 
 namespace lockstep::train {
@@ -49,9 +48,8 @@ std::string tuning_text(const std::vector<BucketTrial>& trials, std::size_t best
 class BucketTuner {
  public:
   // Nothing, with a log line that says why, where there is nothing to measure or too few steps are
-  // left. Throws UsageError where a ShardedOptimizer was asked for.
-  static std::unique_ptr<BucketTuner> make(RunContext& run, Reducer& reducer,
-                                           std::int64_t steps_left);
+  // left. Throws UsageError where something was asked for that has no buckets to change.
+  static std::unique_ptr<BucketTuner> make(RunContext& run, std::int64_t steps_left);
 
   void begin_step();
   bool end_step();  // true: it has chosen, and said what
@@ -59,13 +57,12 @@ class BucketTuner {
  private:
   using Clock = std::chrono::steady_clock;
 
-  BucketTuner(RunContext& run, Reducer& reducer, std::vector<BucketCap> caps, int rounds);
+  BucketTuner(RunContext& run, std::vector<BucketCap> caps, int rounds);
   void wait_for_device() const;
   void begin_turn(std::size_t trial);
   void choose();
 
   RunContext& run_;
-  Reducer& reducer_;
   std::vector<BucketTrial> trials_;
   std::vector<std::vector<double>> times_ms_;  // one list per size
   int turns_left_;

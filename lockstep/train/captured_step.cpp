@@ -23,7 +23,7 @@
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/parallel/reducer.h"
+#include "lockstep/parallel/parallelism.h"
 
 namespace lockstep {
 namespace {
@@ -108,9 +108,9 @@ struct CapturedStep::Impl {
     int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};          // the parameters' gradients, as the function leaves them
-    std::vector<Place> places{};  // the parameters' places before it runs
-    std::uint64_t layout = 0;     // the reducer's layout
+    Tensors gradients{};          // of the parameters, as the function leaves them
+    std::vector<Place> places{};  // of the parameters, before it
+    std::uint64_t layout = 0;     // of the gradients
   };
 
   optim::Optimizer& optimizer;
@@ -127,10 +127,12 @@ struct CapturedStep::Impl {
   std::string unavailable{};
 
   c10::Device device() const { return parameters.front().device(); }
-  bool shared() const { return options.reducer != nullptr && options.reducer->world().size() > 1; }
-  World& world() const { return options.reducer->world(); }
+  bool shared() const {
+    return options.parallelism != nullptr && options.parallelism->world().size() > 1;
+  }
+  World& world() const { return options.parallelism->world(); }
   std::uint64_t layout() const {
-    return options.reducer != nullptr ? options.reducer->layout() : 0;
+    return options.parallelism != nullptr ? options.parallelism->layout() : 0;
   }
   Place place_of(const at::Tensor& parameter) const {
     const at::Tensor& gradient = parameter.grad();
@@ -138,15 +140,16 @@ struct CapturedStep::Impl {
             parameter.requires_grad()};
   }
 
-  // A graph that was recorded without a reducer has no collectives, so ranks would silently
-  // diverge. Checked in every call, because a model may be wrapped at any time.
+  // A graph that was recorded without it has no collectives, so ranks would part in silence.
+  // Asked in every call, because a model may be wrapped at any time.
   void refuse_unknown_wrapper() const {
-    if (options.reducer != nullptr) return;
+    if (options.parallelism != nullptr) return;
     if (std::none_of(parameters.begin(), parameters.end(), optim::is_watched)) return;
-    throw UsageError("CapturedStep",
-                     "the model is wrapped in DistributedDataParallel, but the step was made "
-                     "without its reducer. Wrap the model first, then make the CapturedStep with "
-                     "{{.reducer = &model.reducer()}}.");
+    throw UsageError(
+        "CapturedStep",
+        "the model is wrapped in DistributedDataParallel, but the step was made "
+        "without its parallelism. Wrap the model first, then make the CapturedStep with "
+        "{{.parallelism = model.parallelism()}}.");
   }
 
   // The entry for these shapes and this variant; null when there are too many.
@@ -218,7 +221,7 @@ struct CapturedStep::Impl {
       mine = Choice::kReplay;
     } else if (entry != nullptr && entry->runs >= options.warmup_steps &&
                entry->recordings < kMaxRecordings &&
-               (options.reducer == nullptr || options.reducer->settled())) {
+               (options.parallelism == nullptr || options.parallelism->settled())) {
       mine = Choice::kRecord;
     }
     if (!shared()) return mine;
@@ -265,8 +268,7 @@ struct CapturedStep::Impl {
     try {
       on_side_stream([&] {
         const DeviceMarksOff marks_off;
-        std::optional<RecordedPasses> passes;
-        if (options.reducer != nullptr) passes.emplace(*options.reducer);
+        const auto passes = options.parallelism ? options.parallelism->recording() : nullptr;
         move_accumulators_to_current_stream();
         cuda::Capture capture(*entry.graph);
         entry.outputs = work(entry.inputs, variant);

@@ -23,14 +23,14 @@
 // captured (it waits for the device, or the optimizer cannot be captured), a log line names the
 // operation and it continues without.
 //
-// Several ranks: with options.reducer they agree in every call, and all run, record or replay. The
-// collectives of the backward are in the graph with the rest; what ranks exchange on the host, in
-// a communication hook for example, cannot be. A graph has the world's deadline.
+// Several ranks: with options.parallelism they agree in every call, and all run, record or replay.
+// The collectives of the backward are in the graph with the rest; what ranks exchange on the host,
+// in a communication hook for example, cannot be. A graph has the world's deadline.
 //
 //   lockstep::CapturedStepOptions options{.step = how, .parameters = model.parameters(),
-//                                         .reducer = &model.reducer()};
+//                                         .parallelism = model.parallelism()};
 //
-// Shares optimizer, parameters and reducer. One thread; with several ranks the constructor and
+// Shares optimizer, parameters and parallelism. One thread; with several ranks the constructor and
 // run() communicate, on all of them identically.
 #pragma once
 
@@ -46,17 +46,17 @@
 
 namespace lockstep {
 
-class Reducer;
+class Parallelism;
 
 struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // the model's
   int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
-  // The reducer of the wrapped model that the function trains. Without it a model that is wrapped,
-  // now or later, is refused: the graph would have no collectives, or stale ones.
-  Reducer* reducer = nullptr;
-  bool asked = true;  // false: having no graphs is information, not a warning
-  // Called when recording has failed, before the function runs again: undoes what its host code has
+  // Of a wrapped model that the function trains. Without it a model that is wrapped, then or
+  // later, is refused: the graph would have no collectives, or stale ones.
+  std::shared_ptr<Parallelism> parallelism{};
+  bool asked = true;  // false: that there are no graphs is information, not a warning
+  // When recording has failed, before the function runs again: takes back what its host code has
   // counted.
   std::function<void()> after_failed_capture{};
 };

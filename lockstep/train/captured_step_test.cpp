@@ -311,7 +311,8 @@ TEST(CapturedStep, AWrapperThatItWasNotGivenIsRefusedBeforeAndAfter) {
       const std::string reason = testing::message_of<UsageError>([&] { made_before.run({}); });
       EXPECT_THAT(reason, ::testing::HasSubstr("Wrap the model first"));
       EXPECT_THROW(CapturedStep(optimizer, {{}, net->parameters()}, work), UsageError);
-      CapturedStepOptions right{.parameters = net->parameters(), .reducer = &model.reducer()};
+      CapturedStepOptions right{.parameters = net->parameters(),
+                                .parallelism = model.parallelism()};
       CapturedStep(optimizer, right, work).run({});
     }
     made_before.run({});  // The wrapper is gone.

@@ -65,6 +65,7 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
 
 void CheckpointManager::wait_copied() {
   if (saver_) saver_->wait_copied();
+  whole_.reset();
 }
 
 // All ranks wait together for those that write, however long the disk takes: they exchange
@@ -118,7 +119,8 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
   const auto random = run_.world.all_gather(pack_tensors(random_state(run_.world)));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
-  TensorDict optimizer_state;  // every rank sends its share of a sharded optimizer
+  whole_ = run_.gathered();
+  TensorDict optimizer_state;  // of a sharded optimizer every rank sends its share
   if (!run_.arguments.save_only_model) optimizer_state = optimizer.state(saver_ != nullptr);
   if (saver_) {
     CheckpointContents all = contents(position, optimizer, random);

@@ -74,6 +74,7 @@ class CheckpointManager {
   RunControl& control_;
   std::unique_ptr<AsyncSaver> saver_;  // on ranks that write
   std::int64_t saved_step_ = -1;
+  std::shared_ptr<void> whole_;  // parameters, until the save has copied them
   // On ranks that write.
   std::string newest_;
   std::string durable_best_;

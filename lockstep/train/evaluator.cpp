@@ -71,6 +71,7 @@ Metrics Evaluator::evaluate() {
   torch::nn::Module& module = *run_.task.module;
   const bool was_training = module.is_training();
   module.eval();
+  const std::shared_ptr<void> whole = run_.gathered();  // ranks may differ by a batch
   Sums sums = run_.with_memory_advice([&] { return sum_up(); }, Phase::kEvaluation);
   module.train(was_training);
   // A rank without a batch does not know the names; the leader has at least as many as any.

@@ -17,6 +17,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/data_parallel.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
@@ -31,6 +32,14 @@ DdpOptions ddp_options(const TrainingArguments& a) {
   options.broadcast_buffers = a.ddp_broadcast_buffers.value_or(true);
   options.static_graph = a.ddp_static_graph.value_or(false);
   return options;
+}
+
+const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
+  const std::shared_ptr<torch::nn::Module>& module = run.task.module;
+  run.parallelism = run.task.make_parallelism ? run.task.make_parallelism(module, run.world)
+                                              : std::make_shared<DataParallel>(
+                                                    *module, run.world, ddp_options(run.arguments));
+  return run.parallelism;
 }
 
 data::Loader train_loader(const RunContext& run) {
@@ -89,7 +98,7 @@ bool has_learning_rate_of(const Node& then, const TrainingArguments& a) {
 
 // ---------------------------------------------------------------- before the first step
 
-// The order matters: the wrapper hands rank 0's weights to all, the optimizer comes after it.
+// The order matters: the parallelism hands rank 0's weights to all, the optimizer comes after it.
 Loop::Loop(const LoopParts& parts)
     : run_(parts.run),
       control_(parts.control),
@@ -99,9 +108,9 @@ Loop::Loop(const LoopParts& parts)
       accumulation_steps_(accumulation_steps(run_.arguments, run_.world.size())),
       loader_(train_loader(run_)),
       plan_(plan_steps(run_.arguments, loader_.batches_per_epoch(), accumulation_steps_)),
-      model_(run_.task.module, run_.world, ddp_options(run_.arguments)),
-      accumulation_(model_, accumulation_options(run_, accumulation_steps_)),
-      optimizer_(run_, model_) {
+      accumulation_(make_parallelism(run_), run_.task.module->parameters(),
+                    accumulation_options(run_, accumulation_steps_)),
+      optimizer_(run_) {
   capture_steps();
 }
 
@@ -129,7 +138,7 @@ void Loop::capture_steps() {
       optimizer_.optimizer(),
       CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
                           .parameters = run_.task.module->parameters(),
-                          .reducer = &model_.reducer(),
+                          .parallelism = run_.parallelism,
                           .asked = !automatic,
                           .after_failed_capture = [this] { accumulation_.restore(before_); }},
       [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
@@ -249,7 +258,7 @@ void Loop::open(const std::string& resumed_from) {
   run_.result.first_step = state.global_step;
   // It may refuse; then an earlier run is still in its place.
   if (run_.world.any(run_.arguments.tune.has_value()))
-    tuner_ = BucketTuner::make(run_, model_.reducer(), plan_.max_steps - state.global_step);
+    tuner_ = BucketTuner::make(run_, plan_.max_steps - state.global_step);
   control_.listen();
   checkpoints_.open(resumed_from, saves_at_the_end_alone());
   metrics_.open();
@@ -295,7 +304,7 @@ bool Loop::backward(const data::Batch& batch, const at::Tensor& values) {
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
-  const at::Tensor loss = model_.reducer().watch(run_.forward(batch).loss);
+  const at::Tensor loss = run_.parallelism->watch(run_.forward(batch).loss);
   ledger::set_phase(ledger::Phase::kBackward);
   mark_device_phase(ledger::Phase::kBackward, device);
   MicroBatch micro = micro_of(batch);
@@ -358,7 +367,7 @@ bool Loop::captured_micro_batch(const data::Batch& batch) {
   if (captured_->replayed()) {
     ++batches_replayed_;
     accumulation_.replayed(micro);
-    model_.reducer().count_replayed(next.ends);
+    run_.parallelism->count_replayed(next.ends);
   }
   if (!next.ends) return false;
   window_ = {.batches = before_.done + 1, .count = outputs[0], .loss = outputs[1]};
@@ -493,10 +502,10 @@ void Loop::run() {
 // the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
   if (std::exchange(compared_, true) || run_.world.size() == 1) return;
-  model_.reducer().verify_parameters();
+  run_.parallelism->verify_parameters();
   std::string difference;
   try {
-    model_.reducer().verify_buffers();
+    run_.parallelism->verify_buffers();
   } catch (const CommError& e) {
     difference = e.what();
   }

@@ -5,8 +5,9 @@
 //   loop.open(checkpoint_path);
 //   loop.run();
 //
-// Owns what a step needs: loader, wrapped model, accumulation, optimizer, and where in the epochs
-// the run is. Everything is a collective, called on all ranks identically. One thread.
+// Makes run.parallelism, and owns what else a step needs: loader, accumulation, optimizer, and
+// where in the epochs the run is. Everything is a collective, called on all ranks identically. One
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,6 @@
 
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/accumulation.h"
-#include "lockstep/parallel/ddp.h"
 #include "lockstep/train/bucket_tuner.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint_manager.h"
@@ -87,7 +87,6 @@ class Loop {
   std::int64_t accumulation_steps_;
   data::Loader loader_;
   StepPlan plan_;
-  WrappedModel model_;
   Accumulation accumulation_;
   TrainOptimizer optimizer_;
   std::unique_ptr<BucketTuner> tuner_;      // until it has chosen

@@ -20,6 +20,7 @@ bool says_out_of_memory(const char* text) {
 LossOutput RunContext::forward(const data::Batch& batch) const {
   const auto precision = arguments.bf16 ? at::kBFloat16 : arguments.fp16 ? at::kHalf : at::kFloat;
   const optim::Autocast autocast(world.device(), precision);
+  if (parallelism) parallelism->before_forward();
   return task.loss(batch);
 }
 

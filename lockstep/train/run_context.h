@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <string>
 
@@ -31,8 +32,9 @@ struct RunContext {
   TrainerTask task;
   TrainingArguments arguments;
   TrainerState state{};
-  optim::Optimizer* optimizer = nullptr;  // while there is one
-  TrainResult result{};                   // for this call of train(); complete at its end
+  std::shared_ptr<Parallelism> parallelism{};  // from Loop's constructor on
+  optim::Optimizer* optimizer = nullptr;       // while there is one
+  TrainResult result{};                        // of this call of train(); complete at its end
 
   // Whether this rank writes checkpoints.
   bool writes() const {
@@ -40,7 +42,9 @@ struct RunContext {
   }
   bool at_last_step() const { return state.global_step >= state.max_steps; }
 
-  // The task's loss under autocast.
+  // The model's parameters are whole while it is held. Collective.
+  std::shared_ptr<void> gathered() const { return parallelism ? parallelism->gathered() : nullptr; }
+  // The task's loss under autocast. Collective, unless gathered() is held.
   LossOutput forward(const data::Batch& batch) const;
 
   // Runs `body`; memory that runs out becomes an error that says what to try.

@@ -15,7 +15,6 @@
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/writer_process.h"
 #include "lockstep/parallel/oversubscription.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/loop.h"
@@ -26,9 +25,7 @@ namespace {
 // "sharded fused adamw"; "custom" for one that the task provides, about which nothing is known.
 std::string optimizer_text(const RunContext& run) {
   const bool ours = !run.task.make_optimizer;
-  const bool sharded = dynamic_cast<const ShardedOptimizer*>(run.optimizer) != nullptr;
-  return std::string(sharded ? "sharded" : "replicated") +
-         (ours ? " fused " + run.arguments.optim : " custom");
+  return run.parallelism->text() + (ours ? " fused " + run.arguments.optim : " custom");
 }
 
 }  // namespace

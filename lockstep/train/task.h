@@ -26,13 +26,11 @@
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/sampler.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/parallelism.h"
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
-
-using WrappedModel = DistributedDataParallel<std::shared_ptr<torch::nn::Module>>;
 
 // What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
 // A function that returns only the loss may return the tensor itself.
@@ -63,10 +61,14 @@ struct TrainerTask {
   // peak, which the schedule scales. learning_rate, weight_decay, optim and its other keys then
   // have no effect.
   std::vector<optim::ParamGroup> param_groups{};
-  // Or an optimizer of your own, made for the wrapped model; shard_optimizer has no effect then.
-  std::function<std::unique_ptr<optim::Optimizer>(WrappedModel&)> make_optimizer{};
-  // A schedule other than what lr_scheduler_type names: the factor of the groups' peaks after so
-  // many optimizer steps.
+  // Or an optimizer of your own; shard_optimizer has no effect then.
+  std::function<std::unique_ptr<optim::Optimizer>(Parallelism&)> make_optimizer{};
+  // Another way for ranks to train `module` than DistributedDataParallel, whose keys have no effect
+  // then.
+  std::function<std::shared_ptr<Parallelism>(std::shared_ptr<torch::nn::Module>, World)>
+      make_parallelism{};
+  // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
+  // so many optimizer steps.
   std::function<double(std::int64_t steps)> schedule{};
   // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
   // (models::hugging_face_config). Empty: no such file.

@@ -17,8 +17,6 @@
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/deferred.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -118,14 +116,14 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
               .empty();
 }
 
-ShardFacts shard_facts(RunContext& run, WrappedModel& model, std::uint64_t state_bytes) {
+ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
   if (run.arguments.shard_optimizer != "auto") return {};
   ShardFacts facts{.ranks = run.world.size()};
   if (facts.ranks == 1) return facts;
   facts.tune = run.world.any(run.arguments.tune.has_value());
   std::string unable;
   try {
-    parallel::Deferral(model.reducer()).check_deferrable();
+    run.parallelism->check_shardable();
   } catch (const UsageError& e) {
     unable = e.what();
   }
@@ -137,15 +135,15 @@ ShardFacts shard_facts(RunContext& run, WrappedModel& model, std::uint64_t state
   return facts;
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& model) {
-  if (run.task.make_optimizer) return run.task.make_optimizer(model);
+std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run) {
+  if (run.task.make_optimizer) return run.task.make_optimizer(*run.parallelism);
   auto groups = groups_of(run);
   const std::string reason =
-      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, model, state_bytes(groups)));
+      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, state_bytes(groups)));
   if (run.world.is_leader())
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",
-              reason.empty() ? "replicated"
+              reason.empty() ? run.parallelism->text()
                              : fmt::format("sharded over {} rank{} ({})", run.world.size(),
                                            run.world.size() == 1 ? "" : "s", reason));
   if (run.world.is_leader() && !reason.empty() && run.arguments.ddp_bucket_cap_mb)
@@ -153,8 +151,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run, WrappedModel& 
                  "ddp_bucket_cap_mb {} has no effect: the sharded optimizer averages gradients in "
                  "its step, without buckets. shard_optimizer: false has them.",
                  *run.arguments.ddp_bucket_cap_mb);
-  if (reason.empty()) return std::make_unique<optim::ReplicatedOptimizer>(model, std::move(groups));
-  return std::make_unique<ShardedOptimizer>(model, std::move(groups));
+  return run.parallelism->make_optimizer(std::move(groups), /*sharded=*/!reason.empty());
 }
 
 }  // namespace
@@ -168,8 +165,7 @@ std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   return "";
 }
 
-TrainOptimizer::TrainOptimizer(RunContext& run, WrappedModel& model)
-    : run_(run), optimizer_(make_optimizer(run, model)) {
+TrainOptimizer::TrainOptimizer(RunContext& run) : run_(run), optimizer_(make_optimizer(run)) {
   if (run.arguments.fp16) scaler_ = std::make_unique<optim::GradScaler>(run.world);
   for (std::size_t group = 0; group < optimizer_->groups(); ++group)
     peaks_.push_back(optimizer_->lr(group));

@@ -1,7 +1,7 @@
 // TrainOptimizer: the optimizer of a run with its loss scaler and its schedule; everything in the
 // Trainer that makes, steps, saves and loads it.
 //
-//   TrainOptimizer optimizer(run, model);   // replicated or sharded, as shard_optimizer says
+//   TrainOptimizer optimizer(run);   // replicated or sharded, as shard_optimizer says
 //   optimizer.set_schedule(plan);
 //   const optim::StepResult result = optimizer.step(/*want_grad_norm=*/false);
 //
@@ -16,7 +16,6 @@
 
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/ddp.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/run_context.h"
 #include "lockstep/train/step_plan.h"
@@ -36,8 +35,8 @@ std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
 
 class TrainOptimizer {
  public:
-  // Sets run.optimizer, for observers.
-  TrainOptimizer(RunContext& run, WrappedModel& model);
+  // Made by run.parallelism. Sets run.optimizer, for observers.
+  explicit TrainOptimizer(RunContext& run);
 
   void set_schedule(const StepPlan& plan);
   // For the next step. As in Hugging Face, the schedule counts the steps taken.

@@ -144,6 +144,7 @@ void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   result.stop_signal = control_.stop_signal();
   control_.ignore_signals();  // the run ends by itself
   checkpoints_.finish();
+  run_.gathered();  // for those who use the model from here on
   if (result.stop_signal != 0 && control_.received_signal() != 0)
     report_stop(
         fmt::format("stopped by {}, {}saved at step {}", signal_name(control_.received_signal()),

@@ -115,9 +115,10 @@ TEST(OwnOptimizer, MayBeMadeByTheTask) {
   OwnOptimizer groups, made;
   Trainer(World{}, groups.task, a).train();
   a.output_dir = dir / "made";
-  made.task.make_optimizer = [given =
-                                  std::exchange(made.task.param_groups, {})](WrappedModel& model) {
-    return std::make_unique<optim::ReplicatedOptimizer>(model, given);
+  made.task.make_optimizer = [net = made.net, given = std::exchange(made.task.param_groups, {})](
+                                 Parallelism& parallelism) {
+    return std::make_unique<optim::ReplicatedOptimizer>(net->named_parameters().pairs(), given,
+                                                        parallelism.world());
   };
   Trainer(World{}, made.task, a).train();
   EXPECT_TRUE(torch::equal(flat(*groups.net), flat(*made.net)));

@@ -411,7 +411,7 @@ void captured_ranks(World& world) {
   lockstep::CapturedStep step{captured.optimizer,
                               {.step = captured.how,
                                .parameters = captured.net->parameters(),
-                               .reducer = &captured.model.reducer()},
+                               .parallelism = captured.model.parallelism()},
                               [&](const auto& inputs, int) { return captured.step(inputs[0]); }};
   int replays = 0;
   for (int i = 0; i < 16; ++i) {
@@ -449,7 +449,7 @@ void captured_windows(World& world) {
       captured.optimizer,
       {.step = captured.how,
        .parameters = captured.net->parameters(),
-       .reducer = &captured.model.reducer()},
+       .parallelism = captured.model.parallelism()},
       [&](const auto& inputs, int variant) { return work(captured, inputs[0], variant); }};
   int replays = 0;
   constexpr int kWindows = 12;
@@ -484,7 +484,7 @@ int stuck_in_a_graph(World& world) {
   lockstep::CapturedStep step{captured.optimizer,
                               {.step = captured.how,
                                .parameters = captured.net->parameters(),
-                               .reducer = &captured.model.reducer()},
+                               .parallelism = captured.model.parallelism()},
                               [&](const auto& inputs, int) { return captured.step(inputs[0]); }};
   for (int i = 0; i < 8; ++i) step.run({drawn_ids(world, i, 32)})[0].item<double>();
   require(step.replayed(), "steps are replayed");
@@ -510,7 +510,7 @@ void captured_on_some_ranks(World& world) {
   lockstep::CapturedStep step{captured.optimizer,
                               {.step = captured.how,
                                .parameters = captured.net->parameters(),
-                               .reducer = &captured.model.reducer()},
+                               .parallelism = captured.model.parallelism()},
                               [&](const auto& inputs, int) {
                                 // Before its first collective, which the others record.
                                 if (world.rank() == world.size() - 1)

@@ -63,7 +63,7 @@ class Tune(TrainCase):
         self.assertIn("reduced by a ShardedOptimizer, in one pass of its step()", done.stderr)
         done = self.train(2, self.place / "auto", "--tune", "bucket_cap_mb",
                           "--shard_optimizer", "auto")
-        self.assertIn("bucket_cap_mb is not tuned: ranks that share memory",
+        self.assertIn("bucket_cap_mb is not tuned: [reducer] the bucket size cannot be changed",
                       done.stderr + done.stdout)
         self.assertNotIn("medians of", done.stderr + done.stdout)
         self.assertIn("sharded over 2 ranks", done.stderr + done.stdout)

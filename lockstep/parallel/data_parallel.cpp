@@ -1,0 +1,75 @@
+#include "lockstep/parallel/data_parallel.h"
+
+#include <torch/nn/modules/embedding.h>
+
+#include <optional>
+
+#include "lockstep/parallel/reduce_strategy.h"
+#include "lockstep/parallel/sharded_optimizer.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<NamedTensor> parameters_of(const torch::nn::Module& module) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : module.named_parameters()) result.push_back({item.key(), item.value()});
+  return result;
+}
+
+std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : module.named_buffers())
+    if (item.value().defined()) result.push_back({item.key(), item.value()});
+  return result;
+}
+
+// Adds the weights of sparse embeddings.
+DdpOptions complete(DdpOptions options, const torch::nn::Module& module) {
+  const auto add = [&](const std::string& prefix, const torch::nn::Module& part, bool sparse) {
+    if (!sparse) return;
+    for (const auto& item : part.named_parameters(/*recurse=*/false))
+      options.sparse_parameters.push_back(prefix.empty() ? item.key() : prefix + "." + item.key());
+  };
+  for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/true)) {
+    const torch::nn::Module& part = *item.value();
+    if (const auto* embedding = part.as<torch::nn::EmbeddingImpl>())
+      add(item.key(), part, embedding->options.sparse());
+    if (const auto* bag = part.as<torch::nn::EmbeddingBagImpl>())
+      add(item.key(), part, bag->options.sparse());
+  }
+  return options;
+}
+
+}  // namespace
+
+DataParallel::DataParallel(const torch::nn::Module& module, World world, DdpOptions options)
+    : DataParallel(
+          std::make_shared<Reducer>(parameters_of(module), buffers_of(module), std::move(world),
+                                    complete(std::move(options), module)),
+          module.named_parameters().pairs()) {}
+
+std::string DataParallel::text() const {
+  return reducer_->reduces_in_backward() ? "replicated" : "sharded";
+}
+
+std::unique_ptr<optim::Optimizer> DataParallel::make_optimizer(
+    std::vector<optim::ParamGroup> groups, bool sharded) {
+  if (sharded) return std::make_unique<ShardedOptimizer>(reducer_, std::move(groups));
+  return std::make_unique<optim::ReplicatedOptimizer>(names_, std::move(groups), world());
+}
+
+void DataParallel::check_shardable() const {
+  reducer_->gradients().check_hand_over();
+}
+
+void DataParallel::backward(const at::Tensor& loss, bool last) {
+  std::optional<NoSync> local;
+  if (!last) local.emplace(reducer_);
+  loss.backward();
+}
+
+std::shared_ptr<void> DataParallel::recording() {
+  return std::make_shared<RecordedPasses>(*reducer_);
+}
+
+}  // namespace lockstep

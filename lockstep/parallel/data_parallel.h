@@ -1,0 +1,56 @@
+// DataParallel: the whole model on every rank; gradients are averaged by a Reducer in backward, or
+// by a ShardedOptimizer in its step. DistributedDataParallel makes one for its module.
+//
+//   DataParallel parallelism(*net, world, {.bucket_cap_mb = 25});
+//
+// Shares the parameters; the reducer's hooks do not hold the module.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/parallel/options.h"
+#include "lockstep/parallel/parallelism.h"
+#include "lockstep/parallel/reducer.h"
+
+namespace lockstep {
+
+class DataParallel final : public Parallelism {
+ public:
+  using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+
+  // Collective, as Reducer's constructor.
+  DataParallel(const torch::nn::Module& module, World world, DdpOptions options = {});
+  // Of a list of parameters; the names are those of its optimizer's state.
+  DataParallel(std::shared_ptr<Reducer> reducer, NamedParameters names)
+      : names_(std::move(names)), reducer_(std::move(reducer)) {}
+
+  const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
+
+  World& world() override { return reducer_->world(); }
+  std::string text() const override;
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
+                                                   bool sharded) override;
+  void check_shardable() const override;
+  at::Tensor watch(at::Tensor output) override { return reducer_->watch(std::move(output)); }
+  void backward(const at::Tensor& loss, bool last) override;
+  bool scale_averages(double factor) override { return reducer_->scale_averages(factor); }
+  void verify_parameters() override { reducer_->verify_parameters(); }
+  void verify_buffers() override { reducer_->verify_buffers(); }
+  std::uint64_t layout() const override { return reducer_->layout(); }
+  bool settled() const override { return reducer_->settled(); }
+  std::shared_ptr<void> recording() override;
+  void count_replayed(bool synchronised) override { reducer_->count_replayed(synchronised); }
+  std::size_t bucket_count() const override { return reducer_->bucket_count(); }
+  void set_bucket_cap_mb(std::optional<double> mb) override { reducer_->set_bucket_cap_mb(mb); }
+
+ private:
+  NamedParameters names_;
+  std::shared_ptr<Reducer> reducer_;
+};
+
+}  // namespace lockstep

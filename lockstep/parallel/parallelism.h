@@ -1,0 +1,76 @@
+// Parallelism: how several ranks train one model. The Trainer, Accumulation, CapturedStep and
+// checkpoints know this much of it and no more; docs/own_parallelism.md adds one.
+//
+//   const auto optimizer = parallelism.make_optimizer(groups, /*sharded=*/false);
+//   parallelism.before_forward();
+//   at::Tensor loss = parallelism.watch(loss_of(batch));
+//   parallelism.backward(loss, /*last=*/true);
+//   optimizer->step();
+//
+// DataParallel (data_parallel.h), behind DistributedDataParallel, has the whole model on every
+// rank. Unless stated otherwise everything is a collective, called on all ranks identically. One
+// thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep {
+
+namespace optim {
+class Optimizer;
+struct ParamGroup;
+}  // namespace optim
+
+class Parallelism {
+ public:
+  virtual ~Parallelism() = default;
+
+  virtual World& world() = 0;
+  // Where the optimizer's state is, in a word for logs and records: "replicated". No collective.
+  virtual std::string text() const = 0;
+
+  // One for all parameters that are trained. `sharded`: its state is divided over ranks, where both
+  // are possible; check_shardable() throws UsageError where the model or this class rules it out.
+  virtual std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
+                                                           bool sharded) = 0;
+  virtual void check_shardable() const = 0;  // no collective
+
+  // Parameters are whole from here to the end of the backward that follows.
+  virtual void before_forward() {}
+  // The loss, or another output, on its way to backward. No collective.
+  virtual at::Tensor watch(at::Tensor output) { return output; }
+  // `last`: of the passes before a step, after which every gradient is what the step needs.
+  virtual void backward(const at::Tensor& loss, bool last) = 0;
+  // The step that follows multiplies the averaged gradients by it. False: the caller scales .grad,
+  // which holds averages. No collective.
+  virtual bool scale_averages(double) { return false; }
+
+  // Parameters are whole while it is held: evaluation, saving, export. Letting go of it is local.
+  virtual std::shared_ptr<void> gathered() { return nullptr; }
+  // Throw CommError with tensor and rank where ranks differ in what must be equal.
+  virtual void verify_parameters() {}
+  virtual void verify_buffers() {}
+
+  // For steps in a CUDA graph; no collectives. Another layout() means that gradients lie elsewhere,
+  // and until settled() the next backward moves them. Backward may be recorded while recording()
+  // is held. count_replayed(): the ledger counts a pass as if it had run.
+  virtual std::uint64_t layout() const { return 0; }
+  virtual bool settled() const { return false; }
+  virtual std::shared_ptr<void> recording() { return nullptr; }
+  virtual void count_replayed(bool) {}
+
+  // Gradients that travel in buckets; UsageError where their size cannot be changed.
+  virtual std::size_t bucket_count() const { return 0; }
+  virtual void set_bucket_cap_mb(std::optional<double> mb) = 0;
+};
+
+}  // namespace lockstep
