@@ -346,9 +346,10 @@ int generate_main(int argc, char** argv) {
       folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});
   const auto options = [&](const Ids& prompt) {
     const auto& config = loaded.model->config();
-    // A GPT has a table of positions; the last token that is made needs none.
-    const std::int64_t room =
-        config.gpt() == nullptr ? kNewTokens : config.max_positions() + 1 - std::ssize(prompt);
+    // Where positions are a table it ends; the last token that is made needs none.
+    const std::int64_t room = config.spec().positions_end()
+                                  ? config.max_positions() + 1 - std::ssize(prompt)
+                                  : kNewTokens;
     models::GenerateOptions all = options_for(flags, loaded.folder, prompt.size(), room);
     all.eos = loaded.model->config().eos_token_ids;
     return all;
