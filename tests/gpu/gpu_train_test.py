@@ -25,7 +25,7 @@ from train_case import checkpoints, copy_until, losses, wait_for_step  # noqa: E
 DEVICE = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cuda:0"
 ON_GPU = DEVICE != "cpu"
 VERBOSE = "-v" in sys.argv
-LIMIT_S = 120
+LIMIT_S = 400
 TRIES = 6
 
 # On a GPU the file that the README shows. Its steps take milliseconds, so there are many of them: a

@@ -42,9 +42,9 @@ class Peers(unittest.TestCase):
                         f"true; {HELLO}"]), 2)
 
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
-    def test_the_readmes_torchrun(self):
+    def test_the_documents_torchrun(self):
         source = os.environ["LOCKSTEP_SOURCE"]
-        with open(os.path.join(source, "README.md"), encoding="utf-8") as f:
+        with open(os.path.join(source, "docs/launching.md"), encoding="utf-8") as f:
             (line,) = re.findall(r"^\./dev python (.*)$", f.read(), re.MULTILINE)
         args = line.split()
         self.assertEqual(args[-1], "build/bin/examples/01_hello_world")

@@ -434,7 +434,7 @@ class Instructions(Case):
                          rf"tokenizer.json, whose ids go up to {top}. Set model.vocab_size: "
                          rf"{top + 1}")
         missing = config(data="/nowhere")
-        self.assertIn("there is no ./nowhere", missing.stdout + missing.stderr)
+        self.assertIn("there is no tokenizer './nowhere'", missing.stdout + missing.stderr)
         program = os.path.join(os.environ["LOCKSTEP_BIN"], "..", "libexec", "lockstep-train")
         if not os.path.exists(program):
             self.skipTest("this build has no lockstep-train")
