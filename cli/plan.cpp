@@ -146,6 +146,11 @@ Request parse_arguments(const Args& args) {
   }
   if (request.file.empty())
     throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  if (!request.write.empty() && !request.flags.empty())
+    throw UsageError("plan",
+                     "--write FILE does not write keys that are given as flags ({}). Set them in "
+                     "{} first.",
+                     request.flags.front(), request.file);
   if (request.way && request.write.empty())
     throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
                      *request.way);

@@ -36,13 +36,14 @@ class Plan(unittest.TestCase):
             f.write(text if isinstance(text, str) else json.dumps(text))
         return path
 
-    def gpt2(self, more=""):
+    def gpt2(self, more="", comment=""):
         """Neither the tokens nor weights are there: a plan needs neither."""
         config = self.write("gpt2.json", GPT2)
         self.files = getattr(self, "files", 0) + 1
         return self.write(f"gpt2_{self.files}.yaml",
                           f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
-                          f"max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 8\n{more}")
+                          f"max_seq_len: 1024\nbf16: true\n"
+                          f"per_device_train_batch_size: 8{comment}\n{more}")
 
     def plan(self, *args, code=0, **variables):
         # Paths in the examples begin at the project's folder.
@@ -81,7 +82,7 @@ class Plan(unittest.TestCase):
 
     def test_ways_are_ranked_and_the_best_is_written(self):
         """With comments and order as they were, and the plan of what is written agrees."""
-        file = self.gpt2("global_batch_size: 256   # samples\n# the end\n")
+        file = self.gpt2("global_batch_size: 256   # samples\n# the end\n", "  # each")
         plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
         ways = plan["ways"]
         self.assertEqual(ways, sorted(ways, key=lambda way: way["step_s"]))
@@ -97,8 +98,8 @@ class Plan(unittest.TestCase):
         self.assertEqual(len(old), len(new))
         changed = [(a, b) for a, b in zip(old, new) if a != b]
         size = ways[0]["per_device_train_batch_size"]
-        self.assertEqual(changed, [("per_device_train_batch_size: 8",
-                                    f"per_device_train_batch_size: {size}")])
+        self.assertEqual(changed, [("per_device_train_batch_size: 8  # each",
+                                    f"per_device_train_batch_size: {size} # each")])
         again = self.json(out, "--gpus", "2xH100")["ways"][0]
         self.assertEqual(again["settings"], {})
         self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
@@ -124,6 +125,13 @@ class Plan(unittest.TestCase):
                                               "900", code=2).stderr)
         self.assertIn("is not known", self.plan(file, "--gpus", "cpu", "--write", out,
                                                 code=2).stderr)
+        self.assertIn("does not write keys that are given as flags (--bf16)",
+                      self.plan(file, "--gpus", "H100", "--write", out, "--bf16", "false",
+                                code=2).stderr)
+        json_file = self.write("train.json", {"model": {"config": self.write("c.json", GPT2)},
+                                              "dataset_dir": "/no/such", "max_seq_len": 1024})
+        self.assertIn("is JSON, and --write writes YAML files",
+                      self.plan(json_file, "--gpus", "2xH100", "--write", out, code=2).stderr)
         self.assertFalse(os.path.exists(out))
 
     def test_the_text_has_a_row_for_each_count(self):

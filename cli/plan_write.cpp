@@ -25,10 +25,11 @@ std::size_t line_of(const Entry& entry) {
 
 void set_scalar(std::vector<std::string>& lines, const Node& root, const plan::Setting& setting) {
   const std::string line = fmt::format("{}: {}", setting.key, setting.value);
-  if (const Entry* entry = root.find(setting.key))
-    lines.at(line_of(*entry)) = line;
-  else
-    lines.push_back(line);
+  const Entry* entry = root.find(setting.key);
+  if (entry == nullptr) return lines.push_back(line);
+  std::string& old = lines.at(line_of(*entry));
+  const std::size_t comment = old.find(" #");
+  old = comment == std::string::npos ? line : line + old.substr(comment);
 }
 
 // model: {config: x} on one line, or a block of lines.
@@ -53,6 +54,9 @@ void set_in_model(std::vector<std::string>& lines, const Node& root, const std::
 std::string with_settings(const std::string& text, const std::vector<plan::Setting>& settings,
                           const std::string& name) {
   constexpr std::string_view kModel = "model.";
+  if (name.ends_with(".json"))
+    throw UsageError("plan", "{} is JSON, and --write writes YAML files. Set by hand what it says.",
+                     name);
   const Node root = parse_yaml(text, name);
   std::vector<std::string> lines = lines_of(text);
   // What is in the model moves the lines after it, so it comes last.

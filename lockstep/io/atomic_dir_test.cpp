@@ -202,7 +202,7 @@ TEST(Verify, Sha256sumReadsTheManifest) {
   EXPECT_NE(std::system((check + " 2>&1").c_str()), 0);
 }
 
-// Of a version before 0.2.
+// A folder that was written before 0.2.
 TEST(Verify, AFolderWithMANIFESTJson) {
   TemporaryDirectory dir;
   save(dir.path(), 1);

@@ -19,7 +19,7 @@
 namespace lockstep::io {
 
 inline constexpr std::string_view kManifestName = "SHA256SUMS";
-// Of either version.
+// Whether it has one, of either version.
 bool has_manifest(const std::string& directory);
 // SHA-256 of the manifest itself: two directories with the same one hold the same files. Throws
 // SystemError without a manifest.

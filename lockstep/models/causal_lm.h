@@ -33,7 +33,7 @@ void place(CausalLm& model, const DeviceMap& map);
 
 class CausalLm : public torch::nn::Module {
  public:
-  // Of ParameterOptions, type and device apply where nothing is drawn; make_causal_lm() converts.
+  // The options' type and device apply where nothing is drawn; make_causal_lm() converts.
   explicit CausalLm(CausalLmConfig config, const ParameterOptions& options = {});
 
   // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.

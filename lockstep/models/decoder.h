@@ -56,7 +56,7 @@ class Norm {
   explicit operator bool() const { return layer_ || rms_ != nullptr; }
   NormKind kind() const { return kind_; }
   at::Tensor forward(const at::Tensor& x, const Pass& pass) const;
-  // Of the stream with what is left to add to it.
+  // Normalises the stream, with what is left to add to it.
   at::Tensor forward(Stream& x, const Pass& pass) const;
 
  private:

@@ -25,7 +25,7 @@ class DataParallel final : public Parallelism {
 
   // Collective, as Reducer's constructor.
   DataParallel(const torch::nn::Module& module, World world, DdpOptions options = {});
-  // Of a list of parameters; the names are those of its optimizer's state.
+  // For a list of parameters; the names are those of its optimizer's state.
   DataParallel(std::shared_ptr<Reducer> reducer, NamedParameters names)
       : names_(std::move(names)), reducer_(std::move(reducer)) {}
 

@@ -1,4 +1,4 @@
-// Who reduces the buckets of a Reducer, and when. Internal.
+// The strategy by which the buckets of a Reducer are reduced. Internal.
 //
 // By itself a Reducer averages a bucket in backward, as soon as it is full. Once its gradients are
 // handed over to a strategy, backward leaves them local, in their buckets, and the strategy reduces

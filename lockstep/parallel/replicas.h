@@ -16,7 +16,7 @@
 
 namespace lockstep::parallel {
 
-// Of a tensor's bytes.
+// The fingerprint of a tensor's bytes.
 std::uint64_t fingerprint(const at::Tensor& tensor);
 using lockstep::fingerprint;
 

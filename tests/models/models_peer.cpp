@@ -65,7 +65,7 @@ at::Tensor in_pieces(CausalLm& model, const at::Tensor& ids) {
   return torch::cat(logits, 1);
 }
 
-// Of a few steps of gradient descent.
+// Losses of a few steps of gradient descent.
 at::Tensor trained_losses(const fs::path& folder, const at::Tensor& ids,
                           const at::Tensor& targets) {
   const CausalLmPtr model = load_pretrained(folder.string());
