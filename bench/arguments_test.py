@@ -53,7 +53,7 @@ class Arguments(unittest.TestCase):
             for flag in defaults:
                 # "--ranks INT:INT in [1 - 64]=4" or "... [4]", by the version of CLI11.
                 shown = re.sub(r"in \[[^]]*\]", "", found[flag])
-                self.assertRegex(shown, r"[=\[][\w.,]+(\]|\s)", done.stdout)
+                self.assertRegex(shown, r"[=\[][\w.,-]+(\]|\s)", done.stdout)
             for flag, text in found.items():
                 tokens = re.sub(r"[A-Z]+(:\S+)?|\[.*?\]|\([^)]*\)", " ", text, count=1).split()
                 self.assertGreaterEqual(len([t for t in tokens if t.isalpha() and t.islower()]), 2,

@@ -205,8 +205,7 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& hidden,
                             const at::Tensor& weight, const at::Tensor& targets,
-                            const at::Tensor& weight_used, const at::Tensor& accumulated,
-                            std::int64_t ignore_index, std::int64_t columns,
+                            const at::Tensor& weight_used, std::int64_t ignore_index, std::int64_t columns,
                             std::int64_t chunk_rows, bool wants_hidden, bool wants_weight) {
     const detail::NoAutocast no_autocast;
     const auto type = detail::sum_type(hidden);
@@ -231,7 +230,6 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
     ctx->saved_data["dhidden"] = call.dhidden;
     ctx->saved_data["dweight"] =
         call.dweight.defined() ? call.dweight.narrow(0, 0, weight.size(0)) : call.dweight;
-    ctx->saved_data["accumulated"] = detail::from_none(accumulated);
     ctx->saved_data["weight_type"] = static_cast<std::int64_t>(weight.scalar_type());
     ctx->saved_data["scale"] = total.scale;
     ctx->saved_data["late"] = late;
@@ -252,15 +250,9 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
     };
     const at::Tensor dhidden = take("dhidden");
     at::Tensor dweight = take("dweight");
-    const at::Tensor accumulated = ctx->saved_data["accumulated"].toTensor();
-    if (dweight.defined() && accumulated.defined()) {
-      at::Tensor to = accumulated;
-      to.add_(dweight);
-      dweight = at::Tensor();
-    }
     if (dweight.defined())
       dweight = dweight.to(static_cast<at::ScalarType>(ctx->saved_data["weight_type"].toInt()));
-    return {dhidden, dweight, {}, {}, {}, {}, {}, {}, {}, {}};
+    return {dhidden, dweight, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -303,7 +295,6 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                       hidden.size(-1) == weight.size(1),
                   kWho, "weight must be [vocabulary, the last dimension of hidden]", hidden,
                   weight);
-  detail::check_accumulated(kWho, weight, options.weight_gradient);
   if (options.chunk_rows < 0)
     throw UsageError(kWho, "chunk_rows = {} is negative. Use 0 to have it chosen.",
                      options.chunk_rows);
@@ -313,8 +304,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
       kWho, hidden, weight, hidden.is_cuda() ? padded_vocabulary(weight.size(0)) : 0);
   const bool grad = at::GradMode::is_enabled();
   return HeadFunction::apply(hidden, weight, targets.reshape(-1).to(at::kLong).contiguous(), used,
-                             detail::or_none(options.weight_gradient), options.ignore_index,
-                             columns, options.chunk_rows, grad && hidden.requires_grad(),
+                             options.ignore_index, columns, options.chunk_rows, grad && hidden.requires_grad(),
                              grad && weight.requires_grad());
 }
 

@@ -59,7 +59,6 @@ struct LinearCrossEntropyOptions {
   std::int64_t ignore_index = -100;
   std::int64_t columns = 0;
   std::int64_t chunk_rows = 0;   // 0: chosen so that the logits of a chunk take about 512 MiB
-  at::Tensor weight_gradient{};  // as in LinearOptions
 };
 
 // cross_entropy(hidden weight^T): the head and the loss of a language model. At most chunk_rows
@@ -73,27 +72,16 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
 // ---------------------------------------------------------------- linear layers
 
 // A float weight with an input in bfloat16 or float16 is converted to the input's dtype in each
-// call, and its gradient is computed in float.
-struct LinearOptions {
-  // Float, of the weight's shape: backward adds the weight's gradient to it, inside the matrix
-  // product where it can, and autograd gets none. The caller then counts the weight as done.
-  at::Tensor weight_gradient{};
-};
+// call, and its gradient is computed in float. On a GPU the product adds it to a .grad that is
+// there, unless a hook waits for it.
 
 // x weight^T + bias, weight [out, in]; pass weight.t() for one that is stored [in, out].
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                  const LinearOptions& options = {});
-
-struct GeluMlpOptions {
-  LinearOptions fc{};
-  LinearOptions out{};
-};
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // gelu(x fc_weight^T + fc_bias) out_weight^T + out_bias with the tanh form of GELU. `out_bias` is
 // optional: add_layer_norm can add it.
 at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
-                    const at::Tensor& out_weight, const at::Tensor& out_bias,
-                    const GeluMlpOptions& options = {});
+                    const at::Tensor& out_weight, const at::Tensor& out_bias);
 
 // silu(gate) * up, where gate and up are the halves of the last dimension.
 at::Tensor swiglu(const at::Tensor& gate_up);

@@ -1,8 +1,11 @@
 // Linear layers, the GELU perceptron and LoRA.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <optional>
+#include <string>
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
@@ -98,12 +101,37 @@ at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& we
   return padded;
 }
 
-void check_accumulated(const char* who, const at::Tensor& weight, const at::Tensor& accumulated) {
-  if (!accumulated.defined()) return;
-  require(accumulated.sizes() == weight.sizes() && accumulated.scalar_type() == at::kFloat &&
-              accumulated.device() == weight.device() && !accumulated.requires_grad(),
-          who, "weight_gradient must be float, of the weight's shape and device", weight,
-          accumulated);
+void remember_leaf(AutogradContext* ctx, const std::string& name, const at::Tensor& weight) {
+  at::Tensor leaf;
+  if (weight.is_cuda() && weight.requires_grad() && weight.is_leaf()) {
+    leaf = weight;
+  } else if (weight.is_cuda() && weight.grad_fn() && weight.grad_fn()->name() == "TBackward0") {
+    const auto next = weight.grad_fn()->next_edge(0).function;
+    if (const auto* end = dynamic_cast<torch::autograd::AccumulateGrad*>(next.get()))
+      leaf = end->variable;
+  }
+  ctx->saved_data[name] = leaf;
+  ctx->saved_data[name + "_is_transposed"] = !weight.is_leaf();
+}
+
+at::Tensor accumulation_target(AutogradContext* ctx, const std::string& name) {
+  namespace impl = torch::autograd::impl;
+  const at::Tensor leaf = ctx->saved_data[name].toTensor();
+  if (!leaf.defined() || at::GradMode::is_enabled()) return {};
+  const at::Tensor grad = leaf.grad();
+  if (!grad.defined() || grad.scalar_type() != at::kFloat || !grad.is_contiguous() ||
+      grad.sizes() != leaf.sizes() || grad.device() != leaf.device() || grad.requires_grad())
+    return {};
+  // autograd::grad() and backward(inputs) ask for chosen gradients.
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || !chosen->empty()) return {};
+  // Hooks, a reducer's among them, get the gradient from autograd.
+  const auto end = impl::try_get_grad_accumulator(leaf);
+  if (!end || !end->post_hooks().empty() || !end->pre_hooks().empty() ||
+      !impl::hooks(leaf).empty() || impl::post_acc_grad_hooks(leaf) != nullptr)
+    return {};
+  grad.unsafeGetTensorImpl()->bump_version();
+  return ctx->saved_data[name + "_is_transposed"].toBool() ? grad.t() : grad;
 }
 
 // A weight that is stored transposed gets a transposed gradient.
@@ -162,11 +190,11 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias_or_none, const at::Tensor& weight_used,
-                            const at::Tensor& bias_used, const at::Tensor& accumulated) {
+                            const at::Tensor& bias_used) {
     const detail::NoAutocast no_autocast;
     const at::Tensor bias = detail::from_none(bias_or_none);
     ctx->save_for_backward({x, weight_used});
-    ctx->saved_data["accumulated"] = detail::from_none(accumulated);
+    detail::remember_leaf(ctx, "leaf", weight);
     save_type(ctx, "weight_type", weight);
     save_type(ctx, "bias_type", bias);
     return with_last(affine(detail::flat(x), weight_used, detail::from_none(bias_used)), x);
@@ -180,10 +208,10 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     if (ctx->needs_input_grad(0)) dx = at::mm(dy, saved[1]).view(saved[0].sizes());
     if (ctx->needs_input_grad(1)) {
       dweight = detail::weight_gradient(dy, x, saved[1], type_from(ctx, "weight_type"),
-                                        ctx->saved_data["accumulated"].toTensor());
+                                        detail::accumulation_target(ctx, "leaf"));
     }
     if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
-    return {dx, dweight, dbias, {}, {}, {}};
+    return {dx, dweight, dbias, {}, {}};
   }
 };
 
@@ -194,8 +222,7 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& fc_weight,
                             const at::Tensor& fc_bias, const at::Tensor& out_weight,
                             const at::Tensor& out_bias_or_none, const at::Tensor& fc_used,
-                            const at::Tensor& bias, const at::Tensor& out_used,
-                            const at::Tensor& fc_accumulated, const at::Tensor& out_accumulated) {
+                            const at::Tensor& bias, const at::Tensor& out_used) {
     const detail::NoAutocast no_autocast;
     const at::Tensor out_bias = detail::from_none(out_bias_or_none);
     const at::Tensor rows = detail::flat(x).contiguous();
@@ -207,8 +234,8 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
       hidden = at::gelu(before, "tanh");
     }
     ctx->save_for_backward({x, before, hidden, fc_used, out_used});
-    ctx->saved_data["fc_accumulated"] = detail::from_none(fc_accumulated);
-    ctx->saved_data["out_accumulated"] = detail::from_none(out_accumulated);
+    detail::remember_leaf(ctx, "fc_leaf", fc_weight);
+    detail::remember_leaf(ctx, "out_leaf", out_weight);
     save_type(ctx, "fc_type", fc_weight);
     save_type(ctx, "fc_bias_type", fc_bias);
     save_type(ctx, "out_type", out_weight);
@@ -225,7 +252,7 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
     at::Tensor dx, dfc, dfc_bias, dout, dout_bias;
     if (ctx->needs_input_grad(3)) {
       dout = detail::weight_gradient(dy, hidden, out, type_from(ctx, "out_type"),
-                                     ctx->saved_data["out_accumulated"].toTensor());
+                                     detail::accumulation_target(ctx, "out_leaf"));
     }
     if (ctx->needs_input_grad(4)) dout_bias = bias_gradient(dy, type_from(ctx, "out_bias_type"));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2)) {
@@ -239,11 +266,11 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
         dfc_bias = bias_gradient(dbefore, type_from(ctx, "fc_bias_type"));
       if (ctx->needs_input_grad(1)) {
         dfc = detail::weight_gradient(dbefore, x, fc, type_from(ctx, "fc_type"),
-                                      ctx->saved_data["fc_accumulated"].toTensor());
+                                      detail::accumulation_target(ctx, "fc_leaf"));
       }
       if (ctx->needs_input_grad(0)) dx = at::mm(dbefore, fc).view(saved[0].sizes());
     }
-    return {dx, dfc, dfc_bias, dout, dout_bias, {}, {}, {}, {}, {}};
+    return {dx, dfc, dfc_bias, dout, dout_bias, {}, {}, {}};
   }
 };
 
@@ -421,30 +448,23 @@ std::int64_t last_of(const at::Tensor& x) {
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                  const LinearOptions& options) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   constexpr const char* kWho = "linear";
   check_linear(kWho, x, last_of(x), weight, bias);
-  detail::check_accumulated(kWho, weight, options.weight_gradient);
-  return LinearFunction::apply(
-      x, weight, detail::or_none(bias), detail::weight_for(kWho, x, weight),
-      detail::or_none(bias_for(x, bias)), detail::or_none(options.weight_gradient));
+  return LinearFunction::apply(x, weight, detail::or_none(bias),
+                               detail::weight_for(kWho, x, weight),
+                               detail::or_none(bias_for(x, bias)));
 }
 
 at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
-                    const at::Tensor& out_weight, const at::Tensor& out_bias,
-                    const GeluMlpOptions& options) {
+                    const at::Tensor& out_weight, const at::Tensor& out_bias) {
   constexpr const char* kWho = "gelu_mlp";
   check_linear(kWho, x, last_of(x), fc_weight, fc_bias);
   detail::require(fc_bias.defined(), kWho, "fc_bias must be given", fc_weight, fc_bias);
   check_linear(kWho, fc_weight, fc_weight.size(0), out_weight, out_bias);
-  detail::check_accumulated(kWho, fc_weight, options.fc.weight_gradient);
-  detail::check_accumulated(kWho, out_weight, options.out.weight_gradient);
-  using detail::or_none;
-  return GeluMlpFunction::apply(
-      x, fc_weight, fc_bias, out_weight, or_none(out_bias), detail::weight_for(kWho, x, fc_weight),
-      bias_for(x, fc_bias), detail::weight_for(kWho, x, out_weight),
-      or_none(options.fc.weight_gradient), or_none(options.out.weight_gradient));
+  return GeluMlpFunction::apply(x, fc_weight, fc_bias, out_weight, detail::or_none(out_bias),
+                                detail::weight_for(kWho, x, fc_weight), bias_for(x, fc_bias),
+                                detail::weight_for(kWho, x, out_weight));
 }
 
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
+#include <string>
 
 namespace lockstep::nn::detail {
 
@@ -19,7 +21,13 @@ at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& we
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,
                            at::ScalarType wanted, const at::Tensor& accumulated);
 
-// Throws UsageError unless `accumulated` is undefined or a float tensor shaped like the weight.
-void check_accumulated(const char* who, const at::Tensor& weight, const at::Tensor& accumulated);
+// Gradients of the second and later micro-batches of a window are added inside the matrix product,
+// where autograd would write a product of its own and add that. In forward: remembers the leaf that
+// `weight` is, or is the transpose of. In backward: the leaf's .grad in the layout of `weight`, if
+// autograd would add to it in place now and nothing else waits for the gradient; otherwise
+// undefined.
+void remember_leaf(torch::autograd::AutogradContext* ctx, const std::string& name,
+                   const at::Tensor& weight);
+at::Tensor accumulation_target(torch::autograd::AutogradContext* ctx, const std::string& name);
 
 }  // namespace lockstep::nn::detail

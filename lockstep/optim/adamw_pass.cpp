@@ -56,6 +56,11 @@ const at::Tensor& grad_of(const AdamWItem& item) {
   return grad;
 }
 
+// A parameter that was frozen after the pass was made has no gradient and stays as it is.
+bool is_frozen(const AdamWItem& item) {
+  return !item.grad.defined() && !item.param.requires_grad() && !item.param.grad().defined();
+}
+
 // The bytes of an array on the host; pinned where a copy from there must not wait.
 template <typename T>
 at::Tensor bytes_of(const std::vector<T>& values, bool pinned) {
@@ -150,14 +155,16 @@ void AdamWPass::update(const at::Tensor& skip) {
     args.skip = pointer<const float>(skip);
     check_status(table->adamw_update(args, table->current_stream(norm_.device().index())));
   }
-  for (const auto& item : items_) item.param.unsafeGetTensorImpl()->bump_version();
+  for (const auto& item : items_)
+    if (!is_frozen(item)) item.param.unsafeGetTensorImpl()->bump_version();
 }
 
 // ---------------------------------------------------------------- with ATen
 
 void AdamWPass::measure_with_aten(const at::Tensor& grad_scale) {
   at::Tensor squares = at::zeros({1}, norm_.options().dtype(at::kDouble));
-  for (const auto& item : items_) squares += grad_of(item).to(at::kDouble).square().sum();
+  for (const auto& item : items_)
+    if (!is_frozen(item)) squares += grad_of(item).to(at::kDouble).square().sum();
   const at::Tensor scale =
       grad_scale.defined() ? grad_scale.to(at::kFloat).view({1}) : at::ones({1}, norm_.options());
   norm_.copy_(squares.sqrt() / scale);
@@ -170,6 +177,7 @@ void AdamWPass::measure_with_aten(const at::Tensor& grad_scale) {
 void AdamWPass::update_with_aten(const at::Tensor& skip) {
   if (skip.defined() && skip.item<float>() != 0) return;
   for (const auto& item : items_) {
+    if (is_frozen(item)) continue;
     const AdamWOptions& o = groups_[item.group];
     const auto [beta1, beta2] = o.betas;
     at::Tensor param = item.param, m = item.exp_avg, v = item.exp_avg_sq, count = item.step;
@@ -192,6 +200,7 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
   std::vector<cuda::AdamTensor> tensors;
   std::vector<cuda::AdamChunk> chunks;
   for (const auto& item : items_) {
+    if (is_frozen(item)) continue;
     cuda::AdamTensor t{.param = pointer<float>(item.param),
                        .grad = grad_of(item).const_data_ptr<float>(),
                        .exp_avg = pointer<float>(item.exp_avg),
@@ -219,6 +228,7 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
 std::vector<const void*> AdamWPass::addresses() const {
   std::vector<const void*> all;
   for (const auto& item : items_) {
+    if (is_frozen(item)) continue;
     check_item(item, norm_.device(), groups_.size());
     for (const at::Tensor* tensor : {&item.param, &grad_of(item), &item.exp_avg, &item.exp_avg_sq})
       all.push_back(tensor->const_data_ptr());
@@ -239,8 +249,9 @@ AdamWPass::Tables& AdamWPass::current_tables() {
   Tables& tables = captured_.emplace_back(make_tables(std::move(wanted)));
   const Tables there = std::exchange(spare_, {});
   cuda::after_capture([there, tensors = tables.tensors, chunks = tables.chunks] {
-    at::Tensor(there.tensors).copy_(tensors);
-    at::Tensor(there.chunks).copy_(chunks);
+    // Shorter than what was prepared where parameters are frozen.
+    there.tensors.narrow(0, 0, tensors.numel()).copy_(tensors);
+    there.chunks.narrow(0, 0, chunks.numel()).copy_(chunks);
   });
   tables.tensors = there.tensors;
   tables.chunks = there.chunks;
@@ -271,7 +282,8 @@ cuda::AdamStep AdamWPass::arguments(const Tables& tables) const {
           .found_inf = pointer<float>(found_inf_),
           .skip = nullptr,
           .clip = pointer<float>(clip_),
-          .tensor_count = static_cast<int>(items_.size()),
+          .tensor_count =
+              static_cast<int>(tables.factors.numel() / std::int64_t{sizeof(cuda::AdamFactors)}),
           .chunk_count = static_cast<int>(tables.partials.numel())};
 }
 

@@ -39,6 +39,32 @@ struct Reference {
   at::Tensor param, m, v;
 };
 
+// As torch.optim does with a parameter that has no gradient.
+TEST(AdamWPass, AParameterThatIsFrozenLaterStaysAsItIs) {
+  auto items = some_items();
+  for (auto& item : items) {
+    item.param = item.param.clone().set_requires_grad(true);
+    item.param.mutable_grad() = item.grad;
+    item.grad = at::Tensor();
+  }
+  AdamWPass pass{items, {{.lr = 1e-2}, {.lr = 1e-2}}};
+  pass.step();
+  items[4].param.set_requires_grad(false);
+  items[4].param.mutable_grad() = at::Tensor();
+  std::vector<at::Tensor> before;
+  double squares = 0;
+  for (const auto& item : items) {
+    before.push_back(item.param.detach().clone());
+    if (item.param.requires_grad()) squares += item.param.grad().square().sum().item<double>();
+  }
+  pass.step();
+  EXPECT_NEAR(pass.norm().item<double>(), std::sqrt(squares), 1e-5 * std::sqrt(squares));
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    EXPECT_EQ(items[i].param.equal(before[i]), i == 4) << i;
+    EXPECT_EQ(items[i].step.item<float>(), i == 4 ? 1 : 2) << i;
+  }
+}
+
 TEST(AdamWPass, FollowsTheRuleWithClippingAndUnscaling) {
   const std::vector<AdamWOptions> groups{
       {.lr = 1e-2, .betas = {0.9, 0.95}, .weight_decay = 0.1},
@@ -147,6 +173,7 @@ TEST(AdamWPass, RefusesWhatDoesNotFit) {
   EXPECT_THROW((AdamWPass{some_items(), {{}}}), UsageError);
   items = some_items();
   items[0].grad = at::Tensor();
+  items[0].param.set_requires_grad(true);
   AdamWPass pass{items, {{}, {}}};
   EXPECT_THROW(pass.step(), UsageError);
   EXPECT_THROW(pass.set_max_norm(-1), UsageError);

@@ -168,8 +168,12 @@ StepResult ReplicatedOptimizer::step(const StepOptions& options) {
 
 // Decided at the first step, when the model is where it is trained.
 bool ReplicatedOptimizer::has_pass() {
-  const bool all_have_gradients = std::all_of(
-      params_.begin(), params_.end(), [](const auto& param) { return param.grad().defined(); });
+  const auto has_gradient = [](const auto& param) { return param.grad().defined(); };
+  const bool all_have_gradients =
+      std::any_of(params_.begin(), params_.end(), has_gradient) &&
+      std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
+        return has_gradient(param) || !param.requires_grad();  // or was frozen meanwhile
+      });
   if (pass_ || !no_pass_.empty()) return pass_ != nullptr && all_have_gradients;
   const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
   const bool adamw = std::all_of(groups_.begin(), groups_.end(),

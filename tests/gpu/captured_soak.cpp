@@ -24,8 +24,8 @@ namespace {
 
 using namespace lockstep;
 
-constexpr std::int64_t kVocabulary = 97, kLength = 128, kSamples = 4096;
-constexpr std::int64_t kSaveSteps = 500, kEvalSteps = 300, kAverageSteps = 35;
+constexpr std::int64_t kVocabulary = 97, kLength = 256, kSamples = 4096;
+constexpr std::int64_t kSaveSteps = 200, kEvalSteps = 150, kAverageSteps = 35;
 
 // Each token follows from the one before it, with a few mistakes: the loss falls for a long time.
 data::DatasetPtr sequences(std::int64_t count, std::uint64_t seed) {
@@ -103,9 +103,9 @@ int soak(World& world, const std::string& folder, std::int64_t steps, bool bf16,
          const std::string& compile) {
   std::filesystem::create_directories(folder);
   models::Gpt net = optim::with_seed(3, [] {
-    return models::Gpt(models::GptConfig{.n_layer = 4,
-                                         .n_head = 4,
-                                         .n_embd = 256,
+    return models::Gpt(models::GptConfig{.n_layer = 6,
+                                         .n_head = 8,
+                                         .n_embd = 512,
                                          .vocab_size = kVocabulary,
                                          .n_positions = kLength,
                                          .embd_pdrop = 0.1,
@@ -123,9 +123,9 @@ int soak(World& world, const std::string& folder, std::int64_t steps, bool bf16,
   TrainingArguments a;
   a.output_dir = folder + "/out";
   a.max_steps = steps;
-  a.per_device_train_batch_size = 24;  // 4096 is no multiple: each epoch ends with a short batch
+  a.per_device_train_batch_size = 60;  // 4096 is no multiple: each epoch ends with a short batch
   a.per_device_eval_batch_size = 16;
-  a.learning_rate = 2e-3;
+  a.learning_rate = 1e-3;
   a.lr_scheduler_type = "cosine";
   a.warmup_steps = 100;
   a.weight_decay = 0.1;
