@@ -205,8 +205,9 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& hidden,
                             const at::Tensor& weight, const at::Tensor& targets,
-                            const at::Tensor& weight_used, std::int64_t ignore_index, std::int64_t columns,
-                            std::int64_t chunk_rows, bool wants_hidden, bool wants_weight) {
+                            const at::Tensor& weight_used, std::int64_t ignore_index,
+                            std::int64_t columns, std::int64_t chunk_rows, bool wants_hidden,
+                            bool wants_weight) {
     const detail::NoAutocast no_autocast;
     const auto type = detail::sum_type(hidden);
     HeadCall call{detail::flat(hidden).contiguous(),
@@ -304,8 +305,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
       kWho, hidden, weight, hidden.is_cuda() ? padded_vocabulary(weight.size(0)) : 0);
   const bool grad = at::GradMode::is_enabled();
   return HeadFunction::apply(hidden, weight, targets.reshape(-1).to(at::kLong).contiguous(), used,
-                             options.ignore_index, columns, options.chunk_rows, grad && hidden.requires_grad(),
-                             grad && weight.requires_grad());
+                             options.ignore_index, columns, options.chunk_rows,
+                             grad && hidden.requires_grad(), grad && weight.requires_grad());
 }
 
 }  // namespace lockstep::nn

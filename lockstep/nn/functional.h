@@ -58,7 +58,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
 struct LinearCrossEntropyOptions {
   std::int64_t ignore_index = -100;
   std::int64_t columns = 0;
-  std::int64_t chunk_rows = 0;   // 0: chosen so that the logits of a chunk take about 512 MiB
+  std::int64_t chunk_rows = 0;  // 0: chosen so that the logits of a chunk take about 512 MiB
 };
 
 // cross_entropy(hidden weight^T): the head and the loss of a language model. At most chunk_rows

@@ -345,7 +345,6 @@ TEST(Linear, FloatWeightsWithBfloat16InputsAndGradientsAddedToABuffer) {
   y.backward(dy);
   const auto want = at::mm(dy.t().to(at::kDouble), x.to(at::kDouble));
   expect_close(w.grad(), want, 1e-6, "float gradient of bfloat16 tensors");
-
 }
 
 // The second backward adds to the .grad that is there, on a GPU inside the product; hooks and
