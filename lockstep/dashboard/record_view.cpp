@@ -25,7 +25,7 @@ LiveRank rank_of(const monitor::RankRecord& record, bool over) {
   if (record.intervals.empty()) return rank;
   rank.newest = monitor::newest_sample(record);
   rank.step = record.intervals.back().step;
-  const monitor::Budget all = budget_of(record);
+  const monitor::Interval all = budget_of(record);
   rank.step_ms = over ? 1e3 * all.step_s() : recent_step_ms(record.intervals);
   if (over && all.steps > 0) {
     rank.newest->seconds = all.seconds;

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <exception>
-#include <functional>
 #include <system_error>
 
 #include "lockstep/core/error.h"
@@ -20,61 +18,6 @@ constexpr double kCoarse_s = monitor::kCoarser - 0.5;  // looks come a little ea
 
 std::string rank_file(int rank) {
   return fmt::format("rank_{}.jsonl", rank);
-}
-
-// Means over the time of both.
-monitor::ProcessRates together(monitor::ProcessRates first, const monitor::ProcessRates& second) {
-  using Rates = monitor::ProcessRates;
-  const double seconds = first.seconds + second.seconds;
-  const double weight = seconds > 0 ? second.seconds / seconds : 1;
-  for (const auto rate : {&Rates::cores, &Rates::user_cores, &Rates::system_cores,
-                          &Rates::minor_faults_per_s, &Rates::major_faults_per_s,
-                          &Rates::voluntary_switches_per_s, &Rates::involuntary_switches_per_s})
-    first.*rate += weight * (second.*rate - first.*rate);
-  for (const auto rate :
-       {&Rates::read_chars_per_s, &Rates::written_chars_per_s, &Rates::read_bytes_per_s,
-        &Rates::written_bytes_per_s, &Rates::run_delay_share}) {
-    if (first.*rate && second.*rate)
-      *(first.*rate) += weight * (*(second.*rate) - *(first.*rate));
-    else if (second.*rate)
-      first.*rate = second.*rate;
-  }
-  first.seconds = seconds;
-  return first;
-}
-
-monitor::Interval together(const monitor::Interval& first, const monitor::Interval& second) {
-  const auto sum = [](auto& all, const auto& more) {
-    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
-  };
-  monitor::Interval both = second;
-  both.start = first.start;
-  both.seconds += first.seconds;
-  both.steps += first.steps;
-  sum(both.host_s, first.host_s);
-  sum(both.device_s, first.device_s);
-  sum(both.counts, first.counts);
-  if (both.step < 0) both.step = first.step;
-  if (first.process)
-    both.process = second.process ? together(*first.process, *second.process) : first.process;
-  if (first.collective_share && second.collective_share && both.seconds > 0)
-    both.collective_share =
-        (*first.collective_share * first.seconds + *second.collective_share * second.seconds) /
-        both.seconds;
-  else if (first.collective_share)
-    both.collective_share = first.collective_share;
-  both.collectives += first.collectives;
-  // The last interval of a rank that has ended has no process.
-  both.resident_bytes = std::max(first.resident_bytes, second.resident_bytes);
-  both.threads = std::max(first.threads, second.threads);
-  if (!both.cpu_limit_cores) both.cpu_limit_cores = first.cpu_limit_cores;
-  if (first.throttled_share && second.throttled_share && both.seconds > 0)
-    both.throttled_share =
-        (*first.throttled_share * first.seconds + *second.throttled_share * second.seconds) /
-        both.seconds;
-  else if (first.throttled_share)
-    both.throttled_share = first.throttled_share;
-  return both;
 }
 
 }  // namespace
@@ -154,7 +97,7 @@ void RecordWriter::add(int rank, const monitor::Interval& interval) {
   File& to = file(rank_file(rank));
   if (interval.start && to.pending.seconds > 0)
     append(to, monitor::interval_json(std::exchange(to.pending, {})));
-  to.pending = to.pending.seconds > 0 ? together(to.pending, interval) : interval;
+  join(to.pending, interval);
   if (to.count >= monitor::kFineLines && to.pending.seconds < kCoarse_s) return;
   append(to, monitor::interval_json(std::exchange(to.pending, {})));
 }

@@ -212,11 +212,11 @@ std::string utilisation_html(const RunFolder& run) {
                            "stopped by that limit"}};
   for (const RankRecord& rank : record.ranks) {
     const monitor::Interval& last = monitor::newest_sample(rank);
-    const auto cores_used = mean_cores(rank);
+    const monitor::BudgetRow row = monitor::budget_row(rank);
     rows.rows.push_back(
-        {fmt::format("{}", rank.rank), cores_used ? number_text(*cores_used) : "not recorded",
-         last.resident_bytes > 0 ? bytes_text(last.resident_bytes) : "not recorded",
-         last.threads > 0 ? fmt::format("{}", last.threads) : "not recorded",
+        {fmt::format("{}", rank.rank), row.cores ? number_text(*row.cores) : "not recorded",
+         row.resident_bytes > 0 ? bytes_text(row.resident_bytes) : "not recorded",
+         row.threads > 0 ? fmt::format("{}", row.threads) : "not recorded",
          last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
          last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
   }

@@ -6,13 +6,13 @@
 #include <cmath>
 #include <limits>
 
+#include "lockstep/monitor/median.h"
 #include "lockstep/report/budget_view.h"
 #include "lockstep/report/markup.h"
 
 namespace lockstep::report {
 namespace {
 
-using monitor::Budget;
 using monitor::Interval;
 using monitor::RankRecord;
 
@@ -36,9 +36,7 @@ std::optional<double> median_of(const RunFolder& run, std::string_view metric) {
     if (std::isfinite(value)) values.push_back(value);
   if (values.empty()) return std::nullopt;
   if (values.size() > 2) values.erase(values.begin());
-  std::ranges::sort(values);
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+  return monitor::detail::median(std::move(values));
 }
 
 std::optional<double> known(std::int64_t value) {
@@ -55,7 +53,7 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
     parameters = known(facts.parameters);
     batch = known(facts.per_device_batch);
     accumulation = known(facts.accumulation);
-    const Budget budget = mean_budget(*run.record);
+    const Interval budget = mean_budget(*run.record);
     if (budget.steps > 0) {
       step_s = budget.step_s();
       data = budget.share(ledger::Phase::kData);
@@ -63,9 +61,8 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
     }
     busy = utilisation(*run.record);
     for (const RankRecord& rank : run.record->ranks)
-      for (const Interval& interval : rank.intervals)
-        if (interval.resident_bytes > 0)
-          resident = std::max(resident.value_or(0), static_cast<double>(interval.resident_bytes));
+      if (const std::uint64_t bytes = monitor::budget_row(rank).resident_bytes; bytes > 0)
+        resident = std::max(resident.value_or(0), static_cast<double>(bytes));
   }
   figures.push_back({"time per step", step_s, Unit::kSeconds});
   figures.push_back({"share waiting for data", data, Unit::kPercent});

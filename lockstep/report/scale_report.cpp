@@ -7,6 +7,7 @@
 #include <map>
 
 #include "lockstep/core/error.h"
+#include "lockstep/monitor/median.h"
 #include "lockstep/report/html.h"
 #include "lockstep/report/markup.h"
 
@@ -16,27 +17,19 @@ namespace {
 using monitor::Interval;
 using monitor::RankRecord;
 using monitor::RunRecord;
+using monitor::detail::median;
 
 // As columns of the CSV file and keys of the JSON document.
 constexpr const char* kPartKeys[] = {"data_wait", "forward",    "backward",       "communication",
                                      "optimizer", "evaluation", "logging_saving", "other"};
 
-double median(std::vector<double> values) {
-  LOCKSTEP_ASSERT(!values.empty());
-  std::ranges::sort(values);
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
 std::string ranks_text(int ranks) {
   return fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
 }
 
-std::vector<double> shares_of(const monitor::Budget& budget) {
+std::vector<double> shares_of(const Interval& budget) {
   std::vector<double> shares = by_part(spent_s(budget));
-  double sum = 0;
-  for (const double value : shares) sum += value;
-  for (double& value : shares) value = sum > 0 ? value / sum : 0;
+  for (double& value : shares) value = budget.seconds > 0 ? value / budget.seconds : 0;
   return shares;
 }
 
@@ -44,14 +37,9 @@ std::optional<double> utilisation_of(const ScalePoint& point) {
   if (!point.run || !point.run->record) return std::nullopt;
   const RunRecord& record = *point.run->record;
   if (point.cores_per_rank == 0) return utilisation(record);
-  double cores = 0;
-  for (const RankRecord& rank : record.ranks) {
-    const auto mean = mean_cores(rank);
-    if (!mean) return std::nullopt;
-    cores += *mean;
-  }
-  if (record.ranks.empty()) return std::nullopt;
-  return cores / static_cast<double>(record.ranks.size()) / point.cores_per_rank;
+  const auto cores = mean_cores(record);
+  if (!cores) return std::nullopt;
+  return *cores / point.cores_per_rank;
 }
 
 // Percent over seconds, of the cores that the ranks were given. The intervals of ranks do not begin

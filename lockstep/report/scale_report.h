@@ -41,7 +41,7 @@ struct ScaleRow {
   double speedup = 1;
   double efficiency = 1;                // speed-up by ranks
   std::optional<double> utilisation{};  // 0 to 1, of the GPUs or cores that the ranks were given
-  monitor::Budget budget{};             // of one rank, the mean
+  monitor::Interval budget{};           // of one rank, the mean
 };
 
 // By ranks. Every point has as many rounds as the others, at least one.
