@@ -10,7 +10,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/dashboard/http_server.h"
-#include "lockstep/dashboard/record_view.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::cli {
 namespace {
@@ -62,9 +62,9 @@ class RecordSource {
 
  private:
   void read() {
-    const dashboard::LiveView view = dashboard::view_of_record(directory_);
+    const monitor::RunView view = monitor::read_run_view(directory_);
     over_ = view.state != "running";
-    json_ = dashboard::live_snapshot_json(view);
+    json_ = monitor::snapshot_json(view);
   }
 
   const std::string directory_;

@@ -9,12 +9,12 @@ void RunMetrics::gauge(const char* name, const char* help, const monitor::Labels
   page_.set(page_.declare({name, help}), labels, value);
 }
 
-void RunMetrics::publish(const LiveRank& rank) {
+void RunMetrics::publish(const monitor::RankState& rank) {
   const monitor::Labels labels = {{"rank", std::to_string(rank.rank)}};
   gauge("lockstep_rank_up", "1 while the rank runs.", labels,
-        rank.status == RankStatus::kRunning ? 1 : 0);
+        rank.status == monitor::RankStatus::kRunning ? 1 : 0);
   gauge("lockstep_rank_failed", "1 after the rank has failed.", labels,
-        rank.status == RankStatus::kFailed ? 1 : 0);
+        rank.status == monitor::RankStatus::kFailed ? 1 : 0);
   if (rank.step >= 0)
     gauge("lockstep_step", "Optimizer steps that the rank has done.", labels,
           static_cast<double>(rank.step));
@@ -38,19 +38,19 @@ void RunMetrics::publish(const LiveRank& rank) {
   resources_.publish(rank.rank, rank.cgroup);
 }
 
-void RunMetrics::publish(const LiveView& view) {
+void RunMetrics::publish(const monitor::RunView& view) {
   for (const char* state : {"starting", "running", "ended", "failed"})
     gauge("lockstep_run_state", "1 for the state that the run is in.", {{"state", state}},
           view.state == state ? 1 : 0);
   gauge("lockstep_stall_seconds", "How long no rank has moved; 0 while they do.", {},
         view.stall ? view.stall->seconds : 0);
-  gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.world_size);
+  gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.facts().world_size);
   gauge("lockstep_run_attempt", "How often all ranks were started again.", {}, view.attempt);
   gauge("lockstep_run_start_time_seconds", "When the run began, since the epoch.", {},
         view.started_s);
-  if (view.total_steps > 0)
+  if (view.facts().total_steps > 0)
     gauge("lockstep_total_steps", "Optimizer steps that the run will have done at its end.", {},
-          static_cast<double>(view.total_steps));
+          static_cast<double>(view.facts().total_steps));
   if (const auto left = seconds_left(view))
     gauge("lockstep_left_seconds", "Until the last step, as the run went so far.", {}, *left);
   if (const auto loss = newest_logged(view, "loss"))
@@ -58,10 +58,9 @@ void RunMetrics::publish(const LiveView& view) {
   if (const auto rate = newest_logged(view, "tokens_per_second"))
     gauge("lockstep_tokens_per_second", "Tokens per second of all ranks, as logged last.", {},
           *rate);
-  for (const auto& [name, points] : view.logged)
-    if (!points.empty())
-      gauge("lockstep_logged", "What the program logged last, by its name.", {{"name", name}},
-            points.back().second);
+  for (const std::string& name : monitor::metric_names(view.metrics))
+    gauge("lockstep_logged", "What the program logged last, by its name.", {{"name", name}},
+          *newest_logged(view, name));
   for (const monitor::Finding& finding : view.findings) rules_.insert(finding.rule);
   for (const std::string& rule : rules_) {
     double count = 0;
@@ -69,7 +68,7 @@ void RunMetrics::publish(const LiveView& view) {
     gauge("lockstep_findings", "What slows the run down now, by rule.", {{"rule", rule}}, count);
   }
   std::set<int> present;
-  for (const LiveRank& rank : view.ranks) {
+  for (const monitor::RankState& rank : view.ranks) {
     publish(rank);
     present.insert(rank.rank);
   }
@@ -79,7 +78,7 @@ void RunMetrics::publish(const LiveView& view) {
   if (view.gpus.newest) resources_.publish(view.gpus);
 }
 
-std::string RunMetrics::text(const LiveView& view) {
+std::string RunMetrics::text(const monitor::RunView& view) {
   publish(view);
   return page_.text();
 }

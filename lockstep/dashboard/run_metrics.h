@@ -8,9 +8,9 @@
 #include <set>
 #include <string>
 
-#include "lockstep/dashboard/live_view.h"
 #include "lockstep/monitor/prometheus.h"
 #include "lockstep/monitor/resource_metrics.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {
 
@@ -19,11 +19,11 @@ class RunMetrics {
  public:
   RunMetrics() : resources_(page_) {}
 
-  std::string text(const LiveView& view);
+  std::string text(const monitor::RunView& view);
 
  private:
-  void publish(const LiveView& view);
-  void publish(const LiveRank& rank);
+  void publish(const monitor::RunView& view);
+  void publish(const monitor::RankState& rank);
   void gauge(const char* name, const char* help, const monitor::Labels& labels, double value);
 
   monitor::Prometheus page_;

@@ -15,6 +15,8 @@
 namespace lockstep::report {
 namespace {
 
+using monitor::CheckpointInfo;
+using monitor::ConfigValue;
 using monitor::RankRecord;
 using monitor::RunRecord;
 
@@ -23,15 +25,15 @@ constexpr std::size_t kMostOverTime = 8;  // ranks with a chart of their own
 constexpr std::size_t kMostOtherMetrics = 12;
 constexpr std::size_t kMostEvents = 200;
 
-std::string name_of(const RunFolder& run) {
+std::string name_of(const RunView& run) {
   std::error_code error;
-  const auto path = std::filesystem::absolute(run.path, error).lexically_normal();
+  const auto path = std::filesystem::absolute(run.id, error).lexically_normal();
   const std::string name = path.filename().string();
   return name.empty() ? path.parent_path().filename().string() : name;
 }
 
 // What a Trainer can continue from; its record says whether the run was one.
-std::string continued_text(const RunFolder& run) {
+std::string continued_text(const RunView& run) {
   const auto whole = std::ranges::find_if(run.checkpoints.rbegin(), run.checkpoints.rend(),
                                           [](const auto& one) { return one.problem.empty(); });
   if (!run.record || run.record->facts.program != "trainer") return "";
@@ -39,8 +41,8 @@ std::string continued_text(const RunFolder& run) {
   return fmt::format(" lockstep train --resume auto continues from {}.", whole->name);
 }
 
-std::string head_of(const RunFolder& run) {
-  std::string text = run.path;
+std::string head_of(const RunView& run) {
+  std::string text = run.id;
   if (run.record) {
     const monitor::RunFacts& facts = run.record->facts;
     text += fmt::format(": {} rank{} on {} host{}", facts.world_size,
@@ -70,7 +72,7 @@ std::string speed_html() {
       "the steps alone, without either.");
 }
 
-std::string summary_html(const RunFolder& run) {
+std::string summary_html(const RunView& run) {
   HtmlTable rows{.heads = {"figure", "value"}};
   for (const Figure& figure : figures_of(run))
     if (figure.value) rows.rows.push_back({figure.name, figure.text()});
@@ -80,7 +82,7 @@ std::string summary_html(const RunFolder& run) {
 
 // ---------------------------------------------------------------- training
 
-std::vector<Mark> marks_of(const RunFolder& run) {
+std::vector<Mark> marks_of(const RunView& run) {
   std::vector<Mark> marks;
   for (const Superseded& part : superseded_of(run))
     marks.push_back({static_cast<double>(part.first), "resumed"});
@@ -92,18 +94,19 @@ LineChart over_steps(const std::string& title, const std::string& y_label) {
   return {.title = title, .x_label = "step", .y_label = y_label, .whole_x = true};
 }
 
-void add_series(LineChart& chart, const std::string& name, const RunFolder& run,
+void add_series(LineChart& chart, const std::string& name, const RunView& run,
                 const std::string& metric, bool marked = false) {
-  auto points = series_of(run, metric);
+  auto points = curve_of(run.metrics, metric);
   if (!points.empty())
     chart.lines.push_back({.name = name, .points = std::move(points), .marked = marked});
 }
 
-const char* throughput_metric(const RunFolder& run) {
-  return series_of(run, "tokens_per_second").empty() ? "samples_per_second" : "tokens_per_second";
+const char* throughput_metric(const RunView& run) {
+  return curve_of(run.metrics, "tokens_per_second").empty() ? "samples_per_second"
+                                                            : "tokens_per_second";
 }
 
-std::string training_html(const RunFolder& run) {
+std::string training_html(const RunView& run) {
   if (run.metrics.empty()) return paragraph("Nothing was logged.");
   const auto marks = marks_of(run);
   std::vector<Drawing> drawings;
@@ -132,7 +135,7 @@ std::string training_html(const RunFolder& run) {
   add(norm);
   std::string out = figures(drawings);
   drawings.clear();
-  for (const std::string& name : metric_names(run)) {
+  for (const std::string& name : metric_names(run.metrics)) {
     const bool shown = name == "loss" || name == "eval_loss" || name == rate ||
                        name == "learning_rate" || name == "grad_norm" || name == "skipped_steps";
     if (shown || drawings.size() == kMostOtherMetrics) continue;
@@ -150,7 +153,7 @@ std::string shown_text(std::size_t shown, std::size_t all, const char* what) {
   return shown < all ? paragraph(fmt::format("{} of {} {} are shown.", shown, all, what)) : "";
 }
 
-std::string budget_html(const RunFolder& run) {
+std::string budget_html(const RunView& run) {
   if (!run.record || run.record->ranks.empty())
     return paragraph("The step budget was not recorded.");
   const RunRecord& record = *run.record;
@@ -200,7 +203,7 @@ std::string gpus_html(const RunRecord& record) {
   return rows.rows.empty() ? "" : table(rows) + together;
 }
 
-std::string utilisation_html(const RunFolder& run) {
+std::string utilisation_html(const RunView& run) {
   if (!run.record) return paragraph("Utilisation was not recorded.");
   const RunRecord& record = *run.record;
   std::vector<Drawing> drawings;
@@ -226,7 +229,7 @@ std::string utilisation_html(const RunFolder& run) {
 
 // ---------------------------------------------------------------- files and events
 
-std::string checkpoints_html(const RunFolder& run) {
+std::string checkpoints_html(const RunView& run) {
   if (run.checkpoints.empty()) return paragraph("There is no checkpoint.");
   HtmlTable rows{.heads = {"folder", "step", "size", "written", "state"}};
   for (const CheckpointInfo& one : run.checkpoints) {
@@ -242,7 +245,7 @@ std::string checkpoints_html(const RunFolder& run) {
   return out + paragraph("Names and sizes were checked; lockstep checkpoint verify checks bytes.");
 }
 
-std::string events_html(const RunFolder& run) {
+std::string events_html(const RunView& run) {
   const auto events = events_of(run);
   HtmlTable rows{.heads = {"step", "time", "what"}, .numbers = false};
   for (const RunEvent& event : events) {
@@ -254,7 +257,7 @@ std::string events_html(const RunFolder& run) {
   return table(rows) + shown_text(rows.rows.size(), events.size(), "events");
 }
 
-std::string config_html(const RunFolder& run) {
+std::string config_html(const RunView& run) {
   if (run.config.empty()) return paragraph("The configuration was not recorded.");
   const bool origins =
       std::ranges::any_of(run.config, [](const ConfigValue& value) { return !value.from.empty(); });
@@ -285,17 +288,17 @@ std::string ratio_text(const Figure& a, const Figure& b) {
 }
 
 struct Pair {
-  const RunFolder& a;
-  const RunFolder& b;
+  const RunView& a;
+  const RunView& b;
   std::string a_name, b_name;
 };
 
 // Names that distinguish them, also where the folders' last parts are the same.
-Pair pair_of(const RunFolder& a, const RunFolder& b) {
+Pair pair_of(const RunView& a, const RunView& b) {
   Pair pair{a, b, name_of(a), name_of(b)};
   if (pair.a_name == pair.b_name) {
-    pair.a_name = "A: " + a.path;
-    pair.b_name = "B: " + b.path;
+    pair.a_name = "A: " + a.id;
+    pair.b_name = "B: " + b.id;
   }
   return pair;
 }
@@ -318,7 +321,8 @@ Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {
 
 std::string curves_html(const Pair& runs) {
   std::vector<Drawing> drawings{overlaid(runs, over_steps("Training loss", "loss"), "loss")};
-  if (!series_of(runs.a, "eval_loss").empty() || !series_of(runs.b, "eval_loss").empty())
+  if (!curve_of(runs.a.metrics, "eval_loss").empty() ||
+      !curve_of(runs.b.metrics, "eval_loss").empty())
     drawings.push_back(overlaid(runs, over_steps("Evaluation loss", "loss"), "eval_loss"));
   const std::string rate = throughput_metric(runs.a);
   LineChart throughput =
@@ -346,7 +350,7 @@ std::string differences_html(const Pair& runs) {
   if (runs.a.config.empty() || runs.b.config.empty())
     return paragraph("The configuration of one of them is not recorded.");
   HtmlTable rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
-  const auto find = [](const RunFolder& run, const std::string& key) -> const ConfigValue* {
+  const auto find = [](const RunView& run, const std::string& key) -> const ConfigValue* {
     const auto found = std::ranges::find(run.config, key, &ConfigValue::key);
     return found == run.config.end() ? nullptr : &*found;
   };
@@ -366,11 +370,10 @@ std::string differences_html(const Pair& runs) {
 
 }  // namespace
 
-std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
+std::string findings_html(const RunView& run) {
   if (!run.record) return paragraph("Without a record there is nothing to judge.");
-  if (!diagnose) return paragraph("The record was not judged.");
   std::string out;
-  for (const monitor::Finding& finding : diagnose(*run.record)) {
+  for (const monitor::Finding& finding : run.findings) {
     HtmlTable rows{
         .heads = {fmt::format("{}{}{}", finding.rule,
                               finding.cause.empty() ? "" : ": " + finding.cause,
@@ -393,26 +396,25 @@ std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
                                                            monitor::without_steps(*run.record)));
 }
 
-std::string run_report(const RunFolder& run, const Diagnose& diagnose) {
-  return page(fmt::format("Run {}", name_of(run)),
-              head_of(run) + section("Figures", summary_html(run)) +
-                  section("Findings", findings_html(run, diagnose)) +
-                  section("Training", training_html(run)) +
-                  section("Step budget", budget_html(run)) +
-                  section("Utilisation", utilisation_html(run)) +
-                  section("Checkpoints", checkpoints_html(run)) +
-                  section("Events", events_html(run)) + section("Configuration", config_html(run)));
+std::string run_report(const RunView& run) {
+  return page(
+      fmt::format("Run {}", name_of(run)),
+      head_of(run) + section("Figures", summary_html(run)) +
+          section("Findings", findings_html(run)) + section("Training", training_html(run)) +
+          section("Step budget", budget_html(run)) + section("Utilisation", utilisation_html(run)) +
+          section("Checkpoints", checkpoints_html(run)) + section("Events", events_html(run)) +
+          section("Configuration", config_html(run)));
 }
 
-std::string comparison_report(const RunFolder& a, const RunFolder& b, const Diagnose& diagnose) {
+std::string comparison_report(const RunView& a, const RunView& b) {
   const Pair runs = pair_of(a, b);
   return page(fmt::format("{} and {}", runs.a_name, runs.b_name),
               head_of(a) + head_of(b) + section("Figures", figures_table(runs)) +
                   section("Curves", curves_html(runs)) +
                   section("Step budget", budgets_html(runs)) +
                   section("Configuration: what differs", differences_html(runs)) +
-                  section(fmt::format("Findings of {}", runs.a_name), findings_html(a, diagnose)) +
-                  section(fmt::format("Findings of {}", runs.b_name), findings_html(b, diagnose)) +
+                  section(fmt::format("Findings of {}", runs.a_name), findings_html(a)) +
+                  section(fmt::format("Findings of {}", runs.b_name), findings_html(b)) +
                   section(fmt::format("Events of {}", runs.a_name), events_html(a)) +
                   section(fmt::format("Events of {}", runs.b_name), events_html(b)));
 }

@@ -202,7 +202,7 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
         shares.emplace_back(kPartKeys[i], real_node(values[i]));
       members.emplace_back("budget", map_node(std::move(shares)));
     }
-    if (row.point.run) members.emplace_back("run", text_node(row.point.run->path));
+    if (row.point.run) members.emplace_back("run", text_node(row.point.run->id));
     list.push_back(map_node(std::move(members)));
   }
   return map_node({{"benchmark", text_node("scale")},
@@ -214,8 +214,7 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
                    {"rows", list_node(std::move(list))}});
 }
 
-std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting,
-                       const Diagnose& diagnose) {
+std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
   HtmlTable figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
                                     "samples/s", "tokens/s", "speed-up", "efficiency",
                                     "utilisation"}};
@@ -254,7 +253,7 @@ std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& se
   for (const ScaleRow& row : rows)
     if (row.point.run)
       body += section(fmt::format("Findings with {}", ranks_text(row.point.ranks)),
-                      findings_html(*row.point.run, diagnose));
+                      findings_html(*row.point.run));
   return page("Scaling report", body);
 }
 

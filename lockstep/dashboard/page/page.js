@@ -401,8 +401,7 @@ function shares(budget) {
 }
 
 function drawBudget(state, ranks) {
-  const whole = state.run.recorded === true && state.run.state !== 'running';
-  say(at('budget-note'), whole ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
+  say(at('budget-note'), isOver(state) ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
   at('budget').parentElement.hidden = !ranks.some((r) => shares(r.budget).size > 0);
   const used = new Set();
   match(at('budget'), ranks.map((r) => r.rank), () => {
