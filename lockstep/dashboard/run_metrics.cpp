@@ -1,20 +1,28 @@
 #include "lockstep/dashboard/run_metrics.h"
 
-#include <cmath>
+#include "lockstep/monitor/resource_metrics.h"
 
 namespace lockstep::dashboard {
+namespace {
 
-void RunMetrics::gauge(const char* name, const char* help, const monitor::Labels& labels,
-                       double value) {
-  page_.set(page_.declare({name, help}), labels, value);
-}
+using monitor::Prometheus;
+using monitor::RankStatus;
 
-void RunMetrics::publish(const monitor::RankState& rank) {
+struct Gauge {
+  void operator()(const char* name, const char* help, const monitor::Labels& labels,
+                  double value) const {
+    page.set({name, help}, labels, value);
+  }
+  Prometheus& page;
+};
+
+void publish(Prometheus& page, const monitor::RankState& rank) {
+  const Gauge gauge{page};
   const monitor::Labels labels = {{"rank", std::to_string(rank.rank)}};
   gauge("lockstep_rank_up", "1 while the rank runs.", labels,
-        rank.status == monitor::RankStatus::kRunning ? 1 : 0);
+        rank.status == RankStatus::kRunning ? 1 : 0);
   gauge("lockstep_rank_failed", "1 after the rank has failed.", labels,
-        rank.status == monitor::RankStatus::kFailed ? 1 : 0);
+        rank.status == RankStatus::kFailed ? 1 : 0);
   if (rank.step >= 0)
     gauge("lockstep_step", "Optimizer steps that the rank has done.", labels,
           static_cast<double>(rank.step));
@@ -34,11 +42,15 @@ void RunMetrics::publish(const monitor::RankState& rank) {
     gauge("lockstep_collective_sequence",
           "Number of the rank's collective: the oldest under way, else its newest.", labels,
           static_cast<double>(rank.position->sequence));
-  if (rank.process) resources_.publish(rank.rank, *rank.process);
-  resources_.publish(rank.rank, rank.cgroup);
+  if (rank.process) monitor::publish(page, rank.rank, *rank.process);
+  monitor::publish(page, rank.rank, rank.cgroup);
 }
 
-void RunMetrics::publish(const monitor::RunView& view) {
+}  // namespace
+
+std::string RunMetrics::text(const monitor::RunView& view) {
+  Prometheus page;
+  const Gauge gauge{page};
   for (const char* state : {"starting", "running", "ended", "failed"})
     gauge("lockstep_run_state", "1 for the state that the run is in.", {{"state", state}},
           view.state == state ? 1 : 0);
@@ -67,20 +79,9 @@ void RunMetrics::publish(const monitor::RunView& view) {
     for (const monitor::Finding& finding : view.findings) count += finding.rule == rule ? 1 : 0;
     gauge("lockstep_findings", "What slows the run down now, by rule.", {{"rule", rule}}, count);
   }
-  std::set<int> present;
-  for (const monitor::RankState& rank : view.ranks) {
-    publish(rank);
-    present.insert(rank.rank);
-  }
-  for (const int rank : ranks_)
-    if (!present.contains(rank)) page_.remove({{"rank", std::to_string(rank)}});
-  ranks_ = std::move(present);
-  if (view.gpus.newest) resources_.publish(view.gpus);
-}
-
-std::string RunMetrics::text(const monitor::RunView& view) {
-  publish(view);
-  return page_.text();
+  for (const monitor::RankState& rank : view.ranks) publish(page, rank);
+  if (view.gpus.newest) monitor::publish(page, view.gpus);
+  return page.text();
 }
 
 }  // namespace lockstep::dashboard
