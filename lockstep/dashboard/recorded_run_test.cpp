@@ -130,5 +130,13 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   EXPECT_EQ(state(), "running") << "these are of an earlier start";
 }
 
+// A launcher makes one before it knows whether the ranks record themselves.
+TEST_F(RecordView, AWriterThatWritesNothingLeavesTheEarlierRecord) {
+  write({.started_unix_s = 100, .ended_unix_s = 200});
+  { const RecordWriter unused(folder_, 0); }
+  EXPECT_EQ(state(), "ended");
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/monitor.1"));
+}
+
 }  // namespace
 }  // namespace lockstep::dashboard
