@@ -86,6 +86,15 @@ struct ConfigValue {
   std::vector<std::string> beats{};  // what it overrides
 };
 
+// What a run has left, as the report and the page both show it.
+struct Table {
+  std::string title{};
+  std::vector<std::string> heads{};
+  std::vector<std::vector<std::string>> rows{};
+  std::vector<std::string> notes{};  // sentences below; alone where there is nothing to list
+  bool numbers = true;               // all columns but the first are right-aligned
+};
+
 struct RunView {
   std::string id{};      // the launcher's, or the folder that it was read from
   double time_s = 0;     // of what is known last, since the epoch, as all times
@@ -115,6 +124,7 @@ struct RunView {
   std::vector<ConfigValue> config{};
   std::vector<std::string> archived{};  // folders with what earlier runs have left
   std::vector<std::string> missing{};   // sentences: what is not there, or cannot be read
+  std::vector<Table> tables{};          // for the page (report::run_tables)
 
   const RunFacts& facts() const;  // of the record; nothing is known without one
 };

@@ -293,6 +293,10 @@ TEST(Report, GpusAreShownOverTimeAndAsFigures) {
   ASSERT_EQ(chart.lines.size(), 2u);
   EXPECT_DOUBLE_EQ(chart.lines[1].points[3].first, 3.5);
   EXPECT_TRUE(std::isnan(chart.lines[0].points[7].second));
+  std::vector<std::string> titles;
+  for (const monitor::Table& table : run_tables(run)) titles.push_back(table.title);
+  EXPECT_THAT(titles, ElementsAre("Figures", "GPUs", "Processes", "Checkpoints", "Events",
+                                  "Configuration"));
   const std::string page = run_report(run);
   EXPECT_THAT(page, HasSubstr("GPU: time with a kernel running"));
   EXPECT_THAT(page, HasSubstr("<td>1 of host 0</td><td>90 %</td>"));

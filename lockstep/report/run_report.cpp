@@ -19,6 +19,8 @@ using monitor::CheckpointInfo;
 using monitor::ConfigValue;
 using monitor::RankRecord;
 using monitor::RunRecord;
+using monitor::RunView;
+using monitor::Table;
 
 constexpr std::size_t kMostBars = 32;     // ranks in a chart of budgets
 constexpr std::size_t kMostOverTime = 8;  // ranks with a chart of their own
@@ -66,18 +68,16 @@ std::string head_of(const RunView& run) {
 }
 
 // Two figures of speed stand in one table and need not agree.
-std::string speed_html() {
-  return paragraph(
-      "Time per step has evaluations and saves in it. Samples and tokens per second are those of "
-      "the steps alone, without either.");
-}
+constexpr const char* kSpeeds =
+    "Time per step has evaluations and saves in it. Samples and tokens per second are those of the "
+    "steps alone, without either.";
 
-std::string summary_html(const RunView& run) {
-  HtmlTable rows{.heads = {"figure", "value"}};
+Table summary_table(const RunView& run) {
+  Table table{.title = "Figures", .heads = {"figure", "value"}};
   for (const Figure& figure : figures_of(run))
-    if (figure.value) rows.rows.push_back({figure.name, figure.text()});
-  const bool steps = run.record && mean_budget(*run.record).steps > 0;
-  return table(rows) + (steps ? speed_html() : "");
+    if (figure.value) table.rows.push_back({figure.name, figure.text()});
+  if (run.record && mean_budget(*run.record).steps > 0) table.notes.push_back(kSpeeds);
+  return table;
 }
 
 // ---------------------------------------------------------------- training
@@ -180,15 +180,16 @@ std::string budget_html(const RunView& run) {
   return out + figures(drawings) + shown_text(drawings.size(), record.ranks.size(), "ranks");
 }
 
-std::string gpus_html(const RunRecord& record) {
-  HtmlTable rows{.heads = {"GPU", "utilisation", "memory", "of the card", "power", "throttled"}};
-  std::string together;
-  for (const monitor::HostGpus& host : record.gpus) {
+Table gpus_table(const RunView& run) {
+  Table table{.title = "GPUs",
+              .heads = {"GPU", "utilisation", "memory", "of the card", "power", "throttled"}};
+  if (!run.record) return table;
+  for (const monitor::HostGpus& host : run.record->gpus) {
     for (const monitor::GpuFigures& gpu : monitor::gpu_figures(host)) {
       const auto text = [](const std::optional<double>& value, const char* unit) {
         return value ? number_text(*value) + unit : "not known";
       };
-      rows.rows.push_back(
+      table.rows.push_back(
           {fmt::format("{} of host {}", gpu.index, host.host), text(gpu.utilisation_percent, " %"),
            gpu.memory_bytes ? bytes_text(static_cast<std::uint64_t>(*gpu.memory_bytes))
                             : "not known",
@@ -196,11 +197,29 @@ std::string gpus_html(const RunRecord& record) {
            text(gpu.power_w, " W"), percent_text(gpu.throttled_share)});
     }
     if (host.gpus.size() > 1)
-      together +=
-          paragraph(fmt::format("Host {}: all GPUs worked at once in {} of the samples.", host.host,
-                                percent_text(monitor::busy_together_share(host))));
+      table.notes.push_back(fmt::format("Host {}: all GPUs worked at once in {} of the samples.",
+                                        host.host,
+                                        percent_text(monitor::busy_together_share(host))));
   }
-  return rows.rows.empty() ? "" : table(rows) + together;
+  return table;
+}
+
+Table processes_table(const RunView& run) {
+  Table table{.title = "Processes",
+              .heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
+                        "stopped by that limit"}};
+  if (!run.record) return table;
+  for (const RankRecord& rank : run.record->ranks) {
+    const monitor::Interval& last = monitor::newest_sample(rank);
+    const monitor::BudgetRow row = monitor::budget_row(rank);
+    table.rows.push_back(
+        {fmt::format("{}", rank.rank), row.cores ? number_text(*row.cores) : "not recorded",
+         row.resident_bytes > 0 ? bytes_text(row.resident_bytes) : "not recorded",
+         row.threads > 0 ? fmt::format("{}", row.threads) : "not recorded",
+         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
+         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
+  }
+  return table;
 }
 
 std::string utilisation_html(const RunView& run) {
@@ -211,72 +230,74 @@ std::string utilisation_html(const RunView& run) {
   if (!gpus.lines.empty()) drawings.push_back(draw(gpus));
   if (!cores.lines.empty()) drawings.push_back(draw(cores));
   if (drawings.empty()) return paragraph("Utilisation was not recorded.");
-  HtmlTable rows{.heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
-                           "stopped by that limit"}};
-  for (const RankRecord& rank : record.ranks) {
-    const monitor::Interval& last = monitor::newest_sample(rank);
-    const monitor::BudgetRow row = monitor::budget_row(rank);
-    rows.rows.push_back(
-        {fmt::format("{}", rank.rank), row.cores ? number_text(*row.cores) : "not recorded",
-         row.resident_bytes > 0 ? bytes_text(row.resident_bytes) : "not recorded",
-         row.threads > 0 ? fmt::format("{}", row.threads) : "not recorded",
-         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
-         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
-  }
   return figures(drawings) + shown_text(cores.lines.size(), record.ranks.size(), "ranks") +
-         gpus_html(record) + table(rows);
+         table(gpus_table(run)) + table(processes_table(run));
 }
 
 // ---------------------------------------------------------------- files and events
 
-std::string checkpoints_html(const RunView& run) {
-  if (run.checkpoints.empty()) return paragraph("There is no checkpoint.");
-  HtmlTable rows{.heads = {"folder", "step", "size", "written", "state"}};
+Table checkpoints_table(const RunView& run) {
+  Table table{.title = "Checkpoints", .heads = {"folder", "step", "size", "written", "state"}};
   for (const CheckpointInfo& one : run.checkpoints) {
     std::string state = one.problem.empty() ? "whole" : one.problem;
     if (run.best_step == one.step) state += ", best";
-    rows.rows.push_back({one.name, fmt::format("{}", one.step), bytes_text(one.bytes),
-                         time_text(one.unix_time_s), state});
+    table.rows.push_back({one.name, fmt::format("{}", one.step), bytes_text(one.bytes),
+                          time_text(one.unix_time_s), state});
   }
-  std::string out = table(rows);
   if (run.best_metric && run.best_step)
-    out += paragraph(fmt::format("Best evaluation when the newest one was saved: {} at step {}.",
-                                 number_text(*run.best_metric), *run.best_step));
-  return out + paragraph("Names and sizes were checked; lockstep checkpoint verify checks bytes.");
+    table.notes.push_back(
+        fmt::format("Best evaluation when the newest one was saved: {} at step {}.",
+                    number_text(*run.best_metric), *run.best_step));
+  table.notes.push_back(
+      table.rows.empty()
+          ? "There is no checkpoint."
+          : "Names and sizes were checked; lockstep checkpoint verify checks bytes.");
+  return table;
 }
 
-std::string events_html(const RunView& run) {
+Table events_table(const RunView& run) {
   const auto events = events_of(run);
-  HtmlTable rows{.heads = {"step", "time", "what"}, .numbers = false};
+  Table table{.title = "Events", .heads = {"step", "time", "what"}, .numbers = false};
   for (const RunEvent& event : events) {
-    if (rows.rows.size() == kMostEvents) break;
-    rows.rows.push_back({event.step ? fmt::format("{}", *event.step) : "",
-                         time_text(event.unix_time_s), event.text});
+    if (table.rows.size() == kMostEvents) break;
+    table.rows.push_back({event.step ? fmt::format("{}", *event.step) : "",
+                          time_text(event.unix_time_s), event.text});
   }
-  if (rows.rows.empty()) return paragraph("Nothing was recorded.");
-  return table(rows) + shown_text(rows.rows.size(), events.size(), "events");
+  if (events.empty()) table.notes.push_back("Nothing was recorded.");
+  if (table.rows.size() < events.size())
+    table.notes.push_back(
+        fmt::format("{} of {} events are shown.", table.rows.size(), events.size()));
+  return table;
 }
 
-std::string config_html(const RunView& run) {
-  if (run.config.empty()) return paragraph("The configuration was not recorded.");
+// What was set, and the defaults; without origins all of it in the first.
+std::pair<Table, Table> config_tables(const RunView& run) {
   const bool origins =
       std::ranges::any_of(run.config, [](const ConfigValue& value) { return !value.from.empty(); });
   const bool overrides = std::ranges::any_of(
       run.config, [](const ConfigValue& value) { return !value.beats.empty(); });
-  HtmlTable set{.heads = {"key", "value", "from"}, .numbers = false};
-  if (overrides) set.heads.push_back("overrides");
-  HtmlTable defaults{.heads = {"key", "value"}, .numbers = false};
+  Table set{.title = "Configuration", .heads = {"key", "value"}, .numbers = false};
+  Table defaults = set;
+  if (run.config.empty())
+    set.notes.push_back("The configuration was not recorded.");
+  else if (!origins)
+    set.notes.push_back("Where each value comes from is not recorded.");
+  if (origins) set.heads.push_back("from");
+  if (origins && overrides) set.heads.push_back("overrides");
   for (const ConfigValue& value : run.config) {
-    std::string beats;
-    for (const std::string& one : value.beats) beats += (beats.empty() ? "" : ", ") + one;
-    if (!origins || value.from == "default")
-      defaults.rows.push_back({value.key, value.value});
-    else
-      set.rows.push_back({value.key, value.value, value.from});
-    if (overrides && origins && value.from != "default") set.rows.back().push_back(beats);
+    Table& table = origins && value.from == "default" ? defaults : set;
+    table.rows.push_back({value.key, value.value});
+    if (&table == &defaults || !origins) continue;
+    table.rows.back().push_back(value.from);
+    if (overrides) table.rows.back().push_back(fmt::format("{}", fmt::join(value.beats, ", ")));
   }
-  if (!origins) return paragraph("Where each value comes from is not recorded.") + table(defaults);
-  return table(set) + details(fmt::format("{} defaults", defaults.rows.size()), table(defaults));
+  defaults.title = fmt::format("{} defaults", defaults.rows.size());
+  return {std::move(set), std::move(defaults)};
+}
+
+std::string config_html(const RunView& run) {
+  const auto [set, defaults] = config_tables(run);
+  return table(set) + (defaults.rows.empty() ? "" : details(defaults.title, table(defaults)));
 }
 
 // ---------------------------------------------------------------- two runs
@@ -304,12 +325,13 @@ Pair pair_of(const RunView& a, const RunView& b) {
 }
 
 std::string figures_table(const Pair& runs) {
-  HtmlTable rows{.heads = {"figure", runs.a_name, runs.b_name, "second / first"}};
+  Table rows{.heads = {"figure", runs.a_name, runs.b_name, "second / first"}};
   const auto a = figures_of(runs.a), b = figures_of(runs.b);
   for (std::size_t i = 0; i < a.size(); ++i)
     if (a[i].value || b[i].value)
       rows.rows.push_back({a[i].name, a[i].text(), b[i].text(), ratio_text(a[i], b[i])});
-  return table(rows) + speed_html();
+  rows.notes.push_back(kSpeeds);
+  return table(rows);
 }
 
 Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {
@@ -349,7 +371,7 @@ std::string budgets_html(const Pair& runs) {
 std::string differences_html(const Pair& runs) {
   if (runs.a.config.empty() || runs.b.config.empty())
     return paragraph("The configuration of one of them is not recorded.");
-  HtmlTable rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
+  Table rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
   const auto find = [](const RunView& run, const std::string& key) -> const ConfigValue* {
     const auto found = std::ranges::find(run.config, key, &ConfigValue::key);
     return found == run.config.end() ? nullptr : &*found;
@@ -374,7 +396,7 @@ std::string findings_html(const RunView& run) {
   if (!run.record) return paragraph("Without a record there is nothing to judge.");
   std::string out;
   for (const monitor::Finding& finding : run.findings) {
-    HtmlTable rows{
+    Table rows{
         .heads = {fmt::format("{}{}{}", finding.rule,
                               finding.cause.empty() ? "" : ": " + finding.cause,
                               finding.rank >= 0 ? fmt::format(" (rank {})", finding.rank) : ""),
@@ -396,14 +418,25 @@ std::string findings_html(const RunView& run) {
                                                            monitor::without_steps(*run.record)));
 }
 
+std::vector<Table> run_tables(const RunView& run) {
+  auto [config, defaults] = config_tables(run);
+  std::vector<Table> tables{summary_table(run),     gpus_table(run),   processes_table(run),
+                            checkpoints_table(run), events_table(run), std::move(config),
+                            std::move(defaults)};
+  if (!run.missing.empty())
+    tables.insert(tables.begin(), Table{.title = "Not recorded", .notes = run.missing});
+  std::erase_if(tables, [](const Table& one) { return one.rows.empty() && one.notes.empty(); });
+  return tables;
+}
+
 std::string run_report(const RunView& run) {
   return page(
       fmt::format("Run {}", name_of(run)),
-      head_of(run) + section("Figures", summary_html(run)) +
+      head_of(run) + section("Figures", table(summary_table(run))) +
           section("Findings", findings_html(run)) + section("Training", training_html(run)) +
           section("Step budget", budget_html(run)) + section("Utilisation", utilisation_html(run)) +
-          section("Checkpoints", checkpoints_html(run)) + section("Events", events_html(run)) +
-          section("Configuration", config_html(run)));
+          section("Checkpoints", table(checkpoints_table(run))) +
+          section("Events", table(events_table(run))) + section("Configuration", config_html(run)));
 }
 
 std::string comparison_report(const RunView& a, const RunView& b) {
@@ -415,8 +448,8 @@ std::string comparison_report(const RunView& a, const RunView& b) {
                   section("Configuration: what differs", differences_html(runs)) +
                   section(fmt::format("Findings of {}", runs.a_name), findings_html(a)) +
                   section(fmt::format("Findings of {}", runs.b_name), findings_html(b)) +
-                  section(fmt::format("Events of {}", runs.a_name), events_html(a)) +
-                  section(fmt::format("Events of {}", runs.b_name), events_html(b)));
+                  section(fmt::format("Events of {}", runs.a_name), table(events_table(a))) +
+                  section(fmt::format("Events of {}", runs.b_name), table(events_table(b))));
 }
 
 }  // namespace lockstep::report

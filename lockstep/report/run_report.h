@@ -7,6 +7,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "lockstep/monitor/run_view.h"
 
@@ -14,6 +15,9 @@ namespace lockstep::report {
 
 std::string run_report(const monitor::RunView& run);
 std::string comparison_report(const monitor::RunView& a, const monitor::RunView& b);
+
+// What the report lists, for the page of a run that is over (RunView::tables).
+std::vector<monitor::Table> run_tables(const monitor::RunView& run);
 
 // The findings as a section's content: one entry each, or that there are none, or no record.
 std::string findings_html(const monitor::RunView& run);

@@ -17,6 +17,7 @@ namespace {
 using monitor::Interval;
 using monitor::RankRecord;
 using monitor::RunRecord;
+using monitor::Table;
 using monitor::detail::median;
 
 // As columns of the CSV file and keys of the JSON document.
@@ -215,10 +216,9 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
 }
 
 std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
-  HtmlTable figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
-                                    "samples/s", "tokens/s", "speed-up", "efficiency",
-                                    "utilisation"}};
-  HtmlTable budget_table{.heads = {"ranks"}};
+  Table figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
+                                "samples/s", "tokens/s", "speed-up", "efficiency", "utilisation"}};
+  Table budget_table{.heads = {"ranks"}};
   for (const Part& part : budget_parts()) budget_table.heads.push_back(part.name);
   for (const ScaleRow& row : rows) {
     figures_table.rows.push_back(

@@ -433,6 +433,47 @@ function drawBudget(state, ranks) {
   });
 }
 
+function makeTable(table) {
+  const card = make('section', 'card');
+  const title = make('h2', '', String(table.title ?? ''));
+  card.append(title);
+  const heads = list(table.heads).map(String);
+  if (list(table.rows).length) {
+    const place = make('div', 'scroll');
+    place.tabIndex = 0;
+    place.setAttribute('role', 'region');
+    place.setAttribute('aria-label', title.textContent);
+    const rows = list(table.rows).map((cells) => {
+      const row = make('tr');
+      row.append(...list(cells).map((text, i) => {
+        const cell = make('td', '', String(text));
+        cell.dataset.name = heads[i] ?? '';
+        return cell;
+      }));
+      return row;
+    });
+    const [all, head, body] = [make('table', table.numbers === true ? 'numbers' : ''), make('thead'), make('tbody')];
+    head.append(make('tr'));
+    head.firstChild.append(...heads.map((text) => make('th', '', text)));
+    body.append(...rows);
+    all.append(head, body);
+    place.append(all);
+    card.append(place);
+  }
+  card.append(...list(table.notes).map((text) => make('p', 'muted', String(text))));
+  return card;
+}
+
+let tables = '';  // as drawn
+
+// What a run that is over has left, as its report lists it.
+function drawTables(state) {
+  const text = JSON.stringify(list(state.tables));
+  if (text === tables) return;
+  tables = text;
+  at('tables').replaceChildren(...list(state.tables).map((table) => makeTable(object(table))));
+}
+
 // The newest one of the run, also after the ranks have moved again.
 function drawStall(state) {
   const table = object(state.stall_table);
@@ -512,6 +553,7 @@ function draw(state) {
   drawCharts(series);
   drawRanks(ranks);
   drawBudget(state, ranks);
+  drawTables(state);
   drawLog(state);
   const time = number(state.time);
   if (time !== null) {
