@@ -82,6 +82,27 @@ Curve curve_of(std::span<const MetricLine> lines, std::string_view name) {
   return curve;
 }
 
+Curve thinned(const Curve& curve, std::size_t most) {
+  if (curve.size() <= most) return curve;
+  const auto lower = [](const auto& a, const auto& b) {
+    return std::isfinite(a.second) && std::isfinite(b.second)
+               ? a.second < b.second
+               : !std::isfinite(a.second) && std::isfinite(b.second);
+  };
+  Curve few;
+  const std::size_t parts = (most - 1) / 2;
+  for (std::size_t part = 0; part < parts; ++part) {
+    const auto at = [&](std::size_t i) {
+      return curve.begin() + static_cast<std::ptrdiff_t>(i * curve.size() / parts);
+    };
+    const auto [low, high] = std::minmax_element(at(part), at(part + 1), lower);
+    few.push_back(*std::min(low, high));
+    if (low != high) few.push_back(*std::max(low, high));
+  }
+  if (few.back().first != curve.back().first) few.push_back(curve.back());
+  return few;
+}
+
 std::vector<std::string> metric_names(std::span<const MetricLine> lines) {
   std::vector<std::string> names;
   for (const MetricLine& line : lines) {

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -129,6 +131,22 @@ TEST(MetricsFile, ALastLineWithoutItsEndCountsOnce) {
   file.read();
   EXPECT_THAT(loss_of(file), ElementsAre(Pair(1, 2.0), Pair(2, 1.0), Pair(3, 0.5)));
   EXPECT_EQ(file.problem(), "");
+}
+
+TEST(Thinned, ExtremesGapsAndTheLastPointStay) {
+  Curve curve;
+  for (int step = 0; step < 10'000; ++step) curve.emplace_back(step, 1);
+  curve[4321].second = 9;
+  curve[7000].second = -9;
+  curve[8000].second = std::nan("");
+  EXPECT_EQ(thinned(curve, 10'000).size(), 10'000u);
+  const Curve few = thinned(curve, 500);
+  EXPECT_LE(few.size(), 500u);
+  EXPECT_THAT(few, testing::Contains(Pair(4321, 9)));
+  EXPECT_THAT(few, testing::Contains(Pair(7000, -9)));
+  EXPECT_THAT(few, testing::Contains(Pair(8000, testing::IsNan())));
+  EXPECT_EQ(few.back().first, 9999);
+  EXPECT_TRUE(std::ranges::is_sorted(few, {}, &Curve::value_type::first));
 }
 
 }  // namespace

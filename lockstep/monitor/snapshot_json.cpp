@@ -23,13 +23,10 @@ Node optional_number(const std::optional<T>& value) {
   return value ? number(static_cast<double>(*value)) : Node{};
 }
 
-// The newest points of a curve.
 Node curve_node(const Curve& curve) {
   std::vector<Node> points;
-  const std::size_t most = std::min(curve.size(), MetricsFile::kPoints);
-  for (auto point = curve.end() - static_cast<std::ptrdiff_t>(most); point != curve.end(); ++point)
-    points.push_back(
-        list_node({integer_node(static_cast<std::int64_t>(point->first)), number(point->second)}));
+  for (const auto& [step, value] : thinned(curve, MetricsFile::kPoints))
+    points.push_back(list_node({integer_node(static_cast<std::int64_t>(step)), number(value)}));
   return list_node(std::move(points));
 }
 
