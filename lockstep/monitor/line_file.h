@@ -43,8 +43,8 @@ class LineFile {
   Fd fd_;
 };
 
-// rank_<r>.jsonl and gpus_<host>.jsonl of one folder. Throws SystemError; an interval that could not
-// be written is part of the next line.
+// rank_<r>.jsonl and gpus_<host>.jsonl of one folder. Throws SystemError; an interval that could
+// not be written is part of the next line.
 class RecordFiles {
  public:
   explicit RecordFiles(std::string folder, const LineLimits& limits = {})

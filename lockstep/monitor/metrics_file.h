@@ -33,8 +33,8 @@ using Curve = std::vector<std::pair<double, double>>;  // (step, value), oldest 
 // Steps only grow: a run that was resumed from an earlier one replaces what it repeats.
 void add_point(Curve& curve, std::int64_t step, double value);
 Curve curve_of(std::span<const MetricLine> lines, std::string_view name);
-// At most so many points: of each stretch the lowest and the highest, where one that is not finite is
-// the lowest, and the last one of all.
+// At most so many points: of each stretch the lowest and the highest, where one that is not finite
+// is the lowest, and the last one of all.
 Curve thinned(const Curve& curve, std::size_t most);
 // The names of all curves, in the order in which they came first. The last line of a Trainer, which
 // is about the whole run, has none.
