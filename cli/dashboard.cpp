@@ -10,7 +10,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/dashboard/http_server.h"
-#include "lockstep/dashboard/record_view.h"
+#include "lockstep/report/run_report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -62,9 +62,13 @@ class RecordSource {
 
  private:
   void read() {
-    const dashboard::LiveView view = dashboard::view_of_record(directory_);
-    over_ = view.state != "running";
-    json_ = dashboard::live_snapshot_json(view);
+    monitor::RunView run = monitor::read_run_view(directory_);
+    over_ = run.state != "running";
+    if (over_) {
+      run = monitor::read_run_view(directory_, monitor::Detail::kAll);
+      run.tables = report::run_tables(run);
+    }
+    json_ = monitor::snapshot_json(run);
   }
 
   const std::string directory_;

@@ -9,8 +9,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/printable.h"
 #include "lockstep/monitor/budget_table.h"
-#include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/gpu_figures.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::cli {
 namespace {
@@ -112,7 +112,7 @@ Node row_node(const monitor::BudgetRow& row) {
   }
   if (row.collective_share)
     members.emplace_back("collective_share", real_node(*row.collective_share));
-  members.emplace_back("cores", real_node(row.cores));
+  members.emplace_back("cores", real_node(row.cores.value_or(0)));
   members.emplace_back("resident_bytes",
                        integer_node(static_cast<std::int64_t>(row.resident_bytes)));
   return map_node(std::move(members));
@@ -158,9 +158,10 @@ int doctor_run_command(const Args& args) {
     return 0;
   }
   const Request request = parse(args);
-  const monitor::RunRecord run = monitor::read_run(request.directory);
+  const monitor::RunView view = monitor::read_run_view(request.directory);
+  const monitor::RunRecord& run = *view.record;
+  const auto& findings = view.findings;
   const auto rows = monitor::budget_rows(run);
-  const auto findings = monitor::diagnose(run);
   if (request.json)
     fmt::print("{}\n", to_json(report_node(run, rows, findings)));
   else

@@ -19,9 +19,9 @@
 #include "lockstep/core/terminal.h"
 #include "lockstep/dashboard/http_client.h"
 #include "lockstep/dashboard/http_rules.h"
-#include "lockstep/dashboard/record_view.h"
 #include "lockstep/dashboard/terminal_view.h"
 #include "lockstep/monitor/gpu_sampler.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::cli {
 namespace {
@@ -160,7 +160,7 @@ int watch_url(const Request& request) {
 int watch_record(const Request& request) {
   Output output(request);
   while (true) {
-    output.show(dashboard::live_snapshot_json(dashboard::view_of_record(request.where)));
+    output.show(monitor::snapshot_json(monitor::read_run_view(request.where)));
     if (output.over()) return output.code();
     std::this_thread::sleep_for(kInterval);
   }

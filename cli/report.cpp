@@ -62,12 +62,12 @@ int report_command(const Args& args) {
     return 0;
   }
   const Request request = parse(args);
-  const report::RunFolder first = report::read_run_folder(request.runs[0]);
+  const monitor::RunView first = monitor::read_run_view(request.runs[0], monitor::Detail::kAll);
   const std::string page =
       request.runs.size() == 1
-          ? report::run_report(first, monitor::diagnose)
-          : report::comparison_report(first, report::read_run_folder(request.runs[1]),
-                                      monitor::diagnose);
+          ? report::run_report(first)
+          : report::comparison_report(
+                first, monitor::read_run_view(request.runs[1], monitor::Detail::kAll));
   write_file_atomically(request.output, page);
   fmt::print("written to {}\n", request.output);
   return 0;

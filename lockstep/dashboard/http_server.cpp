@@ -65,38 +65,25 @@ Microhttpd load_microhttpd() {
                      "the dashboard needs {}, which cannot be loaded ({}). Install Debian's "
                      "package libmicrohttpd12 or its like.",
                      kLibrary, ::dlerror());
-  const auto symbol = [&](const char* name) {
-    void* const address = ::dlsym(library, name);
-    if (address == nullptr)
+  const auto load = [&]<typename Function>(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(::dlsym(library, name));
+    if (function == nullptr)
       throw UsageError("dashboard", "{} has no {}. Install a newer one (0.9.71 or later).",
                        kLibrary, name);
-    return address;
   };
   Microhttpd found;
-  found.add_response_header =
-      reinterpret_cast<decltype(&::MHD_add_response_header)>(symbol("MHD_add_response_header"));
-  found.create_response_from_buffer =
-      reinterpret_cast<decltype(&::MHD_create_response_from_buffer)>(
-          symbol("MHD_create_response_from_buffer"));
-  found.create_response_from_callback =
-      reinterpret_cast<decltype(&::MHD_create_response_from_callback)>(
-          symbol("MHD_create_response_from_callback"));
-  found.destroy_response =
-      reinterpret_cast<decltype(&::MHD_destroy_response)>(symbol("MHD_destroy_response"));
-  found.get_connection_info =
-      reinterpret_cast<decltype(&::MHD_get_connection_info)>(symbol("MHD_get_connection_info"));
-  found.get_connection_values =
-      reinterpret_cast<decltype(&::MHD_get_connection_values)>(symbol("MHD_get_connection_values"));
-  found.lookup_connection_value = reinterpret_cast<decltype(&::MHD_lookup_connection_value)>(
-      symbol("MHD_lookup_connection_value"));
-  found.queue_response =
-      reinterpret_cast<decltype(&::MHD_queue_response)>(symbol("MHD_queue_response"));
-  found.resume_connection =
-      reinterpret_cast<decltype(&::MHD_resume_connection)>(symbol("MHD_resume_connection"));
-  found.start_daemon = reinterpret_cast<decltype(&::MHD_start_daemon)>(symbol("MHD_start_daemon"));
-  found.stop_daemon = reinterpret_cast<decltype(&::MHD_stop_daemon)>(symbol("MHD_stop_daemon"));
-  found.suspend_connection =
-      reinterpret_cast<decltype(&::MHD_suspend_connection)>(symbol("MHD_suspend_connection"));
+  load(found.add_response_header, "MHD_add_response_header");
+  load(found.create_response_from_buffer, "MHD_create_response_from_buffer");
+  load(found.create_response_from_callback, "MHD_create_response_from_callback");
+  load(found.destroy_response, "MHD_destroy_response");
+  load(found.get_connection_info, "MHD_get_connection_info");
+  load(found.get_connection_values, "MHD_get_connection_values");
+  load(found.lookup_connection_value, "MHD_lookup_connection_value");
+  load(found.queue_response, "MHD_queue_response");
+  load(found.resume_connection, "MHD_resume_connection");
+  load(found.start_daemon, "MHD_start_daemon");
+  load(found.stop_daemon, "MHD_stop_daemon");
+  load(found.suspend_connection, "MHD_suspend_connection");
   return found;
 }
 

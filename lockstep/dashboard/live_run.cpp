@@ -18,7 +18,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/dashboard/doctor_report.h"
-#include "lockstep/dashboard/metrics_tail.h"
 #include "lockstep/dashboard/rank_gpus.h"
 #include "lockstep/dashboard/rank_sampler.h"
 #include "lockstep/dashboard/record_writer.h"
@@ -31,6 +30,11 @@ namespace lockstep::dashboard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using monitor::Position;
+using monitor::RankState;
+using monitor::RankStatus;
+using monitor::RunView;
+using monitor::Stall;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLook{250};
@@ -87,7 +91,7 @@ std::deque<std::string> tail_of(const launch::RankStarted& rank) {
   return lines;
 }
 
-std::optional<LivePosition> position_of(const ledger::File* file) {
+std::optional<Position> position_of(const ledger::File* file) {
   if (file == nullptr || !file->opened()) return std::nullopt;
   const ledger::Snapshot seen = file->read();
   if (seen.records.empty()) return std::nullopt;
@@ -97,7 +101,7 @@ std::optional<LivePosition> position_of(const ledger::File* file) {
   const ledger::Record& record = pending != seen.records.end() ? *pending : seen.records.back();
   const std::uint64_t now = ledger::monotonic_ns();
   const double age_ns = now > record.posted_ns ? static_cast<double>(now - record.posted_ns) : 0;
-  return LivePosition{record.operation, record.sequence, ledger::name(record.state), age_ns * 1e-9};
+  return Position{record.operation, record.sequence, ledger::name(record.state), age_ns * 1e-9};
 }
 
 bool is_python(const launch::LaunchPlan& plan) {
@@ -123,7 +127,7 @@ bool has_failed(const launch::RunEnded& run) {
 }
 
 // "rank 1 is stopped (kill -CONT 4712 continues it)"
-std::string stopped_text(const std::vector<const LiveRank*>& stopped) {
+std::string stopped_text(const std::vector<const RankState*>& stopped) {
   if (stopped.size() == 1)
     return fmt::format("rank {} is stopped (kill -CONT {} continues it)", stopped[0]->rank,
                        stopped[0]->pid);
@@ -137,7 +141,7 @@ std::string stopped_text(const std::vector<const LiveRank*>& stopped) {
 // What is known of a rank; guarded by the run's mutex.
 struct Tracked {
   launch::RankStarted started;
-  LiveRank shown;
+  RankState shown;
   // What stands below the log: a line of stdout and one of stderr that have not ended.
   std::array<std::string, 2> unfinished{};
   Clock::time_point began = Clock::now();
@@ -167,9 +171,10 @@ struct LiveRun::State {
   void judge(Look& own);
   void note_movement(Look& own);
 
-  monitor::RunRecord record() const;
+  void add_gpus(monitor::RunRecord& run) const;
   // With the mutex held.
-  std::optional<LiveStall> stall() const;
+  monitor::RunRecord record() const;  // without GPUs
+  std::optional<Stall> stall() const;
 
   const LiveRunOptions options;
   std::unique_ptr<monitor::GpuSampler> gpus;  // null: the run uses none
@@ -182,7 +187,7 @@ struct LiveRun::State {
   int host = 0;
   Clock::time_point attempt_began{};
   double attempt_unix_s = 0;
-  LiveView view{};             // without ranks, GPUs, time, stall and verdict
+  RunView view{};              // without record, ranks, GPUs, time, stall and verdict
   bool enough = false;         // steps, to judge
   Clock::time_point moved{};   // a rank did last
   Clock::time_point tabled{};  // the launcher's table came
@@ -201,7 +206,7 @@ struct LiveRun::State::Look {
   std::map<int, std::uint64_t> heartbeats{};
   Clock::time_point interval_began{};
   std::optional<Clock::time_point> first_step{};
-  MetricsTail metrics{};
+  monitor::MetricsFile metrics{};
   std::string output_dir{};
   bool facts_read = false;
   StandingFindings standing{};
@@ -287,17 +292,17 @@ void LiveRun::State::note_movement(Look& own) {
   moved = Clock::now();
 }
 
-std::optional<LiveStall> LiveRun::State::stall() const {
+std::optional<Stall> LiveRun::State::stall() const {
   if (view.state != "running") return std::nullopt;
-  std::vector<const LiveRank*> stopped;
+  std::vector<const RankState*> stopped;
   std::vector<std::string> places;
   double stopped_s = 0;
   double step_s = 0;
   for (const auto& [rank, tracked] : ranks) {
-    const LiveRank& shown = tracked.shown;
+    const RankState& shown = tracked.shown;
     if (shown.status == RankStatus::kFailed) return std::nullopt;  // the run is being ended
     if (shown.status == RankStatus::kEnded) continue;
-    step_s = std::max(step_s, shown.step_ms / 1e3);
+    step_s = std::max(step_s, monitor::recent_step_ms(tracked.record.intervals) / 1e3);
     if (shown.status == RankStatus::kStopped) {
       stopped.push_back(&shown);
       stopped_s = std::max(stopped_s, seconds_since(tracked.stopped_since));
@@ -314,19 +319,18 @@ std::optional<LiveStall> LiveRun::State::stall() const {
   const bool tabled_now = tabled > moved;
   // As the launcher's watch has it, a rank alone waits for no other.
   const bool quiet =
-      view.world_size > 1 && !places.empty() && ((step_s > 0 && quiet_s >= limit_s) || tabled_now);
+      facts.world_size > 1 && !places.empty() && ((step_s > 0 && quiet_s >= limit_s) || tabled_now);
   if (stopped.empty() && !quiet) return std::nullopt;
   std::string who =
       stopped.empty() ? fmt::format("{}", fmt::join(places, ", ")) : stopped_text(stopped);
   if (!quiet) {
     who[0] = 'R';
-    return LiveStall{stopped_s, who + "."};
+    return Stall{stopped_s, who + "."};
   }
   const std::string since =
       fmt::format("No {} for {:.0f} s", step_s > 0 ? "step has ended" : "rank has moved", quiet_s);
-  if (stopped.empty() && tabled_now)
-    return LiveStall{quiet_s, since + ". " + view.stall_table->cause};
-  return LiveStall{quiet_s, since + ": " + who + "."};
+  if (stopped.empty() && tabled_now) return Stall{quiet_s, since + ". " + view.stall_table->cause};
+  return Stall{quiet_s, since + ": " + who + "."};
 }
 
 // Reads without the lock, which the supervisor may be waiting for.
@@ -359,10 +363,6 @@ void LiveRun::State::sample(Look& own) {
     tracked.shown.pid = sampler.pid();
     tracked.shown.process = sampler.process();
     tracked.shown.cgroup = sampler.cgroup();
-    tracked.shown.step = interval.step;
-    if (!tracked.closed) tracked.shown.newest = interval;
-    tracked.shown.step_ms =
-        tracked.closed ? 1e3 * budget_of(tracked.record).step_s() : recent_step_ms(intervals);
     RankStatus& status = tracked.shown.status;
     if (status == RankStatus::kRunning || status == RankStatus::kStopped) {
       const bool before = status == RankStatus::kStopped;
@@ -371,8 +371,8 @@ void LiveRun::State::sample(Look& own) {
     }
     if (const auto tail = tails.find(rank); tail != tails.end()) tracked.shown.log = tail->second;
     if (rank != ranks.begin()->first || interval.steps == 0 || interval.step < 0) continue;
-    add_point(view.step_ms, interval.step, recent_step_ms(intervals));
-    view.mean_step_s = budget_of(tracked.record).step_s();
+    monitor::add_point(view.step_ms, interval.step, monitor::recent_step_ms(intervals));
+    if (view.step_ms.size() > kIntervals) view.step_ms.erase(view.step_ms.begin());
   }
 }
 
@@ -383,7 +383,8 @@ void LiveRun::State::follow_metrics(Look& own) {
     own.output_dir = sampler.rank().ledger->output_dir();
   }
   if (own.output_dir.empty()) return;
-  own.metrics.follow(own.output_dir);
+  if (const std::string log = own.output_dir + "/metrics.jsonl"; log != own.metrics.path())
+    own.metrics = monitor::MetricsFile(log, monitor::MetricsFile::Part::kNewest);
   own.metrics.read();
   std::optional<monitor::RunFacts> better;
   const std::string path = own.output_dir + "/" + std::string(monitor::kRecordFolder) + "/run.json";
@@ -392,7 +393,7 @@ void LiveRun::State::follow_metrics(Look& own) {
   } catch (const std::exception&) {  // not there yet, or none
   }
   const std::lock_guard lock(mutex);
-  view.logged = own.metrics.series();
+  view.metrics = own.metrics.lines();
   // One of an earlier run in the same folder, or of an earlier attempt, is not about this one.
   if (!better || better->started_unix_s <= attempt_unix_s) return;
   own.facts_read = true;
@@ -400,7 +401,6 @@ void LiveRun::State::follow_metrics(Look& own) {
   better->ended_unix_s = facts.ended_unix_s;
   better->failure = facts.failure;
   better->failed_ranks = facts.failed_ranks;
-  view.total_steps = better->total_steps;
   facts = *better;
 }
 
@@ -487,7 +487,12 @@ void LiveRun::State::write_end(const Look& own) {
 }
 
 void LiveRun::State::judge(Look& own) {
-  const monitor::RunRecord now = record();
+  monitor::RunRecord now;
+  {
+    const std::lock_guard lock(mutex);
+    now = record();
+  }
+  add_gpus(now);
   std::int64_t step = -1;
   for (const monitor::RankRecord& rank : now.ranks)
     step = std::max(step, rank.intervals.back().step);
@@ -510,19 +515,18 @@ void LiveRun::State::judge(Look& own) {
 }
 
 monitor::RunRecord LiveRun::State::record() const {
-  monitor::RunRecord copy;
-  {
-    const std::lock_guard lock(mutex);
-    copy.facts = facts;
-    for (const auto& [rank, tracked] : ranks)
-      if (!tracked.record.intervals.empty()) copy.ranks.push_back(tracked.record);
-  }
-  if (!gpus) return copy;
+  monitor::RunRecord copy{.facts = facts};
+  for (const auto& [rank, tracked] : ranks)
+    if (!tracked.record.intervals.empty()) copy.ranks.push_back(tracked.record);
+  return copy;
+}
+
+void LiveRun::State::add_gpus(monitor::RunRecord& run) const {
+  if (!gpus) return;
   const monitor::GpuSnapshot now = gpus->snapshot();
   const auto visible = visible_gpus(now.gpus, env::get("CUDA_VISIBLE_DEVICES"));
-  copy.facts.gpus_visible = std::max(copy.facts.gpus_visible, static_cast<int>(visible.size()));
-  if (!visible.empty()) copy.gpus.push_back(host_gpus(host, now.gpus, visible, gpus->history()));
-  return copy;
+  run.facts.gpus_visible = std::max(run.facts.gpus_visible, static_cast<int>(visible.size()));
+  if (!visible.empty()) run.gpus.push_back(host_gpus(host, now.gpus, visible, gpus->history()));
 }
 
 // ---------------------------------------------------------------- LiveRun
@@ -563,10 +567,9 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
     const std::lock_guard lock(state_->mutex);
     State& now = *state_;
     now.host = plan.node_rank;
-    now.view.run_id = plan.run_id;
+    now.view.id = plan.run_id;
     now.view.started_s = unix_now();
-    now.view.world_size = plan.nnodes * plan.nproc_per_node;
-    now.facts.world_size = now.view.world_size;
+    now.facts.world_size = plan.nnodes * plan.nproc_per_node;
     now.facts.hosts = plan.nnodes;
     now.facts.device = device;
     now.facts.backend = env::get("LOCKSTEP_BACKEND").value_or("");
@@ -594,7 +597,6 @@ void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
   state_->moved = state_->attempt_began;
   state_->ranks.clear();
   state_->view.attempt = attempt.attempt;
-  state_->view.world_size = attempt.world_size;
   state_->facts.world_size = attempt.world_size;
   state_->view.state = "running";
   state_->view.message.clear();
@@ -639,7 +641,7 @@ void LiveRun::rank_ended(const launch::RankEnded& rank) {
 void LiveRun::ranks_stalled(const launch::RanksStalled& stall) {
   const std::lock_guard lock(state_->mutex);
   state_->tabled = Clock::now();
-  state_->view.stall_table = StallTable{unix_now(), stall.cause, stall.text};
+  state_->view.stall_table = monitor::StallTable{unix_now(), stall.cause, stall.text};
 }
 
 void LiveRun::attempt_ended(int) {
@@ -672,12 +674,14 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
     const std::lock_guard lock(state_->mutex);
     state_->view.state = has_failed(run) ? "failed" : "ended";
     std::int64_t step = -1;
-    for (const auto& [rank, tracked] : state_->ranks) step = std::max(step, tracked.shown.step);
-    state_->view.message = end_message(state_->facts, step, run.code != 0);
+    for (const auto& [rank, tracked] : state_->ranks)
+      if (!tracked.record.intervals.empty())
+        step = std::max(step, tracked.record.intervals.back().step);
+    state_->view.message = monitor::end_message(state_->facts, step, run.code != 0);
   }
   std::vector<std::string> said = tick();
   if (options_.doctor) {
-    const monitor::RunRecord all = record();
+    const monitor::RunRecord all = *view().record;
     for (std::string& line : doctor_summary(all, options_.diagnose(all), run.code != 0))
       said.push_back(std::move(line));
   }
@@ -685,14 +689,15 @@ std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   return said;
 }
 
-LiveView LiveRun::view() const {
-  LiveView copy;
+RunView LiveRun::view() const {
+  RunView copy;
   std::vector<launch::RankStarted> started;
   bool enough = false;
   {
     const std::lock_guard lock(state_->mutex);
     copy = state_->view;
     copy.stall = state_->stall();
+    copy.record = state_->record();
     enough = state_->enough;
     for (const auto& [rank, tracked] : state_->ranks) {
       copy.ranks.push_back(tracked.shown);
@@ -701,11 +706,13 @@ LiveView LiveRun::view() const {
       started.push_back(tracked.started);
     }
   }
+  state_->add_gpus(*copy.record);
+  describe_ranks(copy);
   copy.time_s = unix_now();
   if (state_->gpus) copy.gpus = state_->gpus->snapshot();
   const auto visible = visible_gpus(copy.gpus.gpus, env::get("CUDA_VISIBLE_DEVICES"));
   for (std::size_t i = 0; i < started.size(); ++i) {
-    LiveRank& rank = copy.ranks[i];
+    RankState& rank = copy.ranks[i];
     const ledger::File* const file = started[i].ledger.get();
     rank.position = position_of(file);
     rank.gpu = gpu_of_rank(copy.gpus, visible, {rank.pid, started[i].local_rank});
@@ -715,10 +722,6 @@ LiveView LiveRun::view() const {
   }
   copy.verdict = verdict_of(copy, enough);
   return copy;
-}
-
-monitor::RunRecord LiveRun::record() const {
-  return state_->record();
 }
 
 bool LiveRun::ready() const {

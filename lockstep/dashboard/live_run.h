@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/dashboard/live_view.h"
 #include "lockstep/launch/run_observer.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {
 
@@ -47,9 +47,8 @@ class LiveRun : public launch::RunObserver {
   LiveRun(const LiveRun&) = delete;
   LiveRun& operator=(const LiveRun&) = delete;
 
-  LiveView view() const;
-  std::string snapshot_json() const { return live_snapshot_json(view()); }
-  monitor::RunRecord record() const;
+  monitor::RunView view() const;
+  std::string snapshot_json() const { return monitor::snapshot_json(view()); }
   // All ranks of this host run, none of them stopped by a signal.
   bool ready() const;
 

@@ -343,19 +343,20 @@ TEST(RecordWriter, AFolderThatCannotBeMadeIsAnErrorAndALaterOneIsReportedOnce) {
 // ---------------------------------------------------------------- snapshot
 
 TEST(Snapshot, IsTheDocumentOfTheContract) {
-  LiveView view;
-  view.run_id = "r\"1";
-  view.world_size = 2;
+  monitor::RunView view;
+  view.id = "r\"1";
+  view.record.emplace().facts = {.world_size = 2, .total_steps = 1000};
   view.state = "running";
-  LiveRank rank{.rank = 1, .pid = 17, .step = 120, .step_ms = 21.5, .phase = "backward"};
+  monitor::RankState rank{.rank = 1, .pid = 17, .step = 120, .step_ms = 21.5, .phase = "backward"};
   rank.newest = steady_rank(1, 0.25).intervals[0];
   rank.gpu = 2;
-  rank.position = LivePosition{"all_reduce", 17, "started", 0.125};
+  rank.position = monitor::Position{"all_reduce", 17, "started", 0.125};
   rank.log = {"</script>\x01\xff", "two"};
   view.ranks.push_back(rank);
-  view.logged = {{"loss", {{1, 2.5}, {2, std::numeric_limits<double>::quiet_NaN()}}},
-                 {"accuracy", {{2, 0.5}}}};
-  view.total_steps = 1000;
+  view.metrics = {
+      {.step = 1, .values = {{"loss", 2.5}}},
+      {.step = 2,
+       .values = {{"loss", std::numeric_limits<double>::quiet_NaN()}, {"accuracy", 0.5}}}};
   view.mean_step_s = 0.5;
   view.findings = {finding("straggler", 1, "data")};
   view.gpus.gpus = {{.index = 2}};
@@ -363,7 +364,7 @@ TEST(Snapshot, IsTheDocumentOfTheContract) {
   sample->gpus.resize(1);
   sample->gpus[0].utilisation_percent = 97;
   view.gpus.newest = sample;
-  const std::string text = live_snapshot_json(view);
+  const std::string text = monitor::snapshot_json(view);
   EXPECT_EQ(text.find('\n'), text.npos);
   const Node read = parse_json(text, "snapshot");
   EXPECT_EQ(read.at("run").at("id").text, "r\"1");
@@ -483,7 +484,7 @@ LiveRunOptions without_gpus() {
 }
 
 std::string state_of(const LiveRun& run, std::size_t rank) {
-  const LiveView view = run.view();
+  const monitor::RunView view = run.view();
   return view.ranks.size() > rank ? name(view.ranks[rank].status) : "missing";
 }
 
@@ -541,13 +542,13 @@ TEST(LiveRun, GrowsWithItsRanksAndShowsTheirEnds) {
     return !said.empty();
   }));
   EXPECT_THAT(said, ElementsAre(HasSubstr("straggler (rank 1")));
-  const monitor::RunRecord record = run.record();
+  const monitor::RunRecord record = *run.view().record;
   ASSERT_EQ(record.ranks.size(), 2u);
   EXPECT_GT(budget_of(record.ranks[1]).share(Phase::kData), 0.6);
   EXPECT_EQ(record.facts.program, "./train");
   EXPECT_EQ(record.facts.world_size, 2);
 
-  LiveView view = run.view();
+  monitor::RunView view = run.view();
   EXPECT_EQ(view.state, "running");
   ASSERT_EQ(view.ranks.size(), 2u);
   EXPECT_THAT(view.ranks[0].log, ElementsAre("100 %"));
@@ -576,7 +577,7 @@ TEST(LiveRun, GrowsWithItsRanksAndShowsTheirEnds) {
   EXPECT_EQ(run.view().attempt, 1);
   EXPECT_THAT(run.view().ranks, IsEmpty());
   run.rank_started(zero.started);
-  EXPECT_TRUE(soon([&] { return !run.record().ranks.empty(); }));
+  EXPECT_TRUE(soon([&] { return !run.view().record->ranks.empty(); }));
   const auto summary = run.run_ended({1, "rank 1 on h failed: killed by SIGKILL"});
   EXPECT_THAT(summary.front(), HasSubstr("[doctor] 1 of 2 ranks"));
   EXPECT_EQ(run.view().state, "failed");
@@ -595,7 +596,7 @@ TEST(LiveRun, RulesThatFailAreReportedOnce) {
   Rank zero("trains", 0);
   run.rank_started(zero.started);
   ASSERT_TRUE(soon([&] {
-    const auto record = run.record();
+    const auto record = *run.view().record;
     return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
   }));
   const auto said = run.tick();
@@ -615,13 +616,12 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
     Rank zero("trains", 0, {{"OUTPUT_DIR", output.path()}});
     run.rank_started(zero.started);
     ASSERT_TRUE(soon([&] {
-      const auto record = run.record();
+      const auto record = *run.view().record;
       return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
     }));
-    ASSERT_TRUE(soon([&] { return !run.view().logged.empty(); }));
-    EXPECT_THAT(run.view().logged,
-                ElementsAre(Pair("loss", ElementsAre(Pair(5, 0.5))),
-                            Pair("tokens_per_second", ElementsAre(Pair(5, 100.0)))));
+    ASSERT_TRUE(soon([&] { return !run.view().metrics.empty(); }));
+    EXPECT_EQ(monitor::newest_logged(run.view(), "loss"), 0.5);
+    EXPECT_EQ(monitor::newest_logged(run.view(), "tokens_per_second"), 100);
     run.rank_ended({0, "exited with code 0", false});
     EXPECT_THAT(run.run_ended({0, ""}), IsEmpty()) << "without --doctor nothing is said";
   }
@@ -656,10 +656,10 @@ TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
   monitor::RunFacts facts{.world_size = 2, .program = "trainer", .total_steps = 1000};
   monitor::write_facts(output.path(), facts);  // of an earlier run
   ASSERT_TRUE(soon([&] { return run.view().step_ms.size() >= 2; }));
-  EXPECT_EQ(run.view().total_steps, 0);
+  EXPECT_EQ(run.view().facts().total_steps, 0);
   facts.started_unix_s = run.view().time_s;
   monitor::write_facts(output.path(), facts);
-  ASSERT_TRUE(soon([&] { return run.view().total_steps == 1000; }));
+  ASSERT_TRUE(soon([&] { return run.view().facts().total_steps == 1000; }));
   EXPECT_TRUE(seconds_left(run.view()));
   run.rank_ended({0, "killed by SIGKILL", true});
   run.run_ended({137, "rank 0 on h failed: killed by SIGKILL"});
@@ -726,10 +726,10 @@ TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
   Rank zero("trains", 0);
   run.rank_started(zero.started);
   ASSERT_TRUE(soon([&] {
-    const auto record = run.record();
+    const auto record = *run.view().record;
     return !record.gpus.empty() && record.gpus[0].samples.size() >= 30;
   }));
-  const monitor::RunRecord record = run.record();
+  const monitor::RunRecord record = *run.view().record;
   EXPECT_EQ(record.facts.gpus_visible, 2);
   const auto& samples = record.gpus[0].samples;
   for (std::size_t i = 0; i < 30; ++i)
@@ -763,7 +763,7 @@ TEST(LiveRun, ACompanionSeesTheRunAndIsGoneWithIt) {
       const pid_t started = ::getpid();
       pid_t first = -1;
       while (!stop) {
-        const LiveView view = run.view();
+        const monitor::RunView view = run.view();
         const bool trains = view.ranks.size() == 2 && view.ranks[0].step > 20 &&
                             view.ranks[1].step > 5 && view.ranks[0].newest &&
                             view.ranks[0].newest->steps > 0;
@@ -772,7 +772,8 @@ TEST(LiveRun, ACompanionSeesTheRunAndIsGoneWithIt) {
           append(folder / "seen", run.snapshot_json() + "\n");
           ::kill(first, SIGKILL);
         }
-        if (first > 0 && view.ranks.size() == 2 && view.ranks[1].status == RankStatus::kFailed)
+        if (first > 0 && view.ranks.size() == 2 &&
+            view.ranks[1].status == monitor::RankStatus::kFailed)
           append(folder / "failed", view.ranks[1].exit);
         if (first > 0 && view.attempt == 1 && trains && view.ranks[1].pid != first) {
           append(folder / "restarted", "yes");

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/launch/process.h"
-#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -34,10 +33,7 @@ bool is_of_all(const ledger::Record& record, const std::string& group) {
 }  // namespace
 
 RankSampler::RankSampler(launch::RankStarted rank, Clock::time_point began)
-    : rank_(std::move(rank)), pid_(rank_.pid), began_(began) {
-  process_ = monitor::read_process(pid_);
-  cgroup_ = monitor::read_cgroup(pid_);
-}
+    : rank_(std::move(rank)), pid_(rank_.pid), began_(began), process_(pid_) {}
 
 // What a rank writes into its ledger is believed of processes below this one alone.
 void RankSampler::find_process() {
@@ -47,7 +43,8 @@ void RankSampler::find_process() {
 }
 
 bool RankSampler::stopped() const {
-  return process_ && (process_->state == 'T' || process_->state == 't');
+  const auto& seen = process();
+  return seen && (seen->state == 'T' || seen->state == 't');
 }
 
 // Of a rank that counts no steps, from its newest records; a ring that has turned since the last
@@ -94,17 +91,7 @@ monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
   interval.start = std::exchange(start_, false);
   if (end) return interval;
   find_process();
-  const auto process = monitor::read_process(pid_);
-  if (process_ && process) interval.process = monitor::rates(*process_, *process);
-  if (process) {
-    interval.resident_bytes = process->resident_bytes;
-    interval.threads = process->threads;
-    process_ = process;
-  }
-  const monitor::CgroupSample cgroup = monitor::read_cgroup(pid_);
-  interval.cpu_limit_cores = cgroup.cpu_limit_cores;
-  interval.throttled_share = monitor::throttled_share(cgroup_, cgroup);
-  cgroup_ = cgroup;
+  process_.look(pid_, interval);
   return interval;
 }
 

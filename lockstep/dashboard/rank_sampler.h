@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "lockstep/launch/run_observer.h"
-#include "lockstep/monitor/run_record.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::dashboard {
 
@@ -29,8 +29,8 @@ class RankSampler {
   // The process that trains: the one that opened the ledger, or the one that was started.
   pid_t pid() const { return pid_; }
   bool stopped() const;  // by a signal, at the last look
-  const std::optional<monitor::ProcessSample>& process() const { return process_; }
-  const monitor::CgroupSample& cgroup() const { return cgroup_; }
+  const std::optional<monitor::ProcessSample>& process() const { return process_.process(); }
+  const monitor::CgroupSample& cgroup() const { return process_.cgroup(); }
 
  private:
   void find_process();
@@ -47,8 +47,7 @@ class RankSampler {
   std::optional<std::string> group_;
   ledger::Ticket newest_ = 0;
   std::uint64_t looked_ns_ = 0;
-  std::optional<monitor::ProcessSample> process_;
-  monitor::CgroupSample cgroup_;
+  monitor::ProcessWatch process_;
 };
 
 }  // namespace lockstep::dashboard

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <exception>
-#include <functional>
 #include <system_error>
 
 #include "lockstep/core/error.h"
@@ -16,78 +14,28 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr double kCoarse_s = monitor::kCoarser - 0.5;  // looks come a little early or late
-
-std::string rank_file(int rank) {
-  return fmt::format("rank_{}.jsonl", rank);
-}
-
-// Means over the time of both.
-monitor::ProcessRates together(monitor::ProcessRates first, const monitor::ProcessRates& second) {
-  using Rates = monitor::ProcessRates;
-  const double seconds = first.seconds + second.seconds;
-  const double weight = seconds > 0 ? second.seconds / seconds : 1;
-  for (const auto rate : {&Rates::cores, &Rates::user_cores, &Rates::system_cores,
-                          &Rates::minor_faults_per_s, &Rates::major_faults_per_s,
-                          &Rates::voluntary_switches_per_s, &Rates::involuntary_switches_per_s})
-    first.*rate += weight * (second.*rate - first.*rate);
-  for (const auto rate :
-       {&Rates::read_chars_per_s, &Rates::written_chars_per_s, &Rates::read_bytes_per_s,
-        &Rates::written_bytes_per_s, &Rates::run_delay_share}) {
-    if (first.*rate && second.*rate)
-      *(first.*rate) += weight * (*(second.*rate) - *(first.*rate));
-    else if (second.*rate)
-      first.*rate = second.*rate;
-  }
-  first.seconds = seconds;
-  return first;
-}
-
-monitor::Interval together(const monitor::Interval& first, const monitor::Interval& second) {
-  const auto sum = [](auto& all, const auto& more) {
-    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
-  };
-  monitor::Interval both = second;
-  both.start = first.start;
-  both.seconds += first.seconds;
-  both.steps += first.steps;
-  sum(both.host_s, first.host_s);
-  sum(both.device_s, first.device_s);
-  sum(both.counts, first.counts);
-  if (both.step < 0) both.step = first.step;
-  if (first.process)
-    both.process = second.process ? together(*first.process, *second.process) : first.process;
-  if (first.collective_share && second.collective_share && both.seconds > 0)
-    both.collective_share =
-        (*first.collective_share * first.seconds + *second.collective_share * second.seconds) /
-        both.seconds;
-  else if (first.collective_share)
-    both.collective_share = first.collective_share;
-  both.collectives += first.collectives;
-  // The last interval of a rank that has ended has no process.
-  both.resident_bytes = std::max(first.resident_bytes, second.resident_bytes);
-  both.threads = std::max(first.threads, second.threads);
-  if (!both.cpu_limit_cores) both.cpu_limit_cores = first.cpu_limit_cores;
-  if (first.throttled_share && second.throttled_share && both.seconds > 0)
-    both.throttled_share =
-        (*first.throttled_share * first.seconds + *second.throttled_share * second.seconds) /
-        both.seconds;
-  else if (first.throttled_share)
-    both.throttled_share = first.throttled_share;
-  return both;
-}
-
 }  // namespace
 
 RecordWriter::RecordWriter(const std::string& directory, int host)
-    : folder_(directory + "/" + monitor::kRecordFolder), host_(host) {
+    : folder_(directory + "/" + monitor::kRecordFolder), host_(host), files_(folder_) {
   io::make_directories(folder_);
   before_ = listing();
 }
 
 RecordWriter::~RecordWriter() {
-  for (auto& [name, file] : files_)
-    if (file.pending.seconds > 0) append(file, monitor::interval_json(file.pending));
+  if (began_) attempt([&] { files_.end(); });
+}
+
+template <typename Body>
+void RecordWriter::attempt(const Body& body) {
+  if (failed_) return;
+  try {
+    begin();
+    body();
+  } catch (const std::exception& error) {
+    failed_ = true;
+    problem_ = error.what();
+  }
 }
 
 RecordWriter::Listing RecordWriter::listing() const {
@@ -105,7 +53,7 @@ RecordWriter::Listing RecordWriter::listing() const {
 
 bool RecordWriter::rank_records(int rank) const {
   const Listing now = listing();
-  const auto found = now.find(rank_file(rank));
+  const auto found = now.find(fmt::format("rank_{}.jsonl", rank));
   if (began_ || found == now.end()) return false;
   const auto before = before_.find(found->first);
   return before == before_.end() || before->second != found->second;
@@ -129,15 +77,11 @@ void RecordWriter::begin() {
 void RecordWriter::write(const monitor::RunFacts& facts) {
   const std::string text = monitor::facts_json(facts) + "\n";
   if (failed_ || text == std::exchange(facts_, text)) return;
-  const std::string path = folder_ + "/run.json";
-  try {
-    begin();
+  attempt([&] {
+    const std::string path = folder_ + "/run.json";
     // Launchers of several hosts may share the folder; the facts of the first one stand.
     if (host_ == 0 || !fs::exists(path)) write_file_atomically(path, text);
-  } catch (const std::exception& error) {
-    failed_ = true;
-    problem_ = error.what();
-  }
+  });
 }
 
 void RecordWriter::write_first(const monitor::RunFacts& facts) {
@@ -151,36 +95,12 @@ void RecordWriter::write_first(const monitor::RunFacts& facts) {
 }
 
 void RecordWriter::add(int rank, const monitor::Interval& interval) {
-  File& to = file(rank_file(rank));
-  if (interval.start && to.pending.seconds > 0)
-    append(to, monitor::interval_json(std::exchange(to.pending, {})));
-  to.pending = to.pending.seconds > 0 ? together(to.pending, interval) : interval;
-  if (to.count >= monitor::kFineLines && to.pending.seconds < kCoarse_s) return;
-  append(to, monitor::interval_json(std::exchange(to.pending, {})));
+  attempt([&] { files_.add(rank, interval); });
 }
 
 void RecordWriter::add(const monitor::GpuSample& sample,
                        const std::vector<monitor::GpuIdentity>& gpus) {
-  File& to = file(fmt::format("gpus_{}.jsonl", host_));
-  if (to.count >= monitor::kFineLines && sample.unix_time_s - to.time_s < kCoarse_s) return;
-  to.time_s = sample.unix_time_s;
-  append(to, monitor::gpu_sample_json(sample, gpus));
-}
-
-RecordWriter::File& RecordWriter::file(const std::string& name) {
-  return files_.try_emplace(name, folder_ + "/" + name).first->second;
-}
-
-void RecordWriter::append(File& file, const std::string& line) {
-  if (failed_) return;
-  try {
-    begin();
-    file.lines.append(line);
-    ++file.count;
-  } catch (const std::exception& error) {
-    failed_ = true;
-    problem_ = error.what();
-  }
+  attempt([&] { files_.add(host_, sample, gpus); });
 }
 
 std::string RecordWriter::moved_to() {

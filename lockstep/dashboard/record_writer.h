@@ -15,7 +15,6 @@
 #include <utility>
 
 #include "lockstep/monitor/line_file.h"
-#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::dashboard {
 
@@ -42,25 +41,17 @@ class RecordWriter {
 
  private:
   using Listing = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
-  struct File {
-    explicit File(const std::string& path) : lines(path) {}
-    monitor::LineFile lines;
-    int count = 0;
-    monitor::Interval pending{};  // of a rank, to be written with the next
-    double time_s = 0;            // of the newest GPU sample that was written
-  };
-
   Listing listing() const;
   void begin();
-  File& file(const std::string& name);
-  void append(File& file, const std::string& line);
+  template <typename Body>
+  void attempt(const Body& body);
 
   std::string folder_;
   int host_;
   Listing before_;  // what an earlier run left
   bool began_ = false;
   std::string facts_;  // as written
-  std::map<std::string, File> files_;
+  monitor::RecordFiles files_;
   std::string moved_to_;
   std::string problem_;
   bool failed_ = false;

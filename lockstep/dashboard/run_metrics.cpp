@@ -1,15 +1,23 @@
 #include "lockstep/dashboard/run_metrics.h"
 
-#include <cmath>
+#include "lockstep/monitor/resource_metrics.h"
 
 namespace lockstep::dashboard {
+namespace {
 
-void RunMetrics::gauge(const char* name, const char* help, const monitor::Labels& labels,
-                       double value) {
-  page_.set(page_.declare({name, help}), labels, value);
-}
+using monitor::Prometheus;
+using monitor::RankStatus;
 
-void RunMetrics::publish(const LiveRank& rank) {
+struct Gauge {
+  void operator()(const char* name, const char* help, const monitor::Labels& labels,
+                  double value) const {
+    page.set({name, help}, labels, value);
+  }
+  Prometheus& page;
+};
+
+void publish(Prometheus& page, const monitor::RankState& rank) {
+  const Gauge gauge{page};
   const monitor::Labels labels = {{"rank", std::to_string(rank.rank)}};
   gauge("lockstep_rank_up", "1 while the rank runs.", labels,
         rank.status == RankStatus::kRunning ? 1 : 0);
@@ -34,23 +42,27 @@ void RunMetrics::publish(const LiveRank& rank) {
     gauge("lockstep_collective_sequence",
           "Number of the rank's collective: the oldest under way, else its newest.", labels,
           static_cast<double>(rank.position->sequence));
-  if (rank.process) resources_.publish(rank.rank, *rank.process);
-  resources_.publish(rank.rank, rank.cgroup);
+  if (rank.process) monitor::publish(page, rank.rank, *rank.process);
+  monitor::publish(page, rank.rank, rank.cgroup);
 }
 
-void RunMetrics::publish(const LiveView& view) {
+}  // namespace
+
+std::string RunMetrics::text(const monitor::RunView& view) {
+  Prometheus page;
+  const Gauge gauge{page};
   for (const char* state : {"starting", "running", "ended", "failed"})
     gauge("lockstep_run_state", "1 for the state that the run is in.", {{"state", state}},
           view.state == state ? 1 : 0);
   gauge("lockstep_stall_seconds", "How long no rank has moved; 0 while they do.", {},
         view.stall ? view.stall->seconds : 0);
-  gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.world_size);
+  gauge("lockstep_world_size", "Ranks of the run, on all hosts.", {}, view.facts().world_size);
   gauge("lockstep_run_attempt", "How often all ranks were started again.", {}, view.attempt);
   gauge("lockstep_run_start_time_seconds", "When the run began, since the epoch.", {},
         view.started_s);
-  if (view.total_steps > 0)
+  if (view.facts().total_steps > 0)
     gauge("lockstep_total_steps", "Optimizer steps that the run will have done at its end.", {},
-          static_cast<double>(view.total_steps));
+          static_cast<double>(view.facts().total_steps));
   if (const auto left = seconds_left(view))
     gauge("lockstep_left_seconds", "Until the last step, as the run went so far.", {}, *left);
   if (const auto loss = newest_logged(view, "loss"))
@@ -58,30 +70,18 @@ void RunMetrics::publish(const LiveView& view) {
   if (const auto rate = newest_logged(view, "tokens_per_second"))
     gauge("lockstep_tokens_per_second", "Tokens per second of all ranks, as logged last.", {},
           *rate);
-  for (const auto& [name, points] : view.logged)
-    if (!points.empty())
-      gauge("lockstep_logged", "What the program logged last, by its name.", {{"name", name}},
-            points.back().second);
+  for (const std::string& name : monitor::metric_names(view.metrics))
+    gauge("lockstep_logged", "What the program logged last, by its name.", {{"name", name}},
+          *newest_logged(view, name));
   for (const monitor::Finding& finding : view.findings) rules_.insert(finding.rule);
   for (const std::string& rule : rules_) {
     double count = 0;
     for (const monitor::Finding& finding : view.findings) count += finding.rule == rule ? 1 : 0;
     gauge("lockstep_findings", "What slows the run down now, by rule.", {{"rule", rule}}, count);
   }
-  std::set<int> present;
-  for (const LiveRank& rank : view.ranks) {
-    publish(rank);
-    present.insert(rank.rank);
-  }
-  for (const int rank : ranks_)
-    if (!present.contains(rank)) page_.remove({{"rank", std::to_string(rank)}});
-  ranks_ = std::move(present);
-  if (view.gpus.newest) resources_.publish(view.gpus);
-}
-
-std::string RunMetrics::text(const LiveView& view) {
-  publish(view);
-  return page_.text();
+  for (const monitor::RankState& rank : view.ranks) publish(page, rank);
+  if (view.gpus.newest) monitor::publish(page, view.gpus);
+  return page.text();
 }
 
 }  // namespace lockstep::dashboard

@@ -8,28 +8,17 @@
 #include <set>
 #include <string>
 
-#include "lockstep/dashboard/live_view.h"
-#include "lockstep/monitor/prometheus.h"
-#include "lockstep/monitor/resource_metrics.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {
 
 // Used by one thread at a time.
 class RunMetrics {
  public:
-  RunMetrics() : resources_(page_) {}
-
-  std::string text(const LiveView& view);
+  std::string text(const monitor::RunView& view);
 
  private:
-  void publish(const LiveView& view);
-  void publish(const LiveRank& rank);
-  void gauge(const char* name, const char* help, const monitor::Labels& labels, double value);
-
-  monitor::Prometheus page_;
-  monitor::ResourceMetrics resources_;
-  std::set<int> ranks_;  // on the page
-  std::set<std::string> rules_;
+  std::set<std::string> rules_;  // that found something: they stay on the page with 0
 };
 
 }  // namespace lockstep::dashboard

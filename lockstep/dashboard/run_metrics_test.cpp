@@ -10,13 +10,13 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-LiveView a_run() {
-  LiveView view;
-  view.world_size = 2;
+monitor::RunView a_run() {
+  monitor::RunView view;
+  view.record.emplace().facts = {.world_size = 2, .total_steps = 200};
   view.started_s = 1700000000;
   view.state = "running";
   for (int r = 0; r < 2; ++r) {
-    LiveRank rank;
+    monitor::RankState rank;
     rank.rank = r;
     rank.step = 120;
     rank.step_ms = 20;
@@ -26,8 +26,9 @@ LiveView a_run() {
     rank.process = monitor::ProcessSample{.pid = 7, .user_s = 3.5, .resident_bytes = 4096};
     view.ranks.push_back(rank);
   }
-  view.logged = {{"loss", {{119, 2.5}, {120, 2.25}}}, {"eval_loss", {{100, 2.5}}}};
-  view.total_steps = 200;
+  view.metrics = {{.step = 100, .values = {{"eval_loss", 2.5}}},
+                  {.step = 119, .values = {{"loss", 2.5}}},
+                  {.step = 120, .values = {{"loss", 2.25}}}};
   view.mean_step_s = 0.5;
   return view;
 }
@@ -49,7 +50,7 @@ TEST(RunMetrics, HasStepsPhasesLossAndResources) {
 }
 
 TEST(RunMetrics, PhasesOfADeviceAreNoMoreThanTheInterval) {
-  LiveView view = a_run();
+  monitor::RunView view = a_run();
   monitor::Interval& newest = *view.ranks[0].newest;
   newest.host_s[ledger::index(ledger::Phase::kLogging)] = 1.5;
   newest.device_s[ledger::index(ledger::Phase::kForward)] = 1.75;
@@ -64,12 +65,12 @@ TEST(RunMetrics, PhasesOfADeviceAreNoMoreThanTheInterval) {
 
 TEST(RunMetrics, FollowsFailuresFindingsAndRanksThatGo) {
   RunMetrics metrics;
-  LiveView view = a_run();
+  monitor::RunView view = a_run();
   view.findings = {{.rule = "loader-bound", .what = "", .evidence = "", .remedy = ""}};
   EXPECT_THAT(metrics.text(view), HasSubstr("lockstep_findings{rule=\"loader-bound\"} 1\n"));
   view.findings.clear();
   view.state = "failed";
-  view.ranks[1].status = RankStatus::kFailed;
+  view.ranks[1].status = monitor::RankStatus::kFailed;
   const std::string failed = metrics.text(view);
   EXPECT_THAT(failed, HasSubstr("lockstep_findings{rule=\"loader-bound\"} 0\n"));
   EXPECT_THAT(failed, HasSubstr("lockstep_rank_failed{rank=\"1\"} 1\n"));

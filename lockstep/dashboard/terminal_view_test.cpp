@@ -10,7 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/utf8.h"
-#include "lockstep/dashboard/live_view.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -18,15 +18,15 @@ namespace {
 using testing::HasSubstr;
 using testing::Not;
 
-LiveView two_ranks() {
-  LiveView view;
-  view.run_id = "abc";
-  view.world_size = 2;
+monitor::RunView two_ranks() {
+  monitor::RunView view;
+  view.id = "abc";
+  view.record.emplace().facts.world_size = 2;
   view.started_s = 1000;
   view.time_s = 1000 + 3723;
   view.state = "running";
   for (int r = 0; r < 2; ++r) {
-    LiveRank rank;
+    monitor::RankState rank;
     rank.rank = r;
     rank.step = 120 + r;
     rank.step_ms = 21.5;
@@ -37,19 +37,19 @@ LiveView two_ranks() {
     interval.resident_bytes = 512u << 20;
     interval.process = monitor::ProcessRates{.cores = 1.02};
     rank.newest = interval;
-    rank.position = LivePosition{"all_reduce", 17, "started", 0.5};
+    rank.position = monitor::Position{"all_reduce", 17, "started", 0.5};
     rank.log = {"first line", "last line"};
     view.ranks.push_back(rank);
   }
-  LiveSeries loss;
-  for (int s = 1; s <= 20; ++s) loss.emplace_back(s, 3.0 - 0.1 * s);
-  view.logged = {
-      {"loss", loss}, {"tokens_per_second", {{20, 18400.0}}}, {"learning_rate", {{20, 3e-4}}}};
+  for (int s = 1; s <= 20; ++s)
+    view.metrics.push_back({.step = s, .values = {{"loss", 3.0 - 0.1 * s}}});
+  view.metrics.push_back(
+      {.step = 20, .values = {{"tokens_per_second", 18400.0}, {"learning_rate", 3e-4}}});
   return view;
 }
 
-std::string shown(const LiveView& view, const TerminalOptions& options = {.columns = 140}) {
-  return terminal_view(parse_snapshot(live_snapshot_json(view)), options);
+std::string shown(const monitor::RunView& view, const TerminalOptions& options = {.columns = 140}) {
+  return terminal_view(parse_snapshot(monitor::snapshot_json(view)), options);
 }
 
 TEST(TerminalView, ShowsRanksBudgetCurvesAndOutput) {
@@ -60,18 +60,18 @@ TEST(TerminalView, ShowsRanksBudgetCurvesAndOutput) {
         "backward 75 %, forward 25 %", "█", "▁", "output of rank 0", "  last line"})
     EXPECT_THAT(text, HasSubstr(part));
   EXPECT_THAT(text, Not(HasSubstr("\033")));
-  LiveView view = two_ranks();
-  view.total_steps = 1000;
+  monitor::RunView view = two_ranks();
+  view.record->facts.total_steps = 1000;
   view.mean_step_s = 0.5;
   EXPECT_THAT(shown(view), HasSubstr("  step 121 of 1000  0:07:19 left  21.5 ms"));
   EXPECT_THAT(shown(view), HasSubstr("\nlearning_rate            3.00e-04"));
 }
 
 TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   view.state = "failed";
   view.message = "rank 1 failed: killed by SIGKILL";
-  view.ranks[1].status = RankStatus::kFailed;
+  view.ranks[1].status = monitor::RankStatus::kFailed;
   view.ranks[1].exit = "killed by SIGKILL";
   view.ranks[1].log = {"its last line"};
   const std::string text = shown(view, {.columns = 140, .colour = true});
@@ -82,10 +82,10 @@ TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
 }
 
 TEST(TerminalView, AStallStandsInPlaceOfTheStepTime) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   EXPECT_THAT(shown(view), HasSubstr("  21.5 ms"));
-  view.stall = LiveStall{12.4, "No step has ended for 12 s: rank 1 is stopped."};
-  view.stall_table = StallTable{1, "", "[launch] stall: a table\n  1  T stopped\033[2J"};
+  view.stall = monitor::Stall{12.4, "No step has ended for 12 s: rank 1 is stopped."};
+  view.stall_table = monitor::StallTable{1, "", "[launch] stall: a table\n  1  T stopped\033[2J"};
   std::string text = shown(view);
   EXPECT_THAT(text, HasSubstr("lockstep abc  stalled  2 of 2"));
   EXPECT_THAT(text, HasSubstr("  no step for 12 s"));
@@ -100,7 +100,7 @@ TEST(TerminalView, AStallStandsInPlaceOfTheStepTime) {
 }
 
 TEST(TerminalView, FindingsComeWithTheirRemedy) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   view.findings = {{.rule = "loader-bound",
                     .rank = 1,
                     .cause = "data",
@@ -115,12 +115,12 @@ TEST(TerminalView, FindingsComeWithTheirRemedy) {
 }
 
 TEST(TerminalView, ControlCharactersOfOthersAreNotPrinted) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   const std::string hostile =
       "a\033]0;title\007b\033[2Jc\rd\xc2\x9b"
       "2Je\xe2\x80\xae"
       "f\b\xff";
-  view.run_id = hostile;
+  view.id = hostile;
   view.message = hostile;
   view.ranks[0].phase = hostile;
   view.ranks[0].log = {hostile};
@@ -128,7 +128,7 @@ TEST(TerminalView, ControlCharactersOfOthersAreNotPrinted) {
   view.findings = {
       {.rule = hostile, .cause = hostile, .what = hostile, .evidence = hostile, .remedy = hostile}};
   for (const std::string& text :
-       {shown(view), status_line(parse_snapshot(live_snapshot_json(view)))})
+       {shown(view), status_line(parse_snapshot(monitor::snapshot_json(view)))})
     for (std::size_t at = 0; at < text.size();) {
       const char32_t c = next_character(text, at);
       EXPECT_TRUE(c == '\n' || (c >= 0x20 && c != 0x7f && !(c >= 0x80 && c < 0xa0) && c != 0x202e))
@@ -146,7 +146,7 @@ TEST(TerminalView, FitsTheTerminal) {
 }
 
 TEST(TerminalView, SentencesAreWholeOnANarrowTerminal) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   view.state = "failed";
   view.message =
       "Rank 1 on n2 failed: killed by SIGKILL. SIGKILL comes from outside: often the kernel's "
@@ -166,17 +166,19 @@ TEST(TerminalView, SentencesAreWholeOnANarrowTerminal) {
 }
 
 TEST(TerminalView, NumbersThatAreNotFiniteShow) {
-  LiveView view = two_ranks();
+  monitor::RunView view = two_ranks();
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  view.logged = {{"loss", {{1, 2.0}, {2, nan}, {3, nan}}}, {"grad_norm", {{3, nan}}}};
+  view.metrics = {{.step = 1, .values = {{"loss", 2.0}}},
+                  {.step = 2, .values = {{"loss", nan}}},
+                  {.step = 3, .values = {{"loss", nan}, {"grad_norm", nan}}}};
   std::string text = shown(view);
   EXPECT_THAT(text, HasSubstr("  loss not finite"));
   EXPECT_THAT(text, HasSubstr("\ngrad_norm                not finite"));
   EXPECT_THAT(text, HasSubstr("\nThe loss is not finite since step 2. "));
-  view.logged.push_back({"skipped_steps", {{3, 5}}});
+  view.metrics.push_back({.step = 3, .values = {{"skipped_steps", 5}}});
   text = shown(view);
   EXPECT_THAT(text, HasSubstr("\nAt step 3 the gradient was not finite: 5 of the steps"));
-  view.logged[0].second.emplace_back(4, 1.5);
+  view.metrics.push_back({.step = 4, .values = {{"loss", 1.5}}});
   EXPECT_THAT(shown(view), Not(HasSubstr("the gradient was not finite"))) << "it is again";
 }
 

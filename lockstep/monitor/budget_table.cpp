@@ -21,28 +21,6 @@ constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,    Phase::kB
                             Phase::kEnded,         Phase::kDeviceWait, Phase::kNone};
 static_assert(std::size(kParts) == ledger::kPhases);
 
-BudgetRow row_of(const RankRecord& rank, double from_unix_s) {
-  BudgetRow row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
-  row.collective_share = mean_collective_share(rank, from_unix_s);
-  for (const Phase phase : kParts)
-    row.shares.emplace_back(phase_key(phase), row.budget.share(phase));
-  double seconds = 0;
-  for (const Interval& interval : rank.intervals) {
-    if (interval.unix_time_s < from_unix_s) continue;
-    row.resident_bytes = std::max(row.resident_bytes, interval.resident_bytes);
-    row.threads = std::max(row.threads, interval.threads);
-    if (!interval.process || (interval.steps == 0 && row.budget.steps > 0)) continue;
-    row.cores += interval.process->cores * interval.seconds;
-    row.minor_faults_per_s += interval.process->minor_faults_per_s * interval.seconds;
-    seconds += interval.seconds;
-  }
-  if (seconds > 0) {
-    row.cores /= seconds;
-    row.minor_faults_per_s /= seconds;
-  }
-  return row;
-}
-
 // One column of the table, with the text of each rank below its title.
 struct Column {
   std::string title;
@@ -64,9 +42,27 @@ std::string table_text(const std::vector<Column>& columns, std::size_t rows) {
 
 }  // namespace
 
+BudgetRow budget_row(const RankRecord& rank, double from_unix_s) {
+  BudgetRow row{.rank = rank.rank, .budget = budget_of(rank, 0, from_unix_s)};
+  row.collective_share = mean_collective_share(rank, from_unix_s);
+  for (const Phase phase : kParts)
+    row.shares.emplace_back(phase_key(phase), row.budget.share(phase));
+  Interval all;
+  for (const Interval& interval : rank.intervals)
+    if (interval.unix_time_s >= from_unix_s) join(all, interval);
+  row.resident_bytes = all.resident_bytes;
+  row.threads = all.threads;
+  if (const auto& process = row.budget.steps > 0 ? row.budget.process : all.process) {
+    row.cores = process->cores;
+    row.minor_faults_per_s = process->minor_faults_per_s;
+  }
+  return row;
+}
+
 std::vector<BudgetRow> budget_rows(const RunRecord& run) {
   std::vector<BudgetRow> rows;
-  for (const RankRecord& rank : run.ranks) rows.push_back(row_of(rank, run.facts.started_unix_s));
+  for (const RankRecord& rank : run.ranks)
+    rows.push_back(budget_row(rank, run.facts.started_unix_s));
   return rows;
 }
 
@@ -94,7 +90,7 @@ std::string budget_table(const std::vector<BudgetRow>& rows) {
       return row.collective_share ? fmt::format("{:.1f} %", 100 * *row.collective_share)
                                   : std::string("-");
     });
-  add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores); });
+  add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores.value_or(0)); });
   add("memory", [](const BudgetRow& row) {
     return fmt::format("{:.2f} GiB", static_cast<double>(row.resident_bytes) / kGiB);
   });

@@ -14,18 +14,20 @@
 
 namespace lockstep::monitor {
 
-// Since the run's start (RunFacts::started_unix_s).
+// budget_rows() has them since the run's start (RunFacts::started_unix_s).
 struct BudgetRow {
   int rank = 0;
-  Budget budget{};
+  Interval budget{};
   // The phases in a step's order, "other" at last; they add up to 1 (budget.h).
   std::vector<std::pair<const char*, double>> shares{};
-  double cores = 0;  // mean over the intervals with steps; of all of them where no step was seen
+  std::optional<double>
+      cores{};  // mean while it made steps; over all of its time where no step was seen
   double minor_faults_per_s = 0;
   std::uint64_t resident_bytes = 0;          // most
   int threads = 0;                           // most
   std::optional<double> collective_share{};  // of a rank that counts no steps
 };
+BudgetRow budget_row(const RankRecord& rank, double from_unix_s = 0);
 std::vector<BudgetRow> budget_rows(const RunRecord& run);
 
 // A line of titles and one of each rank, without a line break at the end. Parts that no rank spends

@@ -1,6 +1,7 @@
 #include "lockstep/monitor/line_file.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -58,6 +59,37 @@ void LineFile::open() {
   if (!fd) throw io::file_error("open", path_, errno);
   cut_torn_line(fd.get());
   fd_ = std::move(fd);
+}
+
+RecordFiles::File& RecordFiles::file(const char* kind, int number) {
+  const std::string path = fmt::format("{}/{}_{}.jsonl", folder_, kind, number);
+  return files_.try_emplace(path, File{LineFile(path)}).first->second;
+}
+
+void RecordFiles::write(File& file) {
+  file.file.append(interval_json(file.pending));
+  ++file.lines;
+  file.pending = {};
+}
+
+void RecordFiles::add(int rank, const Interval& interval) {
+  File& to = file("rank", rank);
+  if (interval.start && to.pending.seconds > 0) write(to);
+  join(to.pending, interval);
+  if (to.lines < limits_.fine_lines || to.pending.seconds >= limits_.coarse_s) write(to);
+}
+
+void RecordFiles::add(int host, const GpuSample& sample, const std::vector<GpuIdentity>& gpus) {
+  File& to = file("gpus", host);
+  if (to.lines >= limits_.fine_lines && sample.unix_time_s - to.time_s < limits_.coarse_s) return;
+  to.file.append(gpu_sample_json(sample, gpus));
+  ++to.lines;
+  to.time_s = sample.unix_time_s;
+}
+
+void RecordFiles::end() {
+  for (auto& [path, file] : files_)
+    if (file.pending.seconds > 0) write(file);
 }
 
 }  // namespace lockstep::monitor

@@ -116,15 +116,6 @@ double unix_time_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// The function under the first of these names that the driver has: newer versions come first.
-template <typename Function, typename... Names>
-void load(void* library, Function& function, const Names*... names) {
-  for (const char* name : {names...}) {
-    function = reinterpret_cast<Function>(::dlsym(library, name));
-    if (function != nullptr) return;
-  }
-}
-
 // This value is not to be had, but the GPU is well.
 bool is_missing(int code) {
   return code == kNotSupported || code == kNoPermission || code == kFunctionNotFound ||
@@ -185,62 +176,55 @@ bool is_throttled(std::uint64_t reasons) {
 
 // ------------------------------------------------------------------ Nvml
 
-// Null where the driver is too old to have one.
+// Null where the driver is too old to have one; of several names newer versions come first.
 struct Nvml::Functions {
-  int (*init)() = nullptr;
-  int (*shutdown)() = nullptr;
-  const char* (*error_string)(int) = nullptr;
-  int (*driver_version)(char*, unsigned) = nullptr;
-  int (*count)(unsigned*) = nullptr;
-  int (*handle)(unsigned, Handle*) = nullptr;
-  int (*name)(Handle, char*, unsigned) = nullptr;
-  int (*uuid)(Handle, char*, unsigned) = nullptr;
-  int (*pci)(Handle, Pci*) = nullptr;
-  int (*utilisation)(Handle, Utilisation*) = nullptr;
-  int (*memory)(Handle, Memory*) = nullptr;
-  int (*memory_v2)(Handle, MemoryV2*) = nullptr;
-  int (*power)(Handle, unsigned*) = nullptr;
-  int (*power_limit)(Handle, unsigned*) = nullptr;
-  int (*temperature)(Handle, int, unsigned*) = nullptr;
-  int (*clock)(Handle, int, unsigned*) = nullptr;
-  int (*clock_reasons)(Handle, unsigned long long*) = nullptr;
-  int (*ecc)(Handle, int, int, unsigned long long*) = nullptr;
-  int (*processes)(Handle, unsigned*, ProcessV1*) = nullptr;
-  int (*processes_v2)(Handle, unsigned*, ProcessV2*) = nullptr;
-  int (*event_set)(Handle*) = nullptr;
-  int (*event_set_free)(Handle) = nullptr;
-  int (*register_events)(Handle, unsigned long long, Handle) = nullptr;
-  int (*event_wait)(Handle, Event*, unsigned) = nullptr;
-
-  explicit Functions(void* library) {
-    load(library, init, "nvmlInit_v2", "nvmlInit");
-    load(library, shutdown, "nvmlShutdown");
-    load(library, error_string, "nvmlErrorString");
-    load(library, driver_version, "nvmlSystemGetDriverVersion");
-    load(library, count, "nvmlDeviceGetCount_v2", "nvmlDeviceGetCount");
-    load(library, handle, "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex");
-    load(library, name, "nvmlDeviceGetName");
-    load(library, uuid, "nvmlDeviceGetUUID");
-    load(library, pci, "nvmlDeviceGetPciInfo_v3");
-    load(library, utilisation, "nvmlDeviceGetUtilizationRates");
-    load(library, memory, "nvmlDeviceGetMemoryInfo");
-    load(library, memory_v2, "nvmlDeviceGetMemoryInfo_v2");
-    load(library, power, "nvmlDeviceGetPowerUsage");
-    load(library, power_limit, "nvmlDeviceGetEnforcedPowerLimit",
-         "nvmlDeviceGetPowerManagementLimit");
-    load(library, temperature, "nvmlDeviceGetTemperature");
-    load(library, clock, "nvmlDeviceGetClockInfo");
-    load(library, clock_reasons, "nvmlDeviceGetCurrentClocksEventReasons",
-         "nvmlDeviceGetCurrentClocksThrottleReasons");
-    load(library, ecc, "nvmlDeviceGetTotalEccErrors");
-    load(library, processes, "nvmlDeviceGetComputeRunningProcesses");
-    load(library, processes_v2, "nvmlDeviceGetComputeRunningProcesses_v3",
-         "nvmlDeviceGetComputeRunningProcesses_v2");
-    load(library, event_set, "nvmlEventSetCreate");
-    load(library, event_set_free, "nvmlEventSetFree");
-    load(library, register_events, "nvmlDeviceRegisterEvents");
-    load(library, event_wait, "nvmlEventSetWait_v2", "nvmlEventSetWait");
+  // Converts to whatever the function is.
+  struct Symbol {
+    void* address;
+    template <typename Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(address);
+    }
+  };
+  template <typename... Names>
+  Symbol find(const Names*... names) const {
+    void* address = nullptr;
+    for (const char* name : {names...})
+      if (address == nullptr) address = ::dlsym(library, name);
+    return {address};
   }
+
+  void* library;
+  int (*init)() = find("nvmlInit_v2", "nvmlInit");
+  int (*shutdown)() = find("nvmlShutdown");
+  const char* (*error_string)(int) = find("nvmlErrorString");
+  int (*driver_version)(char*, unsigned) = find("nvmlSystemGetDriverVersion");
+  int (*count)(unsigned*) = find("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount");
+  int (*handle)(unsigned, Handle*) = find("nvmlDeviceGetHandleByIndex_v2",
+                                          "nvmlDeviceGetHandleByIndex");
+  int (*name)(Handle, char*, unsigned) = find("nvmlDeviceGetName");
+  int (*uuid)(Handle, char*, unsigned) = find("nvmlDeviceGetUUID");
+  int (*pci)(Handle, Pci*) = find("nvmlDeviceGetPciInfo_v3");
+  int (*utilisation)(Handle, Utilisation*) = find("nvmlDeviceGetUtilizationRates");
+  int (*memory)(Handle, Memory*) = find("nvmlDeviceGetMemoryInfo");
+  int (*memory_v2)(Handle, MemoryV2*) = find("nvmlDeviceGetMemoryInfo_v2");
+  int (*power)(Handle, unsigned*) = find("nvmlDeviceGetPowerUsage");
+  int (*power_limit)(Handle, unsigned*) = find("nvmlDeviceGetEnforcedPowerLimit",
+                                               "nvmlDeviceGetPowerManagementLimit");
+  int (*temperature)(Handle, int, unsigned*) = find("nvmlDeviceGetTemperature");
+  int (*clock)(Handle, int, unsigned*) = find("nvmlDeviceGetClockInfo");
+  int (*clock_reasons)(Handle,
+                       unsigned long long*) = find("nvmlDeviceGetCurrentClocksEventReasons",
+                                                   "nvmlDeviceGetCurrentClocksThrottleReasons");
+  int (*ecc)(Handle, int, int, unsigned long long*) = find("nvmlDeviceGetTotalEccErrors");
+  int (*processes)(Handle, unsigned*, ProcessV1*) = find("nvmlDeviceGetComputeRunningProcesses");
+  int (*processes_v2)(Handle, unsigned*,
+                      ProcessV2*) = find("nvmlDeviceGetComputeRunningProcesses_v3",
+                                         "nvmlDeviceGetComputeRunningProcesses_v2");
+  int (*event_set)(Handle*) = find("nvmlEventSetCreate");
+  int (*event_set_free)(Handle) = find("nvmlEventSetFree");
+  int (*register_events)(Handle, unsigned long long, Handle) = find("nvmlDeviceRegisterEvents");
+  int (*event_wait)(Handle, Event*, unsigned) = find("nvmlEventSetWait_v2", "nvmlEventSetWait");
 };
 
 struct Nvml::Gpu {
@@ -268,7 +252,7 @@ Nvml::Nvml(const std::string& library, DriverCall& call) : call_(call) {
     throw Error("nvml", fmt::format("{} is not there: no NVIDIA driver is installed, or a "
                                     "container was started without it ({}).",
                                     library, ::dlerror()));
-  functions_ = std::make_unique<Functions>(handle);
+  functions_.reset(new Functions{handle});
   if (functions_->init == nullptr || functions_->count == nullptr || functions_->handle == nullptr)
     throw Error("nvml", fmt::format("{} is not NVIDIA's management library.", library));
   if (const int code = whole.ask(call_, "nvmlInit", functions_->init); code != kSuccess)

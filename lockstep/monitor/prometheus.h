@@ -1,18 +1,13 @@
 // Metrics as Prometheus reads them: the text of a /metrics page.
 //
-// Values come through a bounded queue, so that whoever sets one never waits for whoever reads the
-// page. A gauge or counter is set to its present value; of two values the later one stands.
-//
 //   Prometheus page;
-//   const auto loss = page.declare({"lockstep_loss", "Training loss of the last step."});
-//   page.set(loss, {{"rank", "0"}}, 1.25);
+//   page.set({"lockstep_loss", "Training loss of the last step."}, {{"rank", "0"}}, 1.25);
 //   respond(Prometheus::kContentType, page.text());
+//
+// A page is made for one answer, by one thread: what it does not have is no longer there.
 #pragma once
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,37 +24,25 @@ struct Metric {
 
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
-struct PrometheusOptions {
-  std::size_t capacity = 16384;    // values that wait to be entered; more are dropped
-  std::size_t max_series = 65536;  // of all metrics together; values of more are dropped
-};
-
-// Any thread may call.
 class Prometheus {
  public:
   static constexpr const char* kContentType = "text/plain; version=0.0.4; charset=utf-8";
-  using Id = std::size_t;
 
-  explicit Prometheus(const PrometheusOptions& options = {});
-  ~Prometheus();
-  Prometheus(const Prometheus&) = delete;
-  Prometheus& operator=(const Prometheus&) = delete;
+  // Of two values the later one stands. UsageError for a name of a metric or of a label that
+  // Prometheus does not take, and for a metric that has another type or help on this page. Any text
+  // can be a label's value.
+  void set(const Metric& metric, Labels labels, double value);
 
-  // The same metric again gives the same id. UsageError for a name that Prometheus does not take,
-  // and for one that is declared with another type or help.
-  Id declare(const Metric& metric);
-  // UsageError for a label's name that Prometheus does not take. Any text can be a label's value.
-  void set(Id metric, const Labels& labels, double value);
-  // The series that have these labels, among others, are no longer on the page: a rank has ended.
-  void remove(const Labels& labels);
-
-  // With a counter of what was dropped. Waits until what was set before is on it, at most `limit`.
-  std::string text(std::chrono::milliseconds limit = std::chrono::milliseconds(200));
-  std::uint64_t dropped() const;
+  std::string text() const;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  struct Family {
+    Metric metric;
+    std::map<std::string, double> series;  // by the text of the labels, which are sorted
+  };
+  Family& family_of(const Metric& metric);
+
+  std::vector<Family> families_;  // in the order in which they came first
 };
 
 }  // namespace lockstep::monitor

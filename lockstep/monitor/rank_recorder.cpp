@@ -58,30 +58,45 @@ void write_facts(const std::string& directory, const RunFacts& facts) {
   write_file_atomically(folder + "/run.json", facts_json(facts) + "\n");
 }
 
+ProcessWatch::ProcessWatch(pid_t pid, const HostFiles& files)
+    : files_(files), process_(read_process(pid, files)), cgroup_(read_cgroup(pid, files)) {}
+
+void ProcessWatch::look(pid_t pid, Interval& interval) {
+  if (const auto now = read_process(pid, files_)) {
+    if (process_) interval.process = rates(*process_, *now);
+    interval.resident_bytes = now->resident_bytes;
+    interval.threads = now->threads;
+    process_ = now;
+  }
+  const CgroupSample group = read_cgroup(pid, files_);
+  interval.cpu_limit_cores = group.cpu_limit_cores;
+  interval.throttled_share = throttled_share(cgroup_, group);
+  cgroup_ = group;
+}
+
 struct RankRecorder::State {
   explicit State(const RankRecorderOptions& chosen)
       : options(chosen),
-        folder(chosen.directory + "/" + kRecordFolder),
-        rank_file(folder + "/rank_" + std::to_string(chosen.rank) + ".jsonl"),
-        gpu_file(folder + "/gpus_" + std::to_string(chosen.host) + ".jsonl"),
+        files(chosen.directory + "/" + kRecordFolder,
+              {.fine_lines = chosen.fine_lines,
+               .coarse_s = kCoarser * std::chrono::duration<double>(chosen.interval).count()}),
         totals(ledger::totals()) {}
 
   // On the recorder's thread, as everything below.
   void work() {
     std::optional<GpuSampler> sampler;
+    std::optional<ProcessWatch> process;
     attempt([&] {
       if (options.gpus)
         sampler.emplace(GpuSamplerOptions{.library = options.nvml, .interval = options.interval});
     });
-    attempt([&] {
-      process = read_process(::getpid(), options.files);
-      group = read_cgroup(::getpid(), options.files);
-    });
+    attempt([&] { process.emplace(::getpid(), options.files); });
     for (bool last = false; !last;) {
       last = wait();
-      attempt([&] { record_rank(); });
+      attempt([&] { record_rank(process); });
       if (sampler) attempt([&] { record_gpus(*sampler); });
     }
+    attempt([&] { files.end(); });
     sampler.reset();  // may wait for a driver that does not answer
     const std::lock_guard lock(mutex);
     ended = true;
@@ -90,9 +105,8 @@ struct RankRecorder::State {
 
   // True when it is time to end.
   bool wait() {
-    const auto interval = options.interval * (lines < options.fine_lines ? 1 : kCoarser);
     std::unique_lock lock(mutex);
-    return changed.wait_for(lock, interval, [&] { return stop; });
+    return changed.wait_for(lock, options.interval, [&] { return stop; });
   }
 
   template <typename Body>
@@ -108,27 +122,14 @@ struct RankRecorder::State {
     }
   }
 
-  void record_rank() {
+  void record_rank(std::optional<ProcessWatch>& process) {
     const ledger::Totals now = ledger::totals();
-    const ledger::Totals spent = ledger::since(totals, now);
+    const ledger::Totals spent = ledger::since(std::exchange(totals, now), now);
     if (spent.time_ns == 0) return;
     Interval interval = interval_of(spent);
-    interval.start = lines == 0;
-    const auto process_now = read_process(::getpid(), options.files);
-    if (process && process_now) interval.process = rates(*process, *process_now);
-    if (process_now) {
-      interval.resident_bytes = process_now->resident_bytes;
-      interval.threads = process_now->threads;
-    }
-    const CgroupSample group_now = read_cgroup(::getpid(), options.files);
-    interval.cpu_limit_cores = group_now.cpu_limit_cores;
-    interval.throttled_share = throttled_share(group, group_now);
-    rank_file.append(interval_json(interval));
-    ++lines;
-    // Only now: an interval that could not be written is part of the next.
-    totals = now;
-    process = process_now;
-    group = group_now;
+    interval.start = std::exchange(start, false);
+    if (process) process->look(::getpid(), interval);
+    files.add(options.rank, interval);
   }
 
   void record_gpus(const GpuSampler& sampler) {
@@ -136,21 +137,16 @@ struct RankRecorder::State {
     const GpuSnapshot snapshot = sampler.snapshot();
     for (const GpuSamplePtr& sample : sampler.history(kMost)) {
       if (sample->gpus.empty() || sample->unix_time_s <= gpu_time_s) continue;
-      const bool coarse = lines >= options.fine_lines && sample != snapshot.newest;
-      if (!coarse) gpu_file.append(gpu_sample_json(*sample, snapshot.gpus));
       gpu_time_s = sample->unix_time_s;
+      files.add(options.host, *sample, snapshot.gpus);
     }
   }
 
   const RankRecorderOptions options;
-  const std::string folder;
-  LineFile rank_file;
-  LineFile gpu_file;
+  RecordFiles files;
   ledger::Totals totals;
-  std::optional<ProcessSample> process;
-  CgroupSample group;
   double gpu_time_s = 0;
-  int lines = 0;
+  bool start = true;
   bool reported = false;
 
   std::mutex mutex;

@@ -18,7 +18,6 @@
 
 #include "lockstep/core/host_files.h"
 #include "lockstep/monitor/line_file.h"
-#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
 
@@ -57,5 +56,21 @@ void write_facts(const std::string& directory, const RunFacts& facts);
 Interval interval_of(const ledger::Totals& spent);
 // Of the periods of a control group between two readings; nothing without a limit.
 std::optional<double> throttled_share(const CgroupSample& before, const CgroupSample& after);
+
+// The process of a rank and its control group, from one look to the next. Used by one thread.
+class ProcessWatch {
+ public:
+  explicit ProcessWatch(pid_t pid, const HostFiles& files = {});
+
+  // What both did since the last look is the interval's. Another pid is another process.
+  void look(pid_t pid, Interval& interval);
+  const std::optional<ProcessSample>& process() const { return process_; }
+  const CgroupSample& cgroup() const { return cgroup_; }
+
+ private:
+  HostFiles files_;
+  std::optional<ProcessSample> process_;
+  CgroupSample cgroup_;
+};
 
 }  // namespace lockstep::monitor

@@ -15,11 +15,9 @@ class Page {
 
   template <typename T>
   void operator()(const Metric& metric, const std::optional<T>& value) const {
-    if (value) page_.set(page_.declare(metric), labels_, static_cast<double>(*value));
+    if (value) page_.set(metric, labels_, static_cast<double>(*value));
   }
-  void operator()(const Metric& metric, double value) const {
-    page_.set(page_.declare(metric), labels_, value);
-  }
+  void operator()(const Metric& metric, double value) const { page_.set(metric, labels_, value); }
   Page with(const std::string& name, const std::string& value) const {
     Labels more = labels_;
     more.emplace_back(name, value);
@@ -39,26 +37,7 @@ std::optional<double> hertz(std::optional<unsigned> mhz) {
   return mhz ? std::optional(*mhz * 1e6) : std::nullopt;
 }
 
-}  // namespace
-
-void ResourceMetrics::publish(const GpuSnapshot& snapshot) {
-  const Page driver(page_, {});
-  driver({"lockstep_gpu_driver_up", "1 while the NVIDIA driver answers."},
-         snapshot.problem.empty() && snapshot.newest ? 1.0 : 0.0);
-  for (const auto& [event, count] : snapshot.xid_counts)
-    Page(page_, {{"gpu", std::to_string(event.first)}, {"xid", std::to_string(event.second)}})(
-        {"lockstep_gpu_xid_events_total", "Critical errors that the driver reported.", kCounter},
-        static_cast<double>(count));
-  if (!snapshot.newest) return;
-  for (std::size_t i = 0; i < snapshot.newest->gpus.size(); ++i) {
-    Labels labels = {{"gpu", std::to_string(i)}};
-    if (i < snapshot.gpus.size()) labels.emplace_back("uuid", snapshot.gpus[i].uuid);
-    publish(labels, snapshot.newest->gpus[i]);
-  }
-}
-
-void ResourceMetrics::publish(const Labels& labels, const GpuReading& now) {
-  const Page gpu(page_, labels);
+void publish(const Page& gpu, const GpuReading& now) {
   gpu({"lockstep_gpu_up", "1 while this GPU answers."}, now.problem.empty() ? 1.0 : 0.0);
   gpu({"lockstep_gpu_utilization_ratio", "Share of time in which a kernel ran."},
       ratio(now.utilisation_percent));
@@ -84,8 +63,26 @@ void ResourceMetrics::publish(const Labels& labels, const GpuReading& now) {
         std::find(active.begin(), active.end(), word) != active.end() ? 1.0 : 0.0);
 }
 
-void ResourceMetrics::publish(int rank, const ProcessSample& now) {
-  const Page process(page_, {{"rank", std::to_string(rank)}});
+}  // namespace
+
+void publish(Prometheus& page, const GpuSnapshot& snapshot) {
+  const Page driver(page, {});
+  driver({"lockstep_gpu_driver_up", "1 while the NVIDIA driver answers."},
+         snapshot.problem.empty() && snapshot.newest ? 1.0 : 0.0);
+  for (const auto& [event, count] : snapshot.xid_counts)
+    Page(page, {{"gpu", std::to_string(event.first)}, {"xid", std::to_string(event.second)}})(
+        {"lockstep_gpu_xid_events_total", "Critical errors that the driver reported.", kCounter},
+        static_cast<double>(count));
+  if (!snapshot.newest) return;
+  for (std::size_t i = 0; i < snapshot.newest->gpus.size(); ++i) {
+    Labels labels = {{"gpu", std::to_string(i)}};
+    if (i < snapshot.gpus.size()) labels.emplace_back("uuid", snapshot.gpus[i].uuid);
+    publish(Page(page, labels), snapshot.newest->gpus[i]);
+  }
+}
+
+void publish(Prometheus& page, int rank, const ProcessSample& now) {
+  const Page process(page, {{"rank", std::to_string(rank)}});
   const Metric cpu{"lockstep_process_cpu_seconds_total", "CPU time of the rank.", kCounter};
   process.with("mode", "user")(cpu, now.user_s);
   process.with("mode", "system")(cpu, now.system_s);
@@ -109,8 +106,8 @@ void ResourceMetrics::publish(int rank, const ProcessSample& now) {
   process.with("to", "device")(written, now.written_bytes);
 }
 
-void ResourceMetrics::publish(int rank, const CgroupSample& now) {
-  const Page group(page_, {{"rank", std::to_string(rank)}});
+void publish(Prometheus& page, int rank, const CgroupSample& now) {
+  const Page group(page, {{"rank", std::to_string(rank)}});
   group({"lockstep_cgroup_cpu_limit_cores", "CPU quota of the control group."},
         now.cpu_limit_cores);
   group({"lockstep_cgroup_throttled_seconds_total", "CPU time that the quota withheld.", kCounter},

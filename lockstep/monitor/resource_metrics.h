@@ -1,8 +1,7 @@
 // What the samplers have read, as metrics on a Prometheus page.
 //
-//   ResourceMetrics metrics(page);
-//   metrics.publish(gpu_sampler.snapshot());
-//   if (const auto sample = read_process(pid)) metrics.publish(rank, *sample);
+//   publish(page, gpu_sampler.snapshot());
+//   if (const auto sample = read_process(pid)) publish(page, rank, *sample);
 #pragma once
 
 #include "lockstep/monitor/cpu_sampler.h"
@@ -11,21 +10,10 @@
 
 namespace lockstep::monitor {
 
-// Used by one thread. `page` must outlive it.
-class ResourceMetrics {
- public:
-  explicit ResourceMetrics(Prometheus& page) : page_(page) {}
-
-  // Labels: gpu (NVML's index) and uuid.
-  void publish(const GpuSnapshot& snapshot);
-  // Label: rank.
-  void publish(int rank, const ProcessSample& sample);
-  void publish(int rank, const CgroupSample& sample);
-
- private:
-  void publish(const Labels& labels, const GpuReading& reading);
-
-  Prometheus& page_;
-};
+// Labels: gpu (NVML's index) and uuid.
+void publish(Prometheus& page, const GpuSnapshot& snapshot);
+// Label: rank.
+void publish(Prometheus& page, int rank, const ProcessSample& sample);
+void publish(Prometheus& page, int rank, const CgroupSample& sample);
 
 }  // namespace lockstep::monitor

@@ -17,47 +17,6 @@ namespace {
 // Below this many windows the first one stays: a short record has nothing to spare.
 constexpr std::size_t kWindowsToSpare = 4;
 
-// The mean of two rates, by the time of each.
-double joined(double a, double a_s, double b, double b_s) {
-  return a_s + b_s > 0 ? (a * a_s + b * b_s) / (a_s + b_s) : 0;
-}
-
-void add_process(Interval& to, double to_s, const Interval& from, double from_s) {
-  if (!from.process) return;
-  if (!to.process) {
-    to.process = from.process;
-    return;
-  }
-  ProcessRates& a = *to.process;
-  const ProcessRates& b = *from.process;
-  for (double ProcessRates::*rate :
-       {&ProcessRates::cores, &ProcessRates::user_cores, &ProcessRates::system_cores,
-        &ProcessRates::minor_faults_per_s, &ProcessRates::major_faults_per_s,
-        &ProcessRates::voluntary_switches_per_s, &ProcessRates::involuntary_switches_per_s})
-    a.*rate = joined(a.*rate, to_s, b.*rate, from_s);
-  if (a.run_delay_share && b.run_delay_share)
-    a.run_delay_share = joined(*a.run_delay_share, to_s, *b.run_delay_share, from_s);
-  a.seconds += b.seconds;
-}
-
-void add_interval(Interval& to, const Interval& from) {
-  add_process(to, to.seconds, from, from.seconds);
-  to.unix_time_s = from.unix_time_s;
-  to.seconds += from.seconds;
-  to.step = from.step;
-  to.steps += from.steps;
-  for (std::size_t i = 0; i < ledger::kPhases; ++i) {
-    to.host_s[i] += from.host_s[i];
-    to.device_s[i] += from.device_s[i];
-  }
-  for (std::size_t i = 0; i < ledger::kCounters; ++i) to.counts[i] += from.counts[i];
-  to.resident_bytes = from.resident_bytes;
-  to.threads = from.threads;
-  if (from.cpu_limit_cores) to.cpu_limit_cores = from.cpu_limit_cores;
-  if (from.throttled_share)
-    to.throttled_share = std::max(to.throttled_share.value_or(0), *from.throttled_share);
-}
-
 // Takes out what is not part of a step. In the first window of a start that is also what the
 // program did before its loop, where its phases are known.
 void keep_steps(Interval& window, bool first) {
@@ -84,7 +43,7 @@ RankView rank_view(const RankRecord& record, double from_unix_s) {
     if (interval.unix_time_s < from_unix_s) continue;
     if (interval.start) stepping = false;  // a run that is started again begins with loading
     if (!stepping) open = {};
-    add_interval(open, interval);
+    join(open, interval);
     if (open.steps == 0) continue;
     keep_steps(open, !std::exchange(stepping, true));
     if (open.seconds > 0) rank.windows.push_back(std::move(open));
@@ -93,7 +52,7 @@ RankView rank_view(const RankRecord& record, double from_unix_s) {
   rank.on_device = std::ranges::any_of(rank.windows, is_timed);
   if (rank.on_device) std::erase_if(rank.windows, std::not_fn(is_timed));
   if (rank.windows.size() >= kWindowsToSpare) rank.windows.erase(rank.windows.begin());
-  for (const Interval& window : rank.windows) add_interval(rank.sum, window);
+  for (const Interval& window : rank.windows) join(rank.sum, window);
   return rank;
 }
 

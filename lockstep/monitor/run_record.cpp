@@ -27,21 +27,26 @@ namespace fs = std::filesystem;
 
 // The fields of a document, named once for both directions.
 
+constexpr std::pair<const char*, double ProcessRates::*> kRates[] = {
+    {"cores", &ProcessRates::cores},
+    {"user_cores", &ProcessRates::user_cores},
+    {"system_cores", &ProcessRates::system_cores},
+    {"minor_faults_per_s", &ProcessRates::minor_faults_per_s},
+    {"major_faults_per_s", &ProcessRates::major_faults_per_s},
+    {"voluntary_switches_per_s", &ProcessRates::voluntary_switches_per_s},
+    {"involuntary_switches_per_s", &ProcessRates::involuntary_switches_per_s}};
+constexpr std::pair<const char*, std::optional<double> ProcessRates::*> kOptionalRates[] = {
+    {"read_chars_per_s", &ProcessRates::read_chars_per_s},
+    {"written_chars_per_s", &ProcessRates::written_chars_per_s},
+    {"read_bytes_per_s", &ProcessRates::read_bytes_per_s},
+    {"written_bytes_per_s", &ProcessRates::written_bytes_per_s},
+    {"run_delay_share", &ProcessRates::run_delay_share}};
+
 template <typename Rates, typename Visit>
 void visit_rates(Rates& rates, Visit& visit) {
   visit("seconds", rates.seconds);
-  visit("cores", rates.cores);
-  visit("user_cores", rates.user_cores);
-  visit("system_cores", rates.system_cores);
-  visit("minor_faults_per_s", rates.minor_faults_per_s);
-  visit("major_faults_per_s", rates.major_faults_per_s);
-  visit("voluntary_switches_per_s", rates.voluntary_switches_per_s);
-  visit("involuntary_switches_per_s", rates.involuntary_switches_per_s);
-  visit("read_chars_per_s", rates.read_chars_per_s);
-  visit("written_chars_per_s", rates.written_chars_per_s);
-  visit("read_bytes_per_s", rates.read_bytes_per_s);
-  visit("written_bytes_per_s", rates.written_bytes_per_s);
-  visit("run_delay_share", rates.run_delay_share);
+  for (const auto& [name, rate] : kRates) visit(name, rates.*rate);
+  for (const auto& [name, rate] : kOptionalRates) visit(name, rates.*rate);
 }
 
 template <typename IntervalType, typename Visit>
@@ -340,17 +345,26 @@ std::map<int, std::string> numbered_files(const std::string& folder, std::string
   return files;
 }
 
-// Of an interval, or of several.
-template <typename Part>
-void add(Budget& to, const Part& from) {
-  const auto sum = [](auto& all, const auto& more) {
-    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
-  };
-  to.seconds += from.seconds;
-  to.steps += from.steps;
-  sum(to.host_s, from.host_s);
-  sum(to.device_s, from.device_s);
-  sum(to.counts, from.counts);
+// ------------------------------------------------------------------ joining
+
+// The mean of both; where one is not known, the other. `part`: that of the second.
+void mix(double& to, double next, double part) {
+  to += part * (next - to);
+}
+void mix(std::optional<double>& to, const std::optional<double>& next, double part) {
+  if (to && next)
+    mix(*to, *next, part);
+  else if (next)
+    to = next;
+}
+void mix(std::optional<ProcessRates>& to, const std::optional<ProcessRates>& next, double part) {
+  if (!to || !next) {
+    if (next) to = next;
+    return;
+  }
+  for (const auto& [name, rate] : kRates) mix((*to).*rate, (*next).*rate, part);
+  for (const auto& [name, rate] : kOptionalRates) mix((*to).*rate, (*next).*rate, part);
+  to->seconds += next->seconds;
 }
 
 // ------------------------------------------------------------------ clocks
@@ -416,6 +430,28 @@ double ahead_s(const RankRecord& rank, const RankRecord& reference) {
 
 const char* phase_key(ledger::Phase phase) {
   return phase == ledger::Phase::kNone ? "other" : ledger::name(phase);
+}
+
+void join(Interval& to, const Interval& next) {
+  const auto sum = [](auto& all, const auto& more) {
+    std::transform(all.begin(), all.end(), more.begin(), all.begin(), std::plus<>());
+  };
+  if (to.seconds <= 0) to.start = next.start;
+  to.seconds += next.seconds;
+  const double part = to.seconds > 0 ? next.seconds / to.seconds : 1;
+  to.unix_time_s = next.unix_time_s;
+  if (next.step >= 0) to.step = next.step;
+  to.steps += next.steps;
+  sum(to.host_s, next.host_s);
+  sum(to.device_s, next.device_s);
+  sum(to.counts, next.counts);
+  mix(to.process, next.process, part);
+  to.resident_bytes = std::max(to.resident_bytes, next.resident_bytes);
+  to.threads = std::max(to.threads, next.threads);
+  if (next.cpu_limit_cores) to.cpu_limit_cores = next.cpu_limit_cores;
+  mix(to.throttled_share, next.throttled_share, part);
+  mix(to.collective_share, next.collective_share, part);
+  to.collectives += next.collectives;
 }
 
 std::string interval_json(const Interval& interval) {
@@ -535,10 +571,10 @@ bool is_complete(const RunRecord& run) {
 // step of a start does not. Nor does an interval in which that first step alone ended, since it may
 // have begun long before; with a device's times the first such interval never does, since they are
 // booked when they have passed.
-Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
-  Budget sum;
-  Budget pending;
-  Budget first;
+Interval budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
+  Interval sum;
+  Interval pending;
+  Interval first;
   bool stepping = false;
   double elapsed = 0;
   for (const Interval& interval : rank.intervals) {
@@ -549,12 +585,12 @@ Budget budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
     if (before < skip_s || (interval.steps == 0 && !stepping)) continue;
     if (!stepping) pending = {};
     const bool began = std::exchange(stepping, true);
-    add(pending, interval);
+    join(pending, interval);
     if (interval.steps == 0) continue;
     const bool late = interval.steps == 1 || has_device_times(pending.device_s);
-    add(!began && late ? first : sum, std::exchange(pending, {}));
+    join(!began && late ? first : sum, std::exchange(pending, {}));
   }
-  if (sum.steps == 0) add(sum, first);
+  if (sum.steps == 0) join(sum, first);
   return sum;
 }
 

@@ -52,7 +52,15 @@ struct Interval {
   // how many were seen. Nothing where it is not known.
   std::optional<double> collective_share{};
   std::uint64_t collectives = 0;
+
+  double step_s() const { return steps > 0 ? seconds / static_cast<double>(steps) : 0; }
+  double share(ledger::Phase phase) const {  // by the one definition (budget.h)
+    return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
+  }
 };
+// `to` and what follows it become one: sums and counts are added, rates and shares are means by
+// time, memory and threads are the most that was seen.
+void join(Interval& to, const Interval& next);
 
 struct RunFacts {
   int world_size = 1;
@@ -109,18 +117,7 @@ bool is_complete(const RunRecord& run);
 // The sum of the intervals from the first in which a step ended to the last, without the first
 // `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit. With
 // facts.started_unix_s as `from_unix_s`, what an earlier start recorded is left away.
-struct Budget {
-  double seconds = 0;
-  std::int64_t steps = 0;
-  PhaseSeconds host_s{};
-  PhaseSeconds device_s{};
-  Counts counts{};
-  double step_s() const { return steps > 0 ? seconds / static_cast<double>(steps) : 0; }
-  double share(ledger::Phase phase) const {  // by the one definition (budget.h)
-    return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
-  }
-};
-Budget budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
+Interval budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
 
 // Over the whole record, by time; nothing where no collective was seen.
 std::optional<double> mean_collective_share(const RankRecord& rank, double from_unix_s = 0);

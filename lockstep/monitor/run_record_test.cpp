@@ -287,7 +287,7 @@ class Seconds {
     of(record_.intervals.back().device_s, phase) = seconds;
     return *this;
   }
-  Budget budget(double skip_s = 0, double from_s = 0) const {
+  Interval budget(double skip_s = 0, double from_s = 0) const {
     return budget_of(record_, skip_s, from_s > 0 ? 1e9 + from_s : 0);
   }
 
@@ -296,11 +296,42 @@ class Seconds {
   RankRecord record_;
 };
 
+// As a line that covers ten seconds, a window of the rules and a budget are made.
+TEST(Join, AddsSumsAndTakesMeansByTime) {
+  Interval first{.unix_time_s = 1e9, .seconds = 3, .start = true, .step = 10, .steps = 10};
+  of(first.host_s, Phase::kForward) = 3;
+  first.process = ProcessRates{.seconds = 3, .cores = 1};
+  first.resident_bytes = 7;
+  first.throttled_share = 0.5;
+  Interval second{.unix_time_s = 1e9 + 1, .seconds = 1, .steps = 2};
+  of(second.host_s, Phase::kForward) = 1;
+  second.process = ProcessRates{.seconds = 1, .cores = 3, .run_delay_share = 0.25};
+  second.resident_bytes = 5;
+  second.throttled_share = 0.1;
+  second.collective_share = 0.5;
+  Interval both;
+  join(both, first);
+  EXPECT_EQ(interval_json(both), interval_json(first)) << "nothing comes before it";
+  join(both, second);
+  EXPECT_EQ(both.unix_time_s, 1e9 + 1);
+  EXPECT_TRUE(both.start);
+  EXPECT_EQ(both.step, 10) << "the second does not know its own";
+  EXPECT_EQ(both.steps, 12);
+  EXPECT_EQ(both.seconds, 4);
+  EXPECT_EQ(of(both.host_s, Phase::kForward), 4);
+  EXPECT_EQ(both.process->cores, 1.5);
+  EXPECT_EQ(both.process->seconds, 4);
+  EXPECT_EQ(both.process->run_delay_share, 0.25) << "of the one that is known";
+  EXPECT_EQ(both.resident_bytes, 7u);
+  EXPECT_DOUBLE_EQ(*both.throttled_share, 0.4);
+  EXPECT_EQ(both.collective_share, 0.5);
+}
+
 TEST(RunBudget, SumsWhatStepsTookAndNotWhatSurroundsThem) {
   Seconds run;
   run.steps(0, Phase::kStartup).steps(10, Phase::kForward).steps(10, Phase::kData);
   run.steps(0, Phase::kSaving);
-  const Budget budget = run.budget();
+  const Interval budget = run.budget();
   EXPECT_EQ(budget.seconds, 2);
   EXPECT_EQ(budget.steps, 20);
   EXPECT_EQ(budget.step_s(), 0.1);
@@ -313,7 +344,7 @@ TEST(RunBudget, StepsThatLastForSeveralIntervalsHaveTheirTime) {
   Seconds run;
   for (int step = 0; step < 4; ++step)
     run.steps(0, Phase::kForward).steps(0, Phase::kBackward).steps(1, Phase::kOptimizer);
-  const Budget budget = run.budget();
+  const Interval budget = run.budget();
   EXPECT_EQ(budget.steps, 3);  // the first has begun before there was a step to count from
   EXPECT_EQ(budget.step_s(), 3);
   EXPECT_DOUBLE_EQ(budget.share(Phase::kForward), 1.0 / 3);
@@ -325,7 +356,7 @@ TEST(RunBudget, DeviceTimesThatBeganBeforeTheFirstIntervalDoNotCount) {
   run.steps(0, Phase::kForward).steps(0, Phase::kForward);
   run.steps(10, Phase::kForward).device(Phase::kForward, 3.0);
   for (int i = 0; i < 4; ++i) run.steps(10, Phase::kForward).device(Phase::kForward, 0.5);
-  const Budget budget = run.budget();
+  const Interval budget = run.budget();
   EXPECT_EQ(budget.steps, 40);
   EXPECT_EQ(budget.seconds, 4);
   EXPECT_DOUBLE_EQ(budget.device_s[ledger::index(Phase::kForward)], 2);
@@ -354,7 +385,7 @@ TEST(RunBudget, AnEarlierStartCanBeLeftAway) {
   run.steps(10, Phase::kData).steps(10, Phase::kData);
   run.steps(0, Phase::kStartup, /*restarted=*/true).steps(10, Phase::kForward);
   EXPECT_EQ(run.budget().steps, 30);
-  const Budget budget = run.budget(0, 3);
+  const Interval budget = run.budget(0, 3);
   EXPECT_EQ(budget.steps, 10);
   EXPECT_EQ(budget.share(Phase::kData), 0);
 }

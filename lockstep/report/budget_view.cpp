@@ -12,7 +12,6 @@ namespace lockstep::report {
 namespace {
 
 using ledger::Phase;
-using monitor::Budget;
 using monitor::Interval;
 using monitor::PhaseSeconds;
 using monitor::RankRecord;
@@ -21,41 +20,13 @@ using monitor::RunRecord;
 constexpr std::size_t kColumns = 120;  // of a chart over time
 constexpr double kLongestStart_s = 5;
 
-enum PartIndex : std::size_t {
-  kData,
-  kForward,
-  kBackward,
-  kCommunication,
-  kOptimizer,
-  kEvaluation,
-  kLogging,
-  kOther,
-};
-
-PartIndex part_of(Phase phase) {
-  switch (phase) {
-    case Phase::kData:
-      return kData;
-    case Phase::kForward:
-      return kForward;
-    case Phase::kBackward:
-      return kBackward;
-    case Phase::kCommunication:
-      return kCommunication;
-    case Phase::kOptimizer:
-      return kOptimizer;
-    case Phase::kEvaluation:
-      return kEvaluation;
-    case Phase::kLogging:
-    case Phase::kSaving:
-      return kLogging;
-    case Phase::kNone:
-    case Phase::kStartup:
-    case Phase::kEnded:
-    case Phase::kDeviceWait:
-      break;
-  }
-  return kOther;
+// By the place in budget_parts().
+std::size_t part_of(Phase phase) {
+  constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,   Phase::kBackward,
+                              Phase::kCommunication, Phase::kOptimizer, Phase::kEvaluation,
+                              Phase::kLogging};
+  const Phase with = phase == Phase::kSaving ? Phase::kLogging : phase;
+  return static_cast<std::size_t>(std::ranges::find(kParts, with) - std::begin(kParts));
 }
 
 double begin_of(const Interval& interval) {
@@ -84,28 +55,21 @@ std::vector<double> by_part(const PhaseSeconds& seconds) {
   return sums;
 }
 
-Budget settled_budget(const RankRecord& rank) {
+Interval settled_budget(const RankRecord& rank) {
   double recorded = 0;
   for (const Interval& interval : rank.intervals) recorded += interval.seconds;
-  const Budget settled = budget_of(rank, std::min(kLongestStart_s, recorded / 4));
+  const Interval settled = budget_of(rank, std::min(kLongestStart_s, recorded / 4));
   return settled.steps > 0 ? settled : budget_of(rank);
 }
 
-Budget mean_budget(const RunRecord& run) {
-  Budget mean;
-  if (run.ranks.empty()) return mean;
-  const auto count = static_cast<double>(run.ranks.size());
-  double steps = 0;
-  for (const RankRecord& rank : run.ranks) {
-    const Budget one = settled_budget(rank);
-    steps += static_cast<double>(one.steps);
-    mean.seconds += one.seconds / count;
-    for (std::size_t i = 0; i < one.host_s.size(); ++i) {
-      mean.host_s[i] += one.host_s[i] / count;
-      mean.device_s[i] += one.device_s[i] / count;
-    }
-  }
-  mean.steps = std::llround(steps / count);
+Interval mean_budget(const RunRecord& run) {
+  Interval mean;
+  for (const RankRecord& rank : run.ranks) join(mean, settled_budget(rank));
+  const double count = std::max(1.0, static_cast<double>(run.ranks.size()));
+  mean.seconds /= count;
+  mean.steps = std::llround(static_cast<double>(mean.steps) / count);
+  for (double& seconds : mean.host_s) seconds /= count;
+  for (double& seconds : mean.device_s) seconds /= count;
   return mean;
 }
 
@@ -193,20 +157,6 @@ LineChart gpus_over_time(const RunRecord& run) {
   return chart;
 }
 
-// While it made steps, where these are known.
-std::optional<double> mean_cores(const RankRecord& rank) {
-  double core_s = 0, seconds = 0;
-  const bool stepped = std::ranges::any_of(
-      rank.intervals, [](const Interval& interval) { return interval.steps > 0; });
-  for (const Interval& interval : rank.intervals) {
-    if (!interval.process || (interval.steps == 0 && stepped)) continue;
-    core_s += interval.process->cores * interval.seconds;
-    seconds += interval.seconds;
-  }
-  if (seconds <= 0) return std::nullopt;
-  return core_s / seconds;
-}
-
 std::optional<double> mean_gpu_percent(const RunRecord& run) {
   double first = std::numeric_limits<double>::infinity(), last = 0;
   for (const RankRecord& rank : run.ranks) {
@@ -239,6 +189,17 @@ std::optional<double> mean_gpu_percent(const RunRecord& run) {
   return std::accumulate(means.begin(), means.end(), 0.0) / static_cast<double>(means.size());
 }
 
+std::optional<double> mean_cores(const RunRecord& run) {
+  double sum = 0;
+  for (const RankRecord& rank : run.ranks) {
+    const auto cores = monitor::budget_row(rank).cores;
+    if (!cores) return std::nullopt;
+    sum += *cores;
+  }
+  if (run.ranks.empty()) return std::nullopt;
+  return sum / static_cast<double>(run.ranks.size());
+}
+
 std::optional<double> utilisation(const RunRecord& run) {
   const bool unknown = run.facts.device.empty() && !run.gpus.empty();
   if (run.facts.device.starts_with("cuda") || unknown) {
@@ -246,15 +207,10 @@ std::optional<double> utilisation(const RunRecord& run) {
     if (!percent) return std::nullopt;
     return *percent / 100;
   }
-  double cores = 0;
-  for (const RankRecord& rank : run.ranks) {
-    const auto mean = mean_cores(rank);
-    if (!mean) return std::nullopt;
-    cores += *mean;
-  }
   const int available = run.facts.cores * std::max(1, run.facts.hosts);
-  if (available <= 0 || run.ranks.empty()) return std::nullopt;
-  return cores / available;
+  const auto cores = mean_cores(run);
+  if (!cores || available <= 0) return std::nullopt;
+  return *cores * static_cast<double>(run.ranks.size()) / available;
 }
 
 }  // namespace lockstep::report

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/monitor/run_record.h"
+#include "lockstep/monitor/budget_table.h"
 #include "lockstep/report/chart.h"
 
 namespace lockstep::report {
@@ -22,11 +22,11 @@ const std::vector<Part>& budget_parts();
 std::vector<double> by_part(const monitor::PhaseSeconds& seconds);
 
 // Without the start: a quarter of the recorded time, at most five seconds.
-monitor::Budget settled_budget(const monitor::RankRecord& rank);
+monitor::Interval settled_budget(const monitor::RankRecord& rank);
 // The mean of the ranks: what one of them spent.
-monitor::Budget mean_budget(const monitor::RunRecord& run);
+monitor::Interval mean_budget(const monitor::RunRecord& run);
 
-using NamedBudget = std::pair<std::string, monitor::Budget>;
+using NamedBudget = std::pair<std::string, monitor::Interval>;
 // Milliseconds of a step.
 BarChart budget_bars(const std::string& title, const std::vector<NamedBudget>& budgets);
 
@@ -39,8 +39,8 @@ LineChart cores_over_time(const monitor::RunRecord& run);
 LineChart gpus_over_time(const monitor::RunRecord& run);
 inline constexpr std::size_t kMostLines = 16;  // ranks or GPUs in one of these charts
 
-// Of one rank, over its recorded time; empty where nothing was sampled.
-std::optional<double> mean_cores(const monitor::RankRecord& rank);
+// Of one rank, the mean of them; empty where nothing was sampled of one.
+std::optional<double> mean_cores(const monitor::RunRecord& run);
 // Of as many GPUs as there are ranks, while steps ran, 0 to 100.
 std::optional<double> mean_gpu_percent(const monitor::RunRecord& run);
 // 0 to 1: of the GPUs where there are some, else of the cores that the ranks of a host may use.

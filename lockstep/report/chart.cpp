@@ -10,6 +10,7 @@
 #include <set>
 
 #include "lockstep/core/utf8.h"
+#include "lockstep/monitor/metrics_file.h"
 #include "lockstep/report/axis.h"
 #include "lockstep/report/markup.h"
 
@@ -167,7 +168,8 @@ struct Point {
 // The pieces between values that cannot be drawn.
 std::vector<std::vector<Point>> placed(const Line& line, const Axis& x, const Axis& y) {
   std::vector<std::vector<Point>> pieces(1);
-  for (const auto& [px, py] : line.points) {
+  // More points than a screen can show would only make the file large.
+  for (const auto& [px, py] : monitor::thinned(line.points, 4 * static_cast<std::size_t>(kWidth))) {
     if (x.holds(px) && y.holds(py))
       pieces.back().push_back({x.place(px), y.place(py)});
     else if (!pieces.back().empty())
@@ -175,25 +177,6 @@ std::vector<std::vector<Point>> placed(const Line& line, const Axis& x, const Ax
   }
   if (pieces.back().empty()) pieces.pop_back();
   return pieces;
-}
-
-// Of each column of pixels the first, the extremes and the last, in their order.
-std::vector<Point> thinned(const std::vector<Point>& points) {
-  if (points.size() <= 2 * static_cast<std::size_t>(kWidth)) return points;
-  std::vector<Point> out;
-  for (std::size_t begin = 0; begin < points.size();) {
-    std::size_t end = begin;
-    const double column = std::floor(points[begin].x);
-    while (end < points.size() && std::floor(points[end].x) == column) ++end;
-    const auto lower = [&](const Point& a, const Point& b) { return a.y < b.y; };
-    const auto first = points.begin() + static_cast<std::ptrdiff_t>(begin);
-    const auto last = points.begin() + static_cast<std::ptrdiff_t>(end);
-    const auto [low, high] = std::minmax_element(first, last, lower);
-    std::set<std::ptrdiff_t> taken{0, low - first, high - first, last - first - 1};
-    for (const std::ptrdiff_t i : taken) out.push_back(first[i]);
-    begin = end;
-  }
-  return out;
 }
 
 std::string marker(std::size_t index, std::size_t ink, double x, double y) {
@@ -232,8 +215,7 @@ struct Pen {
 
 std::string draw_line(const Line& line, const Pen& pen, const Axis& x, const Axis& y) {
   std::string out;
-  for (const auto& piece : placed(line, x, y)) {
-    const auto points = thinned(piece);
+  for (const auto& points : placed(line, x, y)) {
     if (points.size() > 1) out += pen.polyline(points);
     // A value alone between two gaps would not be seen.
     if (pen.marked || points.size() == 1)

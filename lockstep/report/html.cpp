@@ -48,17 +48,22 @@ std::string list(const std::vector<std::string>& items) {
   return out + "</ul>\n";
 }
 
-std::string table(const HtmlTable& table) {
-  std::string out = fmt::format("<div class=\"scroll\"><table{}>\n<tr>",
-                                table.numbers ? " class=\"numbers\"" : "");
-  for (const std::string& head : table.heads) out += fmt::format("<th>{}</th>", escape(head));
-  out += "</tr>\n";
-  for (const auto& row : table.rows) {
-    out += "<tr>";
-    for (const std::string& cell : row) out += fmt::format("<td>{}</td>", escape(cell));
+std::string table(const monitor::Table& table) {
+  std::string out;
+  if (!table.rows.empty()) {
+    out = fmt::format("<div class=\"scroll\"><table{}>\n<tr>",
+                      table.numbers ? " class=\"numbers\"" : "");
+    for (const std::string& head : table.heads) out += fmt::format("<th>{}</th>", escape(head));
     out += "</tr>\n";
+    for (const auto& row : table.rows) {
+      out += "<tr>";
+      for (const std::string& cell : row) out += fmt::format("<td>{}</td>", escape(cell));
+      out += "</tr>\n";
+    }
+    out += "</table></div>\n";
   }
-  return out + "</table></div>\n";
+  for (const std::string& note : table.notes) out += paragraph(note);
+  return out;
 }
 
 std::string figures(const std::vector<Drawing>& drawings) {

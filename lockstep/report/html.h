@@ -9,20 +9,16 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/monitor/run_view.h"
 #include "lockstep/report/chart.h"
 
 namespace lockstep::report {
 
-struct HtmlTable {
-  std::vector<std::string> heads{};
-  std::vector<std::vector<std::string>> rows{};
-  bool numbers = true;  // all columns but the first are right-aligned
-};
-
 std::string paragraph(const std::string& text);
 std::string note(const std::string& text);  // a remark that a reader should not miss
 std::string list(const std::vector<std::string>& items);
-std::string table(const HtmlTable& table);
+// Without its title.
+std::string table(const monitor::Table& table);
 std::string figures(const std::vector<Drawing>& drawings);
 // Closed until the reader opens it.
 std::string details(const std::string& summary, const std::string& html);

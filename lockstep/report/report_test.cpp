@@ -54,7 +54,7 @@ TEST_F(Folder, WhatIsNotThereIsSaid) {
   write("metrics.jsonl",
         "{\"step\": 10, \"epoch\": 0.5, \"loss\": 2.5, \"run\": \"a\"}\nnot JSON\n"
         "{\"step\": 20, \"epoch\": 1, \"loss\": null}\n{\"step\": 30, \"epo");
-  const RunFolder run = read_run_folder(path.string());
+  const RunView run = read_run_view(path.string(), monitor::Detail::kAll);
   ASSERT_EQ(run.metrics.size(), 2u);
   EXPECT_EQ(run.metrics[0].step, 10);
   EXPECT_EQ(*run.metrics[0].find("loss"), 2.5);
@@ -64,21 +64,21 @@ TEST_F(Folder, WhatIsNotThereIsSaid) {
               ElementsAre(HasSubstr("1 of 4 lines of metrics.jsonl cannot be read (the first is "
                                     "line 2)"),
                           HasSubstr("no folder monitor/"), HasSubstr("configuration is not")));
-  const std::string page = run_report(run, {});
+  const std::string page = run_report(run);
   EXPECT_THAT(page, HasSubstr("no folder monitor/"));
   EXPECT_THAT(page, HasSubstr("1 logged losses from step 20 to 20 were not finite."));
   EXPECT_THAT(page, HasSubstr("The step budget was not recorded."));
 }
 
 TEST_F(Folder, AFolderWithoutARunIsRefused) {
-  EXPECT_THROW(read_run_folder(path.string()), UsageError);
-  EXPECT_THROW(read_run_folder((path / "nowhere").string()), UsageError);
+  EXPECT_THROW(read_run_view(path.string(), monitor::Detail::kAll), UsageError);
+  EXPECT_THROW(read_run_view((path / "nowhere").string(), monitor::Detail::kAll), UsageError);
 }
 
 TEST_F(Folder, ADamagedRecordLeavesTheRest) {
   write("metrics.jsonl", "{\"step\": 1, \"epoch\": 0.5, \"loss\": 2.5}\n");
   write("monitor/run.json", "{");
-  const RunFolder run = read_run_folder(path.string());
+  const RunView run = read_run_view(path.string(), monitor::Detail::kAll);
   EXPECT_FALSE(run.record.has_value());
   ASSERT_FALSE(run.missing.empty());
   EXPECT_THAT(run.missing[0], HasSubstr("monitor/run.json"));
@@ -89,16 +89,16 @@ TEST_F(Folder, ConfigurationHasItsOrigins) {
   write("effective_config.json",
         R"j({"settings": {"seed": {"value": 7, "from": "--seed", "beats": ["a.yaml:3:1 (42)"]},)j"
         R"j( "optim": {"value": "adamw", "from": "default"}}, "notes": []})j");
-  const RunFolder run = read_run_folder(path.string());
+  const RunView run = read_run_view(path.string(), monitor::Detail::kAll);
   ASSERT_EQ(run.config.size(), 2u);
   EXPECT_EQ(run.config[0].from, "--seed");
-  const std::string page = run_report(run, {});
+  const std::string page = run_report(run);
   EXPECT_THAT(page, HasSubstr("<td>seed</td><td>7</td><td>--seed</td><td>a.yaml:3:1 (42)</td>"));
   EXPECT_THAT(page, HasSubstr("1 defaults"));
 }
 
 TEST(Summary, ResumesAreFoundInWhatWasSuperseded) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   for (const int step : {41, 50, 60, 31, 40}) run.superseded.push_back({.step = step});
   run.checkpoints.push_back({.step = 30});
   const auto parts = superseded_of(run);
@@ -110,7 +110,7 @@ TEST(Summary, ResumesAreFoundInWhatWasSuperseded) {
 }
 
 TEST(Summary, StartsAreMarkedHoweverSoonTheyFollow) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   run.record.emplace();
   run.record->ranks.push_back({.rank = 0});
   auto& intervals = run.record->ranks[0].intervals;
@@ -129,7 +129,7 @@ TEST(Summary, StartsAreMarkedHoweverSoonTheyFollow) {
 }
 
 TEST(Summary, TheEndOfAProgramWithoutMetricsIsKnownFromItsRecord) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   run.record.emplace();
   run.record->facts.started_unix_s = 100;
   run.record->ranks.push_back({.rank = 0, .intervals = {interval(101, 1, 0)}});
@@ -143,7 +143,7 @@ TEST(Summary, TheEndOfAProgramWithoutMetricsIsKnownFromItsRecord) {
 }
 
 TEST(Summary, ARunThatDidNotComeToItsEndSaysSoAtTheTop) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   run.record.emplace();
   run.record->facts.program = "trainer";
   run.record->facts.total_steps = 400;
@@ -153,11 +153,11 @@ TEST(Summary, ARunThatDidNotComeToItsEndSaysSoAtTheTop) {
   run.metrics.push_back({.step = 120});
   EXPECT_FALSE(end_of(run).well);
   EXPECT_EQ(end_of(run).event.text, "The run was stopped at step 120 of 400, 3 s after its start.");
-  EXPECT_THAT(run_report(run, {}), HasSubstr("There is no checkpoint to continue from."));
+  EXPECT_THAT(run_report(run), HasSubstr("There is no checkpoint to continue from."));
   run.checkpoints.push_back({.step = 100, .name = "checkpoint-100"});
   run.checkpoints.push_back({.step = 120, .name = "checkpoint-120", .problem = "no size"});
   run.record->facts.failure = "rank 1 failed: killed by SIGKILL. It comes from outside.";
-  const std::string failed = run_report(run, {});
+  const std::string failed = run_report(run);
   const std::string note =
       "<p class=\"note\">The run failed at step 120 of 400: rank 1 failed: killed by SIGKILL. It "
       "comes from outside. lockstep train --resume auto continues from checkpoint-100.</p>";
@@ -170,9 +170,10 @@ TEST(Summary, ARunThatDidNotComeToItsEndSaysSoAtTheTop) {
 }
 
 TEST(Summary, FiguresComeFromMetricsAndRecord) {
-  RunFolder run{.path = "out"};
-  for (const double rate : {1.0, 10.0, 30.0, 20.0})
-    run.metrics.push_back({.step = 5, .values = {{"samples_per_second", rate}, {"loss", rate}}});
+  RunView run{.id = "out"};
+  for (std::int64_t step = 0; const double rate : {1.0, 10.0, 30.0, 20.0})
+    run.metrics.push_back(
+        {.step = ++step, .values = {{"samples_per_second", rate}, {"loss", rate}}});
   run.record.emplace();
   run.record->facts = {.world_size = 2, .device = "cpu", .cores = 2};
   for (const int rank : {0, 1})
@@ -251,7 +252,7 @@ TEST(Scale, SpeedUpIsOfTheSameRound) {
 }
 
 TEST(Scale, UtilisationIsOfTheCoresThatRanksWereGiven) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   run.record.emplace();
   run.record->facts = {.world_size = 2, .device = "cpu", .cores = 64};
   for (const int rank : {0, 1})
@@ -270,7 +271,7 @@ TEST(Scale, UtilisationIsOfTheCoresThatRanksWereGiven) {
 }
 
 TEST(Report, GpusAreShownOverTimeAndAsFigures) {
-  RunFolder run{.path = "out"};
+  RunView run{.id = "out"};
   run.record.emplace();
   run.record->facts = {.world_size = 1, .device = "cuda", .ranks_on_host = 1};
   run.record->ranks.push_back({.rank = 0, .intervals = {interval(110, 10, 10)}});
@@ -292,7 +293,11 @@ TEST(Report, GpusAreShownOverTimeAndAsFigures) {
   ASSERT_EQ(chart.lines.size(), 2u);
   EXPECT_DOUBLE_EQ(chart.lines[1].points[3].first, 3.5);
   EXPECT_TRUE(std::isnan(chart.lines[0].points[7].second));
-  const std::string page = run_report(run, {});
+  std::vector<std::string> titles;
+  for (const monitor::Table& table : run_tables(run)) titles.push_back(table.title);
+  EXPECT_THAT(titles, ElementsAre("Figures", "GPUs", "Processes", "Checkpoints", "Events",
+                                  "Configuration"));
+  const std::string page = run_report(run);
   EXPECT_THAT(page, HasSubstr("GPU: time with a kernel running"));
   EXPECT_THAT(page, HasSubstr("<td>1 of host 0</td><td>90 %</td>"));
   EXPECT_THAT(page, HasSubstr("321 W"));
@@ -301,30 +306,27 @@ TEST(Report, GpusAreShownOverTimeAndAsFigures) {
 }
 
 TEST(Report, FindingsAreShownAndHostileNamesStayText) {
-  RunFolder run{.path = "<script>alert(1)</script>"};
+  RunView run{.id = "<script>alert(1)</script>"};
   run.metrics.push_back({.step = 1, .values = {{"<img src=x onerror=alert(1)>", 1}}});
   run.record.emplace();
   run.record->ranks.push_back({.rank = 0, .intervals = {interval(101, 1, 1)}});
-  const auto diagnose = [](const monitor::RunRecord&) {
-    return std::vector<monitor::Finding>{{.rule = "loader-bound",
-                                          .rank = 1,
-                                          .what = "<b>waits</b>",
-                                          .evidence = "52 % of a step",
-                                          .remedy = "dataloader_num_workers: 4",
-                                          .gain = 0.15}};
-  };
-  for (const std::string& page :
-       {run_report(run, diagnose), comparison_report(run, run, diagnose)}) {
+  run.findings = {{.rule = "loader-bound",
+                   .rank = 1,
+                   .what = "<b>waits</b>",
+                   .evidence = "52 % of a step",
+                   .remedy = "dataloader_num_workers: 4",
+                   .gain = 0.15}};
+  for (const std::string& page : {run_report(run), comparison_report(run, run)}) {
     EXPECT_THAT(page, HasSubstr("loader-bound (rank 1)"));
     EXPECT_THAT(page, HasSubstr("dataloader_num_workers: 4"));
     EXPECT_THAT(page, HasSubstr("15.0 % of the step time"));
     EXPECT_THAT(page, HasSubstr("&lt;b&gt;waits"));
     for (const char* markup : {"<script", "<img", "<b>"}) EXPECT_THAT(page, Not(HasSubstr(markup)));
   }
-  const auto silent = [](const auto&) { return std::vector<monitor::Finding>{}; };
-  EXPECT_THAT(run_report(run, silent), HasSubstr("too few recorded steps to judge"));
+  run.findings.clear();
+  EXPECT_THAT(run_report(run), HasSubstr("too few recorded steps to judge"));
   for (int i = 0; i < 100; ++i) run.record->ranks[0].intervals.push_back(interval(102 + i, 1, 10));
-  EXPECT_THAT(run_report(run, silent), HasSubstr("No rule found anything to change."));
+  EXPECT_THAT(run_report(run), HasSubstr("No rule found anything to change."));
 }
 
 }  // namespace

@@ -15,23 +15,27 @@
 namespace lockstep::report {
 namespace {
 
+using monitor::CheckpointInfo;
+using monitor::ConfigValue;
 using monitor::RankRecord;
 using monitor::RunRecord;
+using monitor::RunView;
+using monitor::Table;
 
 constexpr std::size_t kMostBars = 32;     // ranks in a chart of budgets
 constexpr std::size_t kMostOverTime = 8;  // ranks with a chart of their own
 constexpr std::size_t kMostOtherMetrics = 12;
 constexpr std::size_t kMostEvents = 200;
 
-std::string name_of(const RunFolder& run) {
+std::string name_of(const RunView& run) {
   std::error_code error;
-  const auto path = std::filesystem::absolute(run.path, error).lexically_normal();
+  const auto path = std::filesystem::absolute(run.id, error).lexically_normal();
   const std::string name = path.filename().string();
   return name.empty() ? path.parent_path().filename().string() : name;
 }
 
 // What a Trainer can continue from; its record says whether the run was one.
-std::string continued_text(const RunFolder& run) {
+std::string continued_text(const RunView& run) {
   const auto whole = std::ranges::find_if(run.checkpoints.rbegin(), run.checkpoints.rend(),
                                           [](const auto& one) { return one.problem.empty(); });
   if (!run.record || run.record->facts.program != "trainer") return "";
@@ -39,8 +43,8 @@ std::string continued_text(const RunFolder& run) {
   return fmt::format(" lockstep train --resume auto continues from {}.", whole->name);
 }
 
-std::string head_of(const RunFolder& run) {
-  std::string text = run.path;
+std::string head_of(const RunView& run) {
+  std::string text = run.id;
   if (run.record) {
     const monitor::RunFacts& facts = run.record->facts;
     text += fmt::format(": {} rank{} on {} host{}", facts.world_size,
@@ -64,23 +68,21 @@ std::string head_of(const RunFolder& run) {
 }
 
 // Two figures of speed stand in one table and need not agree.
-std::string speed_html() {
-  return paragraph(
-      "Time per step has evaluations and saves in it. Samples and tokens per second are those of "
-      "the steps alone, without either.");
-}
+constexpr const char* kSpeeds =
+    "Time per step has evaluations and saves in it. Samples and tokens per second are those of the "
+    "steps alone, without either.";
 
-std::string summary_html(const RunFolder& run) {
-  HtmlTable rows{.heads = {"figure", "value"}};
+Table summary_table(const RunView& run) {
+  Table table{.title = "Figures", .heads = {"figure", "value"}};
   for (const Figure& figure : figures_of(run))
-    if (figure.value) rows.rows.push_back({figure.name, figure.text()});
-  const bool steps = run.record && mean_budget(*run.record).steps > 0;
-  return table(rows) + (steps ? speed_html() : "");
+    if (figure.value) table.rows.push_back({figure.name, figure.text()});
+  if (run.record && mean_budget(*run.record).steps > 0) table.notes.push_back(kSpeeds);
+  return table;
 }
 
 // ---------------------------------------------------------------- training
 
-std::vector<Mark> marks_of(const RunFolder& run) {
+std::vector<Mark> marks_of(const RunView& run) {
   std::vector<Mark> marks;
   for (const Superseded& part : superseded_of(run))
     marks.push_back({static_cast<double>(part.first), "resumed"});
@@ -92,18 +94,19 @@ LineChart over_steps(const std::string& title, const std::string& y_label) {
   return {.title = title, .x_label = "step", .y_label = y_label, .whole_x = true};
 }
 
-void add_series(LineChart& chart, const std::string& name, const RunFolder& run,
+void add_series(LineChart& chart, const std::string& name, const RunView& run,
                 const std::string& metric, bool marked = false) {
-  auto points = series_of(run, metric);
+  auto points = curve_of(run.metrics, metric);
   if (!points.empty())
     chart.lines.push_back({.name = name, .points = std::move(points), .marked = marked});
 }
 
-const char* throughput_metric(const RunFolder& run) {
-  return series_of(run, "tokens_per_second").empty() ? "samples_per_second" : "tokens_per_second";
+const char* throughput_metric(const RunView& run) {
+  return curve_of(run.metrics, "tokens_per_second").empty() ? "samples_per_second"
+                                                            : "tokens_per_second";
 }
 
-std::string training_html(const RunFolder& run) {
+std::string training_html(const RunView& run) {
   if (run.metrics.empty()) return paragraph("Nothing was logged.");
   const auto marks = marks_of(run);
   std::vector<Drawing> drawings;
@@ -132,7 +135,7 @@ std::string training_html(const RunFolder& run) {
   add(norm);
   std::string out = figures(drawings);
   drawings.clear();
-  for (const std::string& name : metric_names(run)) {
+  for (const std::string& name : metric_names(run.metrics)) {
     const bool shown = name == "loss" || name == "eval_loss" || name == rate ||
                        name == "learning_rate" || name == "grad_norm" || name == "skipped_steps";
     if (shown || drawings.size() == kMostOtherMetrics) continue;
@@ -150,7 +153,7 @@ std::string shown_text(std::size_t shown, std::size_t all, const char* what) {
   return shown < all ? paragraph(fmt::format("{} of {} {} are shown.", shown, all, what)) : "";
 }
 
-std::string budget_html(const RunFolder& run) {
+std::string budget_html(const RunView& run) {
   if (!run.record || run.record->ranks.empty())
     return paragraph("The step budget was not recorded.");
   const RunRecord& record = *run.record;
@@ -177,15 +180,16 @@ std::string budget_html(const RunFolder& run) {
   return out + figures(drawings) + shown_text(drawings.size(), record.ranks.size(), "ranks");
 }
 
-std::string gpus_html(const RunRecord& record) {
-  HtmlTable rows{.heads = {"GPU", "utilisation", "memory", "of the card", "power", "throttled"}};
-  std::string together;
-  for (const monitor::HostGpus& host : record.gpus) {
+Table gpus_table(const RunView& run) {
+  Table table{.title = "GPUs",
+              .heads = {"GPU", "utilisation", "memory", "of the card", "power", "throttled"}};
+  if (!run.record) return table;
+  for (const monitor::HostGpus& host : run.record->gpus) {
     for (const monitor::GpuFigures& gpu : monitor::gpu_figures(host)) {
       const auto text = [](const std::optional<double>& value, const char* unit) {
         return value ? number_text(*value) + unit : "not known";
       };
-      rows.rows.push_back(
+      table.rows.push_back(
           {fmt::format("{} of host {}", gpu.index, host.host), text(gpu.utilisation_percent, " %"),
            gpu.memory_bytes ? bytes_text(static_cast<std::uint64_t>(*gpu.memory_bytes))
                             : "not known",
@@ -193,14 +197,32 @@ std::string gpus_html(const RunRecord& record) {
            text(gpu.power_w, " W"), percent_text(gpu.throttled_share)});
     }
     if (host.gpus.size() > 1)
-      together +=
-          paragraph(fmt::format("Host {}: all GPUs worked at once in {} of the samples.", host.host,
-                                percent_text(monitor::busy_together_share(host))));
+      table.notes.push_back(fmt::format("Host {}: all GPUs worked at once in {} of the samples.",
+                                        host.host,
+                                        percent_text(monitor::busy_together_share(host))));
   }
-  return rows.rows.empty() ? "" : table(rows) + together;
+  return table;
 }
 
-std::string utilisation_html(const RunFolder& run) {
+Table processes_table(const RunView& run) {
+  Table table{.title = "Processes",
+              .heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
+                        "stopped by that limit"}};
+  if (!run.record) return table;
+  for (const RankRecord& rank : run.record->ranks) {
+    const monitor::Interval& last = monitor::newest_sample(rank);
+    const monitor::BudgetRow row = monitor::budget_row(rank);
+    table.rows.push_back(
+        {fmt::format("{}", rank.rank), row.cores ? number_text(*row.cores) : "not recorded",
+         row.resident_bytes > 0 ? bytes_text(row.resident_bytes) : "not recorded",
+         row.threads > 0 ? fmt::format("{}", row.threads) : "not recorded",
+         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
+         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
+  }
+  return table;
+}
+
+std::string utilisation_html(const RunView& run) {
   if (!run.record) return paragraph("Utilisation was not recorded.");
   const RunRecord& record = *run.record;
   std::vector<Drawing> drawings;
@@ -208,72 +230,74 @@ std::string utilisation_html(const RunFolder& run) {
   if (!gpus.lines.empty()) drawings.push_back(draw(gpus));
   if (!cores.lines.empty()) drawings.push_back(draw(cores));
   if (drawings.empty()) return paragraph("Utilisation was not recorded.");
-  HtmlTable rows{.heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
-                           "stopped by that limit"}};
-  for (const RankRecord& rank : record.ranks) {
-    const monitor::Interval& last = monitor::newest_sample(rank);
-    const auto cores_used = mean_cores(rank);
-    rows.rows.push_back(
-        {fmt::format("{}", rank.rank), cores_used ? number_text(*cores_used) : "not recorded",
-         last.resident_bytes > 0 ? bytes_text(last.resident_bytes) : "not recorded",
-         last.threads > 0 ? fmt::format("{}", last.threads) : "not recorded",
-         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
-         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
-  }
   return figures(drawings) + shown_text(cores.lines.size(), record.ranks.size(), "ranks") +
-         gpus_html(record) + table(rows);
+         table(gpus_table(run)) + table(processes_table(run));
 }
 
 // ---------------------------------------------------------------- files and events
 
-std::string checkpoints_html(const RunFolder& run) {
-  if (run.checkpoints.empty()) return paragraph("There is no checkpoint.");
-  HtmlTable rows{.heads = {"folder", "step", "size", "written", "state"}};
+Table checkpoints_table(const RunView& run) {
+  Table table{.title = "Checkpoints", .heads = {"folder", "step", "size", "written", "state"}};
   for (const CheckpointInfo& one : run.checkpoints) {
     std::string state = one.problem.empty() ? "whole" : one.problem;
     if (run.best_step == one.step) state += ", best";
-    rows.rows.push_back({one.name, fmt::format("{}", one.step), bytes_text(one.bytes),
-                         time_text(one.unix_time_s), state});
+    table.rows.push_back({one.name, fmt::format("{}", one.step), bytes_text(one.bytes),
+                          time_text(one.unix_time_s), state});
   }
-  std::string out = table(rows);
   if (run.best_metric && run.best_step)
-    out += paragraph(fmt::format("Best evaluation when the newest one was saved: {} at step {}.",
-                                 number_text(*run.best_metric), *run.best_step));
-  return out + paragraph("Names and sizes were checked; lockstep checkpoint verify checks bytes.");
+    table.notes.push_back(
+        fmt::format("Best evaluation when the newest one was saved: {} at step {}.",
+                    number_text(*run.best_metric), *run.best_step));
+  table.notes.push_back(
+      table.rows.empty()
+          ? "There is no checkpoint."
+          : "Names and sizes were checked; lockstep checkpoint verify checks bytes.");
+  return table;
 }
 
-std::string events_html(const RunFolder& run) {
+Table events_table(const RunView& run) {
   const auto events = events_of(run);
-  HtmlTable rows{.heads = {"step", "time", "what"}, .numbers = false};
+  Table table{.title = "Events", .heads = {"step", "time", "what"}, .numbers = false};
   for (const RunEvent& event : events) {
-    if (rows.rows.size() == kMostEvents) break;
-    rows.rows.push_back({event.step ? fmt::format("{}", *event.step) : "",
-                         time_text(event.unix_time_s), event.text});
+    if (table.rows.size() == kMostEvents) break;
+    table.rows.push_back({event.step ? fmt::format("{}", *event.step) : "",
+                          time_text(event.unix_time_s), event.text});
   }
-  if (rows.rows.empty()) return paragraph("Nothing was recorded.");
-  return table(rows) + shown_text(rows.rows.size(), events.size(), "events");
+  if (events.empty()) table.notes.push_back("Nothing was recorded.");
+  if (table.rows.size() < events.size())
+    table.notes.push_back(
+        fmt::format("{} of {} events are shown.", table.rows.size(), events.size()));
+  return table;
 }
 
-std::string config_html(const RunFolder& run) {
-  if (run.config.empty()) return paragraph("The configuration was not recorded.");
+// What was set, and the defaults; without origins all of it in the first.
+std::pair<Table, Table> config_tables(const RunView& run) {
   const bool origins =
       std::ranges::any_of(run.config, [](const ConfigValue& value) { return !value.from.empty(); });
   const bool overrides = std::ranges::any_of(
       run.config, [](const ConfigValue& value) { return !value.beats.empty(); });
-  HtmlTable set{.heads = {"key", "value", "from"}, .numbers = false};
-  if (overrides) set.heads.push_back("overrides");
-  HtmlTable defaults{.heads = {"key", "value"}, .numbers = false};
+  Table set{.title = "Configuration", .heads = {"key", "value"}, .numbers = false};
+  Table defaults = set;
+  if (run.config.empty())
+    set.notes.push_back("The configuration was not recorded.");
+  else if (!origins)
+    set.notes.push_back("Where each value comes from is not recorded.");
+  if (origins) set.heads.push_back("from");
+  if (origins && overrides) set.heads.push_back("overrides");
   for (const ConfigValue& value : run.config) {
-    std::string beats;
-    for (const std::string& one : value.beats) beats += (beats.empty() ? "" : ", ") + one;
-    if (!origins || value.from == "default")
-      defaults.rows.push_back({value.key, value.value});
-    else
-      set.rows.push_back({value.key, value.value, value.from});
-    if (overrides && origins && value.from != "default") set.rows.back().push_back(beats);
+    Table& table = origins && value.from == "default" ? defaults : set;
+    table.rows.push_back({value.key, value.value});
+    if (&table == &defaults || !origins) continue;
+    table.rows.back().push_back(value.from);
+    if (overrides) table.rows.back().push_back(fmt::format("{}", fmt::join(value.beats, ", ")));
   }
-  if (!origins) return paragraph("Where each value comes from is not recorded.") + table(defaults);
-  return table(set) + details(fmt::format("{} defaults", defaults.rows.size()), table(defaults));
+  defaults.title = fmt::format("{} defaults", defaults.rows.size());
+  return {std::move(set), std::move(defaults)};
+}
+
+std::string config_html(const RunView& run) {
+  const auto [set, defaults] = config_tables(run);
+  return table(set) + (defaults.rows.empty() ? "" : details(defaults.title, table(defaults)));
 }
 
 // ---------------------------------------------------------------- two runs
@@ -285,28 +309,29 @@ std::string ratio_text(const Figure& a, const Figure& b) {
 }
 
 struct Pair {
-  const RunFolder& a;
-  const RunFolder& b;
+  const RunView& a;
+  const RunView& b;
   std::string a_name, b_name;
 };
 
 // Names that distinguish them, also where the folders' last parts are the same.
-Pair pair_of(const RunFolder& a, const RunFolder& b) {
+Pair pair_of(const RunView& a, const RunView& b) {
   Pair pair{a, b, name_of(a), name_of(b)};
   if (pair.a_name == pair.b_name) {
-    pair.a_name = "A: " + a.path;
-    pair.b_name = "B: " + b.path;
+    pair.a_name = "A: " + a.id;
+    pair.b_name = "B: " + b.id;
   }
   return pair;
 }
 
 std::string figures_table(const Pair& runs) {
-  HtmlTable rows{.heads = {"figure", runs.a_name, runs.b_name, "second / first"}};
+  Table rows{.heads = {"figure", runs.a_name, runs.b_name, "second / first"}};
   const auto a = figures_of(runs.a), b = figures_of(runs.b);
   for (std::size_t i = 0; i < a.size(); ++i)
     if (a[i].value || b[i].value)
       rows.rows.push_back({a[i].name, a[i].text(), b[i].text(), ratio_text(a[i], b[i])});
-  return table(rows) + speed_html();
+  rows.notes.push_back(kSpeeds);
+  return table(rows);
 }
 
 Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {
@@ -318,7 +343,8 @@ Drawing overlaid(const Pair& runs, LineChart chart, const std::string& metric) {
 
 std::string curves_html(const Pair& runs) {
   std::vector<Drawing> drawings{overlaid(runs, over_steps("Training loss", "loss"), "loss")};
-  if (!series_of(runs.a, "eval_loss").empty() || !series_of(runs.b, "eval_loss").empty())
+  if (!curve_of(runs.a.metrics, "eval_loss").empty() ||
+      !curve_of(runs.b.metrics, "eval_loss").empty())
     drawings.push_back(overlaid(runs, over_steps("Evaluation loss", "loss"), "eval_loss"));
   const std::string rate = throughput_metric(runs.a);
   LineChart throughput =
@@ -345,8 +371,8 @@ std::string budgets_html(const Pair& runs) {
 std::string differences_html(const Pair& runs) {
   if (runs.a.config.empty() || runs.b.config.empty())
     return paragraph("The configuration of one of them is not recorded.");
-  HtmlTable rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
-  const auto find = [](const RunFolder& run, const std::string& key) -> const ConfigValue* {
+  Table rows{.heads = {"key", runs.a_name, "from", runs.b_name, "from"}, .numbers = false};
+  const auto find = [](const RunView& run, const std::string& key) -> const ConfigValue* {
     const auto found = std::ranges::find(run.config, key, &ConfigValue::key);
     return found == run.config.end() ? nullptr : &*found;
   };
@@ -366,12 +392,11 @@ std::string differences_html(const Pair& runs) {
 
 }  // namespace
 
-std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
+std::string findings_html(const RunView& run) {
   if (!run.record) return paragraph("Without a record there is nothing to judge.");
-  if (!diagnose) return paragraph("The record was not judged.");
   std::string out;
-  for (const monitor::Finding& finding : diagnose(*run.record)) {
-    HtmlTable rows{
+  for (const monitor::Finding& finding : run.findings) {
+    Table rows{
         .heads = {fmt::format("{}{}{}", finding.rule,
                               finding.cause.empty() ? "" : ": " + finding.cause,
                               finding.rank >= 0 ? fmt::format(" (rank {})", finding.rank) : ""),
@@ -393,28 +418,38 @@ std::string findings_html(const RunFolder& run, const Diagnose& diagnose) {
                                                            monitor::without_steps(*run.record)));
 }
 
-std::string run_report(const RunFolder& run, const Diagnose& diagnose) {
-  return page(fmt::format("Run {}", name_of(run)),
-              head_of(run) + section("Figures", summary_html(run)) +
-                  section("Findings", findings_html(run, diagnose)) +
-                  section("Training", training_html(run)) +
-                  section("Step budget", budget_html(run)) +
-                  section("Utilisation", utilisation_html(run)) +
-                  section("Checkpoints", checkpoints_html(run)) +
-                  section("Events", events_html(run)) + section("Configuration", config_html(run)));
+std::vector<Table> run_tables(const RunView& run) {
+  auto [config, defaults] = config_tables(run);
+  std::vector<Table> tables{summary_table(run),     gpus_table(run),   processes_table(run),
+                            checkpoints_table(run), events_table(run), std::move(config),
+                            std::move(defaults)};
+  if (!run.missing.empty())
+    tables.insert(tables.begin(), Table{.title = "Not recorded", .notes = run.missing});
+  std::erase_if(tables, [](const Table& one) { return one.rows.empty() && one.notes.empty(); });
+  return tables;
 }
 
-std::string comparison_report(const RunFolder& a, const RunFolder& b, const Diagnose& diagnose) {
+std::string run_report(const RunView& run) {
+  return page(
+      fmt::format("Run {}", name_of(run)),
+      head_of(run) + section("Figures", table(summary_table(run))) +
+          section("Findings", findings_html(run)) + section("Training", training_html(run)) +
+          section("Step budget", budget_html(run)) + section("Utilisation", utilisation_html(run)) +
+          section("Checkpoints", table(checkpoints_table(run))) +
+          section("Events", table(events_table(run))) + section("Configuration", config_html(run)));
+}
+
+std::string comparison_report(const RunView& a, const RunView& b) {
   const Pair runs = pair_of(a, b);
   return page(fmt::format("{} and {}", runs.a_name, runs.b_name),
               head_of(a) + head_of(b) + section("Figures", figures_table(runs)) +
                   section("Curves", curves_html(runs)) +
                   section("Step budget", budgets_html(runs)) +
                   section("Configuration: what differs", differences_html(runs)) +
-                  section(fmt::format("Findings of {}", runs.a_name), findings_html(a, diagnose)) +
-                  section(fmt::format("Findings of {}", runs.b_name), findings_html(b, diagnose)) +
-                  section(fmt::format("Events of {}", runs.a_name), events_html(a)) +
-                  section(fmt::format("Events of {}", runs.b_name), events_html(b)));
+                  section(fmt::format("Findings of {}", runs.a_name), findings_html(a)) +
+                  section(fmt::format("Findings of {}", runs.b_name), findings_html(b)) +
+                  section(fmt::format("Events of {}", runs.a_name), table(events_table(a))) +
+                  section(fmt::format("Events of {}", runs.b_name), table(events_table(b))));
 }
 
 }  // namespace lockstep::report

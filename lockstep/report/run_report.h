@@ -1,27 +1,25 @@
 // The HTML report of a run, and of two runs side by side.
 //
-//   const RunFolder run = read_run_folder("out");
-//   write_file_atomically("out/report.html", run_report(run, monitor::diagnose));
+//   const monitor::RunView run = monitor::read_run_view("out", monitor::Detail::kAll);
+//   write_file_atomically("out/report.html", run_report(run));
 //
 // Pure functions of what was read; call them from any thread.
 #pragma once
 
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "lockstep/monitor/diagnosis.h"
-#include "lockstep/report/run_folder.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::report {
 
-// What rules say of a record; an empty function: nobody was asked.
-using Diagnose = std::function<std::vector<monitor::Finding>(const monitor::RunRecord&)>;
+std::string run_report(const monitor::RunView& run);
+std::string comparison_report(const monitor::RunView& a, const monitor::RunView& b);
 
-std::string run_report(const RunFolder& run, const Diagnose& diagnose);
-std::string comparison_report(const RunFolder& a, const RunFolder& b, const Diagnose& diagnose);
+// What the report lists, for the page of a run that is over (RunView::tables).
+std::vector<monitor::Table> run_tables(const monitor::RunView& run);
 
-// The findings as a section's content: one entry each, or that there are none, or no judge.
-std::string findings_html(const RunFolder& run, const Diagnose& diagnose);
+// The findings as a section's content: one entry each, or that there are none, or no record.
+std::string findings_html(const monitor::RunView& run);
 
 }  // namespace lockstep::report

@@ -6,39 +6,39 @@
 #include <cmath>
 #include <limits>
 
+#include "lockstep/monitor/median.h"
 #include "lockstep/report/budget_view.h"
 #include "lockstep/report/markup.h"
 
 namespace lockstep::report {
 namespace {
 
-using monitor::Budget;
+using monitor::CheckpointInfo;
 using monitor::Interval;
+using monitor::MetricLine;
 using monitor::RankRecord;
 
-std::optional<double> last_of(const RunFolder& run, std::string_view metric) {
-  const auto values = series_of(run, metric);
+std::optional<double> last_of(const RunView& run, std::string_view metric) {
+  const auto values = curve_of(run.metrics, metric);
   if (values.empty()) return std::nullopt;
   return values.back().second;
 }
 
-std::optional<double> least_of(const RunFolder& run, std::string_view metric) {
+std::optional<double> least_of(const RunView& run, std::string_view metric) {
   std::optional<double> least;
-  for (const auto& [step, value] : series_of(run, metric))
+  for (const auto& [step, value] : curve_of(run.metrics, metric))
     if (std::isfinite(value) && (!least || value < *least)) least = value;
   return least;
 }
 
 // The first line counts the start: allocations, files that are not in memory yet.
-std::optional<double> median_of(const RunFolder& run, std::string_view metric) {
+std::optional<double> median_of(const RunView& run, std::string_view metric) {
   std::vector<double> values;
-  for (const auto& [step, value] : series_of(run, metric))
+  for (const auto& [step, value] : curve_of(run.metrics, metric))
     if (std::isfinite(value)) values.push_back(value);
   if (values.empty()) return std::nullopt;
   if (values.size() > 2) values.erase(values.begin());
-  std::ranges::sort(values);
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+  return monitor::detail::median(std::move(values));
 }
 
 std::optional<double> known(std::int64_t value) {
@@ -46,7 +46,7 @@ std::optional<double> known(std::int64_t value) {
   return static_cast<double>(value);
 }
 
-void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
+void add_recorded(const RunView& run, std::vector<Figure>& figures) {
   std::optional<double> step_s, data, communication, busy, resident, ranks, parameters, batch,
       accumulation;
   if (run.record) {
@@ -55,7 +55,7 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
     parameters = known(facts.parameters);
     batch = known(facts.per_device_batch);
     accumulation = known(facts.accumulation);
-    const Budget budget = mean_budget(*run.record);
+    const Interval budget = mean_budget(*run.record);
     if (budget.steps > 0) {
       step_s = budget.step_s();
       data = budget.share(ledger::Phase::kData);
@@ -63,9 +63,8 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
     }
     busy = utilisation(*run.record);
     for (const RankRecord& rank : run.record->ranks)
-      for (const Interval& interval : rank.intervals)
-        if (interval.resident_bytes > 0)
-          resident = std::max(resident.value_or(0), static_cast<double>(interval.resident_bytes));
+      if (const std::uint64_t bytes = monitor::budget_row(rank).resident_bytes; bytes > 0)
+        resident = std::max(resident.value_or(0), static_cast<double>(bytes));
   }
   figures.push_back({"time per step", step_s, Unit::kSeconds});
   figures.push_back({"share waiting for data", data, Unit::kPercent});
@@ -78,7 +77,7 @@ void add_recorded(const RunFolder& run, std::vector<Figure>& figures) {
   figures.push_back({"accumulation steps", accumulation});
 }
 
-void add_starts(const RunFolder& run, std::vector<RunEvent>& events) {
+void add_starts(const RunView& run, std::vector<RunEvent>& events) {
   if (!run.record || run.record->ranks.empty()) return;
   const RankRecord& rank = run.record->ranks.front();
   double end = 0;
@@ -100,7 +99,7 @@ void add_starts(const RunFolder& run, std::vector<RunEvent>& events) {
   }
 }
 
-void add_superseded(const RunFolder& run, std::vector<RunEvent>& events) {
+void add_superseded(const RunView& run, std::vector<RunEvent>& events) {
   for (const Superseded& part : superseded_of(run)) {
     std::int64_t from = -1;
     for (const CheckpointInfo& checkpoint : run.checkpoints)
@@ -125,7 +124,7 @@ struct BadSteps {
   }
 };
 
-void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
+void add_gpu_problems(const RunView& run, std::vector<RunEvent>& events) {
   if (!run.record) return;
   for (const monitor::HostGpus& host : run.record->gpus) {
     std::vector<std::string> before(host.gpus.size());
@@ -143,7 +142,7 @@ void add_gpu_problems(const RunFolder& run, std::vector<RunEvent>& events) {
 }
 
 // "at step 120 of 400", "at step 120"
-std::string at_step(const RunFolder& run) {
+std::string at_step(const RunView& run) {
   if (run.metrics.empty()) return "";
   const std::int64_t step = run.metrics.back().step;
   const std::int64_t total = run.record ? run.record->facts.total_steps : 0;
@@ -152,7 +151,7 @@ std::string at_step(const RunFolder& run) {
 }
 
 // As launcher or RunLog have written it down.
-std::string end_text(const RunFolder& run, const monitor::RunFacts& facts, bool early) {
+std::string end_text(const RunView& run, const monitor::RunFacts& facts, bool early) {
   if (!facts.failure.empty())
     return fmt::format("The run failed{}: {}{}", at_step(run), facts.failure,
                        facts.failure.ends_with('.') ? "" : ".");
@@ -181,7 +180,7 @@ std::string Figure::text() const {
   return number_text(*value);
 }
 
-std::vector<Figure> figures_of(const RunFolder& run) {
+std::vector<Figure> figures_of(const RunView& run) {
   std::vector<Figure> figures;
   std::optional<double> steps;
   if (!run.metrics.empty()) steps = static_cast<double>(run.metrics.back().step);
@@ -195,7 +194,7 @@ std::vector<Figure> figures_of(const RunFolder& run) {
   return figures;
 }
 
-std::vector<Superseded> superseded_of(const RunFolder& run) {
+std::vector<Superseded> superseded_of(const RunView& run) {
   std::vector<Superseded> parts;
   for (const MetricLine& line : run.superseded) {
     if (parts.empty() || line.step < parts.back().last) parts.push_back({line.step, line.step});
@@ -204,7 +203,7 @@ std::vector<Superseded> superseded_of(const RunFolder& run) {
   return parts;
 }
 
-std::vector<RunEvent> bad_steps_of(const RunFolder& run) {
+std::vector<RunEvent> bad_steps_of(const RunView& run) {
   std::vector<RunEvent> events;
   BadSteps skipped, lost;
   for (const MetricLine& line : run.metrics) {
@@ -226,24 +225,22 @@ std::vector<RunEvent> bad_steps_of(const RunFolder& run) {
 }
 
 // What is not sampled once a second has no time; it stands at its step.
-RunEnd end_of(const RunFolder& run) {
+RunEnd end_of(const RunView& run) {
   RunEnd end;
   const monitor::RunFacts* const facts = run.record ? &run.record->facts : nullptr;
   if (run.record && !run.record->ranks.empty())
     end.event.unix_time_s = run.record->ranks.front().intervals.back().unix_time_s;
   const MetricLine* const last = run.metrics.empty() ? nullptr : &run.metrics.back();
   if (last != nullptr) end.event.step = last->step;
-  const double* const seconds = last != nullptr ? last->find("train_runtime") : nullptr;
-  if (seconds != nullptr && (facts == nullptr || facts->failure.empty())) {
+  const monitor::Ending ending = monitor::ending_of(run);
+  const bool failed = facts != nullptr && !facts->failure.empty();
+  if (ending.through && !failed) {
     end.well = true;
-    end.event.text =
-        fmt::format("The run ended, {} after its last start.", duration_text(*seconds));
-  } else if (facts != nullptr && (!facts->failure.empty() || monitor::is_over(*facts))) {
-    // A Trainer writes a line when it is through.
-    const bool early = facts->program == "trainer" && last != nullptr && facts->total_steps > 0 &&
-                       last->step < facts->total_steps;
-    end.well = facts->failure.empty() && facts->ended_unix_s > 0 && !early;
-    end.event.text = end_text(run, *facts, early);
+    end.event.text = fmt::format("The run ended, {} after its last start.",
+                                 duration_text(*last->find("train_runtime")));
+  } else if (facts != nullptr && (failed || ending.known)) {
+    end.well = !failed && !ending.killed && !ending.early;
+    end.event.text = end_text(run, *facts, ending.early);
   } else if (last != nullptr) {
     end.event.text =
         "The last recorded step. There is no line of the run's end: it was stopped, has failed or "
@@ -252,7 +249,7 @@ RunEnd end_of(const RunFolder& run) {
   return end;
 }
 
-std::vector<RunEvent> events_of(const RunFolder& run) {
+std::vector<RunEvent> events_of(const RunView& run) {
   std::vector<RunEvent> events;
   add_starts(run, events);
   add_superseded(run, events);
@@ -262,24 +259,6 @@ std::vector<RunEvent> events_of(const RunFolder& run) {
     events.push_back({{}, 0, fmt::format("What an earlier run had left is in {}.", folder)});
   if (RunEnd end = end_of(run); !end.event.text.empty()) events.push_back(std::move(end.event));
   return events;
-}
-
-std::vector<std::pair<double, double>> series_of(const RunFolder& run, std::string_view metric) {
-  std::vector<std::pair<double, double>> points;
-  for (const MetricLine& line : run.metrics)
-    if (const double* value = line.find(metric))
-      points.emplace_back(static_cast<double>(line.step), *value);
-  return points;
-}
-
-std::vector<std::string> metric_names(const RunFolder& run) {
-  std::vector<std::string> names;
-  for (const MetricLine& line : run.metrics) {
-    if (line.find("train_runtime") != nullptr) continue;
-    for (const auto& [name, value] : line.values)
-      if (std::ranges::find(names, name) == names.end()) names.push_back(name);
-  }
-  return names;
 }
 
 }  // namespace lockstep::report

@@ -11,9 +11,11 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/report/run_folder.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::report {
+
+using monitor::RunView;
 
 enum class Unit { kNumber, kPercent, kSeconds, kBytes };
 
@@ -26,7 +28,7 @@ struct Figure {
 };
 
 // The same names in the same order for every run.
-std::vector<Figure> figures_of(const RunFolder& run);
+std::vector<Figure> figures_of(const RunView& run);
 
 struct RunEvent {
   std::optional<std::int64_t> step{};
@@ -39,23 +41,18 @@ struct RunEnd {
   RunEvent event{};
   bool well = false;  // it has done what it was to do
 };
-RunEnd end_of(const RunFolder& run);
+RunEnd end_of(const RunView& run);
 
 // Losses and gradients that were not finite.
-std::vector<RunEvent> bad_steps_of(const RunFolder& run);
+std::vector<RunEvent> bad_steps_of(const RunView& run);
 
 // Starts, resumes, skipped steps, GPUs that failed, the end.
-std::vector<RunEvent> events_of(const RunFolder& run);
+std::vector<RunEvent> events_of(const RunView& run);
 
 // A stretch of steps that were measured and measured again, because the run was resumed.
 struct Superseded {
   std::int64_t first = 0, last = 0;
 };
-std::vector<Superseded> superseded_of(const RunFolder& run);
-
-// The values of one metric over steps.
-std::vector<std::pair<double, double>> series_of(const RunFolder& run, std::string_view metric);
-// Names of all metrics, in the order in which they appear; without those of the last line.
-std::vector<std::string> metric_names(const RunFolder& run);
+std::vector<Superseded> superseded_of(const RunView& run);
 
 }  // namespace lockstep::report

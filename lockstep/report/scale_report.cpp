@@ -7,6 +7,7 @@
 #include <map>
 
 #include "lockstep/core/error.h"
+#include "lockstep/monitor/median.h"
 #include "lockstep/report/html.h"
 #include "lockstep/report/markup.h"
 
@@ -16,27 +17,20 @@ namespace {
 using monitor::Interval;
 using monitor::RankRecord;
 using monitor::RunRecord;
+using monitor::Table;
+using monitor::detail::median;
 
 // As columns of the CSV file and keys of the JSON document.
 constexpr const char* kPartKeys[] = {"data_wait", "forward",    "backward",       "communication",
                                      "optimizer", "evaluation", "logging_saving", "other"};
 
-double median(std::vector<double> values) {
-  LOCKSTEP_ASSERT(!values.empty());
-  std::ranges::sort(values);
-  const std::size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
 std::string ranks_text(int ranks) {
   return fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
 }
 
-std::vector<double> shares_of(const monitor::Budget& budget) {
+std::vector<double> shares_of(const Interval& budget) {
   std::vector<double> shares = by_part(spent_s(budget));
-  double sum = 0;
-  for (const double value : shares) sum += value;
-  for (double& value : shares) value = sum > 0 ? value / sum : 0;
+  for (double& value : shares) value = budget.seconds > 0 ? value / budget.seconds : 0;
   return shares;
 }
 
@@ -44,14 +38,9 @@ std::optional<double> utilisation_of(const ScalePoint& point) {
   if (!point.run || !point.run->record) return std::nullopt;
   const RunRecord& record = *point.run->record;
   if (point.cores_per_rank == 0) return utilisation(record);
-  double cores = 0;
-  for (const RankRecord& rank : record.ranks) {
-    const auto mean = mean_cores(rank);
-    if (!mean) return std::nullopt;
-    cores += *mean;
-  }
-  if (record.ranks.empty()) return std::nullopt;
-  return cores / static_cast<double>(record.ranks.size()) / point.cores_per_rank;
+  const auto cores = mean_cores(record);
+  if (!cores) return std::nullopt;
+  return *cores / point.cores_per_rank;
 }
 
 // Percent over seconds, of the cores that the ranks were given. The intervals of ranks do not begin
@@ -214,7 +203,7 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
         shares.emplace_back(kPartKeys[i], real_node(values[i]));
       members.emplace_back("budget", map_node(std::move(shares)));
     }
-    if (row.point.run) members.emplace_back("run", text_node(row.point.run->path));
+    if (row.point.run) members.emplace_back("run", text_node(row.point.run->id));
     list.push_back(map_node(std::move(members)));
   }
   return map_node({{"benchmark", text_node("scale")},
@@ -226,12 +215,10 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
                    {"rows", list_node(std::move(list))}});
 }
 
-std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting,
-                       const Diagnose& diagnose) {
-  HtmlTable figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
-                                    "samples/s", "tokens/s", "speed-up", "efficiency",
-                                    "utilisation"}};
-  HtmlTable budget_table{.heads = {"ranks"}};
+std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
+  Table figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
+                                "samples/s", "tokens/s", "speed-up", "efficiency", "utilisation"}};
+  Table budget_table{.heads = {"ranks"}};
   for (const Part& part : budget_parts()) budget_table.heads.push_back(part.name);
   for (const ScaleRow& row : rows) {
     figures_table.rows.push_back(
@@ -266,7 +253,7 @@ std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& se
   for (const ScaleRow& row : rows)
     if (row.point.run)
       body += section(fmt::format("Findings with {}", ranks_text(row.point.ranks)),
-                      findings_html(*row.point.run, diagnose));
+                      findings_html(*row.point.run));
   return page("Scaling report", body);
 }
 

@@ -24,9 +24,9 @@ struct ScalePoint {
   std::int64_t batch = 1;  // per rank and pass
   std::int64_t accumulation = 1;
   std::vector<double> samples_per_s{};
-  std::vector<double> tokens_per_s{};  // empty: samples are not made of tokens
-  int cores_per_rank = 0;              // what a rank may use on a CPU; 0: it has a GPU
-  std::optional<RunFolder> run{};      // of the round with the median rate
+  std::vector<double> tokens_per_s{};     // empty: samples are not made of tokens
+  int cores_per_rank = 0;                 // what a rank may use on a CPU; 0: it has a GPU
+  std::optional<monitor::RunView> run{};  // of the round with the median rate
 
   std::int64_t global_batch() const { return batch * accumulation * ranks; }
 };
@@ -41,7 +41,7 @@ struct ScaleRow {
   double speedup = 1;
   double efficiency = 1;                // speed-up by ranks
   std::optional<double> utilisation{};  // 0 to 1, of the GPUs or cores that the ranks were given
-  monitor::Budget budget{};             // of one rank, the mean
+  monitor::Interval budget{};           // of one rank, the mean
 };
 
 // By ranks. Every point has as many rounds as the others, at least one.
@@ -63,7 +63,6 @@ LineChart scale_utilisation_chart(const std::vector<ScaleRow>& rows);
 // Heads first; shares and percentages as parts of 1.
 std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows);
 Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
-std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting,
-                       const Diagnose& diagnose);
+std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
 
 }  // namespace lockstep::report

@@ -79,7 +79,7 @@ TEST(TrainerRecord, FactsAndWhatARankDid) {
   EXPECT_GT(total(rank, Counter::kLoadNs), 0u);
   EXPECT_GE(total(rank, Counter::kHostSyncs), 6u);
   EXPECT_EQ(rank.intervals.back().step, 10);
-  const monitor::Budget budget = monitor::budget_of(rank);
+  const monitor::Interval budget = monitor::budget_of(rank);
   EXPECT_EQ(budget.steps, 10);
   EXPECT_GT(budget.share(ledger::Phase::kForward), 0);
   EXPECT_GT(budget.share(ledger::Phase::kSaving), 0);

@@ -209,6 +209,47 @@ class Page(DashboardCase):
             # A column of names that is one letter wide cannot be read.
             self.assertGreater(self.page.value("document.querySelector('td').clientWidth"), 60)
 
+    def test_a_finished_run_shows_what_its_report_lists(self):
+        with tempfile.TemporaryDirectory() as place:
+            place = pathlib.Path(place)
+            (place / "monitor").mkdir()
+            (place / "monitor" / "run.json").write_text(json.dumps(
+                {"world_size": 1, "program": "trainer", "started_unix_s": 1e9, "total_steps": 9,
+                 "ended_unix_s": 1e9 + 5}))
+            (place / "monitor" / "rank_0.jsonl").write_text("".join(
+                json.dumps({"unix_time_s": 1e9 + s, "seconds": 1, "step": 2 * s, "steps": 2,
+                            "host_s": {"forward": 1}}) + "\n" for s in range(1, 5)))
+            (place / "metrics.jsonl").write_text("".join(
+                json.dumps({"step": s, "loss": 3 / s}) + "\n" for s in range(1, 9)) +
+                json.dumps({"step": 9, "train_runtime": 5}) + "\n")
+            (place / "effective_config.json").write_text(json.dumps({"settings": {
+                "seed": {"value": 7, "from": "--seed"},
+                "run_name": {"value": HOSTILE[0], "from": "train.yaml:3:1"},
+                "optim": {"value": "adamw", "from": "default"}}}))
+            served = subprocess.Popen([LOCKSTEP, "dashboard", place], stdout=subprocess.PIPE,
+                                      stdin=subprocess.DEVNULL, text=True)
+            try:
+                self.page.look(width=390, height=844, mobile=True)
+                self.page.open(served.stdout.readline().split()[1])
+                self.page.wait("document.querySelectorAll('#tables table').length > 2")
+                text = self.page.value("document.querySelector('#tables').innerText")
+                for part in ("Figures", "There is no checkpoint.", "Events", "--seed", HOSTILE[0],
+                             "The run ended, 5 s after its last start.", "1 defaults"):
+                    self.assertIn(part, text)
+                self.assertNotIn("lowest evaluation loss", text)
+                self.assertEqual(self.page.value("document.querySelectorAll('main img').length"), 0)
+                self.assertLessEqual(self.page.value("document.documentElement.scrollWidth"), 390)
+                self.page.look()
+                self.page.value("window.card = document.querySelector('#tables').firstChild")
+                time.sleep(1.5)
+                self.assertTrue(self.page.value(
+                    "window.card === document.querySelector('#tables').firstChild"))
+                self.check_quiet()
+            finally:
+                served.kill()
+                served.wait(timeout=60)
+                served.stdout.close()
+
     def test_a_stall_shows(self):
         self.open(state(10))
         self.assertTrue(self.page.value("document.querySelector('.healthy') !== null"))
@@ -275,7 +316,7 @@ class Page(DashboardCase):
         for odd in ({}, {"run": None, "ranks": None, "series": None, "log": None},
                     {"run": {"state": 7}, "ranks": [None, 3, {}],
                      "series": {"loss": [[1, None], 4]}, "log": {"0": None}, "findings": [{}],
-                     "time": "now"},
+                     "time": "now", "tables": [None, {}, {"rows": [None, [1]], "notes": 3}]},
                     state(4, series={"loss": [[1, 0.0]], "flat": [[1, 2], [2, 2]],
                                      "nan": [[1, "nan"]]})):
             self.server.set(odd)

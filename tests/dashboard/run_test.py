@@ -592,6 +592,8 @@ class OwnLoop(RunCase):
         self.assertGreater(len(state["series"]["loss"]), 1)
         self.assertTrue(all("backward" in r["budget"] for r in state["ranks"] if r["step"]))
         self.assertIsNone(state["run"]["left_s"])
+        tables = {table["title"]: table for table in state["tables"]}
+        self.assertIn("The run failed", str(tables["Events"]["rows"]))
         self.assertIn(b"<html", server.request("/")[2])
         self.assertEqual(server.request("/snapshot", token=False)[0], 403)
         events = Events(server)

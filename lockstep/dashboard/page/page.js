@@ -401,8 +401,7 @@ function shares(budget) {
 }
 
 function drawBudget(state, ranks) {
-  const whole = state.run.recorded === true && state.run.state !== 'running';
-  say(at('budget-note'), whole ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
+  say(at('budget-note'), isOver(state) ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
   at('budget').parentElement.hidden = !ranks.some((r) => shares(r.budget).size > 0);
   const used = new Set();
   match(at('budget'), ranks.map((r) => r.rank), () => {
@@ -432,6 +431,47 @@ function drawBudget(state, ranks) {
     item.append(make('i', `p${PHASES.indexOf(name)}`), make('span', '', name));
     return item;
   });
+}
+
+function makeTable(table) {
+  const card = make('section', 'card');
+  const title = make('h2', '', String(table.title ?? ''));
+  card.append(title);
+  const heads = list(table.heads).map(String);
+  if (list(table.rows).length) {
+    const place = make('div', 'scroll');
+    place.tabIndex = 0;
+    place.setAttribute('role', 'region');
+    place.setAttribute('aria-label', title.textContent);
+    const rows = list(table.rows).map((cells) => {
+      const row = make('tr');
+      row.append(...list(cells).map((text, i) => {
+        const cell = make('td', '', String(text));
+        cell.dataset.name = heads[i] ?? '';
+        return cell;
+      }));
+      return row;
+    });
+    const [all, head, body] = [make('table', table.numbers === true ? 'numbers' : ''), make('thead'), make('tbody')];
+    head.append(make('tr'));
+    head.firstChild.append(...heads.map((text) => make('th', '', text)));
+    body.append(...rows);
+    all.append(head, body);
+    place.append(all);
+    card.append(place);
+  }
+  card.append(...list(table.notes).map((text) => make('p', 'muted', String(text))));
+  return card;
+}
+
+let tables = '';  // as drawn
+
+// What a run that is over has left, as its report lists it.
+function drawTables(state) {
+  const text = JSON.stringify(list(state.tables));
+  if (text === tables) return;
+  tables = text;
+  at('tables').replaceChildren(...list(state.tables).map((table) => makeTable(object(table))));
 }
 
 // The newest one of the run, also after the ranks have moved again.
@@ -513,6 +553,7 @@ function draw(state) {
   drawCharts(series);
   drawRanks(ranks);
   drawBudget(state, ranks);
+  drawTables(state);
   drawLog(state);
   const time = number(state.time);
   if (time !== null) {

@@ -1,6 +1,4 @@
 // A record as `lockstep monitor DIR` reads it: whether the run is over, and what is known.
-#include "lockstep/dashboard/record_view.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -13,6 +11,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/dashboard/record_writer.h"
+#include "lockstep/monitor/run_view.h"
 #include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::dashboard {
@@ -44,7 +43,7 @@ class RecordView : public testing::Test {
     }
     writer.add(0, {.unix_time_s = now - 0.8, .seconds = 0.2});
   }
-  std::string state() { return view_of_record(folder_).state; }
+  std::string state() { return monitor::read_run_view(folder_).state; }
   void log(const std::string& line) {
     std::ofstream(folder_ + "/metrics.jsonl", std::ios::app) << line << "\n";
   }
@@ -54,9 +53,9 @@ class RecordView : public testing::Test {
 
 TEST_F(RecordView, OfAProgramWithoutStepsShowsWhatIsKnown) {
   write({.started_unix_s = 100});
-  const LiveView view = view_of_record(folder_);
+  const monitor::RunView view = monitor::read_run_view(folder_);
   ASSERT_EQ(view.ranks.size(), 1u);
-  const Node snapshot = parse_json(live_snapshot_json(view), "snapshot");
+  const Node snapshot = parse_json(monitor::snapshot_json(view), "snapshot");
   const Node& rank = snapshot.at("ranks").items.at(0);
   for (const char* key : {"step", "step_ms", "pid"})
     EXPECT_TRUE(rank.at(key).is(NodeKind::kNull)) << key;
@@ -83,7 +82,7 @@ TEST_F(RecordView, ARunEndsWithTheProcessThatRecordsIt) {
   EXPECT_EQ(state(), "killed") << "nobody has waited for it";
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
   EXPECT_EQ(state(), "killed");
-  EXPECT_THAT(view_of_record(folder_).message, testing::HasSubstr("it was killed"));
+  EXPECT_THAT(monitor::read_run_view(folder_).message, testing::HasSubstr("it was killed"));
   // What it could still write down counts.
   monitor::RunFacts failed = facts;
   failed.failure = "an error";
@@ -103,7 +102,7 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   EXPECT_EQ(state(), "ended");
   write({.started_unix_s = 100, .ended_unix_s = 200, .failure = "rank 0 failed"});
   EXPECT_EQ(state(), "failed");
-  EXPECT_EQ(view_of_record(folder_).message, "Rank 0 failed.");
+  EXPECT_EQ(monitor::read_run_view(folder_).message, "Rank 0 failed.");
   write({.world_size = 3,
          .started_unix_s = 100,
          .total_steps = 40,
@@ -112,15 +111,15 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
          .failed_ranks = map_node({{"2", text_node("exited with code 3")},
                                    {"0", text_node("killed by SIGKILL")},
                                    {"7", text_node("there is no such rank")}})});
-  const LiveView view = view_of_record(folder_);
-  EXPECT_EQ(view.ranks.at(0).status, RankStatus::kFailed);
+  const monitor::RunView view = monitor::read_run_view(folder_);
+  EXPECT_EQ(view.ranks.at(0).status, monitor::RankStatus::kFailed);
   EXPECT_EQ(view.ranks.at(0).exit, "killed by SIGKILL");
   ASSERT_EQ(view.ranks.size(), 2u) << "one has left nothing, and one is known by its failure";
   EXPECT_EQ(view.ranks.at(1).exit, "exited with code 3");
-  EXPECT_EQ(view.total_steps, 40);
+  EXPECT_EQ(view.facts().total_steps, 40);
   EXPECT_TRUE(view.recorded);
   write({.program = "trainer", .started_unix_s = 100, .total_steps = 40, .ended_unix_s = 200});
-  EXPECT_THAT(view_of_record(folder_).message, testing::StartsWith("Stopped on request"));
+  EXPECT_THAT(monitor::read_run_view(folder_).message, testing::StartsWith("Stopped on request"));
   write({.started_unix_s = 100});
   EXPECT_EQ(state(), "running") << "of another host, say";
   log("{\"step\": 5, \"loss\": 1}");
@@ -129,6 +128,14 @@ TEST_F(RecordView, TheRecordAndTheMetricsSayThatItEnded) {
   EXPECT_EQ(state(), "ended");
   write({.started_unix_s = static_cast<double>(std::time(nullptr)) + 5});
   EXPECT_EQ(state(), "running") << "these are of an earlier start";
+}
+
+// A launcher makes one before it knows whether the ranks record themselves.
+TEST_F(RecordView, AWriterThatWritesNothingLeavesTheEarlierRecord) {
+  write({.started_unix_s = 100, .ended_unix_s = 200});
+  { const RecordWriter unused(folder_, 0); }
+  EXPECT_EQ(state(), "ended");
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/monitor.1"));
 }
 
 }  // namespace

@@ -1,15 +1,14 @@
 // What is shown of a run: its step time, and when it may be called healthy.
-#include "lockstep/dashboard/live_view.h"
+#include "lockstep/monitor/run_view.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <vector>
 
-namespace lockstep::dashboard {
+namespace lockstep::monitor {
 namespace {
 
-using monitor::Interval;
 using testing::HasSubstr;
 
 TEST(StepTime, IsSteadyWhereIntervalsEndBetweenSteps) {
@@ -40,16 +39,16 @@ TEST(StepTime, IsSteadyWhereIntervalsEndBetweenSteps) {
 }
 
 TEST(Budget, OfADeviceIsTheDevicesAndAddsUp) {
-  LiveView view;
-  LiveRank rank{.rank = 0, .step = 7};
-  monitor::Interval newest{.seconds = 1, .steps = 10};
+  RunView view;
+  RankState rank{.rank = 0, .step = 7};
+  Interval newest{.seconds = 1, .steps = 10};
   newest.host_s[ledger::index(ledger::Phase::kForward)] = 0.25;
   newest.host_s[ledger::index(ledger::Phase::kLogging)] = 0.125;
   newest.host_s[ledger::index(ledger::Phase::kDeviceWait)] = 0.625;
   newest.device_s[ledger::index(ledger::Phase::kForward)] = 0.75;
   rank.newest = newest;
   view.ranks.push_back(rank);
-  const Node read = parse_json(live_snapshot_json(view), "snapshot");
+  const Node read = parse_json(snapshot_json(view), "snapshot");
   const Node& budget = read.at("ranks").items.at(0).at("budget");
   EXPECT_EQ(budget.at("forward").real, 0.75);
   EXPECT_EQ(budget.at("logging").real, 0.125);
@@ -58,7 +57,7 @@ TEST(Budget, OfADeviceIsTheDevicesAndAddsUp) {
 }
 
 TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
-  LiveView view;
+  RunView view;
   view.state = "running";
   view.ranks = {{.rank = 0}};
   EXPECT_THAT(verdict_of(view, false).text, HasSubstr("No step has been seen"));
@@ -66,7 +65,7 @@ TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
   EXPECT_THAT(verdict_of(view, false).text, HasSubstr("too few steps"));
   EXPECT_TRUE(verdict_of(view, true).healthy);
   EXPECT_THAT(verdict_of(view, true).text, HasSubstr("Nothing found that slows"));
-  view.stall = LiveStall{7, "No step has ended for 7 s."};
+  view.stall = Stall{7, "No step has ended for 7 s."};
   EXPECT_FALSE(verdict_of(view, true).healthy);
   EXPECT_THAT(verdict_of(view, true).text, HasSubstr("while no step ends"));
   view.stall.reset();
@@ -76,11 +75,12 @@ TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
 }
 
 TEST(TimeLeft, IsThatOfTheStepsLeftWhileTheRunMoves) {
-  LiveView view{.state = "running", .total_steps = 100, .mean_step_s = 0.25};
+  RunView view{.state = "running", .mean_step_s = 0.25};
+  view.record.emplace().facts.total_steps = 100;
   EXPECT_FALSE(seconds_left(view)) << "no step is known";
   view.ranks = {{.rank = 0, .step = 39}, {.rank = 1, .step = 40}};
   EXPECT_EQ(seconds_left(view), 15);
-  view.stall = LiveStall{.seconds = 12};
+  view.stall = Stall{.seconds = 12};
   EXPECT_FALSE(seconds_left(view));
   view.stall.reset();
   view.ranks[0].step = 101;
@@ -92,4 +92,4 @@ TEST(TimeLeft, IsThatOfTheStepsLeftWhileTheRunMoves) {
 }
 
 }  // namespace
-}  // namespace lockstep::dashboard
+}  // namespace lockstep::monitor

@@ -1,0 +1,77 @@
+// metrics.jsonl: what a run has logged, read whole or followed while it grows.
+//
+//   MetricsFile file("out/metrics.jsonl");
+//   file.read();                                       // once, or again each second
+//   plot(curve_of(file.lines(), "loss"));
+//
+// Used by one thread. The file is the program's: it may be missing, replaced, torn or anything
+// else. Lines that cannot be read are counted and left out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace lockstep::monitor {
+
+// A value that was not finite is NaN.
+struct MetricLine {
+  std::int64_t step = 0;
+  double epoch = 0;
+  std::vector<std::pair<std::string, double>> values{};
+
+  const double* find(std::string_view name) const;  // nullptr without one
+};
+
+using Curve = std::vector<std::pair<double, double>>;  // (step, value), oldest first
+
+// Steps only grow: a run that was resumed from an earlier one replaces what it repeats.
+void add_point(Curve& curve, std::int64_t step, double value);
+Curve curve_of(std::span<const MetricLine> lines, std::string_view name);
+// At most so many points: of each stretch the lowest and the highest, where one that is not finite
+// is the lowest, and the last one of all.
+Curve thinned(const Curve& curve, std::size_t most);
+// The names of all curves, in the order in which they came first. The last line of a Trainer, which
+// is about the whole run, has none.
+std::vector<std::string> metric_names(std::span<const MetricLine> lines);
+
+class MetricsFile {
+ public:
+  static constexpr std::size_t kPoints = 500;  // of a curve that is shown
+  static constexpr std::size_t kNames = 16;    // a program may log any number of names
+
+  enum class Part { kAll, kNewest };  // newest: bounded as above, for a file that is followed
+  explicit MetricsFile(std::string path = {}, Part part = Part::kAll)
+      : path_(std::move(path)), part_(part) {}
+
+  // What was added; all of it again where the file was replaced.
+  void read();
+
+  const std::string& path() const { return path_; }
+  const std::vector<MetricLine>& lines() const { return lines_; }
+  bool there() const { return inode_ != 0; }
+  double unix_time_s() const { return unix_time_s_; }  // when a line was added last
+  // "2 of 40 lines of metrics.jsonl cannot be read (the first is line 7)."; empty: all can.
+  std::string problem() const;
+
+ private:
+  void take(std::string_view line, bool whole);
+  void forget_old();
+
+  std::string path_;
+  Part part_;
+  std::uint64_t inode_ = 0;
+  std::uint64_t offset_ = 0;
+  double unix_time_s_ = 0;
+  std::string partial_;
+  std::set<std::string> names_;
+  std::vector<MetricLine> lines_;
+  std::size_t count_ = 0, unread_ = 0, first_unread_ = 0;  // lines of the file
+};
+
+}  // namespace lockstep::monitor

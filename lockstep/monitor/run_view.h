@@ -1,0 +1,175 @@
+// RunView: a run as it stands at one moment, while it lasts and after its end. The page, the
+// terminal, the report, the doctor and Prometheus draw from it and from nothing else.
+//
+//   const RunView run = read_run_view("out");             // from its folder
+//   send(snapshot_json(run));
+//
+// A launcher makes the same of the run that it watches (dashboard/live_run.h). Plain values, which
+// refer to nothing.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/metrics_file.h"
+
+namespace lockstep::monitor {
+
+enum class RankStatus { kRunning, kStopped, kEnded, kFailed };  // stopped: by SIGSTOP and the like
+const char* name(RankStatus status);                            // "running", ...
+
+// The rank's oldest collective that is under way, otherwise its newest.
+struct Position {
+  std::string operation{};
+  std::uint64_t sequence = 0;
+  std::string state{};  // "started", "finished", ...
+  double age_s = 0;     // since it began
+};
+
+struct RankState {
+  int rank = 0;
+  int host = 0;
+  pid_t pid = -1;  // of the process that trains
+  RankStatus status = RankStatus::kRunning;
+  std::string exit{};  // "killed by SIGKILL"; empty while it runs
+  std::int64_t step = -1;
+  double step_ms = 0;   // of about the last 5 s, of the run once it has ended; 0: not known
+  std::string phase{};  // "backward"; empty: none, or not known
+  // The newest with figures of its process; its sums are those of all steps once it has ended.
+  std::optional<Interval> newest{};
+  std::optional<ProcessSample> process{};
+  CgroupSample cgroup{};
+  int gpu = -1;  // NVML's index; -1: none is known to be its own
+  std::optional<Position> position{};
+  std::deque<std::string> log{};  // newest lines of stdout and stderr, oldest first
+};
+
+// Ranks that do not move, or that somebody has stopped.
+struct Stall {
+  double seconds = 0;
+  std::string what{};  // "No step has ended for 12 s: rank 1 is stopped (...)."
+};
+
+// What the launcher printed of a stall: the newest of the run, also after ranks moved again.
+struct StallTable {
+  double time_s = 0;
+  std::string cause{};
+  std::string text{};
+};
+
+// What stands where there are no findings.
+struct Verdict {
+  bool healthy = false;
+  std::string text{};
+};
+
+struct CheckpointInfo {
+  std::int64_t step = 0;
+  std::string name{};  // of its folder
+  double unix_time_s = 0;
+  std::uint64_t bytes = 0;
+  std::string problem{};  // what its sizes and names show; empty: whole
+};
+
+struct ConfigValue {
+  std::string key{};
+  std::string value{};
+  std::string from{};                // "default", "train.yaml:3:1", "--seed"; empty: not recorded
+  std::vector<std::string> beats{};  // what it overrides
+};
+
+// What a run has left, as the report and the page both show it.
+struct Table {
+  std::string title{};
+  std::vector<std::string> heads{};
+  std::vector<std::vector<std::string>> rows{};
+  std::vector<std::string> notes{};  // sentences below; alone where there is nothing to list
+  bool numbers = true;               // all columns but the first are right-aligned
+};
+
+struct RunView {
+  std::string id{};      // the launcher's, or the folder that it was read from
+  double time_s = 0;     // of what is known last, since the epoch, as all times
+  double started_s = 0;  // first
+  int attempt = 0;
+  // Then "running", at last "ended" or "failed"; of a folder also "killed".
+  std::string state = "starting";
+  std::string message{};                 // of a failure, or of a stop before the last step
+  bool recorded = false;                 // read from a folder: nothing is known of now
+  std::optional<RunRecord> record{};     // where time went; a folder of an older run has none
+  std::vector<RankState> ranks{};        // by rank; of a launcher those of its host
+  std::vector<MetricLine> metrics{};     // what the program has logged
+  std::vector<MetricLine> superseded{};  // measured, and measured again after a resume
+  double metrics_unix_s = 0;             // when the last line was written; 0: not known
+  Curve step_ms{};
+  double mean_step_s = 0;  // evaluations and saves in it; 0: not known
+  std::vector<Finding> findings{};
+  Verdict verdict{};
+  // While a launcher watches.
+  std::optional<Stall> stall{};
+  std::optional<StallTable> stall_table{};
+  GpuSnapshot gpus{};
+  // Of a folder that was read with Detail::kAll.
+  std::vector<CheckpointInfo> checkpoints{};  // by step
+  std::optional<std::int64_t> best_step{};
+  std::optional<double> best_metric{};
+  std::vector<ConfigValue> config{};
+  std::vector<std::string> archived{};  // folders with what earlier runs have left
+  std::vector<std::string> missing{};   // sentences: what is not there, or cannot be read
+  std::vector<Table> tables{};          // for the page (report::run_tables)
+
+  const RunFacts& facts() const;  // of the record; nothing is known without one
+};
+
+// kShown: the record and the newest of what was logged, for whoever looks again each second.
+// kAll: everything that the run has left; what is not there is a sentence in `missing`.
+enum class Detail { kShown, kAll };
+// UsageError where there is no record, or, with kAll, nothing of a run.
+RunView read_run_view(const std::string& directory, Detail detail = Detail::kShown);
+
+// A record to which nothing was added for this long is of a run that is over. After an hour a line
+// comes every ten seconds, on a shared file system later.
+inline constexpr double kRecordIdle_s = 60;
+
+struct Ending {
+  bool over = false;     // nothing more is expected
+  bool known = false;    // the record says so, or its process is gone: it is not only silent
+  bool through = false;  // a Trainer has written its last line
+  bool killed = false;   // it has not written an end
+  bool early = false;    // a Trainer was stopped before its last step
+};
+Ending ending_of(const RunView& run);
+// Of what was read from a folder: how the run stands, its ranks, and what the rules find.
+void conclude(RunView& run);
+
+// What the record has of each rank: step, step time and budget, and the run's mean.
+void describe_ranks(RunView& run);
+// `enough`: there are steps enough to judge (enough_to_judge).
+Verdict verdict_of(const RunView& run, bool enough);
+
+// Milliseconds of a step over about the last 5 s and ten steps in which steps ended: the steps that
+// end within one interval are one too many or too few. 0: none has.
+double recent_step_ms(std::span<const Interval> intervals);
+// What is to be said of a run that is over and at that step: its failure, or that it stopped early,
+// and how a Trainer's run goes on. Empty: it ended well.
+std::string end_message(const RunFacts& facts, std::int64_t step, bool early);
+// The newest value of what was logged under that name, which need not be finite.
+std::optional<double> newest_logged(const RunView& run, std::string_view name);
+// The step that the rank which is farthest has ended; -1: not known.
+std::int64_t step_of(const RunView& run);
+// Until the last step, as the run went so far; nothing where that is not known.
+std::optional<double> seconds_left(const RunView& run);
+
+// One object on one line (docs/dashboard.md). Text that is not UTF-8 and numbers that JSON does not
+// have are replaced.
+std::string snapshot_json(const RunView& run);
+
+}  // namespace lockstep::monitor
