@@ -24,12 +24,7 @@ Message message_of(Message::Kind kind, int attempt) {
 }  // namespace
 
 Coordinator::Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders)
-    : loop_(loop), plan_(plan), orders_(std::move(orders)) {}
-
-Coordinator::~Coordinator() {
-  loop_.cancel(backoff_timer_);
-  loop_.cancel(down_timer_);
-}
+    : plan_(plan), orders_(std::move(orders)), backoff_timer_(loop), down_timer_(loop) {}
 
 milliseconds Coordinator::backoff(int attempt) {
   return std::min(milliseconds(500) * (1 << std::min(attempt, 10)), milliseconds(30'000));
@@ -127,11 +122,10 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
 }
 
 void Coordinator::expect_all_down() {
-  if (down_timer_ != 0) return;
+  if (down_timer_.pending()) return;
   // Ranks that follow a forwarded request have the grace twice: to save, and after SIGTERM.
   const int graces = failure_ && failure_->stopped ? 2 : 1;
-  down_timer_ = loop_.after(graces * plan_.shutdown_timeout + kDownSlack, [this] {
-    down_timer_ = 0;
+  down_timer_.start(graces * plan_.shutdown_timeout + kDownSlack, [this] {
     if (failure_) failure_->restartable = false;
     decide();
   });
@@ -142,7 +136,7 @@ void Coordinator::check_all_down() {
 }
 
 void Coordinator::decide() {
-  loop_.cancel(down_timer_);
+  down_timer_.cancel();
   // A rank that did not get through the stop is a failure, and is not restarted. A rank that left
   // before it is not, nor is one that lost a peer that another host's launcher stopped first.
   if (!failure_ && stop_signal_ != 0 && left_ && !left_->restartable) failure_ = left_;
@@ -159,16 +153,13 @@ void Coordinator::decide() {
                              plan_.max_restarts, static_cast<double>(delay.count()) / 1000);
   phase_ = Phase::kBackoff;
   orders_.broadcast(message);
-  backoff_timer_ = loop_.after(delay, [this] {
-    backoff_timer_ = 0;
-    start_attempt();
-  });
+  backoff_timer_.start(delay, [this] { start_attempt(); });
 }
 
 // Nothing of the previous attempt is left here. More nodes may be lost meanwhile; they all share
 // the deadline of the first.
 void Coordinator::await_lost() {
-  loop_.cancel(backoff_timer_);
+  backoff_timer_.cancel();
   const bool first = phase_ != Phase::kAwaiting;
   phase_ = Phase::kAwaiting;
   Message message = message_of(Message::Kind::kRestart, attempt_);
@@ -195,8 +186,8 @@ void Coordinator::give_up() {
 void Coordinator::end(int code) {
   if (phase_ == Phase::kEnded) return;
   phase_ = Phase::kEnded;
-  loop_.cancel(backoff_timer_);
-  loop_.cancel(down_timer_);
+  backoff_timer_.cancel();
+  down_timer_.cancel();
   Message message = message_of(Message::Kind::kEnd, attempt_);
   message.code = code;
   message.failure = failure_;

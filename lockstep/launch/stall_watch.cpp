@@ -57,12 +57,12 @@ RankView view_of(const WatchedRank& rank) {
 }
 
 StallWatch::StallWatch(EventLoop& loop, const StallOptions& options, StallEvents events)
-    : loop_(loop), options_(options), events_(std::move(events)), quiet_since_(Clock::now()) {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+    : options_(options), events_(std::move(events)), quiet_since_(Clock::now()), timer_(loop) {
+  look_later();
 }
 
-StallWatch::~StallWatch() {
-  loop_.cancel(timer_);
+void StallWatch::look_later() {
+  timer_.start(interval_for(options_.stall_time), [this] { look(); });
 }
 
 void StallWatch::add(const WatchedRank& rank) {
@@ -105,7 +105,7 @@ void StallWatch::begin_quiet(Clock::time_point now) {
 }
 
 void StallWatch::look() {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+  look_later();
   const auto now = Clock::now();
   if (moved()) return rest(now);
   if (!watches() || said_ == Said::kStall) return;
@@ -166,7 +166,6 @@ void StallWatch::begin_report(const std::vector<RankView>& seen) {
   said_ = Said::kStall;
   collecting_ = true;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
-  loop_.cancel(timer_);
   collect(Clock::now() + kStackWait);
 }
 
@@ -214,11 +213,11 @@ void StallWatch::collect(Clock::time_point until) {
     return !watched.no_stack.empty() || watched.rank.ledger->stacks_taken() != watched.stacks;
   });
   if (all || Clock::now() >= until) return report();
-  timer_ = loop_.after(kStackPoll, [this, until] { collect(until); });
+  timer_.start(kStackPoll, [this, until] { collect(until); });
 }
 
 void StallWatch::report() {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+  look_later();
   collecting_ = false;
   std::vector<RankView> seen = views();
   for (std::size_t i = 0; i < ranks_.size(); ++i) {

@@ -23,6 +23,7 @@
 #include "lockstep/launch/coordinator.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/node_link.h"
+#include "lockstep/launch/node_spoke.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/worker_group.h"
@@ -187,8 +188,8 @@ class Supervisor {
   int requests_ = 0;
   int last_signal_ = 0;
   EventLoop::Clock::time_point last_signal_time_;
-  EventLoop::TimerId announce_timer_ = 0;
-  EventLoop::TimerId tick_timer_ = 0;
+  Timer announce_timer_{loop_};
+  Timer tick_timer_{loop_};
   bool front_gone_ = false;
   bool ending_ = false;
   bool in_run_ = false;  // node 0 has started an attempt, and is not lost
@@ -400,7 +401,7 @@ void Supervisor::tick() {
   observed_.notify([this](RunObserver& observer) {
     for (const std::string& line : observer.tick()) say(line);
   });
-  if (observed_) tick_timer_ = loop_.after(kTick, [this] { tick(); });
+  if (observed_) tick_timer_.start(kTick, [this] { tick(); });
 }
 
 // ---------------------------------------------------------------- events
@@ -534,10 +535,8 @@ void Supervisor::obey_stop(const Message& message) {
 
 // The report comes when all ranks have ended. Where that takes long, the cause is reported before.
 void Supervisor::announce_later(const RankFailure& failure) {
-  loop_.cancel(announce_timer_);
-  announce_timer_ = loop_.after(
+  announce_timer_.start(
       kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
-        announce_timer_ = 0;
         if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", cause));
       });
 }
@@ -654,7 +653,7 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   if (ending_) return;
   ending_ = true;
   code_ = code;
-  loop_.cancel(tick_timer_);
+  tick_timer_.cancel();
   observed_.notify([&](RunObserver& observer) {
     for (const std::string& line : observer.tick()) say(line);
     RunEnded run{.code = code};
