@@ -15,6 +15,7 @@
 #include <regex>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/arguments.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::launch {

@@ -1,6 +1,5 @@
 #include "lockstep/launch/host.h"
 
-#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -24,6 +23,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {
@@ -184,18 +184,6 @@ AddressInfo resolve(const std::string& host) {
                      host, ::gai_strerror(code));
   }
   return AddressInfo(found);
-}
-
-const void* raw_address(const sockaddr* address) {
-  if (address->sa_family == AF_INET)
-    return &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-  return &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
-}
-
-std::string address_text(const sockaddr* address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  ::inet_ntop(address->sa_family, raw_address(address), text, sizeof text);
-  return text;
 }
 
 // The interface that carries `address`; a 127.x address that none names belongs to the loopback.

@@ -26,10 +26,6 @@ constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHandshakeTimeout{10'000};
 constexpr milliseconds kAcceptPause{200};
 
-bool is_member(const std::vector<int>& numbers, int number) {
-  return std::find(numbers.begin(), numbers.end(), number) != numbers.end();
-}
-
 }  // namespace
 
 void enlarge_buffer(int fd) {
@@ -38,8 +34,9 @@ void enlarge_buffer(int fd) {
 }
 
 bool may_stop(const LaunchPlan& plan, int signal) {
-  static const std::vector<int> usual = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
-  return is_member(usual, signal) || is_member(plan.signals_to_handle, signal);
+  return signal == SIGUSR1 || signal == SIGUSR2 ||
+         std::ranges::count(kUsualStopSignals, signal) != 0 ||
+         std::ranges::count(plan.signals_to_handle, signal) != 0;
 }
 
 std::string bad_signal(int signal) {
@@ -51,8 +48,7 @@ std::string bad_signal(int signal) {
 
 std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
   std::set<std::string> signals;
-  for (const int signal : plan.signals_to_handle) signals.insert(signal_name(signal));
-  if (signals.empty()) signals = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"};
+  for (const int signal : stop_signals(plan)) signals.insert(signal_name(signal));
   const std::chrono::duration<double> grace = plan.shutdown_timeout;
   return {{"--max-restarts", std::to_string(plan.max_restarts)},
           {"--replace-gloo", plan.replace_gloo ? "true" : "false"},

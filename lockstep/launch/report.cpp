@@ -17,7 +17,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/utf8.h"
-#include "lockstep/launch/flags.h"
+#include "lockstep/launch/arguments.h"
 
 namespace lockstep::launch {
 namespace {
@@ -59,15 +59,6 @@ std::vector<std::string> texts_of(const Node& json) {
   return texts;
 }
 
-// Seconds since the epoch, or 0 for what cannot be a time: it is cast to an integer later, and
-// JSON, in which it travels to other hosts, has no infinity.
-double time_of(const Node& json) {
-  constexpr double kYear5000_s = 1e11;
-  const double time =
-      json.is(NodeKind::kString) ? std::strtod(json.text.c_str(), nullptr) : json.real;
-  return time > 0 && time < kYear5000_s ? time : 0;
-}
-
 std::vector<std::string> bounded(std::vector<std::string> lines) {
   if (lines.size() > kStackLines) lines.resize(kStackLines);
   for (std::string& line : lines)
@@ -94,7 +85,11 @@ void read_stack(const Node& extra, ErrorFile& file) {
 // The two forms torchrun knows, and a bare string.
 void read_forms(const Node& json, ErrorFile& file) {
   const auto read_time = [&file](const Node& map) {
-    if (const Entry* entry = map.find("timestamp")) file.time = time_of(entry->value);
+    const Entry* entry = map.find("timestamp");
+    if (entry == nullptr) return;
+    const Node& time = entry->value;
+    file.time = time_or_zero(time.is(NodeKind::kString) ? std::strtod(time.text.c_str(), nullptr)
+                                                        : time.real);
   };
   const Entry* message = json.find("message");
   if (message == nullptr) {
@@ -245,6 +240,11 @@ std::string first_lines(const RankFailure& failure) {
 }
 
 }  // namespace
+
+double time_or_zero(double seconds) {
+  constexpr double kYear5000_s = 1e11;
+  return seconds > 0 && seconds < kYear5000_s ? seconds : 0;
+}
 
 ErrorFile read_error_file(const std::string& path) {
   ErrorFile file;
@@ -477,79 +477,6 @@ std::string pass_on_error_file(const RankFailure& failure, const std::string& ra
   } catch (const std::exception& error) {
     return fmt::format("[launch] {} (TORCHELASTIC_ERROR_FILE) was not written: {}", own_file,
                        error.what());
-  }
-}
-
-int int_of(double value, std::string_view name, int min, int max) {
-  if (!(value >= min && value <= max)) {
-    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
-                     value, min, max);
-  }
-  return static_cast<int>(value);
-}
-
-std::string failure_to_json(const RankFailure& f) {
-  std::vector<Node> ended_before;
-  for (const int rank : f.ended_before) ended_before.push_back(integer_node(rank));
-  return to_json(map_node({{"rank", integer_node(f.rank)},
-                           {"local_rank", integer_node(f.local_rank)},
-                           {"node", integer_node(f.node)},
-                           {"pid", integer_node(f.pid)},
-                           {"attempt", integer_node(f.attempt)},
-                           {"host", text_node(f.host)},
-                           {"cause", text_node(f.cause)},
-                           {"code", integer_node(f.code)},
-                           {"time", real_node(f.time)},
-                           {"after_s", real_node(f.after_s)},
-                           {"message", text_node(f.message)},
-                           {"restartable", bool_node(f.restartable)},
-                           {"stopped", bool_node(f.stopped)},
-                           {"program", text_node(f.program)},
-                           {"error_file", text_node(f.error_file)},
-                           {"stacks", text_node(f.stacks)},
-                           {"stack", texts_node(f.stack)},
-                           {"last_lines", texts_node(f.last_lines)},
-                           {"standing", texts_node(f.standing)},
-                           {"note", text_node(f.note)},
-                           {"others", texts_node(f.others)},
-                           {"victims", texts_node(f.victims)},
-                           {"ended_before", list_node(std::move(ended_before))},
-                           {"logs", text_node(f.logs)}}));
-}
-
-RankFailure failure_from_json(const std::string& text) {
-  try {
-    const Node json = parse_json(text, "failure");
-    RankFailure f;
-    const std::pair<const char*, int*> integers[] = {
-        {"rank", &f.rank}, {"local_rank", &f.local_rank}, {"node", &f.node},
-        {"pid", &f.pid},   {"attempt", &f.attempt},       {"code", &f.code}};
-    for (const auto& [key, member] : integers) *member = int_of(as_real(json.at(key), key), key);
-    const std::pair<const char*, std::string*> texts[] = {{"host", &f.host},
-                                                          {"cause", &f.cause},
-                                                          {"message", &f.message},
-                                                          {"note", &f.note},
-                                                          {"logs", &f.logs}};
-    for (const auto& [key, member] : texts) *member = as_string(json.at(key), key);
-    if (const Entry* entry = json.find("program")) f.program = plain_text(entry->value);
-    if (const Entry* entry = json.find("error_file")) f.error_file = plain_text(entry->value);
-    if (const Entry* entry = json.find("stacks")) f.stacks = plain_text(entry->value);
-    const std::pair<const char*, std::vector<std::string>*> lists[] = {
-        {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
-    for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
-    if (const Entry* entry = json.find("standing")) f.standing = texts_of(entry->value);
-    if (const Entry* entry = json.find("victims")) f.victims = texts_of(entry->value);
-    f.time = time_of(json.at("time"));
-    f.after_s = as_real(json.at("after_s"), "after_s");
-    f.restartable = as_bool(json.at("restartable"), "restartable");
-    if (const Entry* entry = json.find("stopped")) f.stopped = entry->value.boolean;
-    for (const Node& rank : json.at("ended_before").items)
-      f.ended_before.push_back(int_of(as_real(rank, "ended_before"), "ended_before"));
-    return f;
-  } catch (const UsageError& error) {
-    const std::string_view what = error.what();
-    if (what.starts_with("[launch] ")) throw;
-    throw UsageError("launch", "another launcher sent a failure that cannot be read ({}).", what);
   }
 }
 

@@ -24,6 +24,7 @@
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/node_link.h"
 #include "lockstep/launch/node_spoke.h"
+#include "lockstep/launch/program.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/worker_group.h"
@@ -45,11 +46,6 @@ constexpr int kKillAtRequest = 3;
 // Schedulers announce a limit with these, and programs give them a meaning. The default action
 // would end the launcher, and everything with it, before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
-
-// Such ranks will connect to MASTER_PORT.
-bool runs_python(const LaunchPlan& plan) {
-  return fs::path(plan.command[0]).filename().string().rfind("python", 0) == 0;
-}
 
 // Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
 // its own, which a program that links it, and calls spawn(), would get.
@@ -552,7 +548,7 @@ void Supervisor::open_store(int attempt) {
     port_ = HeldPort::exactly(plan_.master_port, reach);
   }
   StoreServerOptions options;
-  if (runs_python(plan_)) options.listen_after = milliseconds(0);
+  if (runs_python(plan_.command)) options.listen_after = milliseconds(0);
   if (plan_.nnodes > 1) {
     options.link.emplace();
     options.link->forwards = plan_.node_rank != 0;
@@ -708,8 +704,7 @@ void check(const LaunchPlan& plan) {
 
 int supervise(const LaunchPlan& plan, RunObserver* observer) {
   check(plan);
-  std::vector<int> signals = plan.signals_to_handle;
-  if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+  std::vector<int> signals = stop_signals(plan);
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
   return run_supervised(
       std::move(signals),
