@@ -8,7 +8,8 @@
 // Until a peer has joined, it may be anybody: it has a deadline, short lines and few connections,
 // of which the greediest address loses one first, and the answer reveals nothing about this run.
 //
-//   Hub hub(loop, plan, {...}); hub.await_nodes(port.listener());   // node 0; the others: node_spoke.h
+//   Hub hub(loop, plan, {...});               // node 0; the others: node_spoke.h
+//   hub.await_nodes(port.listener());
 //
 // Owned by the supervisor, one thread. Callbacks come from the event loop, never from a call.
 #pragma once
