@@ -17,7 +17,7 @@ namespace lockstep::launch {
 namespace {
 
 std::string with_dashes(std::string name) {
-  std::replace(name.begin(), name.end(), '_', '-');
+  std::ranges::replace(name, '_', '-');
   return name;
 }
 
@@ -94,8 +94,8 @@ class ArgumentReader {
     if (found.size() == 1) return found.front();
     // What torchrun understands means the same here, whatever flags we have in addition.
     std::vector<const FlagSpec*> theirs;
-    std::copy_if(found.begin(), found.end(), std::back_inserter(theirs),
-                 [](const FlagSpec* flag) { return flag->torchrun; });
+    std::ranges::copy_if(found, std::back_inserter(theirs),
+                         [](const FlagSpec* flag) { return flag->torchrun; });
     if (theirs.size() == 1) return theirs.front();
     if (found.empty()) refuse(arg.substr(0, arg.find('=')), name);
     std::vector<std::string> meanings;
@@ -110,8 +110,8 @@ class ArgumentReader {
         return;
       }
       const auto table = flag_table();
-      const auto flag = std::find_if(table.begin(), table.end(),
-                                     [&](const FlagSpec& f) { return f.letter == arg[i]; });
+      const auto flag =
+          std::ranges::find_if(table, [&](const FlagSpec& f) { return f.letter == arg[i]; });
       if (flag == table.end()) refuse(arg, with_dashes(arg.substr(1, arg.find('=') - 1)));
       const std::string origin = fmt::format("-{}", arg[i]);
       if (flag->is_switch()) {

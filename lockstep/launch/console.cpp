@@ -235,8 +235,7 @@ bool Console::full(int source) const {
 }
 
 bool Console::empty() const {
-  return std::all_of(sinks_.begin(), sinks_.end(),
-                     [](const auto& sink) { return sink->queue.empty(); });
+  return std::ranges::all_of(sinks_, [](const auto& sink) { return sink->queue.empty(); });
 }
 
 void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {

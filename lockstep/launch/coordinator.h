@@ -59,6 +59,7 @@ class Coordinator {
   void expect_all_down();
   void check_all_down();
   void decide();
+  void announce_restart(const std::string& when);
   void await_lost();
   void end(int code);
 

@@ -35,8 +35,7 @@ void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
     if (flag.treatment == Treatment::kRefused)
       throw UsageError("run", "{} is not supported: {}.", given->origin, flag.help);
     const auto choices = split(flag.value_name, '|');
-    if (choices.size() > 1 &&
-        std::find(choices.begin(), choices.end(), given->text) == choices.end())
+    if (choices.size() > 1 && std::ranges::find(choices, given->text) == choices.end())
       throw UsageError("run", "{}='{}' is not {}.", given->origin, given->text,
                        fmt::join(choices, ", "));
     notes.push_back(fmt::format("{} is ignored: {}.", given->origin, flag.help));
@@ -103,8 +102,7 @@ std::vector<int> parse_signals(const Given& given) {
       throw UsageError("run", "{}: {} cannot be handled and forwarded. Leave it out.", given.origin,
                        signal_name(*number));
     }
-    if (std::find(signals.begin(), signals.end(), *number) == signals.end())
-      signals.push_back(*number);
+    if (std::ranges::find(signals, *number) == signals.end()) signals.push_back(*number);
   }
   return signals;
 }
@@ -287,7 +285,7 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
         throw UsageError("run", "{}: {}='{}' is not a number of seconds of at least 1.",
                          given->origin, key, value);
       plan.rendezvous_timeout = std::chrono::seconds(*seconds);
-    } else if (std::find(unused.begin(), unused.end(), key) != unused.end()) {
+    } else if (std::ranges::find(unused, key) != unused.end()) {
       notes.push_back(fmt::format("{}: {} is ignored: it has no meaning for a fixed set of hosts.",
                                   given->origin, key));
     } else {
@@ -307,8 +305,7 @@ void check_overridden(const Values& values) {
     parse_endpoint(*endpoint);
   const std::vector<std::string> backends = {"static", "c10d", "etcd", "etcd-v2"};
   const Given* backend = values.find("rdzv-backend");
-  if (backend != nullptr &&
-      std::find(backends.begin(), backends.end(), backend->text) == backends.end())
+  if (backend != nullptr && std::ranges::find(backends, backend->text) == backends.end())
     throw UsageError("run",
                      "{}='{}' is not a rendezvous backend.{} Use static (or c10d on one host).",
                      backend->origin, backend->text, did_you_mean(backend->text, backends));
@@ -514,7 +511,7 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
     plan.signals_to_handle = parse_signals(*given);
   if (const Given* found = values.find("numa-binding")) {
     Given given = *found;  // torchrun spells core-complex either way
-    std::replace(given.text.begin(), given.text.end(), '_', '-');
+    std::ranges::replace(given.text, '_', '-');
     plan.numa_binding = choice<NumaBinding>(given, {{"node", NumaBinding::kNode},
                                                     {"socket", NumaBinding::kSocket},
                                                     {"exclusive", NumaBinding::kExclusive},

@@ -145,8 +145,8 @@ Gpus parse_answer(const std::string& answer) {
   std::istringstream stream(line);
   stream >> gpus.count >> gpus.cuda_version;
   for (std::string address; stream >> address;) {
-    std::transform(address.begin(), address.end(), address.begin(),
-                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    std::ranges::transform(address, address.begin(),
+                           [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
     gpus.pci_addresses.push_back(address);
   }
   while (std::getline(lines, line)) {
@@ -263,8 +263,8 @@ Interface interface_towards(const std::string& host) {
 
 std::optional<int> signal_number(std::string_view name) {
   std::string upper(name);
-  std::transform(upper.begin(), upper.end(), upper.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  std::ranges::transform(upper, upper.begin(),
+                         [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
   if (upper.rfind("SIG", 0) != 0) upper = "SIG" + upper;
   for (int number = 1; number < SIGRTMAX; ++number) {
     if (signal_name(number) == upper) return number;

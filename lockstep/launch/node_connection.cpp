@@ -100,10 +100,7 @@ bool Connection::is_other_protocol(char first) {
     return true;
   }
   if (channel_ || (first != kTlsAlert && first != kTlsHandshake)) return false;
-  Message answer;
-  answer.kind = Message::Kind::kRefused;
-  answer.code = 2;
-  outgoing_ += encode(answer);
+  outgoing_ += encode({.kind = Message::Kind::kRefused, .code = 2});
   write_some();
   close({"it uses TLS", Closing::Secret::kPeerHasOne});
   return true;

@@ -142,9 +142,8 @@ bool Hub::evict() {
   for (const auto& [number, guest] : guests_) {
     if (guest.node < 0) ++of_address.try_emplace(guest.address, 0, number).first->second.first;
   }
-  const auto busiest = std::max_element(
-      of_address.begin(), of_address.end(),
-      [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
+  const auto busiest = std::ranges::max_element(
+      of_address, [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
   if (busiest == of_address.end()) return false;
   ++unreported_;
   drop(busiest->second.second);
@@ -258,12 +257,9 @@ std::string Hub::taken_text(const Message& handshake) const {
 void Hub::refuse(std::uint64_t number, const std::string& reason) {
   Guest& guest = guests_.at(number);
   report(reason);
-  Message answer;
-  answer.kind = Message::Kind::kRefused;
   // Where there is no secret anybody can ask, so the answer reveals nothing about this run.
-  if (secure_) answer.text = reason;
-  answer.code = 2;
-  guest.connection->send(answer);
+  guest.connection->send(
+      Message{.kind = Message::Kind::kRefused, .code = 2, .text = secure_ ? reason : ""});
   // The peer hangs up once it has read that; if it does not, this does.
   guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
 }
@@ -287,9 +283,7 @@ void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   guest.connection->trust();
   guest_of_node_[handshake.node] = number;
   first_attempt_ = std::max(first_attempt_, handshake.attempt);
-  Message answer;
-  answer.kind = Message::Kind::kSay;
-  guest.connection->send(answer);
+  guest.connection->send(Message{.kind = Message::Kind::kSay});
   check_complete();
 }
 
@@ -348,17 +342,14 @@ std::string Hub::missing_text() const {
 
 void Hub::report_progress() {
   progress_timer_.start(kProgress, [this] { report_progress(); });
-  Message message;
-  message.kind = Message::Kind::kSay;
-  message.text = fmt::format(
+  std::string text = fmt::format(
       "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
       "of {} s).",
       missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
       seconds_since(started_), plan_.rendezvous_timeout.count());
-  broadcast(message);
-  if (unreported_ > 0)
-    message.text += fmt::format(" {} more connections were rejected.", unreported_);
-  handlers_.say(message.text);
+  broadcast({.kind = Message::Kind::kSay, .text = text});
+  if (unreported_ > 0) text += fmt::format(" {} more connections were rejected.", unreported_);
+  handlers_.say(text);
   reported_.clear();
   unreported_ = 0;
 }

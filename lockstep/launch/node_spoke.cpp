@@ -147,16 +147,14 @@ void Spoke::on_connected(Fd socket) {
                            [this](const Closing& closing) { on_closed(closing); }});
   local_address_ = connection_->local_address();
   answer_timer_.start(kAnswerTimeout, [this] { try_later("what listens there does not answer"); });
-  Message handshake;
-  handshake.kind = Message::Kind::kHandshake;
-  handshake.node = plan_.node_rank;
-  handshake.attempt = first_attempt_;
-  handshake.run_id = plan_.run_id;
-  handshake.host = host_;
-  handshake.nnodes = plan_.nnodes;
-  handshake.share = {plan_.nproc_per_node, plan_.role};
-  handshake.flags = flags_of_the_run(plan_);
-  connection_->send(handshake);
+  connection_->send(Message{.kind = Message::Kind::kHandshake,
+                            .node = plan_.node_rank,
+                            .attempt = first_attempt_,
+                            .run_id = plan_.run_id,
+                            .host = host_,
+                            .nnodes = plan_.nnodes,
+                            .share = {plan_.nproc_per_node, plan_.role},
+                            .flags = flags_of_the_run(plan_)});
 }
 
 void Spoke::disconnect() {

@@ -209,7 +209,7 @@ void OutputStream::show_progress() {
 void OutputStream::match_filters(std::string_view line) {
   const auto& filters = options_.route.filters;
   if (options_.route.filtered_fd < 0 ||
-      std::none_of(filters.begin(), filters.end(), [line](const std::string& filter) {
+      std::ranges::none_of(filters, [line](const std::string& filter) {
         return line.find(filter) != std::string_view::npos;
       }))
     return;
@@ -277,9 +277,9 @@ LinePrefix prefix_style(const LaunchPlan& plan, bool teed) {
   if (plan.line_prefix) return *plan.line_prefix;
   if (teed) return LinePrefix::kRole;
   const auto& map = plan.tee.by_local_rank;
-  const bool tees = plan.tee.all != Streams::kNone ||
-                    std::any_of(map.begin(), map.end(),
-                                [](const auto& item) { return item.second != Streams::kNone; });
+  const bool tees =
+      plan.tee.all != Streams::kNone ||
+      std::ranges::any_of(map, [](const auto& item) { return item.second != Streams::kNone; });
   return tees || plan.nproc_per_node == 1 ? LinePrefix::kNone : LinePrefix::kRank;
 }
 

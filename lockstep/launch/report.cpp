@@ -74,9 +74,8 @@ void read_stack(const Node& extra, ErrorFile& file) {
     const auto lines = stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(plain_text(stack));
     const auto shown = key == std::string_view("cpp_stack") ? brief_stack(lines) : lines;
     file.stack.insert(file.stack.end(), shown.begin(), shown.end());
-    const bool folded = std::any_of(shown.begin(), shown.end(), [](const std::string& line) {
-      return line.starts_with("... ");
-    });
+    const bool folded = std::ranges::any_of(
+        shown, [](const std::string& line) { return line.starts_with("... "); });
     if (folded) file.all_frames = bounded(lines);
   }
   file.stack = bounded(std::move(file.stack));
@@ -148,8 +147,8 @@ bool is_said_already(const RankFailure& failure, std::string_view line) {
   const auto message = lines_of(failure.message);
   if (message.empty() || frame) return false;
   if (text.rfind("lockstep: ", 0) == 0 && text.ends_with(": " + message.front())) return true;
-  return std::any_of(message.begin(), message.end(),
-                     [&](const std::string& known) { return trim(known) == text; });
+  return std::ranges::any_of(message,
+                             [&](const std::string& known) { return trim(known) == text; });
 }
 
 void add_block(std::string& text, const char* title, const std::vector<std::string>& lines) {
@@ -206,9 +205,8 @@ bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
 std::vector<std::string> standing_of(const RankFailure& failure) {
   std::vector<std::string> lines = failure.standing;
   if (failure.message.find("has returned from its body") == std::string::npos) return lines;
-  const auto calls = std::find_if(lines.begin(), lines.end(), [](const std::string& line) {
-    return line.starts_with("first call that differs");
-  });
+  const auto calls = std::ranges::find_if(
+      lines, [](const std::string& line) { return line.starts_with("first call that differs"); });
   lines.erase(calls, lines.end());
   return lines;
 }
@@ -295,7 +293,7 @@ std::string shell_text(const std::vector<std::string>& command) {
   std::string text;
   for (const std::string& word : command) {
     if (!text.empty()) text += ' ';
-    const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [&](unsigned char c) {
+    const bool plain = !word.empty() && std::ranges::all_of(word, [&](unsigned char c) {
       return std::isalnum(c) != 0 || kPlain.find(static_cast<char>(c)) != std::string_view::npos;
     });
     if (plain) {
@@ -340,8 +338,8 @@ std::string control_line(const RankFailure& failure) {
 }
 
 std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures) {
-  std::stable_sort(failures.begin(), failures.end(),
-                   [](const auto& a, const auto& b) { return a.later_s < b.later_s; });
+  std::ranges::stable_sort(failures,
+                           [](const auto& a, const auto& b) { return a.later_s < b.later_s; });
   std::vector<std::string> lines;
   while (!failures.empty()) {
     const LaterFailure head = failures.front();
@@ -353,7 +351,7 @@ std::vector<std::string> later_lines(const RankFailure& first, std::vector<Later
       later_s = std::max(later_s, each.later_s);
       return true;
     });
-    std::sort(ranks.begin(), ranks.end());
+    std::ranges::sort(ranks);
     const bool same =
         !head.message.empty() && say_the_same(head, {first.rank, "", 0, first.message});
     lines.push_back(

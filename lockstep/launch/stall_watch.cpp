@@ -118,7 +118,7 @@ void StallWatch::look() {
 // A program that does not communicate through us has no ledger to watch, and a rank that has ended
 // training waits for nobody.
 bool StallWatch::watches() const {
-  return std::any_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
+  return std::ranges::any_of(ranks_, [](const Watched& watched) {
     const ledger::File& file = *watched.rank.ledger;
     return file.opened() && file.phase() != ledger::Phase::kEnded;
   });
@@ -149,13 +149,11 @@ std::vector<RankView> StallWatch::views() const {
 void StallWatch::judge() {
   const std::vector<RankView> seen = views();
   const auto opened = [](const RankView& view) { return view.ledger.pid != 0; };
-  const bool waits =
-      std::any_of(seen.begin(), seen.end(), [](const RankView& view) { return view.waits(); });
-  const bool stopped = std::any_of(seen.begin(), seen.end(), [&](const RankView& view) {
-    return opened(view) && view.process.stopped();
-  });
-  const bool busy = std::any_of(seen.begin(), seen.end(),
-                                [&](const RankView& view) { return opened(view) && view.busy(); });
+  const bool waits = std::ranges::any_of(seen, [](const RankView& view) { return view.waits(); });
+  const bool stopped = std::ranges::any_of(
+      seen, [&](const RankView& view) { return opened(view) && view.process.stopped(); });
+  const bool busy =
+      std::ranges::any_of(seen, [&](const RankView& view) { return opened(view) && view.busy(); });
   judged_ = Clock::now();
   perhaps_busy_ = !waits && !stopped && busy;
   if (perhaps_busy_ && !at_one_enqueued_call(seen)) return say_busy();
@@ -209,7 +207,7 @@ void StallWatch::ask(Watched& watched, const RankView& view) {
 }
 
 void StallWatch::collect(Clock::time_point until) {
-  const bool all = std::all_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
+  const bool all = std::ranges::all_of(ranks_, [](const Watched& watched) {
     return !watched.no_stack.empty() || watched.rank.ledger->stacks_taken() != watched.stacks;
   });
   if (all || Clock::now() >= until) return report();

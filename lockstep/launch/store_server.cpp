@@ -119,9 +119,9 @@ void StoreServer::on_channel(int fd, int rank) {
 // ---------------------------------------------------------------- TCP
 
 void StoreServer::update_listener() {
-  const bool used_by_channel =
-      std::any_of(connections_.begin(), connections_.end(),
-                  [](const auto& each) { return each.second.fd && each.second.rank != kOverTcp; });
+  const bool used_by_channel = std::ranges::any_of(connections_, [](const auto& each) {
+    return each.second.fd && each.second.rank != kOverTcp;
+  });
   const bool wanted = may_listen_ && (!used_by_channel || used_by_tcp_);
   if (wanted == listening_) return;
   if (!wanted) return stop_listening();
@@ -167,9 +167,9 @@ void StoreServer::on_accept(int listener) {
 // ---------------------------------------------------------------- connections
 
 std::size_t StoreServer::count(int rank) const {
-  return static_cast<std::size_t>(std::count_if(
-      connections_.begin(), connections_.end(),
-      [rank](const auto& each) { return each.second.fd && each.second.rank == rank; }));
+  return static_cast<std::size_t>(std::ranges::count_if(connections_, [rank](const auto& each) {
+    return each.second.fd && each.second.rank == rank;
+  }));
 }
 
 void StoreServer::serve(Fd fd, int rank) {
@@ -450,9 +450,9 @@ void StoreServer::recount(Connection& connection) {
 
 void StoreServer::enforce_tcp_bytes() {
   while (tcp_bytes_ > options_.tcp_bytes) {
-    const auto largest = std::max_element(
-        connections_.begin(), connections_.end(),
-        [](const auto& a, const auto& b) { return a.second.counted < b.second.counted; });
+    const auto largest = std::ranges::max_element(connections_, [](const auto& a, const auto& b) {
+      return a.second.counted < b.second.counted;
+    });
     complain(
         fmt::format("[store] the TCP connections of the store hold more than {} bytes; the "
                     "largest, with {}, is closed. Its client probably does not read replies.",

@@ -76,7 +76,7 @@ class LogDirectory {
       base_ = fs::absolute(plan.log_dir).string();
     }
     std::string run = plan.run_id;
-    std::replace(run.begin(), run.end(), '/', '_');
+    std::ranges::replace(run, '/', '_');
     if (run.empty() || run == "." || run == "..") run = "none";
     run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
     // As torchrun: a later run with the same id does not write over this one's files.
@@ -350,11 +350,7 @@ void Supervisor::open_hub() {
   handlers.overdue = [this](const std::string& text) {
     if (!decides_->waiting()) return decides_->give_up();
     say(text);
-    Message refusal;
-    refusal.kind = Message::Kind::kRefused;
-    refusal.text = text;
-    refusal.code = 1;
-    hub_->broadcast(refusal);
+    hub_->broadcast({.kind = Message::Kind::kRefused, .code = 1, .text = text});
     end(1, std::nullopt);
   };
   handlers.message = [this](int node, const Message& message) {
@@ -409,8 +405,7 @@ void Supervisor::on_signals() {
     if (number == SIGCHLD) {
       if (group_) group_->on_child_signal();
     } else if (!is_echo(number)) {
-      const bool named =
-          std::count(plan_.signals_to_handle.begin(), plan_.signals_to_handle.end(), number) != 0;
+      const bool named = std::ranges::count(plan_.signals_to_handle, number) != 0;
       const bool forwarded =
           std::find(std::begin(kForwarded), std::end(kForwarded), number) != std::end(kForwarded);
       if (forwarded && !named) {
@@ -453,11 +448,7 @@ void Supervisor::on_stop_request(int signal) {
       group_->kill_now();
     }
   }
-  Message message;
-  message.kind = Message::Kind::kStop;
-  message.signal = signal;
-  message.request = requests_;
-  report(message);
+  report({.kind = Message::Kind::kStop, .signal = signal, .request = requests_});
   // There is nobody to say that the run is over.
   if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
   // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
@@ -569,14 +560,9 @@ void Supervisor::start_attempt(int attempt) {
   if (logs_.temporary() && !group_ && plan_.redirects.any())
     say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
                     logs_.attempt(attempt)));
-  GroupInfo place;
-  place.attempt = attempt;
-  place.master_addr = rank_address();
-  place.master_port = port_->number();
-  place.directory = logs_.attempt(attempt);
-  place.store = store_.get();
   group_ = std::make_unique<WorkerGroup>(
-      setup_, std::move(place),
+      setup_,
+      GroupInfo{attempt, rank_address(), port_->number(), store_.get(), logs_.attempt(attempt)},
       GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
                   [this] { on_group_ended(); }});
   observed_.notify([&](RunObserver& observer) {
@@ -587,9 +573,7 @@ void Supervisor::start_attempt(int attempt) {
 }
 
 void Supervisor::on_group_failed(const RankFailure& failure) {
-  // Built at once: GCC 13 takes an optional that is filled afterwards for an uninitialised one.
-  Message message{.kind = Message::Kind::kFailed, .failure = failure};
-  report(message);
+  report({.kind = Message::Kind::kFailed, .failure = failure});
   group_->stop_for(failure);  // without waiting for node 0's word
 }
 
@@ -598,9 +582,7 @@ void Supervisor::on_group_ended() {
   if (front_gone_) return loop_.stop();
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
   if (node_zero_lost_) return await_node_zero();
-  Message message;
-  message.kind = Message::Kind::kDown;
-  message.failure = group_->outcome();
+  Message message{.kind = Message::Kind::kDown, .failure = group_->outcome()};
   const std::vector<RankFailure> errors = group_->errors();
   if (message.failure) {
     message.failure->stacks =

@@ -136,22 +136,21 @@ std::string WorkerGroup::terminal_for(const Worker& worker) const {
 
 std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int control_fd,
                                                       int store_fd) const {
-  WorkerInfo place;
-  place.local_rank = worker.record.local_rank;
-  place.layout = setup_.layout;
-  place.attempt = place_.attempt;
-  place.master_addr = place_.master_addr;
-  place.master_port = place_.master_port;
-  place.error_file = worker.record.error_file;
-  place.control_fd = control_fd;
-  place.store_channel = StoreChannel{store_fd, inode_of(store_fd), worker.record.rank,
-                                     setup_.layout.world_size, place_.master_port}
-                            .text();
-  place.interface = setup_.interface;
-  place.threads = setup_.threads;
-  place.terminal = terminal_for(worker);
-  if (worker.ledger) place.ledger = worker.ledger->variable();
-  return process_environment(worker_environment(setup_.plan, place));
+  const StoreChannel channel{store_fd, inode_of(store_fd), worker.record.rank,
+                             setup_.layout.world_size, place_.master_port};
+  return process_environment(
+      worker_environment(setup_.plan, {.local_rank = worker.record.local_rank,
+                                       .layout = setup_.layout,
+                                       .attempt = place_.attempt,
+                                       .master_addr = place_.master_addr,
+                                       .master_port = place_.master_port,
+                                       .error_file = worker.record.error_file,
+                                       .control_fd = control_fd,
+                                       .store_channel = channel.text(),
+                                       .interface = setup_.interface,
+                                       .threads = setup_.threads,
+                                       .ledger = worker.ledger ? worker.ledger->variable() : "",
+                                       .terminal = terminal_for(worker)}));
 }
 
 PauseWatch::Handlers WorkerGroup::pause_handlers(const RankRecord& rank) {
