@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -92,19 +93,15 @@ void show_tensors(const std::string& folder, const std::string& stem, bool all) 
 }
 
 int show(const Args& args) {
-  std::optional<std::string> path;
   bool all = false;
-  for (const std::string& arg : args) {
-    if (arg == "--tensors") {
-      all = true;
-    } else if (path || arg.rfind("--", 0) == 0) {
-      throw UsageError("checkpoint", "show takes one folder and --tensors, not '{}'.", arg);
-    } else {
-      path = arg;
-    }
-  }
-  if (!path) throw UsageError("checkpoint", "show needs a folder.");
-  const std::string folder = folders_of(*path).front();
+  Flags flags("checkpoint");
+  flags.toggle("--tensors", all);
+  const Args names = flags.read(args, /*keys=*/true);
+  for (const std::string& name : names)
+    if (name.starts_with("--") || &name != &names.front())
+      throw UsageError("checkpoint", "show takes one folder and --tensors, not '{}'.", name);
+  if (names.empty()) throw UsageError("checkpoint", "show needs a folder.");
+  const std::string folder = folders_of(names.front()).front();
   const std::string state_file = folder + "/trainer_state.json";
   const train::TrainerState state =
       train::parse_trainer_state(read_file(state_file, 256u << 20), state_file);

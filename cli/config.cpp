@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/reading_progress.h"
 #include "cli/task_config.h"
 #include "cli/task_contents.h"
@@ -54,37 +55,24 @@ struct Request {
   std::optional<int> world_size;
 };
 
-int parse_world_size(const std::string& text) {
-  return static_cast<int>(env::parse_int(text, "--world-size", 1, 100'000));
-}
-
-// Our own switches are taken out; an argument before the first --KEY is a name.
+// An argument before the first --KEY is a name.
 Request parse_arguments(const Args& args) {
   Request request;
-  for (std::size_t i = 1; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "--all") {
-      request.all = true;
-    } else if (arg == "--json") {
-      request.json = true;
-    } else if (arg == "--launcher") {
-      request.launcher = true;
-    } else if (arg == "--own-program") {
-      request.own_program = true;
-    } else if (arg == "--markdown") {
-      request.markdown = true;
-    } else if (arg.rfind("--world-size=", 0) == 0) {
-      request.world_size = parse_world_size(arg.substr(arg.find('=') + 1));
-    } else if (arg == "--world-size") {
-      if (i + 1 == args.size())
-        throw UsageError("config", "--world-size needs a value. Write --world-size=N.");
-      request.world_size = parse_world_size(args[++i]);
-    } else if (arg.rfind("--", 0) == 0 || !request.flags.empty()) {
-      request.flags.push_back(arg);
-    } else {
-      request.names.push_back(arg);
-    }
-  }
+  Flags flags("config");
+  flags.toggle("--all", request.all);
+  flags.toggle("--json", request.json);
+  flags.toggle("--launcher", request.launcher);
+  flags.toggle("--own-program", request.own_program);
+  flags.toggle("--markdown", request.markdown);
+  flags.value(
+      "--world-size",
+      [&](const std::string& text) {
+        request.world_size = static_cast<int>(env::parse_int(text, "--world-size", 1, 100'000));
+      },
+      "a value. Write --world-size=N");
+  for (const std::string& arg : flags.read(Args(args.begin() + 1, args.end()), /*keys=*/true))
+    (arg.starts_with("--") || !request.flags.empty() ? request.flags : request.names)
+        .push_back(arg);
   return request;
 }
 
@@ -235,12 +223,7 @@ int keys(const Request& request) {
 
 int config_command(const Args& args) {
   const std::string action = args.empty() ? "--help" : args.front();
-  for (const std::string& arg : args) {
-    if (arg == "--help" || arg == "-h") {
-      fmt::print("{}", kHelp);
-      return 0;
-    }
-  }
+  if (print_help(args, kHelp)) return 0;
   if (args.empty()) {
     fmt::print(stderr, "{}", kHelp);
     return 2;

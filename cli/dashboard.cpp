@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/dashboard/http_server.h"
@@ -30,23 +31,12 @@ struct Request {
 
 Request parse(const Args& args) {
   Request request;
-  bool given = false;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "--listen" || arg.starts_with("--listen=")) {
-      const bool apart = arg == "--listen";
-      if (apart && i + 1 == args.size())
-        throw UsageError("dashboard", "--listen needs a port, or an address and a port.");
-      request.listen = apart ? args[++i] : arg.substr(arg.find('=') + 1);
-    } else if (arg.starts_with("-")) {
-      throw UsageError("dashboard", "there is no flag {}. 'lockstep dashboard --help' lists them.",
-                       arg);
-    } else if (std::exchange(given, true)) {
-      throw UsageError("dashboard", "one run is shown, and '{}' is another one.", arg);
-    } else {
-      request.directory = arg;
-    }
-  }
+  Flags flags("dashboard");
+  flags.text("--listen", request.listen, "a port, or an address and a port");
+  const Args names = flags.read(args);
+  if (names.size() > 1)
+    throw UsageError("dashboard", "one run is shown, and '{}' is another one.", names[1]);
+  if (!names.empty()) request.directory = names[0];
   return request;
 }
 
@@ -79,10 +69,7 @@ class RecordSource {
 }  // namespace
 
 int dashboard_command(const Args& args) {
-  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
-    fmt::print("{}", kDashboardHelp);
-    return 0;
-  }
+  if (print_help(args, kDashboardHelp)) return 0;
   const Request request = parse(args);
   RecordSource source(request.directory);
   dashboard::HttpOptions options;

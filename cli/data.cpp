@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -49,42 +50,6 @@ constexpr const char* kHelp =
     "  --format FORMAT      for files without a header: nanogpt\n"
     "  --show N             the first N tokens (default: 64)\n"
     "  --tokenizer PATH     shows them as text, by this tokenizer\n";
-
-// Flags with and without a value; other arguments are names. --flag VALUE and --flag=VALUE.
-struct Flags {
-  std::map<std::string, std::function<void(const std::string&)>> values{};
-  std::map<std::string, bool*> switches{};
-  Args names{};
-
-  void read(const Args& args) {
-    for (std::size_t i = 1; i < args.size(); ++i) {
-      if (args[i].rfind("--", 0) != 0) {
-        names.push_back(args[i]);
-        continue;
-      }
-      const std::size_t equals = args[i].find('=');
-      const std::string flag = args[i].substr(0, equals);
-      if (const auto found = switches.find(flag); found != switches.end()) {
-        *found->second = true;
-      } else if (const auto value = values.find(flag); value != values.end()) {
-        if (equals == std::string::npos && i + 1 == args.size())
-          throw UsageError("data", "{} needs a value.", flag);
-        value->second(equals == std::string::npos ? args[++i] : args[i].substr(equals + 1));
-      } else {
-        refuse(flag);
-      }
-    }
-  }
-
- private:
-  [[noreturn]] void refuse(const std::string& flag) const {
-    std::vector<std::string> known;
-    for (const auto& [name, _] : values) known.push_back(name);
-    for (const auto& [name, _] : switches) known.push_back(name);
-    throw UsageError("data", "there is no flag {}.{} 'lockstep data --help' lists them.", flag,
-                     did_you_mean(flag, known));
-  }
-};
 
 std::string count_text(double count) {
   if (count >= 1e9) return fmt::format("{:.2f} G", count / 1e9);
@@ -133,24 +98,22 @@ std::optional<std::int64_t> end_of_text(const std::string& token,
 int tokenize(const Args& args) {
   data::TokenizeOptions options;
   std::string tokenizer, end;
-  Flags flags;
-  flags.values = {
-      {"--output", [&](const auto& v) { options.output = expand_home(v, "--output"); }},
-      {"--tokenizer", [&](const auto& v) { tokenizer = expand_home(v, "--tokenizer"); }},
-      {"--end-of-text", [&](const auto& v) { end = v; }},
-      {"--format", [&](const auto& v) { options.format = data::token_format(v); }},
-      {"--suffix", [&](const auto& v) { options.suffixes.push_back(v); }},
-      {"--name", [&](const auto& v) { options.name = v; }},
-      {"--shard-tokens",
-       [&](const auto& v) { options.shard_tokens = count_of(v, "--shard-tokens"); }},
-      {"--val-tokens", [&](const auto& v) { options.val_tokens = count_of(v, "--val-tokens"); }},
-      {"--workers",
-       [&](const auto& v) {
-         options.workers = static_cast<int>(env::parse_int(v, "--workers", 0, 1024));
-       }},
-  };
-  flags.switches = {{"--force", &options.replace}};
-  flags.read(args);
+  Flags flags("data");
+  flags.value("--output", [&](const auto& v) { options.output = expand_home(v, "--output"); });
+  flags.value("--tokenizer", [&](const auto& v) { tokenizer = expand_home(v, "--tokenizer"); });
+  flags.text("--end-of-text", end);
+  flags.value("--format", [&](const auto& v) { options.format = data::token_format(v); });
+  flags.value("--suffix", [&](const auto& v) { options.suffixes.push_back(v); });
+  flags.text("--name", options.name);
+  flags.value("--shard-tokens",
+              [&](const auto& v) { options.shard_tokens = count_of(v, "--shard-tokens"); });
+  flags.value("--val-tokens",
+              [&](const auto& v) { options.val_tokens = count_of(v, "--val-tokens"); });
+  flags.value("--workers", [&](const auto& v) {
+    options.workers = static_cast<int>(env::parse_int(v, "--workers", 0, 1024));
+  });
+  flags.toggle("--force", options.replace);
+  options.inputs = flags.read(Args(args.begin() + 1, args.end()));
   if (options.output.empty())
     throw UsageError("data", "tokenize needs --output FOLDER, the folder to make.");
   std::error_code unknown;  // an output that cannot be looked at is refused when it is made
@@ -159,7 +122,6 @@ int tokenize(const Args& args) {
                      "{} is there already. Name another folder with --output, or replace it with "
                      "--force.",
                      options.output);
-  options.inputs = flags.names;
   if (!tokenizer.empty()) options.tokenizer = data::Tokenizer::from_file(tokenizer);
   options.end_of_text = end_of_text(end, options.tokenizer);
   options.progress = ProgressBar(options.tokenizer ? "bytes" : "tokens");
@@ -276,16 +238,15 @@ void inspect_instructions(const std::string& path) {
 
 int inspect(const Args& args) {
   Inspection how;
-  Flags flags;
-  flags.values = {{"--format", [&](const auto& v) { how.format = data::token_format(v); }},
-                  {"--show", [&](const auto& v) { how.show = count_of(v, "--show"); }},
-                  {"--tokenizer", [&](const auto& v) {
-                     how.tokenizer = data::Tokenizer::from_file(expand_home(v, "--tokenizer"));
-                   }}};
-  flags.read(args);
-  if (flags.names.empty())
-    throw UsageError("data", "inspect needs a file or a folder of token files.");
-  for (const std::string& name : flags.names) {
+  Flags flags("data");
+  flags.value("--format", [&](const auto& v) { how.format = data::token_format(v); });
+  flags.value("--show", [&](const auto& v) { how.show = count_of(v, "--show"); });
+  flags.value("--tokenizer", [&](const auto& v) {
+    how.tokenizer = data::Tokenizer::from_file(expand_home(v, "--tokenizer"));
+  });
+  const Args names = flags.read(Args(args.begin() + 1, args.end()));
+  if (names.empty()) throw UsageError("data", "inspect needs a file or a folder of token files.");
+  for (const std::string& name : names) {
     if (name.ends_with(".json") || name.ends_with(".jsonl")) {
       inspect_instructions(name);
     } else if (std::error_code unknown; std::filesystem::is_directory(name, unknown)) {

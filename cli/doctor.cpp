@@ -10,6 +10,7 @@
 
 #include "cli/commands.h"
 #include "cli/doctor_checks.h"
+#include "cli/flags.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -43,54 +44,30 @@ constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver 
 
 // ------------------------------------------------------------------ flags
 
-const std::vector<std::string> kFlags = {
-    "--json",     "--nproc-per-node", "--master-addr", "--master-port", "--output-dir",
-    "--no-probe", "--probe-timeout",  "--run",         "--help"};
-
-void set_flag(DoctorRequest& request, const std::string& name, const std::string& value) {
-  const auto number = [&](int most) {
-    return static_cast<int>(env::parse_int(value, name, 1, most));
-  };
-  if (name == "--nproc-per-node") {
-    if (value == "auto" || value == "gpu")
-      request.ranks.reset();
-    else
-      request.ranks = number(4096);
-  } else if (name == "--master-addr") {
-    request.master_addr = value;
-  } else if (name == "--master-port") {
-    request.master_port = number(65535);
-  } else if (name == "--output-dir") {
-    request.output_dir = value;
-  } else if (name == "--probe-timeout") {
-    request.probe_timeout_s = number(3600);
-  } else {
-    throw UsageError("doctor", "there is no flag {}.{} 'lockstep doctor --help' lists them.", name,
-                     did_you_mean(name, kFlags));
-  }
-}
-
 DoctorRequest parse(const Args& args) {
   DoctorRequest request;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::size_t equals = args[i].find('=');
-    std::string name = args[i].substr(0, equals);
-    std::replace(name.begin(), name.end(), '_', '-');  // both spellings, as elsewhere
-    if (name == "--json" || name == "--no-probe") {
-      if (equals != std::string::npos) throw UsageError("doctor", "{} takes no value.", name);
-      (name == "--json" ? request.json : request.probe) = name == "--json";
-      continue;
-    }
-    if (std::ranges::find(kFlags, name) == kFlags.end()) {
-      set_flag(request, name, "");
-    } else if (equals != std::string::npos) {
-      set_flag(request, name, args[i].substr(equals + 1));
-    } else if (i + 1 < args.size()) {
-      set_flag(request, name, args[++i]);
-    } else {
-      throw UsageError("doctor", "{} needs a value.", name);
-    }
-  }
+  Flags flags("doctor");
+  const auto number = [&](const char* names, int most, auto& to) {
+    const std::string name = names;
+    flags.value(names, [&to, name = name.substr(0, name.find(',')), most](const std::string& text) {
+      to = static_cast<int>(env::parse_int(text, name, 1, most));
+    });
+  };
+  bool no_probe = false;
+  flags.toggle("--json", request.json);
+  flags.toggle("--no-probe,--no_probe", no_probe);
+  flags.value("--nproc-per-node,--nproc_per_node", [&](const std::string& text) {
+    request.ranks.reset();
+    if (text != "auto" && text != "gpu")
+      request.ranks = static_cast<int>(env::parse_int(text, "--nproc-per-node", 1, 4096));
+  });
+  flags.text("--master-addr,--master_addr", request.master_addr);
+  number("--master-port,--master_port", 65535, request.master_port);
+  flags.text("--output-dir,--output_dir", request.output_dir);
+  number("--probe-timeout,--probe_timeout", 3600, request.probe_timeout_s);
+  for (const std::string& name : flags.read(args))
+    throw UsageError("doctor", "'{}' is no flag. 'lockstep doctor --help' lists them.", name);
+  request.probe = !no_probe;
   return request;
 }
 
@@ -226,10 +203,7 @@ int doctor_command(const Args& args) {
     });
   };
   if (has("--run")) return doctor_run_command(args);
-  if (has("--help") || has("-h")) {
-    fmt::print("{}", kHelp);
-    return 0;
-  }
+  if (print_help(args, kHelp)) return 0;
   const DoctorRequest request = parse(args);
   log::set_level(log::Level::kError);  // what the sampler would warn of becomes a line below
   const Machine machine = look_at(request);

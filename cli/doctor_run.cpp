@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/printable.h"
@@ -33,20 +34,13 @@ struct Request {
 
 Request parse(const Args& args) {
   Request request;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "--json") {
-      request.json = true;
-    } else if (arg == "--run" && i + 1 < args.size()) {
-      request.directory = args[++i];
-    } else if (arg.starts_with("--run=")) {
-      request.directory = arg.substr(arg.find('=') + 1);
-    } else if (arg != "--run") {
-      throw UsageError("doctor",
-                       "'{}' does not go with --run; --json alone does. 'lockstep doctor --help'.",
-                       arg);
-    }
-  }
+  Flags flags("doctor");
+  flags.toggle("--json", request.json);
+  flags.text("--run", request.directory, "DIR: which run? Write lockstep doctor --run DIR");
+  for (const std::string& other : flags.read(args, /*keys=*/true))
+    throw UsageError("doctor",
+                     "'{}' does not go with --run; --json alone does. 'lockstep doctor --help'.",
+                     other);
   if (request.directory.empty())
     throw UsageError("doctor", "which run? Write lockstep doctor --run DIR.");
   return request;
@@ -153,10 +147,7 @@ Node report_node(const monitor::RunRecord& run, const std::vector<monitor::Budge
 }  // namespace
 
 int doctor_run_command(const Args& args) {
-  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
-    fmt::print("{}", kHelp);
-    return 0;
-  }
+  if (print_help(args, kHelp)) return 0;
   const Request request = parse(args);
   const monitor::RunView view = monitor::read_run_view(request.directory);
   const monitor::RunRecord& run = *view.record;

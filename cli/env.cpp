@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/variables.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/document.h"
@@ -261,19 +262,12 @@ std::string as_json(const Findings& found) {
 }  // namespace
 
 int env_command(const Args& args) {
+  if (print_help(args, kHelp)) return 0;
   bool json = false;
-  for (const std::string& arg : args) {
-    if (arg == "--help" || arg == "-h") {
-      fmt::print("{}", kHelp);
-      return 0;
-    }
-    if (arg != "--json") {
-      const std::vector<std::string> flags = {"--json", "--help"};
-      throw UsageError("env", "there is no flag {}.{} 'lockstep env --help' lists them.", arg,
-                       did_you_mean(arg, flags));
-    }
-    json = true;
-  }
+  Flags flags("env");
+  flags.toggle("--json", json);
+  for (const std::string& name : flags.read(args))
+    throw UsageError("env", "'{}' is no flag. 'lockstep env --help' lists them.", name);
   const Findings found = gather();
   const std::string text = json ? as_json(found) : as_text(found);
   std::fwrite(text.data(), 1, text.size(), stdout);

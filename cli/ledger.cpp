@@ -7,6 +7,7 @@
 #include <map>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -34,19 +35,14 @@ struct Request {
 
 Request parse(const Args& args) {
   Request request;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "--records" || arg.starts_with("--records=")) {
-      const bool apart = arg == "--records";
-      if (apart && i + 1 == args.size()) throw UsageError("ledger", "--records needs a number.");
-      request.records = static_cast<std::size_t>(
-          env::parse_int(apart ? args[++i] : arg.substr(arg.find('=') + 1), "--records", 0, 1024));
-    } else if (arg.starts_with("-")) {
-      throw UsageError("ledger", "there is no flag {}. 'lockstep ledger --help' lists them.", arg);
-    } else {
-      request.paths.push_back(arg);
-    }
-  }
+  Flags flags("ledger");
+  flags.value(
+      "--records",
+      [&](const std::string& text) {
+        request.records = static_cast<std::size_t>(env::parse_int(text, "--records", 0, 1024));
+      },
+      "a number");
+  request.paths = flags.read(args);
   if (request.paths.empty())
     throw UsageError("ledger", "no file or directory was given. Name a log directory of a run.");
   return request;
@@ -115,10 +111,7 @@ void print(const std::string& attempt, const std::vector<std::string>& files, st
 }  // namespace
 
 int ledger_command(const Args& args) {
-  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
-    fmt::print("{}", kHelp);
-    return 0;
-  }
+  if (print_help(args, kHelp)) return 0;
   const Request request = parse(args);
   for (const auto& [attempt, files] : find_ledgers(request.paths))
     print(attempt, files, request.records);

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -52,20 +53,14 @@ struct Request {
 
 Request parse(const Args& args) {
   Request request;
-  for (const std::string& arg : args) {
-    if (arg == "--once") {
-      request.once = true;
-    } else if (arg == "--json") {
-      request.json = true;
-    } else if (arg.starts_with("-")) {
-      throw UsageError("monitor", "there is no flag {}. 'lockstep monitor --help' lists them.",
-                       arg);
-    } else if (!request.where.empty()) {
-      throw UsageError("monitor", "one URL or directory is shown, and '{}' is another one.", arg);
-    } else {
-      request.where = arg;
-    }
-  }
+  Flags flags("monitor");
+  flags.toggle("--once", request.once);
+  flags.toggle("--json", request.json);
+  const Args names = flags.read(args);
+  if (names.size() > 1)
+    throw UsageError("monitor", "one URL or directory is shown, and '{}' is another one.",
+                     names[1]);
+  if (!names.empty()) request.where = names[0];
   if (request.where.empty() && std::filesystem::exists("monitor/run.json"))
     request.where = std::string(".");
   return request;
@@ -238,10 +233,7 @@ int watch_gpus(const Request& request) {
 }  // namespace
 
 int monitor_command(const Args& args) {
-  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
-    fmt::print("{}", kMonitorHelp);
-    return 0;
-  }
+  if (print_help(args, kMonitorHelp)) return 0;
   const Request request = parse(args);
   if (request.where.empty()) return watch_gpus(request);
   if (request.where.find("://") != std::string::npos) return watch_url(request);

@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/plan_training.h"
 #include "cli/plan_write.h"
 #include "cli/task_config.h"
@@ -89,60 +90,35 @@ std::vector<int> parse_counts(const std::string& text) {
   return counts;
 }
 
-// Returns whether the option was one of ours.
-bool set_option(Request& request, const std::string& name, const std::string& value) {
-  if (name == "--gpus") {
-    request.gpus = value;
-  } else if (name == "--tokens") {
-    request.tokens = parse_number(value, name, 1, 1e18);
-  } else if (name == "--scale") {
-    request.scale = parse_counts(value);
-  } else if (name == "--link") {
-    request.link = value;
-  } else if (name == "--gpus-per-node") {
-    request.per_node = static_cast<int>(env::parse_int(value, name, 1, 1024));
-  } else if (name == "--write") {
-    request.write = value;
-  } else if (name == "--way") {
-    request.way = static_cast<int>(env::parse_int(value, name, 1, 1000));
-  } else if (name == "--mfu") {
-    request.speed.utilisation = parse_number(value, name, 0.001, 1);
-  } else if (name == "--tokens-per-second") {
-    request.speed.tokens_per_second = parse_number(value, name, 1e-3, 1e12);
-  } else {
-    return false;
-  }
-  return true;
-}
-
-bool takes_value(const std::string& name) {
-  Request ignored;
-  try {
-    return set_option(ignored, name, "1");
-  } catch (const UsageError&) {
-    return true;
-  }
-}
-
 Request parse_arguments(const Args& args) {
   Request request;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    const std::size_t equals = arg.find('=');
-    const std::string name = arg.substr(0, equals);
-    if (arg == "--json") {
-      request.json = true;
-    } else if (arg == "--unfused") {
-      request.unfused = true;
-    } else if (takes_value(name)) {
-      if (equals == std::string::npos && i + 1 == args.size())
-        throw UsageError("plan", "{} needs a value. `lockstep plan --help` has examples.", name);
-      set_option(request, name, equals == std::string::npos ? args[++i] : arg.substr(equals + 1));
-    } else if (arg.rfind("--", 0) != 0 && request.flags.empty() && request.file.empty()) {
+  Flags flags("plan");
+  const auto number = [&](const char* name, double min, double max, auto& to) {
+    flags.value(
+        name, [=, &to](const std::string& text) { to = parse_number(text, name, min, max); },
+        "a value. `lockstep plan --help` has examples");
+  };
+  const auto integer = [&](const char* name, int max, auto& to) {
+    flags.value(name, [=, &to](const std::string& text) {
+      to = static_cast<int>(env::parse_int(text, name, 1, max));
+    });
+  };
+  flags.toggle("--json", request.json);
+  flags.toggle("--unfused", request.unfused);
+  flags.text("--gpus", request.gpus, "a value. `lockstep plan --help` has examples");
+  number("--tokens", 1, 1e18, request.tokens);
+  flags.value("--scale", [&](const std::string& text) { request.scale = parse_counts(text); });
+  flags.text("--link", request.link);
+  integer("--gpus-per-node", 1024, request.per_node);
+  flags.text("--write", request.write);
+  integer("--way", 1000, request.way);
+  number("--mfu", 0.001, 1, request.speed.utilisation);
+  number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
+  for (const std::string& arg : flags.read(args, /*keys=*/true)) {
+    if (!arg.starts_with("--") && request.flags.empty() && request.file.empty())
       request.file = arg;
-    } else {
+    else
       request.flags.push_back(arg);
-    }
   }
   if (request.file.empty())
     throw UsageError("plan", "which training file? Write lockstep plan FILE.");
@@ -684,12 +660,7 @@ Node report_node(const Report& r) {
 }  // namespace
 
 int plan_command(const Args& args) {
-  for (const std::string& arg : args) {
-    if (arg == "--help" || arg == "-h") {
-      fmt::print("{}", kHelp);
-      return 0;
-    }
-  }
+  if (print_help(args, kHelp)) return 0;
   if (args.empty()) {
     fmt::print(stderr, "{}", kHelp);
     return 2;

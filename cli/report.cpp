@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/report/run_report.h"
@@ -31,19 +32,9 @@ struct Request {
 
 Request parse(const Args& args) {
   Request request;
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "-o" || arg == "--output" || arg.starts_with("--output=")) {
-      const bool apart = !arg.starts_with("--output=");
-      if (apart && i + 1 == args.size()) throw UsageError("report", "{} needs a file.", arg);
-      request.output = apart ? args[++i] : arg.substr(arg.find('=') + 1);
-      if (request.output.empty()) throw UsageError("report", "--output needs a file.");
-    } else if (arg.starts_with("-")) {
-      throw UsageError("report", "there is no flag {}. 'lockstep report --help' lists them.", arg);
-    } else {
-      request.runs.push_back(arg);
-    }
-  }
+  Flags flags("report");
+  flags.text("-o,--output", request.output, "a file");
+  request.runs = flags.read(args);
   if (request.runs.empty() || request.runs.size() > 2)
     throw UsageError("report", "{} folders were given. Give one run, or two to compare.",
                      request.runs.size());
@@ -57,10 +48,7 @@ Request parse(const Args& args) {
 }  // namespace
 
 int report_command(const Args& args) {
-  if (std::ranges::any_of(args, [](const auto& arg) { return arg == "--help" || arg == "-h"; })) {
-    fmt::print("{}", kHelp);
-    return 0;
-  }
+  if (print_help(args, kHelp)) return 0;
   const Request request = parse(args);
   const monitor::RunView first = monitor::read_run_view(request.runs[0], monitor::Detail::kAll);
   const std::string page =

@@ -23,6 +23,7 @@
 #include "lockstep/dashboard/run_metrics.h"
 #include "lockstep/launch/flags.h"
 #include "lockstep/launch/process.h"
+#include "lockstep/launch/program.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
@@ -62,12 +63,6 @@ void refuse_in_a_rank(const std::string& flag) {
                    flag.substr(0, flag.find('=')), env.rank, env.world_size, env.source);
 }
 
-// The interpreter of a plan's ranks; empty: they do not run Python.
-std::string python_of(const launch::LaunchPlan& plan) {
-  const std::string first = plan.command.empty() ? "" : plan.command.front();
-  return std::filesystem::path(first).filename().string().starts_with("python") ? first : "";
-}
-
 // The exit code of a few lines of Python; nothing where it cannot be asked.
 std::optional<int> ask_python(const std::string& python, const char* lines) {
   try {
@@ -93,8 +88,9 @@ void say_what_python_lacks(const launch::LaunchPlan& plan) {
   constexpr const char* kAsk =
       "import importlib.util, sys\nsys.exit(77 if importlib.util.find_spec('torch') is None else "
       "0)";
-  const std::string python = python_of(plan);
-  if (python.empty() || ask_python(python, kAsk) != 77) return;
+  if (!launch::runs_python(plan.command)) return;
+  const std::string& python = plan.command.front();
+  if (ask_python(python, kAsk) != 77) return;
   log::warning("run",
                "{}, which ran the script, has no module torch. If the script needs it, name the "
                "interpreter that has it: export PYTHON_EXEC=/path/to/python3.",
@@ -108,10 +104,11 @@ void warn_of_gloo(const launch::LaunchPlan& plan) {
       "import importlib.metadata as m, sys\n"
       "sys.exit(0 if any(e.group == 'torch.backends' and e.value.startswith('lockstep_torch')\n"
       "                  for d in m.distributions() for e in d.entry_points) else 77)\n";
-  const std::string python = python_of(plan);
-  if (!plan.replace_gloo || env::get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" || python.empty() ||
-      ask_python(python, kAsk) != 77)
+  if (!plan.replace_gloo || env::get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" ||
+      !launch::runs_python(plan.command))
     return;
+  const std::string& python = plan.command.front();
+  if (ask_python(python, kAsk) != 77) return;
   log::warning("run",
                "--replace-gloo has no effect: lockstep_torch is not installed for {}, so groups "
                "that ask for gloo stay gloo. Install it there ({} -m pip install ./python, from "

@@ -41,6 +41,7 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_TERMINAL", "rank 0's pipe to the launcher's terminal, and its columns"},
     {"LOCKSTEP_STORE_CHANNEL", "socket to the store that the launcher serves"},
     {"LOCKSTEP_SECRET_FILE", "secret of the link between launchers; --secret-file"},
+    {"LOCKSTEP_TRACE_THROWS", "0 or 1: remember where exceptions were thrown"},
     {"LOCKSTEP_LOG", "debug, info, warning, error or off"},
     {"LOCKSTEP_GRAD_INPLACE_MIN_BYTES", "from which size on gradients are allocated in buckets"},
     {"LOCKSTEP_REPLACE_GLOO", "Python: groups asked for as gloo use shared memory on one host"},

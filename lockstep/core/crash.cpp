@@ -377,6 +377,13 @@ void learn_surroundings() {
   if (file != nullptr && std::strlen(file) < sizeof g_error_file) std::strcpy(g_error_file, file);
 }
 
+// Not in every process: only where a launcher reads the error file, or the user asks for it.
+bool shall_trace_throws() {
+  const char* asked = std::getenv("LOCKSTEP_TRACE_THROWS");
+  if (asked == nullptr || *asked == '\0') return g_error_file[0] != '\0';
+  return std::strcmp(asked, "0") != 0;
+}
+
 void install_signal_handlers() {
   // An overflowed stack cannot hold its own handler.
   void* memory = ::mmap(nullptr, kAlternateStackBytes, PROT_READ | PROT_WRITE,
@@ -407,7 +414,7 @@ void install(int rank, const Reader& reader) {
   g_launcher_prints = reader.prints_all;
   if (g_installed.exchange(true)) return;
   learn_surroundings();
-  throw_trace::enable();
+  if (shall_trace_throws()) throw_trace::enable();
   g_terminate_before = std::set_terminate(on_terminate);
   install_signal_handlers();
 }

@@ -30,7 +30,8 @@ struct Reader {
 };
 
 // From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL, TRAP, SYS) and std::terminate leave a
-// report, and every `throw` remembers where it was. TRAP and SYS stay with a handler that is
+// report, and every `throw` remembers where it was if there is an error file to write, as under a
+// launcher, or LOCKSTEP_TRACE_THROWS is 1; 0: never. TRAP and SYS stay with a handler that is
 // already there: it belongs to a sandbox or a debugger. Once per process, from the main thread;
 // later calls only change the rank that reports name (-1: unknown) and their reader.
 void install(int rank = -1, const Reader& reader = {});
@@ -39,8 +40,8 @@ void install(int rank = -1, const Reader& reader = {});
 // function where it is known, module+offset for addr2line, and file:line where that knows them.
 std::vector<std::string> stack(int skip = 0);
 
-// Where this exception object was thrown, even on another thread; empty when not remembered (thrown
-// before install(), or many throws ago).
+// Where this exception object was thrown, even on another thread; empty when not remembered (by
+// install(), or too many throws ago).
 std::vector<std::string> thrown_at(const std::exception& e);
 
 // "lockstep::UsageError: [world] ...", as Python would say it.

@@ -276,6 +276,23 @@ TEST(Crash, ACaughtExceptionStillKnowsWhereItWasThrown) {
   EXPECT_THAT(outcome.info().at("py_callstack").get<std::string>(), HasSubstr("\n    at "));
 }
 
+TEST(Crash, ThrowsAreTracedOnlyWhereALauncherOrTheUserAsks) {
+  if (!throws_are_traced()) GTEST_SKIP() << "linked with libstdc++.a, which keeps its own throw";
+  const auto output_with = [](std::map<std::string, std::string> variables) {
+    variables["KIND"] = "caught";
+    Child child("crashes", variables);
+    EXPECT_EQ(child.wait(), 1);
+    return child.output();
+  };
+  const std::string file = ::testing::TempDir() + "lockstep_traced_" + std::to_string(::getpid());
+  EXPECT_THAT(output_with({}), Not(HasSubstr("\n    at ")));
+  EXPECT_THAT(output_with({{"LOCKSTEP_TRACE_THROWS", "1"}}), HasSubstr("deepest_function"));
+  EXPECT_THAT(output_with({{"TORCHELASTIC_ERROR_FILE", file}}), HasSubstr("deepest_function"));
+  EXPECT_THAT(output_with({{"TORCHELASTIC_ERROR_FILE", file}, {"LOCKSTEP_TRACE_THROWS", "0"}}),
+              Not(HasSubstr("\n    at ")));
+  ::unlink(file.c_str());
+}
+
 TEST(Crash, AStackNamesTheLinesOfAProgramWithDebugInformation) {
   if (!throws_are_traced()) GTEST_SKIP() << "linked with libstdc++.a, which keeps its own throw";
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();

@@ -1,6 +1,7 @@
 // Remembers where exceptions were thrown. By the time a handler sees one its stack is gone, so
 // every `throw` of the process passes through here (our __cxa_throw stands in front of the C++
-// runtime's) and the addresses of the latest ones are recorded. Costs some microseconds per throw.
+// runtime's). Only after enable() are the addresses of the latest ones recorded, which costs some
+// microseconds per throw; until then a throw is passed on as it is.
 //
 //   throw_trace::enable();
 //   std::vector<void*> frames = throw_trace::find(dynamic_cast<const void*>(&exception));

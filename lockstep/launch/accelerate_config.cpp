@@ -101,7 +101,7 @@ class Translator {
   void check_keys() {
     const std::vector<std::string> names = launcher_keys();
     const auto has = [](const std::vector<std::string>& keys, const std::string& key) {
-      return std::find(keys.begin(), keys.end(), key) != keys.end();
+      return std::ranges::find(keys, key) != keys.end();
     };
     for (const Entry& entry : document_.entries) {
       const std::string& key = entry.key;
@@ -137,7 +137,7 @@ class Translator {
     }
     type_ = text("distributed_type", "");
     const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
-    if (std::find(known.begin(), known.end(), type_) == known.end()) {
+    if (std::ranges::find(known, type_) == known.end()) {
       refuse(*given("distributed_type"),
              "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
              did_you_mean(type_, known));

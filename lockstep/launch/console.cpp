@@ -25,7 +25,8 @@ constexpr std::size_t kOwnBytes = 1u << 20;              // the launcher's lines
 
 }  // namespace
 
-Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{out_fd, err_fd} {
+Console::Console(EventLoop& loop, int out_fd, int err_fd)
+    : loop_(loop), fds_{out_fd, err_fd}, timeout_timer_(loop) {
   struct stat out {};
   struct stat err {};
   const bool same = ::fstat(out_fd, &out) == 0 && ::fstat(err_fd, &err) == 0 &&
@@ -35,7 +36,7 @@ Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{ou
       sink_of_[kErr] = sink_of_[kOut];
       break;
     }
-    sinks_.push_back(std::make_unique<Sink>());
+    sinks_.push_back(std::make_unique<Sink>(loop_));
     sink_of_[target] = sinks_.back().get();
     open_sink(*sinks_.back(), fds_[target]);
   }
@@ -43,7 +44,6 @@ Console::Console(EventLoop& loop, int out_fd, int err_fd) : loop_(loop), fds_{ou
 
 Console::~Console() {
   for (const auto& sink : sinks_) {
-    loop_.cancel(sink->room_timer);
     if (sink->watched) loop_.forget(sink->watch_fd);
   }
 }
@@ -150,7 +150,7 @@ void Console::flush(Sink& sink) {
     loop_.forget(sink.watch_fd);
   }
   sink.watched = wait;
-  if (progress && timeout_timer_ != 0) wait_at_most(timeout_);
+  if (progress && timeout_timer_.pending()) wait_at_most(timeout_);
   check_finished();
 }
 
@@ -171,19 +171,17 @@ void Console::on_full(Sink& sink) {
   sink.open_source = kNobody;
   if (sink.watched) loop_.forget(sink.watch_fd);
   sink.watched = false;
-  loop_.cancel(sink.room_timer);
-  sink.room_timer = loop_.after(kRoomRetry, [this, &sink] { look_for_room(sink); });
+  sink.room_timer.start(kRoomRetry, [this, &sink] { look_for_room(sink); });
   if (!std::exchange(sink.full, true)) {
     if (&sink != sink_of_[kErr])
       say("[launch] stdout cannot be written: the disk is full. What the ranks print there is lost "
           "until there is room.");
-    if (timeout_timer_ != 0) wait_at_most(kRoomTimeout);
+    if (timeout_timer_.pending()) wait_at_most(kRoomTimeout);
   }
   check_finished();
 }
 
 void Console::look_for_room(Sink& sink) {
-  sink.room_timer = 0;
   if (sink.lost == 0) return flush(sink);
   const int fd = sink.queue.empty() ? sink.watch_fd : sink.queue.front().fd;
   const std::string news =
@@ -203,15 +201,13 @@ void Console::look_for_room(Sink& sink) {
 
 void Console::wait_at_most(std::chrono::milliseconds timeout) {
   timeout_ = timeout;
-  loop_.cancel(timeout_timer_);
-  timeout_timer_ = loop_.after(timeout, [this] {
-    timeout_timer_ = 0;
+  timeout_timer_.start(timeout, [this] {
     for (const auto& stuck : sinks_) kill(*stuck);
   });
 }
 
 void Console::kill(Sink& sink) {
-  loop_.cancel(sink.room_timer);
+  sink.room_timer.cancel();
   if (sink.watched) loop_.forget(sink.watch_fd);
   sink.watched = false;
   sink.dead = true;
@@ -239,8 +235,7 @@ bool Console::full(int source) const {
 }
 
 bool Console::empty() const {
-  return std::all_of(sinks_.begin(), sinks_.end(),
-                     [](const auto& sink) { return sink->queue.empty(); });
+  return std::ranges::all_of(sinks_, [](const auto& sink) { return sink->queue.empty(); });
 }
 
 void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
@@ -252,7 +247,7 @@ void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
   }
   for (const auto& sink : sinks_) {
     if (!sink->full) continue;
-    loop_.cancel(sink->room_timer);
+    sink->room_timer.cancel();
     look_for_room(*sink);
     if (sink->full) timeout = std::min(timeout, kRoomTimeout);
   }
@@ -263,7 +258,7 @@ void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
 
 void Console::check_finished() {
   if (!done_ || !empty()) return;
-  loop_.cancel(timeout_timer_);
+  timeout_timer_.cancel();
   loop_.post(std::move(done_));
   done_ = nullptr;
 }

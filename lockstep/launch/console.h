@@ -70,6 +70,8 @@ class Console {
   };
   // One per file behind the descriptors.
   struct Sink {
+    explicit Sink(EventLoop& loop) : room_timer(loop) {}
+
     std::deque<Entry> queue;
     std::size_t offset = 0;     // bytes of the first entry already written
     int open_source = kNobody;  // whose line has begun and not ended
@@ -78,7 +80,7 @@ class Console {
     bool full = false;     // its disk is full
     bool torn = false;     // the last write did not end a line
     std::size_t lost = 0;  // bytes, since the disk became full
-    EventLoop::TimerId room_timer = 0;
+    Timer room_timer;
     bool watched = false;
     bool flush_posted = false;  // lines of one batch of events are written together
     Fd private_fd;              // our own non-blocking description of it, where possible
@@ -106,7 +108,7 @@ class Console {
   std::map<int, std::size_t> pending_;
   std::map<int, EventLoop::Task> waiting_;
   EventLoop::Task done_;
-  EventLoop::TimerId timeout_timer_ = 0;
+  Timer timeout_timer_;
   std::chrono::milliseconds timeout_{0};
 };
 

@@ -13,23 +13,12 @@ namespace {
 using std::chrono::milliseconds;
 // Extra time beyond the grace that a node gives its ranks, for killing them and reporting it.
 constexpr milliseconds kDownSlack{15'000};
-
-Message message_of(Message::Kind kind, int attempt) {
-  Message message;
-  message.kind = kind;
-  message.attempt = attempt;
-  return message;
-}
+using Kind = Message::Kind;
 
 }  // namespace
 
 Coordinator::Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders)
-    : loop_(loop), plan_(plan), orders_(std::move(orders)) {}
-
-Coordinator::~Coordinator() {
-  loop_.cancel(backoff_timer_);
-  loop_.cancel(down_timer_);
-}
+    : plan_(plan), orders_(std::move(orders)), backoff_timer_(loop), down_timer_(loop) {}
 
 milliseconds Coordinator::backoff(int attempt) {
   return std::min(milliseconds(500) * (1 << std::min(attempt, 10)), milliseconds(30'000));
@@ -48,21 +37,19 @@ void Coordinator::start_attempt() {
   down_.clear();
   failure_.reset();
   left_.reset();
-  Message message = message_of(Message::Kind::kStart, attempt_);
-  message.nodes = nodes_;
-  orders_.broadcast(message);
+  orders_.broadcast({.kind = Kind::kStart, .attempt = attempt_, .nodes = nodes_});
 }
 
 void Coordinator::on_message(int node, const Message& message) {
   if (phase_ == Phase::kEnded) return;
   switch (message.kind) {
-    case Message::Kind::kFailed:
+    case Kind::kFailed:
       if (message.failure && message.attempt == attempt_) on_failed(*message.failure);
       break;
-    case Message::Kind::kStop:
+    case Kind::kStop:
       on_stop(node, message);
       break;
-    case Message::Kind::kDown:
+    case Kind::kDown:
       if (phase_ != Phase::kRunning || message.attempt != attempt_) break;
       // It knows more about its own failure now: exit code, last lines, an earlier cause.
       if (message.failure && failure_ && failure_->node == node && failure_->rank >= 0)
@@ -87,10 +74,8 @@ void Coordinator::on_failed(const RankFailure& failure) {
     failure_ = left_;
     failure_->others.push_back(with_message(failure.headline(), failure.message));
   }
-  Message message = message_of(Message::Kind::kFailed, attempt_);
-  message.failure = failure_;
   expect_all_down();
-  orders_.broadcast(message);
+  orders_.broadcast({.kind = Kind::kFailed, .attempt = attempt_, .failure = failure_});
 }
 
 void Coordinator::on_stop(int node, const Message& request) {
@@ -99,12 +84,12 @@ void Coordinator::on_stop(int node, const Message& request) {
     failure_.reset();  // from an attempt that is over and reported
     return end(128 + stop_signal_);
   }
-  Message message = message_of(Message::Kind::kStop, attempt_);
-  message.node = node;
-  message.signal = request.signal;
-  message.request = request.request;
   expect_all_down();
-  orders_.broadcast(message);
+  orders_.broadcast({.kind = Kind::kStop,
+                     .node = node,
+                     .attempt = attempt_,
+                     .signal = request.signal,
+                     .request = request.request});
 }
 
 void Coordinator::on_lost(int node, const std::string& host, const std::string& why) {
@@ -127,11 +112,10 @@ void Coordinator::on_lost(int node, const std::string& host, const std::string& 
 }
 
 void Coordinator::expect_all_down() {
-  if (down_timer_ != 0) return;
+  if (down_timer_.pending()) return;
   // Ranks that follow a forwarded request have the grace twice: to save, and after SIGTERM.
   const int graces = failure_ && failure_->stopped ? 2 : 1;
-  down_timer_ = loop_.after(graces * plan_.shutdown_timeout + kDownSlack, [this] {
-    down_timer_ = 0;
+  down_timer_.start(graces * plan_.shutdown_timeout + kDownSlack, [this] {
     if (failure_) failure_->restartable = false;
     decide();
   });
@@ -142,7 +126,7 @@ void Coordinator::check_all_down() {
 }
 
 void Coordinator::decide() {
-  loop_.cancel(down_timer_);
+  down_timer_.cancel();
   // A rank that did not get through the stop is a failure, and is not restarted. A rank that left
   // before it is not, nor is one that lost a peer that another host's launcher stopped first.
   if (!failure_ && stop_signal_ != 0 && left_ && !left_->restartable) failure_ = left_;
@@ -153,33 +137,29 @@ void Coordinator::decide() {
   const milliseconds delay = backoff(attempt_);
   ++attempt_;
   if (!lost_.empty()) return await_lost();
-  Message message = message_of(Message::Kind::kRestart, attempt_);
-  message.failure = failure_;
-  message.text = fmt::format("[launch] restarting all ranks ({} of {}) in {:.1f} s.", attempt_,
-                             plan_.max_restarts, static_cast<double>(delay.count()) / 1000);
   phase_ = Phase::kBackoff;
-  orders_.broadcast(message);
-  backoff_timer_ = loop_.after(delay, [this] {
-    backoff_timer_ = 0;
-    start_attempt();
-  });
+  announce_restart(fmt::format("in {:.1f} s.", static_cast<double>(delay.count()) / 1000));
+  backoff_timer_.start(delay, [this] { start_attempt(); });
+}
+
+void Coordinator::announce_restart(const std::string& when) {
+  orders_.broadcast({.kind = Kind::kRestart,
+                     .attempt = attempt_,
+                     .text = fmt::format("[launch] restarting all ranks ({} of {}) {}", attempt_,
+                                         plan_.max_restarts, when),
+                     .failure = failure_});
 }
 
 // Nothing of the previous attempt is left here. More nodes may be lost meanwhile; they all share
 // the deadline of the first.
 void Coordinator::await_lost() {
-  loop_.cancel(backoff_timer_);
+  backoff_timer_.cancel();
   const bool first = phase_ != Phase::kAwaiting;
   phase_ = Phase::kAwaiting;
-  Message message = message_of(Message::Kind::kRestart, attempt_);
-  message.failure = failure_;
-  message.text = fmt::format(
-      "[launch] restarting all ranks ({} of {}) as soon as every node is here again. Waiting up to "
-      "{} s for node {}: start `lockstep run` there, or on another host, with the same flags and "
-      "this --node-rank.",
-      attempt_, plan_.max_restarts, plan_.rendezvous_timeout.count(),
-      fmt::join(orders_.missing(), ", "));
-  orders_.broadcast(message);
+  announce_restart(fmt::format(
+      "as soon as every node is here again. Waiting up to {} s for node {}: start `lockstep run` "
+      "there, or on another host, with the same flags and this --node-rank.",
+      plan_.rendezvous_timeout.count(), fmt::join(orders_.missing(), ", ")));
   if (first) orders_.await_nodes();
 }
 
@@ -195,12 +175,9 @@ void Coordinator::give_up() {
 void Coordinator::end(int code) {
   if (phase_ == Phase::kEnded) return;
   phase_ = Phase::kEnded;
-  loop_.cancel(backoff_timer_);
-  loop_.cancel(down_timer_);
-  Message message = message_of(Message::Kind::kEnd, attempt_);
-  message.code = code;
-  message.failure = failure_;
-  orders_.broadcast(message);
+  backoff_timer_.cancel();
+  down_timer_.cancel();
+  orders_.broadcast({.kind = Kind::kEnd, .attempt = attempt_, .code = code, .failure = failure_});
 }
 
 }  // namespace lockstep::launch

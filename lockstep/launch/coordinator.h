@@ -39,9 +39,6 @@ class Coordinator {
   };
 
   Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders);
-  ~Coordinator();
-  Coordinator(const Coordinator&) = delete;
-  Coordinator& operator=(const Coordinator&) = delete;
 
   // All nodes are here. `attempt`: the lowest allowed number, where nodes have seen earlier ones.
   void begin(std::vector<NodeShare> nodes = {}, int attempt = 0);
@@ -62,10 +59,10 @@ class Coordinator {
   void expect_all_down();
   void check_all_down();
   void decide();
+  void announce_restart(const std::string& when);
   void await_lost();
   void end(int code);
 
-  EventLoop& loop_;
   const LaunchPlan& plan_;
   Orders orders_;
   std::vector<NodeShare> nodes_;
@@ -77,8 +74,8 @@ class Coordinator {
   std::optional<RankFailure> failure_;
   // From a node that is down: a rank that left early with code 0, or failed while it was stopping.
   std::optional<RankFailure> left_;
-  EventLoop::TimerId backoff_timer_ = 0;
-  EventLoop::TimerId down_timer_ = 0;
+  Timer backoff_timer_;
+  Timer down_timer_;
 };
 
 }  // namespace lockstep::launch

@@ -70,4 +70,28 @@ class EventLoop {
   std::deque<Task> posted_;
 };
 
+// A moment that its owner awaits, at most one at a time. It is forgotten with its owner, which the
+// task may destroy.
+class Timer {
+ public:
+  explicit Timer(EventLoop& loop) : loop_(loop) {}
+  ~Timer() { cancel(); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+  void start(std::chrono::milliseconds delay, EventLoop::Task task) {  // in place of an earlier one
+    cancel();
+    id_ = loop_.after(delay, [this, task = std::move(task)] {
+      id_ = 0;
+      task();
+    });
+  }
+  void cancel() { loop_.cancel(id_); }
+  bool pending() const { return id_ != 0; }
+
+ private:
+  EventLoop& loop_;
+  EventLoop::TimerId id_ = 0;
+};
+
 }  // namespace lockstep::launch

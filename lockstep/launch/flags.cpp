@@ -5,258 +5,20 @@
 #include <sys/random.h>
 
 #include <algorithm>
-#include <array>
-#include <cctype>
 #include <cerrno>
-#include <charconv>
-#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
 #include <utility>
 
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/launch/accelerate_config.h"
+#include "lockstep/launch/arguments.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::launch {
-
-// ---------------------------------------------------------------- arguments become texts
-
-namespace {
-
-// The names that mpirun, mp.spawn and accelerate use for the number of ranks are too far from ours.
-std::string meant_flag(const std::string& name, const std::vector<std::string>& names) {
-  for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
-    if (name == count) return " Did you mean --nproc-per-node?";
-  return name.size() > 1 ? did_you_mean(name, names, "--") : "";
-}
-
-std::vector<std::string> split(std::string_view text, char separator) {
-  std::vector<std::string> parts(1);
-  for (const char c : text) {
-    if (c == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
-
-// The whole text or nothing.
-std::optional<int> to_int(std::string_view text) {
-  int value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end) return std::nullopt;
-  return value;
-}
-
-class ArgumentReader {
- public:
-  explicit ArgumentReader(const std::vector<std::string>& args) : args_(args) {}
-
-  GivenArguments read() {
-    while (next_ < args_.size() && given_.request == Request::kRun) {
-      const std::string& arg = args_[next_];
-      if (arg == "--") {
-        ++next_;
-        break;
-      }
-      if (arg.size() < 2 || arg[0] != '-') break;
-      ++next_;
-      if (arg.rfind("--", 0) == 0) {
-        read_long(arg);
-      } else {
-        read_letters(arg);
-      }
-    }
-    given_.program.assign(args_.begin() + static_cast<std::ptrdiff_t>(next_), args_.end());
-    return std::move(given_);
-  }
-
- private:
-  void read_long(const std::string& arg) {
-    const auto equals = arg.find('=');
-    std::string name = arg.substr(2, equals == std::string::npos ? equals : equals - 2);
-    std::replace(name.begin(), name.end(), '_', '-');
-    if (name == "list-flags") {
-      given_.request = Request::kListFlags;
-      return;
-    }
-    const FlagSpec* flag = match(name, arg);
-    if (flag == nullptr) {
-      given_.request = Request::kHelp;
-      return;
-    }
-    const std::string origin = fmt::format("--{}", flag->name);
-    if (!flag->is_switch()) {
-      given_.values.set(
-          *flag, equals != std::string::npos ? arg.substr(equals + 1) : value_argument(origin),
-          origin);
-    } else if (equals == std::string::npos) {
-      given_.values.set(*flag, "1", origin);
-    } else if (!flag->optional_value.empty()) {
-      given_.values.set(*flag, arg.substr(equals + 1), origin);
-    } else {
-      throw UsageError("run", "{} takes no value ('{}' was given). Write {} alone.", origin, arg,
-                       origin);
-    }
-  }
-
-  // The flag of the table that `name` means; nothing for help.
-  const FlagSpec* match(const std::string& name, const std::string& arg) const {
-    std::vector<const FlagSpec*> found;
-    std::vector<std::string> names{"help"};
-    for (const FlagSpec& flag : flag_table()) {
-      if (flag.name == name) return &flag;
-      if (flag.name.substr(0, name.size()) == name) found.push_back(&flag);
-      names.emplace_back(flag.name);
-    }
-    const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
-    if (help && found.empty()) return nullptr;
-    if (found.size() == 1) return found.front();
-    // What torchrun understands means the same here, whatever flags we have in addition.
-    std::vector<const FlagSpec*> theirs;
-    std::copy_if(found.begin(), found.end(), std::back_inserter(theirs),
-                 [](const FlagSpec* flag) { return flag->torchrun; });
-    if (theirs.size() == 1) return theirs.front();
-    if (found.empty()) {
-      throw UsageError("run",
-                       "there is no flag {}.{} Flags of the program go after the program; "
-                       "'lockstep run --help' lists ours.",
-                       arg.substr(0, arg.find('=')), meant_flag(name, names));
-    }
-    std::vector<std::string> meanings;
-    for (const FlagSpec* flag : found) meanings.push_back(fmt::format("--{}", flag->name));
-    throw UsageError("run", "--{} could be {}. Write more of it.", name, fmt::join(meanings, ", "));
-  }
-
-  void read_letters(const std::string& arg) {
-    for (std::size_t i = 1; i < arg.size(); ++i) {
-      if (arg[i] == 'h') {
-        given_.request = Request::kHelp;
-        return;
-      }
-      const auto table = flag_table();
-      const auto flag = std::find_if(table.begin(), table.end(),
-                                     [&](const FlagSpec& f) { return f.letter == arg[i]; });
-      if (flag == table.end()) unknown_letter(arg);
-      const std::string origin = fmt::format("-{}", arg[i]);
-      if (flag->is_switch()) {
-        given_.values.set(*flag, "1", origin);
-        continue;
-      }
-      std::string rest = arg.substr(i + 1);
-      if (!rest.empty() && rest[0] == '=') rest.erase(0, 1);
-      if (rest.empty()) rest = value_argument(origin);
-      given_.values.set(*flag, rest, fmt::format("--{}", flag->name));
-      return;
-    }
-  }
-
-  [[noreturn]] static void unknown_letter(const std::string& arg) {
-    std::string name = arg.substr(1, arg.find('=') - 1);
-    std::replace(name.begin(), name.end(), '_', '-');
-    std::vector<std::string> names;
-    for (const FlagSpec& flag : flag_table()) names.emplace_back(flag.name);
-    throw UsageError("run",
-                     "there is no flag {}.{} Flags of the program go after the program; "
-                     "'lockstep run --help' lists ours.",
-                     arg, meant_flag(name, names));
-  }
-
-  // The next arg, unless it is plainly another flag.
-  std::string value_argument(const std::string& origin) {
-    const bool there = next_ < args_.size();
-    const std::string arg = there ? args_[next_] : "";
-    if (!there || (arg.size() > 1 && arg[0] == '-' && !to_int(arg))) {
-      throw UsageError("run", "{} needs a value{}. Write {}{}VALUE.", origin,
-                       there ? fmt::format(" but '{}' follows", arg) : "", origin,
-                       origin.rfind("--", 0) == 0 ? "=" : " ");
-    }
-    ++next_;
-    return arg;
-  }
-
-  const std::vector<std::string>& args_;
-  std::size_t next_ = 0;
-  GivenArguments given_;
-};
-
-}  // namespace
-
-std::string trim(std::string_view text) {
-  const auto first = text.find_first_not_of(" \t");
-  if (first == std::string_view::npos) return "";
-  return std::string(text.substr(first, text.find_last_not_of(" \t") - first + 1));
-}
-
-void Values::set(const FlagSpec& flag, std::string text, std::string origin) {
-  values_[std::string(flag.name)] = {std::move(text), std::move(origin)};
-}
-
-const Given* Values::find(const std::string& name) const {
-  const auto found = values_.find(name);
-  return found == values_.end() ? nullptr : &found->second;
-}
-
-std::string Values::text(const std::string& name, std::string fallback) const {
-  const Given* given = find(name);
-  return given != nullptr ? given->text : fallback;
-}
-
-int Values::number(const std::string& name, int fallback, int min, int max) const {
-  const Given* given = find(name);
-  if (given == nullptr) return fallback;
-  const auto value = to_int(given->text);
-  if (!value || *value < min || *value > max) {
-    throw UsageError("run", "{}='{}' is not a whole number from {} to {}.", given->origin,
-                     given->text, min, max);
-  }
-  return *value;
-}
-
-std::chrono::milliseconds Values::seconds(const std::string& name,
-                                          std::chrono::milliseconds fallback, double min_s) const {
-  constexpr double kMax_s = 365.0 * 24 * 3600;
-  const Given* given = find(name);
-  if (given == nullptr) return fallback;
-  double value = 0;
-  const char* end = given->text.data() + given->text.size();
-  const auto [stop, error] = std::from_chars(given->text.data(), end, value);
-  if (error != std::errc() || stop != end || !(value >= min_s) || value > kMax_s) {
-    throw UsageError("run", "{}='{}' is not a number of seconds of at least {}.", given->origin,
-                     given->text, min_s);
-  }
-  return std::chrono::milliseconds(std::llround(value * 1000));
-}
-
-GivenArguments read_arguments(const std::vector<std::string>& args) {
-  return ArgumentReader(args).read();
-}
-
-void fill_from_variables(Values& values, const Variables& variable) {
-  for (const FlagSpec& flag : flag_table()) {
-    if (values.has(std::string(flag.name))) continue;
-    const std::string name = flag.variable();
-    const auto text = variable(name);
-    if (!text || text->empty()) continue;
-    // Ports and addresses begin with a digit, or "[", and are longer than "1" and "0".
-    const bool word = text->size() == 1 || std::isalpha(static_cast<unsigned char>(text->front()));
-    if (!flag.is_switch() || (!flag.optional_value.empty() && !word)) {
-      values.set(flag, *text, name);
-    } else if (env::parse_bool(*text, name)) {
-      values.set(flag, "1", name);
-    }
-  }
-}
-
-// ---------------------------------------------------------------- texts become a plan
 
 namespace {
 
@@ -273,8 +35,7 @@ void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
     if (flag.treatment == Treatment::kRefused)
       throw UsageError("run", "{} is not supported: {}.", given->origin, flag.help);
     const auto choices = split(flag.value_name, '|');
-    if (choices.size() > 1 &&
-        std::find(choices.begin(), choices.end(), given->text) == choices.end())
+    if (choices.size() > 1 && std::ranges::find(choices, given->text) == choices.end())
       throw UsageError("run", "{}='{}' is not {}.", given->origin, given->text,
                        fmt::join(choices, ", "));
     notes.push_back(fmt::format("{} is ignored: {}.", given->origin, flag.help));
@@ -341,8 +102,7 @@ std::vector<int> parse_signals(const Given& given) {
       throw UsageError("run", "{}: {} cannot be handled and forwarded. Leave it out.", given.origin,
                        signal_name(*number));
     }
-    if (std::find(signals.begin(), signals.end(), *number) == signals.end())
-      signals.push_back(*number);
+    if (std::ranges::find(signals, *number) == signals.end()) signals.push_back(*number);
   }
   return signals;
 }
@@ -360,35 +120,18 @@ std::set<int> parse_ranks(const Given& given) {
   return ranks;
 }
 
-LinePrefix parse_line_prefix(const Given& given) {
-  if (given.text == "rank") return LinePrefix::kRank;
-  if (given.text == "role") return LinePrefix::kRole;
-  if (given.text == "none") return LinePrefix::kNone;
-  throw UsageError("run", "{}='{}' is not rank, role or none.{}", given.origin, given.text,
-                   did_you_mean(given.text, std::vector<std::string>{"rank", "role", "none"}));
-}
-
-NumaBinding parse_numa(const Given& given) {
-  constexpr std::array<std::pair<std::string_view, NumaBinding>, 4> kModes = {{
-      {"node", NumaBinding::kNode},
-      {"socket", NumaBinding::kSocket},
-      {"exclusive", NumaBinding::kExclusive},
-      {"core-complex", NumaBinding::kCoreComplex},
-  }};
-  std::string text = given.text;
-  std::replace(text.begin(), text.end(), '_', '-');
-  for (const auto& [name, mode] : kModes) {
-    if (name == text) return mode;
+// One of some words, each of which means a value.
+template <typename T>
+T choice(const Given& given, const std::vector<std::pair<std::string, T>>& choices) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : choices) {
+    if (name == given.text) return value;
+    names.push_back(name);
   }
-  throw UsageError("run", "{}='{}' is not node, socket, exclusive or core-complex.", given.origin,
-                   given.text);
-}
-
-StallAction parse_stall_action(const Given& given) {
-  if (given.text == "warn") return StallAction::kWarn;
-  if (given.text == "stop") return StallAction::kStop;
-  throw UsageError("run", "{}='{}' is not warn or stop.{}", given.origin, given.text,
-                   did_you_mean(given.text, std::vector<std::string>{"warn", "stop"}));
+  const std::string last = names.back();
+  throw UsageError("run", "{}='{}' is not {} or {}.{}", given.origin, given.text,
+                   fmt::join(names.begin(), names.end() - 1, ", "), last,
+                   did_you_mean(given.text, names));
 }
 
 int parse_nnodes(const Values& values) {
@@ -542,7 +285,7 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
         throw UsageError("run", "{}: {}='{}' is not a number of seconds of at least 1.",
                          given->origin, key, value);
       plan.rendezvous_timeout = std::chrono::seconds(*seconds);
-    } else if (std::find(unused.begin(), unused.end(), key) != unused.end()) {
+    } else if (std::ranges::find(unused, key) != unused.end()) {
       notes.push_back(fmt::format("{}: {} is ignored: it has no meaning for a fixed set of hosts.",
                                   given->origin, key));
     } else {
@@ -562,8 +305,7 @@ void check_overridden(const Values& values) {
     parse_endpoint(*endpoint);
   const std::vector<std::string> backends = {"static", "c10d", "etcd", "etcd-v2"};
   const Given* backend = values.find("rdzv-backend");
-  if (backend != nullptr &&
-      std::find(backends.begin(), backends.end(), backend->text) == backends.end())
+  if (backend != nullptr && std::ranges::find(backends, backend->text) == backends.end())
     throw UsageError("run",
                      "{}='{}' is not a rendezvous backend.{} Use static (or c10d on one host).",
                      backend->origin, backend->text, did_you_mean(backend->text, backends));
@@ -738,7 +480,10 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
     for (const auto& [rank, streams] : map->by_local_rank) ranks.push_back(rank);
     note_absent_ranks(ranks, plan.nproc_per_node, fmt::format("--{}", name), notes);
   }
-  if (const Given* given = values.find("line-prefix")) plan.line_prefix = parse_line_prefix(*given);
+  if (const Given* given = values.find("line-prefix"))
+    plan.line_prefix = choice<LinePrefix>(
+        *given,
+        {{"rank", LinePrefix::kRank}, {"role", LinePrefix::kRole}, {"none", LinePrefix::kNone}});
   if (const Given* given = values.find("local-ranks-filter"); given && !given->text.empty()) {
     plan.local_ranks_filter = parse_ranks(*given);
     note_absent_ranks({plan.local_ranks_filter->begin(), plan.local_ranks_filter->end()},
@@ -755,7 +500,8 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
   plan.stall_timeout = values.seconds("stall-timeout", plan.stall_timeout, 0);
   if (const Given* given = values.find("stall-action"))
-    plan.stall_action = parse_stall_action(*given);
+    plan.stall_action =
+        choice<StallAction>(*given, {{"warn", StallAction::kWarn}, {"stop", StallAction::kStop}});
   plan.timeout = std::chrono::seconds(values.number("timeout", 0, 1, kYear_s));
   plan.startup_timeout = std::chrono::seconds(values.number("startup-timeout", 0, 1, kYear_s));
   plan.virtual_local_rank = values.is_on("virtual-local-rank");
@@ -763,7 +509,14 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.role = values.text("role", plan.role);
   if (const Given* given = values.find("signals-to-handle"))
     plan.signals_to_handle = parse_signals(*given);
-  if (const Given* given = values.find("numa-binding")) plan.numa_binding = parse_numa(*given);
+  if (const Given* found = values.find("numa-binding")) {
+    Given given = *found;  // torchrun spells core-complex either way
+    std::ranges::replace(given.text, '_', '-');
+    plan.numa_binding = choice<NumaBinding>(given, {{"node", NumaBinding::kNode},
+                                                    {"socket", NumaBinding::kSocket},
+                                                    {"exclusive", NumaBinding::kExclusive},
+                                                    {"core-complex", NumaBinding::kCoreComplex}});
+  }
 }
 
 }  // namespace

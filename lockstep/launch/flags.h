@@ -10,13 +10,8 @@
 //   return supervise(parsed.plan);
 #pragma once
 
-#include <chrono>
 #include <functional>
-#include <map>
-#include <optional>
-#include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/launch/flag_table.h"  // IWYU pragma: export
@@ -42,47 +37,5 @@ struct ParsedFlags {
 
 // Throws UsageError naming flag or variable and the value, and the nearest flag after a typo.
 ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around = {});
-
-// ---------------------------------------------------------------- the first half of parsing
-// Arguments and PET_ variables become named texts. Private to this layer.
-
-// A value and where it came from, for messages: "--nnodes", "-r" or "PET_NNODES".
-struct Given {
-  std::string text;
-  std::string origin;
-};
-
-// What was given, flag by flag; the keys are names of the table. A plain value, no locks.
-class Values {
- public:
-  void set(const FlagSpec& flag, std::string text, std::string origin);
-  const Given* find(const std::string& name) const;
-  bool has(const std::string& name) const { return find(name) != nullptr; }
-  std::string text(const std::string& name, std::string fallback) const;
-  bool is_on(const std::string& name) const { return text(name, "0") == "1"; }
-
-  // Throw UsageError naming origin, text and what is accepted.
-  int number(const std::string& name, int fallback, int min, int max) const;
-  std::chrono::milliseconds seconds(const std::string& name, std::chrono::milliseconds fallback,
-                                    double min_s) const;
-
- private:
-  std::map<std::string, Given> values_;
-};
-
-struct GivenArguments {
-  Request request = Request::kRun;
-  Values values;
-  std::vector<std::string> program;  // the first arg that is not a flag, and all after it
-};
-
-// Long flags in either spelling, by unique prefix, with "=value" or the next arg; letters alone,
-// joined (-mr3) or with the value attached.
-GivenArguments read_arguments(const std::vector<std::string>& args);
-
-// PET_ variables fill what the command line left open. Empty counts as unset.
-void fill_from_variables(Values& values, const Variables& variable);
-
-std::string trim(std::string_view text);
 
 }  // namespace lockstep::launch

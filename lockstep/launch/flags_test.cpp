@@ -15,6 +15,7 @@
 #include <regex>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/arguments.h"
 #include "lockstep/launch/program.h"
 
 namespace lockstep::launch {
@@ -154,9 +155,8 @@ TEST(Spelling, WhatTorchrunUnderstandsMeansTheSameHere) {
   for (const FlagSpec& flag : flag_table()) {
     for (std::size_t size = 1; flag.torchrun && size <= flag.name.size(); ++size) {
       const std::string prefix(flag.name.substr(0, size));
-      const auto meant = std::count_if(theirs.begin(), theirs.end(), [&](const auto& name) {
-        return name.rfind(prefix, 0) == 0;
-      });
+      const auto meant = std::ranges::count_if(
+          theirs, [&](const auto& name) { return name.rfind(prefix, 0) == 0; });
       if (meant > 1) continue;
       const auto given = read_arguments({"--" + prefix + (flag.is_switch() ? "" : "=x")});
       EXPECT_TRUE(given.values.has(std::string(flag.name))) << prefix;

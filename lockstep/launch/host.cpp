@@ -1,6 +1,5 @@
 #include "lockstep/launch/host.h"
 
-#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -24,6 +23,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {
@@ -145,8 +145,8 @@ Gpus parse_answer(const std::string& answer) {
   std::istringstream stream(line);
   stream >> gpus.count >> gpus.cuda_version;
   for (std::string address; stream >> address;) {
-    std::transform(address.begin(), address.end(), address.begin(),
-                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    std::ranges::transform(address, address.begin(),
+                           [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
     gpus.pci_addresses.push_back(address);
   }
   while (std::getline(lines, line)) {
@@ -184,18 +184,6 @@ AddressInfo resolve(const std::string& host) {
                      host, ::gai_strerror(code));
   }
   return AddressInfo(found);
-}
-
-const void* raw_address(const sockaddr* address) {
-  if (address->sa_family == AF_INET)
-    return &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-  return &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
-}
-
-std::string address_text(const sockaddr* address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  ::inet_ntop(address->sa_family, raw_address(address), text, sizeof text);
-  return text;
 }
 
 // The interface that carries `address`; a 127.x address that none names belongs to the loopback.
@@ -275,8 +263,8 @@ Interface interface_towards(const std::string& host) {
 
 std::optional<int> signal_number(std::string_view name) {
   std::string upper(name);
-  std::transform(upper.begin(), upper.end(), upper.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  std::ranges::transform(upper, upper.begin(),
+                         [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
   if (upper.rfind("SIG", 0) != 0) upper = "SIG" + upper;
   for (int number = 1; number < SIGRTMAX; ++number) {
     if (signal_name(number) == upper) return number;

@@ -1,6 +1,5 @@
 #include "lockstep/launch/node_connection.h"
 
-#include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -14,6 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/printable.h"
+#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {
@@ -34,28 +34,12 @@ void tune(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kLostAfter.count()));
 }
 
-// The numeric address in `storage`, an IPv4 one without its IPv6 wrapping.
-std::string address_text(const sockaddr_storage& storage) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (storage.ss_family == AF_INET6) {
-    const auto& address = reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr;
-    if (IN6_IS_ADDR_V4MAPPED(&address)) {
-      ::inet_ntop(AF_INET, address.s6_addr + 12, text, sizeof text);
-    } else {
-      ::inet_ntop(AF_INET6, &address, text, sizeof text);
-    }
-  } else {
-    ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in&>(storage).sin_addr, text,
-                sizeof text);
-  }
-  return text;
-}
-
-std::string own_address_of(int fd) {
+// One end of a socket, which `ask` (::getsockname, ::getpeername) knows.
+std::string address_of(int fd, int (*ask)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage storage{};
   socklen_t size = sizeof storage;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return {};
-  return address_text(storage);
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
+  return ask(fd, address, &size) == 0 ? address_text(address) : "?";
 }
 
 }  // namespace
@@ -79,14 +63,11 @@ Connection::~Connection() {
 }
 
 std::string Connection::local_address() const {
-  return own_address_of(socket_.get());
+  return address_of(socket_.get(), ::getsockname);
 }
 
 std::string Connection::peer_address() const {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof storage;
-  if (::getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "?";
-  return address_text(storage);
+  return address_of(socket_.get(), ::getpeername);
 }
 
 void Connection::on_event(std::uint32_t events) {
@@ -119,10 +100,7 @@ bool Connection::is_other_protocol(char first) {
     return true;
   }
   if (channel_ || (first != kTlsAlert && first != kTlsHandshake)) return false;
-  Message answer;
-  answer.kind = Message::Kind::kRefused;
-  answer.code = 2;
-  outgoing_ += encode(answer);
+  outgoing_ += encode({.kind = Message::Kind::kRefused, .code = 2});
   write_some();
   close({"it uses TLS", Closing::Secret::kPeerHasOne});
   return true;

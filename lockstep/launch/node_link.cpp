@@ -1,14 +1,12 @@
 #include "lockstep/launch/node_link.h"
 
 #include <fmt/ranges.h>
-#include <netdb.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <cstring>
 #include <utility>
 
 #include "lockstep/core/deadline.h"
@@ -27,43 +25,18 @@ constexpr std::size_t kMaxUnknown = 128;  // connections that have not joined
 constexpr std::size_t kMaxReports = 8;
 constexpr milliseconds kHandshakeTimeout{10'000};
 constexpr milliseconds kAcceptPause{200};
-constexpr milliseconds kConnectTimeout{5000};
-// By when the kernel has noticed that a host is lost. A node that wants to join has an answer later
-// than that, if its node rank is taken.
-constexpr milliseconds kLossKnown = kLostAfter + milliseconds(1500);
-constexpr milliseconds kAnswerTimeout = 2 * kLossKnown;
-constexpr milliseconds kRetryDelay{200};
-constexpr milliseconds kNodeZeroSlack{5000};
-constexpr milliseconds kFirstProgress{3000};
-constexpr milliseconds kProgress{10'000};
 
-// More than StoreStreams::kLinkWindow, even for a peer that is stopped and does not read. Only
-// takes effect before the connection is made.
+}  // namespace
+
 void enlarge_buffer(int fd) {
   constexpr int kBytes = 512 << 10;
   ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kBytes, sizeof kBytes);
 }
 
-// A connect to a local port nobody listens on can connect to itself when the kernel picks that very
-// port as its own end.
-bool met_itself(int fd) {
-  sockaddr_storage own{};
-  sockaddr_storage peer{};
-  socklen_t own_size = sizeof own;
-  socklen_t peer_size = sizeof peer;
-  return ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
-         ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 &&
-         own_size == peer_size && std::memcmp(&own, &peer, own_size) == 0;
-}
-
-bool is_member(const std::vector<int>& numbers, int number) {
-  return std::find(numbers.begin(), numbers.end(), number) != numbers.end();
-}
-
-// What a launcher forwards by default, or was asked to forward.
 bool may_stop(const LaunchPlan& plan, int signal) {
-  static const std::vector<int> usual = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
-  return is_member(usual, signal) || is_member(plan.signals_to_handle, signal);
+  return signal == SIGUSR1 || signal == SIGUSR2 ||
+         std::ranges::count(kUsualStopSignals, signal) != 0 ||
+         std::ranges::count(plan.signals_to_handle, signal) != 0;
 }
 
 std::string bad_signal(int signal) {
@@ -73,12 +46,9 @@ std::string bad_signal(int signal) {
       signal);
 }
 
-// What must be the same on all launchers, as it is written on a command line: node 0 decides by its
-// own values, and what the others were given would be ignored or would contradict it.
 std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
   std::set<std::string> signals;
-  for (const int signal : plan.signals_to_handle) signals.insert(signal_name(signal));
-  if (signals.empty()) signals = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"};
+  for (const int signal : stop_signals(plan)) signals.insert(signal_name(signal));
   const std::chrono::duration<double> grace = plan.shutdown_timeout;
   return {{"--max-restarts", std::to_string(plan.max_restarts)},
           {"--replace-gloo", plan.replace_gloo ? "true" : "false"},
@@ -109,8 +79,6 @@ std::string secret_text(Closing::Secret secret, const std::string& peer) {
   }
 }
 
-}  // namespace
-
 // ---------------------------------------------------------------- Hub
 
 Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Handlers handlers)
@@ -124,8 +92,7 @@ void Hub::await_nodes(Fd listener) {
   started_ = EventLoop::Clock::now();
   enlarge_buffer(listener_.get());
   loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
-  overdue_timer_ = loop_.after(plan_.rendezvous_timeout, [this] {
-    overdue_timer_ = 0;
+  overdue_timer_.start(plan_.rendezvous_timeout, [this] {
     handlers_.overdue(fmt::format(
         "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
         "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
@@ -133,14 +100,10 @@ void Hub::await_nodes(Fd listener) {
         guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing_text(),
         plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
-  progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
+  progress_timer_.start(kFirstProgress, [this] { report_progress(); });
 }
 
 Hub::~Hub() {
-  for (auto& [number, guest] : guests_) loop_.cancel(guest.deadline);
-  for (EventLoop::TimerId* timer :
-       {&overdue_timer_, &progress_timer_, &accept_timer_, &goodbye_timer_})
-    loop_.cancel(*timer);
   if (listener_) loop_.forget(listener_.get());
 }
 
@@ -155,20 +118,19 @@ void Hub::on_connect() {
   }
   if (guests_.size() - guest_of_node_.size() >= kMaxUnknown) evict();
   const std::uint64_t number = ++last_guest_;
-  Guest& guest = guests_[number];
+  Guest& guest = guests_.try_emplace(number, loop_).first->second;
   guest.connection = std::make_unique<Connection>(
       loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
       Connection::Handlers{[this, number](const Message& message) { on_message(number, message); },
                            [this, number](const StoreFrame& frame) { on_frame(number, frame); },
                            [this, number](const Closing& closing) { on_closed(number, closing); }});
   guest.address = guest.connection->peer_address();
-  guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
+  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
 }
 
 void Hub::pause_accept() {
   loop_.change(listener_.get(), 0);
-  accept_timer_ = loop_.after(kAcceptPause, [this] {
-    accept_timer_ = 0;
+  accept_timer_.start(kAcceptPause, [this] {
     if (listener_) loop_.change(listener_.get(), EPOLLIN);
   });
 }
@@ -180,9 +142,8 @@ bool Hub::evict() {
   for (const auto& [number, guest] : guests_) {
     if (guest.node < 0) ++of_address.try_emplace(guest.address, 0, number).first->second.first;
   }
-  const auto busiest = std::max_element(
-      of_address.begin(), of_address.end(),
-      [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
+  const auto busiest = std::ranges::max_element(
+      of_address, [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
   if (busiest == of_address.end()) return false;
   ++unreported_;
   drop(busiest->second.second);
@@ -192,7 +153,6 @@ bool Hub::evict() {
 void Hub::drop(std::uint64_t number) {
   const auto found = guests_.find(number);
   if (found == guests_.end()) return;
-  loop_.cancel(found->second.deadline);
   // Posted: this may run inside a handler of the connection.
   std::shared_ptr<Connection> last(std::move(found->second.connection));
   loop_.post([last] {});
@@ -296,31 +256,25 @@ std::string Hub::taken_text(const Message& handshake) const {
 
 void Hub::refuse(std::uint64_t number, const std::string& reason) {
   Guest& guest = guests_.at(number);
-  loop_.cancel(guest.deadline);
   report(reason);
-  Message answer;
-  answer.kind = Message::Kind::kRefused;
   // Where there is no secret anybody can ask, so the answer reveals nothing about this run.
-  if (secure_) answer.text = reason;
-  answer.code = 2;
-  guest.connection->send(answer);
+  guest.connection->send(
+      Message{.kind = Message::Kind::kRefused, .code = 2, .text = secure_ ? reason : ""});
   // The peer hangs up once it has read that; if it does not, this does.
-  guest.deadline = loop_.after(kHandshakeTimeout, [this, number] { drop(number); });
+  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
 }
 
 void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   Guest& guest = guests_.at(number);
-  loop_.cancel(guest.deadline);
+  guest.deadline.cancel();
   const bool again = std::exchange(guest.asked, true);
   std::string refusal = reason_to_refuse(handshake);
   if (refusal.empty()) {
     refusal = taken_text(handshake);
     // It may come for a launcher whose host is lost, which nobody has noticed yet.
-    if (!refusal.empty() && !again) {
-      guest.deadline =
-          loop_.after(kLossKnown, [this, number, handshake] { on_handshake(number, handshake); });
-      return;
-    }
+    if (!refusal.empty() && !again)
+      return guest.deadline.start(kLossKnown,
+                                  [this, number, handshake] { on_handshake(number, handshake); });
   }
   if (!refusal.empty()) return refuse(number, refusal);
   guest.node = handshake.node;
@@ -329,9 +283,7 @@ void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   guest.connection->trust();
   guest_of_node_[handshake.node] = number;
   first_attempt_ = std::max(first_attempt_, handshake.attempt);
-  Message answer;
-  answer.kind = Message::Kind::kSay;
-  guest.connection->send(answer);
+  guest.connection->send(Message{.kind = Message::Kind::kSay});
   check_complete();
 }
 
@@ -354,7 +306,7 @@ void Hub::on_closed(std::uint64_t number, const Closing& closing) {
   guest_of_node_.erase(node);
   if (on_goodbyes_) {
     if (guest_of_node_.empty()) {
-      loop_.cancel(goodbye_timer_);
+      goodbye_timer_.cancel();
       loop_.post(std::exchange(on_goodbyes_, nullptr));
     }
   } else if (!started) {
@@ -389,18 +341,15 @@ std::string Hub::missing_text() const {
 }
 
 void Hub::report_progress() {
-  progress_timer_ = loop_.after(kProgress, [this] { report_progress(); });
-  Message message;
-  message.kind = Message::Kind::kSay;
-  message.text = fmt::format(
+  progress_timer_.start(kProgress, [this] { report_progress(); });
+  std::string text = fmt::format(
       "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
       "of {} s).",
       missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
       seconds_since(started_), plan_.rendezvous_timeout.count());
-  broadcast(message);
-  if (unreported_ > 0)
-    message.text += fmt::format(" {} more connections were rejected.", unreported_);
-  handlers_.say(message.text);
+  broadcast({.kind = Message::Kind::kSay, .text = text});
+  if (unreported_ > 0) text += fmt::format(" {} more connections were rejected.", unreported_);
+  handlers_.say(text);
   reported_.clear();
   unreported_ = 0;
 }
@@ -415,8 +364,7 @@ void Hub::check_complete() {
 }
 
 void Hub::stop_waiting() {
-  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_, &accept_timer_})
-    loop_.cancel(*timer);
+  for (Timer* timer : {&overdue_timer_, &progress_timer_, &accept_timer_}) timer->cancel();
   if (listener_) loop_.forget(listener_.get());
   listener_.reset();
   while (evict()) {
@@ -445,224 +393,7 @@ void Hub::wait_for_goodbyes(milliseconds timeout, EventLoop::Task done) {
   stop_waiting();  // whoever joined now would be lost in a moment
   if (guest_of_node_.empty()) return loop_.post(std::move(done));
   on_goodbyes_ = std::move(done);
-  goodbye_timer_ = loop_.after(timeout, [this] {
-    goodbye_timer_ = 0;
-    loop_.post(std::exchange(on_goodbyes_, nullptr));
-  });
-}
-
-// ---------------------------------------------------------------- Spoke
-
-Spoke::Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers)
-    : loop_(loop),
-      plan_(plan),
-      host_(std::move(host)),
-      handlers_(std::move(handlers)),
-      secure_(secure_context(plan, SecureContext::Side::kClient)) {}
-
-Spoke::~Spoke() {
-  close();
-}
-
-// Node 0 is no longer looked for either.
-void Spoke::close() {
-  for (EventLoop::TimerId* timer :
-       {&overdue_timer_, &retry_timer_, &answer_timer_, &progress_timer_})
-    loop_.cancel(*timer);
-  if (pending_) loop_.forget(pending_.get());
-  pending_.reset();
-  lookup_.reset();
-  connection_.reset();
-}
-
-void Spoke::connect(int first_attempt) {
-  first_attempt_ = first_attempt;
-  begun_ = false;
-  started_ = EventLoop::Clock::now();
-  expect_node_zero();
-  try_now();
-}
-
-// Within what is left of the time since connect().
-void Spoke::expect_node_zero() {
-  welcome_ = false;
-  for (EventLoop::TimerId* timer : {&overdue_timer_, &progress_timer_}) loop_.cancel(*timer);
-  const auto end = started_ + plan_.rendezvous_timeout;
-  const auto left = std::chrono::ceil<milliseconds>(end - EventLoop::Clock::now());
-  overdue_timer_ = loop_.after(left, [this] {
-    overdue_timer_ = 0;
-    handlers_.failed(1, fmt::format("[launch] node 0's launcher was not found at {}:{} within {} s "
-                                    "({}). Start it there with "
-                                    "--node-rank=0, and check --master-addr, --master-port and "
-                                    "that the port can be reached.",
-                                    plan_.master_addr, plan_.master_port,
-                                    plan_.rendezvous_timeout.count(), last_problem_));
-  });
-  progress_timer_ = loop_.after(kFirstProgress, [this] { report_progress(); });
-}
-
-void Spoke::report_progress() {
-  progress_timer_ = 0;
-  if (welcome_) return;  // from now on node 0 reports
-  progress_timer_ = loop_.after(kProgress, [this] { report_progress(); });
-  handlers_.say(fmt::format("[launch] waiting for node rank 0 at {}:{} ({}; {:.0f} s of {} s).",
-                            plan_.master_addr, plan_.master_port, last_problem_,
-                            seconds_since(started_), plan_.rendezvous_timeout.count()));
-}
-
-void Spoke::try_later(const std::string& why) {
-  last_problem_ = why;
-  loop_.cancel(answer_timer_);
-  loop_.cancel(retry_timer_);
-  if (pending_) loop_.forget(pending_.get());
-  pending_.reset();
-  disconnect();
-  retry_timer_ = loop_.after(kRetryDelay, [this] {
-    retry_timer_ = 0;
-    try_now();
-  });
-}
-
-void Spoke::try_now() {
-  lookup_ = std::make_unique<Lookup>(loop_, plan_.master_addr, plan_.master_port,
-                                     [this](const Addresses& found) { try_addresses(found); });
-}
-
-void Spoke::try_addresses(const Addresses& found) {
-  if (found.error != 0) return try_later(fmt::format("its name: {}", ::gai_strerror(found.error)));
-  // A name may have several addresses and answer at only one: each try begins with the next.
-  std::vector<const addrinfo*> order;
-  for (const addrinfo* at = found.first.get(); at != nullptr; at = at->ai_next) order.push_back(at);
-  std::rotate(order.begin(), order.begin() + static_cast<long>(tries_++ % order.size()),
-              order.end());
-  std::string problem = "no address";
-  for (const addrinfo* at : order) {
-    Fd socket(::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!socket) continue;
-    enlarge_buffer(socket.get());
-    if (::connect(socket.get(), at->ai_addr, at->ai_addrlen) != 0 && errno != EINPROGRESS) {
-      problem = std::strerror(errno);
-      continue;
-    }
-    pending_ = std::move(socket);
-    answer_timer_ = loop_.after(kConnectTimeout, [this] { try_later("it does not answer"); });
-    loop_.watch(pending_.get(), EPOLLOUT, [this](std::uint32_t) {
-      int result = 0;
-      socklen_t size = sizeof result;
-      ::getsockopt(pending_.get(), SOL_SOCKET, SO_ERROR, &result, &size);
-      if (result != 0) return try_later(std::strerror(result));
-      if (met_itself(pending_.get())) return try_later("nobody listens there");
-      loop_.forget(pending_.get());
-      on_connected(std::move(pending_));
-    });
-    return;
-  }
-  try_later(problem);
-}
-
-void Spoke::on_connected(Fd socket) {
-  loop_.cancel(answer_timer_);
-  connection_ = std::make_unique<Connection>(
-      loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
-      Connection::Handlers{[this](const Message& message) { on_message(message); },
-                           [this](const StoreFrame& frame) {
-                             if (connection_) handlers_.frame(frame);
-                           },
-                           [this](const Closing& closing) { on_closed(closing); }});
-  local_address_ = connection_->local_address();
-  answer_timer_ =
-      loop_.after(kAnswerTimeout, [this] { try_later("what listens there does not answer"); });
-  Message handshake;
-  handshake.kind = Message::Kind::kHandshake;
-  handshake.node = plan_.node_rank;
-  handshake.attempt = first_attempt_;
-  handshake.run_id = plan_.run_id;
-  handshake.host = host_;
-  handshake.nnodes = plan_.nnodes;
-  handshake.share = {plan_.nproc_per_node, plan_.role};
-  handshake.flags = flags_of_the_run(plan_);
-  connection_->send(handshake);
-}
-
-void Spoke::disconnect() {
-  std::shared_ptr<Connection> last(std::move(connection_));
-  loop_.post([last] {});  // this may run inside one of its handlers
-}
-
-void Spoke::on_closed(const Closing& closing) {
-  if (!connection_) return;
-  disconnect();
-  if (welcome_ && !begun_ && first_attempt_ > 0) {  // as is the one that came back, or its place
-    expect_node_zero();
-    return try_later(closing.why);
-  }
-  if (welcome_) return handlers_.lost(closing.why);
-  if (closing.secret == Closing::Secret::kFine)
-    return try_later("what listens there is not a launcher that waits");
-  loop_.cancel(answer_timer_);
-  const std::string peer = fmt::format("node 0 at {}:{}", plan_.master_addr, plan_.master_port);
-  handlers_.failed(2, secret_text(closing.secret, peer));
-}
-
-std::string Spoke::what_is_wrong(const Message& message) const {
-  if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
-    return bad_signal(message.signal);
-  const NodeShare own{plan_.nproc_per_node, plan_.role};
-  const auto node = static_cast<std::size_t>(plan_.node_rank);
-  if (message.kind == Message::Kind::kStart &&
-      (message.nodes.size() != static_cast<std::size_t>(plan_.nnodes) ||
-       message.nodes[node] != own))
-    return "it started another run than this one";
-  if (!message.failure || message.failure->node != plan_.node_rank || message.failure->rank < 0)
-    return {};
-  const int local_rank = message.failure->local_rank;
-  if (local_rank >= 0 && local_rank < plan_.nproc_per_node) return {};
-  return fmt::format("it reported a failure of local rank {} here, which does not exist",
-                     local_rank);
-}
-
-void Spoke::on_message(const Message& message) {
-  if (!connection_) return;
-  loop_.cancel(answer_timer_);
-  if (message.kind == Message::Kind::kRefused) {
-    if (!message.text.empty()) return handlers_.failed(message.code, message.text);
-    return handlers_.failed(
-        message.code,
-        fmt::format("[launch] node 0 at {}:{} rejected node rank {}. Its flags do not agree with "
-                    "node 0's, or the node rank is taken; node 0's output says which. Compare "
-                    "--rdzv-id, --nnodes and --node-rank, then the other flags.",
-                    plan_.master_addr, plan_.master_port, plan_.node_rank));
-  }
-  if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);
-  if (const std::string wrong = what_is_wrong(message); !wrong.empty()) return on_closed({wrong});
-  if (!welcome_) {
-    // From here on node 0 watches the clock; this is for a node 0 that hangs.
-    welcome_ = true;
-    connection_->trust();
-    loop_.cancel(overdue_timer_);
-    overdue_timer_ = loop_.after(plan_.rendezvous_timeout + kNodeZeroSlack, [this] {
-      overdue_timer_ = 0;
-      handlers_.failed(1,
-                       "[launch] node 0's launcher answered but never started the run. Look at "
-                       "what it says; it may be stopped.");
-    });
-  }
-  begun_ = begun_ || message.kind == Message::Kind::kStart;
-  if (message.kind != Message::Kind::kSay) {
-    loop_.cancel(overdue_timer_);
-  } else {
-    if (!message.text.empty()) handlers_.say(message.text);
-    return;
-  }
-  handlers_.message(message);
-}
-
-void Spoke::send(const Message& message) {
-  if (connection_) connection_->send(message);
-}
-
-void Spoke::send(const StoreFrame& frame) {
-  if (connection_) connection_->send(frame);
+  goodbye_timer_.start(timeout, [this] { loop_.post(std::exchange(on_goodbyes_, nullptr)); });
 }
 
 }  // namespace lockstep::launch

@@ -8,8 +8,8 @@
 // Until a peer has joined, it may be anybody: it has a deadline, short lines and few connections,
 // of which the greediest address loses one first, and the answer reveals nothing about this run.
 //
-//   Hub hub(loop, plan, {...}); hub.await_nodes(port.listener());   // node 0
-//   Spoke spoke(loop, plan, {...}); spoke.connect();                // the others
+//   Hub hub(loop, plan, {...});               // node 0; the others: node_spoke.h
+//   hub.await_nodes(port.listener());
 //
 // Owned by the supervisor, one thread. Callbacks come from the event loop, never from a call.
 #pragma once
@@ -18,18 +18,37 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "lockstep/launch/event_loop.h"
-#include "lockstep/launch/lookup.h"
 #include "lockstep/launch/node_connection.h"
 #include "lockstep/launch/node_message.h"
 #include "lockstep/launch/plan.h"
 
 namespace lockstep::launch {
+
+// ---------------------------------------------------------------- what both sides check
+
+// What must be the same on all launchers, as it is written on a command line: node 0 decides by its
+// own values, and what the others were given would be ignored or would contradict it.
+std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan);
+// Whether a launcher forwards the signal by default, or was asked to. If not, why it is refused.
+bool may_stop(const LaunchPlan& plan, int signal);
+std::string bad_signal(int signal);
+// Null without a --secret-file.
+std::unique_ptr<SecureContext> secure_context(const LaunchPlan& plan, SecureContext::Side side);
+std::string secret_text(Closing::Secret secret, const std::string& peer);
+// More than StoreStreams::kLinkWindow, even for a peer that is stopped and does not read. Only
+// takes effect before the connection is made.
+void enlarge_buffer(int fd);
+
+// By when the kernel has noticed that a host is lost. A node that wants to join has an answer later
+// than that, if its node rank is taken.
+constexpr std::chrono::milliseconds kLossKnown = kLostAfter + std::chrono::milliseconds(1500);
+constexpr std::chrono::milliseconds kFirstProgress{3000};  // a line while launchers wait, and then
+constexpr std::chrono::milliseconds kProgress{10'000};
 
 // Node 0's side.
 class Hub {
@@ -61,6 +80,8 @@ class Hub {
 
  private:
   struct Guest {
+    explicit Guest(EventLoop& loop) : deadline(loop) {}
+
     std::unique_ptr<Connection> connection;
     std::string address;
     std::string host;
@@ -68,7 +89,7 @@ class Hub {
     bool asked = false;    // to join
     bool started = false;  // all nodes were here since
     NodeShare share;
-    EventLoop::TimerId deadline = 0;
+    Timer deadline;
   };
   void on_connect();
   void pause_accept();
@@ -101,61 +122,8 @@ class Hub {
   std::set<std::string> reported_;  // since the last progress line
   std::size_t unreported_ = 0;
   EventLoop::Clock::time_point started_;
-  EventLoop::TimerId overdue_timer_ = 0, progress_timer_ = 0;
-  EventLoop::TimerId accept_timer_ = 0, goodbye_timer_ = 0;
+  Timer overdue_timer_{loop_}, progress_timer_{loop_}, accept_timer_{loop_}, goodbye_timer_{loop_};
   EventLoop::Task on_goodbyes_;
-};
-
-// The other nodes' side.
-class Spoke {
- public:
-  struct Handlers {
-    std::function<void(const Message&)> message;  // kStart and what follows
-    std::function<void(const StoreFrame&)> frame;
-    // Refused (2), or node 0 or another node did not come in time (1).
-    std::function<void(int code, const std::string& text)> failed;
-    // After it had answered; one that is waited for a second time, after an attempt had begun.
-    std::function<void(const std::string& why)> lost;
-    std::function<void(const std::string& text)> say;
-  };
-  Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers);
-  ~Spoke();
-
-  // Tries until node 0 answers. `first_attempt`: the lowest it may start, after node 0 was lost.
-  void connect(int first_attempt = 0);
-  void send(const Message& message);
-  void send(const StoreFrame& frame);
-  void close();
-  std::string local_address() const { return local_address_; }
-
- private:
-  void expect_node_zero();
-  void try_now();
-  void try_addresses(const Addresses& found);
-  void on_connected(Fd socket);
-  void disconnect();
-  void on_closed(const Closing& closing);
-  void try_later(const std::string& why);
-  void on_message(const Message& message);
-  std::string what_is_wrong(const Message& message) const;
-  void report_progress();
-
-  EventLoop& loop_;
-  const LaunchPlan& plan_;
-  std::string host_;
-  Handlers handlers_;
-  std::unique_ptr<SecureContext> secure_;
-  std::unique_ptr<Lookup> lookup_;
-  Fd pending_;
-  std::unique_ptr<Connection> connection_;
-  bool welcome_ = false;
-  bool begun_ = false;  // an attempt, since connect()
-  int first_attempt_ = 0;
-  std::size_t tries_ = 0;
-  std::string last_problem_ = "no answer yet";
-  std::string local_address_;
-  EventLoop::Clock::time_point started_;
-  EventLoop::TimerId overdue_timer_ = 0, retry_timer_ = 0, answer_timer_ = 0, progress_timer_ = 0;
 };
 
 }  // namespace lockstep::launch

@@ -14,6 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/launch/node_spoke.h"
 #include "lockstep/launch/ports.h"
 #include "lockstep/rendezvous/secure_channel.h"
 #include "lockstep/rendezvous/world_layout.h"

@@ -50,7 +50,11 @@ struct Message {
   NodeShare share = {};
   std::map<std::string, std::string> flags = {};  // those that must be the same everywhere
 };
+
 std::string encode(const Message& message);  // one line with its newline
 Message decode(const std::string& line);     // throws UsageError
+
+std::string failure_to_json(const RankFailure& failure);
+RankFailure failure_from_json(const std::string& text);  // throws UsageError when it is not one
 
 }  // namespace lockstep::launch

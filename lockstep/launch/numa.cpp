@@ -31,7 +31,7 @@ class Topology {
  public:
   Topology(const HostFiles& files, std::vector<int> allowed)
       : files_(files), allowed_(std::move(allowed)) {
-    std::sort(allowed_.begin(), allowed_.end());
+    std::ranges::sort(allowed_);
     find_nodes();
   }
 
@@ -83,8 +83,7 @@ class Topology {
       for (const int node : parse_cpu_list(*online)) {
         const auto list = line_of(fmt::format("{}/node{}/cpulist", base, node));
         for (const int cpu : list ? parse_cpu_list(*list) : std::vector<int>()) {
-          if (std::binary_search(allowed_.begin(), allowed_.end(), cpu))
-            nodes_[node].push_back(cpu);
+          if (std::ranges::binary_search(allowed_, cpu)) nodes_[node].push_back(cpu);
         }
       }
     }
@@ -161,8 +160,8 @@ std::vector<int> own_cache(const Topology& topology, int node, int index) {
       group_by(topology.nodes().at(node), [&](int cpu) { return topology.cache_of(cpu); });
   std::vector<std::vector<int>> ordered;
   for (const auto& [cache, cpus] : caches) ordered.push_back(cpus);
-  std::stable_sort(ordered.begin(), ordered.end(),
-                   [](const auto& a, const auto& b) { return a.size() > b.size(); });
+  std::ranges::stable_sort(ordered,
+                           [](const auto& a, const auto& b) { return a.size() > b.size(); });
   return ordered[static_cast<std::size_t>(index) % ordered.size()];
 }
 
@@ -183,7 +182,7 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
                      request.local_rank, node, cpu_list_text(request.allowed));
   }
   // Its place among those that share the node.
-  const int sharers = static_cast<int>(std::count(slots.begin(), slots.end(), node));
+  const int sharers = static_cast<int>(std::ranges::count(slots, node));
   const int index = static_cast<int>(
       std::count(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(rank), node));
   std::vector<int> cpus;
@@ -202,7 +201,7 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
       cpus = own_cache(topology, node, index);
       break;
   }
-  std::sort(cpus.begin(), cpus.end());
+  std::ranges::sort(cpus);
   return cpus;
 }
 

@@ -55,7 +55,7 @@ std::string end_of_file(const std::string& path, std::size_t most) {
 }
 
 OutputStream::OutputStream(EventLoop& loop, Console& console, Options options)
-    : loop_(loop), console_(console), options_(std::move(options)) {
+    : loop_(loop), console_(console), options_(std::move(options)), silence_timer_(loop) {
   const StreamRoute& route = options_.route;
   if (!route.file.empty()) file_ = open_log(route.file);
   if (route.direct()) {
@@ -70,7 +70,6 @@ OutputStream::OutputStream(EventLoop& loop, Console& console, Options options)
 }
 
 OutputStream::~OutputStream() {
-  loop_.cancel(silence_timer_);
   console_.drop_source(options_.source);
   if (pipe_ && !paused_) loop_.forget(pipe_.get());
 }
@@ -141,22 +140,19 @@ void OutputStream::take_lines(std::string_view data) {
     show_progress();
   }
   if (partial_.empty()) {
-    loop_.cancel(silence_timer_);
-  } else if (silence_timer_ == 0) {
-    silence_timer_ = loop_.after(kSilence, [this] { on_silence(); });
+    silence_timer_.cancel();
+  } else if (!silence_timer_.pending()) {
+    silence_timer_.start(kSilence, [this] { on_silence(); });
   }
 }
 
 void OutputStream::on_silence() {
-  silence_timer_ = 0;
   if (partial_.empty()) return;
   const auto quiet = EventLoop::Clock::now() - last_data_;
   const bool is_long = partial_.size() >= kShortBytes;
   // While we wait for the console, the rest of the line is probably in the pipe.
-  if (paused_ || quiet < (is_long ? kLongSilence : kSilence / 2)) {
-    silence_timer_ = loop_.after(kSilence, [this] { on_silence(); });
-    return;
-  }
+  if (paused_ || quiet < (is_long ? kLongSilence : kSilence / 2))
+    return silence_timer_.start(kSilence, [this] { on_silence(); });
   put(partial_, false);
   partial_.clear();
   show_progress();
@@ -213,7 +209,7 @@ void OutputStream::show_progress() {
 void OutputStream::match_filters(std::string_view line) {
   const auto& filters = options_.route.filters;
   if (options_.route.filtered_fd < 0 ||
-      std::none_of(filters.begin(), filters.end(), [line](const std::string& filter) {
+      std::ranges::none_of(filters, [line](const std::string& filter) {
         return line.find(filter) != std::string_view::npos;
       }))
     return;
@@ -227,7 +223,7 @@ void OutputStream::match_filters(std::string_view line) {
 
 void OutputStream::finish() {
   if (!pipe_) return;
-  loop_.cancel(silence_timer_);
+  silence_timer_.cancel();
   if (!whole_line_.empty()) take_line();
   // A line that is not marked is passed through as it is: its reader may count bytes.
   if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
@@ -281,9 +277,9 @@ LinePrefix prefix_style(const LaunchPlan& plan, bool teed) {
   if (plan.line_prefix) return *plan.line_prefix;
   if (teed) return LinePrefix::kRole;
   const auto& map = plan.tee.by_local_rank;
-  const bool tees = plan.tee.all != Streams::kNone ||
-                    std::any_of(map.begin(), map.end(),
-                                [](const auto& item) { return item.second != Streams::kNone; });
+  const bool tees =
+      plan.tee.all != Streams::kNone ||
+      std::ranges::any_of(map, [](const auto& item) { return item.second != Streams::kNone; });
   return tees || plan.nproc_per_node == 1 ? LinePrefix::kNone : LinePrefix::kRank;
 }
 

@@ -102,7 +102,7 @@ class OutputStream {
   std::string partial_;     // the beginning of a line, not yet on the console
   std::string whole_line_;  // the same for filters and on_line, which want all of it
   std::string tail_;
-  EventLoop::TimerId silence_timer_ = 0;
+  Timer silence_timer_;
   EventLoop::Clock::time_point last_data_;
   bool paused_ = false;
   bool file_failed_ = false;                              // at some time

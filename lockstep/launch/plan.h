@@ -4,6 +4,8 @@
 // carries it out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
 #pragma once
 
+#include <signal.h>
+
 #include <chrono>
 #include <map>
 #include <optional>
@@ -66,7 +68,7 @@ struct LaunchPlan {
   // A rank that left with code 0 in the middle of its world is checked again after this time: the
   // others may do the same, but while some still run it has failed.
   std::chrono::milliseconds monitor_interval{1000};
-  // Requests to stop; empty: TERM, INT, HUP, QUIT. USR1 and USR2 are forwarded even when not named.
+  // Requests to stop; empty: the usual ones. USR1 and USR2 are forwarded even when not named.
   std::vector<int> signals_to_handle;
   std::chrono::seconds timeout{0};          // for a rank's operations; 0: as its environment says
   std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
@@ -88,5 +90,11 @@ struct LaunchPlan {
   std::string record_dir;                // absolute; empty: nothing is recorded
   std::optional<std::string> dashboard;  // where its page is served: "", "PORT", "ADDRESS:PORT"
 };
+
+// What asks a launcher to stop unless --signals-to-handle says otherwise.
+inline const std::vector<int> kUsualStopSignals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+inline const std::vector<int>& stop_signals(const LaunchPlan& plan) {
+  return plan.signals_to_handle.empty() ? kUsualStopSignals : plan.signals_to_handle;
+}
 
 }  // namespace lockstep::launch

@@ -185,16 +185,21 @@ Process start_process(const ProcessRequest& request) {
 }
 
 std::optional<std::string> find_program(const std::string& name) {
-  const auto runnable = [](const std::string& path) {
+  return find_program(name, env::get("PATH"));
+}
+
+std::optional<std::string> find_program(const std::string& name,
+                                        const std::optional<std::string>& path) {
+  const auto runnable = [](const std::string& file) {
     struct stat info;
-    return ::stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) &&
-           ::access(path.c_str(), X_OK) == 0;
+    return ::stat(file.c_str(), &info) == 0 && S_ISREG(info.st_mode) &&
+           ::access(file.c_str(), X_OK) == 0;
   };
   if (name.empty()) return std::nullopt;
   if (name.find('/') != std::string::npos)
     return runnable(name) ? std::optional(name) : std::nullopt;
-  std::istringstream path(env::get("PATH").value_or("/bin:/usr/bin"));
-  for (std::string folder; std::getline(path, folder, ':');) {
+  std::istringstream folders(path.value_or("/usr/local/bin:/usr/bin:/bin"));
+  for (std::string folder; std::getline(folders, folder, ':');) {
     const std::string candidate = (folder.empty() ? "." : folder) + "/" + name;
     if (runnable(candidate)) return candidate;
   }

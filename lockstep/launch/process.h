@@ -79,8 +79,11 @@ class Process {
 // when the program cannot be executed.
 Process start_process(const ProcessRequest& request);
 
-// The file that execvp would run for `name`; nothing when there is none that may be executed.
+// The file that execvp would run for `name`, with this or another PATH; nothing when there is none
+// that may be executed.
 std::optional<std::string> find_program(const std::string& name);
+std::optional<std::string> find_program(const std::string& name,
+                                        const std::optional<std::string>& path);
 
 // False without /proc, where the functions below find no process.
 bool can_see_processes();

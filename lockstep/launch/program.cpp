@@ -6,10 +6,10 @@
 
 #include <filesystem>
 #include <optional>
-#include <sstream>
 #include <system_error>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/process.h"
 
 namespace lockstep::launch {
 namespace {
@@ -29,20 +29,10 @@ bool has_main(const std::string& folder) {
          kind_of(folder + "/__main__.py") != FileKind::kMissing;
 }
 
-std::optional<std::string> find_on_path(const std::string& name, const Variables& variable) {
-  const std::string path = variable("PATH").value_or("/usr/local/bin:/usr/bin:/bin");
-  std::istringstream directories(path);
-  for (std::string directory; std::getline(directories, directory, ':');) {
-    const std::string candidate = (directory.empty() ? "." : directory) + "/" + name;
-    if (kind_of(candidate) == FileKind::kExecutable) return candidate;
-  }
-  return std::nullopt;
-}
-
 // The file to execute, or an error that says what is wrong with it.
 std::string executable(const std::string& program, const Variables& variable) {
   if (program.find('/') == std::string::npos) {
-    if (const auto found = find_on_path(program, variable)) return *found;
+    if (const auto found = find_program(program, variable("PATH"))) return *found;
     // `lockstep run lockstep env` works wherever lockstep is.
     std::error_code ignored;
     const auto self = std::filesystem::read_symlink("/proc/self/exe", ignored);
@@ -100,6 +90,11 @@ std::string interpreter(const Variables& variable) {
 }
 
 }  // namespace
+
+bool runs_python(const std::vector<std::string>& command) {
+  return !command.empty() &&
+         std::filesystem::path(command.front()).filename().string().starts_with("python");
+}
 
 std::vector<std::string> resolve_command(const ProgramRequest& request, const Variables& variable) {
   const std::vector<std::string>& program = request.args;

@@ -18,6 +18,9 @@ struct ProgramRequest {
   bool run_path = false;            // --run-path: a Python file whatever its name; beats the others
 };
 
+// Whether such a command is a Python interpreter's; its ranks will connect to MASTER_PORT.
+bool runs_python(const std::vector<std::string>& command);
+
 // Throws UsageError when there is nothing to execute.
 std::vector<std::string> resolve_command(const ProgramRequest& request,
                                          const Variables& variable = process_variables());

@@ -17,7 +17,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/utf8.h"
-#include "lockstep/launch/flags.h"
+#include "lockstep/launch/arguments.h"
 
 namespace lockstep::launch {
 namespace {
@@ -59,15 +59,6 @@ std::vector<std::string> texts_of(const Node& json) {
   return texts;
 }
 
-// Seconds since the epoch, or 0 for what cannot be a time: it is cast to an integer later, and
-// JSON, in which it travels to other hosts, has no infinity.
-double time_of(const Node& json) {
-  constexpr double kYear5000_s = 1e11;
-  const double time =
-      json.is(NodeKind::kString) ? std::strtod(json.text.c_str(), nullptr) : json.real;
-  return time > 0 && time < kYear5000_s ? time : 0;
-}
-
 std::vector<std::string> bounded(std::vector<std::string> lines) {
   if (lines.size() > kStackLines) lines.resize(kStackLines);
   for (std::string& line : lines)
@@ -83,9 +74,8 @@ void read_stack(const Node& extra, ErrorFile& file) {
     const auto lines = stack.is(NodeKind::kList) ? texts_of(stack) : lines_of(plain_text(stack));
     const auto shown = key == std::string_view("cpp_stack") ? brief_stack(lines) : lines;
     file.stack.insert(file.stack.end(), shown.begin(), shown.end());
-    const bool folded = std::any_of(shown.begin(), shown.end(), [](const std::string& line) {
-      return line.starts_with("... ");
-    });
+    const bool folded = std::ranges::any_of(
+        shown, [](const std::string& line) { return line.starts_with("... "); });
     if (folded) file.all_frames = bounded(lines);
   }
   file.stack = bounded(std::move(file.stack));
@@ -94,7 +84,11 @@ void read_stack(const Node& extra, ErrorFile& file) {
 // The two forms torchrun knows, and a bare string.
 void read_forms(const Node& json, ErrorFile& file) {
   const auto read_time = [&file](const Node& map) {
-    if (const Entry* entry = map.find("timestamp")) file.time = time_of(entry->value);
+    const Entry* entry = map.find("timestamp");
+    if (entry == nullptr) return;
+    const Node& time = entry->value;
+    file.time = time_or_zero(time.is(NodeKind::kString) ? std::strtod(time.text.c_str(), nullptr)
+                                                        : time.real);
   };
   const Entry* message = json.find("message");
   if (message == nullptr) {
@@ -153,8 +147,8 @@ bool is_said_already(const RankFailure& failure, std::string_view line) {
   const auto message = lines_of(failure.message);
   if (message.empty() || frame) return false;
   if (text.rfind("lockstep: ", 0) == 0 && text.ends_with(": " + message.front())) return true;
-  return std::any_of(message.begin(), message.end(),
-                     [&](const std::string& known) { return trim(known) == text; });
+  return std::ranges::any_of(message,
+                             [&](const std::string& known) { return trim(known) == text; });
 }
 
 void add_block(std::string& text, const char* title, const std::vector<std::string>& lines) {
@@ -211,9 +205,8 @@ bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
 std::vector<std::string> standing_of(const RankFailure& failure) {
   std::vector<std::string> lines = failure.standing;
   if (failure.message.find("has returned from its body") == std::string::npos) return lines;
-  const auto calls = std::find_if(lines.begin(), lines.end(), [](const std::string& line) {
-    return line.starts_with("first call that differs");
-  });
+  const auto calls = std::ranges::find_if(
+      lines, [](const std::string& line) { return line.starts_with("first call that differs"); });
   lines.erase(calls, lines.end());
   return lines;
 }
@@ -245,6 +238,11 @@ std::string first_lines(const RankFailure& failure) {
 }
 
 }  // namespace
+
+double time_or_zero(double seconds) {
+  constexpr double kYear5000_s = 1e11;
+  return seconds > 0 && seconds < kYear5000_s ? seconds : 0;
+}
 
 ErrorFile read_error_file(const std::string& path) {
   ErrorFile file;
@@ -295,7 +293,7 @@ std::string shell_text(const std::vector<std::string>& command) {
   std::string text;
   for (const std::string& word : command) {
     if (!text.empty()) text += ' ';
-    const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [&](unsigned char c) {
+    const bool plain = !word.empty() && std::ranges::all_of(word, [&](unsigned char c) {
       return std::isalnum(c) != 0 || kPlain.find(static_cast<char>(c)) != std::string_view::npos;
     });
     if (plain) {
@@ -340,8 +338,8 @@ std::string control_line(const RankFailure& failure) {
 }
 
 std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures) {
-  std::stable_sort(failures.begin(), failures.end(),
-                   [](const auto& a, const auto& b) { return a.later_s < b.later_s; });
+  std::ranges::stable_sort(failures,
+                           [](const auto& a, const auto& b) { return a.later_s < b.later_s; });
   std::vector<std::string> lines;
   while (!failures.empty()) {
     const LaterFailure head = failures.front();
@@ -353,7 +351,7 @@ std::vector<std::string> later_lines(const RankFailure& first, std::vector<Later
       later_s = std::max(later_s, each.later_s);
       return true;
     });
-    std::sort(ranks.begin(), ranks.end());
+    std::ranges::sort(ranks);
     const bool same =
         !head.message.empty() && say_the_same(head, {first.rank, "", 0, first.message});
     lines.push_back(
@@ -477,79 +475,6 @@ std::string pass_on_error_file(const RankFailure& failure, const std::string& ra
   } catch (const std::exception& error) {
     return fmt::format("[launch] {} (TORCHELASTIC_ERROR_FILE) was not written: {}", own_file,
                        error.what());
-  }
-}
-
-int int_of(double value, std::string_view name, int min, int max) {
-  if (!(value >= min && value <= max)) {
-    throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
-                     value, min, max);
-  }
-  return static_cast<int>(value);
-}
-
-std::string failure_to_json(const RankFailure& f) {
-  std::vector<Node> ended_before;
-  for (const int rank : f.ended_before) ended_before.push_back(integer_node(rank));
-  return to_json(map_node({{"rank", integer_node(f.rank)},
-                           {"local_rank", integer_node(f.local_rank)},
-                           {"node", integer_node(f.node)},
-                           {"pid", integer_node(f.pid)},
-                           {"attempt", integer_node(f.attempt)},
-                           {"host", text_node(f.host)},
-                           {"cause", text_node(f.cause)},
-                           {"code", integer_node(f.code)},
-                           {"time", real_node(f.time)},
-                           {"after_s", real_node(f.after_s)},
-                           {"message", text_node(f.message)},
-                           {"restartable", bool_node(f.restartable)},
-                           {"stopped", bool_node(f.stopped)},
-                           {"program", text_node(f.program)},
-                           {"error_file", text_node(f.error_file)},
-                           {"stacks", text_node(f.stacks)},
-                           {"stack", texts_node(f.stack)},
-                           {"last_lines", texts_node(f.last_lines)},
-                           {"standing", texts_node(f.standing)},
-                           {"note", text_node(f.note)},
-                           {"others", texts_node(f.others)},
-                           {"victims", texts_node(f.victims)},
-                           {"ended_before", list_node(std::move(ended_before))},
-                           {"logs", text_node(f.logs)}}));
-}
-
-RankFailure failure_from_json(const std::string& text) {
-  try {
-    const Node json = parse_json(text, "failure");
-    RankFailure f;
-    const std::pair<const char*, int*> integers[] = {
-        {"rank", &f.rank}, {"local_rank", &f.local_rank}, {"node", &f.node},
-        {"pid", &f.pid},   {"attempt", &f.attempt},       {"code", &f.code}};
-    for (const auto& [key, member] : integers) *member = int_of(as_real(json.at(key), key), key);
-    const std::pair<const char*, std::string*> texts[] = {{"host", &f.host},
-                                                          {"cause", &f.cause},
-                                                          {"message", &f.message},
-                                                          {"note", &f.note},
-                                                          {"logs", &f.logs}};
-    for (const auto& [key, member] : texts) *member = as_string(json.at(key), key);
-    if (const Entry* entry = json.find("program")) f.program = plain_text(entry->value);
-    if (const Entry* entry = json.find("error_file")) f.error_file = plain_text(entry->value);
-    if (const Entry* entry = json.find("stacks")) f.stacks = plain_text(entry->value);
-    const std::pair<const char*, std::vector<std::string>*> lists[] = {
-        {"stack", &f.stack}, {"last_lines", &f.last_lines}, {"others", &f.others}};
-    for (const auto& [key, member] : lists) *member = texts_of(json.at(key));
-    if (const Entry* entry = json.find("standing")) f.standing = texts_of(entry->value);
-    if (const Entry* entry = json.find("victims")) f.victims = texts_of(entry->value);
-    f.time = time_of(json.at("time"));
-    f.after_s = as_real(json.at("after_s"), "after_s");
-    f.restartable = as_bool(json.at("restartable"), "restartable");
-    if (const Entry* entry = json.find("stopped")) f.stopped = entry->value.boolean;
-    for (const Node& rank : json.at("ended_before").items)
-      f.ended_before.push_back(int_of(as_real(rank, "ended_before"), "ended_before"));
-    return f;
-  } catch (const UsageError& error) {
-    const std::string_view what = error.what();
-    if (what.starts_with("[launch] ")) throw;
-    throw UsageError("launch", "another launcher sent a failure that cannot be read ({}).", what);
   }
 }
 

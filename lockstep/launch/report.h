@@ -11,7 +11,6 @@
 // Plain values and free functions; nothing is owned.
 #pragma once
 
-#include <climits>
 #include <map>
 #include <string>
 #include <string_view>
@@ -30,6 +29,10 @@ struct ErrorFile {
   bool consequence = false;             // it says itself that another rank failed first
   std::string problem;                  // why it could not be read as torchrun's JSON
 };
+
+// Seconds since the epoch, or 0 for what cannot be a time: it is cast to an integer later, and
+// JSON, in which it travels to other hosts, has no infinity.
+double time_or_zero(double seconds);
 
 // Never throws: a malformed file yields its text as the message and says so in `problem`.
 ErrorFile read_error_file(const std::string& path);
@@ -122,12 +125,5 @@ std::string failure_report(const RankFailure& failure);
 // or, where it wrote none, one made from `failure`. Never throws; a problem is returned as text.
 std::string pass_on_error_file(const RankFailure& failure, const std::string& rank_file,
                                const std::string& own_file);
-
-// A number from another launcher. Casting one outside int's range would be undefined behaviour, so
-// it throws UsageError.
-int int_of(double value, std::string_view name, int min = INT_MIN, int max = INT_MAX);
-
-std::string failure_to_json(const RankFailure& failure);
-RankFailure failure_from_json(const std::string& text);  // throws UsageError when it is not one
 
 }  // namespace lockstep::launch

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "lockstep/core/fd.h"
+#include "lockstep/launch/node_message.h"
 
 namespace lockstep::launch {
 namespace {

@@ -90,9 +90,8 @@ std::vector<int> fewest(const std::map<int, std::string>& values) {
   std::map<std::string, std::vector<int>> by_value;
   for (const auto& [rank, value] : values) by_value[value].push_back(rank);
   if (by_value.size() < 2) return {};
-  const auto least = std::min_element(by_value.begin(), by_value.end(), [](auto& a, auto& b) {
-    return a.second.size() < b.second.size();
-  });
+  const auto least = std::ranges::min_element(
+      by_value, [](auto& a, auto& b) { return a.second.size() < b.second.size(); });
   return least->second;
 }
 
@@ -217,8 +216,8 @@ std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
     else if (calls.rbegin()->first > 0)
       answer += fmt::format("; its last one is {}{}", operation_text(*calls.rbegin()->second),
                             at_place(rank, *calls.rbegin()->second));
-    const auto same = std::find_if(answers.begin(), answers.end(),
-                                   [&](const auto& other) { return other.first == answer; });
+    const auto same =
+        std::ranges::find_if(answers, [&](const auto& other) { return other.first == answer; });
     if (same == answers.end())
       answers.push_back({answer, {rank.ledger.rank}});
     else
@@ -251,8 +250,8 @@ std::vector<std::string> all_difference_lines(const std::vector<RankView>& ranks
 }
 
 const RankView* find_rank(const std::vector<RankView>& ranks, int rank) {
-  const auto found = std::find_if(ranks.begin(), ranks.end(),
-                                  [&](const RankView& view) { return view.ledger.rank == rank; });
+  const auto found =
+      std::ranges::find_if(ranks, [&](const RankView& view) { return view.ledger.rank == rank; });
   return found == ranks.end() ? nullptr : &*found;
 }
 
@@ -279,15 +278,14 @@ std::string reason(const RankView& rank, std::uint64_t now_ns) {
 }
 
 bool none_surely_waits(const std::vector<RankView>& ranks) {
-  return std::none_of(ranks.begin(), ranks.end(), [](const RankView& rank) {
-    return rank.surely_waits() || rank.process.stopped();
-  });
+  return std::ranges::none_of(
+      ranks, [](const RankView& rank) { return rank.surely_waits() || rank.process.stopped(); });
 }
 
 // Whether it is a stall whatever the ranks' devices do. A run that is ended over less may be a
 // healthy one that computes.
 bool is_sure(const std::vector<RankView>& ranks) {
-  const auto any = [&](auto&& holds) { return std::any_of(ranks.begin(), ranks.end(), holds); };
+  const auto any = [&](auto&& holds) { return std::ranges::any_of(ranks, holds); };
   if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
   return !none_surely_waits(ranks) || !any([](const RankView& rank) { return rank.perhaps_waits; });
 }
@@ -327,7 +325,7 @@ std::string stack_lines(const std::vector<RankView>& ranks, bool every_frame) {
   std::vector<std::pair<const RankView*, std::vector<int>>> stacks;
   for (const RankView& rank : ranks) {
     if (rank.stack.empty() && rank.no_stack.empty()) continue;
-    const auto same = std::find_if(stacks.begin(), stacks.end(), [&](const auto& other) {
+    const auto same = std::ranges::find_if(stacks, [&](const auto& other) {
       return other.first->stack == rank.stack && other.first->no_stack == rank.no_stack;
     });
     if (same == stacks.end())
@@ -348,8 +346,9 @@ std::string stack_lines(const std::vector<RankView>& ranks, bool every_frame) {
 }  // namespace
 
 bool RankView::surely_waits() const {
-  return device_waits || std::any_of(ledger.records.begin(), ledger.records.end(),
-                                     [](const Record& record) { return record.under_way(); });
+  return device_waits || std::ranges::any_of(ledger.records, [](const Record& record) {
+           return record.under_way();
+         });
 }
 
 bool RankView::in_startup() const {
@@ -367,7 +366,7 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
   }
   const auto lacking = [&](const Record& record) {
     if (wrong && wrong->group == record.group && wrong->sequence <= record.sequence) return true;
-    return std::any_of(newest.begin(), newest.end(), [&](const auto& numbers) {
+    return std::ranges::any_of(newest, [&](const auto& numbers) {
       const auto found = numbers.find(record.group);
       // It has no record for a group that it is not a member of; for the world it will have one.
       return found == numbers.end() ? record.group.empty() : found->second < record.sequence;
@@ -378,7 +377,7 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
     // Peers number a message on their own, so whether it has arrived cannot be seen.
     rank.perhaps_waits = !records.empty() && records.back().state == State::kReleased &&
                          (other_hosts || records.back().message);
-    rank.device_waits = std::any_of(records.begin(), records.end(), [&](const auto& r) {
+    rank.device_waits = std::ranges::any_of(records, [&](const auto& r) {
       return r.state == State::kReleased && !r.message && lacking(r);
     });
   }
@@ -387,7 +386,7 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
 bool at_one_enqueued_call(const std::vector<RankView>& ranks) {
   if (ranks.size() < 2) return false;
   const ledger::Snapshot& first = ranks.front().ledger;
-  return std::all_of(ranks.begin(), ranks.end(), [&](const RankView& rank) {
+  return std::ranges::all_of(ranks, [&](const RankView& rank) {
     const ledger::Snapshot& seen = rank.ledger;
     if (seen.pid == 0 || rank.process.stopped() || seen.records.empty()) return false;
     const Record& last = seen.records.back();
@@ -401,9 +400,9 @@ bool at_one_enqueued_call(const std::vector<RankView>& ranks) {
 
 bool find_stuck_devices(std::vector<RankView>& ranks) {
   const auto asked = [](const RankView& rank) { return rank.no_stack.empty(); };
-  if (!at_one_enqueued_call(ranks) || std::none_of(ranks.begin(), ranks.end(), asked) ||
-      std::any_of(ranks.begin(), ranks.end(),
-                  [&](const RankView& rank) { return asked(rank) && !rank.in_driver; }))
+  if (!at_one_enqueued_call(ranks) || std::ranges::none_of(ranks, asked) ||
+      std::ranges::any_of(ranks,
+                          [&](const RankView& rank) { return asked(rank) && !rank.in_driver; }))
     return false;
   for (RankView& rank : ranks) rank.perhaps_waits = true;
   return true;
@@ -462,8 +461,8 @@ std::vector<int> ranks_behind(const std::vector<RankView>& ranks) {
 
 std::string ledger_table(const std::vector<RankView>& ranks, std::uint64_t now_ns) {
   std::vector<std::vector<std::string>> rows = {{"rank", "pid", "step", "phase"}};
-  const bool live = std::any_of(ranks.begin(), ranks.end(),
-                                [](const RankView& rank) { return rank.process.known(); });
+  const bool live =
+      std::ranges::any_of(ranks, [](const RankView& rank) { return rank.process.known(); });
   if (live) rows[0].push_back("process");
   rows[0].push_back("operation");
   for (const RankView& rank : ranks) {

@@ -57,12 +57,12 @@ RankView view_of(const WatchedRank& rank) {
 }
 
 StallWatch::StallWatch(EventLoop& loop, const StallOptions& options, StallEvents events)
-    : loop_(loop), options_(options), events_(std::move(events)), quiet_since_(Clock::now()) {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+    : options_(options), events_(std::move(events)), quiet_since_(Clock::now()), timer_(loop) {
+  look_later();
 }
 
-StallWatch::~StallWatch() {
-  loop_.cancel(timer_);
+void StallWatch::look_later() {
+  timer_.start(interval_for(options_.stall_time), [this] { look(); });
 }
 
 void StallWatch::add(const WatchedRank& rank) {
@@ -105,7 +105,7 @@ void StallWatch::begin_quiet(Clock::time_point now) {
 }
 
 void StallWatch::look() {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+  look_later();
   const auto now = Clock::now();
   if (moved()) return rest(now);
   if (!watches() || said_ == Said::kStall) return;
@@ -118,7 +118,7 @@ void StallWatch::look() {
 // A program that does not communicate through us has no ledger to watch, and a rank that has ended
 // training waits for nobody.
 bool StallWatch::watches() const {
-  return std::any_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
+  return std::ranges::any_of(ranks_, [](const Watched& watched) {
     const ledger::File& file = *watched.rank.ledger;
     return file.opened() && file.phase() != ledger::Phase::kEnded;
   });
@@ -149,13 +149,11 @@ std::vector<RankView> StallWatch::views() const {
 void StallWatch::judge() {
   const std::vector<RankView> seen = views();
   const auto opened = [](const RankView& view) { return view.ledger.pid != 0; };
-  const bool waits =
-      std::any_of(seen.begin(), seen.end(), [](const RankView& view) { return view.waits(); });
-  const bool stopped = std::any_of(seen.begin(), seen.end(), [&](const RankView& view) {
-    return opened(view) && view.process.stopped();
-  });
-  const bool busy = std::any_of(seen.begin(), seen.end(),
-                                [&](const RankView& view) { return opened(view) && view.busy(); });
+  const bool waits = std::ranges::any_of(seen, [](const RankView& view) { return view.waits(); });
+  const bool stopped = std::ranges::any_of(
+      seen, [&](const RankView& view) { return opened(view) && view.process.stopped(); });
+  const bool busy =
+      std::ranges::any_of(seen, [&](const RankView& view) { return opened(view) && view.busy(); });
   judged_ = Clock::now();
   perhaps_busy_ = !waits && !stopped && busy;
   if (perhaps_busy_ && !at_one_enqueued_call(seen)) return say_busy();
@@ -166,7 +164,6 @@ void StallWatch::begin_report(const std::vector<RankView>& seen) {
   said_ = Said::kStall;
   collecting_ = true;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
-  loop_.cancel(timer_);
   collect(Clock::now() + kStackWait);
 }
 
@@ -210,15 +207,15 @@ void StallWatch::ask(Watched& watched, const RankView& view) {
 }
 
 void StallWatch::collect(Clock::time_point until) {
-  const bool all = std::all_of(ranks_.begin(), ranks_.end(), [](const Watched& watched) {
+  const bool all = std::ranges::all_of(ranks_, [](const Watched& watched) {
     return !watched.no_stack.empty() || watched.rank.ledger->stacks_taken() != watched.stacks;
   });
   if (all || Clock::now() >= until) return report();
-  timer_ = loop_.after(kStackPoll, [this, until] { collect(until); });
+  timer_.start(kStackPoll, [this, until] { collect(until); });
 }
 
 void StallWatch::report() {
-  timer_ = loop_.after(interval_for(options_.stall_time), [this] { look(); });
+  look_later();
   collecting_ = false;
   std::vector<RankView> seen = views();
   for (std::size_t i = 0; i < ranks_.size(); ++i) {

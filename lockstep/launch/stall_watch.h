@@ -53,7 +53,7 @@ RankView view_of(const WatchedRank& rank);
 class StallWatch {
  public:
   StallWatch(EventLoop& loop, const StallOptions& options, StallEvents events);
-  ~StallWatch();
+  ~StallWatch() = default;
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
 
@@ -77,6 +77,7 @@ class StallWatch {
 
   enum class Said { kNothing, kBusy, kStall };
 
+  void look_later();
   void look();
   void rest(Clock::time_point now);
   bool moved();
@@ -91,7 +92,6 @@ class StallWatch {
   void report();
   void say_busy();
 
-  EventLoop& loop_;
   const StallOptions options_;
   const StallEvents events_;
   std::vector<Watched> ranks_;
@@ -104,7 +104,7 @@ class StallWatch {
   bool perhaps_busy_ = false;                     // the stacks decide
   bool collecting_ = false;                       // collecting stacks for a report
   std::function<void(const StallReport*)> then_;  // instead of events_.stalled
-  EventLoop::TimerId timer_ = 0;
+  Timer timer_;
 };
 
 }  // namespace lockstep::launch

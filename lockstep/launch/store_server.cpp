@@ -50,9 +50,10 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
       say_(std::move(say)),
       options_(options),
       table_([this](StoreTable::Client client, std::string_view bytes) { send(client, bytes); },
-             options.limits) {
-  listen_timer_ = loop_.after(options_.listen_after, [this] {
-    listen_timer_ = 0;
+             options.limits),
+      listen_timer_(loop),
+      turn_timer_(loop) {
+  listen_timer_.start(options_.listen_after, [this] {
     may_listen_ = true;
     update_listener();
   });
@@ -71,14 +72,10 @@ StoreServer::StoreServer(EventLoop& loop, const HeldPort& port, Say say, StoreSe
 }
 
 StoreServer::~StoreServer() {
-  loop_.cancel(listen_timer_);
-  loop_.cancel(turn_timer_);
   stop_listening();
   for (const auto& [fd, owner] : channels_) loop_.forget(fd);
-  for (auto& [client, connection] : connections_) {
-    loop_.cancel(connection.handshake_timer);
+  for (const auto& [client, connection] : connections_)
     if (connection.fd) loop_.forget(connection.fd.get());
-  }
 }
 
 // ---------------------------------------------------------------- ranks with a channel
@@ -122,9 +119,9 @@ void StoreServer::on_channel(int fd, int rank) {
 // ---------------------------------------------------------------- TCP
 
 void StoreServer::update_listener() {
-  const bool used_by_channel =
-      std::any_of(connections_.begin(), connections_.end(),
-                  [](const auto& each) { return each.second.fd && each.second.rank != kOverTcp; });
+  const bool used_by_channel = std::ranges::any_of(connections_, [](const auto& each) {
+    return each.second.fd && each.second.rank != kOverTcp;
+  });
   const bool wanted = may_listen_ && (!used_by_channel || used_by_tcp_);
   if (wanted == listening_) return;
   if (!wanted) return stop_listening();
@@ -147,9 +144,7 @@ void StoreServer::stop_listening() {
 // Out of descriptors: those who want to connect wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
-  loop_.cancel(listen_timer_);  // from an earlier pause
-  listen_timer_ = loop_.after(kAcceptPause, [this] {
-    listen_timer_ = 0;
+  listen_timer_.start(kAcceptPause, [this] {
     if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
   });
 }
@@ -172,32 +167,35 @@ void StoreServer::on_accept(int listener) {
 // ---------------------------------------------------------------- connections
 
 std::size_t StoreServer::count(int rank) const {
-  return static_cast<std::size_t>(std::count_if(
-      connections_.begin(), connections_.end(),
-      [rank](const auto& each) { return each.second.fd && each.second.rank == rank; }));
+  return static_cast<std::size_t>(std::ranges::count_if(connections_, [rank](const auto& each) {
+    return each.second.fd && each.second.rank == rank;
+  }));
 }
 
 void StoreServer::serve(Fd fd, int rank) {
   if (lost_) return;
   set_nonblocking(fd.get());
-  const StoreTable::Client client = ++last_client_;
+  Connection& connection = new_connection(rank);
+  const StoreTable::Client client = connection.client;
   loop_.watch(fd.get(), EPOLLIN,
               [this, client](std::uint32_t events) { on_connection(client, events); });
-  Connection& connection = connections_[client];
-  connection.client = client;
   connection.fd = std::move(fd);
   connection.events = EPOLLIN;
-  connection.rank = rank;
   if (rank == kOverTcp)
-    connection.handshake_timer =
-        loop_.after(options_.tcp_handshake, [this, client] { close(client); });
+    connection.handshake_timer.start(options_.tcp_handshake, [this, client] { close(client); });
   update_listener();
+}
+
+StoreServer::Connection& StoreServer::new_connection(int rank) {
+  const StoreTable::Client client = ++last_client_;
+  Connection& connection = connections_.try_emplace(client, loop_, client).first->second;
+  connection.rank = rank;
+  return connection;
 }
 
 void StoreServer::close(StoreTable::Client client) {
   const auto found = connections_.find(client);
   Connection& connection = found->second;
-  loop_.cancel(connection.handshake_timer);
   tcp_bytes_ -= connection.counted;
   if (node_zero_) node_zero_->close(client);
   const bool local = static_cast<bool>(connection.fd);
@@ -270,11 +268,9 @@ StoreStreams& StoreServer::streams_of(int node) {
     options_.link->send(node, frame);
   };
   handlers.opened = [this, node](StoreStreams::Id stream, int rank) {
-    Connection& connection = connections_[++last_client_];
-    connection.client = last_client_;
+    Connection& connection = new_connection(rank);
     connection.node = node;
     connection.stream = stream;
-    connection.rank = rank;
     client_of_stream_[{node, stream}] = connection.client;
   };
   handlers.received = [this, client](StoreStreams::Id stream, std::string_view bytes) {
@@ -328,11 +324,8 @@ void StoreServer::queue_turn(StoreTable::Client client) {
 }
 
 void StoreServer::schedule_turn() {
-  if (turn_timer_ != 0) return;
-  turn_timer_ = loop_.after(std::chrono::milliseconds(0), [this] {
-    turn_timer_ = 0;
-    take_turns();
-  });
+  if (!turn_timer_.pending())
+    turn_timer_.start(std::chrono::milliseconds(0), [this] { take_turns(); });
 }
 
 void StoreServer::take_turns() {
@@ -380,7 +373,7 @@ bool StoreServer::carry_out(StoreTable::Client client) {
   remove_front(connection.in, used);
   recount(connection);
   if (used > 0) {
-    loop_.cancel(connection.handshake_timer);
+    connection.handshake_timer.cancel();
     if (connection.fd && connection.rank == kOverTcp) used_by_tcp_ = true;
   }
   if (connection.unsent() > kMaxUnsent) return false;
@@ -457,9 +450,9 @@ void StoreServer::recount(Connection& connection) {
 
 void StoreServer::enforce_tcp_bytes() {
   while (tcp_bytes_ > options_.tcp_bytes) {
-    const auto largest = std::max_element(
-        connections_.begin(), connections_.end(),
-        [](const auto& a, const auto& b) { return a.second.counted < b.second.counted; });
+    const auto largest = std::ranges::max_element(connections_, [](const auto& a, const auto& b) {
+      return a.second.counted < b.second.counted;
+    });
     complain(
         fmt::format("[store] the TCP connections of the store hold more than {} bytes; the "
                     "largest, with {}, is closed. Its client probably does not read replies.",

@@ -86,7 +86,10 @@ class StoreServer {
  private:
   static constexpr int kOverTcp = -1;
   struct Connection {
-    StoreTable::Client client = 0;
+    Connection(EventLoop& loop, StoreTable::Client number)
+        : client(number), handshake_timer(loop) {}
+
+    StoreTable::Client client;
     Fd fd;  // none: a client of another node
     int node = 0;
     StoreStreams::Id stream = 0;
@@ -100,7 +103,7 @@ class StoreServer {
     bool queued = false;         // in turns_
     bool forwarded = false;      // node 0 knows it
     bool ended = false;          // its client is gone; what it had sent is still carried out
-    EventLoop::TimerId handshake_timer = 0;
+    Timer handshake_timer;
 
     std::size_t unsent() const { return out.size() - sent; }
   };
@@ -109,6 +112,7 @@ class StoreServer {
   void on_accept(int listener);
   void on_connection(StoreTable::Client client, std::uint32_t events);
   void serve(Fd fd, int rank);
+  Connection& new_connection(int rank);
   void end_input(StoreTable::Client client);
   void close(StoreTable::Client client);
   void send(StoreTable::Client client, std::string_view bytes);
@@ -137,7 +141,7 @@ class StoreServer {
   StoreServerOptions options_;
   StoreTable table_;
   bool listening_ = false;
-  EventLoop::TimerId listen_timer_ = 0;
+  Timer listen_timer_;
   bool may_listen_ = false;  // ranks have had time to use their channels
   bool used_by_tcp_ = false;
   int complaints_ = 0;
@@ -149,7 +153,7 @@ class StoreServer {
   bool lost_ = false;  // node 0, where this launcher forwards
   std::size_t tcp_bytes_ = 0;
   std::deque<StoreTable::Client> turns_;  // clients whose input is to be carried out
-  EventLoop::TimerId turn_timer_ = 0;
+  Timer turn_timer_;
   std::size_t turn_work_ = 0;  // bytes of input and replies in this turn
   StoreTable::Client last_client_ = 0;
 };

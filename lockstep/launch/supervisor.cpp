@@ -23,6 +23,8 @@
 #include "lockstep/launch/coordinator.h"
 #include "lockstep/launch/host.h"
 #include "lockstep/launch/node_link.h"
+#include "lockstep/launch/node_spoke.h"
+#include "lockstep/launch/program.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/launch/worker_group.h"
@@ -44,11 +46,6 @@ constexpr int kKillAtRequest = 3;
 // Schedulers announce a limit with these, and programs give them a meaning. The default action
 // would end the launcher, and everything with it, before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
-
-// Such ranks will connect to MASTER_PORT.
-bool runs_python(const LaunchPlan& plan) {
-  return fs::path(plan.command[0]).filename().string().rfind("python", 0) == 0;
-}
 
 // Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
 // its own, which a program that links it, and calls spawn(), would get.
@@ -79,7 +76,7 @@ class LogDirectory {
       base_ = fs::absolute(plan.log_dir).string();
     }
     std::string run = plan.run_id;
-    std::replace(run.begin(), run.end(), '/', '_');
+    std::ranges::replace(run, '/', '_');
     if (run.empty() || run == "." || run == "..") run = "none";
     run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
     // As torchrun: a later run with the same id does not write over this one's files.
@@ -187,8 +184,8 @@ class Supervisor {
   int requests_ = 0;
   int last_signal_ = 0;
   EventLoop::Clock::time_point last_signal_time_;
-  EventLoop::TimerId announce_timer_ = 0;
-  EventLoop::TimerId tick_timer_ = 0;
+  Timer announce_timer_{loop_};
+  Timer tick_timer_{loop_};
   bool front_gone_ = false;
   bool ending_ = false;
   bool in_run_ = false;  // node 0 has started an attempt, and is not lost
@@ -353,11 +350,7 @@ void Supervisor::open_hub() {
   handlers.overdue = [this](const std::string& text) {
     if (!decides_->waiting()) return decides_->give_up();
     say(text);
-    Message refusal;
-    refusal.kind = Message::Kind::kRefused;
-    refusal.text = text;
-    refusal.code = 1;
-    hub_->broadcast(refusal);
+    hub_->broadcast({.kind = Message::Kind::kRefused, .code = 1, .text = text});
     end(1, std::nullopt);
   };
   handlers.message = [this](int node, const Message& message) {
@@ -400,7 +393,7 @@ void Supervisor::tick() {
   observed_.notify([this](RunObserver& observer) {
     for (const std::string& line : observer.tick()) say(line);
   });
-  if (observed_) tick_timer_ = loop_.after(kTick, [this] { tick(); });
+  if (observed_) tick_timer_.start(kTick, [this] { tick(); });
 }
 
 // ---------------------------------------------------------------- events
@@ -412,8 +405,7 @@ void Supervisor::on_signals() {
     if (number == SIGCHLD) {
       if (group_) group_->on_child_signal();
     } else if (!is_echo(number)) {
-      const bool named =
-          std::count(plan_.signals_to_handle.begin(), plan_.signals_to_handle.end(), number) != 0;
+      const bool named = std::ranges::count(plan_.signals_to_handle, number) != 0;
       const bool forwarded =
           std::find(std::begin(kForwarded), std::end(kForwarded), number) != std::end(kForwarded);
       if (forwarded && !named) {
@@ -456,11 +448,7 @@ void Supervisor::on_stop_request(int signal) {
       group_->kill_now();
     }
   }
-  Message message;
-  message.kind = Message::Kind::kStop;
-  message.signal = signal;
-  message.request = requests_;
-  report(message);
+  report({.kind = Message::Kind::kStop, .signal = signal, .request = requests_});
   // There is nobody to say that the run is over.
   if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
   // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
@@ -534,10 +522,8 @@ void Supervisor::obey_stop(const Message& message) {
 
 // The report comes when all ranks have ended. Where that takes long, the cause is reported before.
 void Supervisor::announce_later(const RankFailure& failure) {
-  loop_.cancel(announce_timer_);
-  announce_timer_ = loop_.after(
+  announce_timer_.start(
       kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
-        announce_timer_ = 0;
         if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", cause));
       });
 }
@@ -553,7 +539,7 @@ void Supervisor::open_store(int attempt) {
     port_ = HeldPort::exactly(plan_.master_port, reach);
   }
   StoreServerOptions options;
-  if (runs_python(plan_)) options.listen_after = milliseconds(0);
+  if (runs_python(plan_.command)) options.listen_after = milliseconds(0);
   if (plan_.nnodes > 1) {
     options.link.emplace();
     options.link->forwards = plan_.node_rank != 0;
@@ -574,14 +560,9 @@ void Supervisor::start_attempt(int attempt) {
   if (logs_.temporary() && !group_ && plan_.redirects.any())
     say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
                     logs_.attempt(attempt)));
-  GroupInfo place;
-  place.attempt = attempt;
-  place.master_addr = rank_address();
-  place.master_port = port_->number();
-  place.directory = logs_.attempt(attempt);
-  place.store = store_.get();
   group_ = std::make_unique<WorkerGroup>(
-      setup_, std::move(place),
+      setup_,
+      GroupInfo{attempt, rank_address(), port_->number(), store_.get(), logs_.attempt(attempt)},
       GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
                   [this] { on_group_ended(); }});
   observed_.notify([&](RunObserver& observer) {
@@ -592,9 +573,7 @@ void Supervisor::start_attempt(int attempt) {
 }
 
 void Supervisor::on_group_failed(const RankFailure& failure) {
-  // Built at once: GCC 13 takes an optional that is filled afterwards for an uninitialised one.
-  Message message{.kind = Message::Kind::kFailed, .failure = failure};
-  report(message);
+  report({.kind = Message::Kind::kFailed, .failure = failure});
   group_->stop_for(failure);  // without waiting for node 0's word
 }
 
@@ -603,9 +582,7 @@ void Supervisor::on_group_ended() {
   if (front_gone_) return loop_.stop();
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
   if (node_zero_lost_) return await_node_zero();
-  Message message;
-  message.kind = Message::Kind::kDown;
-  message.failure = group_->outcome();
+  Message message{.kind = Message::Kind::kDown, .failure = group_->outcome()};
   const std::vector<RankFailure> errors = group_->errors();
   if (message.failure) {
     message.failure->stacks =
@@ -654,7 +631,7 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
   if (ending_) return;
   ending_ = true;
   code_ = code;
-  loop_.cancel(tick_timer_);
+  tick_timer_.cancel();
   observed_.notify([&](RunObserver& observer) {
     for (const std::string& line : observer.tick()) say(line);
     RunEnded run{.code = code};
@@ -709,8 +686,7 @@ void check(const LaunchPlan& plan) {
 
 int supervise(const LaunchPlan& plan, RunObserver* observer) {
   check(plan);
-  std::vector<int> signals = plan.signals_to_handle;
-  if (signals.empty()) signals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
+  std::vector<int> signals = stop_signals(plan);
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
   return run_supervised(
       std::move(signals),

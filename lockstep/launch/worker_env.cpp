@@ -4,11 +4,10 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <sstream>
-
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/terminal.h"
+#include "lockstep/launch/arguments.h"
 
 namespace lockstep::launch {
 namespace {
@@ -20,10 +19,10 @@ bool is_set(const Variables& variable, const std::string& name) {
   return value.has_value() && !value->empty();
 }
 
-std::string signals_text(const std::vector<int>& signals) {
-  if (signals.empty()) return "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
+std::string signals_text(const LaunchPlan& plan) {
   std::string text;
-  for (const int number : signals) text += (text.empty() ? "" : ",") + signal_name(number);
+  for (const int number : stop_signals(plan))
+    text += (text.empty() ? "" : ",") + signal_name(number);
   return text;
 }
 
@@ -32,12 +31,8 @@ std::string visible_device(const Variables& variable, int local_rank) {
   const auto list = variable("CUDA_VISIBLE_DEVICES");
   if (!list) return std::to_string(local_rank);
   std::vector<std::string> devices;
-  std::istringstream stream(*list);
-  for (std::string device; std::getline(stream, device, ',');) {
-    const auto first = device.find_first_not_of(' ');
-    const auto last = device.find_last_not_of(' ');
-    if (first != std::string::npos) devices.push_back(device.substr(first, last - first + 1));
-  }
+  for (const std::string& device : split(*list, ','))
+    if (!trim(device).empty()) devices.push_back(trim(device));
   if (static_cast<std::size_t>(local_rank) >= devices.size()) {
     throw UsageError("run",
                      "--virtual-local-rank: local rank {} has no GPU (CUDA_VISIBLE_DEVICES='{}' "
@@ -71,7 +66,7 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   set["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(plan.max_restarts);
   set["TORCHELASTIC_RUN_ID"] = plan.run_id;
   set["TORCHELASTIC_ERROR_FILE"] = place.error_file;
-  set["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_text(plan.signals_to_handle);
+  set["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_text(plan);
   set["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the launcher serves the store
   if (!is_set(variable, "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
     set["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1";

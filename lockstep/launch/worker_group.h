@@ -7,6 +7,10 @@
 //
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
+// What a rank is in is its RankLife (rank_life.h). Its pauses (rank_pauses.h), the times of a stop
+// (stop_sequence.h), what ranks leave behind (orphans.h) and who is to blame (rank_record.h) are
+// parts of their own; this brings them together.
+//
 //   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
 //   group.start();
 //
@@ -21,11 +25,15 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/launch/orphans.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/plan.h"
+#include "lockstep/launch/rank_pauses.h"
+#include "lockstep/launch/rank_record.h"
 #include "lockstep/launch/report.h"
 #include "lockstep/launch/run_observer.h"
 #include "lockstep/launch/stall_watch.h"
+#include "lockstep/launch/stop_sequence.h"
 #include "lockstep/launch/store_server.h"
 #include "lockstep/launch/supervisor_guard.h"
 #include "lockstep/rendezvous/world_layout.h"
@@ -96,66 +104,56 @@ class WorkerGroup {
   struct Worker;
 
   void start_worker(Worker& worker);
+  PauseWatch::Handlers pause_handlers(const RankRecord& rank);
+  OutputRoutes routes_for(const RankRecord& rank, const std::string& directory);
   std::string terminal_for(const Worker& worker) const;
   std::vector<std::string> environment_for(const Worker& worker, int control_fd,
                                            int store_fd) const;
-  void on_exit(Worker& worker);
-  bool take_pauses(Worker& worker);  // whether there were any
-  void on_pause(Worker& worker, const Pause& pause);
-  void report_pause(Worker& worker, int signal);
-  void await_continue(Worker& worker, int signal, std::chrono::milliseconds time);
-  void fail_stopped(Worker& worker, int signal, int stops);
-  void on_left(const Worker& worker);
-  void report_start(const Worker& worker);
-  void report_end(const Worker& worker);
   void make_ledger(Worker& worker) const;
   void save_ledger(const Worker& worker) const;
+
+  void on_exit(Worker& worker);
+  void on_left(const RankRecord& rank);
+  bool take_pauses(Worker& worker);  // whether there were any
+  void on_pause(Worker& worker, const Pause& pause);
+  void on_stopped_too_long(Worker& worker, int signal);
   void show_stall(const StallReport& stall);
   void on_stall(const StallReport& stall);
+  void report_end(const RankRecord& rank);
+  void reap_orphans();
+  bool watching() const { return phase_ == Phase::kRunning && !failure_; }
+
   void fail(RankFailure failure);
-  // `pause`: until SIGTERM, from which the grace is counted.
-  void begin_stopping(std::chrono::milliseconds pause = {});
-  void terminate(const Worker* except);
-  void abandon_ranks();
-  void cancel_timers();
+  void fail_alive(RankRecord& rank, std::string cause, int code);
+  void begin_stopping(std::chrono::milliseconds head_start = {});
+  bool notify(const RankFailure& failure);
+  void spare(Worker& cause);
+  void terminate();
+  void abandon();
   void signal_ranks(int number, const Worker* except = nullptr);
-  std::vector<pid_t> orphans() const;
-  void signal_orphans(int number);
-  void ask_orphans_not_yet_asked();
   void maybe_sweep();
   void sweep();
-  void kill_orphans(int rounds_left);
   void finish();
-  void reap_orphans();
-
-  const Worker* first_to_fail() const;
-  const Worker* failed_stopping() const;
-  bool counts_as_failed(const Worker& worker) const;
-  RankFailure describe(const Worker& worker) const;
   bool all_ended() const;
-  int rank_of(const Worker& worker) const;
 
   GroupSetup& setup_;
   GroupInfo place_;
   GroupEvents events_;
+  AttemptInfo attempt_;
   Phase phase_ = Phase::kRunning;
+  std::vector<RankRecord> ranks_;  // by local rank
   std::vector<std::unique_ptr<Worker>> workers_;
   std::unique_ptr<StallWatch> stalls_;  // while the ranks run
   Fd filtered_[2];
   std::optional<RankFailure> failure_;  // this host's
-  std::chrono::milliseconds sweep_grace_{1000};
-  bool killing_ = false;
+  const Worker* spared_ = nullptr;      // the cause, while it may end by itself
   bool forwarded_ = false;
-  std::set<pid_t> asked_;    // orphans that have had a signal
   std::set<int> passed_on_;  // requests to stop
-  EventLoop::Clock::time_point started_;
-  std::optional<EventLoop::Clock::time_point> kill_time_;
-  EventLoop::TimerId term_timer_ = 0;
-  EventLoop::TimerId kill_timer_ = 0;
-  EventLoop::TimerId abandon_timer_ = 0;
-  EventLoop::TimerId late_timer_ = 0;
-  EventLoop::TimerId sweep_timer_ = 0;
-  EventLoop::TimerId left_timer_ = 0;
+  std::chrono::milliseconds sweep_grace_{1000};
+  StopSequence stop_;
+  Orphans orphans_;
+  Timer spared_timer_;
+  Timer left_timer_;
 };
 
 }  // namespace lockstep::launch

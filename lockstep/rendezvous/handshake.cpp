@@ -29,7 +29,7 @@ template <typename Phrase>
 std::string list_groups(const Groups& groups, const Phrase& phrase) {
   std::vector<Groups::const_iterator> order;
   for (auto group = groups.begin(); group != groups.end(); ++group) order.push_back(group);
-  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+  std::ranges::stable_sort(order, [](const auto& a, const auto& b) {
     if (a->second.size() != b->second.size()) return a->second.size() > b->second.size();
     return a->second < b->second;
   });
@@ -56,8 +56,8 @@ std::string who_and_value(const std::vector<int>& ranks, const std::string& valu
 }
 
 const Handshake& leader_of(const std::vector<Handshake>& handshakes) {
-  const auto leader = std::find_if(handshakes.begin(), handshakes.end(),
-                                   [](const Handshake& handshake) { return handshake.rank == 0; });
+  const auto leader = std::ranges::find_if(
+      handshakes, [](const Handshake& handshake) { return handshake.rank == 0; });
   return leader != handshakes.end() ? *leader : handshakes.front();
 }
 
@@ -200,7 +200,7 @@ Handshake Handshake::parse(const std::string& text) {
 }
 
 std::string name_ranks(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
+  std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   std::vector<std::string> ranges;
   std::size_t named = 0;
@@ -246,7 +246,7 @@ std::string contradictions(const std::vector<Handshake>& handshakes, bool share_
   };
   const auto is_empty = [](const std::string& problem) { return problem.empty(); };
   // A rank that counts wrongly also reads the rest wrongly.
-  if (std::all_of(problems.begin(), problems.end(), is_empty)) {
+  if (std::ranges::all_of(problems, is_empty)) {
     problems = {local_ranks_out_of_range(handshakes), unreachable(handshakes),
                 share_device ? "" : shared_gpus(handshakes)};
   }
@@ -265,7 +265,7 @@ std::map<int, RankInfo> count_ranks(const std::vector<Handshake>& handshakes) {
     RankInfo place = handshake->place;
     if (place.local_rank < 0) place.local_rank = counted[handshake->machine] - 1;
     if (place.node < 0) {
-      const auto found = std::find(machines.begin(), machines.end(), handshake->machine);
+      const auto found = std::ranges::find(machines, handshake->machine);
       place.node = static_cast<int>(found - machines.begin());
     }
     places[rank] = place;

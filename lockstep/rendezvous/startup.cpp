@@ -114,7 +114,7 @@ class Startup {
   // Where every rank is, one line each, if any rank does not know its place.
   std::string places() const {
     const auto known = [](const Handshake& handshake) { return handshake.place.known(); };
-    if (std::all_of(handshakes_.begin(), handshakes_.end(), known)) return "";
+    if (std::ranges::all_of(handshakes_, known)) return "";
     std::string text;
     for (const auto& [rank, place] : count_ranks(handshakes_))
       text += fmt::format("{} {} {}\n", place.local_rank, place.local_size, place.node);

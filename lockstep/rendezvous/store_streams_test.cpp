@@ -196,7 +196,7 @@ TEST(StoreStreams, WhatIsOnTheLinkIsBounded) {
   EXPECT_LE(taken, StoreStreams::kLinkWindow);
   EXPECT_GT(waiting.size(), 900u);
   pair.settle();
-  std::sort(pair.node.writable.begin(), pair.node.writable.end());
+  std::ranges::sort(pair.node.writable);
   EXPECT_EQ(pair.node.writable, waiting);  // each is asked again, once
 }
 

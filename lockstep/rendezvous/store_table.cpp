@@ -218,8 +218,7 @@ bool StoreTable::carry_out_on_keys(Client client, Command command, Input& in) {
   } else if (command == Command::kMultiGet) {
     reply_(client, value_reply(keys));
   } else {
-    const bool all =
-        std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return present(key); });
+    const bool all = std::ranges::all_of(keys, [this](const auto& key) { return present(key); });
     reply_(client, std::string_view(all ? &store::kReady : &store::kNotReady, 1));
   }
   return true;
@@ -351,7 +350,7 @@ void StoreTable::wait(Client client, std::vector<std::string> keys) {
   State& state = clients_.at(client);
   if (!state.awaited.empty()) refuse("a client that waits cannot wait for something else");
   // Each key once: the time to stop waiting grows with the square of the number of repetitions.
-  std::sort(keys.begin(), keys.end());
+  std::ranges::sort(keys);
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   std::size_t bytes = 0;
   for (const std::string& key : keys) {

@@ -1,9 +1,11 @@
 #include "lockstep/rendezvous/this_host.h"
 
+#include <arpa/inet.h>
 #include <elf.h>
 #include <fmt/format.h>
 #include <link.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -62,6 +64,19 @@ bool is_loopback(const std::string& host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.");
 }
 
+std::string address_text(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address->sa_family == AF_INET) {
+    const auto& four = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+    ::inet_ntop(AF_INET, &four, text, sizeof text);
+  } else if (address->sa_family == AF_INET6) {
+    const auto& six = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+    const bool wrapped = IN6_IS_ADDR_V4MAPPED(&six);
+    ::inet_ntop(wrapped ? AF_INET : AF_INET6, six.s6_addr + (wrapped ? 12 : 0), text, sizeof text);
+  }
+  return text;
+}
+
 std::string address_towards(const std::string& host, int port) {
   addrinfo hints{};
   hints.ai_family = AF_INET;
@@ -73,13 +88,9 @@ std::string address_towards(const std::string& host, int port) {
   const Fd fd(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   sockaddr_storage local{};
   socklen_t length = sizeof local;
-  char text[NI_MAXHOST];
   if (fd && ::connect(fd.get(), found->ai_addr, found->ai_addrlen) == 0 &&
-      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&local), &length) == 0 &&
-      ::getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text, nullptr, 0,
-                    NI_NUMERICHOST) == 0) {
-    address = text;
-  }
+      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&local), &length) == 0)
+    address = address_text(reinterpret_cast<sockaddr*>(&local));
   ::freeaddrinfo(found);
   return address;
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <string>
 
+#include "lockstep/launch/node_message.h"
 #include "lockstep/launch/report.h"
 #include "tests/fuzz/driver.h"
 

@@ -101,7 +101,10 @@ class Run(Case):
     def test_alone_the_code_is_returned(self):
         done = run([RUN_PEER, "throw", "0"])
         self.assertEqual(done.code, 1, done.text())
-        self.assertIn("std::runtime_error: the reason\n    at ", done.err)
+        self.assertIn("std::runtime_error: the reason\n", done.err)
+        self.assertNotIn("\n    at ", done.err)  # throws are traced where a launcher reads them
+        traced = run([RUN_PEER, "throw", "0"], LOCKSTEP_TRACE_THROWS=1)
+        self.assertIn("std::runtime_error: the reason\n    at ", traced.err)
         self.assertEqual(run([RUN_PEER, "usage", "0"]).code, 2)
 
     def test_a_system_error_in_an_agreement_is_the_failure_of_its_rank(self):

@@ -68,7 +68,7 @@ FOREIGN = {
     "core": {"spdlog", "yaml"},
     "rendezvous": {"openssl"},
     "memory": TORCH,
-    "launch": set(),
+    "launch": {"json"},
     "io": {"openssl"},
     "comm": {"aten", "c10d"},
     "kernels": ATEN | {"cuda"},
@@ -99,7 +99,7 @@ FILE_FOREIGN = {
     "lockstep/core/crash_test.cpp": {"json"},
 }
 TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard", "report")
-SOURCE_ONLY = {"spdlog", "yaml", "cli11", "http", "openssl", "unicode"}
+SOURCE_ONLY = {"spdlog", "yaml", "json", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}
 

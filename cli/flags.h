@@ -1,0 +1,58 @@
+// The flags of a command, read by CLI11 under the conventions that all commands share: --flag VALUE
+// and --flag=VALUE, switches without a value, and an error that names the nearest flag.
+//
+//   Flags flags("ledger");
+//   flags.value("--records", [&](const std::string& text) { records = count_of(text); });
+//   flags.toggle("--json", json);
+//   const Args names = flags.read(args);        // what is no flag, in order
+//
+// `lockstep run` has torchrun's grammar and a reader of its own (lockstep/launch/arguments.h).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+
+namespace CLI {
+class App;
+}
+
+namespace lockstep::cli {
+
+class Flags {
+ public:
+  explicit Flags(std::string command);
+  ~Flags();
+  Flags(const Flags&) = delete;
+  Flags& operator=(const Flags&) = delete;
+
+  // `names`: "--output", or "-o,--output". `set` is called for each time that it is given, after
+  // everything was read; `what` it needs is for the error where it has none.
+  void value(const std::string& names, std::function<void(const std::string&)> set,
+             const char* what = "a value");
+  void text(const std::string& names, std::string& to, const char* what = "a value");
+  void toggle(const std::string& name, bool& on);
+
+  // Throws UsageError. With `keys` unknown flags belong to somebody else, such as a training file,
+  // and stay in the result.
+  Args read(const Args& args, bool keys = false);
+
+ private:
+  struct Known {
+    std::string name;
+    const char* needs;  // null: a switch
+  };
+  const Known* find(const std::string& arg) const;
+
+  std::string command_;
+  std::unique_ptr<CLI::App> app_;
+  std::vector<Known> known_;
+};
+
+// Prints the text where --help or -h is among the arguments; has it?
+bool print_help(const Args& args, const char* text);
+
+}  // namespace lockstep::cli
