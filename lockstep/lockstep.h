@@ -1,37 +1,29 @@
-// Everything a training program needs. See README.md for a complete program.
+// What most training programs name; README.md has a complete one. docs/api.md lists the headers for
+// more: weight averages, SyncBatchNorm, activation checkpointing, communication hooks, token
+// and instruction data, models.
 #pragma once
 
-#include "lockstep/comm/world.h"                      // IWYU pragma: export
-#include "lockstep/core/error.h"                      // IWYU pragma: export
-#include "lockstep/data/dataset.h"                    // IWYU pragma: export
-#include "lockstep/data/instruction.h"                // IWYU pragma: export
-#include "lockstep/data/loader.h"                     // IWYU pragma: export
-#include "lockstep/data/profile.h"                    // IWYU pragma: export
-#include "lockstep/data/sampler.h"                    // IWYU pragma: export
-#include "lockstep/data/token_shards.h"               // IWYU pragma: export
-#include "lockstep/memory/cpu_cache.h"                // IWYU pragma: export
-#include "lockstep/monitor/gpu_memory.h"              // IWYU pragma: export
-#include "lockstep/optim/adam.h"                      // IWYU pragma: export
-#include "lockstep/optim/adamw.h"                     // IWYU pragma: export
-#include "lockstep/optim/autocast.h"                  // IWYU pragma: export
-#include "lockstep/optim/clip.h"                      // IWYU pragma: export
-#include "lockstep/optim/determinism.h"               // IWYU pragma: export
-#include "lockstep/optim/ema.h"                       // IWYU pragma: export
-#include "lockstep/optim/grad_scaler.h"               // IWYU pragma: export
-#include "lockstep/optim/optimizer.h"                 // IWYU pragma: export
-#include "lockstep/optim/rule.h"                      // IWYU pragma: export
-#include "lockstep/optim/schedule.h"                  // IWYU pragma: export
-#include "lockstep/optim/sgd.h"                       // IWYU pragma: export
-#include "lockstep/parallel/accumulation.h"           // IWYU pragma: export
-#include "lockstep/parallel/activation_checkpoint.h"  // IWYU pragma: export
-#include "lockstep/parallel/comm_hooks.h"             // IWYU pragma: export
-#include "lockstep/parallel/ddp.h"                    // IWYU pragma: export
-#include "lockstep/parallel/sharded_optimizer.h"      // IWYU pragma: export
-#include "lockstep/parallel/sync_batch_norm.h"        // IWYU pragma: export
-#include "lockstep/run.h"                             // IWYU pragma: export
-#include "lockstep/train/captured_step.h"             // IWYU pragma: export
-#include "lockstep/train/run_log.h"                   // IWYU pragma: export
-#include "lockstep/train/save_resume.h"               // IWYU pragma: export
-#include "lockstep/train/stop_request.h"              // IWYU pragma: export
-#include "lockstep/train/trainer.h"                   // IWYU pragma: export
-#include "lockstep/version.h"                         // IWYU pragma: export
+#include "lockstep/comm/world.h"                  // IWYU pragma: export
+#include "lockstep/core/error.h"                  // IWYU pragma: export
+#include "lockstep/data/dataset.h"                // IWYU pragma: export
+#include "lockstep/data/loader.h"                 // IWYU pragma: export
+#include "lockstep/data/sampler.h"                // IWYU pragma: export
+#include "lockstep/optim/adam.h"                  // IWYU pragma: export
+#include "lockstep/optim/adamw.h"                 // IWYU pragma: export
+#include "lockstep/optim/autocast.h"              // IWYU pragma: export
+#include "lockstep/optim/clip.h"                  // IWYU pragma: export
+#include "lockstep/optim/determinism.h"           // IWYU pragma: export
+#include "lockstep/optim/grad_scaler.h"           // IWYU pragma: export
+#include "lockstep/optim/optimizer.h"             // IWYU pragma: export
+#include "lockstep/optim/schedule.h"              // IWYU pragma: export
+#include "lockstep/optim/sgd.h"                   // IWYU pragma: export
+#include "lockstep/parallel/accumulation.h"       // IWYU pragma: export
+#include "lockstep/parallel/ddp.h"                // IWYU pragma: export
+#include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export
+#include "lockstep/run.h"                         // IWYU pragma: export
+#include "lockstep/train/captured_step.h"         // IWYU pragma: export
+#include "lockstep/train/run_log.h"               // IWYU pragma: export
+#include "lockstep/train/save_resume.h"           // IWYU pragma: export
+#include "lockstep/train/stop_request.h"          // IWYU pragma: export
+#include "lockstep/train/trainer.h"               // IWYU pragma: export
+#include "lockstep/version.h"                     // IWYU pragma: export

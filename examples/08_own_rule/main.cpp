@@ -1,6 +1,7 @@
 // An update rule of your own: Tiger, which steps by the sign of its momentum. Everything else
 // (several ranks, sharding, clipping, schedules, checkpoints) works for it as for AdamW.
 #include <lockstep/lockstep.h>
+#include <lockstep/optim/rule.h>
 #include <torch/torch.h>
 
 #include <cstdio>

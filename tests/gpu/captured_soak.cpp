@@ -19,6 +19,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/optim/ema.h"
 
 namespace {
 

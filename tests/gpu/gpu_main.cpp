@@ -15,6 +15,10 @@
 #include "lockstep/core/step_totals.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/monitor/gpu_memory.h"
+#include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/sync_batch_norm.h"
 
 namespace {
 

@@ -20,6 +20,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/trainer_for_test.h"
 

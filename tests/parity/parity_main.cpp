@@ -20,6 +20,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 #include "tests/parity/parity_models.h"
 #include "tests/parity/tensor_files.h"
 

@@ -12,11 +12,21 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/data/instruction.h"
+#include "lockstep/data/profile.h"
+#include "lockstep/data/token_shards.h"
 #include "lockstep/lockstep.h"
+#include "lockstep/memory/cpu_cache.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/monitor/gpu_memory.h"
+#include "lockstep/optim/ema.h"
+#include "lockstep/optim/rule.h"
+#include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/sync_batch_norm.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/stop_signals.h"
