@@ -8,8 +8,8 @@
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
 // A rank is a Worker (worker.h) in a state of RankLife (rank_life.h). Its pauses (rank_pauses.h),
-// the times of a stop (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is to
-// blame (rank_record.h) are parts of their own; this brings them together.
+// the times of a stop (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is
+// to blame (rank_record.h) are parts of their own; this brings them together.
 //
 //   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
 //   group.start();
