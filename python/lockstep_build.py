@@ -197,7 +197,7 @@ def build(into, objects):
 
 # What CMake needs for the launcher, as Debian and Ubuntu call it.
 PACKAGES = ("cmake ninja-build g++ libfmt-dev libspdlog-dev libyaml-cpp-dev "
-            "libcli11-dev libmicrohttpd-dev libssl-dev")
+            "nlohmann-json3-dev libcli11-dev libmicrohttpd-dev libssl-dev")
 
 
 def build_launcher(folder):

@@ -1,22 +1,17 @@
 #include "lockstep/launch/worker_group.h"
 
 #include <fcntl.h>
-#include <sys/epoll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <fstream>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/terminal.h"
-#include "lockstep/launch/worker_env.h"
 #include "lockstep/rendezvous/inside.h"
-#include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep::launch {
 namespace {
@@ -31,28 +26,11 @@ constexpr milliseconds kReportHeadStart{100};
 constexpr std::size_t kLastLines = 20;
 constexpr std::size_t kTailLines = 200;  // most of which may be the stack
 
-void make_directories(const std::string& path) {
-  std::error_code problem;
-  std::filesystem::create_directories(path, problem);
-  if (problem) throw SystemError("launch", "cannot create the directory " + path, problem.value());
-}
-
 double seconds_of(milliseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
 }  // namespace
-
-struct WorkerGroup::Worker {
-  RankRecord& record;
-  PauseWatch pauses;
-  std::unique_ptr<RankOutput> output = {};
-  Fd control = {};                            // writing end
-  std::shared_ptr<ledger::File> ledger = {};  // null: none
-  Process process = {};
-
-  bool alive() const { return record.life.alive(); }
-};
 
 WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
     : setup_(setup),
@@ -77,11 +55,6 @@ WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
                 .say = [this](const std::string& text) { setup_.console.say(text); }}),
       spared_timer_(setup.loop),
       left_timer_(setup.loop) {}
-
-WorkerGroup::~WorkerGroup() {
-  for (const auto& worker : workers_)
-    if (worker->alive()) setup_.loop.forget(worker->process.pidfd());
-}
 
 const std::string& WorkerGroup::error_file(int local_rank) const {
   return ranks_.at(static_cast<std::size_t>(local_rank)).error_file;
@@ -111,10 +84,13 @@ void WorkerGroup::start() {
   for (int local_rank = 0; local_rank < plan.nproc_per_node; ++local_rank)
     ranks_.push_back({.rank = setup_.layout.first_rank + local_rank, .local_rank = local_rank});
   for (RankRecord& rank : ranks_) {
-    workers_.emplace_back(
-        new Worker{rank, PauseWatch(setup_.loop, plan.stopped_timeout, pause_handlers(rank))});
+    workers_.push_back(std::make_unique<Worker>(setup_, place_, rank, pause_handlers(rank)));
+    Worker& worker = *workers_.back();
     try {
-      start_worker(*workers_.back());
+      worker.start(filtered_, stalls_ || setup_.observed, [this, &worker] { on_exit(worker); });
+      // A rank alone waits for no other: its pauses are its own.
+      if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
+        stalls_->add({rank.rank, rank.pid, worker.ledger.get(), rank.error_file + ".stack"});
     } catch (const std::exception& error) {
       RankFailure failure = describe(rank, attempt_);
       failure.cause = error.what();
@@ -123,34 +99,6 @@ void WorkerGroup::start() {
       return fail(std::move(failure));
     }
   }
-}
-
-// Only rank 0 draws a progress bar, where a person sees it. The prefix takes some columns.
-std::string WorkerGroup::terminal_for(const Worker& worker) const {
-  const StreamRoute& route = worker.output->out_route();
-  if (worker.record.rank != 0 || !route.console || !route.file.empty() || !route.filters.empty())
-    return {};
-  const int columns = terminal::columns(STDOUT_FILENO) - static_cast<int>(route.prefix.size());
-  return terminal::describe_pipe(worker.output->child_out(), columns);
-}
-
-std::vector<std::string> WorkerGroup::environment_for(const Worker& worker, int control_fd,
-                                                      int store_fd) const {
-  const StoreChannel channel{store_fd, inode_of(store_fd), worker.record.rank,
-                             setup_.layout.world_size, place_.master_port};
-  return process_environment(
-      worker_environment(setup_.plan, {.local_rank = worker.record.local_rank,
-                                       .layout = setup_.layout,
-                                       .attempt = place_.attempt,
-                                       .master_addr = place_.master_addr,
-                                       .master_port = place_.master_port,
-                                       .error_file = worker.record.error_file,
-                                       .control_fd = control_fd,
-                                       .store_channel = channel.text(),
-                                       .interface = setup_.interface,
-                                       .threads = setup_.threads,
-                                       .ledger = worker.ledger ? worker.ledger->variable() : "",
-                                       .terminal = terminal_for(worker)}));
 }
 
 PauseWatch::Handlers WorkerGroup::pause_handlers(const RankRecord& rank) {
@@ -172,98 +120,12 @@ PauseWatch::Handlers WorkerGroup::pause_handlers(const RankRecord& rank) {
   return handlers;
 }
 
-OutputRoutes WorkerGroup::routes_for(const RankRecord& rank, const std::string& directory) {
-  const LaunchPlan& plan = setup_.plan;
-  OutputRoutes routes;
-  routes.source = 2 * rank.local_rank;
-  const auto fill = [&](StreamRoute& route, Streams stream, OutputKind kind, const char* file,
-                        const std::vector<std::string>& filters) {
-    route = route_for(plan, rank.rank, rank.local_rank, stream, directory + file);
-    route.filters = filters;
-    route.filtered_fd = filtered_[kind == OutputKind::kOut ? 0 : 1].get();
-    if (!setup_.observed) return;
-    const auto pass_on = [this, kind, number = rank.rank](auto function) {
-      return [this, kind, number, function](std::string_view line) {
-        setup_.observed.notify(
-            [&](RunObserver& observer) { (observer.*function)(number, kind, line); });
-      };
-    };
-    route.on_line = pass_on(&RunObserver::output_line);
-    route.on_progress = pass_on(&RunObserver::output_progress);
-  };
-  fill(routes.out, Streams::kOut, OutputKind::kOut, "/stdout.log", plan.duplicate_stdout_filters);
-  fill(routes.err, Streams::kErr, OutputKind::kErr, "/stderr.log", plan.duplicate_stderr_filters);
-  return routes;
-}
-
-void WorkerGroup::start_worker(Worker& worker) {
-  const LaunchPlan& plan = setup_.plan;
-  RankRecord& rank = worker.record;
-  const std::string directory = fmt::format("{}/{}", place_.directory, rank.local_rank);
-  make_directories(directory);
-  rank.error_file = directory + "/error.json";
-  worker.output =
-      std::make_unique<RankOutput>(setup_.loop, setup_.console, routes_for(rank, directory));
-
-  Pipe control = make_pipe();
-  set_nonblocking(control.write.get());
-  const Fd store = place_.store->open_channel(rank.rank);
-  make_ledger(worker);
-  ProcessRequest request;
-  request.argv = plan.command;
-  request.environment = environment_for(worker, control.read.get(), store.get());
-  request.stdout_fd = worker.output->child_out();
-  request.stderr_fd = worker.output->child_err();
-  request.pass_fds = {control.read.get(), store.get()};
-  if (worker.ledger) request.pass_fds.push_back(worker.ledger->fd());
-  if (!setup_.cpus.empty()) request.cpus = &setup_.cpus[static_cast<std::size_t>(rank.local_rank)];
-  request.signal_mask = setup_.guard.callers_mask;
-  request.files = setup_.guard.callers_files;
-  worker.process = start_process(request);
-  rank.pid = worker.process.pid();
-  rank.life.move(RankLife::kRunning);
-  worker.output->close_child_ends();
-  worker.control = std::move(control.write);
-  if (worker.ledger) worker.ledger->close_fd();
-  // A rank alone waits for no other: its pauses are its own.
-  if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
-    stalls_->add({rank.rank, rank.pid, worker.ledger.get(), rank.error_file + ".stack"});
-  setup_.loop.watch(worker.process.pidfd(), EPOLLIN,
-                    [this, &worker](std::uint32_t) { on_exit(worker); });
-  setup_.observed.notify([&](RunObserver& observer) {
-    observer.rank_started({rank.rank, rank.local_rank, rank.pid, worker.ledger,
-                           worker.output->out_file(), worker.output->err_file()});
-  });
-}
-
-// ---------------------------------------------------------------- ledgers
-
-void WorkerGroup::make_ledger(Worker& worker) const {
-  if (!stalls_ && !setup_.observed) return;
-  try {
-    worker.ledger = std::make_shared<ledger::File>(
-        ledger::File::create({worker.record.rank, setup_.layout.world_size, place_.attempt}));
-  } catch (const SystemError& error) {  // the run needs none
-    setup_.console.say(fmt::format("[launch] stalls of rank {} will not be explained: {}",
-                                   worker.record.rank, error.what()));
-  }
-}
-
-void WorkerGroup::save_ledger(const Worker& worker) const {
-  if (!worker.ledger || !worker.ledger->opened()) return;
-  try {
-    worker.ledger->save(
-        fmt::format("{}/{}/{}", place_.directory, worker.record.local_rank, ledger::kFileName));
-  } catch (const std::exception& error) {
-    setup_.console.say(fmt::format("[launch] the ledger of rank {} is lost: {}", worker.record.rank,
-                                   error.what()));
-  }
-}
+// ---------------------------------------------------------------- stalls
 
 void WorkerGroup::show_stall(const StallReport& stall) {
   setup_.console.say(stall.text);
   std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.full_text << '\n';
-  for (const auto& worker : workers_) save_ledger(*worker);
+  for (const auto& worker : workers_) worker->save_ledger();
   setup_.observed.notify(
       [&](RunObserver& observer) { observer.ranks_stalled({stall.cause, stall.text}); });
 }
@@ -289,10 +151,9 @@ void WorkerGroup::on_exit(Worker& worker) {
   if (!rank.ending) return;
   // One that we failed while it was alive failed then, though its victims may be gone before it.
   if (!rank.life.was(RankLife::kFailed)) rank.ended_at = now;
-  worker.control.reset();
-  worker.pauses.cancel();
+  worker.let_go();
   if (stalls_) stalls_->remove(rank.rank);
-  if (!rank.ended_ok()) save_ledger(worker);
+  if (!rank.ended_ok()) worker.save_ledger();
   const bool left = inside::take_mark(rank.error_file) && rank.ended_ok();
   rank.life.move(left ? RankLife::kLeft : RankLife::kEnded);
   report_end(rank);
@@ -424,12 +285,8 @@ void WorkerGroup::stop_for(const RankFailure& failure) {
 bool WorkerGroup::notify(const RankFailure& failure) {
   const std::string line = control_line(failure);
   bool heard = false;
-  for (const auto& worker : workers_) {
-    if (worker->record.rank == failure.rank || !worker->control) continue;
-    // A rank that does not read has a full pipe or none; that is its own loss.
-    heard |= ::write(worker->control.get(), line.data(), line.size()) > 0;
-    worker->record.life.move(RankLife::kNotified);
-  }
+  for (const auto& worker : workers_)
+    if (worker->record.rank != failure.rank) heard |= worker->notify(line);
   return heard;
 }
 
@@ -438,9 +295,7 @@ void WorkerGroup::spare(Worker& cause) {
   if (!cause.alive() || cause.record.life.was(RankLife::kFailed)) return;
   spared_ = &cause;
   spared_timer_.start(kCauseHeadStart, [this, &cause] {
-    if (!cause.alive()) return;
-    cause.record.life.move(RankLife::kAsked);
-    cause.process.signal_group(SIGTERM);
+    if (cause.alive()) cause.signal(SIGTERM);
   });
 }
 
@@ -497,8 +352,7 @@ void WorkerGroup::kill_now() {
 void WorkerGroup::abandon() {
   for (const auto& worker : workers_) {
     if (!worker->alive()) continue;
-    setup_.loop.forget(worker->process.pidfd());
-    worker->control.reset();
+    worker->let_go();
     worker->record.life.move(RankLife::kAbandoned);
     report_end(worker->record);
   }
@@ -506,13 +360,8 @@ void WorkerGroup::abandon() {
 }
 
 void WorkerGroup::signal_ranks(int number, const Worker* except) {
-  for (const auto& worker : workers_) {
-    if (!worker->alive() || worker.get() == except) continue;
-    worker->record.life.move(RankLife::kAsked);
-    worker->process.signal_group(number);
-    // A stopped process receives nothing but SIGKILL until it is continued.
-    if (number != SIGKILL) worker->process.signal_group(SIGCONT);
-  }
+  for (const auto& worker : workers_)
+    if (worker->alive() && worker.get() != except) worker->signal(number);
 }
 
 bool WorkerGroup::all_ended() const {

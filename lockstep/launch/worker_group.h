@@ -7,9 +7,9 @@
 //
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
-// What a rank is in is its RankLife (rank_life.h). Its pauses (rank_pauses.h), the times of a stop
-// (stop_sequence.h), what ranks leave behind (orphans.h) and who is to blame (rank_record.h) are
-// parts of their own; this brings them together.
+// A rank is a Worker (worker.h) in a state of RankLife (rank_life.h). Its pauses (rank_pauses.h),
+// the times of a stop (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is
+// to blame (rank_record.h) are parts of their own; this brings them together.
 //
 //   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
 //   group.start();
@@ -26,41 +26,13 @@
 #include <vector>
 
 #include "lockstep/launch/orphans.h"
-#include "lockstep/launch/output.h"
-#include "lockstep/launch/plan.h"
-#include "lockstep/launch/rank_pauses.h"
 #include "lockstep/launch/rank_record.h"
 #include "lockstep/launch/report.h"
-#include "lockstep/launch/run_observer.h"
 #include "lockstep/launch/stall_watch.h"
 #include "lockstep/launch/stop_sequence.h"
-#include "lockstep/launch/store_server.h"
-#include "lockstep/launch/supervisor_guard.h"
-#include "lockstep/rendezvous/world_layout.h"
+#include "lockstep/launch/worker.h"
 
 namespace lockstep::launch {
-
-// What stays the same over attempts.
-struct GroupSetup {
-  const LaunchPlan& plan;
-  EventLoop& loop;
-  Console& console;
-  const GuardContext& guard;
-  Observed& observed;
-  std::string host;
-  std::string interface;      // for worker_environment
-  int threads = 0;            // for worker_environment
-  std::vector<CpuMask> cpus;  // by local rank; empty: not bound
-  WorldLayout layout;         // the current attempt's
-};
-
-struct GroupInfo {
-  int attempt = 0;
-  std::string master_addr;
-  int master_port = 0;
-  StoreServer* store = nullptr;
-  std::string directory;  // absolute; created
-};
 
 struct GroupEvents {
   std::function<void(const RankFailure&)> failed;  // the first failure here, once
@@ -70,7 +42,6 @@ struct GroupEvents {
 class WorkerGroup {
  public:
   WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events);
-  ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
 
@@ -101,17 +72,8 @@ class WorkerGroup {
 
  private:
   enum class Phase { kRunning, kStopping, kSweeping, kOver };
-  struct Worker;
 
-  void start_worker(Worker& worker);
   PauseWatch::Handlers pause_handlers(const RankRecord& rank);
-  OutputRoutes routes_for(const RankRecord& rank, const std::string& directory);
-  std::string terminal_for(const Worker& worker) const;
-  std::vector<std::string> environment_for(const Worker& worker, int control_fd,
-                                           int store_fd) const;
-  void make_ledger(Worker& worker) const;
-  void save_ledger(const Worker& worker) const;
-
   void on_exit(Worker& worker);
   void on_left(const RankRecord& rank);
   bool take_pauses(Worker& worker);  // whether there were any
