@@ -43,6 +43,12 @@ std::vector<Finding> diagnose(const RunRecord& run) {
     if (compares && !all_ranks) continue;
     if (auto finding = rule(view)) findings.push_back(std::move(*finding));
   }
+  // Where every rank waits for a core, who gets one decides whose steps take longest.
+  if (detail::starved_share(view))
+    std::erase_if(findings, [](const Finding& finding) {
+      return finding.rule == "straggler" &&
+             (finding.cause == "compute" || finding.cause == "cpu-starved");
+    });
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.gain > b.gain; });
   return findings;

@@ -407,6 +407,16 @@ TEST(Straggler, ThatWaitsForData) {
   EXPECT_THAT(finding.remedy, HasSubstr("rank 1"));
 }
 
+// Other programs take the cores of all ranks: the difference between two of them is chance.
+TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
+  RunRecord run = with_slow_rank(10, 20);
+  EXPECT_NE(find(diagnose(run), "straggler"), nullptr);
+  for (const int rank : {0, 1})
+    change(run, [](Interval& interval) { interval.process->run_delay_share = 0.5; }, rank);
+  EXPECT_EQ(find(diagnose(run), "straggler"), nullptr);
+  EXPECT_NE(find(diagnose(run), "cpu-starved"), nullptr);
+}
+
 TEST(Straggler, WithoutACore) {
   RunRecord run = with_slow_rank(10, 30);
   change(

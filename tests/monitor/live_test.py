@@ -148,7 +148,8 @@ class Foreign(ScriptCase):
         self.assertIn("train.py", facts["program"])
         for rank in (0, 1):
             lines = (monitor / f"rank_{rank}.jsonl").read_text().splitlines()
-            self.assertGreater(json.loads(lines[2])["process"]["cores"], 0)
+            # On a busy machine an interval may pass without a core.
+            self.assertGreater(max(json.loads(line)["process"]["cores"] for line in lines[2:]), 0)
         self.assertEqual(doctor(folder)[0], 0)
 
     def test_what_is_read_of_the_record_is_what_is_known(self):
