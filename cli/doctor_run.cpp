@@ -156,8 +156,9 @@ int doctor_run_command(const Args& args) {
   if (request.json)
     fmt::print("{}\n", to_json(report_node(run, rows, findings)));
   else
-    fmt::print("{}{}\n\n{}{}", head_text(request, run.facts), monitor::budget_table(rows),
-               gpus_text(run.gpus), findings_text(run, findings));
+    fmt::print("{}{}\n\n{}{}", head_text(request, run.facts),
+               table_text(monitor::budget_table(rows)), gpus_text(run.gpus),
+               findings_text(run, findings));
   return findings.empty() ? 0 : 1;
 }
 

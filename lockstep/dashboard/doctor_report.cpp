@@ -58,7 +58,7 @@ std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
       "[doctor] {} of {} ranks, {:.1f} s{}:\n{}", run.ranks.size(), run.facts.world_size, seconds,
       budget ? "; where the time between the first and the last step went"
              : fmt::format("; {}", monitor::without_steps(run)),
-      monitor::budget_table(rows))};
+      table_text(monitor::budget_table(rows)))};
   if (findings.empty())
     lines.push_back("[doctor] " + (failed ? "nothing found to change; the run itself failed."
                                           : monitor::nothing_found_text(run)));

@@ -210,7 +210,7 @@ TEST(Summary, HasARowForEachRankAndSaysHealthy) {
   EXPECT_THAT(lines[0],
               testing::ContainsRegex("\n +0 +50 +100.00 +25.0 % +75.0 % +1.50 +3.00 GiB +7 +0\n"));
   EXPECT_THAT(lines[0], testing::ContainsRegex("\n +1 +50 +100.00 +50.0 % +50.0 %"));
-  EXPECT_THAT(lines[0], testing::EndsWith("\n" + budget_table(budget_rows(run))));
+  EXPECT_THAT(lines[0], testing::EndsWith("\n" + table_text(budget_table(budget_rows(run)))));
   EXPECT_THAT(lines[1], HasSubstr("healthy"));
   EXPECT_THAT(doctor_summary(run, {}, true)[1], HasSubstr("the run itself failed"));
   EXPECT_THAT(doctor_summary(run, {finding("straggler", 1)})[1], HasSubstr("straggler (rank 1"));

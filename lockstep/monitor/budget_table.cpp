@@ -21,25 +21,6 @@ constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,    Phase::kB
                             Phase::kEnded,         Phase::kDeviceWait, Phase::kNone};
 static_assert(std::size(kParts) == ledger::kPhases);
 
-// One column of the table, with the text of each rank below its title.
-struct Column {
-  std::string title;
-  std::vector<std::string> cells;
-};
-
-std::string table_text(const std::vector<Column>& columns, std::size_t rows) {
-  std::string text;
-  for (std::size_t row = 0; row <= rows; ++row) {
-    if (row > 0) text += '\n';
-    for (const Column& column : columns) {
-      std::size_t width = column.title.size();
-      for (const std::string& cell : column.cells) width = std::max(width, cell.size());
-      text += fmt::format("  {:>{}}", row == 0 ? column.title : column.cells[row - 1], width);
-    }
-  }
-  return text;
-}
-
 }  // namespace
 
 BudgetRow budget_row(const RankRecord& rank, double from_unix_s) {
@@ -52,6 +33,8 @@ BudgetRow budget_row(const RankRecord& rank, double from_unix_s) {
     if (interval.unix_time_s >= from_unix_s) join(all, interval);
   row.resident_bytes = all.resident_bytes;
   row.threads = all.threads;
+  row.cpu_limit_cores = all.cpu_limit_cores;
+  row.throttled_share = all.throttled_share;
   if (const auto& process = row.budget.steps > 0 ? row.budget.process : all.process) {
     row.cores = process->cores;
     row.minor_faults_per_s = process->minor_faults_per_s;
@@ -66,30 +49,47 @@ std::vector<BudgetRow> budget_rows(const RunRecord& run) {
   return rows;
 }
 
-std::string budget_table(const std::vector<BudgetRow>& rows) {
-  std::vector<Column> columns;
-  const auto add = [&](const char* title, auto text) {
-    Column& column = columns.emplace_back(Column{title, {}});
-    for (const BudgetRow& row : rows) column.cells.push_back(text(row));
+std::string table_text(const Table& table) {
+  std::vector<std::size_t> widths;
+  for (const std::string& head : table.heads) widths.push_back(head.size());
+  for (const auto& row : table.rows)
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  std::string text;
+  const auto add = [&](const std::vector<std::string>& cells) {
+    for (std::size_t i = 0; i < cells.size(); ++i)
+      text += fmt::format("  {:>{}}", cells[i], widths[i]);
+  };
+  add(table.heads);
+  for (const auto& row : table.rows) {
+    text += '\n';
+    add(row);
+  }
+  return text;
+}
+
+Table budget_table(const std::vector<BudgetRow>& rows) {
+  Table table{.title = "Where the time went", .rows = {rows.size(), std::vector<std::string>{}}};
+  const auto any = [&](auto is) { return std::ranges::any_of(rows, is); };
+  const auto add = [&](const char* head, auto text) {
+    table.heads.emplace_back(head);
+    for (std::size_t i = 0; i < rows.size(); ++i) table.rows[i].push_back(text(rows[i]));
+  };
+  const auto percent = [](const std::optional<double>& share) {
+    return share ? fmt::format("{:.1f} %", 100 * *share) : std::string("-");
   };
   add("rank", [](const BudgetRow& row) { return std::to_string(row.rank); });
   add("steps", [](const BudgetRow& row) { return std::to_string(row.budget.steps); });
-  if (std::ranges::any_of(rows, [](const BudgetRow& row) { return row.budget.steps > 0; })) {
+  if (any([](const BudgetRow& row) { return row.budget.steps > 0; })) {
     add("ms/step",
         [](const BudgetRow& row) { return fmt::format("{:.2f}", 1e3 * row.budget.step_s()); });
-    for (std::size_t part = 0; part < rows.front().shares.size(); ++part) {
+    for (std::size_t part = 0; part < std::size(kParts); ++part) {
       const auto share = [part](const BudgetRow& row) { return row.shares[part].second; };
-      if (std::ranges::any_of(rows, [&](const BudgetRow& row) { return share(row) >= kNothing; }))
-        add(rows.front().shares[part].first,
-            [&](const BudgetRow& row) { return fmt::format("{:.1f} %", 100 * share(row)); });
+      if (any([&](const BudgetRow& row) { return share(row) >= kNothing; }))
+        add(phase_key(kParts[part]), [&](const BudgetRow& row) { return percent(share(row)); });
     }
   }
-  if (std::ranges::any_of(rows,
-                          [](const BudgetRow& row) { return row.collective_share.has_value(); }))
-    add("in collectives", [](const BudgetRow& row) {
-      return row.collective_share ? fmt::format("{:.1f} %", 100 * *row.collective_share)
-                                  : std::string("-");
-    });
+  if (any([](const BudgetRow& row) { return row.collective_share.has_value(); }))
+    add("in collectives", [&](const BudgetRow& row) { return percent(row.collective_share); });
   add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores.value_or(0)); });
   add("memory", [](const BudgetRow& row) {
     return fmt::format("{:.2f} GiB", static_cast<double>(row.resident_bytes) / kGiB);
@@ -97,7 +97,13 @@ std::string budget_table(const std::vector<BudgetRow>& rows) {
   add("threads", [](const BudgetRow& row) { return std::to_string(row.threads); });
   add("page faults/s",
       [](const BudgetRow& row) { return fmt::format("{:.0f}", row.minor_faults_per_s); });
-  return table_text(columns, rows.size());
+  if (any([](const BudgetRow& row) { return row.cpu_limit_cores.has_value(); })) {
+    add("CPU limit", [](const BudgetRow& row) {
+      return row.cpu_limit_cores ? fmt::format("{:.2f}", *row.cpu_limit_cores) : std::string("-");
+    });
+    add("stopped by it", [&](const BudgetRow& row) { return percent(row.throttled_share); });
+  }
+  return table;
 }
 
 }  // namespace lockstep::monitor

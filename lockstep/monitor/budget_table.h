@@ -1,7 +1,7 @@
-// Where the time of each rank went, as figures and as the table that the doctor prints.
+// Where the time of each rank went, as figures and as the table that doctor, report and page show.
 //
 //   const auto rows = budget_rows(run);
-//   say(budget_table(rows));
+//   say(table_text(budget_table(rows)));
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,17 @@
 
 namespace lockstep::monitor {
 
+// What a run has left, for whoever shows it: a terminal, the report, the page.
+struct Table {
+  std::string title{};
+  std::vector<std::string> heads{};
+  std::vector<std::vector<std::string>> rows{};
+  std::vector<std::string> notes{};  // sentences below; alone where there is nothing to list
+  bool numbers = true;               // all columns but the first are right-aligned
+};
+// Heads and rows for a terminal, without a line break at the end.
+std::string table_text(const Table& table);
+
 // budget_rows() has them since the run's start (RunFacts::started_unix_s).
 struct BudgetRow {
   int rank = 0;
@@ -25,13 +36,14 @@ struct BudgetRow {
   double minor_faults_per_s = 0;
   std::uint64_t resident_bytes = 0;          // most
   int threads = 0;                           // most
+  std::optional<double> cpu_limit_cores{};   // of its control group
+  std::optional<double> throttled_share{};   // of the group's periods, in which it was stopped
   std::optional<double> collective_share{};  // of a rank that counts no steps
 };
 BudgetRow budget_row(const RankRecord& rank, double from_unix_s = 0);
 std::vector<BudgetRow> budget_rows(const RunRecord& run);
 
-// A line of titles and one of each rank, without a line break at the end. Parts that no rank spends
-// time in are left away, and so are all of them where no step was seen.
-std::string budget_table(const std::vector<BudgetRow>& rows);
+// Parts that no rank spends time in are left away, and so are all of them where no step was seen.
+Table budget_table(const std::vector<BudgetRow>& rows);
 
 }  // namespace lockstep::monitor

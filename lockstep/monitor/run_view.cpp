@@ -168,8 +168,10 @@ void describe_ranks(RunView& run) {
     rank->newest->host_s = all.host_s;
     rank->newest->device_s = all.device_s;
   }
+  // What a launcher watches is of one start, and the facts may be by another host's clock.
+  const double from_unix_s = run.recorded ? run.facts().started_unix_s : 0;
   if (!run.record->ranks.empty())
-    run.mean_step_s = budget_of(run.record->ranks.front(), 0, run.facts().started_unix_s).step_s();
+    run.mean_step_s = budget_of(run.record->ranks.front(), 0, from_unix_s).step_s();
 }
 
 std::optional<double> newest_logged(const RunView& run, std::string_view name) {

@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/metrics_file.h"
 
@@ -84,15 +85,6 @@ struct ConfigValue {
   std::string value{};
   std::string from{};                // "default", "train.yaml:3:1", "--seed"; empty: not recorded
   std::vector<std::string> beats{};  // what it overrides
-};
-
-// What a run has left, as the report and the page both show it.
-struct Table {
-  std::string title{};
-  std::vector<std::string> heads{};
-  std::vector<std::vector<std::string>> rows{};
-  std::vector<std::string> notes{};  // sentences below; alone where there is nothing to list
-  bool numbers = true;               // all columns but the first are right-aligned
 };
 
 struct RunView {

@@ -295,7 +295,7 @@ TEST(Report, GpusAreShownOverTimeAndAsFigures) {
   EXPECT_TRUE(std::isnan(chart.lines[0].points[7].second));
   std::vector<std::string> titles;
   for (const monitor::Table& table : run_tables(run)) titles.push_back(table.title);
-  EXPECT_THAT(titles, ElementsAre("Figures", "GPUs", "Processes", "Checkpoints", "Events",
+  EXPECT_THAT(titles, ElementsAre("Figures", "GPUs", "Where the time went", "Checkpoints", "Events",
                                   "Configuration"));
   const std::string page = run_report(run);
   EXPECT_THAT(page, HasSubstr("GPU: time with a kernel running"));

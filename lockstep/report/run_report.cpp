@@ -204,22 +204,12 @@ Table gpus_table(const RunView& run) {
   return table;
 }
 
-Table processes_table(const RunView& run) {
-  Table table{.title = "Processes",
-              .heads = {"rank", "cores", "resident memory", "threads", "CPU limit of its group",
-                        "stopped by that limit"}};
-  if (!run.record) return table;
-  for (const RankRecord& rank : run.record->ranks) {
-    const monitor::Interval& last = monitor::newest_sample(rank);
-    const monitor::BudgetRow row = monitor::budget_row(rank);
-    table.rows.push_back(
-        {fmt::format("{}", rank.rank), row.cores ? number_text(*row.cores) : "not recorded",
-         row.resident_bytes > 0 ? bytes_text(row.resident_bytes) : "not recorded",
-         row.threads > 0 ? fmt::format("{}", row.threads) : "not recorded",
-         last.cpu_limit_cores ? number_text(*last.cpu_limit_cores) : "none",
-         last.throttled_share ? percent_text(*last.throttled_share) : "not recorded"});
-  }
-  return table;
+// Over all starts.
+Table ranks_table(const RunView& run) {
+  std::vector<monitor::BudgetRow> rows;
+  if (run.record)
+    for (const RankRecord& rank : run.record->ranks) rows.push_back(monitor::budget_row(rank));
+  return monitor::budget_table(rows);
 }
 
 std::string utilisation_html(const RunView& run) {
@@ -231,7 +221,7 @@ std::string utilisation_html(const RunView& run) {
   if (!cores.lines.empty()) drawings.push_back(draw(cores));
   if (drawings.empty()) return paragraph("Utilisation was not recorded.");
   return figures(drawings) + shown_text(cores.lines.size(), record.ranks.size(), "ranks") +
-         table(gpus_table(run)) + table(processes_table(run));
+         table(gpus_table(run)) + table(ranks_table(run));
 }
 
 // ---------------------------------------------------------------- files and events
@@ -420,7 +410,7 @@ std::string findings_html(const RunView& run) {
 
 std::vector<Table> run_tables(const RunView& run) {
   auto [config, defaults] = config_tables(run);
-  std::vector<Table> tables{summary_table(run),     gpus_table(run),   processes_table(run),
+  std::vector<Table> tables{summary_table(run),     gpus_table(run),   ranks_table(run),
                             checkpoints_table(run), events_table(run), std::move(config),
                             std::move(defaults)};
   if (!run.missing.empty())
