@@ -1,6 +1,7 @@
 // Everything a training program needs. See README.md for a complete program.
 #pragma once
 
+#include "lockstep/comm/mesh.h"                       // IWYU pragma: export
 #include "lockstep/comm/world.h"                      // IWYU pragma: export
 #include "lockstep/core/error.h"                      // IWYU pragma: export
 #include "lockstep/data/dataset.h"                    // IWYU pragma: export
