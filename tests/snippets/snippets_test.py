@@ -23,6 +23,7 @@ import tempfile
 BORROWED = "tests/launch_peers/run_peer.cpp"
 TIMEOUT_S = 300
 HEADERS = (
+    "lockstep/comm/mesh.h",
     "lockstep/comm/world.h",
     "lockstep/data/loader.h",
     "lockstep/data/token_shards.h",
