@@ -27,7 +27,7 @@ MapReader::MapReader(const Node& map, std::string what, Problems* problems)
 }
 
 std::string MapReader::full_name(std::string_view key) const {
-  return fmt::format("{}.{}", what_, key);
+  return what_.empty() ? std::string(key) : fmt::format("{}.{}", what_, key);
 }
 
 const Node* MapReader::node(std::string_view key) {

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
 
@@ -42,6 +43,7 @@ class Translator {
 
   AccelerateLaunch run() {
     if (document_.is(NodeKind::kMap)) {
+      keys_.emplace(document_, "", &problems_);
       check_keys();
       what();
       processes();
@@ -72,30 +74,11 @@ class Translator {
                               fmt::format(format, std::forward<Args>(args)...)));
   }
 
-  std::string text(std::string_view key, std::string fallback) {
-    const Entry* entry = given(key);
-    if (entry == nullptr) return fallback;
-    problems_.attempt([&] { fallback = as_string(entry->value, key); });
-    return fallback;
-  }
+  bool boolean(std::string_view key) { return keys_->boolean(key, false); }
 
-  bool boolean(std::string_view key) {
-    bool value = false;
-    if (const Entry* entry = given(key))
-      problems_.attempt([&] { value = as_bool(entry->value, key); });
-    return value;
-  }
-
-  std::optional<std::int64_t> integer(std::string_view key, std::int64_t min, std::int64_t max) {
-    const Entry* entry = given(key);
-    std::optional<std::int64_t> value;
-    if (entry == nullptr) return value;
-    problems_.attempt([&] { value = as_integer(entry->value, key); });
-    if (value && (*value < min || *value > max)) {
-      refuse(*entry, "{} must be from {} to {}, and {} is not.", key, min, max, *value);
-      value.reset();
-    }
-    return value;
+  // -1 where it is not given, or refused.
+  std::int64_t integer(std::string_view key, std::int64_t min, std::int64_t max) {
+    return keys_->integer(key, -1, min, max);
   }
 
   void check_keys() {
@@ -130,56 +113,51 @@ class Translator {
   // ---------------------------------------------------------------- meaning
 
   void what() {
-    const std::string location = text("compute_environment", "LOCAL_MACHINE");
+    const std::string location = keys_->text("compute_environment", "LOCAL_MACHINE");
     if (location != "LOCAL_MACHINE") {
       refuse(*given("compute_environment"),
              "compute_environment {} is not supported. Write LOCAL_MACHINE.", location);
     }
-    type_ = text("distributed_type", "");
+    type_ = keys_->text("distributed_type", "");
     const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
     if (std::ranges::find(known, type_) == known.end()) {
       refuse(*given("distributed_type"),
              "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
              did_you_mean(type_, known));
     }
-    const std::string precision = text("mixed_precision", "no");
-    if (precision == "bf16" || precision == "fp16") {
-      out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;
-    } else if (precision != "no") {
-      refuse(*given("mixed_precision"),
-             "mixed_precision must be no, fp16 or bf16, and '{}' is none of them.", precision);
-    }
+    const std::string precision = keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16"});
+    if (precision != "no") out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;
   }
 
   void processes() {
-    const auto machines = integer("num_machines", 1, kMaxRanks);
-    const auto processes = integer("num_processes", 1, kMaxRanks);
-    const std::int64_t hosts = machines.value_or(1);
-    if (machines) flag("nnodes", hosts);
-    if (processes && *processes % hosts != 0) {
+    const std::int64_t machines = integer("num_machines", 1, kMaxRanks);
+    const std::int64_t processes = integer("num_processes", 1, kMaxRanks);
+    const std::int64_t hosts = std::max<std::int64_t>(machines, 1);
+    if (machines > 0) flag("nnodes", hosts);
+    if (processes > 0 && processes % hosts != 0) {
       refuse(*given("num_processes"),
              "num_processes {} cannot be shared equally by {} machines: it counts the processes of "
              "all of them. Make it {} or {}.",
-             *processes, hosts, std::max<std::int64_t>(1, *processes / hosts) * hosts,
-             (*processes / hosts + 1) * hosts);
-    } else if (processes) {
-      if (type_ == "NO" && *processes > 1) {
+             processes, hosts, std::max<std::int64_t>(1, processes / hosts) * hosts,
+             (processes / hosts + 1) * hosts);
+    } else if (processes > 0) {
+      if (type_ == "NO" && processes > 1) {
         refuse(*given("num_processes"),
                "num_processes is {}, but distributed_type is NO. Write MULTI_GPU or MULTI_CPU, or "
                "num_processes: 1.",
-               *processes);
+               processes);
       }
-      flag("nproc-per-node", *processes / hosts);
+      flag("nproc-per-node", processes / hosts);
     } else if (type_ == "NO") {
       flag("nproc-per-node", std::int64_t{1});
     }
-    if (const auto rank = integer("machine_rank", 0, kMaxRanks)) {
-      if (*rank >= hosts) {
+    if (const std::int64_t rank = integer("machine_rank", 0, kMaxRanks); rank >= 0) {
+      if (rank >= hosts) {
         refuse(*given("machine_rank"),
-               "machine_rank {} does not exist with num_machines {}. It counts from 0.", *rank,
+               "machine_rank {} does not exist with num_machines {}. It counts from 0.", rank,
                hosts);
       }
-      flag("node-rank", *rank);
+      flag("node-rank", rank);
     }
     if (hosts > 1 && given("main_process_ip") == nullptr) {
       refuse(*given("num_machines"),
@@ -190,18 +168,12 @@ class Translator {
   }
 
   void rendezvous() {
-    const std::string address = text("main_process_ip", "");
+    const std::string address = keys_->text("main_process_ip", "");
     if (!address.empty()) flag("master-addr", address);
-    if (const auto port = integer("main_process_port", 0, 65535)) {
-      if (*port != 0) flag("master-port", *port);  // 0: a free one, as without the key
-    }
-    const std::string backend = text("rdzv_backend", "static");
-    if (backend != "static" && backend != "c10d") {
-      refuse(*given("rdzv_backend"), "rdzv_backend must be static or c10d, and '{}' is neither.",
-             backend);
-    } else if (given("rdzv_backend") != nullptr) {
-      flag("rdzv-backend", backend);
-    }
+    const std::int64_t port = integer("main_process_port", 0, 65535);
+    if (port > 0) flag("master-port", port);  // 0: a free one, as without the key
+    const std::string backend = keys_->choice("rdzv_backend", "", {"static", "c10d"});
+    if (!backend.empty()) flag("rdzv-backend", backend);
   }
 
   void devices() {
@@ -221,7 +193,7 @@ class Translator {
       out_.gpu_key =
           given("distributed_type")->value.location.text() + ": distributed_type is MULTI_GPU";
     }
-    std::string ids = text("gpu_ids", "all");
+    std::string ids = keys_->text("gpu_ids", "all");
     ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());
     if (ids == "all") return;
     const bool digits = ids.find_first_not_of("0123456789,") == ids.npos && !ids.empty() &&
@@ -238,7 +210,7 @@ class Translator {
     if (boolean("debug")) out_.environment["LOCKSTEP_DEBUG"] = "1";
     if (boolean("enable_cpu_affinity")) flag("numa-binding", std::string("node"));
     boolean("same_network");
-    const std::string function = text("main_training_function", "main");
+    const std::string function = keys_->text("main_training_function", "main");
     if (function != "main") {
       note("main_training_function", "it names a function of a notebook; programs are started");
     }
@@ -266,6 +238,7 @@ class Translator {
   const std::vector<std::string>& training_keys_;
   std::string type_;
   Problems problems_;
+  std::optional<MapReader> keys_;
   AccelerateLaunch out_;
 };
 

@@ -16,9 +16,16 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
+// For what must not happen.
 void run_for(EventLoop& loop, milliseconds time) {
   loop.after(time, [&loop] { loop.stop(); });
   loop.run();
+}
+
+// For what must happen, however busy the machine is.
+template <typename Done>
+void run_until(EventLoop& loop, const Done& done) {
+  for (int i = 0; i < 10'000 && !done(); ++i) run_for(loop, milliseconds(1));
 }
 
 // ---------------------------------------------------------------- Timer
@@ -34,7 +41,7 @@ TEST(Timer, FiresOnceAndCanBeStartedAgainByItsOwnTask) {
     timer.start(milliseconds(1), [&] { ++fired; });
   });
   EXPECT_TRUE(timer.pending());
-  run_for(loop, milliseconds(50));
+  run_until(loop, [&] { return fired >= 2; });
   EXPECT_EQ(fired, 2);
   EXPECT_FALSE(timer.pending());
 }
@@ -48,7 +55,7 @@ TEST(Timer, ItsTaskMayDestroyIt) {
     timer.reset();
     fired = *shared == 7;
   });
-  run_for(loop, milliseconds(30));
+  run_until(loop, [&] { return fired; });
   EXPECT_TRUE(fired);
   EXPECT_EQ(shared.use_count(), 1);
 }
@@ -133,9 +140,8 @@ TEST_F(StopSequenceTest, TakesItsStepsInOrder) {
   EXPECT_EQ(stop_.time_left(), std::nullopt);
   stop_.begin(milliseconds(20), milliseconds(40));
   EXPECT_EQ(stop_.stage(), StopSequence::Stage::kWarned);
-  EXPECT_GT(*stop_.time_left(), milliseconds(20));
   EXPECT_THAT(steps_, IsEmpty());
-  run_for(loop_, milliseconds(120));
+  run_until(loop_, [this] { return steps_.size() >= 2; });
   EXPECT_THAT(steps_, ElementsAre("terminate", "overdue"));
   EXPECT_TRUE(stop_.killed());
   EXPECT_EQ(stop_.time_left(), milliseconds(0));
@@ -144,7 +150,7 @@ TEST_F(StopSequenceTest, TakesItsStepsInOrder) {
 TEST_F(StopSequenceTest, WithoutAHeadStartTheCallerSignals) {
   stop_.begin(milliseconds(0), milliseconds(20));
   EXPECT_EQ(stop_.stage(), StopSequence::Stage::kAsked);
-  run_for(loop_, milliseconds(80));
+  run_until(loop_, [this] { return !steps_.empty(); });
   EXPECT_THAT(steps_, ElementsAre("overdue"));
 }
 
@@ -171,7 +177,7 @@ TEST_F(StopSequenceTest, KillsFromAnyStageAndNeverGoesBack) {
 
 TEST_F(StopSequenceTest, GivesUpWhatSigkillDoesNotEnd) {
   stop_.kill();
-  run_for(loop_, StopSequence::kKillTimeout + milliseconds(100));
+  run_until(loop_, [this] { return !steps_.empty(); });
   EXPECT_THAT(steps_, ElementsAre("abandon"));
 }
 
@@ -214,7 +220,7 @@ TEST_F(PauseWatchTest, AStoppedRankIsReportedAndThenOverdue) {
   PauseWatch pauses = watch(milliseconds(40));
   pauses.stopped(19);
   EXPECT_THAT(said_, ElementsAre("19"));
-  run_for(loop_, milliseconds(120));
+  run_until(loop_, [this] { return said_.size() >= 2; });
   EXPECT_THAT(said_, ElementsAre("19", "overdue 19"));
 }
 
@@ -247,7 +253,7 @@ TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
   pauses.continued();
   pauses.stopped(20);
   EXPECT_THAT(said_, IsEmpty());
-  run_for(loop_, milliseconds(150));
+  run_until(loop_, [this] { return said_.size() >= 2; });
   EXPECT_THAT(said_, ElementsAre("20 (and 1 times since the last such line)", "overdue 20"));
   EXPECT_EQ(pauses.stops(), 5);
 }
