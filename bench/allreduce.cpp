@@ -18,7 +18,7 @@
 #include "bench/stats.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/report/chart.h"
+#include "observe/report/chart.h"
 
 namespace lockstep::bench {
 

@@ -18,9 +18,9 @@
 #include <string>
 #include <vector>
 
+#include "launcher/process.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/process.h"
 
 namespace lockstep::bench {
 

@@ -16,17 +16,17 @@
 #include "bench/goals.h"
 #include "bench/stats.h"
 #include "bench/train_runs.h"
+#include "launcher/accelerate_config.h"
+#include "launcher/host.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/file.h"
-#include "lockstep/launch/accelerate_config.h"
-#include "lockstep/launch/host.h"
-#include "lockstep/report/scale_report.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
+#include "observe/report/scale_report.h"
 
 namespace lockstep::bench {
 namespace {

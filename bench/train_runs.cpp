@@ -13,10 +13,10 @@
 #include <sstream>
 
 #include "bench/bench.h"
+#include "launcher/process.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/process.h"
 #include "lockstep/train/trainer_state.h"
 
 extern char** environ;

@@ -10,8 +10,8 @@
 #include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/dashboard/http_server.h"
-#include "lockstep/report/run_report.h"
+#include "observe/dashboard/http_server.h"
+#include "observe/report/run_report.h"
 
 namespace lockstep::cli {
 namespace {

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "launcher/host.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/host_files.h"
-#include "lockstep/launch/host.h"
 #include "lockstep/monitor/gpu_sampler.h"
 
 namespace lockstep::cli {

@@ -9,9 +9,9 @@
 #include <sstream>
 
 #include "cli/doctor_checks.h"
+#include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/ports.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/this_host.h"
 

@@ -13,10 +13,10 @@
 #include <sstream>
 
 #include "cli/doctor_checks.h"
+#include "launcher/process.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/process.h"
 
 namespace lockstep::cli {
 namespace {

@@ -8,11 +8,11 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "launcher/stall_table.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger_file.h"
-#include "lockstep/launch/stall_table.h"
 
 namespace lockstep::cli {
 namespace {

@@ -18,11 +18,11 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/printable.h"
 #include "lockstep/core/terminal.h"
-#include "lockstep/dashboard/http_client.h"
-#include "lockstep/dashboard/http_rules.h"
-#include "lockstep/dashboard/terminal_view.h"
 #include "lockstep/monitor/gpu_sampler.h"
 #include "lockstep/monitor/run_view.h"
+#include "observe/dashboard/http_client.h"
+#include "observe/dashboard/http_rules.h"
+#include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::cli {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "lockstep/plan/ranking.h"
 #include "lockstep/train/run_checks.h"
+#include "observe/plan/ranking.h"
 
 namespace lockstep::cli {
 

@@ -1,4 +1,4 @@
-// A training file as lockstep/plan takes it: `lockstep plan` reports on it, and `lockstep train`
+// A training file as observe/plan takes it: `lockstep plan` reports on it, and `lockstep train`
 // follows it with elastic_gpu.
 //
 //   const plan::Training training = training_of(config.arguments, task);
@@ -10,8 +10,8 @@
 #include <string>
 
 #include "cli/task_config.h"
-#include "lockstep/plan/strategy.h"
 #include "lockstep/train/arguments.h"
+#include "observe/plan/strategy.h"
 
 namespace lockstep::cli {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/plan/ranking.h"
+#include "observe/plan/ranking.h"
 
 namespace lockstep::cli {
 

@@ -9,7 +9,7 @@
 #include "cli/flags.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/report/run_report.h"
+#include "observe/report/run_report.h"
 
 namespace lockstep::cli {
 namespace {

@@ -1,5 +1,5 @@
-// `lockstep run`: parses the arguments into a plan (lockstep/launch/flags.h) and runs it
-// (lockstep/launch/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
+// `lockstep run`: parses the arguments into a plan (launcher/flags.h) and runs it
+// (launcher/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
 // the same way.
 #include <fcntl.h>
 #include <poll.h>
@@ -15,18 +15,18 @@
 
 #include "cli/commands.h"
 #include "cli/variables.h"
+#include "launcher/flags.h"
+#include "launcher/process.h"
+#include "launcher/program.h"
+#include "launcher/supervisor.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/dashboard/http_server.h"
-#include "lockstep/dashboard/live_run.h"
-#include "lockstep/dashboard/run_metrics.h"
-#include "lockstep/launch/flags.h"
-#include "lockstep/launch/process.h"
-#include "lockstep/launch/program.h"
-#include "lockstep/launch/supervisor.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
+#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/live_run.h"
+#include "observe/dashboard/run_metrics.h"
 
 namespace lockstep::cli {
 namespace {

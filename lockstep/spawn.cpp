@@ -13,12 +13,12 @@
 #include <thread>
 #include <vector>
 
+#include "launcher/host.h"
+#include "launcher/supervisor.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/host.h"
-#include "lockstep/launch/supervisor.h"
 #include "lockstep/leave.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/run.h"

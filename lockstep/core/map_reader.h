@@ -19,10 +19,9 @@ namespace lockstep {
 // Used by one thread, on the stack. The node must outlive it. A null value counts as not given.
 class MapReader {
  public:
-  // Throws UsageError when the node is neither a map nor null. `what` names it: "model"; empty: keys
-  // stand alone. With
-  // `problems`, which must outlive it, nothing below throws: a mistake is added there, and the
-  // fallback is the value.
+  // Throws UsageError when the node is neither a map nor null. `what` names it: "model"; where it
+  // is empty, keys stand alone. With `problems`, which must outlive it, nothing below throws: a
+  // mistake is added there, and the fallback is the value.
   MapReader(const Node& map, std::string what, Problems* problems = nullptr);
 
   bool has(std::string_view key);

@@ -13,7 +13,7 @@
 #include <string>
 
 #include "cli/guarded.h"
-#include "lockstep/dashboard/http_server.h"
+#include "observe/dashboard/http_server.h"
 
 namespace {
 

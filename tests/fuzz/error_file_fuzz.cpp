@@ -8,8 +8,8 @@
 #include <cmath>
 #include <string>
 
-#include "lockstep/launch/node_message.h"
-#include "lockstep/launch/report.h"
+#include "launcher/node_message.h"
+#include "launcher/report.h"
 #include "tests/fuzz/driver.h"
 
 namespace {

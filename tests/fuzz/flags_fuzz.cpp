@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "launcher/flags.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/flags.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {

@@ -2,8 +2,8 @@
 // or is refused with an error.
 #include <string>
 
+#include "launcher/node_link.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/node_link.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "launcher/stall_table.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger_layout.h"
-#include "lockstep/launch/stall_table.h"
 #include "tests/fuzz/driver.h"
 
 namespace {

@@ -6,9 +6,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/utf8.h"
-#include "lockstep/dashboard/http_client.h"
-#include "lockstep/dashboard/http_rules.h"
-#include "lockstep/dashboard/terminal_view.h"
+#include "observe/dashboard/http_client.h"
+#include "observe/dashboard/http_rules.h"
+#include "observe/dashboard/terminal_view.h"
 #include "tests/fuzz/driver.h"
 
 namespace {

@@ -3,9 +3,9 @@
 // read again is a defect.
 #include <string>
 
+#include "launcher/accelerate_config.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/accelerate_config.h"
 #include "lockstep/train/config.h"
 #include "tests/fuzz/driver.h"
 

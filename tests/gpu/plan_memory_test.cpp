@@ -1,4 +1,4 @@
-// The memory that lockstep/plan computes beside the peaks of real steps on a GPU: GPT-2 124M, a GPT
+// The memory that observe/plan computes beside the peaks of real steps on a GPU: GPT-2 124M, a GPT
 // of 1.3 billion parameters and Phi-3-mini with LoRA, at three batch sizes each.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/plan/memory.h"
+#include "observe/plan/memory.h"
 
 namespace lockstep::plan {
 namespace {

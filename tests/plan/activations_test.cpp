@@ -1,4 +1,4 @@
-// The bytes that lockstep/plan computes, compared with those that the models allocate on the CPU,
+// The bytes that observe/plan computes, compared with those that the models allocate on the CPU,
 // where the same operations save the same tensors as on a GPU.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -13,7 +13,7 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/plan/memory.h"
+#include "observe/plan/memory.h"
 
 namespace lockstep::plan {
 namespace {

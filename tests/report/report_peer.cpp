@@ -6,7 +6,7 @@
 #include <iterator>
 
 #include "lockstep/core/document.h"
-#include "lockstep/report/chart.h"
+#include "observe/report/chart.h"
 
 namespace lockstep::report {
 namespace {

@@ -16,8 +16,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "launcher/store_server.h"
 #include "lockstep/core/error.h"
-#include "lockstep/launch/store_server.h"
 
 namespace lockstep {
 namespace {

@@ -22,7 +22,7 @@ def unit_of(path):
 
 
 def is_product(path):
-    return (path.startswith(("lockstep/", "cli/", "bench/", "python/csrc/"))
+    return (path.startswith((*tree.WINGS, "cli/", "bench/", "python/csrc/"))
             and pathlib.PurePosixPath(path).suffix in CPP
             and not path.startswith("lockstep/testing/")
             and not re.search(r"_(test|bench|peer|test_main)\.(cpp|cu)$|_for_test\.(h|cpp)$", path))

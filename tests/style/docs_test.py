@@ -25,7 +25,7 @@ SEED_MAP = "docs/dev/seed_map.md"
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
              "python/README.md")
 # What a path in a document may begin with. Other text with a slash is ignored.
-TOP = r"(?:lockstep|docs|examples|tests|cmake|cli|bench|tools|python|\.ci)/"
+TOP = r"(?:lockstep|launcher|observe|docs|examples|tests|cmake|cli|bench|tools|python|\.ci)/"
 RUN_TIMEOUT_S = 120
 
 
@@ -99,11 +99,11 @@ def check_commands(root, text):
 def check_architecture(root):
     """Every layer's folder has its line."""
     text = tree.read(root, "ARCHITECTURE.md")
-    folders = {p.split("/")[1] for p in tree.files(root)
-               if re.match(r"lockstep/\w+/[^/]+\.(h|cpp|cu)$", p)}
+    folders = {p.rsplit("/", 1)[0] for p in tree.files(root)
+               if re.match(r"((lockstep|observe)/\w+|launcher)/[^/]+\.(h|cpp|cu)$", p)}
     for folder in sorted(folders):
-        if f"lockstep/{folder}" not in text:
-            yield Violation("ARCHITECTURE.md", 1, "folder", f"lockstep/{folder} is not described")
+        if folder not in text:
+            yield Violation("ARCHITECTURE.md", 1, "folder", f"{folder} is not described")
 
 
 # A name handed to whatever reads or sets one, and any string that is a name of a launcher's family:

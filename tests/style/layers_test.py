@@ -112,8 +112,12 @@ def family_of(path):
 
 
 def place_of(path):
-    """(layer, backend or "") of a file under lockstep/, or None for one outside."""
+    """(layer, backend or "") of a file of one of the wings, or None for one outside."""
     parts = path.split("/")
+    if parts[0] == "launcher":
+        return "launch", ""
+    if parts[0] == "observe":
+        return parts[1], ""
     if parts[0] != "lockstep":
         return None
     if len(parts) == 2:
@@ -186,13 +190,13 @@ def check_file(path, text):
         yield Violation(path, 1, "unknown-layer", f"{place[0]} is not in the table of layers")
         return
     for line, delimiter, target in tree.includes(text):
-        if target.startswith("lockstep/"):
+        if target.startswith(tree.WINGS):
             if delimiter != '"':
                 yield Violation(path, line, "spelling", f'write "{target}" with quotes')
             yield from check_own_include(path, place, line, target)
         elif delimiter == '"':
             yield Violation(path, line, "spelling",
-                            f'"{target}": own headers are named from lockstep/, others in <>')
+                            f'"{target}": own headers are named from the top, others in <>')
         else:
             yield from check_foreign_include(path, place, line, target)
 
@@ -247,7 +251,7 @@ def check_reach(texts):
             continue
         seen.add(path)
         for line, _, target in tree.includes(texts[path]):
-            if target.startswith("lockstep/"):
+            if target.startswith(tree.WINGS):
                 pending.append(target)
             elif family_of(target) in VENDOR:
                 found.append(Violation(path, line, "vendor",
@@ -276,12 +280,12 @@ def check_targets(path, text):
 
 def check(root):
     texts = {p: tree.read(root, p) for p in tree.files(root)
-             if p.startswith("lockstep/") and pathlib.PurePosixPath(p).suffix in CPP}
+             if p.startswith(tree.WINGS) and pathlib.PurePosixPath(p).suffix in CPP}
     found = []
     for path, text in texts.items():
         found += check_file(path, text)
     for path in tree.files(root):
-        if path.startswith("lockstep/") and path.endswith("CMakeLists.txt"):
+        if path.startswith(tree.WINGS) and path.endswith("CMakeLists.txt"):
             found += check_targets(path, tree.read(root, path))
         if path.startswith("python/") and pathlib.PurePosixPath(path).suffix in CPP:
             found += check_python(path, tree.read(root, path))
@@ -300,7 +304,7 @@ def self_test():
                 "<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>"),
             one("lockstep/core/log.cpp", "<spdlog/spdlog.h>", "<sys/socket.h>"),
             one("lockstep/rendezvous/secure_channel.cpp", "<openssl/ssl.h>"),
-            one("lockstep/run.cpp", '"lockstep/launch/plan.h"', '"lockstep/comm/world.h"'),
+            one("lockstep/run.cpp", '"launcher/plan.h"', '"lockstep/comm/world.h"'),
             one("lockstep/core/env_test.cpp", "<gtest/gtest.h>", '"lockstep/core/env.h"'),
             one("lockstep/parallel/ddp_test.cpp", '"lockstep/models/gpt.h"',
                 '"lockstep/testing/world.h"', "<torch/torch.h>"),
@@ -310,16 +314,18 @@ def self_test():
             one("lockstep/io/tensors.h", "<ATen/core/Tensor.h>"),
         ],
         "layer": [
-            one("lockstep/core/a.cpp", '"lockstep/launch/plan.h"'),
+            one("lockstep/core/a.cpp", '"launcher/plan.h"'),
+            one("lockstep/train/a.cpp", '"launcher/plan.h"'),
+            one("lockstep/train/a.cpp", '"observe/report/report.h"'),
             one("lockstep/core/a.cpp", '"lockstep/rendezvous/rank_env.h"'),
-            one("lockstep/rendezvous/a.cpp", '"lockstep/launch/plan.h"'),
+            one("lockstep/rendezvous/a.cpp", '"launcher/plan.h"'),
             one("lockstep/rendezvous/a_test.cpp", '"lockstep/comm/world.h"'),
-            one("lockstep/launch/a.cpp", '"lockstep/comm/world.h"'),
+            one("launcher/a.cpp", '"lockstep/comm/world.h"'),
             one("lockstep/comm/a.h", '"lockstep/parallel/ddp.h"'),
             one("lockstep/models/a.h", '"lockstep/comm/world.h"'),
             one("lockstep/parallel/a.cpp", '"lockstep/run.h"'),
             one("lockstep/comm/a.cpp", '"lockstep/testing/world.h"'),
-            one("lockstep/launch/a_test.cpp", '"lockstep/comm/world.h"'),
+            one("launcher/a_test.cpp", '"lockstep/comm/world.h"'),
             one("python/csrc/a.cpp", '"lockstep/comm/world.h"'),
             one("python/csrc/a.cpp", '"lockstep/comm/shm/shm.h"'),
         ],
@@ -331,12 +337,12 @@ def self_test():
         ],
         "foreign": [
             one("lockstep/core/a.cpp", "<ATen/core/Tensor.h>"),
-            one("lockstep/launch/a.h", "<c10/core/Device.h>"),
-            one("lockstep/launch/a.cpp", "<openssl/ssl.h>"),
+            one("launcher/a.h", "<c10/core/Device.h>"),
+            one("launcher/a.cpp", "<openssl/ssl.h>"),
             one("lockstep/rendezvous/a.cpp", "<torch/csrc/distributed/c10d/Store.hpp>"),
             one("lockstep/io/safetensors.cpp", "<ATen/core/Tensor.h>"),
-            one("lockstep/launch/a.cpp", "<cuda.h>"),
-            one("lockstep/launch/a_test.cpp", "<torch/torch.h>"),
+            one("launcher/a.cpp", "<cuda.h>"),
+            one("launcher/a_test.cpp", "<torch/torch.h>"),
             one("lockstep/comm/a.h", "<torch/torch.h>"),
             one("lockstep/comm/a.cpp", "<nccl.h>"),
             one("lockstep/comm/gloo/a.cpp", "<mpi.h>"),
@@ -374,7 +380,7 @@ def main():
     root = os.environ.get("LOCKSTEP_SOURCE") or pathlib.Path(__file__).resolve().parents[2]
     if "--self-test" in sys.argv:
         return self_test()
-    count = sum(p.startswith("lockstep/") and pathlib.PurePosixPath(p).suffix in CPP
+    count = sum(p.startswith(tree.WINGS) and pathlib.PurePosixPath(p).suffix in CPP
                 for p in tree.files(root))
     return tree.report("layers", check(root), f"{count} files")
 

@@ -44,7 +44,7 @@ EXCEPTIONS = {
 def is_library(path):
     if path.startswith("python/csrc/"):
         return True
-    if not path.startswith("lockstep/") or path.startswith("lockstep/testing/"):
+    if not path.startswith(tree.WINGS) or path.startswith("lockstep/testing/"):
         return False
     return not re.search(r"_(test|bench|peer|test_main)\.(cpp|cu)$|_for_test\.h$", path)
 
@@ -79,7 +79,7 @@ def check_file_name(path):
         return
     if name != "__init__.py" and not re.fullmatch(r"[a-z0-9][a-z0-9_]*\.[a-z]+", name):
         yield Violation(path, 1, "file-name", "file names are snake_case")
-    if path.startswith("lockstep/") and path.endswith((".cc", ".cxx", ".hpp")):
+    if path.startswith(tree.WINGS) and path.endswith((".cc", ".cxx", ".hpp")):
         yield Violation(path, 1, "file-name", "headers end in .h, sources in .cpp")
 
 

@@ -10,6 +10,8 @@ import tempfile
 
 CPP = {".h", ".cpp", ".cu", ".cuh"}
 HEADERS = {".h", ".cuh"}
+# The library, what starts its programs, and what only looks at runs.
+WINGS = ("lockstep/", "launcher/", "observe/")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,264 @@
+#include "launcher/accelerate_config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/map_reader.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::int64_t kMaxRanks = 1'000'000;
+
+constexpr const char* kKeys[] = {"compute_environment",
+                                 "distributed_type",
+                                 "mixed_precision",
+                                 "num_processes",
+                                 "num_machines",
+                                 "machine_rank",
+                                 "main_process_ip",
+                                 "main_process_port",
+                                 "gpu_ids",
+                                 "rdzv_backend",
+                                 "same_network",
+                                 "use_cpu",
+                                 "debug",
+                                 "enable_cpu_affinity",
+                                 "downcast_bf16",
+                                 "main_training_function",
+                                 "tpu_env",
+                                 "tpu_use_cluster",
+                                 "tpu_use_sudo"};
+
+class Translator {
+ public:
+  Translator(const Node& document, const std::vector<std::string>& training_keys, Problems problems)
+      : document_(document), training_keys_(training_keys), problems_(std::move(problems)) {}
+
+  AccelerateLaunch run() {
+    if (document_.is(NodeKind::kMap)) {
+      keys_.emplace(document_, "", &problems_);
+      check_keys();
+      what();
+      processes();
+      rendezvous();
+      devices();
+      switches();
+    } else if (!document_.is(NodeKind::kNull)) {
+      problems_.attempt([&] {
+        refuse_value(document_, "the launcher's file", "a map",
+                     "Write `key: value` lines, with a space after the colon.");
+      });
+    }
+    problems_.raise();
+    return std::move(out_);
+  }
+
+ private:
+  // ---------------------------------------------------------------- reading
+
+  const Entry* given(std::string_view key) const {
+    const Entry* entry = document_.find(key);
+    return entry != nullptr && !entry->value.is(NodeKind::kNull) ? entry : nullptr;
+  }
+
+  template <typename... Args>
+  void refuse(const Entry& entry, fmt::format_string<Args...> format, Args&&... args) {
+    problems_.add(fmt::format("{}: {}", entry.value.location.text(),
+                              fmt::format(format, std::forward<Args>(args)...)));
+  }
+
+  bool boolean(std::string_view key) { return keys_->boolean(key, false); }
+
+  // -1 where it is not given, or refused.
+  std::int64_t integer(std::string_view key, std::int64_t min, std::int64_t max) {
+    return keys_->integer(key, -1, min, max);
+  }
+
+  void check_keys() {
+    const std::vector<std::string> names = launcher_keys();
+    const auto has = [](const std::vector<std::string>& keys, const std::string& key) {
+      return std::ranges::find(keys, key) != keys.end();
+    };
+    for (const Entry& entry : document_.entries) {
+      const std::string& key = entry.key;
+      if (has(names, key)) continue;
+      if (problems_.full()) return;
+      std::string why;
+      if (has(training_keys_, key)) {
+        why = fmt::format(
+            "{} belongs in the training file (`lockstep train FILE`), not in the "
+            "launcher's. Move it there.",
+            key);
+      } else if (key == "deepspeed_config" || key == "fsdp_config" || key == "megatron_lm_config" ||
+                 key == "parallelism_config" || key == "fp8_config") {
+        if (entry.value.is(NodeKind::kNull) ||
+            (entry.value.is(NodeKind::kMap) && entry.value.entries.empty()))
+          continue;  // Accelerate writes empty sections
+        why = fmt::format("{} is not supported: replicas here are whole models. Delete it.", key);
+      } else {
+        why = fmt::format("there is no key '{}' in the launcher's file.{}", key,
+                          did_you_mean(key, names));
+      }
+      problems_.add(fmt::format("{}: {}", entry.location.text(), why));
+    }
+  }
+
+  // ---------------------------------------------------------------- meaning
+
+  void what() {
+    const std::string location = keys_->text("compute_environment", "LOCAL_MACHINE");
+    if (location != "LOCAL_MACHINE") {
+      refuse(*given("compute_environment"),
+             "compute_environment {} is not supported. Write LOCAL_MACHINE.", location);
+    }
+    type_ = keys_->text("distributed_type", "");
+    const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
+    if (std::ranges::find(known, type_) == known.end()) {
+      refuse(*given("distributed_type"),
+             "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
+             did_you_mean(type_, known));
+    }
+    const std::string precision = keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16"});
+    if (precision != "no") out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;
+  }
+
+  void processes() {
+    const std::int64_t machines = integer("num_machines", 1, kMaxRanks);
+    const std::int64_t processes = integer("num_processes", 1, kMaxRanks);
+    const std::int64_t hosts = std::max<std::int64_t>(machines, 1);
+    if (machines > 0) flag("nnodes", hosts);
+    if (processes > 0 && processes % hosts != 0) {
+      refuse(*given("num_processes"),
+             "num_processes {} cannot be shared equally by {} machines: it counts the processes of "
+             "all of them. Make it {} or {}.",
+             processes, hosts, std::max<std::int64_t>(1, processes / hosts) * hosts,
+             (processes / hosts + 1) * hosts);
+    } else if (processes > 0) {
+      if (type_ == "NO" && processes > 1) {
+        refuse(*given("num_processes"),
+               "num_processes is {}, but distributed_type is NO. Write MULTI_GPU or MULTI_CPU, or "
+               "num_processes: 1.",
+               processes);
+      }
+      flag("nproc-per-node", processes / hosts);
+    } else if (type_ == "NO") {
+      flag("nproc-per-node", std::int64_t{1});
+    }
+    if (const std::int64_t rank = integer("machine_rank", 0, kMaxRanks); rank >= 0) {
+      if (rank >= hosts) {
+        refuse(*given("machine_rank"),
+               "machine_rank {} does not exist with num_machines {}. It counts from 0.", rank,
+               hosts);
+      }
+      flag("node-rank", rank);
+    }
+    if (hosts > 1 && given("main_process_ip") == nullptr) {
+      refuse(*given("num_machines"),
+             "num_machines is {}, but there is no rendezvous address. Set main_process_ip to "
+             "the address of machine 0.",
+             hosts);
+    }
+  }
+
+  void rendezvous() {
+    const std::string address = keys_->text("main_process_ip", "");
+    if (!address.empty()) flag("master-addr", address);
+    const std::int64_t port = integer("main_process_port", 0, 65535);
+    if (port > 0) flag("master-port", port);  // 0: a free one, as without the key
+    const std::string backend = keys_->choice("rdzv_backend", "", {"static", "c10d"});
+    if (!backend.empty()) flag("rdzv-backend", backend);
+  }
+
+  void devices() {
+    const bool cpu = boolean("use_cpu");
+    if (cpu && type_ == "MULTI_GPU") {
+      refuse(*given("use_cpu"),
+             "use_cpu is true, but distributed_type is MULTI_GPU. Write "
+             "MULTI_CPU, or use_cpu: false.");
+    }
+    if (cpu || type_ == "MULTI_CPU") {
+      out_.environment["ACCELERATE_USE_CPU"] = "true";
+      out_.environment["LOCKSTEP_DEVICE"] = "cpu";
+    }
+    if (type_ == "MULTI_GPU") {
+      // A rank that finds no GPU does not fall back to the CPU.
+      out_.environment["LOCKSTEP_DEVICE"] = "cuda";
+      out_.gpu_key =
+          given("distributed_type")->value.location.text() + ": distributed_type is MULTI_GPU";
+    }
+    std::string ids = keys_->text("gpu_ids", "all");
+    ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());
+    if (ids == "all") return;
+    const bool digits = ids.find_first_not_of("0123456789,") == ids.npos && !ids.empty() &&
+                        ids.front() != ',' && ids.back() != ',';
+    if (!digits) {
+      refuse(*given("gpu_ids"), "gpu_ids must be all or numbers such as 0,1, and '{}' is not.",
+             ids);
+      return;
+    }
+    out_.environment["CUDA_VISIBLE_DEVICES"] = ids;
+  }
+
+  void switches() {
+    if (boolean("debug")) out_.environment["LOCKSTEP_DEBUG"] = "1";
+    if (boolean("enable_cpu_affinity")) flag("numa-binding", std::string("node"));
+    boolean("same_network");
+    const std::string function = keys_->text("main_training_function", "main");
+    if (function != "main") {
+      note("main_training_function", "it names a function of a notebook; programs are started");
+    }
+    if (const Entry* entry = given("downcast_bf16")) {
+      const bool off = entry->value.text == "no" || entry->value.text == "false";
+      if (!off) note("downcast_bf16", "it is for TPUs");
+    }
+    for (const char* key : {"tpu_use_cluster", "tpu_use_sudo"})
+      if (boolean(key)) refuse(*given(key), "{} is for TPUs, which are not supported.", key);
+    if (const Entry* env = given("tpu_env"); env != nullptr && !env->value.items.empty())
+      refuse(*env, "tpu_env is for TPUs, which are not supported. Delete it.");
+  }
+
+  template <typename Value>
+  void flag(std::string_view name, const Value& value) {
+    out_.flags.push_back(fmt::format("--{}={}", name, value));
+  }
+
+  void note(std::string_view key, std::string_view why) {
+    out_.notes.push_back(
+        fmt::format("{}: {} has no effect: {}.", given(key)->location.text(), key, why));
+  }
+
+  const Node& document_;
+  const std::vector<std::string>& training_keys_;
+  std::string type_;
+  Problems problems_;
+  std::optional<MapReader> keys_;
+  AccelerateLaunch out_;
+};
+
+}  // namespace
+
+AccelerateLaunch read_accelerate_config(const Node& document,
+                                        const std::vector<std::string>& training_keys,
+                                        Problems problems) {
+  return Translator(document, training_keys, std::move(problems)).run();
+}
+
+AccelerateLaunch load_accelerate_config(const std::string& path,
+                                        const std::vector<std::string>& training_keys) {
+  Problems problems;
+  const Node document = load_document(path, {}, &problems);
+  return read_accelerate_config(document, training_keys, std::move(problems));
+}
+
+std::vector<std::string> launcher_keys() {
+  return {std::begin(kKeys), std::end(kKeys)};
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,117 @@
+#include "launcher/event_loop.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+
+EventLoop::EventLoop() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+  if (!epoll_) throw SystemError("launch", "cannot create an epoll descriptor", errno);
+}
+
+void EventLoop::watch(int fd, std::uint32_t events, OnEvent on_event) {
+  LOCKSTEP_ASSERT(!watching(fd));
+  const std::uint64_t id = ++last_id_;
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = id;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+    throw SystemError("launch", fmt::format("cannot watch descriptor {}", fd), errno);
+  ids_[fd] = id;
+  watches_[id] = std::make_shared<Watch>(Watch{fd, std::move(on_event)});
+}
+
+void EventLoop::change(int fd, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = ids_.at(fd);
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0)
+    throw SystemError("launch", fmt::format("cannot watch descriptor {}", fd), errno);
+}
+
+void EventLoop::forget(int fd) {
+  const auto found = ids_.find(fd);
+  if (found == ids_.end()) return;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  watches_.erase(found->second);
+  ids_.erase(found);
+}
+
+EventLoop::TimerId EventLoop::after(std::chrono::milliseconds delay, Task task) {
+  // A "forever" (milliseconds::max) must not overflow the clock.
+  const auto bounded = std::min(delay, std::chrono::milliseconds(std::chrono::hours(24 * 365)));
+  const auto time = Clock::now() + bounded;
+  const TimerId timer = ++last_id_;
+  timers_.emplace(std::pair{time, timer}, std::move(task));
+  timer_times_.emplace(timer, time);
+  return timer;
+}
+
+void EventLoop::cancel(TimerId& timer) {
+  const auto found = timer_times_.find(timer);
+  if (found != timer_times_.end()) {
+    timers_.erase({found->second, timer});
+    timer_times_.erase(found);
+  }
+  timer = 0;
+}
+
+int EventLoop::next_timeout_ms() const {
+  if (!posted_.empty()) return 0;
+  if (timers_.empty()) return -1;
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(timers_.begin()->first.first - Clock::now());
+  return static_cast<int>(std::clamp<long long>(left.count(), 0, 3'600'000));
+}
+
+void EventLoop::run_posted() {
+  // Only what is there now, so that a task that posts again does not starve the descriptors.
+  std::deque<Task> tasks;
+  tasks.swap(posted_);
+  for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // and what it held is released
+}
+
+void EventLoop::run_timers(Clock::time_point due) {
+  while (!timers_.empty() && timers_.begin()->first.first <= due) {
+    auto node = timers_.extract(timers_.begin());
+    timer_times_.erase(node.key().second);
+    node.mapped()();
+  }
+}
+
+void EventLoop::run() {
+  std::array<epoll_event, 64> events;
+  stopped_ = false;
+  while (!stopped_) {
+    // A timer fires only after the descriptors have been looked at past its time: what the timer
+    // waits for may already be there, however long this process was held up.
+    const auto looked = Clock::now();
+    // Ready descriptors are served in turn, so some rounds reach all of them; but timers must not
+    // wait.
+    constexpr int kRounds = 16;
+    int wait_ms = next_timeout_ms();
+    for (int round = 0; round < kRounds && !stopped_; ++round) {
+      const int count =
+          ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), wait_ms);
+      if (count < 0 && errno != EINTR) throw SystemError("launch", "epoll_wait failed", errno);
+      for (int i = 0; i < count; ++i) {
+        const auto found = watches_.find(events[static_cast<std::size_t>(i)].data.u64);
+        if (found == watches_.end()) continue;
+        const auto watch = found->second;  // stays alive while its callback forgets it
+        watch->on_event(events[static_cast<std::size_t>(i)].events);
+      }
+      if (count < static_cast<int>(events.size())) break;
+      wait_ms = 0;
+    }
+    run_timers(looked);
+    run_posted();
+  }
+}
+
+}  // namespace lockstep::launch

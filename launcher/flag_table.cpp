@@ -1,0 +1,217 @@
+// The table of flags, and the texts made from it.
+#include "launcher/flag_table.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cctype>
+#include <sstream>
+
+#include "lockstep/core/spelling.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr auto kHonoured = Treatment::kHonoured;
+constexpr auto kIgnored = Treatment::kIgnored;
+constexpr auto kRefused = Treatment::kRefused;
+
+constexpr std::array kFlags = {
+    FlagSpec{"config-file", '\0', "FILE", kHonoured,
+             "Accelerate's YAML file; flags, then PET_ variables, take precedence", false},
+    FlagSpec{"nnodes", '\0', "N", kHonoured, "hosts; N or N:N (a real range is refused)"},
+    FlagSpec{"nproc-per-node", '\0', "N|auto|cpu|gpu", kHonoured,
+             "ranks on this host; auto: one per GPU, or per core without GPUs"},
+    FlagSpec{"standalone", '\0', "", kHonoured,
+             "one host, free port, random run id; overrides --rdzv-* and --master-*"},
+    FlagSpec{"rdzv-backend", '\0', "static|c10d", kHonoured,
+             "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
+    FlagSpec{"rdzv-endpoint", '\0', "HOST[:PORT]", kHonoured,
+             "where node 0 listens; beats --master-addr and --master-port"},
+    FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
+             "run id, names the log directory (default: random on one host)"},
+    FlagSpec{"rdzv-conf", '\0', "K=V,...", kHonoured,
+             "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
+    FlagSpec{"node-rank", '\0', "N", kHonoured, "this host's number, 0 is the master"},
+    FlagSpec{"master-addr", '\0', "HOST", kHonoured, "address of host 0 (127.0.0.1)"},
+    FlagSpec{"master-port", '\0', "PORT", kHonoured,
+             "its port (one host: a free one; several: 29500)"},
+    FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
+             "address at which other hosts reach this one (default: found by routing)"},
+    FlagSpec{"secret-file", '\0', "FILE", kHonoured,
+             "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
+             "contents on every host (default: LOCKSTEP_SECRET_FILE)",
+             false},
+    FlagSpec{"max-restarts", '\0', "N", kHonoured,
+             "start all ranks again after a failure or the loss of a host that comes back (0); not "
+             "after "
+             "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
+    FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
+             "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
+    FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
+             "a rank stopped by SIGSTOP is failed after this (30)", false},
+    FlagSpec{
+        "stall-timeout", '\0', "SECONDS", kHonoured,
+        "when no rank moves for this, and for ten median steps, a table says where each rank "
+        "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
+        "--dashboard needs them",
+        false},
+    FlagSpec{"stall-action", '\0', "warn|stop", kHonoured,
+             "after that table: continue, or fail the run (warn)", false},
+    FlagSpec{"doctor", '\0', "", kHonoured,
+             "say on stderr what slows the ranks down, with the change that mends it, while they "
+             "run and at the end; any program, with less detail than one of ours",
+             false},
+    FlagSpec{"dashboard", '\0', "", kHonoured,
+             "serve a page that shows the ranks of this host while they run; its address, with the "
+             "token that opens it, is printed (a free port of 127.0.0.1)",
+             false, "[=[ADDRESS:]PORT]"},
+    FlagSpec{"record", '\0', "DIR", kHonoured,
+             "write what each rank's time and resources went to into DIR/monitor, for lockstep "
+             "doctor --run DIR and lockstep report DIR",
+             false},
+    FlagSpec{
+        "monitor-interval", '\0', "SECONDS", kHonoured,
+        "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
+        "the middle of its world is looked at again, and failed if others still run (1)"},
+    FlagSpec{"timeout", '\0', "SECONDS", kHonoured,
+             "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
+             false},
+    FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
+             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
+             "for all ranks to connect (300)",
+             false},
+    FlagSpec{
+        "signals-to-handle", '\0', "SIG,...", kHonoured,
+        "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
+        "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
+    FlagSpec{"role", '\0', "NAME", kHonoured, "ROLE_NAME of the ranks (default)"},
+    FlagSpec{"module", 'm', "", kHonoured, "the program is a Python module, as in python -m"},
+    FlagSpec{"no-python", '\0', "", kHonoured, "execute the program directly, even a .py file"},
+    FlagSpec{"run-path", '\0', "", kHonoured,
+             "the program is a Python file whatever its name; beats --no-python"},
+    FlagSpec{
+        "log-dir", '\0', "DIR", kHonoured,
+        "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
+    FlagSpec{"redirects", 'r', "STREAMS", kHonoured,
+             "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2"},
+    FlagSpec{"tee", 't', "STREAMS", kHonoured, "to files and the console (same values)"},
+    FlagSpec{"line-prefix", '\0', "rank|role|none", kHonoured,
+             "prefix of each console line: [0], [role0]: or nothing (default: none with one "
+             "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
+             false},
+    FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
+             "only these local ranks reach the console"},
+    FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,
+             "copy stdout lines with any of these strings to one more file (',,' is a comma)"},
+    FlagSpec{"duplicate-stderr-filters", '\0', "WORD,...", kHonoured, "the same for stderr"},
+    FlagSpec{"numa-binding", '\0', "node|socket|exclusive|core-complex", kHonoured,
+             "bind each rank to CPUs near its GPU"},
+    FlagSpec{"virtual-local-rank", '\0', "", kHonoured,
+             "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
+    FlagSpec{"replace-gloo", '\0', "", kHonoured,
+             "Python ranks with the package lockstep_torch: groups that are asked for as gloo use "
+             "shared memory where all their ranks are on one host (LOCKSTEP_REPLACE_GLOO=1)",
+             false},
+    FlagSpec{"start-method", '\0', "spawn|fork|forkserver", kIgnored,
+             "ranks are programs of their own, started by fork and exec"},
+    FlagSpec{"event-log-handler", '\0', "NAME", kIgnored,
+             "event handlers are Python plug-ins; events are on stderr and in error.json"},
+    FlagSpec{"use-env", '\0', "", kIgnored,
+             "LOCAL_RANK is always in the environment, never an argument", false},
+    FlagSpec{"logs-specs", '\0', "NAME", kRefused,
+             "it names a Python plug-in that would replace the log files; use --log-dir with "
+             "--redirects or --tee"},
+};
+
+std::string spelling(const FlagSpec& flag) {
+  std::string text = flag.letter != '\0' ? fmt::format("-{}, ", flag.letter) : "";
+  text += fmt::format("--{}", flag.name);
+  if (!flag.is_switch()) text += fmt::format(" {}", flag.value_name);
+  text += flag.optional_value;
+  return text;
+}
+
+// "  --flag VALUE       help", the help wrapped at 100 columns under itself.
+std::string entry(const std::string& left, std::string_view help) {
+  constexpr std::size_t kColumn = 30;
+  constexpr std::size_t kWidth = 100;
+  std::string text = "  " + left;
+  std::size_t column = text.size();
+  const auto next_line = [&] {
+    text += '\n' + std::string(kColumn, ' ');
+    column = kColumn;
+  };
+  if (column + 2 > kColumn) next_line();
+  text.append(kColumn - column, ' ');
+  column = kColumn;
+  std::istringstream stream{std::string(help)};
+  for (std::string word; stream >> word;) {
+    if (column > kColumn && column + word.size() >= kWidth) next_line();
+    if (column > kColumn) text += ' ', ++column;
+    text += word;
+    column += word.size();
+  }
+  return text + '\n';
+}
+
+std::string section(std::string_view title, Treatment treatment) {
+  std::string text = fmt::format("\n{}:\n", title);
+  for (const FlagSpec& flag : kFlags) {
+    if (flag.treatment == treatment) text += entry(spelling(flag), flag.help);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string FlagSpec::variable() const {
+  std::string text = "PET_";
+  for (const char c : name)
+    text += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return text;
+}
+
+std::span<const FlagSpec> flag_table() {
+  return kFlags;
+}
+
+std::string run_help() {
+  std::string text =
+      "usage: lockstep run [flags] PROGRAM [arguments]\n\n"
+      "Starts PROGRAM as the ranks of one world on this host (and, with --nnodes, on others), "
+      "gives\n"
+      "each rank its identity, watches them, and ends with the first failing rank's exit code.\n"
+      "A .py file, or a directory with __main__.py, runs under python3 -u (PYTHON_EXEC names "
+      "another\n"
+      "interpreter), anything else is executed directly. Arguments after PROGRAM reach it "
+      "untouched.\n\n"
+      "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
+      "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4, and then from the "
+      "file\n"
+      "of --config-file.\n";
+  text += section("flags", kHonoured);
+  text += entry("-h, --help", "print this text");
+  text += section("accepted and ignored, with a line that says so", kIgnored);
+  text += section("refused", kRefused);
+  text +=
+      "\nexamples:\n"
+      "  lockstep run --standalone --nproc-per-node=4 ./train --lr=0.1\n"
+      "  lockstep run --nproc-per-node=gpu train.py\n"
+      "  lockstep run --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ./train\n";
+  return text;
+}
+
+std::string flag_list() {
+  constexpr std::string_view kNames[] = {"honoured", "ignored", "refused"};
+  std::string text;
+  for (const FlagSpec& flag : kFlags) {
+    text += fmt::format("--{} {} {}", flag.name, kNames[static_cast<int>(flag.treatment)],
+                        flag.is_switch() ? "switch" : "value");
+    if (flag.letter != '\0') text += fmt::format(" -{}", flag.letter);
+    text += '\n';
+  }
+  return text;
+}
+
+}  // namespace lockstep::launch

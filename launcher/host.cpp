@@ -1,0 +1,288 @@
+#include "launcher/host.h"
+
+#include <dlfcn.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <sstream>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/this_host.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
+
+// ------------------------------------------------------------------ the CUDA driver
+
+// The driver's functions by their C types; only what needs no context.
+struct Driver {
+  int (*init)(unsigned) = nullptr;
+  int (*count)(int*) = nullptr;
+  int (*device)(int*, int) = nullptr;
+  int (*pci)(char*, int, int) = nullptr;
+  int (*error_name)(int, const char**) = nullptr;
+  int (*version)(int*) = nullptr;
+  int (*name)(char*, int, int) = nullptr;
+  int (*memory)(std::size_t*, int) = nullptr;
+  int (*attribute)(int*, int, int) = nullptr;
+};
+
+template <typename Function>
+bool load(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(::dlsym(library, name));
+  return function != nullptr;
+}
+
+std::string error_text(const Driver& driver, const char* call, int code) {
+  const char* name = nullptr;
+  if (driver.error_name == nullptr || driver.error_name(code, &name) != 0 || name == nullptr)
+    return fmt::format("{} failed with error {}", call, code);
+  return fmt::format("{} failed with {}", call, name);
+}
+
+// A line "<memory> <multiprocessors> <clock> <major> <minor> <name>"; "" when the driver refuses.
+std::string model_line(const Driver& driver, int device) {
+  constexpr int kAttributes[] = {16, 13, 75, 76};  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ...
+  std::size_t memory = 0;
+  char name[256] = "";
+  if (driver.memory(&memory, device) != 0 || driver.name(name, sizeof name, device) != 0) return "";
+  std::string line = fmt::format("\n{}", memory);
+  for (const int attribute : kAttributes) {
+    int value = 0;
+    if (driver.attribute(&value, attribute, device) != 0) return "";
+    line += fmt::format(" {}", value);
+  }
+  return fmt::format("{} {}", line, name);
+}
+
+// "<count> <CUDA version> <pci address>..." and a line for each device's model, or "! reason".
+std::string ask_driver(const std::string& path) {
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return fmt::format("! {} is not there (no NVIDIA driver)", path);
+  Driver driver;
+  if (!load(library, "cuInit", driver.init) || !load(library, "cuDeviceGetCount", driver.count) ||
+      !load(library, "cuDeviceGet", driver.device) ||
+      !load(library, "cuDeviceGetPCIBusId", driver.pci))
+    return fmt::format("! {} is not a CUDA driver", path);
+  load(library, "cuGetErrorName", driver.error_name);
+  load(library, "cuDriverGetVersion", driver.version);
+  const bool knows_models = load(library, "cuDeviceGetName", driver.name) &&
+                            load(library, "cuDeviceTotalMem_v2", driver.memory) &&
+                            load(library, "cuDeviceGetAttribute", driver.attribute);
+  if (const int code = driver.init(0); code != 0) return "! " + error_text(driver, "cuInit", code);
+  int count = 0;
+  if (const int code = driver.count(&count); code != 0)
+    return "! " + error_text(driver, "cuDeviceGetCount", code);
+  if (count == 0) return "! the driver shows no device";
+  int version = 0;
+  if (driver.version != nullptr && driver.version(&version) != 0) version = 0;
+  std::string answer = fmt::format("{} {}", count, version);
+  std::string models;
+  for (int i = 0; i < count; ++i) {
+    int device = 0;
+    char address[64] = "";
+    const bool known = driver.device(&device, i) == 0;
+    if (known) driver.pci(address, sizeof address, device);
+    if (known && knows_models) models += model_line(driver, device);
+    answer += fmt::format(" {}", *address != '\0' ? address : "?");
+  }
+  return answer + models;
+}
+
+// Everything the child wrote until it closed its end; nothing when the deadline came first.
+std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
+  std::string text;
+  char buffer[4096];
+  for (;;) {
+    pollfd waiting{fd, POLLIN, 0};
+    const int ready = ::poll(&waiting, 1, deadline.remaining_ms());
+    if (ready == 0) return std::nullopt;
+    if (ready < 0) {
+      if (errno == EINTR) continue;
+      throw SystemError("host", "cannot wait for the driver's answer", errno);
+    }
+    const ssize_t n = ::read(fd, buffer, sizeof buffer);
+    if (n == 0) return text;
+    if (n > 0) text.append(buffer, static_cast<std::size_t>(n));
+    if (n < 0 && errno != EINTR)
+      throw SystemError("host", "cannot read the driver's answer", errno);
+  }
+}
+
+// A child stuck inside the driver may outlive even SIGKILL, so its end is awaited only for a while.
+void reap(pid_t child) {
+  const Deadline deadline = Deadline::after(std::chrono::seconds(2));
+  while (::waitpid(child, nullptr, WNOHANG) == 0 && !deadline.expired()) ::usleep(500);
+}
+
+Gpus parse_answer(const std::string& answer) {
+  Gpus gpus;
+  if (answer.empty() || answer[0] == '!') {
+    gpus.reason = answer.size() > 2 ? answer.substr(2) : "the CUDA driver ended the process";
+    return gpus;
+  }
+  std::istringstream lines(answer);
+  std::string line;
+  std::getline(lines, line);
+  std::istringstream stream(line);
+  stream >> gpus.count >> gpus.cuda_version;
+  for (std::string address; stream >> address;) {
+    std::ranges::transform(address, address.begin(),
+                           [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    gpus.pci_addresses.push_back(address);
+  }
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    GpuModel model;
+    words >> model.memory_bytes >> model.multiprocessors >> model.clock_khz >>
+        model.capability_major >> model.capability_minor >> std::ws;
+    std::getline(words, model.name);
+    gpus.models.push_back(std::move(model));
+  }
+  // A partial list is useless, since nobody knows which devices it describes.
+  if (gpus.models.size() != static_cast<std::size_t>(gpus.count)) gpus.models.clear();
+  return gpus;
+}
+
+// ------------------------------------------------------------------ interfaces
+
+struct AddressInfoDeleter {
+  void operator()(addrinfo* info) const { ::freeaddrinfo(info); }
+};
+using AddressInfo = std::unique_ptr<addrinfo, AddressInfoDeleter>;
+
+AddressInfo resolve(const std::string& host) {
+  std::string name = host;
+  if (name.size() > 2 && name.front() == '[' && name.back() == ']')
+    name = name.substr(1, name.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  // The port is never used: connecting a datagram socket only looks up the route.
+  if (const int code = ::getaddrinfo(name.c_str(), "9", &hints, &found); code != 0) {
+    throw UsageError("host",
+                     "the address '{}' does not resolve ({}). Check the spelling, or give an IP "
+                     "address with --master-addr.",
+                     host, ::gai_strerror(code));
+  }
+  return AddressInfo(found);
+}
+
+// The interface that carries `address`; a 127.x address that none names belongs to the loopback.
+std::optional<Interface> carrier_of(const sockaddr* address) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) throw SystemError("host", "cannot list network interfaces", errno);
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
+  const std::string wanted = address_text(address);
+  const bool loopback = wanted.rfind("127.", 0) == 0;
+  std::optional<Interface> found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != address->sa_family) continue;
+    const bool is_loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
+    const Interface candidate{entry->ifa_name, wanted, is_loopback};
+    if (address_text(entry->ifa_addr) == wanted) return candidate;
+    if (loopback && is_loopback) found = candidate;
+  }
+  return found;
+}
+
+}  // namespace
+
+Variables process_variables() {
+  return [](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    if (value == nullptr) return std::nullopt;
+    return std::string(value);
+  };
+}
+
+int threads_per_rank(int local_ranks) {
+  return std::max(1, allowed_cores() / std::max(1, local_ranks));
+}
+
+Gpus find_gpus(int timeout_ms, const std::string& driver) {
+  Pipe pipe = make_pipe();
+  const pid_t child = ::fork();
+  if (child < 0) throw SystemError("host", "cannot start a process to ask the CUDA driver", errno);
+  if (child == 0) {
+    try {
+      write_all(pipe.write.get(), ask_driver(driver));
+    } catch (...) {
+      ::_exit(1);
+    }
+    ::_exit(0);  // no destructors: they belong to the parent
+  }
+  pipe.write.reset();
+  const auto answer =
+      read_until_closed(pipe.read.get(), Deadline::after(std::chrono::milliseconds(timeout_ms)));
+  if (!answer) ::kill(child, SIGKILL);
+  reap(child);
+  if (!answer)
+    return {.reason = fmt::format("the CUDA driver did not answer within {} ms", timeout_ms)};
+  // A program that already uses CUDA cannot use it in a forked child, but then it may ask itself.
+  if (answer->find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
+    return parse_answer(ask_driver(driver));
+  return parse_answer(*answer);
+}
+
+Interface interface_towards(const std::string& host) {
+  const AddressInfo addresses = resolve(host);
+  int error = ENETUNREACH;
+  for (const addrinfo* info = addresses.get(); info != nullptr; info = info->ai_next) {
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    const Fd fd(::socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_storage own{};
+    socklen_t size = sizeof own;
+    if (!fd || ::connect(fd.get(), info->ai_addr, info->ai_addrlen) != 0 ||
+        ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &size) != 0) {
+      error = errno;
+      continue;
+    }
+    if (const auto found = carrier_of(reinterpret_cast<const sockaddr*>(&own))) return *found;
+  }
+  throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
+}
+
+std::optional<int> signal_number(std::string_view name) {
+  std::string upper(name);
+  std::ranges::transform(upper, upper.begin(),
+                         [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  if (upper.rfind("SIG", 0) != 0) upper = "SIG" + upper;
+  for (int number = 1; number < SIGRTMAX; ++number) {
+    if (signal_name(number) == upper) return number;
+  }
+  return std::nullopt;
+}
+
+CpuMask::CpuMask(const std::vector<int>& cpus) {
+  for (const int cpu : cpus) {
+    const auto index = static_cast<std::size_t>(cpu);
+    if (index / kBitsPerWord >= bits_.size()) bits_.resize(index / kBitsPerWord + 1, 0);
+    bits_[index / kBitsPerWord] |= 1ul << (index % kBitsPerWord);
+  }
+}
+
+bool CpuMask::apply() const noexcept {
+  return ::sched_setaffinity(0, bits_.size() * sizeof(unsigned long),
+                             reinterpret_cast<const cpu_set_t*>(bits_.data())) == 0;
+}
+
+}  // namespace lockstep::launch

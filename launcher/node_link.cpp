@@ -1,0 +1,399 @@
+#include "launcher/node_link.h"
+
+#include <fmt/ranges.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <utility>
+
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
+#include "lockstep/core/thread_signals.h"
+#include "lockstep/rendezvous/this_host.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr std::size_t kMaxUnknown = 128;  // connections that have not joined
+constexpr std::size_t kMaxReports = 8;
+constexpr milliseconds kHandshakeTimeout{10'000};
+constexpr milliseconds kAcceptPause{200};
+
+}  // namespace
+
+void enlarge_buffer(int fd) {
+  constexpr int kBytes = 512 << 10;
+  ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &kBytes, sizeof kBytes);
+}
+
+bool may_stop(const LaunchPlan& plan, int signal) {
+  return signal == SIGUSR1 || signal == SIGUSR2 ||
+         std::ranges::count(kUsualStopSignals, signal) != 0 ||
+         std::ranges::count(plan.signals_to_handle, signal) != 0;
+}
+
+std::string bad_signal(int signal) {
+  return fmt::format(
+      "it asked to stop with signal {}, which this launcher does not forward (give every host the "
+      "same --signals-to-handle)",
+      signal);
+}
+
+std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
+  std::set<std::string> signals;
+  for (const int signal : stop_signals(plan)) signals.insert(signal_name(signal));
+  const std::chrono::duration<double> grace = plan.shutdown_timeout;
+  return {{"--max-restarts", std::to_string(plan.max_restarts)},
+          {"--replace-gloo", plan.replace_gloo ? "true" : "false"},
+          {"--shutdown-timeout", fmt::format("{}", grace.count())},
+          {"--signals-to-handle", fmt::format("{}", fmt::join(signals, ","))},
+          {"--timeout", plan.timeout.count() > 0 ? std::to_string(plan.timeout.count()) : "unset"}};
+}
+
+std::unique_ptr<SecureContext> secure_context(const LaunchPlan& plan, SecureContext::Side side) {
+  if (plan.secret_file.empty()) return nullptr;
+  return std::make_unique<SecureContext>(side, SecretKey::from_file(plan.secret_file), plan.run_id);
+}
+
+std::string secret_text(Closing::Secret secret, const std::string& peer) {
+  constexpr const char* kAdvice = "Give every host the same --secret-file, or none of them one.";
+  switch (secret) {
+    case Closing::Secret::kPeerHasNone:
+      return fmt::format("[launch] {} has no --secret-file, but this launcher has one. {}", peer,
+                         kAdvice);
+    case Closing::Secret::kPeerHasOne:
+      return fmt::format("[launch] {} has a --secret-file, but this launcher has none. {}", peer,
+                         kAdvice);
+    default:
+      return fmt::format(
+          "[launch] {} does not have the secret of this launcher's --secret-file. Give every host "
+          "the same file (compare with sha256sum) and the same --rdzv-id.",
+          peer);
+  }
+}
+
+// ---------------------------------------------------------------- Hub
+
+Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Handlers handlers)
+    : loop_(loop),
+      plan_(plan),
+      handlers_(std::move(handlers)),
+      secure_(secure_context(plan, SecureContext::Side::kServer)) {}
+
+void Hub::await_nodes(Fd listener) {
+  listener_ = std::move(listener);
+  started_ = EventLoop::Clock::now();
+  enlarge_buffer(listener_.get());
+  loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
+  overdue_timer_.start(plan_.rendezvous_timeout, [this] {
+    handlers_.overdue(fmt::format(
+        "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
+        "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
+        "and check that the port can be reached.",
+        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing_text(),
+        plan_.nnodes, plan_.master_addr, plan_.master_port));
+  });
+  progress_timer_.start(kFirstProgress, [this] { report_progress(); });
+}
+
+Hub::~Hub() {
+  if (listener_) loop_.forget(listener_.get());
+}
+
+void Hub::on_connect() {
+  Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!socket) {
+    const bool nothing_left =
+        errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    // The listener stays readable: without a pause this would be called again at once.
+    if (nothing_left && !evict()) pause_accept();
+    return;
+  }
+  if (guests_.size() - guest_of_node_.size() >= kMaxUnknown) evict();
+  const std::uint64_t number = ++last_guest_;
+  Guest& guest = guests_.try_emplace(number, loop_).first->second;
+  guest.connection = std::make_unique<Connection>(
+      loop_, std::move(socket), secure_ ? secure_->open() : nullptr,
+      Connection::Handlers{[this, number](const Message& message) { on_message(number, message); },
+                           [this, number](const StoreFrame& frame) { on_frame(number, frame); },
+                           [this, number](const Closing& closing) { on_closed(number, closing); }});
+  guest.address = guest.connection->peer_address();
+  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
+}
+
+void Hub::pause_accept() {
+  loop_.change(listener_.get(), 0);
+  accept_timer_.start(kAcceptPause, [this] {
+    if (listener_) loop_.change(listener_.get(), EPOLLIN);
+  });
+}
+
+// Drops the oldest connection of the address with the most connections that have not joined, so
+// that one host cannot keep the others out. False when there is none.
+bool Hub::evict() {
+  std::map<std::string, std::pair<int, std::uint64_t>> of_address;  // how many, the oldest
+  for (const auto& [number, guest] : guests_) {
+    if (guest.node < 0) ++of_address.try_emplace(guest.address, 0, number).first->second.first;
+  }
+  const auto busiest = std::ranges::max_element(
+      of_address, [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
+  if (busiest == of_address.end()) return false;
+  ++unreported_;
+  drop(busiest->second.second);
+  return true;
+}
+
+void Hub::drop(std::uint64_t number) {
+  const auto found = guests_.find(number);
+  if (found == guests_.end()) return;
+  // Posted: this may run inside a handler of the connection.
+  std::shared_ptr<Connection> last(std::move(found->second.connection));
+  loop_.post([last] {});
+  guests_.erase(found);
+}
+
+void Hub::on_message(std::uint64_t number, const Message& message) {
+  const auto found = guests_.find(number);
+  if (found == guests_.end()) return;
+  const Guest& guest = found->second;
+  if (guest.node >= 0 && !guest.started && message.kind == Message::Kind::kStop) {
+    on_closed(number, {"it was asked to stop"});
+  } else if (guest.node >= 0) {
+    const std::string wrong = what_is_wrong(guest, message);
+    if (wrong.empty()) return handlers_.message(guest.node, message);
+    on_closed(number, {wrong});
+  } else if (message.kind == Message::Kind::kHandshake) {
+    on_handshake(number, message);
+  } else if (message.kind == Message::Kind::kForeign) {
+    refuse(number, message.text);
+  } else {
+    ++unreported_;
+    drop(number);
+  }
+}
+
+void Hub::on_frame(std::uint64_t number, const StoreFrame& frame) {
+  const auto found = guests_.find(number);
+  if (found == guests_.end()) return;
+  if (!found->second.started)
+    return on_closed(number, {"it used the store before the run has begun"});
+  handlers_.frame(found->second.node, frame);
+}
+
+// A node speaks only for itself.
+std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const {
+  if (!guest.started) return "it sent a message before the run has begun";
+  if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
+    return bad_signal(message.signal);
+  if (!message.failure) return {};
+  const RankFailure& failure = *message.failure;
+  const int first = layout_of(nodes(), guest.node).first_rank;
+  const bool own_rank = failure.local_rank >= 0 && failure.local_rank < guest.share.nproc &&
+                        failure.rank == first + failure.local_rank;
+  if (failure.node == guest.node && (failure.rank == -1 || own_rank)) return {};
+  return fmt::format("it reported a failure of rank {} on node {}, which is not its own",
+                     failure.rank, failure.node);
+}
+
+std::vector<NodeShare> Hub::nodes() const {
+  if (!shares_.empty()) return shares_;
+  std::vector<NodeShare> shares(static_cast<std::size_t>(plan_.nnodes));
+  shares[0] = {plan_.nproc_per_node, plan_.role};
+  for (const auto& [node, number] : guest_of_node_)
+    shares[static_cast<std::size_t>(node)] = guests_.at(number).share;
+  return shares;
+}
+
+std::string Hub::reason_to_refuse(const Message& handshake) const {
+  const auto differs = [&](const char* flag, const auto& theirs, const auto& ours) {
+    return fmt::format(
+        "[launch] node rank {} on {} was started with {}={}, node 0 with {}={}. Use "
+        "the same value on every host.",
+        handshake.node, handshake.host, flag, theirs, flag, ours);
+  };
+  const auto index = static_cast<std::size_t>(handshake.node);
+  if (handshake.run_id != plan_.run_id)
+    return differs("--rdzv-id", printable(handshake.run_id), plan_.run_id);
+  if (handshake.nnodes != plan_.nnodes) return differs("--nnodes", handshake.nnodes, plan_.nnodes);
+  if (handshake.node < 1 || handshake.node >= plan_.nnodes)
+    return fmt::format("[launch] --node-rank={} on {} is not between 1 and {}.", handshake.node,
+                       handshake.host, plan_.nnodes - 1);
+  for (const auto& [flag, ours] : flags_of_the_run(plan_)) {
+    const auto theirs = handshake.flags.find(flag);
+    if (theirs == handshake.flags.end() || theirs->second != ours)
+      return differs(flag.c_str(), theirs == handshake.flags.end() ? "?" : theirs->second, ours);
+  }
+  if (!shares_.empty() && handshake.share != shares_[index])
+    return fmt::format(
+        "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
+        "for had {} of role {}. Use the same --nproc-per-node and --role.",
+        handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
+        shares_[index].nproc, printable(shares_[index].role));
+  try {
+    auto shares = nodes();
+    shares[index] = handshake.share;
+    layout_of(shares, handshake.node);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+std::string Hub::taken_text(const Message& handshake) const {
+  const auto taken = guest_of_node_.find(handshake.node);
+  if (taken == guest_of_node_.end()) return {};
+  return fmt::format(
+      "[launch] --node-rank={} of {} is already taken by {}. Give every host its own node rank.",
+      handshake.node, handshake.host, guests_.at(taken->second).host);
+}
+
+void Hub::refuse(std::uint64_t number, const std::string& reason) {
+  Guest& guest = guests_.at(number);
+  report(reason);
+  // Where there is no secret anybody can ask, so the answer reveals nothing about this run.
+  guest.connection->send(
+      Message{.kind = Message::Kind::kRefused, .code = 2, .text = secure_ ? reason : ""});
+  // The peer hangs up once it has read that; if it does not, this does.
+  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
+}
+
+void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
+  Guest& guest = guests_.at(number);
+  guest.deadline.cancel();
+  const bool again = std::exchange(guest.asked, true);
+  std::string refusal = reason_to_refuse(handshake);
+  if (refusal.empty()) {
+    refusal = taken_text(handshake);
+    // It may come for a launcher whose host is lost, which nobody has noticed yet.
+    if (!refusal.empty() && !again)
+      return guest.deadline.start(kLossKnown,
+                                  [this, number, handshake] { on_handshake(number, handshake); });
+  }
+  if (!refusal.empty()) return refuse(number, refusal);
+  guest.node = handshake.node;
+  guest.host = handshake.host;
+  guest.share = handshake.share;
+  guest.connection->trust();
+  guest_of_node_[handshake.node] = number;
+  first_attempt_ = std::max(first_attempt_, handshake.attempt);
+  guest.connection->send(Message{.kind = Message::Kind::kSay});
+  check_complete();
+}
+
+void Hub::on_closed(std::uint64_t number, const Closing& closing) {
+  const auto found = guests_.find(number);
+  if (found == guests_.end()) return;
+  const int node = found->second.node;
+  const bool started = found->second.started;
+  const std::string host = found->second.host;
+  const std::string address = found->second.address;
+  drop(number);
+  if (node < 0) {
+    if (closing.secret == Closing::Secret::kFine) {
+      ++unreported_;
+    } else {
+      report(secret_text(closing.secret, "a launcher at " + address));
+    }
+    return;
+  }
+  guest_of_node_.erase(node);
+  if (on_goodbyes_) {
+    if (guest_of_node_.empty()) {
+      goodbye_timer_.cancel();
+      loop_.post(std::exchange(on_goodbyes_, nullptr));
+    }
+  } else if (!started) {
+    handlers_.say(
+        fmt::format("[launch] node rank {} on {} left again: {}.", node, host, closing.why));
+  } else {
+    handlers_.lost(node, host, closing.why);
+  }
+}
+
+// Anybody can cause a rejection, so only a few are reported between two progress lines.
+void Hub::report(const std::string& rejection) {
+  if (reported_.size() < kMaxReports && reported_.insert(rejection).second)
+    return handlers_.say(rejection);
+  ++unreported_;
+}
+
+std::vector<int> Hub::missing() const {
+  std::vector<int> nodes;
+  for (int node = 1; node < plan_.nnodes; ++node)
+    if (guest_of_node_.count(node) == 0) nodes.push_back(node);
+  return nodes;
+}
+
+std::string Hub::missing_text() const {
+  constexpr std::size_t kMaxNamed = 16;
+  const std::vector<int> nodes = missing();
+  const std::size_t named = std::min(nodes.size(), kMaxNamed);
+  std::string text = fmt::format("{}", fmt::join(nodes.begin(), nodes.begin() + named, ", "));
+  if (nodes.size() > named) text += fmt::format(" and {} more", nodes.size() - named);
+  return text;
+}
+
+void Hub::report_progress() {
+  progress_timer_.start(kProgress, [this] { report_progress(); });
+  std::string text = fmt::format(
+      "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
+      "of {} s).",
+      missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
+      seconds_since(started_), plan_.rendezvous_timeout.count());
+  broadcast({.kind = Message::Kind::kSay, .text = text});
+  if (unreported_ > 0) text += fmt::format(" {} more connections were rejected.", unreported_);
+  handlers_.say(text);
+  reported_.clear();
+  unreported_ = 0;
+}
+
+void Hub::check_complete() {
+  if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
+  stop_waiting();
+  shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
+  for (const auto& [node, number] : guest_of_node_) guests_.at(number).started = true;
+  // At once: a node that is lost from here on is one of a run that has begun.
+  handlers_.complete();
+}
+
+void Hub::stop_waiting() {
+  for (Timer* timer : {&overdue_timer_, &progress_timer_, &accept_timer_}) timer->cancel();
+  if (listener_) loop_.forget(listener_.get());
+  listener_.reset();
+  while (evict()) {
+  }
+}
+
+void Hub::broadcast(const Message& message) {
+  for (const auto& [node, number] : guest_of_node_) guests_.at(number).connection->send(message);
+}
+
+void Hub::send(int node, const StoreFrame& frame) {
+  const auto found = guest_of_node_.find(node);
+  if (found != guest_of_node_.end()) guests_.at(found->second).connection->send(frame);
+}
+
+std::string Hub::local_address() const {
+  std::string address;
+  for (const auto& [node, number] : guest_of_node_) {
+    const std::string own = guests_.at(number).connection->local_address();
+    if (address.empty() || is_loopback(address)) address = own;
+  }
+  return address;
+}
+
+void Hub::wait_for_goodbyes(milliseconds timeout, EventLoop::Task done) {
+  stop_waiting();  // whoever joined now would be lost in a moment
+  if (guest_of_node_.empty()) return loop_.post(std::move(done));
+  on_goodbyes_ = std::move(done);
+  goodbye_timer_.start(timeout, [this] { loop_.post(std::exchange(on_goodbyes_, nullptr)); });
+}
+
+}  // namespace lockstep::launch

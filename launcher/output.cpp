@@ -1,0 +1,322 @@
+#include "launcher/output.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::milliseconds kSilence{200};
+// A long beginning is most likely one large write that is still coming through the pipe.
+constexpr std::chrono::milliseconds kLongSilence{5000};
+
+Fd open_log(const std::string& path) {
+  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+  if (!fd) throw SystemError("launch", "cannot create the log file " + path, errno);
+  return fd;
+}
+
+// After a carriage return the terminal is at the beginning of the line again, where the prefix
+// goes.
+std::string with_prefix_after_returns(std::string_view text, std::string_view prefix) {
+  std::string result;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    result += text[i];
+    if (text[i] == '\r' && i + 1 < text.size()) result += prefix;
+  }
+  return result;
+}
+
+bool has(Streams streams, Streams bit) {
+  return (static_cast<int>(streams) & static_cast<int>(bit)) != 0;
+}
+
+}  // namespace
+
+std::string end_of_file(const std::string& path, std::size_t most) {
+  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat info {};
+  if (!fd || ::fstat(fd.get(), &info) != 0) return {};
+  const off_t start = std::max<off_t>(0, info.st_size - static_cast<off_t>(most));
+  std::string text(static_cast<std::size_t>(info.st_size - start), '\0');
+  const ssize_t n = ::pread(fd.get(), text.data(), text.size(), start);
+  text.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+  return text;
+}
+
+OutputStream::OutputStream(EventLoop& loop, Console& console, Options options)
+    : loop_(loop), console_(console), options_(std::move(options)), silence_timer_(loop) {
+  const StreamRoute& route = options_.route;
+  if (!route.file.empty()) file_ = open_log(route.file);
+  if (route.direct()) {
+    child_end_ = std::move(file_);
+    return;
+  }
+  Pipe pipe = make_pipe();
+  pipe_ = std::move(pipe.read);
+  child_end_ = std::move(pipe.write);
+  set_nonblocking(pipe_.get());
+  watch();
+}
+
+OutputStream::~OutputStream() {
+  console_.drop_source(options_.source);
+  if (pipe_ && !paused_) loop_.forget(pipe_.get());
+}
+
+void OutputStream::watch() {
+  loop_.watch(pipe_.get(), EPOLLIN, [this](std::uint32_t) { on_readable(); });
+}
+
+void OutputStream::on_readable() {
+  if (read_once() == Got::kEnd) return finish();
+  if (console_.full(options_.source)) pause();
+}
+
+void OutputStream::pause() {
+  paused_ = true;
+  loop_.forget(pipe_.get());
+  console_.when_drained(options_.source, [this, alive = std::weak_ptr<int>(alive_)] {
+    if (alive.expired() || !pipe_) return;
+    paused_ = false;
+    watch();
+  });
+}
+
+OutputStream::Got OutputStream::read_once() {
+  static std::array<char, 64u << 10> buffer;  // one thread: see the header
+  for (;;) {
+    const ssize_t n = ::read(pipe_.get(), buffer.data(), buffer.size());
+    if (n > 0) {
+      take(std::string_view(buffer.data(), static_cast<std::size_t>(n)));
+      return Got::kData;
+    }
+    if (n < 0 && errno == EINTR) continue;
+    return n < 0 && errno == EAGAIN ? Got::kNothing : Got::kEnd;
+  }
+}
+
+void OutputStream::take(std::string_view data) {
+  append_to_file(data);
+  if (options_.target == Console::kErr)
+    tail_.append(data.substr(data.size() - std::min(data.size(), kTailBytes)));
+  if (tail_.size() > 2 * kTailBytes) tail_.erase(0, tail_.size() - kTailBytes);
+  last_data_ = EventLoop::Clock::now();
+  take_lines(data);
+}
+
+void OutputStream::take_lines(std::string_view data) {
+  while (!data.empty()) {
+    const std::size_t end = data.find('\n');
+    const std::string_view piece = data.substr(0, end);
+    if (wants_lines()) whole_line_.append(piece);
+    partial_.append(piece);
+    if (end == std::string_view::npos) break;
+    take_line();
+    put(partial_, true);
+    partial_.clear();
+    data.remove_prefix(end + 1);
+  }
+  if (partial_.size() > kLongestLineBytes) {
+    put(partial_, false);
+    partial_.clear();
+  }
+  if (whole_line_.size() > kLongestLineBytes) take_line();  // it may never end
+  // A progress bar returns to the line's beginning: what comes before that is complete for now.
+  const std::size_t back = partial_.rfind('\r');
+  if (back != std::string::npos && back > 0) {
+    put(std::string_view(partial_).substr(0, back), false);
+    partial_.erase(0, back);
+    show_progress();
+  }
+  if (partial_.empty()) {
+    silence_timer_.cancel();
+  } else if (!silence_timer_.pending()) {
+    silence_timer_.start(kSilence, [this] { on_silence(); });
+  }
+}
+
+void OutputStream::on_silence() {
+  if (partial_.empty()) return;
+  const auto quiet = EventLoop::Clock::now() - last_data_;
+  const bool is_long = partial_.size() >= kShortBytes;
+  // While we wait for the console, the rest of the line is probably in the pipe.
+  if (paused_ || quiet < (is_long ? kLongSilence : kSilence / 2))
+    return silence_timer_.start(kSilence, [this] { on_silence(); });
+  put(partial_, false);
+  partial_.clear();
+  show_progress();
+}
+
+void OutputStream::put(std::string_view text, bool ends_line) {
+  if (!options_.route.console) return;
+  const bool returns = text.find('\r') != std::string_view::npos;
+  const std::string& prefix = options_.route.prefix;
+  const std::string changed = returns ? with_prefix_after_returns(text, prefix) : "";
+  console_.put({options_.target, options_.source, prefix,
+                returns ? std::string_view(changed) : text, ends_line});
+}
+
+void OutputStream::append_to_file(std::string_view data) {
+  if (!file_) return;
+  try {
+    if (file_lost_ > 0)
+      write_all(file_.get(),
+                fmt::format("\n[launch] about {} bytes of output are lost here.\n", file_lost_));
+    file_lost_ = 0;
+    write_all(file_.get(), data);
+  } catch (const SystemError& error) {
+    file_lost_ += data.size();
+    if (std::exchange(file_failed_, true)) return;
+    console_.say(
+        fmt::format("[launch] {} cannot be written: {}. What is written there is lost "
+                    "until it can be.",
+                    options_.route.file, std::strerror(error.error_number())));
+  }
+}
+
+bool OutputStream::wants_lines() const {
+  return !options_.route.filters.empty() || options_.route.on_line;
+}
+
+void OutputStream::take_line() {
+  if (!wants_lines()) return;
+  match_filters(whole_line_);
+  if (options_.route.on_line) options_.route.on_line(whole_line_);
+  whole_line_.clear();
+}
+
+void OutputStream::show_progress() {
+  if (!options_.route.on_progress || whole_line_.empty()) return;
+  std::string_view text = whole_line_;
+  text = text.substr(0, text.find_last_not_of('\r') + 1);
+  const std::size_t start = text.rfind('\r') + 1;  // 0 without any
+  options_.route.on_progress(text.substr(start, kShortBytes));
+  // What was drawn over is gone, unless a filter has yet to see it.
+  if (options_.route.filters.empty()) whole_line_.erase(0, start);
+}
+
+void OutputStream::match_filters(std::string_view line) {
+  const auto& filters = options_.route.filters;
+  if (options_.route.filtered_fd < 0 ||
+      std::ranges::none_of(filters, [line](const std::string& filter) {
+        return line.find(filter) != std::string_view::npos;
+      }))
+    return;
+  try {
+    write_all(options_.route.filtered_fd,
+              fmt::format("{}{}\n", options_.route.filtered_prefix, line));
+  } catch (const SystemError&) {
+    options_.route.filtered_fd = -1;
+  }
+}
+
+void OutputStream::finish() {
+  if (!pipe_) return;
+  silence_timer_.cancel();
+  if (!whole_line_.empty()) take_line();
+  // A line that is not marked is passed through as it is: its reader may count bytes.
+  if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
+  partial_.clear();
+  if (!paused_) loop_.forget(pipe_.get());
+  pipe_.reset();
+}
+
+void OutputStream::close_now() {
+  // More than any pipe holds; a writer that never stops must not hold us.
+  constexpr int kMaxReads = 256;
+  for (int i = 0; pipe_ && i < kMaxReads; ++i) {
+    if (read_once() != Got::kData) break;
+  }
+  finish();
+}
+
+std::string OutputStream::tail() const {
+  const StreamRoute& route = options_.route;
+  return route.direct() ? end_of_file(route.file, kTailBytes) : tail_;
+}
+
+RankOutput::RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes)
+    : out_(loop, console, {Console::kOut, routes.source, routes.out}),
+      err_(loop, console, {Console::kErr, routes.source + 1, routes.err}) {}
+
+void RankOutput::close_child_ends() {
+  out_.close_child_end();
+  err_.close_child_end();
+}
+
+void RankOutput::close_now() {
+  out_.close_now();
+  err_.close_now();
+}
+
+std::vector<std::string> RankOutput::last_error_lines(std::size_t most) const {
+  const std::string text = err_.tail();
+  std::vector<std::string> lines;
+  std::size_t start = 0;
+  while (start < text.size()) {
+    const std::size_t end = std::min(text.find('\n', start), text.size());
+    if (end > start) lines.push_back(text.substr(start, std::min<std::size_t>(end - start, 500)));
+    start = end + 1;
+  }
+  if (lines.size() > most) lines.erase(lines.begin(), lines.end() - static_cast<long>(most));
+  return lines;
+}
+
+LinePrefix prefix_style(const LaunchPlan& plan, bool teed) {
+  if (plan.line_prefix) return *plan.line_prefix;
+  if (teed) return LinePrefix::kRole;
+  const auto& map = plan.tee.by_local_rank;
+  const bool tees =
+      plan.tee.all != Streams::kNone ||
+      std::ranges::any_of(map, [](const auto& item) { return item.second != Streams::kNone; });
+  return tees || plan.nproc_per_node == 1 ? LinePrefix::kNone : LinePrefix::kRank;
+}
+
+std::string line_prefix(LinePrefix style, const std::string& role, int rank, int local_rank) {
+  if (style == LinePrefix::kNone) return {};
+  const auto chosen = env::get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
+  if (!chosen && style == LinePrefix::kRank) return fmt::format("[{}] ", rank);
+  if (!chosen) return fmt::format("[{}{}]:", role, local_rank);
+  std::string prefix = *chosen;
+  const std::pair<const char*, std::string> variables[] = {
+      {"${role_name}", role},
+      {"${rank}", std::to_string(rank)},
+      {"${local_rank}", std::to_string(local_rank)}};
+  for (const auto& [name, value] : variables) {
+    std::size_t at = 0;
+    while ((at = prefix.find(name, at)) != std::string::npos) {
+      prefix.replace(at, std::strlen(name), value);
+      at += value.size();
+    }
+  }
+  return prefix;
+}
+
+StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
+                      std::string file) {
+  const bool tee = has(plan.tee.at(local_rank), bit);
+  const bool redirect = has(plan.redirects.at(local_rank), bit);
+  const bool shown = !plan.local_ranks_filter || plan.local_ranks_filter->count(local_rank) != 0;
+  StreamRoute route;
+  route.console = shown && (tee || !redirect);
+  const auto prefix = [&](LinePrefix style) {
+    return line_prefix(style, plan.role, rank, local_rank);
+  };
+  route.prefix = prefix(prefix_style(plan, tee));
+  route.filtered_prefix = prefix(tee ? LinePrefix::kRole : LinePrefix::kRank);
+  if (tee || redirect) route.file = std::move(file);
+  return route;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,146 @@
+// What the ranks print: to the console, marked with their rank, to files byte for byte, or both.
+//
+// A stream that goes only to a file is that file (the rank writes it directly, at any speed, and
+// the launcher's death loses nothing); every other stream is a pipe that the launcher reads, so
+// that only whole lines reach the console. A line is held until its newline comes; a short
+// beginning (a prompt, a progress bar) is shown after a moment of silence, and if another rank has
+// something to print meanwhile, it gets a line of its own.
+//
+//   RankOutput output(loop, console, {.source = 2, .out = {.console = true, .prefix = "[1] "}});
+//   start_process({.stdout_fd = output.child_out(), ...}); output.close_child_ends();
+//   output.close_now();                       // when nobody is left who could write
+//
+// Owned by the worker group, one per rank and attempt; one thread.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launcher/console.h"
+#include "launcher/plan.h"
+
+namespace lockstep::launch {
+
+// The last bytes of a file, at most `most`; empty when it cannot be read.
+std::string end_of_file(const std::string& path, std::size_t most);
+
+// Where one stream of one rank goes.
+struct StreamRoute {
+  bool console = false;
+  std::string prefix;                // before its lines on the console
+  std::string file;                  // empty: none
+  std::vector<std::string> filters;  // lines holding any of these are also appended to ...
+  int filtered_fd = -1;              // ... this file; not owned
+  std::string filtered_prefix;       // many ranks share that file
+  // Gets every line, unless the stream is a file that the rank writes itself.
+  std::function<void(std::string_view)> on_line = {};
+  // Gets what a line that has not ended shows so far: a progress bar, which may never end. The next
+  // call for the stream, of either function, replaces it.
+  std::function<void(std::string_view)> on_progress = {};
+
+  bool direct() const { return !file.empty() && !console && filters.empty(); }
+};
+
+struct OutputRoutes {
+  int source = 0;  // two numbers for the console's accounting: source and source + 1
+  StreamRoute out;
+  StreamRoute err;
+};
+
+// One pipe (or one file) of one rank.
+class OutputStream {
+ public:
+  struct Options {
+    Console::Target target;
+    int source;
+    StreamRoute route;
+  };
+  OutputStream(EventLoop& loop, Console& console, Options options);
+  ~OutputStream();
+  OutputStream(const OutputStream&) = delete;
+  OutputStream& operator=(const OutputStream&) = delete;
+
+  int child_end() const { return child_end_.get(); }
+  void close_child_end() { child_end_.reset(); }
+  const StreamRoute& route() const { return options_.route; }
+  // Takes what is in the pipe now and closes it, whoever may still hold the other end.
+  void close_now();
+  // The last bytes that went through, for the failure report.
+  std::string tail() const;
+
+  static constexpr std::size_t kTailBytes = 16u << 10;
+  static constexpr std::size_t kLongestLineBytes = 4u << 20;
+  static constexpr std::size_t kShortBytes = 4096;  // PIPE_BUF: one write of this arrives whole
+
+ private:
+  enum class Got { kData, kNothing, kEnd };
+
+  void on_readable();
+  Got read_once();
+  void take(std::string_view data);
+  void take_lines(std::string_view data);
+  void watch();
+  void put(std::string_view text, bool ends_line);
+  void append_to_file(std::string_view data);
+  bool wants_lines() const;
+  void take_line();
+  void show_progress();
+  void match_filters(std::string_view line);
+  void on_silence();
+  void pause();
+  void finish();
+
+  EventLoop& loop_;
+  Console& console_;
+  Options options_;
+  Fd pipe_;
+  Fd child_end_;
+  Fd file_;
+  std::string partial_;     // the beginning of a line, not yet on the console
+  std::string whole_line_;  // the same for filters and on_line, which want all of it
+  std::string tail_;
+  Timer silence_timer_;
+  EventLoop::Clock::time_point last_data_;
+  bool paused_ = false;
+  bool file_failed_ = false;                              // at some time
+  std::size_t file_lost_ = 0;                             // bytes, since it cannot be written
+  std::shared_ptr<int> alive_ = std::make_shared<int>();  // for a resumption that comes too late
+};
+
+class RankOutput {
+ public:
+  RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes);
+
+  int child_out() const { return out_.child_end(); }
+  int child_err() const { return err_.child_end(); }
+  const StreamRoute& out_route() const { return out_.route(); }
+  // The file that the rank itself writes; empty: it writes to a pipe.
+  std::string out_file() const { return out_.route().direct() ? out_.route().file : ""; }
+  std::string err_file() const { return err_.route().direct() ? err_.route().file : ""; }
+  void close_child_ends();
+  void close_now();
+  // The last lines of stderr, at most `most`.
+  std::vector<std::string> last_error_lines(std::size_t most) const;
+
+ private:
+  OutputStream out_;
+  OutputStream err_;
+};
+
+// As --line-prefix says. Without it: with --tee, torchrun's mark for what is teed and none for the
+// rest; without --tee, none for a rank that is alone, whose output may be meant for a pipe,
+// otherwise its number.
+LinePrefix prefix_style(const LaunchPlan& plan, bool teed);
+
+// "[1] ", "[trainer0]:" (the local rank, as torchrun writes it) or "". The two marks are replaced
+// by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE where that is set.
+std::string line_prefix(LinePrefix style, const std::string& role, int rank, int local_rank);
+
+// redirects: file only; tee: file and console; neither: console only.
+StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams bit,
+                      std::string file);
+
+}  // namespace lockstep::launch

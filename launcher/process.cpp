@@ -1,0 +1,284 @@
+#include "launcher/process.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  pointers.reserve(strings.size() + 1);
+  for (const std::string& text : strings) pointers.push_back(const_cast<char*>(text.c_str()));
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+// Handlers do not survive exec, but an ignored signal does. A shell ignores SIGINT and SIGQUIT for
+// its background jobs; ranks must still receive them when the launcher passes them on. An ignored
+// SIGHUP (nohup) and whatever else the caller chose to ignore stay ignored.
+void default_dispositions() {
+  for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGCHLD}) ::signal(number, SIG_DFL);
+}
+
+struct ChildPlan {
+  const ProcessRequest* request;
+  char* const* argv;
+  char* const* environment;
+  pid_t parent;
+  int error_fd;
+};
+
+// Between fork and exec: only calls that are safe in a child of a process with threads.
+[[noreturn]] void become_rank(const ChildPlan& plan) {
+  const auto give_up = [&plan] {
+    const int error = errno;
+    [[maybe_unused]] const auto n = ::write(plan.error_fd, &error, sizeof error);
+    ::_exit(127);
+  };
+  const ProcessRequest& request = *plan.request;
+  ::setsid();
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != plan.parent) ::_exit(127);  // it died before the line above
+  if (request.stdout_fd >= 0 && ::dup2(request.stdout_fd, STDOUT_FILENO) < 0) give_up();
+  if (request.stderr_fd >= 0 && ::dup2(request.stderr_fd, STDERR_FILENO) < 0) give_up();
+  for (const int fd : request.pass_fds) {
+    if (::fcntl(fd, F_SETFD, 0) < 0) give_up();
+  }
+  if (request.cpus != nullptr && !request.cpus->apply()) give_up();
+  default_dispositions();
+  if (request.files.rlim_max != 0) ::setrlimit(RLIMIT_NOFILE, &request.files);
+  ::sigprocmask(SIG_SETMASK, &request.signal_mask, nullptr);
+  ::execvpe(plan.argv[0], plan.argv, plan.environment);
+  give_up();
+  ::_exit(127);
+}
+
+// Ends when exec has closed the pipe (0) or the child has said why it could not. The bound is for
+// a program on a file system that does not answer.
+int error_from_exec(int fd) {
+  constexpr int kExecTimeoutMs = 120'000;
+  pollfd poll_fd{fd, POLLIN, 0};
+  int ready;
+  do {
+    ready = ::poll(&poll_fd, 1, kExecTimeoutMs);
+  } while (ready < 0 && errno == EINTR);
+  if (ready == 0) return ETIMEDOUT;
+  int error = 0;
+  return ::read(fd, &error, sizeof error) == static_cast<ssize_t>(sizeof error) ? error : 0;
+}
+
+// Fields of /proc/<pid>/stat after the name, which may itself hold spaces and parentheses.
+struct Stat {
+  pid_t parent = -1;
+  pid_t group = -1;
+  pid_t session = -1;
+};
+
+Stat read_stat(pid_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const auto end = text.rfind(')');
+  Stat stat;
+  if (end == std::string::npos) return stat;
+  std::istringstream fields(text.substr(end + 1));
+  char state;
+  fields >> state >> stat.parent >> stat.group >> stat.session;
+  return stat;
+}
+
+std::vector<pid_t> children_by_scan(pid_t parent) {
+  std::vector<pid_t> children;
+  DIR* directory = ::opendir("/proc");
+  if (directory == nullptr) return children;
+  while (const dirent* entry = ::readdir(directory)) {
+    const pid_t pid = static_cast<pid_t>(std::strtol(entry->d_name, nullptr, 10));
+    if (pid > 0 && read_stat(pid).parent == parent) children.push_back(pid);
+  }
+  ::closedir(directory);
+  return children;
+}
+
+}  // namespace
+
+std::string Ending::text() const {
+  if (!by_signal) return fmt::format("exited with code {}", number);
+  return fmt::format("killed by {}{}", signal_name(number), dumped_core ? " (core dumped)" : "");
+}
+
+void Process::signal_group(int number) const {
+  // Not reaped: the number, and with it the group's, cannot belong to anybody else.
+  if (alive()) ::kill(-pid_, number);
+}
+
+std::optional<Ending> Process::reap() {
+  if (!alive()) return std::nullopt;
+  siginfo_t info{};
+  int result;
+  do {
+    result = ::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(pidfd_.get()), &info,
+                      WEXITED | WNOHANG);
+  } while (result != 0 && errno == EINTR);
+  if (result != 0) {
+    // Somebody else's wait took it: the status is lost, but the process is certainly gone.
+    reaped_ = true;
+    return Ending{false, 1, false};
+  }
+  if (info.si_pid == 0) return std::nullopt;
+  reaped_ = true;
+  Ending ending;
+  ending.by_signal = info.si_code != CLD_EXITED;
+  ending.dumped_core = info.si_code == CLD_DUMPED;
+  ending.number = info.si_status;
+  return ending;
+}
+
+std::optional<Pause> Process::look_for_pause() const {
+  if (!alive()) return std::nullopt;
+  siginfo_t info{};
+  if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WCONTINUED | WNOHANG) != 0 ||
+      info.si_pid == 0)
+    return std::nullopt;
+  return Pause{info.si_code == CLD_STOPPED, info.si_status};
+}
+
+Process start_process(const ProcessRequest& request) {
+  LOCKSTEP_ASSERT(!request.argv.empty());
+  const auto argv = pointers_to(request.argv);
+  const auto environment = pointers_to(request.environment);
+  Pipe errors = make_pipe();
+  const ChildPlan plan{&request, argv.data(), environment.data(), ::getpid(), errors.write.get()};
+  const pid_t pid = ::fork();
+  if (pid < 0) throw SystemError("launch", "cannot start a process", errno);
+  if (pid == 0) become_rank(plan);
+  errors.write.reset();
+  // The child cannot have been reaped yet, so the number is still its own.
+  Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  const int pidfd_error = errno;
+  if (const int error = error_from_exec(errors.read.get()); error != 0) {
+    ::kill(pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+    throw SystemError("launch", fmt::format("cannot execute '{}'", request.argv[0]), error);
+  }
+  if (!pidfd) {
+    ::kill(-pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+    throw SystemError("launch", "cannot watch a process (Linux 5.4 or newer is needed)",
+                      pidfd_error);
+  }
+  return Process(pid, std::move(pidfd));
+}
+
+std::optional<std::string> find_program(const std::string& name) {
+  return find_program(name, env::get("PATH"));
+}
+
+std::optional<std::string> find_program(const std::string& name,
+                                        const std::optional<std::string>& path) {
+  const auto runnable = [](const std::string& file) {
+    struct stat info;
+    return ::stat(file.c_str(), &info) == 0 && S_ISREG(info.st_mode) &&
+           ::access(file.c_str(), X_OK) == 0;
+  };
+  if (name.empty()) return std::nullopt;
+  if (name.find('/') != std::string::npos)
+    return runnable(name) ? std::optional(name) : std::nullopt;
+  std::istringstream folders(path.value_or("/usr/local/bin:/usr/bin:/bin"));
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const std::string candidate = (folder.empty() ? "." : folder) + "/" + name;
+    if (runnable(candidate)) return candidate;
+  }
+  return std::nullopt;
+}
+
+bool no_children_left() {
+  siginfo_t info{};
+  return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
+}
+
+bool can_see_processes() {
+  return ::access("/proc/self/stat", F_OK) == 0;
+}
+
+std::vector<pid_t> children_of(pid_t parent) {
+  const std::string tasks = fmt::format("/proc/{}/task", parent);
+  DIR* directory = ::opendir(tasks.c_str());
+  if (directory == nullptr) return {};
+  std::vector<pid_t> children;
+  bool readable = true;
+  while (const dirent* entry = ::readdir(directory)) {
+    if (entry->d_name[0] == '.') continue;
+    std::ifstream file(fmt::format("{}/{}/children", tasks, entry->d_name));
+    if (!file) readable = false;
+    for (pid_t child; file >> child;) children.push_back(child);
+  }
+  ::closedir(directory);
+  // A kernel without CONFIG_PROC_CHILDREN has no such file.
+  if (!readable && children.empty()) return children_by_scan(parent);
+  return children;
+}
+
+std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
+  std::vector<pid_t> found = children_of(root);
+  std::erase_if(found, [&](pid_t pid) { return except.count(pid) != 0; });
+  constexpr std::size_t kMax = 100'000;  // a tree that grows while it is read must have an end
+  for (std::size_t i = 0; i < found.size() && i < kMax; ++i) {
+    const auto below = children_of(found[i]);
+    found.insert(found.end(), below.begin(), below.end());
+  }
+  return found;
+}
+
+bool signal_below(pid_t root, pid_t pid, int number) {
+  // The descriptor fixes the process; the look at its ancestors comes after, so it is about that
+  // one.
+  Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  if (!pidfd || !is_below(root, pid)) return false;
+  return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
+}
+
+bool is_below(pid_t root, pid_t pid) {
+  pid_t above = read_stat(pid).parent;
+  while (above > 1 && above != root) above = read_stat(above).parent;
+  return above == root;
+}
+
+bool signal_thread_below(pid_t root, pid_t pid, pid_t thread, int number) {
+  return is_below(root, pid) && ::syscall(SYS_tgkill, pid, thread, number) == 0;
+}
+
+bool handles_signal(pid_t pid, int number) {
+  std::ifstream file(fmt::format("/proc/{}/status", pid));
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("SigBlk:", 0) != 0 && line.rfind("SigIgn:", 0) != 0 &&
+        line.rfind("SigCgt:", 0) != 0)
+      continue;
+    const auto mask = std::strtoull(line.c_str() + sizeof "SigBlk:" - 1, nullptr, 16);
+    if ((mask >> (number - 1) & 1) != 0) return true;
+  }
+  return false;
+}
+
+pid_t group_of(pid_t pid) {
+  return read_stat(pid).group;
+}
+pid_t session_of(pid_t pid) {
+  return read_stat(pid).session;
+}
+
+}  // namespace lockstep::launch

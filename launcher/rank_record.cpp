@@ -1,0 +1,137 @@
+#include "launcher/rank_record.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/deadline.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr double kHeardLate = 0.25;  // seconds; what a busy launcher may hear later than it was
+
+bool counts_as_failed(const RankRecord& rank) {
+  if (rank.life.was(RankLife::kFailed)) return true;
+  if (rank.ended_ok()) return rank.life.now() == RankLife::kLeft && !rank.life.ends_for_us();
+  // A rank that died when asked to is a cause only if it had said so before.
+  if (rank.ending && !rank.life.ends_for_us()) return true;
+  return rank.pid > 0 && read_error_file(rank.error_file).present;
+}
+
+}  // namespace
+
+double wall_clock() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+const RankRecord* first_to_fail(std::span<const RankRecord> ranks) {
+  const RankRecord* first = nullptr;
+  std::pair<bool, double> first_order;  // a consequence, and when
+  for (const RankRecord& rank : ranks) {
+    if (!counts_as_failed(rank)) continue;
+    const ErrorFile file = read_error_file(rank.error_file);
+    const bool forced = rank.life.was(RankLife::kFailed);
+    double time = file.present && !forced ? file.time : rank.ended_at;
+    // A rank killed from outside, or that just left, leaves no record of when, and a busy launcher
+    // hears of it late, perhaps after a victim has already written its file.
+    const bool killed = rank.ending && rank.ending->by_signal && rank.ending->number == SIGKILL;
+    if (!file.present && !forced && (killed || rank.life.now() == RankLife::kLeft))
+      time -= kHeardLate;
+    const std::pair order(file.consequence && !forced, time);
+    if (first != nullptr && order >= first_order) continue;
+    first = &rank;
+    first_order = order;
+  }
+  return first;
+}
+
+// Ranks that do as they are asked end with 0, 143 or 128 + the signal's number, or die of it; one
+// that ends otherwise has not done what a stop is for, such as saving. After Ctrl-C it does not
+// matter: an interrupted program may say what it likes.
+const RankRecord* failed_stopping(std::span<const RankRecord> ranks, const std::set<int>& requests,
+                                  bool killed) {
+  if (requests.empty() || requests.count(SIGINT) != 0) return nullptr;
+  double obeyed = std::numeric_limits<double>::infinity();  // when the first died of the request
+  for (const RankRecord& rank : ranks) {
+    if (rank.ending && rank.ending->by_signal && requests.count(rank.ending->number) != 0)
+      obeyed = std::min(obeyed, rank.ended_at);
+  }
+  const RankRecord* first = nullptr;
+  for (const RankRecord& rank : ranks) {
+    if (!rank.ending || rank.ended_ok() || rank.life.was(RankLife::kNotified)) continue;
+    const int code = rank.ending->exit_code();
+    if (killed && code == 128 + SIGKILL) continue;  // by us
+    if (code == kStoppedCode || requests.count(code - 128) != 0) continue;
+    const bool crashed = rank.ending->by_signal;
+    if (!crashed && rank.ended_at > obeyed) continue;  // it has lost a peer that did as asked
+    // A crashed rank takes others with it. Where all fail identically, the lowest rank says why.
+    if (first != nullptr && first->ending->by_signal && !crashed) continue;
+    const bool sooner = first != nullptr && rank.ended_at + kHeardLate < first->ended_at;
+    if (first == nullptr || (crashed && !first->ending->by_signal) || sooner) first = &rank;
+  }
+  return first;
+}
+
+RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
+  RankFailure failure;
+  failure.rank = rank.rank;
+  failure.local_rank = rank.local_rank;
+  failure.node = attempt.node;
+  failure.pid = rank.pid;
+  failure.attempt = attempt.number;
+  failure.host = attempt.host;
+  failure.program = attempt.program;
+  failure.time = rank.ended_at > 0 ? rank.ended_at : wall_clock();
+  if (rank.life.was(RankLife::kFailed)) {
+    failure.cause = rank.cause;
+    failure.code = rank.code;
+  } else if (rank.life.now() == RankLife::kLeft) {
+    failure.cause = kLeftCause;
+    failure.code = 1;
+  } else if (rank.ending && !rank.life.was(RankLife::kAsked)) {
+    failure.cause = rank.ending->text();
+    failure.code = rank.ending->exit_code();
+    // The next attempt would be asked in the same wrong way, or undo what somebody has asked for.
+    failure.stopped = !rank.ending->by_signal && failure.code == kStoppedCode;
+    const bool misused = !rank.ending->by_signal && failure.code == kUsageCode;
+    failure.restartable = !failure.stopped && !misused;
+  } else {
+    failure.cause = "reported an error and was stopped";
+    failure.code = 1;
+  }
+  const double since_start = seconds_since(attempt.started);
+  const double now = wall_clock();
+  const ErrorFile file = read_error_file(rank.error_file);
+  add_error_file(failure, file);
+  if (file.present) failure.error_file = rank.error_file;
+  failure.after_s = std::max(0.0, since_start - (now - failure.time));
+  return failure;
+}
+
+void add_others(RankFailure& failure, std::span<const RankRecord> ranks) {
+  std::map<std::string, std::vector<int>> victims;
+  std::vector<LaterFailure> later;
+  for (const RankRecord& rank : ranks) {
+    if (rank.ended_ok() && rank.life.now() != RankLife::kLeft && !rank.life.ends_for_us() &&
+        rank.ended_at < failure.time)
+      failure.ended_before.push_back(rank.rank);
+    if (rank.local_rank == failure.local_rank || !rank.ending || rank.ended_ok() ||
+        (failure.stopped && rank.ending->exit_code() == kStoppedCode))
+      continue;
+    // On its own: before any signal of ours, and not because it has heard of the failure.
+    const ErrorFile file = read_error_file(rank.error_file);
+    const double after_s = std::max(0.0, rank.ended_at - failure.time);
+    if (rank.life.was(RankLife::kAsked) || file.consequence)
+      victims[rank.ending->text()].push_back(rank.rank);
+    else
+      later.push_back({rank.rank, rank.ending->text(), after_s, file.message});
+  }
+  failure.victims = by_ending(victims);
+  failure.others = later_lines(failure, std::move(later));
+}
+
+}  // namespace lockstep::launch

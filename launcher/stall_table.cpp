@@ -1,0 +1,513 @@
+#include "launcher/stall_table.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "lockstep/core/brief_stack.h"
+
+namespace lockstep::launch {
+namespace {
+
+using ledger::Record;
+using ledger::State;
+
+constexpr std::string_view kConnect = "connect";  // a rank's first record of a group
+
+std::string bytes_text(std::uint64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  if (bytes < 1024) return fmt::format("{} B", bytes);
+  auto value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  return fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+std::string rank_names(const std::vector<int>& ranks) {
+  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
+}
+
+std::string seconds_text(std::uint64_t from_ns, std::uint64_t to_ns) {
+  const double s = to_ns > from_ns ? static_cast<double>(to_ns - from_ns) / 1e9 : 0;
+  return fmt::format("{:.1f} s", s);
+}
+
+bool is_open(const Record& record) {
+  return record.under_way() || record.state == State::kReleased;
+}
+
+// The operation that blocks is the oldest one under way, otherwise the last one.
+const Record* current(const ledger::Snapshot& seen) {
+  const Record* found = nullptr;
+  for (const Record& record : seen.records) {
+    if (record.under_way()) return &record;
+    if (record.operation != kConnect || found == nullptr) found = &record;
+  }
+  return found;
+}
+
+// A rank's calls in one group, by number; empty where it is not a member.
+using Calls = std::map<std::uint64_t, const Record*>;
+Calls calls_of(const RankView& rank, const std::string& group) {
+  Calls calls;
+  for (const Record& record : rank.ledger.records)
+    if (!record.message && record.group == group) calls[record.sequence] = &record;
+  return calls;
+}
+
+std::set<std::string> groups_of(const std::vector<RankView>& ranks) {
+  std::set<std::string> groups;
+  for (const RankView& rank : ranks)
+    for (const Record& record : rank.ledger.records)
+      if (!record.message) groups.insert(record.group);
+  return groups;
+}
+
+// Sizes that a rank may choose for itself are not compared.
+bool own_sizes(const Record& record) {
+  return record.operation.starts_with("all_to_all") || record.operation.ends_with("_sparse") ||
+         record.operation == "scatter" || record.operation == "gather";
+}
+
+std::string identity_of(const RankView& rank, const Record& record, Difference::Kind kind) {
+  if (kind == Difference::Kind::kPlace) {
+    for (const ledger::Module& module : rank.ledger.modules)
+      if (record.call_site >= module.first && record.call_site < module.end)
+        return fmt::format("{:x}", record.call_site - module.bias);
+    return "";
+  }
+  return fmt::format("{} {} {} {}", record.operation, record.dtype,
+                     own_sizes(record) ? 0 : record.bytes, record.peer);
+}
+
+// The ranks that share the rarest value.
+std::vector<int> fewest(const std::map<int, std::string>& values) {
+  std::map<std::string, std::vector<int>> by_value;
+  for (const auto& [rank, value] : values) by_value[value].push_back(rank);
+  if (by_value.size() < 2) return {};
+  const auto least = std::ranges::min_element(
+      by_value, [](auto& a, auto& b) { return a.second.size() < b.second.size(); });
+  return least->second;
+}
+
+struct Member {
+  const RankView* view;
+  Calls calls;
+};
+
+std::optional<Difference> difference_in(const std::string& group,
+                                        const std::vector<Member>& members, Difference::Kind kind) {
+  std::uint64_t first = 0;  // the first that no ring has lost
+  std::set<std::uint64_t> sequences;
+  bool waited_for = false;
+  for (const Member& member : members) {
+    first = std::max(first, member.calls.begin()->first);
+    for (const auto& [sequence, record] : member.calls) {
+      sequences.insert(sequence);
+      waited_for |= is_open(*record);
+    }
+  }
+  if (kind == Difference::Kind::kMissing && !waited_for) return std::nullopt;
+  for (auto at = sequences.lower_bound(first); at != sequences.end(); ++at) {
+    const std::uint64_t sequence = *at;
+    std::map<int, std::string> values;
+    for (const Member& member : members) {
+      const auto call = member.calls.find(sequence);
+      if (kind == Difference::Kind::kMissing)
+        values[member.view->ledger.rank] =
+            member.calls.rbegin()->first < sequence ? "missing" : "there";
+      else if (call != member.calls.end())
+        values[member.view->ledger.rank] = identity_of(*member.view, *call->second, kind);
+    }
+    const std::vector<int> odd = fewest(values);
+    if (odd.empty()) continue;
+    if (kind != Difference::Kind::kMissing) return Difference{kind, group, sequence, odd};
+    Difference found{kind, group, sequence, {}};
+    for (const auto& [rank, value] : values)
+      if (value == "missing") found.odd.push_back(rank);
+    return found;
+  }
+  return std::nullopt;
+}
+
+std::vector<Member> members_of(const std::vector<RankView>& ranks, const std::string& group) {
+  std::vector<Member> members;
+  for (const RankView& rank : ranks) {
+    Calls calls = calls_of(rank, group);
+    if (!calls.empty()) members.push_back({&rank, std::move(calls)});
+  }
+  return members;
+}
+
+// What a rank may healthily do for long without a step or an operation.
+bool waits_for_device(ledger::Phase phase) {
+  using ledger::Phase;
+  return phase != Phase::kStartup && phase != Phase::kData && phase != Phase::kEvaluation &&
+         phase != Phase::kSaving && phase != Phase::kEnded;
+}
+
+// ---------------------------------------------------------------- lines
+
+std::string state_text(const Record& record, std::uint64_t now_ns) {
+  switch (record.state) {
+    case State::kPosted:
+      return fmt::format("posted for {}", seconds_text(record.posted_ns, now_ns));
+    case State::kStarted:
+      return fmt::format("waits for {}", seconds_text(record.posted_ns, now_ns));
+    case State::kReleased:
+      return fmt::format("enqueued {} ago", seconds_text(record.posted_ns, now_ns));
+    default:
+      return fmt::format("{} {} ago", name(record.state), seconds_text(record.ended_ns, now_ns));
+  }
+}
+
+std::string at_place(const RankView& rank, const Record& record) {
+  const std::string place = rank.ledger.place(record.call_site);
+  return place.empty() ? "" : " at " + place;
+}
+
+std::string current_text(const RankView& rank, std::uint64_t now_ns) {
+  if (rank.ledger.pid == 0) return "has not created its world yet";
+  const Record* record = current(rank.ledger);
+  if (record == nullptr) return "none";
+  return fmt::format("{}: {}{}", operation_text(*record), state_text(*record, now_ns),
+                     at_place(rank, *record));
+}
+
+// Columns as wide as their widest entry; the last one is not padded.
+std::string columns(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<std::size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    text += "\n ";
+    for (std::size_t i = 0; i < row.size(); ++i)
+      text += fmt::format(" {:<{}}", row[i], i + 1 < row.size() ? widths[i] + 1 : 0);
+  }
+  return text;
+}
+
+std::string number(const Difference& difference) {
+  return fmt::format("#{}{}", difference.sequence,
+                     difference.group.empty() ? "" : " of group " + difference.group);
+}
+
+// What each rank called under that number; ranks with the same answer share a line.
+std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
+                                          const Difference& difference) {
+  std::vector<std::pair<std::string, std::vector<int>>> answers;
+  for (const RankView& rank : ranks) {
+    const Calls calls = calls_of(rank, difference.group);
+    if (calls.empty()) continue;
+    const auto call = calls.find(difference.sequence);
+    std::string answer = "has not called it";
+    if (call != calls.end())
+      answer = operation_text(*call->second) + at_place(rank, *call->second);
+    else if (calls.begin()->first > difference.sequence)
+      continue;  // too long ago for its ring
+    else if (calls.rbegin()->first > 0)
+      answer += fmt::format("; its last one is {}{}", operation_text(*calls.rbegin()->second),
+                            at_place(rank, *calls.rbegin()->second));
+    const auto same =
+        std::ranges::find_if(answers, [&](const auto& other) { return other.first == answer; });
+    if (same == answers.end())
+      answers.push_back({answer, {rank.ledger.rank}});
+    else
+      same->second.push_back(rank.ledger.rank);
+  }
+  constexpr const char* kTitles[] = {"first call that differs", "first call that is missing",
+                                     "first call from another place of the program"};
+  std::vector<std::string> lines = {
+      fmt::format("{}: {}", kTitles[static_cast<int>(difference.kind)], number(difference))};
+  for (const auto& [answer, who] : answers)
+    lines.push_back(fmt::format("  {}: {}", rank_names(who), answer));
+  return lines;
+}
+
+// The earliest that is surely wrong, and a hint at what may have led to it.
+std::vector<std::string> all_difference_lines(const std::vector<RankView>& ranks) {
+  std::vector<std::string> lines;
+  const auto add = [&](const std::optional<Difference>& found) {
+    if (!found) return;
+    for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
+  };
+  const auto operation = first_difference(ranks, Difference::Kind::kOperation);
+  const auto missing = first_difference(ranks, Difference::Kind::kMissing);
+  const auto place = first_difference(ranks, Difference::Kind::kPlace);
+  add(operation ? operation : missing);
+  const auto& wrong = operation ? operation : missing;
+  if (wrong && place && place->group == wrong->group && place->sequence < wrong->sequence)
+    add(place);
+  return lines;
+}
+
+const RankView* find_rank(const std::vector<RankView>& ranks, int rank) {
+  const auto found =
+      std::ranges::find_if(ranks, [&](const RankView& view) { return view.ledger.rank == rank; });
+  return found == ranks.end() ? nullptr : &*found;
+}
+
+// Why a rank that is behind does not come.
+std::string reason(const RankView& rank, std::uint64_t now_ns) {
+  if (rank.process.state == 'T')
+    return fmt::format("it is stopped (kill -CONT {} continues it)", rank.ledger.pid);
+  if (rank.process.state == 't') return "a debugger holds it";
+  if (rank.ledger.pid == 0) return "it has not created its world yet";
+  const Record* record = current(rank.ledger);
+  if (rank.waits() && record != nullptr)
+    return fmt::format("it waits in {}{}", operation_text(*record), at_place(rank, *record));
+  const char* phase = name(rank.ledger.phase);
+  const std::string in_phase = *phase == '\0' ? "" : fmt::format(", in {}", phase);
+  if (rank.busy())
+    return fmt::format(
+        "it is busy{}: its CPU time grows ({:.0f} % of a core), in a long computation or an "
+        "endless loop",
+        in_phase, 100 * rank.cpu_share);
+  if (record != nullptr && !rank.process.waits.empty())
+    return fmt::format("it waits in {}{} for {}", rank.process.waits, in_phase,
+                       seconds_text(record->ended_ns, now_ns));
+  return fmt::format("it does nothing ({}){}", rank.process.text(), in_phase);
+}
+
+bool none_surely_waits(const std::vector<RankView>& ranks) {
+  return std::ranges::none_of(
+      ranks, [](const RankView& rank) { return rank.surely_waits() || rank.process.stopped(); });
+}
+
+// Whether it is a stall whatever the ranks' devices do. A run that is ended over less may be a
+// healthy one that computes.
+bool is_sure(const std::vector<RankView>& ranks) {
+  const auto any = [&](auto&& holds) { return std::ranges::any_of(ranks, holds); };
+  if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
+  return !none_surely_waits(ranks) || !any([](const RankView& rank) { return rank.perhaps_waits; });
+}
+
+std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>& behind,
+                     const StallInfo& info) {
+  if (behind.empty() && !info.other_hosts && at_one_enqueued_call(ranks))
+    return fmt::format(
+        "All ranks wait in the same operation, {}: the network or a device is stuck, unless the "
+        "devices compute for that long after it.",
+        operation_text(ranks.front().ledger.records.back()));
+  if (behind.empty() && none_surely_waits(ranks))
+    return fmt::format(
+        "All ranks{} have left their last operation to their devices, which wait for another rank "
+        "or compute for that long after it: the ledgers do not show which.",
+        info.other_hosts ? " of this host" : "");
+  if (behind.empty())
+    return info.other_hosts ? "All ranks of this host wait in the same call; the one that is "
+                              "behind is on another host."
+                            : "No rank is behind: all wait in the same call.";
+  std::string text;
+  for (const int rank : behind) {
+    if (!text.empty()) text += ' ';
+    text +=
+        fmt::format("Rank {} is behind: {}.", rank, reason(*find_rank(ranks, rank), info.now_ns));
+  }
+  if (find_rank(ranks, behind.front())->waits() &&
+      first_difference(ranks, Difference::Kind::kOperation))
+    text +=
+        " The others have called another operation: a rank has fewer batches (give every rank the "
+        "same number, or train inside model.join()), or a call is inside `if (rank == 0)`.";
+  return text;
+}
+
+// Ranks that wait in the same place share one stack.
+std::string stack_lines(const std::vector<RankView>& ranks, bool every_frame) {
+  std::vector<std::pair<const RankView*, std::vector<int>>> stacks;
+  for (const RankView& rank : ranks) {
+    if (rank.stack.empty() && rank.no_stack.empty()) continue;
+    const auto same = std::ranges::find_if(stacks, [&](const auto& other) {
+      return other.first->stack == rank.stack && other.first->no_stack == rank.no_stack;
+    });
+    if (same == stacks.end())
+      stacks.push_back({&rank, {rank.ledger.rank}});
+    else
+      same->second.push_back(rank.ledger.rank);
+  }
+  std::string text;
+  for (const auto& [rank, who] : stacks) {
+    text += fmt::format("\n  stack of {}:{}{}", rank_names(who), rank->stack.empty() ? " " : "",
+                        rank->stack.empty() ? rank->no_stack : "");
+    for (const std::string& line : every_frame ? rank->stack : brief_stack(rank->stack))
+      text += "\n    " + line;
+  }
+  return text;
+}
+
+}  // namespace
+
+bool RankView::surely_waits() const {
+  return device_waits || std::ranges::any_of(ledger.records, [](const Record& record) {
+           return record.under_way();
+         });
+}
+
+bool RankView::in_startup() const {
+  return ledger.records.empty() || ledger.phase == ledger::Phase::kStartup;
+}
+
+void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
+  // Operations that do not match never end, whichever ranks have enqueued them.
+  const auto wrong = first_difference(ranks, Difference::Kind::kOperation);
+  std::vector<std::map<std::string, std::uint64_t>> newest;  // number in each group, by rank
+  for (const RankView& rank : ranks) {
+    newest.emplace_back();
+    for (const Record& record : rank.ledger.records)
+      if (!record.message) newest.back()[record.group] = record.sequence;
+  }
+  const auto lacking = [&](const Record& record) {
+    if (wrong && wrong->group == record.group && wrong->sequence <= record.sequence) return true;
+    return std::ranges::any_of(newest, [&](const auto& numbers) {
+      const auto found = numbers.find(record.group);
+      // It has no record for a group that it is not a member of; for the world it will have one.
+      return found == numbers.end() ? record.group.empty() : found->second < record.sequence;
+    });
+  };
+  for (RankView& rank : ranks) {
+    const auto& records = rank.ledger.records;
+    // Peers number a message on their own, so whether it has arrived cannot be seen.
+    rank.perhaps_waits = !records.empty() && records.back().state == State::kReleased &&
+                         (other_hosts || records.back().message);
+    rank.device_waits = std::ranges::any_of(records, [&](const auto& r) {
+      return r.state == State::kReleased && !r.message && lacking(r);
+    });
+  }
+}
+
+bool at_one_enqueued_call(const std::vector<RankView>& ranks) {
+  if (ranks.size() < 2) return false;
+  const ledger::Snapshot& first = ranks.front().ledger;
+  return std::ranges::all_of(ranks, [&](const RankView& rank) {
+    const ledger::Snapshot& seen = rank.ledger;
+    if (seen.pid == 0 || rank.process.stopped() || seen.records.empty()) return false;
+    const Record& last = seen.records.back();
+    const Record& expected = first.records.back();
+    return last.state == State::kReleased && !last.message && last.group.empty() &&
+           last.group == expected.group && last.sequence == expected.sequence &&
+           last.operation == expected.operation && seen.step == first.step &&
+           waits_for_device(seen.phase);
+  });
+}
+
+bool find_stuck_devices(std::vector<RankView>& ranks) {
+  const auto asked = [](const RankView& rank) { return rank.no_stack.empty(); };
+  if (!at_one_enqueued_call(ranks) || std::ranges::none_of(ranks, asked) ||
+      std::ranges::any_of(ranks,
+                          [&](const RankView& rank) { return asked(rank) && !rank.in_driver; }))
+    return false;
+  for (RankView& rank : ranks) rank.perhaps_waits = true;
+  return true;
+}
+
+bool RankView::busy() const {
+  constexpr double kShare = 0.05;  // on a machine with many others
+  const bool runs = process.state == 'R' || cpu_share > kShare;
+  return runs && !waits() && !process.stopped();
+}
+
+std::string operation_text(const Record& record) {
+  std::vector<std::string> details;
+  if (!record.dtype.empty()) details.push_back(record.dtype);
+  if (!record.dtype.empty()) details.push_back(bytes_text(record.bytes));
+  if (record.peer >= 0)
+    details.push_back(fmt::format("{} {}", record.message ? "peer" : "root", record.peer));
+  std::string text = fmt::format("#{} {}", record.sequence, record.operation);
+  if (!details.empty()) text += fmt::format(" ({})", fmt::join(details, ", "));
+  if (!record.group.empty()) text += " of group " + record.group;
+  return text;
+}
+
+std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
+                                           Difference::Kind kind) {
+  std::optional<Difference> best;
+  std::size_t most = 0;
+  for (const std::string& group : groups_of(ranks)) {
+    const auto members = members_of(ranks, group);
+    auto found = members.size() > 1 ? difference_in(group, members, kind) : std::nullopt;
+    // The group in which the most ranks do not find each other.
+    if (found && members.size() - found->odd.size() > most) {
+      most = members.size() - found->odd.size();
+      best = std::move(found);
+    }
+  }
+  return best;
+}
+
+std::vector<int> ranks_behind(const std::vector<RankView>& ranks) {
+  std::vector<int> stopped;
+  for (const RankView& rank : ranks)
+    if (rank.process.stopped()) stopped.push_back(rank.ledger.rank);
+  if (!stopped.empty()) return stopped;
+  std::vector<int> absent;
+  for (const RankView& rank : ranks)
+    if (rank.ledger.pid == 0) absent.push_back(rank.ledger.rank);
+  if (!absent.empty()) return absent;
+  if (const auto missing = first_difference(ranks, Difference::Kind::kMissing)) return missing->odd;
+  if (const auto other = first_difference(ranks, Difference::Kind::kOperation)) return other->odd;
+  std::vector<int> others;
+  for (const RankView& rank : ranks)
+    if (!rank.waits()) others.push_back(rank.ledger.rank);
+  return others;
+}
+
+std::string ledger_table(const std::vector<RankView>& ranks, std::uint64_t now_ns) {
+  std::vector<std::vector<std::string>> rows = {{"rank", "pid", "step", "phase"}};
+  const bool live =
+      std::ranges::any_of(ranks, [](const RankView& rank) { return rank.process.known(); });
+  if (live) rows[0].push_back("process");
+  rows[0].push_back("operation");
+  for (const RankView& rank : ranks) {
+    const ledger::Snapshot& seen = rank.ledger;
+    std::vector<std::string> row = {std::to_string(seen.rank), std::to_string(seen.pid),
+                                    seen.step < 0 ? "-" : std::to_string(seen.step),
+                                    *name(seen.phase) == '\0' ? "-" : name(seen.phase)};
+    if (live) row.push_back(rank.process.text() + (rank.busy() ? ", busy" : ""));
+    row.push_back(current_text(rank, now_ns));
+    rows.push_back(std::move(row));
+  }
+  std::string text = columns(rows);
+  for (const std::string& line : all_difference_lines(ranks)) text += "\n  " + line;
+  return text;
+}
+
+StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& info) {
+  StallReport report;
+  report.behind = ranks_behind(ranks);
+  report.cause = cause_of(ranks, report.behind, info);
+  report.sure = is_sure(ranks);
+  report.full_text = fmt::format(
+      "[launch] stall: no rank{} has moved for {:.1f} s (stall time {:.1f} "
+      "s). {}",
+      info.other_hosts ? " of this host" : "", info.quiet_s, info.stall_s, report.cause);
+  report.full_text += ledger_table(ranks, info.now_ns);
+  report.text = report.full_text + stack_lines(ranks, /*every_frame=*/false);
+  report.full_text += stack_lines(ranks, /*every_frame=*/true);
+  return report;
+}
+
+std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int rank,
+                                     std::uint64_t now_ns) {
+  std::vector<std::string> lines;
+  const RankView* const view = find_rank(ranks, rank);
+  if (view == nullptr || view->ledger.pid == 0) return lines;
+  std::vector<std::string> position;
+  if (view->ledger.step >= 0) position.push_back(fmt::format("step {}", view->ledger.step));
+  if (*name(view->ledger.phase) != '\0') position.emplace_back(name(view->ledger.phase));
+  if (!position.empty()) lines.push_back(fmt::format("{}", fmt::join(position, ", ")));
+  if (!view->ledger.records.empty())  // a rank alone has none
+    lines.push_back("operation " + current_text(*view, now_ns));
+  if (const auto found = first_difference(ranks, Difference::Kind::kOperation))
+    for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
+  return lines;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,355 @@
+// Which rank is behind, from ledgers alone: the cases in which sequence numbers show it, and those
+// in which they do not. Real processes that stall are in tests/ledger.
+#include "launcher/stall_table.h"
+
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+namespace lockstep::launch {
+namespace {
+
+using ledger::Record;
+using ledger::State;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::Not;
+
+// "all_reduce:4096", "broadcast:16@0" (root), "all_reduce:8 of g"; the last one is under way.
+struct Calls {
+  std::vector<Record> records;
+
+  Calls& add(const std::string& operation, std::uint64_t bytes, const std::string& group = "",
+             std::uint64_t call_site = 0x1100) {
+    Record record;
+    record.ticket = records.size() + 1;
+    record.operation = operation;
+    record.group = group;
+    record.dtype = "Float";
+    record.bytes = bytes;
+    record.state = State::kFinished;
+    record.call_site = call_site;
+    record.sequence = 1;
+    for (const Record& other : records)
+      if (other.group == group) record.sequence = other.sequence + 1;
+    records.push_back(record);
+    return *this;
+  }
+  Calls& open(State state = State::kStarted) {
+    records.back().state = state;
+    return *this;
+  }
+};
+
+RankView rank_with(int rank, const Calls& calls, char state = 'S') {
+  RankView view;
+  view.ledger.rank = rank;
+  view.ledger.pid = 100 + rank;
+  view.ledger.records = calls.records;
+  view.ledger.modules = {{0x1000, 0x1000, 0x2000, "/none"}};
+  view.process.state = state;
+  return view;
+}
+
+TEST(StallTable, WhoLacksACallIsBehind) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 8).open()),
+      rank_with(1, Calls().add("all_reduce", 8)),
+      rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 8).open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
+  const auto missing = first_difference(ranks, Difference::Kind::kMissing);
+  ASSERT_TRUE(missing);
+  EXPECT_EQ(missing->sequence, 2u);
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+}
+
+TEST(StallTable, NobodyIsBehindWhereNobodyWaits) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 8)),
+      rank_with(1, Calls().add("all_reduce", 8))};
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kMissing));
+}
+
+TEST(StallTable, TheFewerAreTheOddOnes) {
+  const std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 64).open()),
+      rank_with(1, Calls().add("all_reduce", 8).add("all_reduce", 32).open()),
+      rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 64).open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
+  EXPECT_EQ(first_difference(ranks, Difference::Kind::kOperation)->sequence, 2u);
+}
+
+TEST(StallTable, SizesThatMayDifferAreNotCompared) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls().add("all_to_all", 8).open()),
+                                       rank_with(1, Calls().add("all_to_all", 9).open())};
+  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+  EXPECT_THAT(ranks_behind(ranks), IsEmpty());
+}
+
+// Two worlds in two orders: all wait, each in a call that others have not made.
+TEST(StallTable, TheRankThatMostOthersWaitForIsBehind) {
+  const auto member = [] { return Calls().add("connect", 0, "a").add("connect", 0, "b"); };
+  const std::vector<RankView> ranks = {rank_with(0, member().add("all_reduce", 8, "b").open()),
+                                       rank_with(1, member().add("all_reduce", 8, "a").open()),
+                                       rank_with(2, member().add("all_reduce", 8, "a").open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(0));
+}
+
+TEST(StallTable, AStoppedRankExplainsEverything) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  const std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, all, 'T')};
+  const StallReport report = describe_stall(ranks, {.quiet_s = 2.5, .stall_s = 2});
+  EXPECT_THAT(report.behind, ElementsAre(1));
+  EXPECT_THAT(report.text,
+              HasSubstr("[launch] stall: no rank has moved for 2.5 s (stall time 2.0 s). Rank 1 is "
+                        "behind: it is stopped (kill -CONT 101 continues it)."));
+}
+
+TEST(StallTable, ARankWithoutAWorldIsBehind) {
+  std::vector<RankView> ranks = {rank_with(0, {}), rank_with(1, {})};
+  ranks[1].ledger.pid = 0;
+  EXPECT_THAT(describe_stall(ranks, {}).cause,
+              HasSubstr("Rank 1 is behind: it has not created its world yet."));
+}
+
+TEST(StallTable, TheOneThatIsBehindMayBeElsewhere) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  const std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, all)};
+  EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).text,
+              HasSubstr("no rank of this host has moved"));
+  EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).cause, HasSubstr("on another host"));
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "they wait, whoever is behind";
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("all wait in the same call"));
+}
+
+// A skipped call shifts the numbers: the operations are the same, but their places are not.
+TEST(StallTable, ASkippedCallShowsInThePlaces) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls()
+                                                        .add("all_reduce", 8, "", 0x1100)
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .open()),
+                                       rank_with(1, Calls()
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .add("finish", 0, "", 0x1400)
+                                                        .open()),
+                                       rank_with(2, Calls()
+                                                        .add("all_reduce", 8, "", 0x1100)
+                                                        .add("all_reduce", 8, "", 0x1200)
+                                                        .add("all_reduce", 8, "", 0x1300)
+                                                        .open())};
+  const std::string text = ledger_table(ranks, 0);
+  EXPECT_THAT(text, HasSubstr("first call that differs: #3"));
+  EXPECT_THAT(text, HasSubstr("first call from another place of the program: #1\n"
+                              "    ranks 0, 2: #1 all_reduce (Float, 8 B) at (none+0x100)\n"
+                              "    rank 1: #1 all_reduce (Float, 8 B) at (none+0x200)"));
+}
+
+TEST(StallTable, RanksInTheSamePlaceShareAStack) {
+  std::vector<RankView> ranks = {rank_with(0, {}), rank_with(1, {}), rank_with(2, {})};
+  ranks[0].stack = ranks[2].stack = {"here", "main"};
+  ranks[1].no_stack = "none, because it is stopped";
+  EXPECT_THAT(describe_stall(ranks, {}).text,
+              HasSubstr("\n  stack of ranks 0, 2:\n    here\n    main"
+                        "\n  stack of rank 1: none, because it is stopped"));
+}
+
+TEST(StallTable, FramesOfLibrariesAreCountedAndAllOfThemAreInTheFullText) {
+  std::vector<RankView> ranks = {rank_with(0, {})};
+  ranks[0].stack = {"at::Tensor::backward()+0x1 (libtorch_cpu.so+0x2)",
+                    "torch::autograd::f()+0x1 (libtorch_cpu.so+0x3)", "epoch()+0x1 (train+0x2)"};
+  const StallReport report = describe_stall(ranks, {});
+  EXPECT_THAT(report.text, HasSubstr("\n    ... 2 frames of LibTorch\n    epoch() (train+0x2)"));
+  EXPECT_THAT(report.full_text, HasSubstr("\n    torch::autograd::f()+0x1 (libtorch_cpu.so+0x3)"));
+}
+
+TEST(StallTable, RanksThatCallDifferentOperationsAreGivenARemedy) {
+  const std::vector<RankView> ranks = {rank_with(0, Calls().add("all_reduce", 8).open()),
+                                       rank_with(1, Calls().add("barrier", 0).open())};
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("model.join()"));
+  const std::vector<RankView> same = {rank_with(0, Calls().add("all_reduce", 8).open()),
+                                      rank_with(1, Calls().add("all_reduce", 8).open())};
+  EXPECT_THAT(describe_stall(same, {}).cause, ::testing::Not(HasSubstr("model.join()")));
+}
+
+TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
+  RankView view = rank_with(0, Calls().add("all_reduce", 8));
+  view.cpu_share = 0.9;
+  EXPECT_TRUE(view.busy());
+  view.cpu_share = 0;
+  EXPECT_FALSE(view.busy());
+  view.process.state = 'R';
+  EXPECT_TRUE(view.busy()) << "it would run if the machine had a core for it";
+  view.ledger.records.back().state = State::kStarted;
+  EXPECT_FALSE(view.busy()) << "it spins in a collective";
+}
+
+// nccl: what a rank has enqueued says nothing of its host, which may compute or wait.
+TEST(StallTable, AnEnqueuedOperationKeepsWaitingWhileARankLacksIt) {
+  const auto view = [](int rank, Calls calls, double cpu_share) {
+    RankView seen = rank_with(rank, calls.open(State::kReleased));
+    seen.cpu_share = cpu_share;
+    return seen;
+  };
+  const Calls one = Calls().add("all_reduce", 8);
+  const Calls two = Calls().add("all_reduce", 8).add("all_reduce", 8);
+  std::vector<RankView> ranks = {view(0, two, 0.9), view(1, two, 0.9)};
+  find_device_waits(ranks, false);
+  for (const RankView& rank : ranks) {
+    EXPECT_FALSE(rank.waits()) << "all have enqueued it";
+    EXPECT_TRUE(rank.busy());
+  }
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(0, 1)) << "by themselves";
+
+  ranks = {view(0, two, 0.9), view(1, one, 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].waits() && !ranks[0].busy()) << "it spins until its device has finished";
+  EXPECT_TRUE(ranks[1].busy() && !ranks[1].waits());
+  EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("Rank 1 is behind: it is busy"));
+
+  ranks = {view(0, two, 0.9), view(1, two, 0.9)};
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(ranks[0].waits() && ranks[1].waits()) << "a rank of another host may lack it";
+
+  ranks = {view(0, two, 0.9), view(1, Calls().add("all_reduce", 8).add("broadcast", 8), 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].waits() && ranks[1].waits()) << "they do not fit together";
+
+  ranks = {view(0, Calls().add("all_reduce", 8, "a"), 0.9), view(1, one, 0.9)};
+  find_device_waits(ranks, false);
+  EXPECT_FALSE(ranks[0].waits()) << "rank 1 is no member";
+  EXPECT_TRUE(ranks[1].waits()) << "rank 0 has not called anything of the world";
+}
+
+// nccl on several hosts: a long evaluation looks like a wait for a rank of another host.
+TEST(StallTable, AnEnqueuedOperationIsNoSureStallWhereOtherHostsAreNotSeen) {
+  const auto view = [](int rank, ledger::Phase phase) {
+    RankView seen = rank_with(
+        rank, Calls().add("all_reduce", 8).add("all_reduce", 8).open(State::kReleased), 'R');
+    seen.cpu_share = 0.99;
+    seen.ledger.phase = phase;
+    return seen;
+  };
+  using ledger::Phase;
+  for (const Phase phase : {Phase::kEvaluation, Phase::kSaving, Phase::kForward}) {
+    std::vector<RankView> ranks = {view(0, phase), view(1, phase)};
+    find_device_waits(ranks, true);
+    const StallReport report = describe_stall(ranks, {.other_hosts = true});
+    EXPECT_FALSE(report.sure) << name(phase);
+    EXPECT_THAT(report.cause, HasSubstr("of this host have left their last operation to their "
+                                        "devices"));
+  }
+  std::vector<RankView> ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  ranks[1].ledger.records.pop_back();
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "rank 1 lacks a call";
+  ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  ranks[1].process.state = 'T';
+  find_device_waits(ranks, true);
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "rank 1 is stopped";
+
+  // A message has a number only on its own rank, so on one host it is just as unknown.
+  ranks = {view(0, Phase::kForward), view(1, Phase::kForward)};
+  for (RankView& rank : ranks) rank.ledger.records.back().message = true;
+  find_device_waits(ranks, false);
+  EXPECT_FALSE(describe_stall(ranks, {}).sure);
+}
+
+TEST(StallTable, AStartUpIsNoSureStall) {
+  const Calls all = Calls().add("all_reduce", 8).open();
+  std::vector<RankView> ranks = {rank_with(0, all), rank_with(1, {})};
+  ranks[1].ledger.pid = 0;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure) << "rank 1 has not begun";
+  ranks[1].ledger.pid = 101;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure) << "it has not connected";
+  ranks = {rank_with(0, all), rank_with(1, all)};
+  ranks[0].ledger.phase = ledger::Phase::kStartup;
+  EXPECT_FALSE(describe_stall(ranks, {}).sure);
+  ranks[0].ledger.phase = ledger::Phase::kNone;
+  EXPECT_TRUE(describe_stall(ranks, {}).sure);
+}
+
+// nccl, after the network has broken: the hosts spin in the driver, which looks like work.
+TEST(StallTable, RanksThatSpinInTheDriverAtTheSameCallAreNotBusy) {
+  const auto view = [](int rank) {
+    RankView seen = rank_with(
+        rank, Calls().add("all_reduce", 8).add("all_reduce", 8).open(State::kReleased), 'R');
+    seen.cpu_share = 0.99;
+    seen.ledger.step = 7;
+    seen.in_driver = true;
+    return seen;
+  };
+  const auto stuck = [](std::vector<RankView> ranks) {
+    find_device_waits(ranks, false);
+    return find_stuck_devices(ranks);
+  };
+  std::vector<RankView> ranks = {view(0), view(1), view(2)};
+  find_device_waits(ranks, false);
+  EXPECT_TRUE(ranks[0].busy()) << "by the ledgers alone";
+  EXPECT_TRUE(at_one_enqueued_call(ranks));
+  ASSERT_TRUE(find_stuck_devices(ranks));
+  const StallReport report = describe_stall(ranks, {.quiet_s = 31, .stall_s = 30});
+  EXPECT_THAT(report.behind, IsEmpty());
+  EXPECT_FALSE(report.sure);
+  EXPECT_THAT(report.cause,
+              HasSubstr("All ranks wait in the same operation, #2 all_reduce (Float, 8 B): the "
+                        "network or a device is stuck"));
+  EXPECT_THAT(report.text, Not(HasSubstr("busy")));
+
+  std::vector<RankView> computes = {view(0), view(1), view(2)};
+  computes[1].in_driver = false;
+  EXPECT_FALSE(stuck(computes)) << "rank 1 does something else";
+  computes[1].no_stack = "none, because it did not answer";
+  EXPECT_TRUE(stuck(computes)) << "that says nothing against it";
+  for (RankView& rank : computes) rank.no_stack = "none";
+  EXPECT_FALSE(stuck(computes)) << "nothing is known";
+
+  std::vector<RankView> ahead = {view(0), view(1)};
+  ahead[1].ledger.step = 8;
+  EXPECT_FALSE(stuck(ahead)) << "a step has ended since";
+  std::vector<RankView> evaluates = {view(0), view(1)};
+  evaluates[0].ledger.phase = ledger::Phase::kEvaluation;
+  EXPECT_FALSE(stuck(evaluates)) << "that may take long";
+  std::vector<RankView> behind = {view(0), view(1)};
+  behind[1].ledger.records.pop_back();
+  EXPECT_FALSE(stuck(behind)) << "rank 1 has not called it";
+  EXPECT_FALSE(stuck({view(0)}));
+}
+
+TEST(StallTable, AFailureReportHasThePosition) {
+  RankView view = rank_with(3, Calls().add("all_reduce", 5u << 20).open());
+  view.ledger.step = 41;
+  view.ledger.phase = ledger::Phase::kBackward;
+  EXPECT_THAT(standing_of({view}, 3, 0),
+              ElementsAre("step 41, backward", HasSubstr("operation #1 all_reduce (Float, 5.0 MiB)"
+                                                         ": waits for 0.0 s at (none+0x100)")));
+  EXPECT_THAT(standing_of({view}, 2, 0), IsEmpty());
+  view.ledger.records.clear();  // a rank alone
+  EXPECT_THAT(standing_of({view}, 3, 0), ElementsAre("step 41, backward"));
+}
+
+TEST(RankState, KnowsTheLibraryOfAnAddress) {
+  const auto in_libc = reinterpret_cast<std::uint64_t>(::dlsym(RTLD_DEFAULT, "getpid"));
+  ASSERT_NE(in_libc, 0u);
+  EXPECT_TRUE(in_library(::getpid(), {0x10, in_libc}, {"libcuda", "libc."}));
+  EXPECT_FALSE(in_library(::getpid(), {0x10, in_libc}, {"libcuda", "libnccl"}));
+  EXPECT_FALSE(in_library(::getpid(), {}, {"libc."}));
+  EXPECT_FALSE(in_library(-1, {in_libc}, {"libc."}));
+}
+
+TEST(RankState, KnowsThisProcess) {
+  const RankState state = read_rank_state(::getpid(), ::getpid());
+  EXPECT_EQ(state.state, 'R');
+  EXPECT_EQ(state.text(), "R running");
+  EXPECT_FALSE(state.stopped());
+  EXPECT_FALSE(read_rank_state(-1, -1).known());
+}
+
+}  // namespace
+}  // namespace lockstep::launch

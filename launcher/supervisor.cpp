@@ -1,0 +1,702 @@
+#include "launcher/supervisor.h"
+
+#include <ftw.h>
+#include <sys/epoll.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "launcher/coordinator.h"
+#include "launcher/host.h"
+#include "launcher/node_link.h"
+#include "launcher/node_spoke.h"
+#include "launcher/program.h"
+#include "launcher/store_server.h"
+#include "launcher/supervisor_guard.h"
+#include "launcher/worker_group.h"
+#include "lockstep/core/env.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/rendezvous/this_host.h"
+
+namespace lockstep::launch {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kConsoleTimeout{60'000};
+constexpr milliseconds kGoodbyeTimeout{2000};
+constexpr milliseconds kAnnounceAfter{500};
+constexpr milliseconds kEcho{100};
+constexpr milliseconds kPortWait{5000};
+constexpr milliseconds kTick{200};  // how often an observer is called
+constexpr int kKillAtRequest = 3;
+// Schedulers announce a limit with these, and programs give them a meaning. The default action
+// would end the launcher, and everything with it, before any rank could save.
+constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
+
+// Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
+// its own, which a program that links it, and calls spawn(), would get.
+void remove_tree(const std::string& path) {
+  ::nftw(
+      path.c_str(),
+      [](const char* each, const struct stat*, int, struct FTW*) {
+        ::remove(each);
+        return 0;
+      },
+      16, FTW_DEPTH | FTW_PHYS);
+}
+
+// Where the files of a run go. A temporary directory is removed, unless it holds output that was
+// shown nowhere else, or output or an error file of a failed run.
+class LogDirectory {
+ public:
+  explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
+    if (temporary_) {
+      std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
+      if (::mkdtemp(pattern.data()) == nullptr)
+        throw UsageError("launch",
+                         "the temporary directory {} cannot be created: {}. Set TMPDIR to a "
+                         "directory you may write, or name one with --log-dir=DIR.",
+                         pattern, std::strerror(errno));
+      base_ = pattern;
+    } else {
+      base_ = fs::absolute(plan.log_dir).string();
+    }
+    std::string run = plan.run_id;
+    std::ranges::replace(run, '/', '_');
+    if (run.empty() || run == "." || run == "..") run = "none";
+    run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
+    // As torchrun: a later run with the same id does not write over this one's files.
+    std::error_code problem;
+    do {
+      root_ = fmt::format("{}/{}_{:08x}", base_, run, std::random_device{}());
+    } while (!fs::create_directories(root_, problem) && !problem);
+    if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+    if (!problem) fs::create_directories(root_, problem);
+    if (problem)
+      throw UsageError("launch", "--log-dir={} cannot be used: {}. Name a directory you may write.",
+                       plan.log_dir, problem.message());
+  }
+
+  bool temporary() const { return temporary_; }
+  std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
+
+  ~LogDirectory() {
+    if (temporary_ && !preserved_) remove_tree(base_);
+  }
+  LogDirectory(const LogDirectory&) = delete;
+  LogDirectory& operator=(const LogDirectory&) = delete;
+
+  // The directory, if it holds anything to read; it is preserved then.
+  std::string preserve(bool failed) {
+    std::error_code problem;  // for a folder that cannot be read: nothing is found in it
+    for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
+         at.increment(problem)) {
+      std::error_code ignored;
+      if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
+      const bool is_error = at->path().filename() == "error.json";
+      if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
+      preserved_ = true;
+      return root_;
+    }
+    return {};
+  }
+
+ private:
+  bool temporary_;
+  bool preserved_ = false;
+  std::string base_;
+  std::string root_;
+};
+
+class Supervisor {
+ public:
+  Supervisor(const LaunchPlan& plan, const GuardContext& guard, RunObserver* observer);
+  int run();
+
+ private:
+  void watch_signals();
+  void choose_threads();
+  void bind_to_cpus();
+  void choose_interface();
+  void choose_loopback();
+  std::string rank_address() const;
+  HeldPort hold_asked_port(Reach reach);
+  void hold_link_port();
+  void open_coordinator();
+  void open_hub();
+  void open_spoke();
+  void open_store(int attempt);
+  void tick();
+
+  void on_signals();
+  bool is_echo(int signal);
+  void on_stop_request(int signal);
+  void forward(int signal);
+  void on_front_gone();
+  void obey(const Message& message);
+  void obey_stop(const Message& message);
+  void report(Message message);
+  void announce_later(const RankFailure& failure);
+  void start_attempt(int attempt);
+  void on_group_failed(const RankFailure& failure);
+  void on_group_ended();
+  void on_node_zero_lost(const std::string& why);
+  void await_node_zero();
+  void end(int code, std::optional<RankFailure> failure);
+  void leave();
+
+  void say(const std::string& text) { console_.say(text); }
+  void inform(const std::string& text) {
+    if (log::enabled(log::Level::kInfo)) say(text);
+  }
+  bool busy() const { return group_ != nullptr && !group_->over(); }
+
+  const LaunchPlan& plan_;
+  const GuardContext& guard_;
+  EventLoop loop_;
+  Console console_;
+  Observed observed_;
+  GroupSetup setup_;
+  LogDirectory logs_;
+  Fd signals_;
+  std::optional<HeldPort> link_port_;     // node 0 of several, until the run starts
+  std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
+  std::unique_ptr<StoreServer> store_;    // fresh for each attempt
+  std::unique_ptr<Coordinator> decides_;  // node 0
+  std::unique_ptr<Hub> hub_;              // node 0 of several
+  std::unique_ptr<Spoke> spoke_;          // the others
+  std::unique_ptr<WorkerGroup> group_;
+  int attempt_ = 0;
+  int requests_ = 0;
+  int last_signal_ = 0;
+  EventLoop::Clock::time_point last_signal_time_;
+  Timer announce_timer_{loop_};
+  Timer tick_timer_{loop_};
+  bool front_gone_ = false;
+  bool ending_ = false;
+  bool in_run_ = false;  // node 0 has started an attempt, and is not lost
+  std::optional<Message> end_when_idle_;
+  std::optional<RankFailure> node_zero_lost_;  // and waited for when no rank is left here
+  int code_ = 1;
+};
+
+Supervisor::Supervisor(const LaunchPlan& plan, const GuardContext& guard, RunObserver* observer)
+    : plan_(plan),
+      guard_(guard),
+      console_(loop_, STDOUT_FILENO, STDERR_FILENO),
+      observed_(observer, [this](const std::string& text) { say(text); }),
+      setup_{plan, loop_, console_, guard, observed_, host_name(), {}, 0, {}, {}},
+      logs_(plan) {}
+
+int Supervisor::run() {
+  watch_signals();
+  choose_threads();
+  bind_to_cpus();
+  observed_.notify([this](RunObserver& observer) { observer.run_started(plan_); });
+  tick();
+  if (plan_.node_rank == 0) {
+    if (plan_.nnodes > 1) {
+      hold_link_port();
+    } else if (plan_.master_port != 0) {
+      port_ = hold_asked_port(Reach::kLoopback);
+    }
+    open_coordinator();
+  }
+  if (plan_.nnodes == 1) {
+    choose_loopback();
+    decides_->begin({{plan_.nproc_per_node, plan_.role}});
+  } else if (plan_.node_rank == 0) {
+    open_hub();
+  } else {
+    open_spoke();
+  }
+  loop_.run();
+  return code_;
+}
+
+// ---------------------------------------------------------------- set-up
+
+void Supervisor::watch_signals() {
+  sigset_t set;
+  ::sigemptyset(&set);
+  for (const int number : guard_.signals) ::sigaddset(&set, number);
+  ::sigaddset(&set, SIGCHLD);
+  signals_.reset(::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!signals_) throw SystemError("launch", "cannot create a signalfd", errno);
+  loop_.watch(signals_.get(), EPOLLIN, [this](std::uint32_t) { on_signals(); });
+  loop_.watch(guard_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_front_gone(); });
+}
+
+// torchrun leaves a single rank alone, and so do we, unless a cgroup gives it fewer cores than it
+// would see.
+void Supervisor::choose_threads() {
+  if (env::get("OMP_NUM_THREADS")) return;
+  const int cores = allowed_cores();
+  const int visible = static_cast<int>(allowed_cpus().size());
+  if (plan_.nproc_per_node == 1 && cores >= visible) return;
+  setup_.threads = threads_per_rank(plan_.nproc_per_node);
+  inform(
+      fmt::format("[launch] OMP_NUM_THREADS={} for each rank ({} cores, {} local ranks); set it "
+                  "yourself to change that.",
+                  setup_.threads, cores, plan_.nproc_per_node));
+}
+
+void Supervisor::bind_to_cpus() {
+  if (plan_.numa_binding == NumaBinding::kNone) return;
+  NumaRequest request;
+  request.binding = plan_.numa_binding;
+  request.local_ranks = plan_.nproc_per_node;
+  request.gpu_pci_addresses = find_gpus().pci_addresses;
+  request.allowed = allowed_cpus();
+  for (int local_rank = 0; local_rank < plan_.nproc_per_node; ++local_rank) {
+    request.local_rank = local_rank;
+    const auto cpus = cpus_for_rank(request);
+    inform(fmt::format("[launch] local rank {} is bound to CPUs {}.", local_rank,
+                       cpu_list_text(cpus)));
+    setup_.cpus.emplace_back(cpus);
+  }
+}
+
+// The connection between the launchers has shown which way leads to the other hosts. A name would
+// not: Debian's own host name resolves to 127.0.1.1.
+void Supervisor::choose_interface() {
+  std::string address = plan_.local_addr;
+  if (address.empty()) address = hub_ ? hub_->local_address() : spoke_->local_address();
+  const Interface way = interface_towards(address);
+  if (std::exchange(setup_.interface, way.name) == way.name) return;
+  inform(
+      fmt::format("[launch] node {} on {}: gloo and NCCL use interface {} ({}), which leads to "
+                  "the {} at {}.",
+                  plan_.node_rank, setup_.host, way.name, way.address,
+                  plan_.node_rank == 0 ? "other nodes, master" : "master", plan_.master_addr));
+}
+
+// On one host the ranks' own connections stay on loopback as well.
+void Supervisor::choose_loopback() {
+  try {
+    setup_.interface = interface_towards("127.0.0.1").name;
+  } catch (const SystemError&) {  // a container without one: the ranks choose for themselves
+  }
+  if (rank_address() != plan_.master_addr)
+    inform(fmt::format("[launch] one host: MASTER_ADDR is {} for its ranks, not {}.",
+                       rank_address(), plan_.master_addr));
+}
+
+// Where this launcher serves the store. A name of a loopback address that it holds is passed on as
+// it was given, as torchrun does.
+std::string Supervisor::rank_address() const {
+  const bool held = plan_.master_addr == "localhost" || plan_.master_addr == "::1";
+  return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
+}
+
+// The supervisor of a launcher that was killed has the port until it has killed its ranks, and the
+// launcher is often started again sooner.
+HeldPort Supervisor::hold_asked_port(Reach reach) {
+  const auto end = EventLoop::Clock::now() + kPortWait;
+  bool said = false;
+  return HeldPort::exactly(plan_.master_port, reach, [&] {
+    if (!said)  // past the console, whose loop does not run yet
+      fmt::print(stderr, "[launch] --master-port={} is in use; waiting up to {} s for it.\n",
+                 plan_.master_port, kPortWait.count() / 1000);
+    said = true;
+    std::this_thread::sleep_for(milliseconds(20));
+    return EventLoop::Clock::now() < end;
+  });
+}
+
+// Held until an attempt starts; then its ranks have the port (open_store).
+void Supervisor::hold_link_port() {
+  port_.reset();
+  // Several launchers on one host need no more than its loopback.
+  const std::string& address = plan_.master_addr;
+  const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
+  link_port_ = hold_asked_port(here ? Reach::kIpv4Loopback : Reach::kNetwork);
+}
+
+void Supervisor::open_coordinator() {
+  Coordinator::Orders orders;
+  orders.broadcast = [this](const Message& message) {
+    // Before a rank of another node can use it.
+    if (message.kind == Message::Kind::kStart) open_store(message.attempt);
+    if (hub_) hub_->broadcast(message);
+    loop_.post([this, message] { obey(message); });
+  };
+  orders.await_nodes = [this] {
+    store_.reset();  // the one of the previous attempt, which watches the port
+    hold_link_port();
+    hub_->await_nodes(link_port_->listener());
+  };
+  orders.missing = [this] { return hub_->missing(); };
+  decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
+}
+
+void Supervisor::open_hub() {
+  Hub::Handlers handlers;
+  handlers.complete = [this] { decides_->begin(hub_->nodes(), hub_->first_attempt()); };
+  handlers.overdue = [this](const std::string& text) {
+    if (!decides_->waiting()) return decides_->give_up();
+    say(text);
+    hub_->broadcast({.kind = Message::Kind::kRefused, .code = 1, .text = text});
+    end(1, std::nullopt);
+  };
+  handlers.message = [this](int node, const Message& message) {
+    decides_->on_message(node, message);
+  };
+  handlers.frame = [this](int node, const StoreFrame& frame) {
+    if (store_) store_->on_frame(node, frame);
+  };
+  handlers.lost = [this](int node, const std::string& host, const std::string& why) {
+    if (store_) store_->on_lost(node);
+    decides_->on_lost(node, host, why);
+  };
+  handlers.say = [this](const std::string& text) { say(text); };
+  if (plan_.secret_file.empty() && log::enabled(log::Level::kWarning))
+    say(
+        fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
+                    "run id ({}) can join this run as a node, and stop it.",
+                    plan_.master_port, plan_.run_id));
+  hub_ = std::make_unique<Hub>(loop_, plan_, std::move(handlers));
+  hub_->await_nodes(link_port_->listener());
+}
+
+void Supervisor::open_spoke() {
+  Spoke::Handlers handlers;
+  handlers.message = [this](const Message& message) { obey(message); };
+  handlers.failed = [this](int code, const std::string& text) {
+    say(text);
+    end(code, std::nullopt);
+  };
+  handlers.frame = [this](const StoreFrame& frame) {
+    if (store_) store_->on_frame(0, frame);
+  };
+  handlers.lost = [this](const std::string& why) { on_node_zero_lost(why); };
+  handlers.say = [this](const std::string& text) { say(text); };
+  spoke_ = std::make_unique<Spoke>(loop_, plan_, setup_.host, std::move(handlers));
+  spoke_->connect();
+}
+
+void Supervisor::tick() {
+  observed_.notify([this](RunObserver& observer) {
+    for (const std::string& line : observer.tick()) say(line);
+  });
+  if (observed_) tick_timer_.start(kTick, [this] { tick(); });
+}
+
+// ---------------------------------------------------------------- events
+
+void Supervisor::on_signals() {
+  signalfd_siginfo info{};
+  while (::read(signals_.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+    const int number = static_cast<int>(info.ssi_signo);
+    if (number == SIGCHLD) {
+      if (group_) group_->on_child_signal();
+    } else if (!is_echo(number)) {
+      const bool named = std::ranges::count(plan_.signals_to_handle, number) != 0;
+      const bool forwarded =
+          std::find(std::begin(kForwarded), std::end(kForwarded), number) != std::end(kForwarded);
+      if (forwarded && !named) {
+        forward(number);
+      } else {
+        on_stop_request(number);
+      }
+    }
+  }
+}
+
+// A sender that signals every process of a job at once (scancel, systemd) reaches us twice:
+// directly and through the front.
+bool Supervisor::is_echo(int signal) {
+  const auto now = EventLoop::Clock::now();
+  const bool echo = signal == last_signal_ && now - last_signal_time_ < kEcho;
+  last_signal_time_ = now;
+  last_signal_ = signal;
+  return echo;
+}
+
+void Supervisor::forward(int signal) {
+  if (busy()) return group_->forward(signal);
+  say(fmt::format("[launch] {} received while no rank runs: it is not forwarded.",
+                  signal_name(signal)));
+}
+
+void Supervisor::on_stop_request(int signal) {
+  ++requests_;
+  if (ending_) return loop_.stop();  // only the console's queue is left: not worth a wait
+  if (requests_ == 1 && busy()) {
+    inform(fmt::format("[launch] {} received: passed on to the ranks, which have {:.1f} s to end.",
+                       signal_name(signal),
+                       static_cast<double>(plan_.shutdown_timeout.count()) / 1000));
+  }
+  if (busy()) {
+    group_->pass_on(signal);
+    if (requests_ >= kKillAtRequest) {
+      inform("[launch] third request to stop: sending SIGKILL to the ranks.");
+      group_->kill_now();
+    }
+  }
+  report({.kind = Message::Kind::kStop, .signal = signal, .request = requests_});
+  // There is nobody to say that the run is over.
+  if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
+  // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
+  if (spoke_ && !in_run_) end(128 + signal, std::nullopt);
+}
+
+void Supervisor::on_front_gone() {
+  loop_.forget(guard_.lifeline_fd);
+  front_gone_ = true;
+  code_ = 128 + SIGKILL;
+  hub_.reset();
+  spoke_.reset();
+  if (!busy()) return loop_.stop();
+  say("[launch] the launcher was killed; its ranks are killed too.");
+  group_->kill_now();
+}
+
+void Supervisor::report(Message message) {
+  message.node = plan_.node_rank;
+  message.attempt = attempt_;
+  if (front_gone_) return;
+  if (decides_) {
+    decides_->on_message(plan_.node_rank, message);
+  } else {
+    spoke_->send(message);
+  }
+}
+
+void Supervisor::obey(const Message& message) {
+  if (ending_ || front_gone_) return;
+  switch (message.kind) {
+    case Message::Kind::kStart:
+      in_run_ = true;
+      setup_.layout = layout_of(message.nodes, plan_.node_rank);
+      return start_attempt(message.attempt);
+    case Message::Kind::kFailed:
+      if (!busy() || message.attempt != attempt_ || !message.failure) return;
+      announce_later(*message.failure);
+      return group_->stop_for(*message.failure);
+    case Message::Kind::kStop:
+      return obey_stop(message);
+    case Message::Kind::kRestart:
+      if (message.failure) {
+        say(failure_report(*message.failure));
+        logs_.preserve(true);
+      }
+      return say(message.text);
+    case Message::Kind::kEnd:
+      if (!busy()) return end(message.code, message.failure);
+      // Node 0 has waited long enough for us.
+      end_when_idle_ = message;
+      return group_->kill_now();
+    default:
+      return;
+  }
+}
+
+// The ranks here already have this node's own request, unless it came before they were started.
+void Supervisor::obey_stop(const Message& message) {
+  const bool own = message.node == plan_.node_rank;
+  if (!busy() || (own && group_->asked_to_stop())) return;
+  if (!own)
+    inform(fmt::format("[launch] node {} was asked to stop ({}); so are the ranks here.",
+                       message.node, signal_name(message.signal)));
+  group_->pass_on(message.signal);
+  if (message.request < kKillAtRequest) return;
+  inform(fmt::format("[launch] third request to stop node {}: sending SIGKILL to the ranks here.",
+                     message.node));
+  group_->kill_now();
+}
+
+// The report comes when all ranks have ended. Where that takes long, the cause is reported before.
+void Supervisor::announce_later(const RankFailure& failure) {
+  announce_timer_.start(
+      kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
+        if (busy()) say(fmt::format("[launch] {}; waiting for the other ranks to end.", cause));
+      });
+}
+
+void Supervisor::open_store(int attempt) {
+  store_.reset();  // watches the port
+  const Reach reach = plan_.nnodes == 1 ? Reach::kLoopback : Reach::kIpv4Loopback;
+  // --master-port is a port of node 0. Elsewhere another launcher of this host may have it. The old
+  // one is held until the new one is found, so that it is a new one.
+  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(reach);
+  if (link_port_) {  // the other launchers are here
+    link_port_.reset();
+    port_ = HeldPort::exactly(plan_.master_port, reach);
+  }
+  StoreServerOptions options;
+  if (runs_python(plan_.command)) options.listen_after = milliseconds(0);
+  if (plan_.nnodes > 1) {
+    options.link.emplace();
+    options.link->forwards = plan_.node_rank != 0;
+    options.link->attempt = attempt;
+    options.link->send = [this](int node, const StoreFrame& frame) {
+      if (hub_) hub_->send(node, frame);
+      if (spoke_) spoke_->send(frame);
+    };
+  }
+  store_ = std::make_unique<StoreServer>(
+      loop_, *port_, [this](const std::string& text) { say(text); }, std::move(options));
+}
+
+void Supervisor::start_attempt(int attempt) {
+  attempt_ = attempt;
+  if (plan_.nnodes > 1) choose_interface();
+  if (spoke_) open_store(attempt);
+  if (logs_.temporary() && !group_ && plan_.redirects.any())
+    say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
+                    logs_.attempt(attempt)));
+  group_ = std::make_unique<WorkerGroup>(
+      setup_,
+      GroupInfo{attempt, rank_address(), port_->number(), store_.get(), logs_.attempt(attempt)},
+      GroupEvents{[this](const RankFailure& failure) { on_group_failed(failure); },
+                  [this] { on_group_ended(); }});
+  observed_.notify([&](RunObserver& observer) {
+    observer.attempt_started(
+        {attempt, setup_.layout.world_size, setup_.layout.first_rank, plan_.nproc_per_node});
+  });
+  group_->start();
+}
+
+void Supervisor::on_group_failed(const RankFailure& failure) {
+  report({.kind = Message::Kind::kFailed, .failure = failure});
+  group_->stop_for(failure);  // without waiting for node 0's word
+}
+
+void Supervisor::on_group_ended() {
+  observed_.notify([this](RunObserver& observer) { observer.attempt_ended(attempt_); });
+  if (front_gone_) return loop_.stop();
+  if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
+  if (node_zero_lost_) return await_node_zero();
+  Message message{.kind = Message::Kind::kDown, .failure = group_->outcome()};
+  const std::vector<RankFailure> errors = group_->errors();
+  if (message.failure) {
+    message.failure->stacks =
+        write_stacks(fmt::format("{}/{}", logs_.attempt(attempt_), kStacksFile), errors);
+  } else {  // after a request to stop
+    for (const std::string& line : error_lines(errors)) say(line);
+  }
+  report(message);
+}
+
+void Supervisor::on_node_zero_lost(const std::string& why) {
+  if (ending_ || end_when_idle_) return;  // node 0 has said that the run is over
+  RankFailure failure;
+  failure.host = plan_.master_addr;
+  failure.attempt = attempt_;
+  failure.cause = fmt::format(
+      "the launcher of node 0 at {} is lost: {}. It was killed, or its host or network is down",
+      plan_.master_addr, why);
+  const bool again =
+      in_run_ && attempt_ < plan_.max_restarts && requests_ == 0 && !group_->asked_to_stop();
+  if (again) node_zero_lost_ = failure;
+  if (!busy()) return again ? await_node_zero() : end(1, failure);
+  announce_later(failure);
+  if (!again) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 1, .failure = failure};
+  group_->stop_for(failure);
+  store_->on_lost(0);  // ranks that wait there know the reason now
+}
+
+// As node 0 does for any other node: node 0 comes back, or another launcher takes its place.
+void Supervisor::await_node_zero() {
+  in_run_ = false;
+  say(failure_report(*node_zero_lost_));
+  say(
+      fmt::format("[launch] restarting all ranks ({} of {}) as soon as node 0 is here again. "
+                  "Waiting up to {} s for it at {}:{}: start `lockstep run` there with the same "
+                  "flags and --node-rank=0.",
+                  attempt_ + 1, plan_.max_restarts, plan_.rendezvous_timeout.count(),
+                  plan_.master_addr, plan_.master_port));
+  node_zero_lost_.reset();
+  spoke_->connect(attempt_ + 1);
+}
+
+// ---------------------------------------------------------------- end
+
+void Supervisor::end(int code, std::optional<RankFailure> failure) {
+  if (ending_) return;
+  ending_ = true;
+  code_ = code;
+  tick_timer_.cancel();
+  observed_.notify([&](RunObserver& observer) {
+    for (const std::string& line : observer.tick()) say(line);
+    RunEnded run{.code = code};
+    if (failure) run = {code, failure->headline(), hint_for(*failure)};
+    for (const std::string& line : observer.run_ended(run)) say(line);
+  });
+  const bool failed = failure.has_value();
+  const std::string logs = failed || plan_.redirects.any() ? logs_.preserve(failed) : "";
+  if (failure) {
+    failure->logs = logs;
+    say(failure_report(*failure));
+    const auto own_file = env::get("TORCHELASTIC_ERROR_FILE");
+    const bool here = group_ && failure->rank >= 0 && failure->node == plan_.node_rank;
+    if (own_file) {
+      const std::string problem = pass_on_error_file(
+          *failure, here ? group_->error_file(failure->local_rank) : "", *own_file);
+      if (!problem.empty()) say(problem);
+    }
+  }
+  if (spoke_) spoke_->close();
+  if (!hub_) return leave();
+  link_port_.reset();
+  hub_->wait_for_goodbyes(kGoodbyeTimeout, [this] { leave(); });
+}
+
+void Supervisor::leave() {
+  console_.finish(kConsoleTimeout, [this] { loop_.stop(); });
+}
+
+void check(const LaunchPlan& plan) {
+  if (plan.command.empty()) throw UsageError("launch", "no program was given. Name one to run.");
+  if (plan.nproc_per_node < 1 || plan.nnodes < 1 || plan.node_rank < 0 ||
+      plan.node_rank >= plan.nnodes)
+    throw UsageError(
+        "launch",
+        "--nnodes={}, --node-rank={} and --nproc-per-node={} do not fit together. Node "
+        "ranks go from 0 to nnodes-1, and every node has at least one rank.",
+        plan.nnodes, plan.node_rank, plan.nproc_per_node);
+  if (plan.nnodes > 1 && plan.master_port == 0)
+    throw UsageError("launch",
+                     "--master-port=0 cannot be used with --nnodes={}: the other hosts could not "
+                     "know the port. Name one that is free on node 0, such as 29500.",
+                     plan.nnodes);
+  if (!find_program(plan.command[0]))
+    throw UsageError("launch",
+                     "'{}' cannot be executed: there is no such program, or it is not executable. "
+                     "Check the path (the working directory is {}) and chmod +x.",
+                     plan.command[0], fs::current_path().string());
+}
+
+}  // namespace
+
+int supervise(const LaunchPlan& plan, RunObserver* observer) {
+  check(plan);
+  std::vector<int> signals = stop_signals(plan);
+  signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
+  return run_supervised(
+      std::move(signals),
+      [&](const GuardContext& guard) {
+        Supervisor supervisor(plan, guard, observer);
+        return supervisor.run();
+      },
+      [observer] {
+        if (observer != nullptr) observer->left_behind();
+      });
+}
+
+}  // namespace lockstep::launch

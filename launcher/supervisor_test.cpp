@@ -1,0 +1,558 @@
+// The parts of the supervisor, each alone; how they work together is in tests/launch.
+#include "launcher/supervisor.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <map>
+#include <set>
+
+#include "launcher/console.h"
+#include "launcher/event_loop.h"
+#include "launcher/node_link.h"
+#include "launcher/output.h"
+#include "launcher/process.h"
+#include "launcher/report.h"
+#include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+template <typename E, typename F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "(no error)";
+}
+
+// ---------------------------------------------------------------- EventLoop
+
+TEST(EventLoop, AnEventForADescriptorForgottenInTheSameBatchIsDropped) {
+  EventLoop loop;
+  Pipe one = make_pipe();
+  Pipe two = make_pipe();
+  int calls = 0;
+  const auto forget_both = [&](std::uint32_t) {
+    ++calls;
+    loop.forget(one.read.get());
+    loop.forget(two.read.get());
+  };
+  loop.watch(one.read.get(), EPOLLIN, forget_both);
+  loop.watch(two.read.get(), EPOLLIN, forget_both);
+  write_all(one.write.get(), "x");
+  write_all(two.write.get(), "x");
+  loop.after(milliseconds(50), [&] { loop.stop(); });
+  loop.run();
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(EventLoop, TimersFireInOrderAndCancelledOnesDoNot) {
+  EventLoop loop;
+  std::vector<int> fired;
+  loop.after(milliseconds(30), [&] { fired.push_back(3); });
+  loop.after(milliseconds(10), [&] { fired.push_back(1); });
+  EventLoop::TimerId never = loop.after(milliseconds(20), [&] { fired.push_back(2); });
+  loop.cancel(never);
+  EXPECT_EQ(never, 0u);
+  loop.cancel(never);
+  loop.after(milliseconds::max(), [] {});  // must not overflow into the past
+  loop.after(milliseconds(60), [&] { loop.stop(); });
+  loop.run();
+  EXPECT_THAT(fired, ElementsAre(1, 3));
+}
+
+TEST(EventLoop, PostedTasksThatPostAgainDoNotStarveDescriptors) {
+  EventLoop loop;
+  Pipe pipe = make_pipe();
+  std::function<void()> again = [&] { loop.post(again); };
+  loop.post(again);
+  loop.watch(pipe.read.get(), EPOLLIN, [&](std::uint32_t) { loop.stop(); });
+  write_all(pipe.write.get(), "x");
+  loop.run();
+}
+
+TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
+  EventLoop loop;
+  Pipe slow = make_pipe();
+  Pipe news = make_pipe();
+  std::vector<std::string> order;
+  // As on a machine that holds the process up: the news comes meanwhile, and then the time is over.
+  loop.watch(slow.read.get(), EPOLLIN, [&](std::uint32_t) {
+    loop.forget(slow.read.get());
+    write_all(news.write.get(), "x");
+    ::usleep(50'000);
+  });
+  loop.watch(news.read.get(), EPOLLIN, [&](std::uint32_t) {
+    loop.forget(news.read.get());
+    order.emplace_back("news");
+  });
+  loop.after(milliseconds(30), [&] {
+    order.emplace_back("timer");
+    loop.stop();
+  });
+  write_all(slow.write.get(), "x");
+  loop.run();
+  EXPECT_THAT(order, ElementsAre("news", "timer"));
+}
+
+TEST(EventLoop, TimersWaitForEveryoneWhoIsReady) {
+  EventLoop loop;
+  constexpr int kMany = 150;  // more than one look at them finds
+  std::vector<Pipe> pipes;
+  int heard = 0;
+  int at_timer = 0;
+  for (int i = 0; i < kMany; ++i) {
+    const Pipe& pipe = pipes.emplace_back(make_pipe());
+    const int fd = pipe.read.get();
+    loop.watch(fd, EPOLLIN, [&loop, &heard, fd](std::uint32_t) {
+      loop.forget(fd);
+      ++heard;
+    });
+    write_all(pipe.write.get(), "x");
+  }
+  loop.after(milliseconds(1), [&] {
+    at_timer = heard;
+    loop.stop();
+  });
+  ::usleep(20'000);
+  loop.run();
+  EXPECT_EQ(at_timer, kMany);
+}
+
+// ---------------------------------------------------------------- processes
+
+std::vector<std::string> plain_environment() {
+  return {"PATH=/usr/bin:/bin"};
+}
+
+std::optional<Ending> wait_for(Process& process) {
+  for (int i = 0; i < 6000; ++i) {
+    if (auto ending = process.reap()) return ending;
+    ::usleep(10'000);
+  }
+  return std::nullopt;
+}
+
+Process start(const std::string& script) {
+  ProcessRequest request;
+  request.argv = {"sh", "-c", script};
+  request.environment = plain_environment();
+  return start_process(request);
+}
+
+TEST(Process, SaysHowItEnded) {
+  Process one = start("exit 7");
+  EXPECT_EQ(wait_for(one)->text(), "exited with code 7");
+  EXPECT_FALSE(one.alive());
+  Process two = start("kill -TERM $$");
+  const auto ending = wait_for(two);
+  EXPECT_EQ(ending->text(), "killed by SIGTERM");
+  EXPECT_EQ(ending->exit_code(), 143);
+}
+
+TEST(Process, LeadsASessionAndFeelsGroupSignals) {
+  Process process = start("sleep 300 & wait");
+  EXPECT_EQ(session_of(process.pid()), process.pid());
+  EXPECT_EQ(group_of(process.pid()), process.pid());
+  process.signal_group(SIGKILL);
+  EXPECT_EQ(wait_for(process)->exit_code(), 137);
+  process.signal_group(SIGKILL);  // reaped: signals nobody
+}
+
+TEST(Process, AProgramThatCannotBeExecutedIsNamed) {
+  ProcessRequest request;
+  request.argv = {"/no/such/program"};
+  request.environment = plain_environment();
+  EXPECT_THAT(message_of<SystemError>([&] { start_process(request); }),
+              HasSubstr("cannot execute '/no/such/program': No such file"));
+  EXPECT_EQ(find_program("/no/such/program"), std::nullopt);
+  EXPECT_EQ(find_program("no_such_program"), std::nullopt);
+  EXPECT_EQ(find_program("/"), std::nullopt);
+  EXPECT_NE(find_program("sh"), std::nullopt);
+}
+
+TEST(Process, OnlyWhatIsBelowIsSignalled) {
+  Process outer = start("sleep 300 & echo; wait");
+  std::vector<pid_t> below;
+  for (int i = 0; i < 500 && below.empty(); ++i) {
+    below = descendants_of(outer.pid());
+    ::usleep(10'000);
+  }
+  ASSERT_EQ(below.size(), 1u);
+  EXPECT_FALSE(signal_below(below[0], outer.pid(), 0));  // above, not below
+  EXPECT_FALSE(signal_below(outer.pid(), ::getppid(), 0));
+  EXPECT_TRUE(signal_below(outer.pid(), below[0], 0));
+  EXPECT_TRUE(signal_below(::getpid(), below[0], SIGKILL));
+  EXPECT_TRUE(descendants_of(::getpid(), {outer.pid()}).empty());
+  EXPECT_TRUE(wait_for(outer));
+}
+
+// ---------------------------------------------------------------- console and output
+
+class ConsoleTest : public ::testing::Test {
+ protected:
+  std::string read_all() {
+    std::string text;
+    char buffer[65536];
+    ssize_t n;
+    while ((n = ::read(out_.read.get(), buffer, sizeof buffer)) > 0)
+      text.append(buffer, static_cast<std::size_t>(n));
+    return text;
+  }
+  void run_for(milliseconds time) {
+    loop_.after(time, [this] { loop_.stop(); });
+    loop_.run();
+  }
+  void SetUp() override { set_nonblocking(out_.read.get()); }
+
+  EventLoop loop_;
+  Pipe out_ = make_pipe();
+  Pipe err_ = make_pipe();
+};
+
+TEST_F(ConsoleTest, OnlyAFullSourceWaitsAndIsResumed) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  const std::string line(1000, 'x');
+  while (!console.full(1)) console.put({Console::kOut, 1, "[1] ", line, true});
+  console.put({Console::kOut, 2, "[2] ", "short", true});
+  EXPECT_FALSE(console.full(2));
+  bool resumed = false;
+  console.when_drained(1, [&] { resumed = true; });
+  run_for(milliseconds(20));  // fills the pipe, then waits without blocking
+  EXPECT_FALSE(resumed);
+  EXPECT_FALSE(console.empty());
+  std::string text;
+  for (int i = 0; i < 50 && !console.empty(); ++i) {
+    text += read_all();
+    run_for(milliseconds(5));
+  }
+  text += read_all();
+  EXPECT_TRUE(resumed);
+  EXPECT_THAT(text, ::testing::EndsWith("xx\n[2] short\n"));
+}
+
+TEST_F(ConsoleTest, AStuckConsoleIsGivenUpAtTheEnd) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  for (int i = 0; i < 200; ++i) console.put({Console::kOut, 1, "", std::string(1000, 'x'), true});
+  bool done = false;
+  console.finish(milliseconds(50), [&] {
+    done = true;
+    loop_.stop();
+  });
+  loop_.run();
+  EXPECT_TRUE(done);
+}
+
+TEST_F(ConsoleTest, AConsoleThatIsGoneSwallowsEverything) {
+  ::signal(SIGPIPE, SIG_IGN);
+  Console console(loop_, out_.write.get(), err_.write.get());
+  out_.read.reset();
+  while (!console.full(1)) console.put({Console::kOut, 1, "", "line", true});
+  run_for(milliseconds(20));
+  EXPECT_TRUE(console.empty());
+  console.put({Console::kOut, 1, "", "line", true});
+  EXPECT_FALSE(console.full(1));
+}
+
+TEST_F(ConsoleTest, ALineThatCannotBeOneIsShownInPieces) {
+  Console console(loop_, out_.write.get(), err_.write.get());
+  OutputStream stream(loop_, console, {Console::kOut, 1, {true, "[0] ", "", {}, -1, ""}});
+  const std::string half(OutputStream::kLongestLineBytes / 2 + 1, 'y');
+  std::string sent = half + half;
+  std::string text;
+  for (int i = 0; i < 5000 && text.size() < sent.size(); ++i) {
+    const std::string part = sent.substr(std::min<std::size_t>(sent.size(), 4096u * i), 4096);
+    write_all(stream.child_end(), part);
+    run_for(milliseconds(0));
+    text += read_all();
+  }
+  EXPECT_EQ(text.substr(0, 5), "[0] y");
+  EXPECT_EQ(text.find('\n'), std::string::npos);
+  EXPECT_GE(text.size(), OutputStream::kLongestLineBytes);
+}
+
+// ---------------------------------------------------------------- error files
+
+class ErrorFileTest : public ::testing::Test {
+ protected:
+  void write(const std::string& text) { write_file_atomically(path_, text); }
+  void TearDown() override { ::unlink(path_.c_str()); }
+  std::string path_ = ::testing::TempDir() + fmt::format("lockstep_error_file_{}.json", ::getpid());
+};
+
+TEST_F(ErrorFileTest, MissingAndEmptyOnesAreNone) {
+  EXPECT_FALSE(read_error_file(path_).present);
+  write("");
+  EXPECT_FALSE(read_error_file(path_).present);
+}
+
+TEST_F(ErrorFileTest, ExactTimesAreBelievedAndWholeSecondsAreRefined) {
+  const char* form = R"({{"message": {{"message": "m", "extraInfo": {{"timestamp": "{}"}}}}}})";
+  write(fmt::format(fmt::runtime(form), "1000.25"));
+  EXPECT_DOUBLE_EQ(read_error_file(path_).time, 1000.25);
+  write(fmt::format(fmt::runtime(form), "1000"));
+  EXPECT_DOUBLE_EQ(read_error_file(path_).time, 1000);  // written long after: not the same event
+  const timeval modified[2] = {{1000, 700'000}, {1000, 700'000}};
+  ASSERT_EQ(::utimes(path_.c_str(), modified), 0);
+  EXPECT_NEAR(read_error_file(path_).time, 1000.7, 1e-6);
+}
+
+TEST_F(ErrorFileTest, WhatCannotBeATimeIsTheFilesOwn) {
+  for (const char* text : {"1e999", "-5", "nan", "1e300"}) {
+    write(fmt::format(R"({{"message": {{"extraInfo": {{"timestamp": "{}"}}}}}})", text));
+    const timeval modified[2] = {{2000, 0}, {2000, 0}};
+    ASSERT_EQ(::utimes(path_.c_str(), modified), 0);
+    EXPECT_DOUBLE_EQ(read_error_file(path_).time, 2000) << text;
+  }
+}
+
+TEST_F(ErrorFileTest, OddContentsNeverThrow) {
+  for (const char* text :
+       {"{", "[]", "null", "3", "{\"message\": null}", "\xff\xfe",
+        "{\"message\": {\"extraInfo\": 3}}", "{\"message\": {\"message\": []}}",
+        "{\"message\": {\"extraInfo\": {\"timestamp\": {}, \"cpp_stack\": 1}}}"}) {
+    write(text);
+    const ErrorFile file = read_error_file(path_);
+    EXPECT_TRUE(file.present) << text;
+    RankFailure failure;
+    failure.rank = 1;
+    add_error_file(failure, file);
+    EXPECT_THAT(failure_report(failure), HasSubstr("rank 1")) << text;
+    EXPECT_EQ(control_line(failure).back(), '\n');
+    EXPECT_EQ(pass_on_error_file(failure, path_, path_ + ".own"), "") << text;
+    ::unlink((path_ + ".own").c_str());
+  }
+  EXPECT_THAT(pass_on_error_file(RankFailure{}, "", "/no/such/place/error.json"),
+              HasSubstr("was not written"));
+}
+
+TEST_F(ErrorFileTest, LinesAndTheirNumberAreBounded) {
+  const std::string line(100'000, 'f');
+  for (const std::string& stack : {fmt::format(R"("cpp_stack": ["{}", "short"])", line),
+                                   fmt::format(R"("py_callstack": "{}\nshort")", line),
+                                   fmt::format(R"("cpp_stack": [{{"{}": 1}}, "short"])", line)}) {
+    write(fmt::format(R"({{"message": {{"message": "m", "extraInfo": {{{}}}}}}})", stack));
+    const ErrorFile file = read_error_file(path_);
+    ASSERT_EQ(file.stack.size(), 2u);
+    EXPECT_EQ(file.stack[0].size(), 1000u);
+    EXPECT_EQ(file.stack[1], "short");
+  }
+}
+
+TEST(Report, WhatTheMessageAndTheStackSayIsNotRepeated) {
+  RankFailure failure;
+  failure.rank = 1;
+  failure.message = "std::runtime_error: the reason\nin two lines";
+  failure.stack = {"f()+0x1 (train+0x2)", "main+0x1 (train+0x3)", std::string(600, 'x')};
+  add_last_lines(failure,
+                 {"a warning", "lockstep: rank 1 on n1: std::runtime_error: the reason",
+                  "in two lines", "    at f()+0x1 (train+0x2)", "    at main+0x1 (train+0x3)",
+                  "    at " + std::string(493, 'x'), "    ... 40 more frames", "last line"},
+                 20);
+  EXPECT_THAT(failure.last_lines, ElementsAre("a warning", "last line"));
+  add_last_lines(failure, {"a", "b", "c"}, 2);
+  EXPECT_THAT(failure.last_lines, ElementsAre("b", "c"));
+  const RankFailure silent;
+  RankFailure other = silent;
+  add_last_lines(other, {"    at f()+0x1 (train+0x2)", ""}, 20);
+  EXPECT_EQ(other.last_lines.size(), 2u);
+}
+
+TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
+  RankFailure failure;
+  failure.rank = 0;
+  for (const std::string& first : {std::string("[config] no key 'x'."), std::string(3000, 'x')}) {
+    failure.message = first + "\nmore";
+    failure.others = {with_message("rank 1 exited with code 2, 0.08 s later", failure.message),
+                      "rank 2 exited with code 1, 0.09 s later: another reason"};
+    EXPECT_THAT(
+        failure_report(failure),
+        HasSubstr("\n    rank 1 exited with code 2, 0.08 s later: the same\n    rank 2 exited "
+                  "with code 1, 0.09 s later: another reason"));
+  }
+}
+
+TEST(Report, OneLineOfAMessageKeepsItsRemedy) {
+  const std::string line = "[data] " + std::string(600, 'x') + ". Free some space.";
+  EXPECT_EQ(with_message("exited with code 1", line + "\nmore"), "exited with code 1: " + line);
+  EXPECT_EQ(with_message("exited with code 1", ""), "exited with code 1");
+  RankFailure failure;
+  failure.rank = 1;
+  failure.cause = "exited with code 1";
+  for (int i = 0; i < 600; ++i) failure.message += "\u00e9";  // two bytes
+  const auto heard = parse_json(control_line(failure), "line").at("failed").at("cause").text;
+  EXPECT_THAT(heard, ::testing::EndsWith("\u00e9 ..."));
+  EXPECT_LT(heard.size(), 1010u);
+}
+
+TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
+  RankFailure failure;
+  failure.rank = 0;
+  failure.cause = "killed by SIGABRT";
+  failure.message =
+      "uncaught gloo::EnforceNotMet: [enforce fail at pair.cc] op.preamble.length <= op.nbytes. 64 "
+      "vs 4. Received data size doesn't match expected size. Is there a distributed collective "
+      "mismatch in your code?";
+  EXPECT_THAT(
+      failure_report(failure),
+      ::testing::MatchesRegex(".*killed by SIGABRT\\. The ranks have [^\n]*LOCKSTEP_DEBUG=1 "
+                              "compares every call[^\n]*\n  message:\n    uncaught.*"));
+  failure.message = "killed by SIGABRT";
+  EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
+}
+
+TEST(Report, SignalsOfFaultsHaveAHint) {
+  RankFailure failure;
+  failure.rank = 0;
+  for (const auto& [signal, hint] :
+       std::map<std::string, std::string>{{"SIGBUS", "/dev/shm"},
+                                          {"SIGILL", "newer processor"},
+                                          {"SIGSEGV", "under a debugger"},
+                                          {"SIGSYS", "seccomp"},
+                                          {"SIGTRAP", "under a debugger"}}) {
+    failure.cause = "killed by " + signal;
+    const std::string report = failure_report(failure);
+    EXPECT_THAT(report.substr(0, report.find('\n')), HasSubstr(hint)) << signal;
+  }
+}
+
+TEST(Report, TheFirstLineHasCauseAndRemedy) {
+  RankFailure failure;
+  failure.rank = 1;
+  failure.host = "n1";
+  failure.cause = "exited with code 2";
+  failure.message = "[config] a.yaml:9:1: there is no key 'x'. Did you mean y?";
+  EXPECT_THAT(failure_report(failure),
+              ::testing::StartsWith("[launch] rank 1 on n1 failed: exited with code 2: " +
+                                    failure.message + "\n  rank 1 "));
+  failure.message = "[config] 2 mistakes:\n  one\n  two";
+  EXPECT_THAT(failure_report(failure), HasSubstr("code 2: [config] 2 mistakes:\n      one\n"
+                                                 "      two\n  rank 1 "));
+  failure.message = "c10::Error: DefaultCPUAllocator: not enough memory: you tried 8 bytes.";
+  EXPECT_THAT(failure_report(failure), HasSubstr("tried 8 bytes.\n  hint: The host, or the limit"));
+}
+
+TEST(Report, NumbersThatAreNoIntsAreRefused) {
+  const auto refusal = [](const std::string& line) -> std::string {
+    try {
+      decode(line);
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(refusal(R"({"lockstep": 1e300})"), HasSubstr("not a number from"));
+  Message message;
+  message.failure = RankFailure{};
+  std::string line = encode(message);
+  EXPECT_EQ(refusal(line), "");
+  const auto swapped = [&](const std::string& from, const std::string& to) {
+    std::string changed = line;
+    const auto at = changed.find(from);
+    EXPECT_NE(at, std::string::npos) << line;
+    return changed.replace(at, from.size(), to);
+  };
+  EXPECT_THAT(refusal(swapped(R"("node":0)", R"("node":4294967296)")), HasSubstr("4294967296"));
+  EXPECT_THAT(refusal(swapped(R"(\"rank\":-1)", R"(\"rank\":-1e10)")), HasSubstr("-10000000000"));
+  // A time that cannot be one is skipped; the rest of the failure still counts.
+  const Message late = decode(swapped(R"(\"time\":0.0)", R"(\"time\":1e300)"));
+  EXPECT_EQ(late.failure->time, 0);
+}
+
+TEST(Report, AFailureSurvivesTheWayToAnotherHost) {
+  RankFailure failure;
+  failure.rank = 3;
+  failure.host = "n2";
+  failure.cause = "killed by SIGKILL";
+  failure.code = 137;
+  failure.message = "caf\xc3\xa9 \xff";
+  failure.last_lines = {"a", "b"};
+  failure.ended_before = {0, 2};
+  failure.restartable = false;
+  Message message;
+  message.kind = Message::Kind::kFailed;
+  message.failure = failure;
+  const std::string line = encode(message);
+  EXPECT_EQ(line.find('\n'), line.size() - 1);
+  const Message copy = decode(line);
+  ASSERT_TRUE(copy.failure);
+  EXPECT_EQ(copy.kind, Message::Kind::kFailed);
+  EXPECT_EQ(copy.failure->headline(), "rank 3 on n2 failed: killed by SIGKILL");
+  EXPECT_EQ(copy.failure->code, 137);
+  EXPECT_FALSE(copy.failure->restartable);
+  EXPECT_THAT(copy.failure->last_lines, ElementsAre("a", "b"));
+  EXPECT_THAT(failure_report(*copy.failure), HasSubstr("ranks 0, 2 had ended with exit code 0"));
+}
+
+TEST(Report, NamesProgramErrorFileAndAStop) {
+  RankFailure failure;
+  failure.rank = 1;
+  failure.host = "n1";
+  failure.cause = "exited with code 143";
+  failure.stopped = true;
+  failure.program = shell_text({"./train", "--lr=0.1", "it's", "a\nb", ""});
+  failure.error_file = "/logs/error.json";
+  const RankFailure copy = failure_from_json(failure_to_json(failure));
+  EXPECT_EQ(copy.program, R"(./train --lr=0.1 'it'\''s' 'a b' '')");
+  EXPECT_EQ(copy.headline(), "rank 1 on n1 stopped on request: exited with code 143");
+  EXPECT_THAT(failure_report(copy), HasSubstr("\n  error file: /logs/error.json"));
+  const std::string text =
+      shell_text({std::string(299, 'x') + "\u00e9"});  // two bytes, cut between
+  EXPECT_EQ(text, "'" + std::string(299, 'x') + " ...");
+}
+
+TEST(NodeLink, WhatIsNotAMessageIsRefused) {
+  EXPECT_THAT(message_of<UsageError>([] { decode("GET / HTTP/1.0"); }),
+              HasSubstr("not a launcher's message"));
+  const Message foreign = decode(R"({"lockstep": 99})");
+  EXPECT_EQ(foreign.kind, Message::Kind::kForeign);
+  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 4)"));
+  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 4, "kind": "dance"})"); }),
+              HasSubstr("unknown message 'dance'"));
+  EXPECT_THAT(message_of<UsageError>([] { failure_from_json("{}"); }),
+              HasSubstr("a failure that cannot be read"));
+}
+
+// ---------------------------------------------------------------- plans that cannot be carried out
+
+TEST(Supervise, RefusesBeforeAnythingIsStarted) {
+  LaunchPlan plan;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }), HasSubstr("no program was given"));
+  plan.command = {"./no_such_program"};
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }),
+              HasSubstr("'./no_such_program' cannot be executed"));
+  plan.command = {"true"};
+  plan.nnodes = 2;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }),
+              HasSubstr("--master-port=0 cannot be used with --nnodes=2"));
+  plan.node_rank = 2;
+  EXPECT_THAT(message_of<UsageError>([&] { supervise(plan); }), HasSubstr("do not fit together"));
+}
+
+TEST(Supervise, ReturnsTheCodeToAProgramThatCallsIt) {
+  LaunchPlan plan;
+  plan.nproc_per_node = 2;
+  plan.command = {"sh", "-c", "exit $((RANK * 5))"};
+  EXPECT_EQ(supervise(plan), 5);
+  plan.command = {"true"};
+  EXPECT_EQ(supervise(plan), 0);
+  EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);  // no child is left to this process
+}
+
+}  // namespace
+}  // namespace lockstep::launch

@@ -1,0 +1,89 @@
+// One rank of this host: its process, what it prints, its control pipe and its ledger.
+//
+//   Worker worker(setup, place, record, pause_handlers);
+//   worker.start(options, [&] { on_exit(worker); });
+//   worker.notify(line);                              // another rank has failed
+//   worker.signal(SIGTERM);
+//
+// What it does is written into its record (rank_record.h). Owned by a WorkerGroup, one thread.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launcher/output.h"
+#include "launcher/plan.h"
+#include "launcher/rank_pauses.h"
+#include "launcher/rank_record.h"
+#include "launcher/run_observer.h"
+#include "launcher/store_server.h"
+#include "launcher/supervisor_guard.h"
+#include "lockstep/core/ledger_file.h"
+#include "lockstep/rendezvous/world_layout.h"
+
+namespace lockstep::launch {
+
+// What stays the same over attempts.
+struct GroupSetup {
+  const LaunchPlan& plan;
+  EventLoop& loop;
+  Console& console;
+  const GuardContext& guard;
+  Observed& observed;
+  std::string host;
+  std::string interface;      // for worker_environment
+  int threads = 0;            // for worker_environment
+  std::vector<CpuMask> cpus;  // by local rank; empty: not bound
+  WorldLayout layout;         // the current attempt's
+};
+
+struct GroupInfo {
+  int attempt = 0;
+  std::string master_addr;
+  int master_port = 0;
+  StoreServer* store = nullptr;
+  std::string directory;  // absolute; created
+};
+
+class Worker {
+ public:
+  Worker(GroupSetup& setup, const GroupInfo& place, RankRecord& record,
+         PauseWatch::Handlers handlers);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // `filtered`: two files for lines of stdout and stderr that match a filter, or none. Throws
+  // UsageError or SystemError when it cannot be started.
+  void start(const Fd* filtered, bool with_ledger, std::function<void()> on_exit);
+  bool alive() const { return record.life.alive(); }
+  // Writes the line to its control pipe; whether it may have been read.
+  bool notify(const std::string& line);
+  // Asks it to end, by a signal to its group.
+  void signal(int number);
+  // It has ended, or nothing more is expected of it.
+  void let_go();
+  void save_ledger() const;  // beside its error file, if it was used
+
+  RankRecord& record;
+  PauseWatch pauses;
+  Process process{};
+  std::unique_ptr<RankOutput> output{};
+  std::shared_ptr<ledger::File> ledger{};  // null: none
+
+ private:
+  OutputRoutes routes(const std::string& directory, const Fd* filtered);
+  std::string terminal() const;
+  std::vector<std::string> environment(int control_fd, int store_fd) const;
+  void make_ledger();
+
+  GroupSetup& setup_;
+  const GroupInfo& place_;
+  Fd control_;  // writing end
+};
+
+void make_directories(const std::string& path);  // throws SystemError
+
+}  // namespace lockstep::launch

@@ -1,0 +1,441 @@
+#include "launcher/worker_group.h"
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
+#include "lockstep/rendezvous/inside.h"
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kOrphanGrace{1000};         // after a success
+constexpr milliseconds kOrphanFailureGrace{5000};  // after a failure
+constexpr milliseconds kCauseHeadStart{1000};
+// Between the line on the control descriptors and SIGTERM, for programs that listen there.
+constexpr milliseconds kReportHeadStart{100};
+constexpr std::size_t kLastLines = 20;
+constexpr std::size_t kTailLines = 200;  // most of which may be the stack
+
+double seconds_of(milliseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+}  // namespace
+
+WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
+    : setup_(setup),
+      place_(std::move(place)),
+      events_(std::move(events)),
+      attempt_{
+          place_.attempt, setup.plan.node_rank, setup.host, shell_text(setup.plan.command), {}},
+      stop_(setup.loop, {.terminate = [this] { terminate(); },
+                         .overdue =
+                             [this] {
+                               if (all_ended()) return;
+                               setup_.console.say(fmt::format(
+                                   "[launch] {:.1f} s after SIGTERM some ranks are still there; "
+                                   "sending SIGKILL.",
+                                   seconds_of(setup_.plan.shutdown_timeout)));
+                               kill_now();
+                             },
+                         .abandon = [this] { abandon(); }}),
+      orphans_(setup.loop, ranks_,
+               {.reap = [this] { reap_orphans(); },
+                .gone = [this] { finish(); },
+                .say = [this](const std::string& text) { setup_.console.say(text); }}),
+      spared_timer_(setup.loop),
+      left_timer_(setup.loop) {}
+
+const std::string& WorkerGroup::error_file(int local_rank) const {
+  return ranks_.at(static_cast<std::size_t>(local_rank)).error_file;
+}
+
+// ---------------------------------------------------------------- start
+
+void WorkerGroup::start() {
+  attempt_.started = EventLoop::Clock::now();
+  const LaunchPlan& plan = setup_.plan;
+  if (plan.stall_timeout.count() > 0) {
+    stalls_ = std::make_unique<StallWatch>(
+        setup_.loop,
+        StallOptions{plan.stall_timeout, setup_.layout.world_size > plan.nproc_per_node},
+        StallEvents{[this](const StallReport& stall) { on_stall(stall); },
+                    [this](const std::string& line) {
+                      if (log::enabled(log::Level::kInfo)) setup_.console.say(line);
+                    }});
+  }
+  make_directories(place_.directory);
+  const auto open_filtered = [this](const char* name) {
+    const std::string path = place_.directory + "/" + name;
+    return Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
+  };
+  if (!plan.duplicate_stdout_filters.empty()) filtered_[0] = open_filtered("filtered_stdout.log");
+  if (!plan.duplicate_stderr_filters.empty()) filtered_[1] = open_filtered("filtered_stderr.log");
+  for (int local_rank = 0; local_rank < plan.nproc_per_node; ++local_rank)
+    ranks_.push_back({.rank = setup_.layout.first_rank + local_rank, .local_rank = local_rank});
+  for (RankRecord& rank : ranks_) {
+    workers_.push_back(std::make_unique<Worker>(setup_, place_, rank, pause_handlers(rank)));
+    Worker& worker = *workers_.back();
+    try {
+      worker.start(filtered_, stalls_ || setup_.observed, [this, &worker] { on_exit(worker); });
+      // A rank alone waits for no other: its pauses are its own.
+      if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
+        stalls_->add({rank.rank, rank.pid, worker.ledger.get(), rank.error_file + ".stack"});
+    } catch (const std::exception& error) {
+      RankFailure failure = describe(rank, attempt_);
+      failure.cause = error.what();
+      failure.code = dynamic_cast<const UsageError*>(&error) != nullptr ? kUsageCode : 126;
+      failure.restartable = false;
+      return fail(std::move(failure));
+    }
+  }
+}
+
+PauseWatch::Handlers WorkerGroup::pause_handlers(const RankRecord& rank) {
+  const auto index = static_cast<std::size_t>(rank.local_rank);
+  PauseWatch::Handlers handlers;
+  handlers.report = [this, &rank](int signal, const std::string& earlier, const std::string& note) {
+    setup_.console.say(
+        fmt::format("[launch] rank {} (pid {}) on {} was stopped by {}{}; it is failed after "
+                    "{:.1f} s unless it "
+                    "continues. Continue it with: kill -CONT {}{}",
+                    rank.rank, rank.pid, setup_.host, signal_name(signal), earlier,
+                    seconds_of(setup_.plan.stopped_timeout), rank.pid, note));
+  };
+  handlers.continued = [this, &rank] {
+    setup_.console.say(fmt::format("[launch] rank {} continues.", rank.rank));
+  };
+  handlers.look = [this, index] { return !watching() || take_pauses(*workers_[index]); };
+  handlers.overdue = [this, index](int signal) { on_stopped_too_long(*workers_[index], signal); };
+  return handlers;
+}
+
+// ---------------------------------------------------------------- stalls
+
+void WorkerGroup::show_stall(const StallReport& stall) {
+  setup_.console.say(stall.text);
+  std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.full_text << '\n';
+  for (const auto& worker : workers_) worker->save_ledger();
+  setup_.observed.notify(
+      [&](RunObserver& observer) { observer.ranks_stalled({stall.cause, stall.text}); });
+}
+
+void WorkerGroup::on_stall(const StallReport& stall) {
+  show_stall(stall);
+  if (setup_.plan.stall_action != StallAction::kStop || !stall.sure || !watching()) return;
+  const auto behind = std::ranges::find_if(ranks_, [&](const RankRecord& rank) {
+    return stall.behind.empty() ? rank.life.alive() : rank.rank == stall.behind.front();
+  });
+  if (behind != ranks_.end() && behind->life.alive())
+    fail_alive(*behind, "stalled. " + stall.cause, 1);
+}
+
+// ---------------------------------------------------------------- watch
+
+void WorkerGroup::on_exit(Worker& worker) {
+  RankRecord& rank = worker.record;
+  const double now = wall_clock();  // before it vanishes: a rank that sees that fails later
+  rank.ending = worker.process.reap();
+  setup_.loop.forget(worker.process.pidfd());
+  // It has ended, but a debugger that holds it has not released it yet; then comes SIGCHLD.
+  if (!rank.ending) return;
+  // One that we failed while it was alive failed then, though its victims may be gone before it.
+  if (!rank.life.was(RankLife::kFailed)) rank.ended_at = now;
+  worker.let_go();
+  if (stalls_) stalls_->remove(rank.rank);
+  if (!rank.ended_ok()) worker.save_ledger();
+  const bool left = inside::take_mark(rank.error_file) && rank.ended_ok();
+  rank.life.move(left ? RankLife::kLeft : RankLife::kEnded);
+  report_end(rank);
+  if (left) on_left(rank);
+  if (!rank.ended_ok() && watching()) fail(describe(*first_to_fail(ranks_), attempt_));
+  maybe_sweep();
+}
+
+// Its exit alone does not show whether it left the others early or whether all ranks end this way.
+void WorkerGroup::on_left(const RankRecord& rank) {
+  if (phase_ != Phase::kRunning || left_timer_.pending()) return;
+  left_timer_.start(setup_.plan.monitor_interval, [this, &rank] {
+    if (watching() && !all_ended()) fail(describe(rank, attempt_));
+  });
+}
+
+void WorkerGroup::report_end(const RankRecord& rank) {
+  setup_.observed.notify([&](RunObserver& observer) {
+    if (!rank.ending) return observer.rank_ended({rank.rank, "could not be killed", true});
+    // The run's cause is often alive when it is failed, and then ends because we end it.
+    const bool cause = failure_ && failure_->rank == rank.rank;
+    const bool failed = cause || rank.life.now() == RankLife::kLeft ||
+                        (!rank.ended_ok() && !rank.life.ends_for_us());
+    observer.rank_ended({rank.rank, rank.cause.empty() ? rank.ending->text() : rank.cause, failed});
+  });
+}
+
+void WorkerGroup::on_child_signal() {
+  for (const auto& worker : workers_) take_pauses(*worker);
+  reap_orphans();
+  if (phase_ == Phase::kSweeping && no_children_left()) finish();
+}
+
+bool WorkerGroup::take_pauses(Worker& worker) {
+  bool any = false;
+  for (; const auto pause = worker.process.look_for_pause(); any = true) on_pause(worker, *pause);
+  return any;
+}
+
+void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
+  RankLife& life = worker.record.life;
+  if (phase_ != Phase::kRunning) {
+    worker.pauses.cancel();
+    if (pause.stopped) worker.process.signal_group(SIGCONT);
+    return;
+  }
+  const RankLife::State next = pause.stopped ? RankLife::kPaused : RankLife::kRunning;
+  if (life.may_move(next)) life.move(next);  // one that has failed stays so
+  if (pause.stopped) return worker.pauses.stopped(pause.signal);
+  worker.pauses.continued();
+}
+
+void WorkerGroup::on_stopped_too_long(Worker& worker, int signal) {
+  const auto fail_it = [this, &worker, signal,
+                        stops = worker.pauses.stops()](const StallReport* stall) {
+    if (stall != nullptr) show_stall(*stall);
+    RankRecord& rank = worker.record;
+    // Not one that was continued, or stopped again, meanwhile.
+    if (!watching() || take_pauses(worker) || rank.life.now() != RankLife::kPaused ||
+        worker.pauses.stops() != stops)
+      return;
+    fail_alive(rank,
+               fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
+                           seconds_of(setup_.plan.stopped_timeout)),
+               128 + signal);
+  };
+  // Which ranks wait for it, and where, is known only while they live.
+  if (stalls_) return stalls_->report_now(setup_.plan.stopped_timeout / 2, fail_it);
+  fail_it(nullptr);
+}
+
+void WorkerGroup::reap_orphans() {
+  for (;;) {
+    siginfo_t info{};
+    if (::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) return;
+    const auto rank = std::ranges::find_if(workers_, [&](const auto& worker) {
+      return worker->alive() && worker->record.pid == info.si_pid;
+    });
+    if (rank != workers_.end()) {
+      on_exit(**rank);
+    } else {
+      ::waitid(P_PID, static_cast<id_t>(info.si_pid), &info, WEXITED | WNOHANG);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- stop
+
+void WorkerGroup::fail(RankFailure failure) {
+  failure_ = std::move(failure);
+  // Posted: the answer (stop_for) must not run inside the event that led here.
+  setup_.loop.post([this] { events_.failed(*failure_); });
+}
+
+void WorkerGroup::fail_alive(RankRecord& rank, std::string cause, int code) {
+  rank.life.move(RankLife::kFailed);
+  rank.cause = std::move(cause);
+  rank.code = code;
+  rank.ended_at = wall_clock();
+  fail(describe(rank, attempt_));
+}
+
+void WorkerGroup::begin_stopping(milliseconds head_start) {
+  phase_ = Phase::kStopping;
+  stalls_.reset();
+  for (const auto& worker : workers_) worker->pauses.cancel();
+  stop_.begin(head_start, setup_.plan.shutdown_timeout);
+}
+
+// The control line first and SIGTERM a moment later: a program of ours that has read the line no
+// longer takes the signal for a request to save.
+void WorkerGroup::stop_for(const RankFailure& failure) {
+  if (phase_ != Phase::kRunning) return;
+  // Every rank here has had the request that the first one followed; the others may be saving.
+  const bool asked = failure.stopped && forwarded_;
+  const bool heard = !asked && notify(failure);
+  const milliseconds head_start = asked   ? setup_.plan.shutdown_timeout
+                                  : heard ? kReportHeadStart
+                                          : milliseconds(0);
+  begin_stopping(head_start);
+  sweep_grace_ = kOrphanFailureGrace;
+  for (const auto& worker : workers_)
+    if (worker->record.rank == failure.rank) spare(*worker);
+  if (head_start.count() == 0) terminate();
+  maybe_sweep();
+}
+
+// Whether any of them listens.
+bool WorkerGroup::notify(const RankFailure& failure) {
+  const std::string line = control_line(failure);
+  bool heard = false;
+  for (const auto& worker : workers_)
+    if (worker->record.rank != failure.rank) heard |= worker->notify(line);
+  return heard;
+}
+
+// A rank that has written its error file is on its way out: let it end with its own exit code.
+void WorkerGroup::spare(Worker& cause) {
+  if (!cause.alive() || cause.record.life.was(RankLife::kFailed)) return;
+  spared_ = &cause;
+  spared_timer_.start(kCauseHeadStart, [this, &cause] {
+    if (cause.alive()) cause.signal(SIGTERM);
+  });
+}
+
+void WorkerGroup::terminate() {
+  if (phase_ != Phase::kStopping) return;
+  orphans_.signal(SIGTERM);
+  signal_ranks(SIGTERM, spared_);
+}
+
+void WorkerGroup::pass_on(int signal) {
+  if (phase_ == Phase::kOver) return;
+  if (phase_ == Phase::kRunning) {
+    begin_stopping();
+    sweep_grace_ = setup_.plan.shutdown_timeout;
+  }
+  passed_on_.insert(signal);
+  if (signal == SIGTERM) stop_.skip_head_start();  // once is enough
+  orphans_.signal(signal);
+  signal_ranks(signal);
+  maybe_sweep();
+}
+
+void WorkerGroup::forward(int signal) {
+  forwarded_ = true;
+  for (const auto& worker : workers_) {
+    if (!worker->alive()) continue;
+    const pid_t leader = worker->record.pid;
+    std::vector<pid_t> processes = descendants_of(leader);
+    processes.insert(processes.begin(), leader);
+    bool handled = false;
+    for (const pid_t pid : processes) {
+      if (group_of(pid) == leader && handles_signal(pid, signal))
+        handled |= signal_below(::getpid(), pid, signal);
+    }
+    if (!handled)
+      setup_.console.say(fmt::format(
+          "[launch] {} is not forwarded to rank {} (pid {}): it does not handle that signal, which "
+          "would end it. Send SIGTERM to stop the run.",
+          signal_name(signal), worker->record.rank, leader));
+  }
+}
+
+void WorkerGroup::kill_now() {
+  if (phase_ == Phase::kRunning) begin_stopping();
+  stop_.kill();
+  signal_ranks(SIGKILL);
+  orphans_.signal(SIGKILL);
+  if (phase_ == Phase::kSweeping) orphans_.kill(Orphans::kRounds);
+  maybe_sweep();
+}
+
+// A rank that waits inside the kernel, or that a debugger holds, does not react even to SIGKILL. It
+// counts as ended, and the sweep says that it is still there.
+void WorkerGroup::abandon() {
+  for (const auto& worker : workers_) {
+    if (!worker->alive()) continue;
+    worker->let_go();
+    worker->record.life.move(RankLife::kAbandoned);
+    report_end(worker->record);
+  }
+  maybe_sweep();
+}
+
+void WorkerGroup::signal_ranks(int number, const Worker* except) {
+  for (const auto& worker : workers_)
+    if (worker->alive() && worker.get() != except) worker->signal(number);
+}
+
+bool WorkerGroup::all_ended() const {
+  return std::ranges::none_of(ranks_, [](const RankRecord& rank) { return rank.life.alive(); });
+}
+
+void WorkerGroup::maybe_sweep() {
+  // A failure that has been reported but not answered yet must not be overtaken by the end.
+  if (phase_ == Phase::kSweeping || phase_ == Phase::kOver || !all_ended()) return;
+  if (phase_ == Phase::kRunning && failure_) return;
+  phase_ = Phase::kSweeping;
+  setup_.loop.post([this] { sweep(); });
+}
+
+void WorkerGroup::sweep() {
+  reap_orphans();
+  if (no_children_left()) return finish();
+  const bool waited = std::ranges::any_of(
+      ranks_, [](const RankRecord& rank) { return rank.life.now() == RankLife::kAbandoned; });
+  if (stop_.killed()) return orphans_.kill(waited ? 1 : Orphans::kRounds);
+  const auto left = stop_.time_left();  // none: nobody was asked
+  const auto grace = std::min(sweep_grace_, left ? setup_.plan.shutdown_timeout : kOrphanGrace);
+  orphans_.sweep(std::min(grace, left.value_or(grace)));
+}
+
+void WorkerGroup::finish() {
+  if (phase_ == Phase::kOver) return;
+  phase_ = Phase::kOver;
+  stop_.cancel();
+  orphans_.cancel();
+  spared_timer_.cancel();
+  left_timer_.cancel();
+  for (const auto& worker : workers_)
+    if (worker->output) worker->output->close_now();
+  setup_.loop.post([this] { events_.ended(); });
+}
+
+// ---------------------------------------------------------------- outcome
+
+std::optional<RankFailure> WorkerGroup::outcome() const {
+  const RankRecord* stopping =
+      failure_ ? nullptr : failed_stopping(ranks_, passed_on_, stop_.killed());
+  const RankRecord* first = !failure_ || failure_->restartable ? first_to_fail(ranks_) : nullptr;
+  if (!failure_ && stopping == nullptr &&
+      (first == nullptr || first->life.now() != RankLife::kLeft))
+    return std::nullopt;
+  if (stopping != nullptr) first = stopping;
+  RankFailure failure = first != nullptr ? describe(*first, attempt_) : *failure_;
+  if (stopping != nullptr) {
+    failure.cause = fmt::format("{} when it was asked to stop ({})", stopping->ending->text(),
+                                signal_name(*passed_on_.begin()));
+    failure.code = stopping->ending->exit_code();
+    failure.restartable = false;
+  }
+  std::vector<RankView> views;
+  for (const auto& worker : workers_) {
+    if (!worker->ledger || !worker->ledger->opened()) continue;
+    views.push_back({.ledger = worker->ledger->read()});
+    views.back().ledger.rank = worker->record.rank;
+  }
+  failure.standing = standing_of(views, failure.rank, ledger::monotonic_ns());
+  const auto index = static_cast<std::size_t>(failure.local_rank);
+  if (index < workers_.size() && workers_[index]->output && !failure.stopped)
+    add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
+  add_others(failure, ranks_);
+  return failure;
+}
+
+std::vector<RankFailure> WorkerGroup::errors() const {
+  std::vector<RankFailure> all;
+  for (const RankRecord& rank : ranks_)
+    if (rank.ending && !rank.ended_ok() && rank.ending->exit_code() != kStoppedCode)
+      all.push_back(describe(rank, attempt_));
+  return all;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,400 @@
+// The parts of a group of ranks, each alone; how they work together is in tests/launch.
+#include "launcher/worker_group.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+namespace lockstep::launch {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// For what must not happen.
+void run_for(EventLoop& loop, milliseconds time) {
+  loop.after(time, [&loop] { loop.stop(); });
+  loop.run();
+}
+
+// For what must happen, however busy the machine is.
+template <typename Done>
+void run_until(EventLoop& loop, const Done& done) {
+  for (int i = 0; i < 10'000 && !done(); ++i) run_for(loop, milliseconds(1));
+}
+
+// ---------------------------------------------------------------- Timer
+
+TEST(Timer, FiresOnceAndCanBeStartedAgainByItsOwnTask) {
+  EventLoop loop;
+  Timer timer(loop);
+  int fired = 0;
+  timer.start(milliseconds(1000), [&] { fired += 100; });
+  timer.start(milliseconds(1), [&] {  // in place of the one before
+    EXPECT_FALSE(timer.pending());
+    ++fired;
+    timer.start(milliseconds(1), [&] { ++fired; });
+  });
+  EXPECT_TRUE(timer.pending());
+  run_until(loop, [&] { return fired >= 2; });
+  EXPECT_EQ(fired, 2);
+  EXPECT_FALSE(timer.pending());
+}
+
+TEST(Timer, ItsTaskMayDestroyIt) {
+  EventLoop loop;
+  auto timer = std::make_unique<Timer>(loop);
+  bool fired = false;
+  const auto shared = std::make_shared<int>(7);
+  timer->start(milliseconds(1), [&fired, &timer, shared] {
+    timer.reset();
+    fired = *shared == 7;
+  });
+  run_until(loop, [&] { return fired; });
+  EXPECT_TRUE(fired);
+  EXPECT_EQ(shared.use_count(), 1);
+}
+
+TEST(Timer, EndsWithItsOwner) {
+  EventLoop loop;
+  bool fired = false;
+  {
+    Timer(loop).start(milliseconds(1), [&] { fired = true; });
+  }
+  run_for(loop, milliseconds(20));
+  EXPECT_FALSE(fired);
+}
+
+// ---------------------------------------------------------------- RankLife
+
+TEST(RankLife, HasTheTransitionsOfItsHeader) {
+  using L = RankLife;
+  const std::vector<L::State> all = {L::kNew,   L::kRunning, L::kPaused, L::kFailed,   L::kNotified,
+                                     L::kAsked, L::kEnded,   L::kLeft,   L::kAbandoned};
+  const std::map<L::State, std::set<L::State>> allowed = {
+      {L::kNew, {L::kRunning}},
+      {L::kRunning, {L::kPaused, L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
+      {L::kPaused, {L::kRunning, L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
+      {L::kFailed, {L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
+      {L::kNotified, {L::kAsked, L::kEnded, L::kLeft}},
+      {L::kAsked, {L::kAsked, L::kEnded, L::kLeft, L::kAbandoned}}};
+  const std::map<L::State, std::vector<L::State>> ways = {
+      {L::kNew, {}},
+      {L::kRunning, {L::kRunning}},
+      {L::kPaused, {L::kRunning, L::kPaused}},
+      {L::kFailed, {L::kRunning, L::kFailed}},
+      {L::kNotified, {L::kRunning, L::kNotified}},
+      {L::kAsked, {L::kRunning, L::kAsked}},
+      {L::kEnded, {L::kRunning, L::kEnded}},
+      {L::kLeft, {L::kRunning, L::kLeft}},
+      {L::kAbandoned, {L::kRunning, L::kAsked, L::kAbandoned}}};
+  for (const auto& [state, way] : ways) {
+    L life;
+    for (const L::State step : way) life.move(step);
+    ASSERT_EQ(life.now(), state);
+    for (const L::State next : all)
+      EXPECT_EQ(life.may_move(next),
+                allowed.count(state) != 0 && allowed.at(state).count(next) != 0)
+          << state << " -> " << next;
+  }
+}
+
+TEST(RankLife, RemembersWhyARankEnds) {
+  RankLife life;
+  EXPECT_FALSE(life.alive());
+  life.move(RankLife::kRunning);
+  EXPECT_TRUE(life.alive());
+  EXPECT_FALSE(life.ends_for_us());
+  life.move(RankLife::kNotified);
+  EXPECT_TRUE(life.ends_for_us());
+  life.move(RankLife::kAsked);
+  life.move(RankLife::kEnded);
+  EXPECT_FALSE(life.alive());
+  EXPECT_TRUE(life.was(RankLife::kNotified));
+  EXPECT_TRUE(life.was(RankLife::kAsked));
+  EXPECT_FALSE(life.was(RankLife::kPaused));
+}
+
+// ---------------------------------------------------------------- StopSequence
+
+class StopSequenceTest : public ::testing::Test {
+ protected:
+  EventLoop loop_;
+  std::vector<std::string> steps_;
+  StopSequence stop_{loop_,
+                     {.terminate = [this] { steps_.emplace_back("terminate"); },
+                      .overdue =
+                          [this] {
+                            steps_.emplace_back("overdue");
+                            stop_.kill();
+                          },
+                      .abandon = [this] { steps_.emplace_back("abandon"); }}};
+};
+
+TEST_F(StopSequenceTest, TakesItsStepsInOrder) {
+  EXPECT_EQ(stop_.time_left(), std::nullopt);
+  stop_.begin(milliseconds(20), milliseconds(40));
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kWarned);
+  EXPECT_THAT(steps_, IsEmpty());
+  run_until(loop_, [this] { return steps_.size() >= 2; });
+  EXPECT_THAT(steps_, ElementsAre("terminate", "overdue"));
+  EXPECT_TRUE(stop_.killed());
+  EXPECT_EQ(stop_.time_left(), milliseconds(0));
+}
+
+TEST_F(StopSequenceTest, WithoutAHeadStartTheCallerSignals) {
+  stop_.begin(milliseconds(0), milliseconds(20));
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kAsked);
+  run_until(loop_, [this] { return !steps_.empty(); });
+  EXPECT_THAT(steps_, ElementsAre("overdue"));
+}
+
+TEST_F(StopSequenceTest, ARequestMeanwhileEndsTheHeadStartButNotTheGrace) {
+  stop_.begin(milliseconds(30), milliseconds(60'000));
+  const auto before = *stop_.time_left();
+  stop_.skip_head_start();
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kAsked);
+  EXPECT_LE(*stop_.time_left(), before);
+  EXPECT_GT(*stop_.time_left(), milliseconds(50'000));
+  run_for(loop_, milliseconds(80));
+  EXPECT_THAT(steps_, IsEmpty());
+}
+
+TEST_F(StopSequenceTest, KillsFromAnyStageAndNeverGoesBack) {
+  stop_.begin(milliseconds(10), milliseconds(20));
+  stop_.kill();
+  stop_.begin(milliseconds(10), milliseconds(20));
+  stop_.skip_head_start();
+  EXPECT_TRUE(stop_.killed());
+  run_for(loop_, milliseconds(60));
+  EXPECT_THAT(steps_, IsEmpty());  // abandon comes after kKillTimeout
+}
+
+TEST_F(StopSequenceTest, GivesUpWhatSigkillDoesNotEnd) {
+  stop_.kill();
+  run_until(loop_, [this] { return !steps_.empty(); });
+  EXPECT_THAT(steps_, ElementsAre("abandon"));
+}
+
+// ---------------------------------------------------------------- pauses
+
+TEST(RankPauses, ReportsTheFirstThenOneAMinuteWithACount) {
+  RankPauses pauses;
+  auto now = EventLoop::Clock::now();
+  for (int i = 0; i < RankPauses::kFirst; ++i) {
+    ASSERT_TRUE(pauses.stopped(now));
+    EXPECT_EQ(pauses.report(now), "");
+    EXPECT_TRUE(pauses.continued());
+  }
+  EXPECT_FALSE(pauses.stopped(now));
+  EXPECT_FALSE(pauses.continued());
+  EXPECT_FALSE(pauses.stopped(now += std::chrono::seconds(59)));
+  EXPECT_TRUE(pauses.stopped(now += std::chrono::seconds(1)));
+  EXPECT_EQ(pauses.report(now), " (and 2 times since the last such line)");
+}
+
+class PauseWatchTest : public ::testing::Test {
+ protected:
+  PauseWatch watch(milliseconds bound) {
+    return PauseWatch(
+        loop_, bound,
+        {.report =
+             [this](int signal, const std::string& earlier, const std::string& note) {
+               said_.push_back(std::to_string(signal) + earlier + note);
+             },
+         .continued = [this] { said_.emplace_back("continues"); },
+         .overdue = [this](int signal) { said_.push_back("overdue " + std::to_string(signal)); },
+         .look = [this] { return news_; }});
+  }
+  EventLoop loop_;
+  std::vector<std::string> said_;
+  bool news_ = false;
+};
+
+TEST_F(PauseWatchTest, AStoppedRankIsReportedAndThenOverdue) {
+  PauseWatch pauses = watch(milliseconds(40));
+  pauses.stopped(19);
+  EXPECT_THAT(said_, ElementsAre("19"));
+  run_until(loop_, [this] { return said_.size() >= 2; });
+  EXPECT_THAT(said_, ElementsAre("19", "overdue 19"));
+}
+
+TEST_F(PauseWatchTest, OneThatContinuesIsNotOverdue) {
+  PauseWatch pauses = watch(milliseconds(20));
+  pauses.stopped(19);
+  pauses.continued();
+  run_for(loop_, milliseconds(60));
+  EXPECT_THAT(said_, ElementsAre("19", "continues"));
+}
+
+TEST_F(PauseWatchTest, NewsThatHasNotBeenTakenYetComesFirst) {
+  PauseWatch pauses = watch(milliseconds(20));
+  pauses.stopped(19);
+  news_ = true;
+  run_for(loop_, milliseconds(60));
+  EXPECT_THAT(said_, ElementsAre("19"));
+}
+
+TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
+  PauseWatch pauses = watch(milliseconds(40));
+  for (int i = 0; i < RankPauses::kFirst; ++i) {
+    pauses.stopped(19);
+    pauses.continued();
+  }
+  EXPECT_EQ(said_.size(), 6u);
+  EXPECT_THAT(said_[4], HasSubstr("once a minute"));
+  said_.clear();
+  pauses.stopped(20);
+  pauses.continued();
+  pauses.stopped(20);
+  EXPECT_THAT(said_, IsEmpty());
+  run_until(loop_, [this] { return said_.size() >= 2; });
+  EXPECT_THAT(said_, ElementsAre("20 (and 1 times since the last such line)", "overdue 20"));
+  EXPECT_EQ(pauses.stops(), 5);
+}
+
+// ---------------------------------------------------------------- who is to blame
+
+class Blame : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = ::testing::TempDir() + "blame_XXXXXX";
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    directory_ = pattern;
+    for (int rank = 0; rank < 4; ++rank) {
+      ranks_.push_back({.rank = 4 + rank,
+                        .local_rank = rank,
+                        .pid = 100 + rank,
+                        .error_file = directory_ + "/" + std::to_string(rank)});
+      ranks_.back().life.move(RankLife::kRunning);
+    }
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  RankRecord& end(int index, Ending ending, double when) {
+    RankRecord& rank = ranks_[static_cast<std::size_t>(index)];
+    rank.ending = ending;
+    rank.ended_at = when;
+    rank.life.move(RankLife::kEnded);
+    return rank;
+  }
+  void move(int index, RankLife::State state) {
+    ranks_[static_cast<std::size_t>(index)].life.move(state);
+  }
+  void write_error(int index, double when, bool consequence) {
+    std::ofstream(ranks_[static_cast<std::size_t>(index)].error_file)
+        << R"({"message": {"message": "boom", "extraInfo": {"timestamp": )" << when
+        << R"(, "consequence": )" << (consequence ? "true" : "false") << "}}}";
+  }
+  int blamed() const {
+    const RankRecord* rank = first_to_fail(ranks_);
+    return rank == nullptr ? -1 : rank->local_rank;
+  }
+  int blamed_for_stop(std::set<int> requests, bool killed = false) const {
+    const RankRecord* rank = failed_stopping(ranks_, requests, killed);
+    return rank == nullptr ? -1 : rank->local_rank;
+  }
+
+  static constexpr Ending kOk{};
+  static constexpr Ending kError{false, 3, false};
+  static constexpr Ending kKilled{true, SIGKILL, false};
+  static constexpr Ending kCrashed{true, SIGSEGV, false};
+  static constexpr Ending kObeyed{true, SIGTERM, false};
+
+  std::string directory_;
+  std::vector<RankRecord> ranks_;
+};
+
+TEST_F(Blame, NobodyWhereAllIsWell) {
+  end(0, kOk, 10);
+  EXPECT_EQ(blamed(), -1);
+}
+
+TEST_F(Blame, TheEarliestOfThoseThatEndedByThemselves) {
+  end(2, kError, 11);
+  end(1, kError, 10);
+  move(3, RankLife::kAsked);
+  end(3, kObeyed, 5);
+  EXPECT_EQ(blamed(), 1);
+}
+
+TEST_F(Blame, AKilledRankIsHeardOfLate) {
+  end(1, kError, 10);
+  end(2, kKilled, 10.2);
+  EXPECT_EQ(blamed(), 2);
+}
+
+TEST_F(Blame, AConsequenceIsTheCauseOnlyWhereNoOtherIsKnown) {
+  end(1, kError, 10);
+  write_error(1, 1000.5, true);
+  EXPECT_EQ(blamed(), 1);
+  end(2, kError, 2000);
+  EXPECT_EQ(blamed(), 2);
+}
+
+TEST_F(Blame, ARankThatWroteItsFileBeforeItWasStopped) {
+  move(1, RankLife::kAsked);
+  write_error(1, 1000.5, false);
+  end(1, kObeyed, 2000);
+  end(2, kError, 1500);
+  EXPECT_EQ(blamed(), 1);
+  EXPECT_EQ(describe(ranks_[1], {}).cause, "reported an error and was stopped");
+}
+
+TEST_F(Blame, ARankThatLeftAndOneThatWasFailedAlive) {
+  ranks_[3].ending = kOk;
+  ranks_[3].ended_at = 10;
+  move(3, RankLife::kLeft);
+  EXPECT_EQ(blamed(), 3);
+  EXPECT_EQ(describe(ranks_[3], {}).cause, kLeftCause);
+  ranks_[0].cause = "stalled.";
+  ranks_[0].code = 5;
+  ranks_[0].ended_at = 9;
+  move(0, RankLife::kFailed);
+  EXPECT_EQ(blamed(), 0);
+  EXPECT_EQ(describe(ranks_[0], {}).cause, "stalled.");
+  EXPECT_EQ(describe(ranks_[0], {}).code, 5);
+}
+
+TEST_F(Blame, AStopIsFailedByWhoDoesNotObey) {
+  for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
+  end(0, kObeyed, 10);
+  end(1, {false, 143, false}, 10);
+  EXPECT_EQ(blamed_for_stop({SIGTERM}), -1);
+  end(2, kError, 9);
+  EXPECT_EQ(blamed_for_stop({SIGTERM}), 2);
+  EXPECT_EQ(blamed_for_stop({SIGTERM, SIGINT}), -1);  // an interrupted program may say anything
+  end(3, kCrashed, 12);
+  EXPECT_EQ(blamed_for_stop({SIGTERM}), 3);  // takes others with it
+}
+
+TEST_F(Blame, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
+  for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
+  end(0, kObeyed, 10);
+  end(1, kError, 11);  // lost rank 0
+  EXPECT_EQ(blamed_for_stop({SIGTERM}), -1);
+  end(2, kKilled, 12);
+  EXPECT_EQ(blamed_for_stop({SIGTERM}, true), -1);
+  EXPECT_EQ(blamed_for_stop({SIGTERM}, false), 2);
+}
+
+TEST_F(Blame, TheOthersAreSortedByWhyTheyEnded) {
+  RankFailure failure = describe(end(0, kError, 10), {});
+  end(1, kOk, 5);
+  end(2, kError, 10.5);
+  move(3, RankLife::kNotified);
+  move(3, RankLife::kAsked);
+  end(3, kObeyed, 11);
+  add_others(failure, ranks_);
+  EXPECT_THAT(failure.ended_before, ElementsAre(5));
+  EXPECT_THAT(failure.others, ElementsAre("rank 6 exited with code 3, 0.50 s later"));
+  EXPECT_THAT(failure.victims, ElementsAre("rank 7 killed by SIGTERM"));
+}
+
+}  // namespace
+}  // namespace lockstep::launch

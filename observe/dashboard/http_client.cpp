@@ -1,0 +1,243 @@
+#include "observe/dashboard/http_client.h"
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <memory>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+constexpr std::size_t kMaxHeaders = 64u << 10;
+constexpr std::size_t kMaxBody = 64u << 20;  // of one answer, or of one event
+
+[[noreturn]] void refuse_url(std::string_view text) {
+  throw UsageError("monitor",
+                   "'{}' is not an address of a dashboard. Give the one that `lockstep run "
+                   "--dashboard` printed: http://127.0.0.1:PORT/?token=TOKEN.",
+                   text);
+}
+
+[[noreturn]] void broken(const std::string& where, std::string_view what) {
+  throw CommError("monitor", fmt::format("{} {}. Is that address a dashboard's, and does its run "
+                                         "still last?",
+                                         where, what));
+}
+
+std::string lower_case(std::string_view text) {
+  std::string result(text);
+  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return result;
+}
+
+void wait_for(int fd, short events, const Deadline& deadline, const std::string& where) {
+  pollfd entry{fd, events, 0};
+  while (true) {
+    const int ready = ::poll(&entry, 1, deadline.remaining_ms());
+    if (ready > 0) return;
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready < 0) throw SystemError("monitor", "poll failed", errno);
+    throw TimeoutError("monitor",
+                       fmt::format("{} has sent nothing for {:.0f} s. Its launcher may be stopped "
+                                   "or its host overloaded.",
+                                   where, static_cast<double>(deadline.total().count()) / 1e3));
+  }
+}
+
+}  // namespace
+
+DashboardUrl parse_dashboard_url(std::string_view text) {
+  constexpr std::string_view kScheme = "http://";
+  if (!text.starts_with(kScheme)) refuse_url(text);
+  const std::string_view rest = text.substr(kScheme.size());
+  const auto end = rest.find_first_of("/?#");
+  const std::string_view place = rest.substr(0, end);
+  DashboardUrl url;
+  const auto close = place.starts_with('[') ? place.find(']') : 0;
+  if (close == place.npos) refuse_url(text);
+  const auto colon = place.find(':', close);
+  url.host = place.starts_with('[') ? place.substr(1, close - 1) : place.substr(0, colon);
+  if (colon != place.npos) {
+    const std::string_view port = place.substr(colon + 1);
+    const auto [stop, error] = std::from_chars(port.data(), port.data() + port.size(), url.port);
+    if (error != std::errc() || stop != port.data() + port.size()) refuse_url(text);
+  }
+  if (url.host.empty() || url.port < 1 || url.port > 65535) refuse_url(text);
+  if (const auto at = rest.find("token="); at != rest.npos) {
+    const std::string_view token = rest.substr(at + 6);
+    url.token = token.substr(0, token.find_first_of("&#"));
+  }
+  // It becomes part of a header.
+  for (const char c : url.host + url.token)
+    if (static_cast<unsigned char>(c) <= ' ' || c == 127) refuse_url(text);
+  return url;
+}
+
+HttpStream::HttpStream(const DashboardUrl& url, const std::string& path, const Deadline& deadline)
+    : where_(fmt::format("http://{}:{}", url.host, url.port)) {
+  connect(url, deadline);
+  const bool v6 = url.host.find(':') != std::string::npos;
+  std::string request = fmt::format("GET {} HTTP/1.1\r\nHost: {}:{}\r\nConnection: close\r\n", path,
+                                    v6 ? "[" + url.host + "]" : url.host, url.port);
+  if (!url.token.empty()) request += fmt::format("Authorization: Bearer {}\r\n", url.token);
+  send(request + "\r\n", deadline);
+  read_headers(deadline);
+}
+
+void HttpStream::connect(const DashboardUrl& url, const Deadline& deadline) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int failed =
+      ::getaddrinfo(url.host.c_str(), std::to_string(url.port).c_str(), &hints, &found);
+  if (failed != 0)
+    throw CommError("monitor", fmt::format("the name '{}' cannot be resolved ({}).", url.host,
+                                           ::gai_strerror(failed)));
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
+  int error = ECONNREFUSED;
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
+    socket_.reset(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket_) throw SystemError("monitor", "cannot make a socket", errno);
+    if (::connect(socket_.get(), entry->ai_addr, entry->ai_addrlen) == 0) return;
+    error = errno;
+    if (error != EINPROGRESS) continue;
+    wait_for(socket_.get(), POLLOUT, deadline, where_);
+    socklen_t size = sizeof(error);
+    ::getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error == 0) return;
+  }
+  throw CommError("monitor", fmt::format("cannot connect to {} ({}). The run has ended, or it was "
+                                         "started without --dashboard.",
+                                         where_, std::strerror(error)));
+}
+
+void HttpStream::send(std::string_view text, const Deadline& deadline) {
+  while (!text.empty()) {
+    const ssize_t sent = ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL);
+    if (sent >= 0) {
+      text.remove_prefix(static_cast<std::size_t>(sent));
+    } else if (errno == EAGAIN) {
+      wait_for(socket_.get(), POLLOUT, deadline, where_);
+    } else if (errno != EINTR) {
+      broken(where_, "closed the connection");
+    }
+  }
+}
+
+bool HttpStream::fill(const Deadline& deadline) {
+  char buffer[64u << 10];
+  while (true) {
+    const ssize_t got = ::recv(socket_.get(), buffer, sizeof(buffer), 0);
+    if (got > 0) {
+      raw_.append(buffer, static_cast<std::size_t>(got));
+      return true;
+    }
+    if (got == 0) return false;
+    if (errno == EAGAIN)
+      wait_for(socket_.get(), POLLIN, deadline, where_);
+    else if (errno != EINTR)
+      return false;
+  }
+}
+
+std::string HttpStream::raw_line(const Deadline& deadline) {
+  std::size_t end;
+  while ((end = raw_.find("\r\n")) == std::string::npos) {
+    if (raw_.size() > kMaxHeaders) broken(where_, "sent a line that is too long");
+    if (!fill(deadline)) broken(where_, "closed the connection in the middle of an answer");
+  }
+  const std::string line = raw_.substr(0, end);
+  raw_.erase(0, end + 2);
+  return line;
+}
+
+void HttpStream::read_headers(const Deadline& deadline) {
+  const std::string status = raw_line(deadline);
+  if (!status.starts_with("HTTP/1.") || status.size() < 12) broken(where_, "does not speak HTTP");
+  std::size_t bytes = 0;
+  while (true) {
+    const std::string line = raw_line(deadline);
+    if (line.empty()) break;
+    bytes += line.size();
+    if (bytes > kMaxHeaders) broken(where_, "sent too many headers");
+    if (lower_case(line).starts_with("transfer-encoding:"))
+      chunked_ = lower_case(line).find("chunked") != std::string::npos;
+  }
+  const std::string code = status.substr(9, 3);
+  if (code == "200") return;
+  if (code == "403")
+    throw UsageError("monitor",
+                     "{} refuses the token. Give the whole address that `lockstep run "
+                     "--dashboard` printed, with ?token=, in quotes.",
+                     where_);
+  broken(where_, fmt::format("answered with status {}", status.substr(9)));
+}
+
+bool HttpStream::decode(const Deadline& deadline) {
+  if (over_) return false;
+  if (!chunked_) {
+    if (raw_.empty() && !fill(deadline)) over_ = true;
+    body_ += std::exchange(raw_, {});
+    return !over_;
+  }
+  const std::string line = raw_line(deadline);
+  std::size_t size = 0;
+  const auto [stop, error] = std::from_chars(line.data(), line.data() + line.size(), size, 16);
+  if (error != std::errc() || stop == line.data() || size > kMaxBody)
+    broken(where_, "sent a chunk without a size");
+  while (raw_.size() < size + 2)
+    if (!fill(deadline)) broken(where_, "closed the connection in the middle of an answer");
+  body_.append(raw_, 0, size);
+  raw_.erase(0, size + 2);
+  over_ = size == 0;
+  return !over_;
+}
+
+std::string HttpStream::read_all(const Deadline& deadline) {
+  while (decode(deadline))
+    if (body_.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
+  return std::exchange(body_, {});
+}
+
+std::optional<std::string> HttpStream::body_line(const Deadline& deadline) {
+  std::size_t end;
+  while ((end = body_.find('\n')) == std::string::npos) {
+    if (body_.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
+    if (!decode(deadline)) return std::nullopt;
+  }
+  std::string line = body_.substr(0, end);
+  body_.erase(0, end + 1);
+  if (line.ends_with('\r')) line.pop_back();
+  return line;
+}
+
+std::optional<std::string> HttpStream::next_event(const Deadline& deadline) {
+  std::string type;
+  std::string data;
+  while (const auto line = body_line(deadline)) {
+    if (line->starts_with("event: ")) type = line->substr(7);
+    if (line->starts_with("data: ")) data += line->substr(6);
+    if (data.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
+    if (!line->empty()) continue;
+    if (type == "end") {
+      ended_ = true;
+      return std::nullopt;
+    }
+    if (type.empty() && !data.empty()) return data;
+    type.clear();
+    data.clear();
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep::dashboard

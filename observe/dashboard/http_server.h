@@ -1,0 +1,71 @@
+// The dashboard's web server: the page, the run's state as JSON and as a stream of events,
+// Prometheus's page, and probes for orchestrators. It knows nothing of the run but three functions.
+//
+//   HttpEndpoint endpoint = http_listen("", "--dashboard");            // a free loopback port
+//   HttpServer server(std::move(endpoint), {.snapshot_json = ..., .metrics_text = ...});
+//   fmt::print(stderr, "[dashboard] {}\n", server.url());              // with the token
+//
+//   GET /            the page            GET /snapshot   the state, once
+//   GET /events      the state, each second, as server-sent events
+//   GET /metrics     Prometheus          GET /healthz, /readyz   without a token
+//
+// Everything else needs the token: in the query (`?token=`, which the page exchanges for a cookie)
+// or as `Authorization: Bearer`. The server runs two threads of its own; requests are bounded in
+// size, number and time, so that a client can neither hold it up nor make it grow. Built on
+// libmicrohttpd; without it (http_unavailable.cpp) http_listen() says what to install.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "lockstep/core/fd.h"
+#include "observe/dashboard/http_rules.h"
+
+namespace lockstep::dashboard {
+
+// Called by the server's threads, one call at a time, once a second at most. What they throw is
+// answered with status 500.
+struct DashboardSource {
+  std::function<std::string()> snapshot_json;  // one JSON object (docs/dashboard.md)
+  std::function<std::string()> metrics_text;   // empty: there is no /metrics
+  std::function<bool()> ready;                 // empty: always
+};
+
+struct HttpEndpoint {
+  Fd socket;
+  ListenAddress where;  // with the port that the kernel gave
+};
+
+// Listens, so that a port that is in use is known before anything is started. `flag` is named in
+// the UsageError.
+HttpEndpoint http_listen(const std::string& where, const std::string& flag);
+
+struct HttpOptions {
+  std::string token{};                             // empty: a random one
+  std::chrono::milliseconds interval{1000};        // between events
+  unsigned connections = 160;                      // more wait until one ends
+  unsigned viewers = 64;                           // event streams; more get status 503
+  std::chrono::milliseconds request_limit{10000};  // from connection to answer, but for streams
+};
+
+// Used by one thread; calls of the source come from others until the destructor returns. The
+// destructor sends the last state and the event "end" to whoever watches, and waits a second for
+// it at most.
+class HttpServer {
+ public:
+  HttpServer(HttpEndpoint endpoint, DashboardSource source, const HttpOptions& options = {});
+  ~HttpServer();
+  HttpServer(const HttpServer&) = delete;
+  HttpServer& operator=(const HttpServer&) = delete;
+
+  std::string url() const;  // with the token
+  const std::string& token() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep::dashboard

@@ -1,0 +1,98 @@
+#include "observe/dashboard/rank_sampler.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "launcher/process.h"
+
+namespace lockstep::dashboard {
+namespace {
+
+// Of the interval in which the ledger was opened: what the rank did before, it did to start up.
+// Where more was counted than there was time, it ran before anybody looked, and only later
+// intervals can be known.
+ledger::Totals first_totals(const monitor::Interval& interval, const ledger::Totals& read) {
+  const std::uint64_t whole = static_cast<std::uint64_t>(interval.seconds * 1e9);
+  const std::uint64_t counted =
+      std::accumulate(read.host_ns.begin(), read.host_ns.end(), std::uint64_t{0});
+  ledger::Totals spent = counted <= whole ? read : ledger::Totals{};
+  spent.time_ns = whole;
+  if (counted <= whole) spent.host_ns[ledger::index(ledger::Phase::kStartup)] += whole - counted;
+  return spent;
+}
+
+// One that ends on no rank before all of them have begun it. A root's does, and so do messages.
+bool is_of_all(const ledger::Record& record, const std::string& group) {
+  return record.group == group && !record.message && record.peer < 0 &&
+         record.state != ledger::State::kReleased && record.operation != "connect";
+}
+
+}  // namespace
+
+RankSampler::RankSampler(launch::RankStarted rank, Clock::time_point began)
+    : rank_(std::move(rank)), pid_(rank_.pid), began_(began), process_(pid_) {}
+
+// What a rank writes into its ledger is believed of processes below this one alone.
+void RankSampler::find_process() {
+  const int named = rank_.ledger ? rank_.ledger->pid() : 0;
+  if (named == std::exchange(ledger_pid_, named)) return;
+  pid_ = named > 0 && launch::is_below(::getpid(), named) ? named : rank_.pid;
+}
+
+bool RankSampler::stopped() const {
+  const auto& seen = process();
+  return seen && (seen->state == 'T' || seen->state == 't');
+}
+
+// Of a rank that counts no steps, from its newest records; a ring that has turned since the last
+// look covers less than the interval.
+void RankSampler::add_collectives(monitor::Interval& interval) {
+  const ledger::Snapshot seen = rank_.ledger->read();
+  if (seen.records.empty()) return;
+  const ledger::Record& oldest = seen.records.front();
+  if (!group_ && oldest.ticket == 1) group_ = oldest.group;
+  const std::uint64_t now = ledger::monotonic_ns();
+  const std::uint64_t before = std::exchange(looked_ns_, now);
+  const ledger::Ticket last = std::exchange(newest_, seen.records.back().ticket);
+  if (!group_ || before == 0) return;
+  const std::uint64_t from = oldest.ticket > last + 1 ? std::max(before, oldest.posted_ns) : before;
+  std::uint64_t covered = from;  // records are in the order in which they were posted
+  std::uint64_t under_way = 0;
+  for (const ledger::Record& record : seen.records) {
+    if (!is_of_all(record, *group_)) continue;
+    interval.collectives += record.ticket > last ? 1 : 0;
+    const std::uint64_t begin = std::max(record.posted_ns, covered);
+    const std::uint64_t end = std::min(record.under_way() ? now : record.ended_ns, now);
+    if (end <= begin) continue;
+    under_way += end - begin;
+    covered = end;
+  }
+  if (now > from)
+    interval.collective_share = static_cast<double>(under_way) / static_cast<double>(now - from);
+}
+
+monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
+  monitor::Interval interval;
+  const auto now = Clock::now();
+  interval.unix_time_s =
+      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  interval.seconds = std::chrono::duration<double>(now - std::exchange(began_, now)).count();
+  if (rank_.ledger && rank_.ledger->opened()) {
+    const ledger::Totals read = end ? *end : rank_.ledger->totals();
+    interval = monitor::interval_of(totals_ ? ledger::since(*totals_, read)
+                                            : first_totals(interval, read));
+    totals_ = read;
+    interval.step = rank_.ledger->step();
+    if (!end && read.steps == 0) add_collectives(interval);
+  }
+  interval.start = std::exchange(start_, false);
+  if (end) return interval;
+  find_process();
+  process_.look(pid_, interval);
+  return interval;
+}
+
+}  // namespace lockstep::dashboard

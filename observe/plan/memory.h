@@ -1,0 +1,63 @@
+// Bytes per GPU of a training step at its peak, and whether they fit.
+//
+//   const Memory memory = memory_of(model, {.batch = 8, .half = true, .ranks = 4});
+//   memory.total() <= usable_bytes(card)
+//
+// The peak is one of these moments: the loss (all activations and the logits), the backward of the
+// last block, the end of backward (all gradients), the update. A Memory has the bytes of the
+// largest, part by part; what does not exist at that moment is 0.
+//
+// Gradients exist from step to step where they lie in DistributedDataParallel's buckets (several
+// ranks) or are accumulated; otherwise backward makes them as it frees activations.
+//
+// Values and functions without state; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "observe/plan/cards.h"
+#include "observe/plan/model_shape.h"
+
+namespace lockstep::plan {
+
+struct MemoryOptions {
+  std::int64_t batch = 8;  // samples of the micro-batch
+  std::int64_t accumulation = 1;
+  bool half = false;  // bf16 or fp16
+  bool checkpointing = false;
+  bool fused = false;              // as in ActivationOptions
+  int ranks = 1;                   // data parallel
+  bool sharded_optimizer = false;  // its state is divided over the ranks
+  int state_copies = 2;            // tensors of the optimizer for each parameter: 2 of Adam
+  int stages = 1;                  // GPUs that the layers of one replica are divided over
+  bool cpu = false;                // no CUDA, no NCCL
+};
+
+struct Memory {
+  std::uint64_t parameters = 0;  // and buffers
+  std::uint64_t copies = 0;      // of weights in the half type
+  std::uint64_t gradients = 0;   // buckets included
+  std::uint64_t optimizer = 0;
+  std::uint64_t activations = 0;  // saved tensors and temporaries
+  std::uint64_t head = 0;         // logits and their gradients
+  std::uint64_t workspace = 0;    // of cuBLAS; what the caching allocator cannot reuse
+  std::uint64_t context = 0;      // of CUDA and NCCL, outside the allocator
+  std::string_view moment{};      // "the loss": when the peak is
+
+  // What torch.cuda.max_memory_allocated() shows.
+  std::uint64_t allocated() const {
+    return parameters + copies + gradients + optimizer + activations + head;
+  }
+  // What nvidia-smi shows.
+  std::uint64_t total() const { return allocated() + workspace + context; }
+};
+
+Memory memory_of(const Model& model, const MemoryOptions& options);
+
+// Without what is better left free: a card that is full to the last byte fails at the first longer
+// batch. UINT64_MAX where the memory is not known.
+std::uint64_t usable_bytes(const Card& card);
+bool fits(const Memory& memory, const Card& card);
+
+}  // namespace lockstep::plan

@@ -1,0 +1,425 @@
+#include "observe/plan/model_shape.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <string_view>
+
+namespace lockstep::plan {
+namespace {
+
+using models::BlockSpec;
+using models::CausalLmConfig;
+using models::DecoderSpec;
+using models::MlpConfig;
+using models::NormKind;
+using models::Projection;
+using models::ResNetConfig;
+
+std::int64_t count_of(const io::TensorShape& tensor) {
+  std::int64_t count = 1;
+  for (const std::int64_t size : tensor.shape) count *= size;
+  return count;
+}
+
+std::string module_of(const std::string& tensor) {
+  const std::size_t dot = tensor.rfind('.');
+  return dot == std::string::npos ? std::string() : tensor.substr(0, dot);
+}
+
+bool is_buffer(const std::string& name) {
+  return name.ends_with(".running_mean") || name.ends_with(".running_var") ||
+         name.ends_with(".num_batches_tracked");
+}
+
+// Which tensors are trained, and the adapters beside them.
+class Trained {
+ public:
+  explicit Trained(const Model& model, const std::vector<io::TensorShape>& tensors) {
+    const CausalLmConfig* lm = model.causal_lm();
+    std::vector<std::string> linear;
+    if (lm != nullptr) linear = models::linear_layers(lm->spec());
+    for (const io::TensorShape& tensor : tensors)  // of other models every matrix
+      if (lm == nullptr && tensor.shape.size() == 2) linear.push_back(module_of(tensor.name));
+    linear_.insert(linear.begin(), linear.end());
+    if (!model.lora) return;
+    lora_ = *model.lora;
+    targets_.emplace(lora_);
+    const std::vector<std::string> chosen = targets_->select(linear);
+    adapted_.insert(chosen.begin(), chosen.end());
+  }
+
+  bool is_linear(const io::TensorShape& tensor) const {
+    return tensor.name.ends_with(".weight") && linear_.contains(module_of(tensor.name));
+  }
+  bool is_trained(const io::TensorShape& tensor) const {
+    if (!targets_) return true;
+    const std::string module = module_of(tensor.name);
+    if (targets_->is_saved_whole(module)) return true;
+    if (!tensor.name.ends_with(".bias")) return false;
+    return lora_.bias == models::LoraBias::kAll ||
+           (lora_.bias == models::LoraBias::kLoraOnly && adapted_.contains(module));
+  }
+  // Parameters of the adapter of this weight; 0: it has none.
+  std::int64_t adapter(const io::TensorShape& tensor) const {
+    if (!tensor.name.ends_with(".weight")) return 0;
+    const std::string module = module_of(tensor.name);
+    if (!adapted_.contains(module)) return 0;
+    return targets_->rank(module) * (tensor.shape.at(0) + tensor.shape.at(1));
+  }
+  // Of the first block's layer whose name ends so; 0: it has none. Blocks are the same but for
+  // layers_to_transform, of which the estimate takes no notice.
+  std::int64_t rank_of(std::string_view layer) const {
+    for (const std::string& module : adapted_)
+      if (module.ends_with(layer)) return targets_->rank(module);
+    return 0;
+  }
+  bool adapters() const { return targets_.has_value(); }
+  double dropout() const { return lora_.lora_dropout; }
+
+ private:
+  std::set<std::string> linear_;
+  std::set<std::string> adapted_;
+  models::LoraConfig lora_{};
+  std::optional<models::LoraTargets> targets_;
+};
+
+std::int64_t head_weight(const Model& model) {
+  const CausalLmConfig* lm = model.causal_lm();
+  if (lm == nullptr) return 0;
+  return lm->vocab_size() * lm->spec().width;
+}
+
+// ---------------------------------------------------------------- convolutions
+
+struct Convolution {
+  std::int64_t in;
+  std::int64_t out;
+  std::int64_t size;    // of the kernel
+  std::int64_t pixels;  // of a side of the output
+  bool ends_in_relu;    // of its own; the last one of a block has the block's
+};
+
+// In the order of forward, shortcuts included.
+std::vector<Convolution> convolutions(const ResNetConfig& c, std::int64_t image) {
+  std::int64_t side = (image + 1) / 2;
+  std::vector<Convolution> all{{3, 64, 7, side, true}};
+  side = (side + 1) / 2;  // the pooling after the stem
+  std::int64_t in = 64;
+  std::int64_t width = 64;
+  const auto stages = c.blocks();
+  for (std::size_t stage = 0; stage < stages.size(); ++stage, width *= 2) {
+    const std::int64_t out = width * c.expansion();
+    for (std::int64_t i = 0; i < stages[stage]; ++i, in = out) {
+      const std::int64_t before = side;
+      if (stage > 0 && i == 0) side = (side + 1) / 2;
+      if (c.expansion() == 1) {
+        all.push_back({in, width, 3, side, true});
+        all.push_back({width, width, 3, side, true});
+      } else {
+        all.push_back({in, width, 1, before, true});
+        all.push_back({width, width, 3, side, true});
+        all.push_back({width, out, 1, side, true});
+      }
+      if (i == 0 && (stage > 0 || in != out)) all.push_back({in, out, 1, side, false});
+    }
+  }
+  return all;
+}
+
+// ---------------------------------------------------------------- activations of a block
+
+// Bytes of a token in one block. `h` is the size of an element under autocast (2) or without (4).
+struct BlockBytes {
+  std::int64_t saved = 0;
+  std::int64_t working = 0;  // in backward
+  std::int64_t stream = 0;   // the residual stream: what a checkpointed block saves
+};
+
+// What the input of a projection costs. A trained weight saves it, in the half type a copy; so does
+// the first matrix of an adapter, after dropout with its mask. `shared`: something else has saved
+// the tensor already, in that type.
+std::int64_t input_bytes(const Trained& trained, std::string_view layer, std::int64_t width,
+                         std::int64_t h, bool shared) {
+  const std::int64_t rank = trained.rank_of(layer);
+  if (rank == 0) return trained.adapters() || shared ? 0 : h * width;
+  const std::int64_t middle = h * rank;
+  if (trained.dropout() > 0) return (h + 1) * width + middle;
+  return middle + (shared ? 0 : h * width);
+}
+
+// What an adapter saves beside its layer's input, in one operation with it.
+std::int64_t adapter_bytes(const Trained& trained, std::string_view layer, std::int64_t width,
+                           std::int64_t h) {
+  const std::int64_t rank = trained.rank_of(layer);
+  return rank == 0 ? 0 : h * rank + (trained.dropout() > 0 ? width : 0);
+}
+
+// What the parts of a block save and need, in elements of a token.
+struct BlockSizes {
+  explicit BlockSizes(const BlockSpec& b, bool rotary)
+      : width(b.attention_norm.width), inner(b.mlp.out.in), queries(b.attention.queries()) {
+    const std::int64_t keys = b.attention.keys();
+    const bool packed = b.attention.in.size() == 1;
+    // Rotated queries and keys are tensors of their own; one projection is saved whole for values.
+    if (rotary || !packed) attended += queries + keys;
+    attended += packed ? queries + 2 * keys : keys;
+    if (b.attention.query_norm) normed_heads = queries + keys;
+    packed_gate = b.mlp.gated() && b.mlp.in.size() == 1;
+    statistics = b.attention_norm.kind == NormKind::kLayer ? 8 : 4;  // bytes of a row
+  }
+
+  std::int64_t width, inner, queries;
+  std::int64_t attended = 0;      // what attention takes
+  std::int64_t normed_heads = 0;  // the inputs of norms of heads
+  bool packed_gate = false;
+  std::int64_t statistics = 4;
+};
+
+// Calls `add` for each projection: its name in the block, the width of its input, and whether that
+// was saved before.
+template <typename Add>
+void each_projection(const BlockSpec& b, std::int64_t h, const Add& add) {
+  // Without autocast projections of one tensor save that tensor; with it, a copy each.
+  const bool one = h == 4;
+  const auto all = [&](const std::string& module, const std::vector<Projection>& in,
+                       const Projection& out, bool shared_out) {
+    for (std::size_t i = 0; i < in.size(); ++i)
+      add(module + "." + in[i].name, in[i].in, i > 0 && one);
+    add(module + "." + out.name, out.in, shared_out);
+  };
+  all(b.attention.name, b.attention.in, b.attention.out, /*shared_out=*/true);
+  all(b.mlp.name, b.mlp.in, b.mlp.out, /*shared_out=*/false);
+}
+
+// Scores that a soft cap changes exist as a whole: their tangents and shares. So do keys and values
+// of heads that share them, once for each.
+std::int64_t score_bytes(const BlockSpec& b, std::int64_t length, std::int64_t h) {
+  return b.attention.soft_cap > 0
+             ? b.attention.heads * length * 8 + 2 * h * (b.attention.queries() - b.attention.keys())
+             : 0;
+}
+
+// Norms of what is added: input and, where the weight is trained, what it multiplies.
+std::int64_t norms_after(const BlockSpec& b) {
+  return (b.attention_after ? 1 : 0) + (b.mlp_after ? 1 : 0);
+}
+
+// Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
+BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
+                             std::int64_t length) {
+  const BlockSpec& b = spec.block;
+  const BlockSizes s(b, spec.rotary.has_value());
+  BlockBytes bytes{.stream = h * s.width};
+  bytes.saved = (2 + norms_after(b)) * (2 * h * s.width + s.statistics);
+  bytes.saved += h * (s.attended + s.normed_heads);
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  // Before and after the activation; or gate, up and their product, and the activated gate where
+  // that is an operation of its own.
+  bytes.saved += (!b.mlp.gated() ? 2 : s.packed_gate ? 3 : 4) * h * s.inner;
+  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool) {
+    bytes.saved += adapter_bytes(trained, layer, in, h);
+  });
+  if (b.dropout > 0) bytes.saved += 2 * s.width;
+  bytes.working = 3 * h * s.width + (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  return bytes;
+}
+
+BlockBytes block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
+                       std::int64_t length) {
+  const BlockSpec& b = spec.block;
+  const BlockSizes s(b, spec.rotary.has_value());
+  BlockBytes bytes{.stream = 4 * s.width};
+  // The inputs of the norms; with a trained weight of an RMSNorm what it multiplies as well.
+  const std::int64_t norms = 2 + norms_after(b);
+  bytes.saved = norms * (4 * s.width + s.statistics);
+  const bool multiplied = b.attention_norm.kind != NormKind::kLayer && !trained.adapters();
+  if (multiplied) bytes.saved += norms * 4 * s.width;
+  bytes.saved += (4 + (multiplied ? h : 0)) * s.normed_heads;
+  bytes.saved += h * s.attended;
+  // The result, and logarithms of the softmax's sums.
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  // Before the activation; or gate, up, and the activated gate.
+  bytes.saved += (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool shared) {
+    bytes.saved += input_bytes(trained, layer, in, h, shared);
+  });
+  if (b.dropout > 0) bytes.saved += 2 * s.width;  // masks
+  // The two halves of a packed projection's gradient are made apart, then joined.
+  bytes.working = 4 * s.width + h * s.width + (s.packed_gate ? 3 : 2) * h * s.inner;
+  return bytes;
+}
+
+std::uint64_t bytes_of(std::int64_t value) {
+  return static_cast<std::uint64_t>(value);
+}
+
+// Logits as a whole: in forward the product, its copy in float and the logarithms of softmax; in
+// backward those, their gradient and the product's. In chunks both are small, and the gradients of
+// the hidden states and of the weight are made in forward.
+void add_head(const Model& model, const Parameters& parameters, const ActivationOptions& options,
+              Activations& all) {
+  const CausalLmConfig& lm = *model.causal_lm();
+  const std::int64_t tokens = options.batch * model.length;
+  const std::int64_t logits = tokens * lm.vocab_size();
+  const std::int64_t width = parameters.head / lm.vocab_size();
+  const std::int64_t h = options.half ? 2 : 4;
+  const bool trained = !model.lora.has_value();
+  const std::int64_t normed = trained && lm.spec().last.kind != NormKind::kLayer ? 4 : 0;
+  // A soft cap of the logits is not part of the loss in chunks.
+  if (options.fused && lm.spec().logit_soft_cap == 0) {
+    all.saved += bytes_of(tokens * 2 * h * width);  // the last norm's input and output
+    const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
+    all.head_forward = std::min(bytes_of(logits * h), kChunkBytes) + bytes_of(gradients);
+    all.head_backward = bytes_of(gradients);
+    return;
+  }
+  // The last norm's input and what its weight multiplies; the head's input.
+  all.saved += bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
+  all.head_forward = bytes_of(options.half ? logits * (2 + 4 + 4) : logits * 8);
+  const std::int64_t products = logits * h + (trained ? (h + 4) * parameters.head : 0);
+  all.head_backward = bytes_of(std::max(12 * logits, products));
+}
+
+Activations language_activations(const Model& model, const ActivationOptions& options) {
+  const std::vector<io::TensorShape> tensors = model.tensors();
+  const Trained trained(model, tensors);
+  const CausalLmConfig& lm = *model.causal_lm();
+  const std::int64_t h = options.half ? 2 : 4;
+  const DecoderSpec& spec = lm.spec();
+  const BlockBytes block = options.fused ? fused_block_bytes(spec, trained, h, model.length)
+                                         : block_bytes(spec, trained, h, model.length);
+  const std::int64_t tokens = options.batch * model.length;
+  const std::int64_t embedding = spec.embedding_dropout > 0 ? spec.width : 0;  // a mask
+  Activations all;
+  all.one_block = bytes_of(tokens * block.saved);
+  all.working = bytes_of(tokens * block.working);
+  all.saved = bytes_of(
+      tokens * (lm.layers() * (options.checkpointing ? block.stream : block.saved) + embedding));
+  // Nothing before the first adapter has a gradient to compute, so its norm saves no input.
+  if (model.lora && !options.checkpointing && lm.layers() > 0)
+    all.saved -= bytes_of(tokens * block.stream);
+  add_head(model, parameters_of(model), options, all);
+  return all;
+}
+
+Activations image_activations(const Model& model, const ResNetConfig& c,
+                              const ActivationOptions& options) {
+  const std::int64_t h = options.half ? 2 : 4;
+  const auto all = convolutions(c, model.image_size);
+  std::int64_t bytes = h * 3 * model.image_size * model.image_size;
+  std::int64_t largest = 0;
+  for (const Convolution& one : all) {
+    const std::int64_t output = h * one.out * one.pixels * one.pixels;
+    bytes += output;                        // the input of its batch norm
+    if (one.ends_in_relu) bytes += output;  // which is the next one's input
+    largest = std::max(largest, output);
+  }
+  const std::int64_t pooled = (all.front().pixels + 1) / 2;
+  bytes += (h + 8) * 64 * pooled * pooled;  // the pooling's output and places
+  Activations activations;
+  activations.saved = bytes_of(options.batch * bytes);
+  activations.working = bytes_of(options.batch * 3 * largest);
+  return activations;
+}
+
+Activations mlp_activations(const MlpConfig& c, const ActivationOptions& options) {
+  const std::int64_t h = options.half ? 2 : 4;
+  const std::int64_t layer = c.hidden * (h + (c.batch_norm ? h : 0) + (c.dropout > 0 ? h + 1 : 0));
+  Activations all;
+  all.saved = bytes_of(options.batch * (h * c.inputs + c.layers * layer + 4 * c.outputs));
+  all.working = bytes_of(options.batch * 2 * h * std::max(c.hidden, c.outputs));
+  return all;
+}
+
+}  // namespace
+
+std::vector<io::TensorShape> Model::tensors() const {
+  return std::visit([](const auto& sizes) { return models::tensors_of(sizes); }, config);
+}
+
+std::int64_t Model::blocks() const {
+  return causal_lm() != nullptr ? causal_lm()->layers() : 0;
+}
+
+Parameters parameters_of(const Model& model) {
+  const std::vector<io::TensorShape> tensors = model.tensors();
+  const Trained trained(model, tensors);
+  Parameters all;
+  for (const io::TensorShape& tensor : tensors) {
+    const std::int64_t count = count_of(tensor);
+    if (is_buffer(tensor.name)) {
+      all.buffers += count;
+      continue;
+    }
+    const bool own = trained.is_trained(tensor);
+    (own ? all.trainable : all.frozen) += count;
+    if (trained.is_linear(tensor)) (own ? all.trainable_matrices : all.frozen_matrices) += count;
+    const std::int64_t adapter = trained.adapter(tensor);
+    all.trainable += adapter;
+    all.trainable_matrices += adapter;
+    all.tensors += (own ? 1 : 0) + (adapter > 0 ? 2 : 0);
+  }
+  all.head = head_weight(model);
+  // A tied head multiplies with the embedding, which is copied for it too.
+  const CausalLmConfig* lm = model.causal_lm();
+  if (lm != nullptr && lm->tied() && !model.lora) all.trainable_matrices += all.head;
+  return all;
+}
+
+std::vector<std::int64_t> gradients_of(const Model& model) {
+  const std::vector<io::TensorShape> tensors = model.tensors();
+  const Trained trained(model, tensors);
+  std::vector<std::int64_t> bytes;
+  for (const io::TensorShape& tensor : tensors) {
+    if (is_buffer(tensor.name)) continue;
+    const std::int64_t count =
+        (trained.is_trained(tensor) ? count_of(tensor) : 0) + trained.adapter(tensor);
+    if (count > 0) bytes.push_back(4 * count);
+  }
+  std::ranges::reverse(bytes);
+  return bytes;
+}
+
+double forward_flops_per_token(const Model& model) {
+  if (const auto* resnet = std::get_if<ResNetConfig>(&model.config)) {
+    double flops = 0;
+    for (const Convolution& one : convolutions(*resnet, model.image_size))
+      flops += 2.0 * static_cast<double>(one.in * one.out * one.size * one.size) *
+               static_cast<double>(one.pixels * one.pixels);
+    return flops + 2.0 * 512.0 * static_cast<double>(resnet->expansion() * resnet->num_classes);
+  }
+  const Parameters all = parameters_of(model);
+  const CausalLmConfig* lm = model.causal_lm();
+  // With adapters a tied head's embedding is frozen and in neither count.
+  const std::int64_t tied = lm != nullptr && lm->tied() && model.lora ? all.head : 0;
+  const double products =
+      2.0 * static_cast<double>(all.trainable_matrices + all.frozen_matrices + tied);
+  if (lm == nullptr) return products;
+  std::int64_t seen = 0;  // tokens, over all blocks
+  for (const std::int64_t window : lm->spec().windows)
+    seen += window > 0 ? std::min(window, model.length) : model.length;
+  const std::int64_t width = lm->spec().block.attention.queries();
+  return products + 4.0 * static_cast<double>(width) * static_cast<double>(seen);
+}
+
+double flops_per_token(const Model& model) {
+  // Backward: the gradient of the input, and for what is trained that of the weight. Both operands
+  // of attention's products have a gradient.
+  const double forward = forward_flops_per_token(model);
+  if (!model.lora) return 3 * forward;
+  Model products = model;
+  products.length = 0;
+  const double attention = forward - forward_flops_per_token(products);
+  return 2 * forward + attention +
+         2.0 * static_cast<double>(parameters_of(model).trainable_matrices);
+}
+
+Activations activations_of(const Model& model, const ActivationOptions& options) {
+  if (model.causal_lm() != nullptr) return language_activations(model, options);
+  if (const auto* resnet = std::get_if<ResNetConfig>(&model.config))
+    return image_activations(model, *resnet, options);
+  return mlp_activations(std::get<MlpConfig>(model.config), options);
+}
+
+}  // namespace lockstep::plan

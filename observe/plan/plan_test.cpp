@@ -1,0 +1,684 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "lockstep/core/error.h"
+#include "observe/plan/cards.h"
+#include "observe/plan/memory.h"
+#include "observe/plan/model_shape.h"
+#include "observe/plan/ranking.h"
+#include "observe/plan/strategy.h"
+
+namespace lockstep::plan {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
+
+Model gpt2() {
+  return {.config = models::CausalLmConfig{.model = models::GptConfig{}}, .length = 1024};
+}
+
+Model gpt_1b3() {
+  const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
+  return {.config = models::CausalLmConfig{.model = sizes}, .length = 2048};
+}
+
+Model phi3() {
+  const models::LlamaConfig sizes{.vocab_size = 32064,
+                                  .hidden_size = 3072,
+                                  .intermediate_size = 8192,
+                                  .fused_projections = true};
+  return {.config = models::CausalLmConfig{.model = sizes}, .length = 512};
+}
+
+models::LoraConfig lora(std::int64_t r, models::ModuleNames targets) {
+  models::LoraConfig config{.r = r, .lora_alpha = 2.0 * static_cast<double>(r)};
+  config.target_modules = std::move(targets);
+  return config;
+}
+
+template <typename Body>
+std::string refusal(const Body& body) {
+  try {
+    body();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "nothing was refused";
+}
+
+// ---------------------------------------------------------------- parameters and operations
+
+// config.json as published, in the fields that decide about sizes.
+TEST(Parameters, AreThoseOfPublishedModels) {
+  const std::pair<const char*, std::int64_t> published[] = {
+      {R"({"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+           "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+           "tie_word_embeddings": true, "vocab_size": 151936})",
+       494'032'768},  // Qwen2.5-0.5B
+      {R"({"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
+           "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+           "tie_word_embeddings": true, "vocab_size": 151936})",
+       596'049'920},                                    // Qwen3-0.6B
+      {R"({"model_type": "mistral"})", 7'241'732'096},  // Mistral-7B-v0.1
+      {R"({"model_type": "gemma2"})", 2'614'341'888},   // gemma-2-2b
+  };
+  for (const auto& [json, count] : published) {
+    const Model model{.config = models::parse_config(json, "config.json"), .length = 128};
+    EXPECT_EQ(parameters_of(model).total(), count) << json;
+  }
+  // A window bounds what a token attends to.
+  Model windowed{.config = models::parse_config(R"({"model_type": "mistral"})", "c"),
+                 .length = 4096};
+  const double whole = forward_flops_per_token(windowed);
+  windowed.length = 8192;
+  EXPECT_EQ(forward_flops_per_token(windowed), whole);
+}
+
+TEST(Parameters, OfGpt2WithItsTiedHead) {
+  const Parameters all = parameters_of(gpt2());
+  EXPECT_EQ(all.trainable, 124'439'808);
+  EXPECT_EQ(all.frozen, 0);
+  // 12 blocks of 12 x 768^2, and the embedding as the head.
+  EXPECT_EQ(all.trainable_matrices, 12 * 12 * 768 * 768 + 50257 * 768);
+  EXPECT_EQ(all.head, 50257 * 768);
+  EXPECT_EQ(all.tensors, 2 + 12 * 12 + 2);
+}
+
+TEST(Parameters, OfPhi3Mini) {
+  const Parameters all = parameters_of(phi3());
+  EXPECT_EQ(all.trainable, 3'821'079'552);
+  EXPECT_EQ(all.head, 32064 * 3072);
+}
+
+TEST(Parameters, OfResNetAndMlp) {
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  EXPECT_EQ(parameters_of(resnet).trainable, 25'557'032);  // torchvision's resnet50
+  const Model mlp{.config = models::MlpConfig{}};
+  EXPECT_EQ(parameters_of(mlp).trainable, 20 * 64 + 64 + 64 * 10 + 10);
+}
+
+TEST(Parameters, OfAdapters) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  // 32 blocks of 16 x (3072 + 9216) and 16 x (3072 + 3072).
+  EXPECT_EQ(parameters_of(model).trainable, 9'437'184);
+  EXPECT_EQ(parameters_of(model).frozen, 3'821'079'552);
+  EXPECT_EQ(parameters_of(model).tensors, 2 * 2 * 32);
+  model.lora = lora(16, models::ModuleNames(models::kAllLinear));
+  EXPECT_EQ(parameters_of(model).trainable, 25'165'824);
+  Model small = gpt2();
+  small.lora = lora(8, {"c_attn"});
+  EXPECT_EQ(parameters_of(small).trainable, 294'912);
+  // The same as the file that checkpoints hold.
+  EXPECT_EQ(models::adapter_bytes(*small.lora, small.causal_lm()->spec()), 4u * 294'912u);
+  small.lora = lora(8, {"c_attn"});
+  small.lora->bias = models::LoraBias::kLoraOnly;
+  EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304);
+  small.lora->modules_to_save = {"wpe"};
+  EXPECT_EQ(parameters_of(small).trainable, 294'912 + 12 * 2304 + 1024 * 768);
+  EXPECT_EQ(parameters_of(small).total(), 124'439'808 + 294'912);
+}
+
+TEST(Parameters, AdaptersOfNoLayerAreRefused) {
+  Model model = gpt2();
+  model.lora = lora(8, {"q_proj"});
+  EXPECT_THAT(refusal([&] { parameters_of(model); }), HasSubstr("c_attn"));
+}
+
+TEST(Operations, OfATokenAreThreeForwards) {
+  // 2 for each weight of a product, 4 x layers x width x length for attention.
+  EXPECT_DOUBLE_EQ(forward_flops_per_token(gpt2()),
+                   2.0 * (12 * 12 * 768 * 768 + 50257 * 768) + 4.0 * 12 * 768 * 1024);
+  EXPECT_DOUBLE_EQ(flops_per_token(gpt2()), 854'438'400);
+  // 4.09 G multiply-adds for an image, as torchvision says.
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  EXPECT_NEAR(forward_flops_per_token(resnet), 2 * 4.09e9, 0.01 * 8.18e9);
+}
+
+TEST(Operations, AFrozenWeightNeedsNoGradient) {
+  Model model = phi3();
+  const double attention = 4.0 * 32 * 3072 * 512;
+  const double whole = forward_flops_per_token(model) - attention;
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  const double adapters = 2.0 * 9'437'184;
+  EXPECT_DOUBLE_EQ(forward_flops_per_token(model), whole + adapters + attention);
+  EXPECT_DOUBLE_EQ(flops_per_token(model), 2 * whole + 3 * adapters + 3 * attention);
+}
+
+TEST(Gradients, ComeInTheOrderOfBackward) {
+  const auto bytes = gradients_of(gpt2());
+  EXPECT_EQ(bytes.size(), 148u);
+  EXPECT_EQ(bytes.front(), 4 * 768);         // ln_f.bias
+  EXPECT_EQ(bytes.back(), 4 * 50257 * 768);  // wte, tied to the head: the last one ready
+  std::int64_t all = 0;
+  for (const std::int64_t one : bytes) all += one;
+  EXPECT_EQ(all, 4 * 124'439'808);
+  Model model = gpt2();
+  model.lora = lora(8, {"c_attn"});
+  EXPECT_EQ(gradients_of(model).size(), 12u);
+}
+
+// ---------------------------------------------------------------- activations
+
+TEST(ActivationBytes, OfGpt2UnderAutocast) {
+  // A token of a block: two norms' inputs 8C, their copies 4C, queries, keys and values 6C, the
+  // result 2C, before and after the activation 16C; 12 sums of softmax, two pairs of statistics.
+  const std::int64_t block = 36 * 768 + 4 * 12 + 16;
+  const std::int64_t last = 6 * 768;
+  const Activations a = activations_of(gpt2(), {.batch = 4, .half = true});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(4096 * (12 * block + last)));
+  EXPECT_EQ(a.one_block, static_cast<std::uint64_t>(4096 * block));
+  EXPECT_EQ(a.head_forward, std::uint64_t{10} * 50257 * 4096);
+  EXPECT_EQ(a.head_backward, std::uint64_t{12} * 50257 * 4096);
+}
+
+TEST(ActivationBytes, InFloat) {
+  const std::int64_t block = 64 * 768 + 4 * 12 + 16;
+  const Activations a = activations_of(gpt2(), {.batch = 1, .half = false});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(1024 * (12 * block + 8 * 768)));
+}
+
+TEST(ActivationBytes, CheckpointedBlocksSaveTheirInput) {
+  const Activations a = activations_of(gpt2(), {.batch = 1, .half = true, .checkpointing = true});
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(1024 * (12 * 4 * 768 + 6 * 768)));
+  EXPECT_EQ(a.one_block, static_cast<std::uint64_t>(1024 * (36 * 768 + 64)));
+}
+
+TEST(ActivationBytes, ChunkedLogitsAreBounded) {
+  const Activations a = activations_of(gpt2(), {.batch = 64, .half = true, .fused = true});
+  const std::uint64_t gradients = 65536ull * 2 * 768 + 4ull * 50257 * 768;
+  EXPECT_EQ(a.head_forward, kChunkBytes + gradients);
+  EXPECT_EQ(a.head_backward, gradients);
+}
+
+TEST(ActivationBytes, OfPhi3WithAdapters) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  // Norms 8C + 8; rotated queries and keys 4C, the fused projection 6C, the result 2C, 32 sums;
+  // gate, up and the activated gate 6I; the adapters' inputs 2C (the result is saved already) and
+  // their middles 2 x 2r.
+  const std::int64_t block = 22 * 3072 + 8 + 4 * 32 + 6 * 8192 + 4 * 16;
+  const Activations a = activations_of(model, {.batch = 1, .half = true});
+  // The first norm saves nothing, the last one as much as the others' halves.
+  EXPECT_EQ(a.saved, static_cast<std::uint64_t>(512 * (32 * block - 4 * 3072 + 4 * 3072)));
+  model.lora->lora_dropout = 0.05;  // masks, and inputs of their own
+  const Activations dropped = activations_of(model, {.batch = 1, .half = true});
+  EXPECT_EQ(dropped.saved - a.saved, static_cast<std::uint64_t>(512 * 32 * (3072 + 3 * 3072)));
+}
+
+// ---------------------------------------------------------------- memory
+
+TEST(MemoryBytes, OfGpt2OnOneGpuPeakAtTheLoss) {
+  const Memory m = memory_of(gpt2(), {.batch = 1, .half = true});
+  EXPECT_EQ(m.parameters, 4u * 124'439'808u);
+  EXPECT_EQ(m.optimizer, 8u * 124'439'808u);
+  EXPECT_EQ(m.copies, 2u * 123'532'032u);
+  EXPECT_EQ(m.gradients, 0u);  // backward has not begun
+  EXPECT_EQ(m.allocated(), 2'703'143'424u);
+}
+
+TEST(MemoryBytes, GradientsStayWithBucketsAndAccumulation) {
+  const MemoryOptions one{.batch = 1, .half = true};
+  const std::uint64_t alone = memory_of(gpt2(), one).allocated();
+  MemoryOptions more = one;
+  more.ranks = 2;
+  EXPECT_EQ(memory_of(gpt2(), more).allocated() - alone, 4u * 124'439'808u);
+  more = one;
+  more.accumulation = 2;
+  EXPECT_EQ(memory_of(gpt2(), more).allocated() - alone, 4u * 124'439'808u);
+}
+
+TEST(MemoryBytes, ASmallBatchOfALargeModelPeaksAtTheEndOfBackward) {
+  const Memory m = memory_of(gpt_1b3(), {.batch = 1, .half = true, .checkpointing = true});
+  EXPECT_EQ(m.gradients, 4u * static_cast<std::uint64_t>(parameters_of(gpt_1b3()).trainable));
+  EXPECT_EQ(m.head, 0u);
+}
+
+TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
+  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharded_optimizer = true};
+  EXPECT_EQ(memory_of(gpt2(), options).optimizer, 2u * 124'439'808u);
+  options.state_copies = 0;  // SGD without momentum
+  EXPECT_EQ(memory_of(gpt2(), options).optimizer, 0u);
+}
+
+TEST(MemoryBytes, AFrozenBaseIsConverted) {
+  Model model = phi3();
+  model.lora = lora(16, {"qkv_proj", "o_proj"});
+  const Memory m = memory_of(model, {.batch = 1, .half = true});
+  // 4 bytes for embedding, norms and adapters, 2 for the frozen matrices.
+  const std::uint64_t matrices = 3'821'079'552ull - 32064 * 3072 - 65 * 3072;
+  EXPECT_EQ(m.parameters, 2 * matrices + 4 * (32064ull * 3072 + 65 * 3072 + 9'437'184));
+  EXPECT_EQ(m.optimizer, 8u * 9'437'184u);
+}
+
+// ---------------------------------------------------------------- cards
+
+TEST(Cards, AreParsed) {
+  const Devices four = parse_devices("4xH100-80GB");
+  EXPECT_EQ(four.count, 4);
+  EXPECT_EQ(four.card.name, "H100-80GB");
+  EXPECT_EQ(parse_devices("h100").card.name, "H100-80GB");
+  EXPECT_EQ(parse_devices("2xRTX 4090").card.memory_bytes, 24'564ull << 20);
+  EXPECT_EQ(parse_devices("8xa100-40gb").card.name, "A100-40GB");
+  EXPECT_TRUE(parse_devices("4xcpu").card.cpu);
+  EXPECT_GE(known_cards().size(), 8u);
+}
+
+TEST(Cards, ThatAreNotKnownAreRefused) {
+  EXPECT_THAT(refusal([] { parse_devices("2xA100"); }),
+              HasSubstr("[plan] A100 comes with several sizes of memory. Write A100-80GB or "
+                        "A100-40GB."));
+  EXPECT_THAT(refusal([] { parse_devices("4xB900"); }), HasSubstr("the card 'B900' is not known."));
+  EXPECT_THAT(refusal([] { parse_devices("4xH100-81GB"); }), HasSubstr("is not known"));
+  EXPECT_THAT(refusal([] { parse_devices("0xH100"); }), HasSubstr("names 0 devices"));
+  EXPECT_THAT(refusal([] { parse_devices("4x"); }), HasSubstr("names no card"));
+  EXPECT_THAT(refusal([] { detected_devices({}, "no driver"); }),
+              HasSubstr("there is no GPU to plan for (no driver)"));
+}
+
+TEST(Cards, ThatWereFoundHaveTheirOwnMemory) {
+  const FoundGpu h100{.name = "NVIDIA H100 80GB HBM3", .memory_bytes = 79 * kGiB};
+  const Devices two = detected_devices({h100, h100});
+  EXPECT_EQ(two.count, 2);
+  EXPECT_EQ(two.card.name, "H100-80GB");
+  EXPECT_EQ(two.card.memory_bytes, 79 * kGiB);
+  const FoundGpu a100{.name = "NVIDIA A100-SXM4-40GB", .memory_bytes = 39 * kGiB};
+  EXPECT_EQ(detected_devices({a100}).card.name, "A100-40GB");
+  // The slowest and smallest of a mixed set.
+  EXPECT_EQ(detected_devices({h100, a100}).card.name, "A100-40GB");
+  EXPECT_EQ(detected_devices({h100, a100}).card.memory_bytes, 39 * kGiB);
+}
+
+TEST(Cards, OutsideTheTableAreEstimated) {
+  const FoundGpu other{.name = "NVIDIA Something",
+                       .memory_bytes = 48 * kGiB,
+                       .multiprocessors = 132,
+                       .clock_khz = 1'830'000,
+                       .capability_major = 9};
+  const Card card = detected_devices({other}).card;
+  EXPECT_EQ(card.name, "NVIDIA Something");
+  EXPECT_NEAR(card.flops, 989e12, 0.01 * 989e12);  // that is an H100's
+  EXPECT_NEAR(card.float_flops, 67e12, 0.1 * 67e12);
+}
+
+// ---------------------------------------------------------------- strategies
+
+Card card_of(double gib) {
+  Card card = parse_devices("H100").card;
+  card.memory_bytes = static_cast<std::uint64_t>(gib * kGiB);
+  return card;
+}
+
+TEST(Strategies, AreChosenByFit) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true};
+  t.global_batch = 8;
+  // Weights, copies, gradients and optimizer of 1.3 billion parameters take 24 GB.
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kDdp);
+  EXPECT_FALSE(choose(t, card_of(20), 1).fits);
+  const Choice sharded = choose(t, card_of(24), 4);
+  EXPECT_TRUE(sharded.fits);
+  EXPECT_EQ(sharded.strategy, Strategy::kShardedOptimizer);
+  EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
+  t.may_shard = false;
+  EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
+  // One rank with a device map, which `lockstep train` sets up when the file says so.
+  for (const int gpus : {2, 4}) {
+    const Choice split = choose(t, card_of(16), gpus);
+    EXPECT_TRUE(split.fits);
+    EXPECT_FALSE(split.as_written);
+    EXPECT_EQ(split.strategy, Strategy::kSplit);
+    EXPECT_EQ(split.stages, gpus);
+    EXPECT_EQ(split.replicas(), 1);
+    EXPECT_EQ(split.global_batch, 8);
+  }
+  EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
+  t.device_map = true;
+  EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kSplit);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+}
+
+TEST(Strategies, WhatDoesNotFitHasNoSpeed) {
+  Training t{.model = gpt_1b3(), .batch = 1};
+  Machine machine{.card = card_of(6), .cluster = parse_link("nvlink", card_of(6), 8)};
+  EXPECT_FALSE(timed(t, machine, 1).step);
+  EXPECT_EQ(timed(t, machine, 1).tokens_per_second, 0);
+  machine.card = card_of(16);
+  ASSERT_FALSE(timed(t, machine, 1).choice.fits);
+  const auto points = scale(t, machine, {1, 8});
+  ASSERT_EQ(points.size(), 2u);
+  EXPECT_EQ(points[0].tokens_per_second, 0);
+  EXPECT_FALSE(points[0].choice.fits);
+  EXPECT_TRUE(points[1].choice.fits);
+  EXPECT_GT(points[1].efficiency, 0);
+  EXPECT_LE(points[1].efficiency, 1);
+}
+
+TEST(Strategies, PreserveTheGlobalBatch) {
+  Training t{.model = gpt2(), .batch = 8, .half = true};
+  t.global_batch = 64;
+  for (const int gpus : {1, 2, 4, 8}) {
+    const Choice c = choose(t, card_of(80), gpus);
+    EXPECT_EQ(c.batch * c.accumulation * gpus, 64) << gpus;
+    EXPECT_EQ(c.batch, 8) << gpus;
+    EXPECT_TRUE(c.same_global_batch);
+  }
+  const Choice sixteen = choose(t, card_of(80), 16);
+  EXPECT_EQ(sixteen.batch, 4);
+  EXPECT_EQ(sixteen.accumulation, 1);
+  const Choice three = choose(t, card_of(80), 3);
+  EXPECT_FALSE(three.same_global_batch);
+  EXPECT_EQ(three.global_batch, 63);
+  EXPECT_EQ(three.batch * three.accumulation, 21);
+  EXPECT_EQ(three.batch, 7);
+  EXPECT_THAT(refusal([&] { choose(t, card_of(80), 65); }),
+              HasSubstr("a global batch of 64 samples is less than one for each of 65 GPUs"));
+}
+
+TEST(Strategies, WithoutAGlobalBatchItGrows) {
+  const Training t{.model = gpt2(), .batch = 4, .accumulation = 2, .half = true};
+  EXPECT_EQ(choose(t, card_of(80), 2).global_batch, 16);
+  EXPECT_EQ(choose(t, card_of(80), 4).global_batch, 32);
+}
+
+TEST(Strategies, SmallerMicroBatchesComeFirst) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  t.global_batch = 64;
+  const Choice c = choose(t, card_of(16), 1);
+  EXPECT_TRUE(c.fits);
+  EXPECT_LT(c.batch, 64);
+  EXPECT_EQ(c.batch * c.accumulation, 64);
+  EXPECT_TRUE(c.smaller_batch);
+  EXPECT_FALSE(c.as_written);
+  t.adapts = "elastic_gpu";
+  EXPECT_TRUE(choose(t, card_of(16), 1).as_written);
+  // The next larger one does not fit.
+  MemoryOptions larger{.batch = 2 * c.batch, .accumulation = 2, .half = true, .fused = true};
+  EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
+}
+
+// ---------------------------------------------------------------- ways to train
+
+Machine machine_of(double gib) {
+  return {.card = card_of(gib), .cluster = parse_link("nvlink", card_of(gib), 8), .speed = {}};
+}
+
+TEST(Ways, AMicroBatchIsRaisedToo) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 2);
+  ASSERT_FALSE(ways.empty());
+  const Way& best = ways.front();
+  EXPECT_EQ(best.choice.strategy, Strategy::kDdp);
+  EXPECT_GT(best.choice.batch, 2);
+  EXPECT_EQ(best.choice.batch * best.choice.accumulation * 2, 256);
+  ASSERT_EQ(best.settings.size(), 1u);
+  EXPECT_EQ(best.settings[0],
+            (Setting{"per_device_train_batch_size", std::to_string(best.choice.batch)}));
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    EXPECT_TRUE(ways[i].choice.fits);
+    EXPECT_EQ(ways[i].choice.global_batch, 256);
+    EXPECT_GE(ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
+  }
+}
+
+TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
+  Training t{.model = gpt2(), .batch = 2, .half = true, .bf16 = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 3);
+  ASSERT_FALSE(ways.empty());
+  EXPECT_EQ(ways.front().choice.gpus, 2);
+  EXPECT_EQ(ways.front().choice.global_batch, 256);
+  for (const Way& way : ways)
+    EXPECT_TRUE(way.choice.gpus != 3 || way.choice.strategy == Strategy::kSplit);
+}
+
+TEST(Ways, WithoutAGlobalBatchTheFilesOwnIsHeld) {
+  const Training t{.model = gpt2(), .batch = 4, .accumulation = 8, .half = true, .bf16 = true};
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    const Choice& c = way.choice;
+    EXPECT_EQ(c.batch * c.accumulation * c.replicas(), 128);
+    const bool same = c.batch == 4 && c.accumulation == 8;
+    EXPECT_EQ(std::ranges::count(way.settings, "gradient_accumulation_steps", &Setting::key),
+              same && c.replicas() == 4 ? 0 : 1);
+  }
+}
+
+TEST(Ways, CheckpointingAndHalfPrecisionAreOffered) {
+  Training t{.model = gpt_1b3(), .batch = 8};
+  t.global_batch = 8;
+  const auto all = rank_ways(t, machine_of(80), 1);
+  const auto is_half = [](const Way& way) { return way.half; };
+  ASSERT_TRUE(std::ranges::any_of(all, is_half));
+  EXPECT_TRUE(all.front().half);
+  EXPECT_EQ(std::ranges::count(all.front().settings, Setting{"bf16", "true"}), 1);
+  // What no way fits without is in every way.
+  t.half = t.bf16 = true;
+  for (const Way& way : rank_ways(t, machine_of(27), 1)) EXPECT_TRUE(way.checkpointing);
+  // A measurement is of what the file says, and of nothing else.
+  Machine measured = machine_of(80);
+  measured.speed.tokens_per_second = 1e4;
+  for (const Way& way : rank_ways(t, measured, 1)) {
+    EXPECT_FALSE(way.checkpointing);
+    EXPECT_TRUE(way.half);
+  }
+}
+
+TEST(Ways, ThatDoNotFitOrHaveNoSpeedAreNone) {
+  Training t{.model = gpt_1b3(), .batch = 1};
+  EXPECT_TRUE(rank_ways(t, machine_of(4), 1).empty());
+  Machine unknown = machine_of(80);
+  unknown.card.flops = unknown.card.float_flops = 0;
+  EXPECT_TRUE(rank_ways(t, unknown, 1).empty());
+}
+
+TEST(Ways, ElasticGpuRaisesAMicroBatch) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  Card card = card_of(80);
+  const Choice known = fastest_batch(t, card, 2);
+  EXPECT_EQ(known.batch, rank_ways(t, machine_of(80), 2).front().choice.batch);
+  card.flops = card.float_flops = card.memory_bandwidth = 0;  // one that nobody has heard of
+  EXPECT_GT(fastest_batch(t, card, 2).batch, 2);
+  card = card_of(28);
+  EXPECT_TRUE(fastest_batch(t, card, 2).fits);
+  card.cpu = true;
+  EXPECT_EQ(fastest_batch(t, card, 2).batch, choose(t, card, 2).batch);
+}
+
+TEST(ChangesToFit, AreOrderedByCost) {
+  Training t{.model = gpt_1b3(), .batch = 8};
+  const std::vector<Change> all = changes(t, card_of(18), 4);
+  ASSERT_GE(all.size(), 3u);
+  EXPECT_EQ(all[0].text, "gradient_checkpointing: true");
+  EXPECT_THAT(all[1].text, HasSubstr("per_device_train_batch_size: 1 with accumulation 8"));
+  EXPECT_EQ(all[2].text, "shard_optimizer: true");
+  for (std::size_t i = 1; i < all.size(); ++i)
+    EXPECT_LE(all[i].together_bytes, all[i - 1].together_bytes) << all[i].text;
+  EXPECT_TRUE(all.back().together_fits);
+  for (std::size_t i = 0; i + 1 < all.size(); ++i) EXPECT_FALSE(all[i].together_fits);
+}
+
+TEST(ChangesToFit, NameATypeThatTheCardComputes) {
+  Card card = parse_devices("V100-16GB").card;
+  card.memory_bytes = 6 * kGiB;
+  const std::vector<Change> all = changes({.model = phi3(), .batch = 1}, card, 4);
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[2].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
+}
+
+TEST(ChangesToFit, EndWithASplit) {
+  Training t{.model = phi3(), .batch = 1};
+  const std::vector<Change> all = changes(t, card_of(6), 4);
+  std::vector<std::string> texts;
+  for (const Change& change : all) texts.push_back(change.text);
+  // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
+  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+                                 "bf16: true and lora: {r: 16, target_modules: all-linear}",
+                                 "model: {..., device_map: balanced} and one rank, 4 GPUs"));
+}
+
+TEST(ChangesToFit, ThatSaveNothingAreNotNamed) {
+  // The weights of this model are nearly all of its memory, and bf16 adds copies of them.
+  const Model mlp{.config = models::MlpConfig{.hidden = 16384, .layers = 4}};
+  const Training t{.model = mlp, .batch = 1};
+  EXPECT_TRUE(changes(t, card_of(6), 1).empty());
+  EXPECT_FALSE(choose(t, card_of(6), 1).fits);
+}
+
+// ---------------------------------------------------------------- time
+
+TEST(StepWork, IsOperationsOverPeakAndAssumption) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  const Card card = parse_devices("H200").card;
+  const auto work = work_of(t, choose(t, card, 1), card, {.utilisation = 0.36});
+  ASSERT_TRUE(work.has_value());
+  // 65536 tokens: 0.157 s, as the H200 needs for it.
+  EXPECT_NEAR(work->compute_s(), 65536 * 854'438'400.0 / (0.36 * 989e12), 1e-9);
+  EXPECT_NEAR(work->backward_s, 2 * work->forward_s, 1e-9);
+  EXPECT_NEAR(work->optimizer_s, 28 * 124'439'808.0 / 4.8e12, 1e-9);
+  // A small batch is bound by the host that launches it.
+  t.batch = 1;
+  const auto step_s = [&] {
+    const auto small = work_of(t, choose(t, card, 1), card, {});
+    return small->compute_s() + small->optimizer_s;
+  };
+  EXPECT_NEAR(step_s(), 12.7e-3, 1e-9);
+  t.unfused = true;
+  EXPECT_NEAR(step_s(), 16.4e-3, 1e-9);
+}
+
+// Measured on an H200 (docs/benchmarks.md).
+TEST(StepWork, IsThatOfCapturedFusedAndPlainSteps) {
+  const Card card = parse_devices("H200").card;
+  const auto step_ms = [&](Training t) {
+    t.half = t.bf16 = true;
+    const auto work = work_of(t, choose(t, card, 1), card, {});
+    return 1e3 * (work->compute_s() + work->optimizer_s);
+  };
+  const auto expect = [&](const Training& t, double measured, double error) {
+    EXPECT_NEAR(step_ms(t), measured, error * measured);
+  };
+  Training t{.model = gpt2(), .batch = 64};
+  for (const bool captured : {true, false}) {  // a large batch hides the launches
+    t.captured = captured;
+    expect(t, 109, 0.03);
+  }
+  t.unfused = true;
+  expect(t, 156, 0.03);
+  const auto small = [&](std::int64_t batch) {
+    return Training{.model = gpt2(), .batch = batch, .captured = true};
+  };
+  expect(small(1), 4.60, 0.03);
+  expect(small(4), 9.32, 0.05);
+  expect({.model = gpt_1b3(), .batch = 8, .captured = true}, 246, 0.03);
+  Training tuned{.model = phi3(), .batch = 16, .captured = true};
+  tuned.model.lora = lora(16, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"});
+  expect(tuned, 262, 0.08);
+  // Blocks that run again take about a third more.
+  t = small(64);
+  const double once = step_ms(t);
+  t.checkpointing = true;
+  EXPECT_NEAR(step_ms(t) / once, 4.0 / 3, 0.03);
+  // A card whose memory is not known is not planned as if it were free.
+  Card unknown = card;
+  unknown.memory_bandwidth = 0;
+  EXPECT_NEAR(utilisation_of(small(64), unknown), utilisation_of(small(64), card), 0.02);
+}
+
+TEST(StepWork, OfAResNetIsBoundByMemory) {
+  const Model resnet{.config = models::ResNetConfig{}, .image_size = 224};
+  Training t{.model = resnet, .batch = 256, .half = true, .bf16 = true};
+  const auto images_per_second = [&](const char* name) {
+    const Card card = parse_devices(name).card;
+    return 256 / work_of(t, choose(t, card, 1), card, {})->compute_s();
+  };
+  EXPECT_NEAR(images_per_second("H100"), 3200, 100);
+  EXPECT_NEAR(images_per_second("H200"), 3200, 100);
+  // Published (docs/plan.md).
+  EXPECT_NEAR(images_per_second("A100-80GB"), 2470, 0.1 * 2470);
+  t.bf16 = false;
+  EXPECT_NEAR(images_per_second("V100-32GB"), 1156, 0.1 * 1156);
+  t.half = false;
+  EXPECT_NEAR(images_per_second("V100-32GB"), 356, 0.35 * 356);
+  t.tf32 = true;
+  EXPECT_NEAR(images_per_second("A100-80GB"), 938, 0.35 * 938);
+}
+
+TEST(StepWork, TypesThatACardLacksRunAsFloat) {
+  const Card v100 = parse_devices("V100-16GB").card;
+  const Card a100 = parse_devices("A100-40GB").card;
+  EXPECT_EQ(peak_flops({.half = true, .bf16 = true}, v100), v100.float_flops);
+  EXPECT_EQ(peak_flops({.half = true}, v100), 125e12);
+  EXPECT_EQ(peak_flops({.tf32 = true}, v100), v100.float_flops);
+  EXPECT_EQ(peak_flops({.half = true, .bf16 = true}, a100), 312e12);
+  EXPECT_EQ(peak_flops({.tf32 = true}, a100), 156e12);
+  const FoundGpu turing{.name = "NVIDIA Something", .memory_bytes = kGiB, .capability_major = 7};
+  EXPECT_FALSE(detected_devices({turing}).card.bfloat16);
+}
+
+// ---------------------------------------------------------------- scaling
+
+Machine machine_of(const char* link) {
+  const Card card = parse_devices("H100").card;
+  return {card, parse_link(link, card, 8)};
+}
+
+TEST(Scaling, EndsWhereTheLinkIsTooSlow) {
+  const Training t{.model = gpt2(), .batch = 64, .half = true};
+  const Machine slow = machine_of("pcie+eth10/node");
+  const int end = stops_at(t, slow, 0.8);
+  ASSERT_GT(end, 8);  // inside a node it scales
+  EXPECT_LT(scale(t, slow, {end}).front().efficiency, 0.8);
+  EXPECT_GE(scale(t, slow, {end / 2}).front().efficiency, 0.8);
+  const Machine fast = machine_of("nvlink+ib400");
+  EXPECT_EQ(stops_at(t, fast, 0.8), 0);
+  const auto points = scale(t, fast, {1, 8, 64, 512});
+  EXPECT_DOUBLE_EQ(points[0].efficiency, 1);
+  for (std::size_t i = 1; i < points.size(); ++i) {
+    EXPECT_LE(points[i].efficiency, points[i - 1].efficiency);
+    EXPECT_EQ(points[i].choice.global_batch, 64 * points[i].choice.gpus);
+  }
+  EXPECT_THAT(refusal([&] { scale(t, fast, {0}); }), HasSubstr("0 GPUs do not exist"));
+}
+
+TEST(Scaling, HoldsTheGlobalBatchWhileEveryGpuHasASample) {
+  Training t{.model = gpt2(), .batch = 64, .half = true};
+  t.global_batch = 100;
+  EXPECT_EQ(most_gpus(t), 64);
+  const auto points = scale(t, machine_of("nvlink+ib400"), {2, 50, 128});
+  EXPECT_EQ(points[0].choice.global_batch, 100);
+  EXPECT_EQ(points[1].choice.batch, 2);
+  EXPECT_EQ(points[1].choice.global_batch, 100);
+  EXPECT_EQ(points[2].choice.batch, 1);
+  EXPECT_EQ(points[2].choice.global_batch, 128);
+  const Machine cpus{.card = parse_devices("cpu").card, .cluster = parse_link("loopback", {}, 8)};
+  EXPECT_TRUE(scale(t, cpus, {2}).empty());
+}
+
+TEST(StepWork, AMeasurementWins) {
+  const Training t{.model = gpt2(), .batch = 8, .half = true};
+  const Card card = parse_devices("H200").card;
+  const auto work = work_of(t, choose(t, card, 1), card, {.tokens_per_second = 8192});
+  EXPECT_NEAR(work->compute_s(), 1, 1e-12);
+  EXPECT_EQ(work->optimizer_s, 0);
+  // 8 samples in a second, and one of them not below the floor.
+  Training held = t;
+  held.global_batch = 8;
+  const auto one = work_of(held, choose(held, card, 8), card, {.tokens_per_second = 1e6});
+  EXPECT_NEAR(one->compute_s(), 8192 / 1e6, 1e-12);
+  EXPECT_NEAR(work_of(held, choose(held, card, 8), card, {.tokens_per_second = 8192})->compute_s(),
+              0.125, 1e-12);
+  const Card cpu = parse_devices("cpu").card;
+  EXPECT_FALSE(work_of(t, choose(t, cpu, 1), cpu, {}).has_value());
+  EXPECT_TRUE(work_of(t, choose(t, cpu, 1), cpu, {.tokens_per_second = 100}).has_value());
+}
+
+}  // namespace
+}  // namespace lockstep::plan

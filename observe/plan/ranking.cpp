@@ -1,0 +1,153 @@
+#include "observe/plan/ranking.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace lockstep::plan {
+namespace {
+
+// A batch that is a hundredth faster is not worth its memory.
+constexpr double kWorthMemory = 0.01;
+
+// Divisors of the samples that a replica computes in an update, the smallest first. Among very many
+// those in the middle are of no interest: a micro-batch of a thousand is past every optimum.
+std::vector<std::int64_t> divisors_of(std::int64_t window) {
+  constexpr std::int64_t kMost = 4096;
+  std::vector<std::int64_t> all;
+  for (std::int64_t batch = 1; batch <= std::min(window, kMost); ++batch)
+    if (window % batch == 0) all.push_back(batch);
+  return all;
+}
+
+// How a training computes and where, before its micro-batch is chosen.
+struct Variant {
+  Training training;
+  Parts parts;
+};
+
+// The micro-batch to take by `seconds(choice)`, which says nothing where that is not known.
+template <typename Seconds>
+std::optional<Choice> best_batch(const Variant& variant, const Card& card, const Seconds& seconds) {
+  const auto& [training, parts] = variant;
+  const int replicas = parts.gpus / parts.stages;
+  if (*training.global_batch % replicas != 0) return std::nullopt;
+  std::vector<std::pair<double, Choice>> fitting;
+  for (const std::int64_t batch : divisors_of(*training.global_batch / replicas)) {
+    Choice choice = make_choice(training, card, parts, batch);
+    if (!choice.fits) break;  // a larger one needs more
+    const std::optional<double> time = seconds(choice);
+    if (!time) return std::nullopt;
+    fitting.emplace_back(*time, std::move(choice));
+  }
+  if (fitting.empty()) return std::nullopt;
+  const auto time = [](const auto& one) { return one.first; };
+  const double least = time(*std::ranges::min_element(fitting, {}, time));
+  return std::ranges::find_if(
+             fitting, [&](const auto& one) { return time(one) <= least * (1 + kWorthMemory); })
+      ->second;
+}
+
+// What `way` needs that the file does not say.
+std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus) {
+  std::vector<Setting> all;
+  const Choice& c = way.choice;
+  if (c.batch != file.batch)
+    all.push_back({"per_device_train_batch_size", std::to_string(c.batch)});
+  // With global_batch_size or tokens_per_update the accumulation follows.
+  if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
+    all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
+  if (way.checkpointing != file.checkpointing)
+    all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
+  if (way.half != file.half) all.push_back({"bf16", "true"});
+  const bool sharded = c.strategy == Strategy::kShardedOptimizer;
+  if (sharded != file.sharded_optimizer && c.strategy != Strategy::kSingle &&
+      c.strategy != Strategy::kSplit)
+    all.push_back({"shard_optimizer", sharded ? "true" : "false"});
+  if (c.strategy == Strategy::kSplit && !file.device_map)
+    all.push_back({"model.device_map", "balanced"});
+  return all;
+}
+
+// All of them up to 16; beyond that powers of two and the number itself.
+std::vector<int> counts_of(int gpus) {
+  std::vector<int> counts{gpus};
+  for (int n = gpus - 1; n >= 1; --n)
+    if (gpus <= 16 || (n & (n - 1)) == 0) counts.push_back(n);
+  return counts;
+}
+
+// How the file computes first, so that of two equally fast ways the one with fewer changes leads.
+std::vector<Training> computations(const Training& training, const Machine& machine) {
+  std::vector<Training> all{training};
+  // A measurement is of the file's own computation.
+  if (machine.speed.tokens_per_second) return all;
+  const bool has_blocks = training.model.blocks() > 0;
+  const bool may_halve = !training.half && machine.card.bfloat16 && !machine.card.cpu;
+  for (const bool half : {false, true}) {
+    if (half && !may_halve) continue;
+    for (const bool other : {false, true}) {
+      if ((!half && !other) || (other && !has_blocks)) continue;
+      Training one = training;
+      if (half) one.half = one.bf16 = true;
+      if (other) one.checkpointing = !one.checkpointing;
+      all.push_back(std::move(one));
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus) {
+  std::vector<Way> ways;
+  const std::int64_t global =
+      training.global_batch.value_or(training.batch * training.accumulation * gpus);
+  for (Training& computed : computations(training, machine)) {
+    computed.global_batch = global;
+    for (const int n : counts_of(gpus)) {
+      const auto add = [&](const Parts& parts) {
+        const auto choice = best_batch({computed, parts}, machine.card, [&](const Choice& c) {
+          const auto step = timed(computed, machine, c).step;
+          return step ? std::optional(step->total_s()) : std::nullopt;
+        });
+        if (!choice) return;
+        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half};
+        way.settings = settings_of(training, way, gpus);
+        ways.push_back(std::move(way));
+      };
+      if (!training.device_map || n == 1) add({n, 1, false});
+      if (n > 1 && !training.device_map) add({n, 1, true});
+      if (can_split(training, machine.card, n)) add({n, n, false});
+    }
+  }
+  std::ranges::stable_sort(ways, {}, [](const Way& way) { return way.step->total_s(); });
+  return ways;
+}
+
+Choice fastest_batch(const Training& training, const Card& card, int ranks) {
+  const Choice usual = choose(training, card, ranks);
+  if (card.cpu || !usual.fits || usual.stages > 1 || !usual.same_global_batch) return usual;
+  Training held = training;
+  held.global_batch = usual.global_batch;
+  // How micro-batches compare depends little on the card: one that is not known is taken for an
+  // A100.
+  Card known = card;
+  if (known.flops <= 0) {
+    const Card a100 = parse_devices("A100-80GB").card;
+    known.flops = a100.flops;
+    known.float_flops = a100.float_flops;
+    known.memory_bandwidth = a100.memory_bandwidth;
+    known.bfloat16 = a100.bfloat16;
+  }
+  const bool sharded = usual.strategy == Strategy::kShardedOptimizer;
+  const auto best = best_batch({held, {ranks, 1, sharded}}, known, [&](const Choice& c) {
+    const auto work = work_of(held, c, known, {});
+    return work ? std::optional(static_cast<double>(c.accumulation) *
+                                (work->forward_s + work->backward_s))
+                : std::nullopt;
+  });
+  return best.value_or(usual);
+}
+
+}  // namespace lockstep::plan

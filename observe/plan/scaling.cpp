@@ -1,0 +1,209 @@
+#include "observe/plan/scaling.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <limits>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::plan {
+namespace {
+
+constexpr double kGiga = 1e9;
+constexpr double kMicro = 1e-6;
+// NCCL's tuning table (src/graph/tuning.cc): it counts on 235 of the 300 GB/s of an A100's links;
+// trees reach 0.9 of a ring, and 0.92 of that in the LL128 protocol; hops and the start of a
+// collective in microseconds.
+constexpr double kNvlinkShare = 235.0 / 300.0;
+constexpr double kTreeShare = 0.9 * 0.92;
+constexpr double kRingStart_s = 8.4 * kMicro;
+constexpr double kTreeStart_s = 4.4 * kMicro;
+// Of the line rate, what is left after headers and acknowledgements; 24 of the 32 GB/s of PCIe 4.
+constexpr double kNetworkShare = 0.9;
+constexpr double kPcieShare = 0.75;
+// Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.
+constexpr double kSlowestPort = 1;
+constexpr double kFastestPort = 800;
+// Two threads of a core compute 1.3 times as much as one: Intel's figure for Hyper-Threading.
+constexpr double kSecondThread = 1.3;
+// gloo over the loopback device of a 16-core machine, all-reduces of 25 MB at 2 to 16 ranks
+// (docs/plan.md): 2.6 GB/s for a rank, 20 GB/s for all of them together.
+constexpr double kLoopback = 2.6 * kGiga;
+constexpr double kLoopbackShared = 20 * kGiga;
+
+[[noreturn]] void refuse_link(std::string_view text) {
+  throw UsageError("plan",
+                   "'{}' is not a link. Write nvlink or pcie for one node, and with several "
+                   "nvlink+ib400 (a port of 400 Gbit/s for each GPU), nvlink+ib1600/node or "
+                   "pcie+eth25/node; loopback for ranks on CPUs.",
+                   text);
+}
+
+// "ib400" or "eth100/node", for a whole node.
+Link between_nodes(std::string_view text, std::string_view whole, int per_node) {
+  constexpr std::string_view kPerNode = "/node";
+  std::string_view name = text;
+  const bool of_node = name.ends_with(kPerNode);
+  if (of_node) name.remove_suffix(kPerNode.size());
+  const bool infiniband = name.starts_with("ib");
+  if (!infiniband && !name.starts_with("eth")) refuse_link(whole);
+  name.remove_prefix(infiniband ? 2 : 3);
+  double gigabits = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), gigabits);
+  if (error != std::errc{} || end != name.data() + name.size() || !(gigabits > 0))
+    refuse_link(whole);
+  const double fastest = kFastestPort * (of_node ? std::max(8, per_node) : 1);
+  if (!(gigabits >= kSlowestPort && gigabits <= fastest))
+    throw UsageError("plan",
+                     "'{}' has {} Gbit/s, and {} has {} to {}. Write ib100, ib200, ib400, ib800, "
+                     "eth10, eth25, eth100 or eth400, or what the ports of a node have together "
+                     "(ib1600/node).",
+                     text, gigabits, of_node ? "a node" : "a port", kSlowestPort, fastest);
+  const double node = gigabits / 8 * kGiga * (of_node ? 1 : per_node);
+  return {.name = std::string(text),
+          .bandwidth = kNetworkShare * node,
+          .ring_hop_s = (infiniband ? 9.6 : 30) * kMicro,
+          .tree_hop_s = (infiniband ? 8.5 : 30) * kMicro};
+}
+
+Link inside_node(std::string_view text, std::string_view whole, const Card& card) {
+  if (text == "nvlink") {
+    if (card.nvlink <= 0)
+      throw UsageError("plan", "{} has no NVLink in the table of cards. Write pcie.", card.name);
+    return {"nvlink", kNvlinkShare * card.nvlink, 3.4 * kMicro, 1.2 * kMicro};
+  }
+  if (text == "pcie")
+    return {"pcie", kPcieShare * (card.pcie > 0 ? card.pcie : 32 * kGiga), 5.7 * kMicro,
+            1.9 * kMicro};
+  if (text == "loopback") return {"loopback", kLoopback, 30 * kMicro, 30 * kMicro};
+  refuse_link(whole);
+}
+
+int nodes_of(const Cluster& cluster, int ranks) {
+  return (ranks - 1) / cluster.per_node + 1;
+}
+
+double bus_bandwidth(const Cluster& cluster, int ranks) {
+  double bandwidth = cluster.inside.bandwidth;
+  const int local = std::min(ranks, cluster.per_node);
+  if (cluster.shared_bandwidth > 0)
+    bandwidth = std::min(bandwidth, cluster.shared_bandwidth / local);
+  if (nodes_of(cluster, ranks) > 1) bandwidth = std::min(bandwidth, cluster.between.bandwidth);
+  return bandwidth;
+}
+
+// `steps` around the ring: 2(n-1) of an all-reduce, n-1 of a gather.
+double ring_s(const Cluster& cluster, int ranks, double bytes, int rounds) {
+  const int nodes = nodes_of(cluster, ranks);
+  const double steps = rounds * (ranks - 1.0);
+  const double crossings = nodes > 1 ? rounds * (nodes - 1.0) : 0;
+  return kRingStart_s + (steps - crossings) * cluster.inside.ring_hop_s +
+         crossings * cluster.between.ring_hop_s +
+         steps / ranks * bytes / bus_bandwidth(cluster, ranks);
+}
+
+double tree_s(const Cluster& cluster, int ranks, double bytes) {
+  const int nodes = nodes_of(cluster, ranks);
+  const int local = std::min(ranks, cluster.per_node);
+  return kTreeStart_s +
+         2 * ((local - 1) * cluster.inside.tree_hop_s +
+              std::ceil(std::log2(nodes)) * cluster.between.tree_hop_s) +
+         2 * bytes / (kTreeShare * bus_bandwidth(cluster, ranks));
+}
+
+// Ranks on CPUs beyond the physical cores share them, and the step waits for the slowest.
+double slowdown(const Cluster& cluster, int ranks) {
+  const int local = std::min(ranks, cluster.per_node);
+  if (cluster.cores <= 0 || local <= cluster.cores) return 1;
+  return 2 / kSecondThread * std::max(1.0, local / (2.0 * cluster.cores));
+}
+
+// Buckets leave one after another, each when its last gradient is there; gradients come evenly by
+// size. How much of this ends after backward.
+void add_buckets(const Work& work, const Cluster& cluster, int ranks, double backward_s,
+                 StepTime& time) {
+  double all = 0;
+  for (const std::int64_t bytes : work.gradients) all += static_cast<double>(bytes);
+  double produced = 0;
+  double sent_until = 0;
+  double bucket = 0;
+  auto limit = static_cast<double>(work.first_bucket_bytes);
+  for (std::size_t i = 0; i < work.gradients.size(); ++i) {
+    bucket += static_cast<double>(work.gradients[i]);
+    produced += static_cast<double>(work.gradients[i]);
+    if (bucket < limit && i + 1 < work.gradients.size()) continue;
+    const double ready = backward_s * produced / all;
+    const double takes = all_reduce_s(cluster, ranks, bucket);
+    sent_until = std::max(sent_until, ready) + takes;
+    time.communication_s += takes;
+    bucket = 0;
+    limit = static_cast<double>(work.bucket_bytes);
+  }
+  time.exposed_s += std::max(0.0, sent_until - backward_s);
+}
+
+}  // namespace
+
+Cluster parse_link(std::string_view text, const Card& card, int per_node) {
+  if (per_node < 1)
+    throw UsageError("plan", "a node of {} GPUs does not exist. Give 1 or more.", per_node);
+  const std::size_t plus = text.find('+');
+  const std::string_view inside = text.substr(0, plus);
+  Cluster cluster{.inside = inside_node(inside, text, card), .per_node = per_node};
+  if (inside == "loopback") {
+    cluster.shared_bandwidth = kLoopbackShared;
+    cluster.text = fmt::format("loopback {:.1f} GB/s a rank, {:.0f} GB/s a host", kLoopback / kGiga,
+                               kLoopbackShared / kGiga);
+  } else {
+    cluster.text = fmt::format("{} {:.0f} GB/s a GPU", inside, cluster.inside.bandwidth / kGiga);
+  }
+  if (plus == std::string_view::npos) {
+    cluster.per_node = std::numeric_limits<int>::max();  // one node of any size
+    return cluster;
+  }
+  cluster.between = between_nodes(text.substr(plus + 1), text, per_node);
+  cluster.text += fmt::format(", {} {:.0f} GB/s a node of {}", cluster.between.name,
+                              cluster.between.bandwidth / kGiga, per_node);
+  return cluster;
+}
+
+double all_reduce_s(const Cluster& cluster, int ranks, double bytes) {
+  if (ranks < 2) return 0;
+  return std::min(ring_s(cluster, ranks, bytes, 2), tree_s(cluster, ranks, bytes));
+}
+
+double all_gather_s(const Cluster& cluster, int ranks, double bytes) {
+  return ranks < 2 ? 0 : ring_s(cluster, ranks, bytes, 1);
+}
+
+StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
+  const double slower = slowdown(cluster, ranks);
+  StepTime time{.compute_s = slower * work.compute_s(), .optimizer_s = slower * work.optimizer_s};
+  if (ranks < 2) return time;
+  double gradients = 0;
+  for (const std::int64_t bytes : work.gradients) gradients += static_cast<double>(bytes);
+  const auto parameters = static_cast<double>(work.parameter_bytes);
+  switch (work.sharding) {
+    case Sharding::kNone:
+      // On CPUs communication runs on the cores that compute, so nothing hides it.
+      add_buckets(work, cluster, ranks, cluster.cores > 0 ? 0 : slower * work.backward_s, time);
+      return time;
+    case Sharding::kOptimizer:
+      time.optimizer_s /= ranks;
+      time.communication_s = 2 * all_gather_s(cluster, ranks, gradients);
+      break;
+    case Sharding::kFull:
+      time.optimizer_s /= ranks;
+      time.communication_s =
+          static_cast<double>(work.accumulation) *
+          (2 * all_gather_s(cluster, ranks, parameters) + all_gather_s(cluster, ranks, gradients));
+      break;
+  }
+  time.exposed_s = time.communication_s;
+  return time;
+}
+
+}  // namespace lockstep::plan

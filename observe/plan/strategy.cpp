@@ -1,0 +1,436 @@
+#include "observe/plan/strategy.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::plan {
+namespace {
+
+// What the host takes to launch a block's kernels, from steps of GPT-2 124M (12 blocks) with one
+// sample on an H200 (docs/benchmarks.md). A captured step is launched as one. A ResNet's blocks are
+// plain modules.
+constexpr double kPlainLaunch_s = 16.4e-3 / 12;
+constexpr double kFusedLaunch_s = 12.7e-3 / 12;
+// What the device takes (docs/plan.md): matrix products at a part of the peak; the operations
+// between them, which move activations through memory, fused ones fewer times; and for each block
+// the beginnings and ends of its kernels, in which the GPU is not filled. From captured steps of
+// GPT-2 124M with 1 and 64 samples, of GPT 1.3B, and a plain step of 64 samples.
+constexpr double kProducts = 0.74;
+constexpr double kFusedMoves = 5.5;
+constexpr double kPlainMoves = 13;
+constexpr double kBlockEnds_s = 0.185e-3;
+// Operations for a byte of memory bandwidth where that is not known: an H200 has 206, an A100 153.
+constexpr double kFlopsPerByte = 200;
+// Of the peak, that a ResNet's products reach at most.
+constexpr double kUtilisation = 0.4;
+// Most of a ResNet's step are batch norms and activations, which move memory and compute little.
+// ResNet-50 in 16 bits, images/s published by NVIDIA (docs/plan.md): 1156 on a V100, 2470 on an
+// A100-80GB are 30 operations for each byte per second of the card's memory; in float the bytes are
+// twice as many. 79 TFLOP/s are 3200 images/s, what is assumed of an H100.
+constexpr double kResNetPerByte = 30;
+constexpr double kResNetMost = 79e12;
+constexpr int kMostGpus = 65'536;
+// An Adam update reads gradient, weight and two states and writes the last three: in float.
+constexpr double kUpdateBytes = 28;
+
+struct Batches {
+  std::int64_t batch;
+  std::int64_t accumulation;
+  std::int64_t global;
+  bool same;
+};
+
+// The samples of one replica in an update.
+std::int64_t window_of(const Training& t, int replicas) {
+  if (!t.global_batch) return t.batch * t.accumulation;
+  return std::max<std::int64_t>(1, *t.global_batch / replicas);
+}
+
+Batches batches_of(const Training& t, int replicas, std::int64_t batch) {
+  const std::int64_t window = window_of(t, replicas);
+  const std::int64_t global = window * replicas;
+  return {batch, window / batch, global, !t.global_batch || global == *t.global_batch};
+}
+
+// Micro-batches that the window is a multiple of, the largest first.
+std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
+  const std::int64_t window = window_of(t, replicas);
+  std::vector<std::int64_t> all;
+  for (std::int64_t batch = std::min(t.batch, window); batch >= 1; --batch)
+    if (window % batch == 0) all.push_back(batch);
+  return all;
+}
+
+}  // namespace
+
+Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
+  const auto [gpus, stages, sharded] = parts;
+  Choice choice{.gpus = gpus, .stages = stages};
+  const int replicas = choice.replicas();
+  const Batches batches = batches_of(t, replicas, batch);
+  choice.batch = batches.batch;
+  choice.accumulation = batches.accumulation;
+  choice.global_batch = batches.global;
+  choice.same_global_batch = batches.same;
+  choice.strategy = stages > 1  ? Strategy::kSplit
+                    : gpus == 1 ? Strategy::kSingle
+                    : sharded   ? Strategy::kShardedOptimizer
+                                : Strategy::kDdp;
+  choice.memory = memory_of(t.model, {.batch = batches.batch,
+                                      .accumulation = batches.accumulation,
+                                      .half = t.half,
+                                      .checkpointing = t.checkpointing,
+                                      .fused = !t.unfused && !card.cpu && stages == 1,
+                                      .ranks = replicas,
+                                      .sharded_optimizer = sharded && replicas > 1,
+                                      .state_copies = t.state_copies,
+                                      .stages = stages,
+                                      .cpu = card.cpu});
+  choice.fits = fits(choice.memory, card);
+  choice.smaller_batch = batch < micro_batches(t, replicas).front();
+  choice.as_written = choice.fits && (stages == 1 || t.device_map) &&
+                      (!choice.smaller_batch || !t.adapts.empty()) &&
+                      (!sharded || t.sharded_optimizer || t.may_shard);
+  return choice;
+}
+
+bool can_split(const Training& t, const Card& card, int gpus) {
+  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
+}
+
+namespace {
+
+// The largest micro-batch that fits, or the smallest one.
+Choice best_of(const Training& t, const Card& card, const Parts& parts) {
+  Choice choice;
+  for (const std::int64_t batch : micro_batches(t, parts.gpus / parts.stages)) {
+    choice = make_choice(t, card, parts, batch);
+    if (choice.fits) break;
+  }
+  return choice;
+}
+
+}  // namespace
+
+std::string strategy_text(Strategy strategy, int gpus) {
+  switch (strategy) {
+    case Strategy::kSingle:
+      return "single GPU";
+    case Strategy::kDdp:
+      return "DDP";
+    case Strategy::kShardedOptimizer:
+      return "DDP, sharded optimizer";
+    case Strategy::kSplit:
+      break;
+  }
+  return fmt::format("one rank, device_map over {}", gpus);
+}
+
+Choice choose(const Training& training, const Card& card, int gpus) {
+  if (gpus < 1) throw UsageError("plan", "{} GPUs do not exist. Give 1 or more.", gpus);
+  if (training.global_batch && *training.global_batch < gpus)
+    throw UsageError("plan",
+                     "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
+                     "or use fewer GPUs.",
+                     *training.global_batch, gpus);
+  const bool may_split = can_split(training, card, gpus);
+  if (training.device_map && may_split) return best_of(training, card, {gpus, gpus, false});
+  const Choice plain = best_of(training, card, {gpus, 1, training.sharded_optimizer && gpus > 1});
+  if (plain.fits) return plain;
+  if (gpus > 1 && !training.sharded_optimizer) {
+    const Choice sharded = best_of(training, card, {gpus, 1, true});
+    if (sharded.fits) return sharded;
+  }
+  if (!may_split) return plain;
+  const Choice split = best_of(training, card, {gpus, gpus, false});
+  return split.fits ? split : plain;
+}
+
+namespace {
+
+// Changes in their order, each alone and on top of those before it.
+class Changes {
+ public:
+  Changes(const Training& training, const Card& card, int gpus)
+      : gpus_(gpus),
+        card_(card),
+        alone_{training, training.sharded_optimizer && gpus > 1},
+        together_(alone_) {
+    if (!training.device_map || !can_split(training, card, gpus)) return;
+    alone_.stages = together_.stages = gpus;
+    alone_.sharded = together_.sharded = false;
+  }
+
+  struct State {
+    Training training;
+    bool sharded = false;
+    int stages = 1;
+  };
+  const State& together() const { return together_; }
+  bool enough() const { return !all_.empty() && all_.back().together_fits; }
+  bool fits_together(const State& state) const { return choice(state).fits; }
+  std::vector<Change> take() { return std::move(all_); }
+
+  // Not for what saves less than a hundredth, or takes more, as copies of weights can.
+  template <typename Edit>
+  void add(std::string text, std::string cost, const Edit& edit) {
+    if (enough()) return;
+    State alone = alone_;
+    State after = together_;
+    edit(alone);
+    edit(after);
+    const Choice one = choice(alone);
+    const Choice both = choice(after);
+    if (both.memory.total() > choice(together_).memory.total() / 100 * 99) return;
+    together_ = after;
+    all_.push_back({.text = std::move(text),
+                    .cost = std::move(cost),
+                    .alone_bytes = one.memory.total(),
+                    .together_bytes = both.memory.total(),
+                    .alone_fits = one.fits,
+                    .together_fits = both.fits});
+  }
+
+ private:
+  Choice choice(const State& state) const {
+    const std::int64_t batch = micro_batches(state.training, gpus_ / state.stages).front();
+    return make_choice(state.training, card_, {gpus_, state.stages, state.sharded}, batch);
+  }
+
+  int gpus_;
+  Card card_;
+  State alone_;
+  State together_;
+  std::vector<Change> all_;
+};
+
+// The largest that is enough, or 1.
+void add_smaller_batch(const Training& training, int gpus, Changes& all) {
+  const std::vector<std::int64_t> batches = micro_batches(training, gpus);
+  if (batches.front() == 1 || all.enough()) return;
+  std::int64_t batch = 1;
+  for (const std::int64_t candidate : batches) {
+    Changes::State smaller = all.together();
+    smaller.training.batch = candidate;
+    if (!all.fits_together(smaller)) continue;
+    batch = candidate;
+    break;
+  }
+  const std::int64_t steps = window_of(training, gpus) / batch;
+  all.add(fmt::format("per_device_train_batch_size: {} with accumulation {}", batch, steps),
+          "more, smaller passes; the global batch stays", [&](Changes::State& state) {
+            state.training.batch = batch;
+            state.training.accumulation = steps;
+          });
+}
+
+}  // namespace
+
+std::vector<Change> changes(const Training& training, const Card& card, int gpus) {
+  using State = Changes::State;
+  Changes all(training, card, gpus);
+  if (training.model.blocks() > 0 && !training.checkpointing)
+    all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
+            [](State& state) { state.training.checkpointing = true; });
+  const bool mapped = all.together().stages > 1;
+  add_smaller_batch(training, mapped ? 1 : gpus, all);
+  if (gpus > 1 && !training.sharded_optimizer && !mapped)
+    all.add("shard_optimizer: true", "the update waits for its collectives",
+            [](State& state) { state.sharded = true; });
+  const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
+  if (!training.half)
+    all.add(half,
+            card.bfloat16 ? "products with 8 bits of mantissa"
+                          : "products with 11 bits of mantissa, and the loss is scaled",
+            [](State& state) { state.training.half = true; });
+  if (training.model.causal_lm() != nullptr && !training.model.lora)
+    all.add(fmt::format("{}lora: {{r: 16, target_modules: all-linear}}",
+                        all.together().training.half ? "" : std::string(half) + " and "),
+            "trains adapters instead of the model's weights", [](State& state) {
+              state.training.half = true;
+              models::LoraConfig lora{.r = 16, .lora_alpha = 32};
+              lora.target_modules = models::ModuleNames(models::kAllLinear);
+              state.training.model.lora = std::move(lora);
+            });
+  if (!mapped && can_split(training, card, gpus))
+    all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
+            "the GPUs work one after another", [&](State& state) {
+              state.stages = gpus;
+              state.sharded = false;
+            });
+  return all.take();
+}
+
+double peak_flops(const Training& t, const Card& card) {
+  if (t.half && (card.bfloat16 || !t.bf16)) return card.flops;
+  return t.tf32 && !t.half && card.bfloat16 ? card.flops / 2 : card.float_flops;
+}
+
+namespace {
+
+// Of a micro-batch, with what is computed again.
+double operations_of(const Training& t, std::int64_t batch) {
+  const double again = t.checkpointing ? forward_flops_per_token(t.model) : 0;
+  return static_cast<double>(batch * t.model.length) * (flops_per_token(t.model) + again);
+}
+
+// Bytes that lie between matrix products: saved activations, logits, and what adapters read and
+// write again of their projections' inputs and outputs.
+double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
+  const auto saved = static_cast<double>(
+      activations_of(t.model, {.batch = batch, .half = t.half, .fused = fused}).saved);
+  const models::CausalLmConfig* lm = t.model.causal_lm();
+  double values = lm != nullptr ? static_cast<double>(lm->vocab_size()) : 0;
+  if (t.model.lora)
+    values += static_cast<double>(parameters_of(t.model).trainable_matrices / t.model.lora->r);
+  const double once =
+      saved + (t.half ? 2 : 4) * values * static_cast<double>(batch * t.model.length);
+  return t.checkpointing ? once * 4 / 3 : once;  // forward runs again
+}
+
+// What a card needs for a micro-batch. `fused`: with the fused operations of language models.
+double device_s(const Training& t, const Card& card, std::int64_t batch, bool fused) {
+  const double peak = peak_flops(t, card);
+  if (std::holds_alternative<models::ResNetConfig>(t.model.config)) {
+    const double part = t.half ? 1 : 0.5;
+    double reached = std::min(kUtilisation * peak, part * kResNetMost);
+    if (card.memory_bandwidth > 0)
+      reached = std::min(reached, part * kResNetPerByte * card.memory_bandwidth);
+    return operations_of(t, batch) / reached;
+  }
+  const double bandwidth =
+      card.memory_bandwidth > 0 ? card.memory_bandwidth : card.flops / kFlopsPerByte;
+  return static_cast<double>(t.model.blocks()) * kBlockEnds_s +
+         operations_of(t, batch) / (kProducts * peak) +
+         (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth;
+}
+
+bool is_fused(const Training& t, const Card& card, int stages) {
+  return t.model.causal_lm() != nullptr && !t.unfused && stages == 1 && !card.cpu;
+}
+
+}  // namespace
+
+double utilisation_of(const Training& t, const Card& card) {
+  const double peak = peak_flops(t, card);
+  if (peak <= 0) return 0;
+  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, 1));
+}
+
+namespace {
+
+// The host launches a micro-batch's kernels in no less than this, however small the batch is.
+double launch_s(const Training& t, const Choice& choice, const Card& card) {
+  double blocks = std::max<double>(1, static_cast<double>(t.model.blocks()));
+  if (const auto* resnet = std::get_if<models::ResNetConfig>(&t.model.config)) {
+    blocks = 0;
+    for (const std::int64_t stage : resnet->blocks()) blocks += static_cast<double>(stage);
+  }
+  // A sharded optimizer's step cannot be captured.
+  if (card.cpu ||
+      (t.captured && choice.stages == 1 && choice.strategy != Strategy::kShardedOptimizer))
+    return 0;
+  return blocks * (is_fused(t, card, choice.stages) ? kFusedLaunch_s : kPlainLaunch_s);
+}
+
+}  // namespace
+
+std::optional<Work> work_of(const Training& t, const Choice& choice, const Card& card,
+                            const Speed& speed) {
+  const double peak = peak_flops(t, card);
+  if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
+  const auto tokens = static_cast<double>(choice.batch * t.model.length);
+  const double forward = forward_flops_per_token(t.model);
+  const double all = flops_per_token(t.model) + (t.checkpointing ? forward : 0);
+  const double launch = launch_s(t, choice, card);
+  double micro_s = 0;
+  double idle_s = 0;  // of the GPU, which waits for the host
+  if (speed.tokens_per_second) {
+    // Of the file's micro-batch; a smaller one takes as long to launch.
+    const double measured_s =
+        static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
+    micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch));
+  } else {
+    const double busy_s = speed.utilisation
+                              ? operations_of(t, choice.batch) / (peak * *speed.utilisation)
+                              : device_s(t, card, choice.batch, is_fused(t, card, choice.stages));
+    micro_s = std::max(busy_s, launch);
+    idle_s = micro_s - busy_s;
+  }
+  Work work{.forward_s = micro_s * forward / all,
+            .backward_s = micro_s * (1 - forward / all),
+            .accumulation = choice.accumulation,
+            .gradients = gradients_of(t.model)};
+  for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
+  const Parameters parameters = parameters_of(t.model);
+  work.parameter_bytes = (t.half ? 2 : 4) * parameters.total() / choice.stages;
+  // A measurement has the update in it, and so has the time of launching.
+  if (!speed.tokens_per_second && card.memory_bandwidth > 0)
+    work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
+                                             choice.stages / card.memory_bandwidth -
+                                         idle_s);
+  if (choice.strategy == Strategy::kShardedOptimizer) work.sharding = Sharding::kOptimizer;
+  return work;
+}
+
+// How long a choice takes, whether it fits or not.
+Timed timed(const Training& training, const Machine& machine, Choice choice) {
+  Timed one{.choice = std::move(choice)};
+  const auto work = work_of(training, one.choice, machine.card, machine.speed);
+  if (!work) return one;
+  one.step = step_time(*work, machine.cluster, one.choice.replicas());
+  one.tokens_per_second =
+      static_cast<double>(one.choice.global_batch * training.model.length) / one.step->total_s();
+  return one;
+}
+
+Timed timed(const Training& training, const Machine& machine, int gpus) {
+  const Choice choice = choose(training, machine.card, gpus);
+  if (!choice.fits) return {.choice = choice};
+  return timed(training, machine, choice);
+}
+
+std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
+                              const std::vector<int>& gpus) {
+  // What one GPU computes is the measure, also where it does not hold the model.
+  const double alone =
+      timed(training, machine, choose(training, machine.card, 1)).tokens_per_second;
+  std::vector<ScalePoint> points;
+  for (const int n : gpus) {
+    Training at = training;
+    if (at.global_batch) at.global_batch = std::max<std::int64_t>(*at.global_batch, n);
+    const Timed one = timed(at, machine, choose(at, machine.card, n));
+    if (!one.step) return {};
+    if (!one.choice.fits) {
+      points.push_back({.choice = one.choice});
+      continue;
+    }
+    points.push_back({.choice = one.choice,
+                      .step = *one.step,
+                      .tokens_per_second = one.tokens_per_second,
+                      .efficiency = one.tokens_per_second / (n * alone)});
+  }
+  return points;
+}
+
+int most_gpus(const Training& training) {
+  if (!training.global_batch) return kMostGpus;
+  int most = 1;
+  while (most < kMostGpus && 2 * most <= *training.global_batch) most *= 2;
+  return most;
+}
+
+int stops_at(const Training& training, const Machine& machine, double floor) {
+  for (int gpus = 2; gpus <= most_gpus(training); gpus *= 2) {
+    const std::vector<ScalePoint> point = scale(training, machine, {gpus});
+    if (!point.empty() && point.front().choice.fits && point.front().efficiency < floor)
+      return gpus;
+  }
+  return 0;
+}
+
+}  // namespace lockstep::plan

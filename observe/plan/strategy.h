@@ -1,0 +1,146 @@
+// How to train on a number of GPUs: by what fits, with the global batch that was asked for.
+//
+//   const Choice choice = choose(training, card, 4);
+//   choice.strategy            // Strategy::kDdp
+//   choice.batch, choice.accumulation
+//   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
+//
+// The first that fits is taken: data parallel with the batch as given, with smaller micro-batches
+// and more accumulation, with a sharded optimizer; then one rank that divides the layers over all
+// of the GPUs (model.device_map).
+//
+// Values and functions without state; call from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "observe/plan/cards.h"
+#include "observe/plan/memory.h"
+#include "observe/plan/model_shape.h"
+#include "observe/plan/scaling.h"
+
+namespace lockstep::plan {
+
+// What a training file says, as far as memory and time depend on it.
+struct Training {
+  Model model{};
+  std::int64_t batch = 8;  // samples per device and micro-batch
+  std::int64_t accumulation = 1;
+  // Samples of one update over all ranks. Unset: batch x accumulation x ranks, which grows with the
+  // ranks.
+  std::optional<std::int64_t> global_batch{};
+  bool half = false;
+  bool bf16 = false;  // the half type is bfloat16, not float16
+  bool tf32 = false;
+  bool checkpointing = false;
+  bool unfused = false;            // a language model of ATen's operations alone
+  bool captured = false;           // compile_model: a step is one CUDA graph
+  bool sharded_optimizer = false;  // demanded; otherwise where it helps
+  bool may_shard = true;           // false: shard_optimizer: false
+  // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
+  std::string adapts{};
+  int state_copies = 2;
+  bool device_map = false;  // the file's: one rank has all GPUs
+};
+
+enum class Strategy { kSingle, kDdp, kShardedOptimizer, kSplit };
+// "single GPU", "DDP", "DDP, sharded optimizer", "one rank, device_map over 2".
+std::string strategy_text(Strategy strategy, int gpus);
+
+struct Choice {
+  int gpus = 1;
+  Strategy strategy = Strategy::kSingle;
+  int stages = 1;  // GPUs of one replica: 1, or all of them
+  std::int64_t batch = 0;
+  std::int64_t accumulation = 0;
+  std::int64_t global_batch = 0;
+  bool same_global_batch = true;  // it is what was asked for
+  Memory memory{};
+  bool fits = false;
+  bool smaller_batch = false;  // the file's micro-batch does not fit
+  bool as_written = false;     // it fits, and training does this without a change to the file
+
+  int replicas() const { return gpus / stages; }
+};
+
+// How the GPUs are used: of each replica's layers, each of `stages` GPUs has a part.
+struct Parts {
+  int gpus = 1;
+  int stages = 1;
+  bool sharded = false;  // the optimizer
+};
+// One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
+Choice make_choice(const Training& training, const Card& card, const Parts& parts,
+                   std::int64_t batch);
+// Whether `lockstep train` can set up one rank with its layers on all of the GPUs.
+bool can_split(const Training& training, const Card& card, int gpus);
+
+// With `fits` false the choice is DDP with the smallest micro-batch.
+Choice choose(const Training& training, const Card& card, int gpus);
+
+struct Change {
+  std::string text{};                // "gradient_checkpointing: true"
+  std::string cost{};                // "blocks run twice: a third more computation"
+  std::uint64_t alone_bytes = 0;     // a GPU's total with this change
+  std::uint64_t together_bytes = 0;  // with this change and those before it
+  bool alone_fits = false;
+  bool together_fits = false;
+};
+// What makes it smaller, cheapest first: gradient checkpointing, smaller micro-batches, sharded
+// optimizer, bf16, LoRA, a device map. Ends with the first that fits together with those before.
+std::vector<Change> changes(const Training& training, const Card& card, int gpus);
+
+// How fast a card computes.
+struct Speed {
+  std::optional<double> utilisation{};        // of the card's peak (MFU); unset: as docs/plan.md
+  std::optional<double> tokens_per_second{};  // measured on one GPU; wins
+};
+
+// Operations per second of the card in the training's type. One without bfloat16 (or TF32) computes
+// it at the rate of float. 0: not known.
+double peak_flops(const Training& training, const Card& card);
+// The part of the peak that the file's micro-batch reaches once it is launched (docs/plan.md).
+double utilisation_of(const Training& training, const Card& card);
+
+// One rank's part of a step; nothing where neither the card's arithmetic nor a measurement is
+// known.
+std::optional<Work> work_of(const Training& training, const Choice& choice, const Card& card,
+                            const Speed& speed);
+
+struct Machine {
+  Card card{};
+  Cluster cluster{};
+  Speed speed{};
+};
+
+// What is chosen for a number of GPUs, and how long its step takes where it fits and that is known.
+struct Timed {
+  Choice choice{};
+  std::optional<StepTime> step{};
+  double tokens_per_second = 0;
+};
+Timed timed(const Training& training, const Machine& machine, int gpus);
+Timed timed(const Training& training, const Machine& machine, Choice choice);
+
+struct ScalePoint {
+  Choice choice{};  // without `fits` it has no time
+  StepTime step{};
+  double tokens_per_second = 0;
+  double efficiency = 0;  // tokens per second and GPU, over those of one GPU
+};
+// A global batch that was asked for is held, and each GPU's part of it shrinks; with more GPUs than
+// samples each has one, and the batch grows. Without one every GPU has the same work. Nothing where
+// the speed is not known.
+std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
+                              const std::vector<int>& gpus);
+// The most GPUs, a power of two, that a search goes to: each has a sample of the global batch.
+int most_gpus(const Training& training);
+// The smallest power of two that fits and at which the efficiency is below `floor`; 0: none up to
+// most_gpus().
+int stops_at(const Training& training, const Machine& machine, double floor);
+
+}  // namespace lockstep::plan

@@ -1,0 +1,68 @@
+// How far from linear a training scales: what was measured at several numbers of ranks, as rows,
+// charts and a page.
+//
+//   const std::vector<ScaleRow> rows = scale_rows(points);
+//   write_file_atomically("speedup.svg", svg_file({draw(speedup_chart(rows))}));
+//
+// Pure functions of what was measured; call them from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "observe/report/budget_view.h"
+#include "observe/report/chart.h"
+#include "observe/report/run_report.h"
+
+namespace lockstep::report {
+
+// What was measured with one number of ranks. Rates are of all ranks, one for each round.
+struct ScalePoint {
+  int ranks = 1;
+  std::int64_t batch = 1;  // per rank and pass
+  std::int64_t accumulation = 1;
+  std::vector<double> samples_per_s{};
+  std::vector<double> tokens_per_s{};     // empty: samples are not made of tokens
+  int cores_per_rank = 0;                 // what a rank may use on a CPU; 0: it has a GPU
+  std::optional<monitor::RunView> run{};  // of the round with the median rate
+
+  std::int64_t global_batch() const { return batch * accumulation * ranks; }
+};
+
+// Medians over rounds. Speed-up is the ratio of rates in the same round to the fewest ranks',
+// times their number: with one rank among them it is 1 there.
+struct ScaleRow {
+  ScalePoint point{};
+  double step_s = 0;
+  double samples_per_s = 0;
+  std::optional<double> tokens_per_s{};
+  double speedup = 1;
+  double efficiency = 1;                // speed-up by ranks
+  std::optional<double> utilisation{};  // 0 to 1, of the GPUs or cores that the ranks were given
+  monitor::Interval budget{};           // of one rank, the mean
+};
+
+// By ranks. Every point has as many rounds as the others, at least one.
+std::vector<ScaleRow> scale_rows(std::vector<ScalePoint> points);
+
+struct ScaleSetting {
+  std::string file{};
+  bool strong = false;  // the global batch stays the same; else the batch of a rank does
+  std::int64_t steps = 0;
+  int rounds = 0;
+  int cores = 0;  // of the host, for ranks on CPUs; 0: they have GPUs
+  std::vector<std::string> notes{};
+};
+
+LineChart speedup_chart(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
+BarChart scale_budget_chart(const std::vector<ScaleRow>& rows);
+LineChart scale_utilisation_chart(const std::vector<ScaleRow>& rows);
+
+// Heads first; shares and percentages as parts of 1.
+std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows);
+Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
+std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
+
+}  // namespace lockstep::report
