@@ -1,28 +1,23 @@
 // lockstep bench ablation FILE: what each of a training file's speed settings is worth. The run
 // begins without any of them on one rank, and gets them one after the other.
-#include "bench/ablation.h"
-
 #include <fmt/format.h>
+#include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
-#include <deque>
 #include <filesystem>
-#include <nlohmann/json.hpp>
-#include <optional>
 
 #include "bench/bench.h"
-#include "bench/scratch.h"
-#include "bench/stats.h"
-#include "bench/strategies.h"
+#include "bench/harness.h"
 #include "bench/train_runs.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/io/safetensors.h"
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -35,189 +30,118 @@ constexpr int kLogs = 5;  // per run; the first holds the warm-up and does not c
 
 struct AblationOptions {
   std::string file;
-  std::vector<std::string> set;
+  std::vector<std::string> set;  // "--key=value"
   int ranks = 2;
   int steps = 50;
-  int rounds = 3;
   int threads = 0;
   int workers = 2;
-  std::string csv, json;
 };
-
-using Keys = std::map<std::string, Node>;
 
 // A point on the way from the baseline to all settings.
 struct Stage {
   std::string name;
   int ranks = 1;
-  Keys keys{};
-  std::map<std::string, std::string> environment{};
+  std::vector<std::string> flags{};  // the later one counts
+  Environment environment{};
   // Computes the same numbers as the previous stage.
   bool same_numbers = false;
   // Has no run of its own: the cost of an unfused optimizer is added to the stages before it.
   bool computed = false;
   std::vector<TrainFigures> rounds{};
+
+  void set(const char* key, const auto& value) {
+    flags.push_back(fmt::format("--{}={}", key, value));
+  }
 };
-using Stages = std::deque<Stage>;
-
-// ---------------------------------------------------------------- the training file
-
-// Keys of a full training run that are useless in a short one, and those that the stages set.
-constexpr const char* kDropped[] = {"preset",
-                                    "num_train_epochs",
-                                    "max_steps",
-                                    "warmup_steps",
-                                    "lr_scheduler_type",
-                                    "lr_scheduler_kwargs",
-                                    "auto_find_batch_size",
-                                    "elastic_gpu",
-                                    "logging_strategy",
-                                    "logging_steps",
-                                    "logging_first_step",
-                                    "disable_tqdm",
-                                    "report_to",
-                                    "run_name",
-                                    "eval_strategy",
-                                    "eval_steps",
-                                    "eval_delay",
-                                    "eval_on_start",
-                                    "load_best_model_at_end",
-                                    "metric_for_best_model",
-                                    "greater_is_better",
-                                    "early_stopping_patience",
-                                    "early_stopping_threshold",
-                                    "output_dir",
-                                    "save_strategy",
-                                    "save_steps",
-                                    "save_total_limit",
-                                    "save_only_model",
-                                    "save_on_each_node",
-                                    "enable_jit_checkpoint",
-                                    "resume_from_checkpoint",
-                                    "ignore_data_skip",
-                                    "bf16",
-                                    "fp16",
-                                    "tf32",
-                                    "gradient_checkpointing",
-                                    "compile_model",
-                                    "dataloader_num_workers",
-                                    "dataloader_pin_memory",
-                                    "dataloader_prefetch_factor",
-                                    "dataloader_persistent_workers",
-                                    "shard_optimizer"};
-
-Keys base_keys(const train::Config& config, const AblationOptions& options) {
-  Keys keys;
-  for (const train::Setting& setting : config.settings)
-    if (setting.origin != train::Origin::kDefault && !setting.value.is(NodeKind::kNull))
-      keys[std::string(setting.key->name)] = setting.value;
-  for (const char* name : kDropped) keys.erase(name);
-  keys["max_steps"] = integer_node(options.steps);
-  keys["logging_steps"] = integer_node(std::max(1, options.steps / kLogs));
-  keys["disable_tqdm"] = bool_node(true);
-  keys["save_strategy"] = text_node("no");
-  keys["enable_jit_checkpoint"] = bool_node(false);
-  keys["dataloader_num_workers"] = integer_node(0);
-  keys["dataloader_pin_memory"] = bool_node(false);
-  keys["shard_optimizer"] = text_node("false");
-  keys["compile_model"] = text_node("false");
-  return keys;
-}
-
-std::string file_of(const Stage& stage, const Keys& more, const Scratch& scratch) {
-  NodeMembers members;
-  Keys keys = more;
-  keys.insert(stage.keys.begin(), stage.keys.end());
-  for (const auto& [key, value] : keys) members.emplace_back(key, value);
-  const std::string path = scratch.file("stage.json");
-  write_file_atomically(path, to_json(map_node(std::move(members))) + "\n");
-  return path;
-}
+using Stages = std::vector<Stage>;
 
 // ---------------------------------------------------------------- stages
+
+constexpr const char* kCaches[] = {"LOCKSTEP_CPU_CACHE_MAX_BYTES",
+                                   "LOCKSTEP_GRAD_INPLACE_MIN_BYTES"};
 
 bool on_cpu(const TrainingArguments& arguments) {
   return arguments.use_cpu || env::get("LOCKSTEP_DEVICE").value_or("") == "cpu" ||
          cuda_device_count() == 0;
 }
 
-void add_precision(Stages& stages, const TrainingArguments& a) {
-  Stage next = stages.back();
-  next.same_numbers = false;
-  const bool chosen = a.bf16 || a.fp16;
-  // On a GPU one would normally use 16 bits; on CPUs they often cost time, so the file decides.
-  if (!chosen && on_cpu(a)) return;
-  next.name = a.fp16 ? "+ fp16" : "+ bf16";
-  next.keys[a.fp16 ? "fp16" : "bf16"] = bool_node(true);
-  if (a.tf32) next.keys["tf32"] = bool_node(*a.tf32);
-  stages.push_back(std::move(next));
+// The file on one rank, without its settings for speed.
+Stage baseline_of(const AblationOptions& options, bool cpu) {
+  Stage stage{.name = "baseline: fp32, 1 rank", .flags = options.set};
+  const auto flags = short_run(options.steps, options.steps / kLogs);
+  stage.flags.insert(stage.flags.end(), flags.begin(), flags.end());
+  for (const char* key : {"bf16", "fp16", "gradient_checkpointing", "dataloader_pin_memory",
+                          "dataloader_persistent_workers", "shard_optimizer", "compile_model"})
+    stage.set(key, "false");
+  for (const char* key : {"tf32", "dataloader_prefetch_factor"}) stage.set(key, "none");
+  stage.set("dataloader_num_workers", 0);
+  stage.environment["OMP_NUM_THREADS"] = fmt::format("{}", options.threads);
+  if (cpu)
+    for (const char* name : kCaches) stage.environment[name] = "0";
+  return stage;
 }
 
 // The file's settings in the order in which they are usually recommended: memory, loading,
 // optimizer, ranks.
-Stages stages_of(const train::Config& config, const AblationOptions& options) {
-  const TrainingArguments& a = config.arguments;
-  Stages stages{{.name = "baseline: fp32, 1 rank", .keys = base_keys(config, options)}};
-  const auto add = [&](std::string name, bool same_numbers) -> Stage& {
+Stages stages_of(const TrainingArguments& a, const AblationOptions& options) {
+  const bool cpu = on_cpu(a);
+  Stages stages{baseline_of(options, cpu)};
+  const auto add = [&](const std::string& name, bool same_numbers) -> Stage& {
     Stage next = stages.back();
-    next.name = std::move(name);
+    next.name = "+ " + name;
     next.same_numbers = same_numbers;
     next.computed = false;
-    stages.push_back(std::move(next));
-    return stages.back();
+    return stages.emplace_back(std::move(next));
   };
-  for (const train::Setting& setting : config.settings)
-    if (setting.origin == train::Origin::kEnvironment)
-      stages.front().environment[setting.where] = "";  // it is in the file now
-  stages.front().environment["OMP_NUM_THREADS"] = fmt::format("{}", options.threads);
-  if (on_cpu(a)) {
-    for (const char* name : {"LOCKSTEP_CPU_CACHE_MAX_BYTES", "LOCKSTEP_GRAD_INPLACE_MIN_BYTES"})
-      stages.front().environment[name] = "0";
-    Stage& cached = add("+ memory: caching CPU allocator", true);
-    for (const char* name : {"LOCKSTEP_CPU_CACHE_MAX_BYTES", "LOCKSTEP_GRAD_INPLACE_MIN_BYTES"})
-      cached.environment.erase(name);
+  if (cpu) {
+    Stage& cached = add("memory: caching CPU allocator", true);
+    for (const char* name : kCaches) cached.environment.erase(name);
   }
-  add_precision(stages, a);
+  // On a GPU one would normally use 16 bits; on CPUs they often cost time, so the file decides.
+  if (a.bf16 || a.fp16 || !cpu) {
+    const char* precision = a.fp16 ? "fp16" : "bf16";
+    Stage& stage = add(precision, false);
+    stage.set(precision, true);
+    if (a.tf32) stage.set("tf32", *a.tf32);
+  }
   if (a.gradient_checkpointing)
-    add("+ gradient_checkpointing", false).keys["gradient_checkpointing"] = bool_node(true);
+    add("gradient_checkpointing", false).set("gradient_checkpointing", true);
   const std::int64_t workers =
       a.dataloader_num_workers > 0 ? a.dataloader_num_workers : options.workers;
   const std::int64_t ahead = a.dataloader_prefetch_factor.value_or(2);
-  Stage& loader = add(fmt::format("+ loader: {} workers, {} batches ahead", workers, ahead), true);
-  loader.keys["dataloader_num_workers"] = integer_node(workers);
-  loader.keys["dataloader_prefetch_factor"] = integer_node(ahead);
-  loader.keys["dataloader_persistent_workers"] = bool_node(true);
-  loader.keys["dataloader_pin_memory"] = bool_node(true);
-  if (a.compile_model == "true" || (a.compile_model == "auto" && !on_cpu(a)))
-    add("+ compile_model", false).keys["compile_model"] = text_node("true");
-  add("+ fused optimizer", true).computed = true;
+  Stage& loader = add(fmt::format("loader: {} workers, {} batches ahead", workers, ahead), true);
+  loader.set("dataloader_num_workers", workers);
+  loader.set("dataloader_prefetch_factor", ahead);
+  loader.set("dataloader_persistent_workers", true);
+  loader.set("dataloader_pin_memory", true);
+  if (a.compile_model == "true" || (a.compile_model == "auto" && !cpu))
+    add("compile_model", false).set("compile_model", true);
+  add("fused optimizer", true).computed = true;
   if (options.ranks == 1) return stages;
-  add(fmt::format("+ DDP: {} ranks", options.ranks), false).ranks = options.ranks;
+  add(fmt::format("DDP: {} ranks", options.ranks), false).ranks = options.ranks;
   if (a.shard_optimizer != "false")
-    add("+ sharded optimizer", true).keys["shard_optimizer"] = text_node(a.shard_optimizer);
+    add("sharded optimizer", true).set("shard_optimizer", a.shard_optimizer);
   return stages;
 }
 
 // ---------------------------------------------------------------- measurement
 
-TrainFigures run_stage(const Stage& stage, const Keys& more, const Scratch& scratch) {
+TrainFigures run_stage(const Stage& stage, const AblationOptions& options, const Scratch& scratch) {
   return run_train({.name = stage.name,
                     .ranks = stage.ranks,
-                    .file = file_of(stage, more, scratch),
+                    .file = options.file,
+                    .flags = stage.flags,
                     .environment = stage.environment},
                    scratch.file("out"));
 }
 
 // Makes a first run of one step, whose checkpoint has the shapes of the parameters.
-std::vector<std::vector<std::int64_t>> parameter_shapes(const Stage& baseline,
+std::vector<std::vector<std::int64_t>> parameter_shapes(Stage stage, const AblationOptions& options,
                                                         const Scratch& scratch) {
-  run_stage(baseline,
-            {{"max_steps", integer_node(1)},
-             {"logging_steps", integer_node(1)},
-             {"save_strategy", text_node("steps")},
-             {"save_steps", integer_node(1)},
-             {"save_only_model", bool_node(true)}},
-            scratch);
+  for (const char* key : {"max_steps", "logging_steps", "save_steps"}) stage.set(key, 1);
+  stage.set("save_strategy", "steps");
+  stage.set("save_only_model", true);
+  run_stage(stage, options, scratch);
   std::vector<std::vector<std::int64_t>> shapes;
   for (const auto& entry :
        std::filesystem::directory_iterator(scratch.file("out") + "/checkpoint-1")) {
@@ -230,24 +154,12 @@ std::vector<std::vector<std::int64_t>> parameter_shapes(const Stage& baseline,
   return shapes;
 }
 
-double rate_of(const TrainFigures& figures) {
-  const std::vector<double>& all = figures.samples_per_second;
-  if (all.size() < 2)
-    throw Error("bench", "a run has logged less than twice. Give it more --steps");
-  return median({all.begin() + 1, all.end()});
-}
-
-void measure(Stages& stages, const AblationOptions& options, const Scratch& scratch) {
-  for (int round = 0; round < options.rounds; ++round) {
-    std::string shown;
-    for (std::size_t k = 0; k < stages.size(); ++k) {
-      Stage& stage = stages[(k + static_cast<std::size_t>(round)) % stages.size()];
-      if (stage.computed) continue;
-      stage.rounds.push_back(run_stage(stage, {}, scratch));
-      shown += fmt::format(" {:.2f}", rate_of(stage.rounds.back()));
-    }
-    fmt::print(stderr, "round {}/{}:{} samples/s\n", round + 1, options.rounds, shown);
-  }
+void measure(Stages& stages, const Turns& turns, const AblationOptions& options,
+             const Scratch& scratch) {
+  by_turns(turns, stages, [&](Stage& stage) {
+    if (stage.computed) return static_cast<double>(NAN);
+    return stage.rounds.emplace_back(run_stage(stage, options, scratch)).settled_rate();
+  });
   for (std::size_t i = 1; i < stages.size(); ++i)
     if (stages[i].computed) stages[i].rounds = stages[i - 1].rounds;
 }
@@ -266,45 +178,117 @@ void verify(const Stages& stages) {
   fmt::print(stderr, "verified: {} of the settings leave every logged loss as it was\n", compared);
 }
 
-// ---------------------------------------------------------------- results
+// ---------------------------------------------------------------- the optimizer
 
-struct Gains {
-  double samples_per_s = 0;
-  Summary step, total;  // how many times faster than the previous stage, and than the baseline
+struct OptimizerTimes {
+  double fused_ms = 0;
+  double unfused_ms = 0;
 };
 
-// Seconds of an optimizer step in each round, with an unfused optimizer up to its stage.
-std::vector<double> step_seconds(const Stages& stages, std::size_t number, double unfused_s,
-                                 const TrainingArguments& arguments) {
+struct OptimizerQuestion {
+  std::vector<std::vector<std::int64_t>> shapes{};  // of the parameters
+  std::string optim = "adamw";                      // or adam, sgd
+  std::string device = "cpu";
+  int threads = 1;
+};
+
+constexpr double kLr = 1e-3, kDecay = 0.1;
+constexpr int kWarmup = 3, kSamples = 9;
+// Relative to how far three steps move a parameter: the two round at different places.
+constexpr double kTolerance = 1e-3;
+
+std::vector<at::Tensor> make_parameters(const OptimizerQuestion& question) {
+  torch::manual_seed(0);
+  std::vector<at::Tensor> parameters;
+  for (const auto& shape : question.shapes) {
+    at::Tensor parameter = torch::randn(shape).to(c10::Device(question.device)).requires_grad_();
+    parameter.mutable_grad() = torch::randn(shape).to(parameter.device());
+    parameters.push_back(std::move(parameter));
+  }
+  return parameters;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_fused(const std::string& name,
+                                                    const std::vector<at::Tensor>& parameters) {
+  if (name == "sgd")
+    return std::make_unique<optim::SGD>(
+        parameters, optim::SGDOptions{.lr = kLr, .momentum = 0.9, .weight_decay = kDecay});
+  if (name == "adam")
+    return std::make_unique<optim::Adam>(parameters,
+                                         optim::AdamOptions{.lr = kLr, .weight_decay = kDecay});
+  return std::make_unique<optim::AdamW>(parameters,
+                                        optim::AdamWOptions{.lr = kLr, .weight_decay = kDecay});
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_unfused(const std::string& name,
+                                                      const std::vector<at::Tensor>& parameters) {
+  if (name == "sgd")
+    return std::make_unique<torch::optim::SGD>(
+        parameters, torch::optim::SGDOptions(kLr).momentum(0.9).weight_decay(kDecay));
+  if (name == "adam")
+    return std::make_unique<torch::optim::Adam>(
+        parameters, torch::optim::AdamOptions(kLr).weight_decay(kDecay));
+  return std::make_unique<torch::optim::AdamW>(
+      parameters, torch::optim::AdamWOptions(kLr).weight_decay(kDecay));
+}
+
+double step_ms(torch::optim::Optimizer& optimizer, const at::Tensor& last) {
+  const auto start = Deadline::Clock::now();
+  optimizer.step();
+  if (last.is_cuda()) torch::cuda::synchronize();
+  return 1e3 * seconds_since(start);
+}
+
+void compare(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b,
+             const std::vector<at::Tensor>& start) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double apart = (a[i] - b[i]).norm().item<double>();
+    const double moved = (a[i] - start[i]).norm().item<double>();
+    if (!(apart <= kTolerance * moved))
+      throw Error("bench", fmt::format("the fused and the unfused optimizer move parameter {} "
+                                       "differently: by {:.3g}, {:.3g} apart",
+                                       i, moved, apart));
+  }
+}
+
+// Medians of a step of lockstep::optim's and of torch::optim's, measured in turn. Both are compared
+// first: Error when they move the parameters differently.
+OptimizerTimes optimizer_times(const OptimizerQuestion& question) {
+  prepare_device(question.device);
+  torch::set_num_threads(question.threads);
+  const std::vector<at::Tensor> ours = make_parameters(question), other = make_parameters(question),
+                                start = make_parameters(question);
+  const auto fused = make_fused(question.optim, ours);
+  const auto unfused = make_unfused(question.optim, other);
+  for (int i = 0; i < kWarmup; ++i) {
+    fused->step();
+    unfused->step();
+  }
+  compare(ours, other, start);
+  std::vector<double> fused_ms, unfused_ms;
+  for (int i = 0; i < kSamples; ++i) {
+    fused_ms.push_back(step_ms(*fused, ours.back()));
+    unfused_ms.push_back(step_ms(*unfused, other.back()));
+  }
+  return {.fused_ms = median(fused_ms), .unfused_ms = median(unfused_ms)};
+}
+
+// ---------------------------------------------------------------- results
+
+// Samples a second in each round, with an unfused optimizer up to its stage.
+std::vector<double> rates_of(const Stages& stages, std::size_t number, double unfused_s,
+                             const TrainingArguments& arguments) {
   const auto fused = static_cast<std::size_t>(
       std::find_if(stages.begin(), stages.end(), [](const Stage& s) { return s.computed; }) -
       stages.begin());
   const Stage& stage = stages[number];
   const auto samples = static_cast<double>(train::effective_batch(arguments, stage.ranks));
-  std::vector<double> seconds;
+  std::vector<double> rates;
   for (const TrainFigures& figures : stage.rounds)
-    seconds.push_back(samples / rate_of(figures) + (number < fused ? unfused_s : 0));
-  return seconds;
-}
-
-std::vector<Gains> gains_of(const Stages& stages, double unfused_s,
-                            const TrainingArguments& arguments) {
-  std::vector<Gains> gains;
-  std::vector<std::vector<double>> rates;  // samples a second, by stage and round
-  for (std::size_t i = 0; i < stages.size(); ++i) {
-    const auto samples = static_cast<double>(train::effective_batch(arguments, stages[i].ranks));
-    rates.emplace_back();
-    for (const double seconds : step_seconds(stages, i, unfused_s, arguments))
-      rates.back().push_back(samples / seconds);
-    const auto over = [&](std::size_t other) {
-      std::vector<double> ratios;
-      for (std::size_t r = 0; r < rates[i].size(); ++r)
-        ratios.push_back(rates[i][r] / rates[other][r]);
-      return summarize(ratios);
-    };
-    gains.push_back({median(rates[i]), over(i == 0 ? 0 : i - 1), over(0)});
-  }
-  return gains;
+    rates.push_back(samples /
+                    (samples / figures.settled_rate() + (number < fused ? unfused_s : 0)));
+  return rates;
 }
 
 std::string remark(const Stage& stage, const Summary& step, bool first) {
@@ -317,94 +301,70 @@ std::string remark(const Stage& stage, const Summary& step, bool first) {
   return text.empty() ? "computed" : "computed; " + text;
 }
 
-Table table_of(const Stages& stages, const std::vector<Gains>& gains) {
-  Table table(
-      {"setting", "ranks", "samples/s", "times before", "p25", "p75", "times baseline", "remark"});
-  for (std::size_t i = 0; i < stages.size(); ++i) {
-    std::vector<std::string> cells{stages[i].name, fmt::format("{}", stages[i].ranks),
-                                   fmt::format("{:.2f}", gains[i].samples_per_s)};
-    for (const double value :
-         {gains[i].step.p50, gains[i].step.p25, gains[i].step.p75, gains[i].total.p50})
-      cells.push_back(fmt::format("{:.3f}", value));
-    cells.push_back(remark(stages[i], gains[i].step, i == 0));
-    table.add(std::move(cells));
-  }
-  return table;
-}
-
-std::string json_of(const Stages& stages, const std::vector<Gains>& gains,
-                    const OptimizerTimes& optimizer, const AblationOptions& options) {
-  nlohmann::json document{
-      {"benchmark", "ablation"},
-      {"file", options.file},
-      {"steps", options.steps},
-      {"threads", options.threads},
-      {"optimizer_ms", {{"fused", optimizer.fused_ms}, {"unfused", optimizer.unfused_ms}}}};
-  for (std::size_t i = 0; i < stages.size(); ++i)
-    document["rows"].push_back({{"setting", stages[i].name},
-                                {"ranks", stages[i].ranks},
-                                {"computed", stages[i].computed},
-                                {"samples_per_s", gains[i].samples_per_s},
-                                {"times_before", gains[i].step.p50},
-                                {"times_baseline", gains[i].total.p50}});
-  return document.dump(1) + "\n";
-}
-
-int ablate(AblationOptions options) {
-  std::vector<std::string> flags;
-  for (const std::string& one : options.set) flags.push_back("--" + one);
-  const train::Config config = train::load_config(options.file, flags);
-  const TrainingArguments& arguments = config.arguments;
+int ablate(const Options& output, const Turns& turns, AblationOptions options) {
+  const TrainingArguments arguments = train::load_config(options.file, options.set).arguments;
   for (const int ranks : {1, options.ranks}) train::accumulation_steps(arguments, ranks);
   if (options.threads == 0) options.threads = std::max(1, allowed_cores() / options.ranks);
   const Scratch scratch;
-  Stages stages = stages_of(config, options);
-  OptimizerQuestion question{.shapes = parameter_shapes(stages.front(), scratch),
-                             .optim = arguments.optim,
-                             .device = on_cpu(arguments) ? "cpu" : "cuda",
-                             .threads = options.threads};
-  measure(stages, options, scratch);
+  Stages stages = stages_of(arguments, options);
+  const OptimizerQuestion question{.shapes = parameter_shapes(stages.front(), options, scratch),
+                                   .optim = arguments.optim,
+                                   .device = on_cpu(arguments) ? "cpu" : "cuda",
+                                   .threads = options.threads};
+  measure(stages, turns, options, scratch);
   verify(stages);
   const OptimizerTimes optimizer = optimizer_times(question);
   const double unfused_s = (optimizer.unfused_ms - optimizer.fused_ms) / 1e3;
-  const std::vector<Gains> gains = gains_of(stages, unfused_s, arguments);
-  publish(table_of(stages, gains), options.csv);
+  Report report(
+      "ablation", "setting",
+      {{"file", options.file},
+       {"steps", options.steps},
+       {"threads", options.threads},
+       {"optimizer_ms", {{"fused", optimizer.fused_ms}, {"unfused", optimizer.unfused_ms}}}});
+  std::vector<std::vector<double>> rates;
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    rates.push_back(rates_of(stages, i, unfused_s, arguments));
+    const Summary step = over(rates[i], rates[i == 0 ? 0 : i - 1]);
+    report.row(stages[i].name)
+        .value("setting", stages[i].name)
+        .number("ranks", stages[i].ranks, 0, "ranks")
+        .value("computed", stages[i].computed)
+        .number("samples/s", median(rates[i]), 2, "samples_per_s")
+        .ratio("times before", step, "times_before")
+        .number("times baseline", over(rates[i], rates[0]).p50, 3, "times_baseline")
+        .text("remark", remark(stages[i], step, i == 0));
+  }
+  report.publish(output);
   fmt::print(
       "The optimizer of lockstep train is always fused. A step of it takes {:.2f} ms on these "
       "parameters, LibTorch's\nunfused one {:.2f} ms; rows before \"+ fused optimizer\" have the "
       "difference added.\n",
       optimizer.fused_ms, optimizer.unfused_ms);
-  if (!options.json.empty())
-    write_file_atomically(options.json, json_of(stages, gains, optimizer, options));
   return 0;
 }
 
 }  // namespace
 
 int ablation_main(int argc, char** argv) {
-  AblationOptions options;
-  options.ranks = std::max(2, cuda_device_count());
-  CLI::App app{
+  AblationOptions o;
+  Turns turns{.rounds = 3, .unit = "samples/s"};
+  o.ranks = std::max(2, cuda_device_count());
+  Options options(
       "What each speed setting of a training file is worth: memory, loading, fused optimizer, "
-      "ranks, sharded optimizer, one after the other, each beside the run without it"};
-  app.add_option("file", options.file, "the training file")->required();
-  app.add_option("--set", options.set, "KEY=VALUE of the training file, as often as needed")
+      "ranks, sharded optimizer, one after the other, each beside the run without it");
+  options.app().add_option("file", o.file, "the training file")->required();
+  options.app()
+      .add_option("--set", o.set, "KEY=VALUE of the training file, as often as needed")
       ->allow_extra_args(false);
-  app.add_option("--ranks", options.ranks, "of the last rows; 1: no such rows")
-      ->check(CLI::Range(1, 64));
-  app.add_option("--steps", options.steps, "optimizer steps of each run")
-      ->check(CLI::Range(2 * kLogs, 1000000));
-  app.add_option("--rounds", options.rounds, "runs of each row, by turns")
-      ->check(CLI::Range(1, 1000));
-  app.add_option("--workers", options.workers, "of the loader, where the file has none")
-      ->check(CLI::Range(1, 1024));
-  app.add_option("--threads", options.threads,
-                 "of each rank on the CPU; 0: cores divided by ranks, for one rank too")
-      ->check(CLI::Range(0, 1024));
-  app.add_option("--csv", options.csv, "also write the table to this file");
-  app.add_option("--json", options.json, "also write the figures to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  return ablate(std::move(options));
+  options.number("--ranks", o.ranks, 1, 64, "of the last rows; 1: no such rows");
+  options.number("--steps", o.steps, 2 * kLogs, 1e6, "optimizer steps of each run");
+  options.number("--rounds", turns.rounds, 1, 1000, "runs of each row, by turns");
+  options.number("--workers", o.workers, 1, 1024, "of the loader, where the file has none");
+  options.number("--threads", o.threads, 0, 1024,
+                 "of each rank on the CPU; 0: cores divided by ranks, for one rank too");
+  if (const auto code = options.parse(argc, argv)) return *code;
+  for (std::string& one : o.set) one = "--" + one;
+  return ablate(options, turns, std::move(o));
 }
 
 }  // namespace lockstep::bench

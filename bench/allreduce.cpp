@@ -1,40 +1,57 @@
-// lockstep bench allreduce: shared memory beside gloo and Open MPI.
-#include "bench/allreduce.h"
-
+// lockstep bench allreduce: shared memory beside gloo and Open MPI. A job of ranks measures every
+// backend on the same sizes, each time on a freshly written tensor.
+#include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
-#include <nlohmann/json.hpp>
-#include <sstream>
+#include <random>
 
 #include "bench/bench.h"
-#include "bench/goals.h"
-#include "bench/scratch.h"
-#include "bench/stats.h"
+#include "bench/crew.h"
+#include "bench/harness.h"
+#include "bench/limits.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/run.h"
 #include "observe/report/chart.h"
 
 namespace lockstep::bench {
+namespace {
 
+using nlohmann::json;
+using Clock = Deadline::Clock;
+
+// Microseconds per contender ("shm symmetric", "gloo", ...) and size in bytes.
+using Samples = std::map<std::string, std::map<std::int64_t, std::vector<double>>>;
+
+// From this size on a barrier precedes each operation; smaller operations need none.
+constexpr std::int64_t kBarrierFirstBytes = 65536;
+// Up to this size a contender is measured several times before the next one's turn.
+constexpr std::int64_t kRunsUpToBytes = 1 << 20;
+constexpr int kMinRepetitions = 5;
+// What memory allows for the same traffic (limits.h): the faster of these is the limit.
+constexpr const char* kLimits[] = {"limit: plain loop", "limit: memcpy"};
+constexpr std::int64_t kLimitFromBytes = 1 << 20;
+
+struct Job {
+  std::vector<std::string> backends;
+  std::vector<std::int64_t> sizes;
+  double budget_s = 60;
+  std::string corrupt{};  // the contender that is to get a wrong sum
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Job, backends, sizes, budget_s, corrupt)
+
+// "4K,64K,1M,25M" -> bytes; UsageError names the part that is not a size.
 std::vector<std::int64_t> parse_sizes(const std::string& text) {
   std::vector<std::int64_t> sizes;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    char* end = nullptr;
-    const double number = std::strtod(part.c_str(), &end);
-    std::string unit = end;
-    if (unit.size() == 2 && (unit[1] == 'B' || unit[1] == 'b')) unit.pop_back();
-    double factor = unit.empty() ? 1 : 0;
-    if (unit == "K" || unit == "k") factor = 1024;
-    if (unit == "M" || unit == "m") factor = 1024.0 * 1024;
-    if (unit == "G" || unit == "g") factor = 1024.0 * 1024 * 1024;
-    const auto bytes = static_cast<std::int64_t>(number * factor) / 4 * 4;
+  for (const std::string& part : split(text)) {
+    const bool b = part.ends_with("B") || part.ends_with("b");
+    const double number = parse_scaled(part.substr(0, part.size() - (b ? 1 : 0)), 1024);
+    const std::int64_t bytes = number > 0 ? static_cast<std::int64_t>(number) / 4 * 4 : 0;
     if (bytes <= 0)
       throw UsageError("bench", "'{}' is not a size. Write bytes, or 4K, 25M, 1G.", part);
     sizes.push_back(bytes);
@@ -52,13 +69,187 @@ std::string show_size(double bytes) {
   return fmt::format("{:.4g} {}", bytes, units[unit]);
 }
 
+// How often a size is measured in one job at most. A size that takes more than its share of the
+// job's time is measured less often.
 int repetitions(std::int64_t bytes) {
   if (bytes < kBarrierFirstBytes) return 2000;
   if (bytes <= kRunsUpToBytes) return 600;
   return static_cast<int>(std::clamp<std::int64_t>((1LL << 30) / bytes, 10, 300));
 }
 
+// ---------------------------------------------------------------- a rank
+
+struct Contender {
+  std::string name;
+  World world;
+  void (*limit)(const Slices&) = nullptr;  // instead of an all-reduce
+  bool wrong = false;                      // on purpose
+  at::Tensor tensor = {};
+  std::vector<at::Tensor> parts = {};  // every rank's where they share memory, otherwise its own
+};
+
+double since_us(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+// Element i becomes i % 5 + rank; copied from a pattern, because a division for each would take
+// longer than everything that is measured.
+void fill(const at::Tensor& tensor, int rank) {
+  constexpr std::int64_t kPattern = 5 * 1024;
+  static const std::vector<float> pattern = [rank] {
+    std::vector<float> values(kPattern);
+    for (std::int64_t i = 0; i < kPattern; ++i)
+      values[static_cast<std::size_t>(i)] = static_cast<float>(i % 5 + rank);
+    return values;
+  }();
+  float* data = tensor.mutable_data_ptr<float>();
+  for (std::int64_t i = 0; i < tensor.numel(); i += kPattern)
+    std::copy_n(pattern.data(), std::min(kPattern, tensor.numel() - i), data + i);
+}
+
+void verify(const Contender& contender) {
+  const int n = contender.world.size(), rank = contender.world.rank();
+  const bool copies = contender.limit == &copy_slices;
+  const int summed = copies ? 1 : n;
+  const int ranks = copies ? (rank == n - 1 ? 1 : rank + 1) : n * (n - 1) / 2;
+  const float* data = contender.tensor.const_data_ptr<float>();
+  for (std::int64_t i = 0; i < contender.tensor.numel(); ++i) {
+    const auto right = static_cast<float>(i % 5 * summed + ranks);
+    if (data[i] != right)
+      throw Error("bench", fmt::format("{}: element {} of {} is {}, not {}", contender.name, i,
+                                       contender.tensor.numel(), data[i], right));
+  }
+}
+
+// A contender among the others, so that it finds the caches as they do. It waits for no other rank,
+// so the slowest rank's time counts.
+double measure_limit(Contender& contender, World& barrier_world) {
+  std::vector<float*> arrays;
+  for (const auto& part : contender.parts) arrays.push_back(part.mutable_data_ptr<float>());
+  const std::int64_t n = barrier_world.size(), own = barrier_world.rank(),
+                     all = contender.tensor.numel();
+  const Slices slices{arrays.data(), barrier_world.size(), all * own / n, all * (own + 1) / n};
+  barrier_world.barrier();
+  const auto start = Clock::now();
+  contender.limit(slices);
+  const double own_us = since_us(start);
+  return barrier_world.max(own_us);
+}
+
+double measure(Contender& contender, World& barrier_world, std::int64_t bytes) {
+  fill(contender.tensor, barrier_world.rank());
+  if (contender.limit != nullptr) return measure_limit(contender, barrier_world);
+  if (bytes >= kBarrierFirstBytes) barrier_world.barrier();
+  const auto start = Clock::now();
+  contender.world.all_reduce(contender.tensor).wait();
+  return since_us(start);
+}
+
+std::vector<Contender> contenders_of(const std::vector<std::string>& backends, World& own) {
+  std::vector<Contender> contenders;
+  for (const auto& backend : backends) {
+    if (backend == "mpi") continue;  // a job of its own
+    World world = own.backend() == backend ? own : World::from_env({.backend = backend});
+    if (backend == "shm") {
+      contenders.push_back({kLimits[0], world, &sum_slices});
+      contenders.push_back({kLimits[1], world, &copy_slices});
+      contenders.push_back({"shm symmetric", world});
+    }
+    contenders.push_back({backend == "shm" ? "shm private" : backend, world});
+  }
+  return contenders;
+}
+
+// How many more turns fit into the time, judged by the first; the same on all ranks.
+int turns_left(World& own, double turn_s, double left_s, int max_turns, int min_turns) {
+  const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
+  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), min_turns, max_turns)));
+}
+
+void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t bytes,
+                  double budget_s, Samples& samples) {
+  const auto start = Clock::now();
+  for (auto& contender : contenders) {
+    const bool shared = contender.limit != nullptr || contender.name == "shm symmetric";
+    if (shared) contender.parts = contender.world.symmetric({bytes / 4}, at::kFloat);
+    if (contender.parts.empty()) contender.parts = {at::empty({bytes / 4})};  // its own alone
+    contender.tensor = contender.parts[shared ? static_cast<std::size_t>(own.rank()) : 0];
+    measure(contender, own, bytes);
+    if (contender.wrong) contender.tensor[-1].add_(1);
+    verify(contender);
+  }
+  // Small operations are timed in runs of the same contender, like those of a peer in a job of its
+  // own: the after-effects of a switch (gloo's threads are still awake) would cost more than they
+  // do.
+  const int run = bytes < kBarrierFirstBytes ? 50 : bytes <= kRunsUpToBytes ? 20 : 1;
+  const auto turn = [&] {
+    const auto began = Clock::now();
+    for (auto& contender : contenders) {
+      if (run > 1) measure(contender, own, bytes);
+      for (int i = 0; i < run; ++i)
+        samples[contender.name][bytes].push_back(measure(contender, own, bytes));
+    }
+    return since_us(began) / 1e6;
+  };
+  const double turn_s = turn();
+  const double left_s = budget_s - since_us(start) / 1e6;
+  const int turns =
+      turns_left(own, turn_s, left_s, repetitions(bytes) / run - 1, (kMinRepetitions - 1) / run);
+  std::mt19937 order(1);
+  for (int done = 1; done <= turns; ++done) {
+    // Shuffled, so that no contender always follows the same one, which leaves it the caches. The
+    // order is the same on all ranks.
+    std::shuffle(contenders.begin(), contenders.end(), order);
+    turn();
+  }
+  if (own.is_leader())
+    fmt::print(stderr, "{:>8}: {} repetitions, {:.1f} s\n", show_size(static_cast<double>(bytes)),
+               (turns + 1) * run, since_us(start) / 1e6);
+  for (auto& contender : contenders) {
+    contender.tensor = at::Tensor();
+    contender.parts.clear();
+  }
+}
+
+}  // namespace
+
+int allreduce_once_main() {
+  return run([](World& world) {
+    const auto value = at::full({1}, world.rank() + 1.0F, world.device());
+    world.all_reduce(value).wait();
+    if (!world.is_leader()) return;
+    fmt::print("sum {:.0f}\n", value.item<float>());
+    std::fflush(stdout);
+  });
+}
+
+// One order, answered by {"samples"}.
+int allreduce_rank(const json& description, const std::string& orders) {
+  const auto job = description.get<Job>();
+  const auto measure_all = [&](World& own) {
+    Samples samples;
+    auto contenders = contenders_of(job.backends, own);
+    for (auto& contender : contenders) contender.wrong = contender.name == job.corrupt;
+    for (const std::int64_t bytes : job.sizes) {
+      auto chosen = contenders;
+      // What fits into the cores' own caches says nothing about memory.
+      if (bytes < kLimitFromBytes)
+        std::erase_if(chosen, [](const Contender& each) { return each.limit != nullptr; });
+      measure_size(chosen, own, bytes, job.budget_s / static_cast<double>(job.sizes.size()),
+                   samples);
+    }
+    return samples;
+  };
+  return run(
+      [&](World& own) {
+        serve(orders, own.rank(), [&](const json&) { return json{{"samples", measure_all(own)}}; });
+      },
+      {.device = c10::Device(c10::kCPU)});
+}
+
 namespace {
+
+// ---------------------------------------------------------------- the benchmark
 
 struct Settings {
   int ranks = 2;
@@ -66,8 +257,7 @@ struct Settings {
   double budget_s = 60;
   std::string backends = "shm,gloo";
   std::string sizes = "4K,64K,1M,25M,100M";
-  std::string csv, json, svg;
-  std::string corrupt;  // the contender that is to get a wrong sum
+  std::string corrupt;
 };
 
 // "private:4K:us:3": the contender may take at most 3 microseconds at that size; with gloo or mpi
@@ -79,13 +269,8 @@ struct Goal {
   double wanted = 0;
 };
 
-void read_ours(const std::string& path, Samples& samples) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    const std::size_t first = line.find('\t'), second = line.find('\t', first + 1);
-    samples[line.substr(0, first)][std::stoll(line.substr(first + 1, second - first - 1))]
-        .push_back(std::stod(line.substr(second + 1)));
-  }
+bool among(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 void read_mpi(const std::string& path, Samples& samples) {
@@ -98,7 +283,7 @@ void read_mpi(const std::string& path, Samples& samples) {
 // Empty when there is no MPI here; the reason is printed. With goals that need it, UsageError.
 std::string mpi_command(const Settings& settings, const Scratch& scratch,
                         const std::vector<Goal>& wanted) {
-  if (("," + settings.backends + ",").find(",mpi,") == std::string::npos) return "";
+  if (!among(split(settings.backends), "mpi")) return "";
   const std::string program = scratch.file("allreduce_mpi");
   const std::string build = fmt::format("mpicc -O2 '{}' -o '{}'", peer("allreduce_mpi.c"), program);
   if (std::system((build + " >/dev/null 2>&1").c_str()) != 0) {
@@ -121,22 +306,6 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch,
   return command + fmt::format(" >'{}'", scratch.file("mpi"));
 }
 
-std::vector<std::string> split(const std::string& text, char between = ',') {
-  std::vector<std::string> parts;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, between);) parts.push_back(part);
-  return parts;
-}
-
-struct Job {
-  std::string backends, sizes;
-  double budget_s;
-};
-
-std::string with_commas(const std::vector<std::int64_t>& sizes) {
-  return fmt::format("{}", fmt::join(sizes, ","));
-}
-
 // Small operations of each backend run in processes of their own, as Open MPI's do: gloo's threads
 // stay awake between its operations, and where ranks fill the cores they would delay the others.
 // Large ones are measured in turn in the same processes, because the memory's speed changes.
@@ -148,16 +317,19 @@ std::vector<Job> jobs_of(const Settings& settings) {
   std::erase(backends, "mpi");  // has a job of its own
   const double each_s = settings.budget_s /
                         static_cast<double>(std::max<std::size_t>(1, small.size() + large.size()));
+  const double small_s = each_s * static_cast<double>(small.size());
   std::vector<Job> jobs;
   for (const auto& backend : backends)
     if (!small.empty())
       jobs.push_back(
-          {backend, with_commas(small),
-           each_s * static_cast<double>(small.size()) / static_cast<double>(backends.size())});
+          {{backend}, small, small_s / static_cast<double>(backends.size()), settings.corrupt});
   if (!large.empty() && !backends.empty())
-    jobs.push_back(
-        {settings.backends, with_commas(large), each_s * static_cast<double>(large.size())});
+    jobs.push_back({backends, large, each_s * static_cast<double>(large.size()), settings.corrupt});
   return jobs;
+}
+
+void run_command(const std::string& command) {
+  if (std::system(command.c_str()) != 0) throw Error("bench", fmt::format("'{}' failed", command));
 }
 
 Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
@@ -168,13 +340,16 @@ Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
     for (const Job& job : jobs) {
-      run_command(fmt::format(
-          "LOCKSTEP_DEVICE=cpu '{}' run --standalone --nproc-per-node={} '{}' _allreduce-rank '{}' "
-          "'{}' '{}' {} '{}'",
-          program_beside("../bin/lockstep"), settings.ranks, program_beside("lockstep-bench"),
-          job.backends, job.sizes, scratch.file("ours"), job.budget_s,
-          settings.corrupt.empty() ? "-" : settings.corrupt));
-      read_ours(scratch.file("ours"), samples);
+      Crew crew({.name = fmt::format("{}", fmt::join(job.backends, ",")),
+                 .ranks = settings.ranks,
+                 .rank = "allreduce",
+                 .settings = job});
+      for (const auto& [name, by_size] : crew.ask({}).at("samples").get<Samples>())
+        for (const auto& [bytes, times] : by_size) {
+          auto& all = samples[name][bytes];
+          all.insert(all.end(), times.begin(), times.end());
+        }
+      crew.finish();
     }
     if (mpi.empty()) continue;
     run_command(mpi);
@@ -202,66 +377,39 @@ std::optional<double> limit_of(const Samples& samples, std::int64_t bytes) {
   return fastest;
 }
 
-std::string ratio(std::optional<double> over, double own) {
-  return over ? fmt::format("{:.1f}x", *over / own) : "";
-}
-
-Table table_of(const Samples& samples, const Settings& settings) {
-  Table table({fmt::format("all-reduce, {} ranks", settings.ranks), "size", "min us", "p50 us",
-               "p99 us", "max us", "GB/s", "gloo / this", "mpi / this", "% of memory"});
-  for (const std::int64_t bytes : parse_sizes(settings.sizes)) {
-    for (const auto& [name, by_size] : samples) {
-      const auto found = by_size.find(bytes);
-      if (found == by_size.end()) continue;
-      const Summary s = summarize(found->second);
-      const auto limit = limit_of(samples, bytes);
-      table.add({name, show_size(static_cast<double>(bytes)), fmt::format("{:.1f}", s.min),
-                 fmt::format("{:.1f}", s.p50), fmt::format("{:.1f}", s.p99),
-                 fmt::format("{:.1f}", s.max),
-                 fmt::format("{:.2f}", static_cast<double>(bytes) / s.p50 / 1e3),
-                 ratio(median_of(samples, "gloo", bytes), s.p50),
-                 ratio(median_of(samples, "mpi", bytes), s.p50),
-                 limit ? fmt::format("{:.0f}", 100 * *limit / s.p50) : ""});
-    }
-  }
-  return table;
-}
-
-std::string json_of(const Samples& samples, const Settings& settings) {
-  nlohmann::json document{{"benchmark", "allreduce"}, {"ranks", settings.ranks}};
+void add_rows(Report& report, const Samples& samples, std::int64_t bytes) {
   for (const auto& [name, by_size] : samples) {
-    for (const auto& [bytes, times] : by_size) {
-      const Summary s = summarize(times);
-      nlohmann::json row{
-          {"contender", name},       {"bytes", bytes},
-          {"samples", times.size()}, {"min_us", s.min},
-          {"p50_us", s.p50},         {"p99_us", s.p99},
-          {"max_us", s.max},         {"gb_per_s", static_cast<double>(bytes) / s.p50 / 1e3}};
-      for (const char* other : {"gloo", "mpi"})
-        if (const auto theirs = median_of(samples, other, bytes))
-          row[fmt::format("times_{}", other)] = *theirs / s.p50;
-      if (const auto limit = limit_of(samples, bytes))
-        row["percent_of_memory"] = 100 * *limit / s.p50;
-      document["rows"].push_back(std::move(row));
+    const auto found = by_size.find(bytes);
+    if (found == by_size.end()) continue;
+    const double p50 = median(found->second);
+    Row& row = report.row(name)
+                   .text("size", show_size(static_cast<double>(bytes)))
+                   .value("bytes", bytes)
+                   .value("samples", found->second.size())
+                   .spread("us", found->second, 1)
+                   .number("GB/s", static_cast<double>(bytes) / p50 / 1e3, 2, "gb_per_s");
+    for (const std::string other : {"gloo", "mpi"}) {
+      const auto theirs = median_of(samples, other, bytes);
+      row.text(other + " / this", theirs ? fmt::format("{:.1f}x", *theirs / p50) : "");
+      if (theirs) row.value("times_" + other, *theirs / p50);
     }
+    const auto limit = limit_of(samples, bytes);
+    row.text("% of memory", limit ? fmt::format("{:.0f}", 100 * *limit / p50) : "");
+    if (limit) row.value("percent_of_memory", 100 * *limit / p50);
   }
-  return document.dump(1) + "\n";
 }
 
 // ---------------------------------------------------------------- goals
 
 Goal goal_of(const std::string& text) {
   const std::vector<std::string> parts = split(text, ':');
-  const auto one_of = [](const std::string& part, std::initializer_list<const char*> known) {
-    return std::find(known.begin(), known.end(), part) != known.end();
-  };
   char* end = nullptr;
   Goal goal;
   goal.text = text;
   if (parts.size() == 4) goal.wanted = std::strtod(parts[3].c_str(), &end);
   if (end == nullptr || *end != '\0' || goal.wanted <= 0 ||
-      !one_of(parts[0], {"private", "symmetric"}) ||
-      !one_of(parts[2], {"us", "gloo", "mpi", "memory"}))
+      !among({"private", "symmetric"}, parts[0]) ||
+      !among({"us", "gloo", "mpi", "memory"}, parts[2]))
     throw UsageError("bench",
                      "--require '{}': write private or symmetric, a size, one of us, gloo, mpi and "
                      "memory, and a number, as in private:4K:us:3.",
@@ -275,15 +423,12 @@ Goal goal_of(const std::string& text) {
 // Before anything is measured.
 std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
   const auto backends = split(settings.backends);
-  const auto has = [&](const std::string& backend) {
-    return std::find(backends.begin(), backends.end(), backend) != backends.end();
-  };
   const auto sizes = parse_sizes(settings.sizes);
   std::vector<Goal> goals;
   for (const std::string& part : split(text)) {
     const Goal& goal = goals.emplace_back(goal_of(part));
     const bool peer = goal.measure == "gloo" || goal.measure == "mpi";
-    if (!has("shm") || (peer && !has(goal.measure)) ||
+    if (!among(backends, "shm") || (peer && !among(backends, goal.measure)) ||
         std::find(sizes.begin(), sizes.end(), goal.bytes) == sizes.end())
       throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", part,
                        settings.backends, settings.sizes);
@@ -292,12 +437,6 @@ std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
                        show_size(static_cast<double>(kLimitFromBytes)));
   }
   return goals;
-}
-
-void check_backends(const Settings& settings) {
-  for (const std::string& part : split(settings.backends))
-    if (part != "shm" && part != "gloo" && part != "mpi")
-      throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", part);
 }
 
 int judge(const std::vector<Goal>& wanted, const Samples& samples) {
@@ -346,36 +485,34 @@ std::string svg_of(const Samples& samples, const Settings& settings) {
 
 int allreduce_main(int argc, char** argv) {
   Settings settings;
-  CLI::App app{"Time and bandwidth of an all-reduce over size, backends by turns"};
-  app.add_option("--ranks", settings.ranks, "processes of this host")->check(CLI::Range(2, 64));
-  app.add_option("--backends", settings.backends, "any of shm, gloo and mpi, with commas");
-  app.add_option("--sizes", settings.sizes, "bytes of the tensor, with K, M or G and commas");
-  app.add_option("--rounds", settings.rounds, "jobs; medians go over all")
-      ->check(CLI::Range(1, 100));
-  app.add_option("--budget-s", settings.budget_s,
+  std::string require, svg;
+  Options options("Time and bandwidth of an all-reduce over size, backends by turns");
+  options.number("--ranks", settings.ranks, 2, 64, "processes of this host");
+  options.text("--backends", settings.backends, "any of shm, gloo and mpi, with commas");
+  options.text("--sizes", settings.sizes, "bytes of the tensor, with K, M or G and commas");
+  options.number("--rounds", settings.rounds, 1, 100, "jobs; medians go over all");
+  options.number("--budget-s", settings.budget_s, 1, 3600,
                  "seconds for the measurements of one job; where they do not suffice, there are "
-                 "fewer of them")
-      ->check(CLI::Range(1.0, 3600.0))
-      ->capture_default_str();
-  std::string require;
-  app.add_option(
-      "--require", require,
-      "private|symmetric:SIZE:us|gloo|mpi|memory:NUMBER, with commas: fail when it takes "
-      "more microseconds, or is less than that many times faster than a peer, or reaches "
-      "less than that percentage of the memory's limit");
-  app.add_option("--csv", settings.csv, "also write the table to this file");
-  app.add_option("--json", settings.json, "also write the figures to this file");
-  app.add_option("--svg", settings.svg, "also draw time and bandwidth over size");
-  app.add_option("--corrupt", settings.corrupt,
-                 "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  parse_sizes(settings.sizes);
-  check_backends(settings);
+                 "fewer of them");
+  options.text("--require", require,
+               "private|symmetric:SIZE:us|gloo|mpi|memory:NUMBER, with commas: fail when it takes "
+               "more microseconds, or is less than that many times faster than a peer, or reaches "
+               "less than that percentage of the memory's limit");
+  options.text("--svg", svg, "also draw time and bandwidth over size");
+  options.text("--corrupt", settings.corrupt,
+               "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
+  if (const auto code = options.parse(argc, argv)) return *code;
+  const auto sizes = parse_sizes(settings.sizes);
+  for (const std::string& part : split(settings.backends))
+    if (!among({"shm", "gloo", "mpi"}, part))
+      throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", part);
   const auto wanted = goals_of(require, settings);
   const Samples samples = collect(settings, wanted);
-  publish(table_of(samples, settings), settings.csv);
-  if (!settings.json.empty()) write_file_atomically(settings.json, json_of(samples, settings));
-  if (!settings.svg.empty()) write_file_atomically(settings.svg, svg_of(samples, settings));
+  Report report("allreduce", fmt::format("all-reduce, {} ranks", settings.ranks),
+                {{"ranks", settings.ranks}});
+  for (const std::int64_t bytes : sizes) add_rows(report, samples, bytes);
+  report.publish(options);
+  if (!svg.empty()) write_file_atomically(svg, svg_of(samples, settings));
   return judge(wanted, samples);
 }
 

@@ -195,5 +195,20 @@ class Train(Case):
         self.fails(2, "Drop --no-python", *TRAIN, "--no-python", "--require-python", "1:1")
 
 
+class Others(Case):
+    def test_the_quick_ones_verify_and_write(self):
+        for arguments, rows in (
+                (("kernels", "--small", "--device", "cpu", "--rows", "64", "--rounds", "1"), 12),
+                (("ddp", "--blocks", "2", "--steps", "1", "--batch", "1", "--time", "8",
+                  "--no-python"), 1),
+                (("overlap", "--steps", "2", "--delay-ms", "1"), 4),
+                (("loader", "--batches", "4", "--no-python"), 5),
+                (("launch", "--ranks", "2", "--rounds", "1"), 3)):
+            with self.subTest(arguments[0]):
+                _, table, document = self.passes(*arguments)
+                self.assertEqual((len(table), len(document["rows"])), (rows, rows))
+                self.assertEqual(document["benchmark"], arguments[0])
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -2,22 +2,24 @@
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <signal.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
 
-#include "bench/bench.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-
-extern char** environ;
 
 namespace lockstep::bench {
 namespace {
+
+using nlohmann::json;
+
+constexpr std::chrono::minutes kStart{5}, kAnswer{60};
+constexpr double kMaxIdleCpu = 0.05;  // share of one core, while others are timed
 
 sockaddr_un address_of(const std::string& path) {
   sockaddr_un address{};
@@ -48,7 +50,7 @@ bool take_line(std::string& unread, std::string& line) {
 
 // False at the end of the stream.
 bool read_some(int fd, std::string& unread) {
-  char buffer[4096];
+  char buffer[65536];
   ssize_t count;
   do {
     count = ::recv(fd, buffer, sizeof buffer, 0);
@@ -68,55 +70,44 @@ void send_line(int fd, const std::string& line) {
   }
 }
 
-launch::Process start(const CrewOptions& options, const std::string& socket) {
-  launch::ProcessRequest request;
-  // Ranks that wait for orders are not stalled.
-  request.argv = {program_beside("../bin/lockstep"), "run", "--standalone", "--stall-timeout=0",
-                  fmt::format("--nproc-per-node={}", options.ranks)};
-  for (const auto& part : options.command) request.argv.push_back(part);
-  request.argv.insert(request.argv.end(), {"--orders", socket});
-  bool chosen = false;
-  for (char** variable = environ; *variable != nullptr; ++variable) {
-    request.environment.emplace_back(*variable);
-    chosen = chosen || request.environment.back().starts_with("LOCKSTEP_LOG=");
-  }
-  // Nobody reads a table to see how ranks and launcher start.
-  if (!chosen) request.environment.emplace_back("LOCKSTEP_LOG=warning");
-  ::sigprocmask(SIG_SETMASK, nullptr, &request.signal_mask);
-  ::getrlimit(RLIMIT_NOFILE, &request.files);
-  return launch::start_process(request);
+double cpu_seconds() {
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
 }  // namespace
 
-Crew::Crew(const CrewOptions& options, const std::string& socket)
-    : options_(options),
-      listener_(stream_socket()),
-      members_(static_cast<std::size_t>(options.ranks)) {
+Crew::Crew(const CrewOptions& options)
+    : name(options.name), ranks_(options.ranks), listener_(stream_socket()) {
+  const std::string socket = scratch_.file("orders");
   const sockaddr_un address = address_of(socket);
   if (::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
       ::listen(listener_.get(), options.ranks) != 0)
     throw SystemError("bench", fmt::format("cannot listen at '{}'", socket), errno);
-  launcher_ = start(options, socket);
+  // Ranks that wait for orders are not stalled.
+  std::vector<std::string> command{"run", "--standalone", "--stall-timeout=0",
+                                   fmt::format("--nproc-per-node={}", options.ranks)};
+  if (options.rank.ends_with(".py"))
+    command.insert(command.end(), {python(), peer(options.rank)});
+  else
+    command.insert(command.end(), {program_beside("lockstep-bench"), "_rank", options.rank});
+  command.insert(command.end(), {options.settings.dump(), socket});
+  // Nobody reads a table to see how ranks and launcher start.
+  launcher_ =
+      start_lockstep(command, {{"LOCKSTEP_LOG", env::get("LOCKSTEP_LOG").value_or("warning")}});
 }
 
 Crew::~Crew() {
   members_.clear();
-  for (const int signal : {0, SIGTERM, SIGKILL}) {
-    if (!launcher_.alive()) return;
-    if (signal != 0) launcher_.signal_group(signal);
-    pollfd ended{launcher_.pidfd(), POLLIN, 0};
-    if (::poll(&ended, 1, 10'000) > 0) launcher_.reap();
-  }
+  stop(launcher_);
 }
 
 void Crew::fail(const std::string& what) {
-  const Deadline deadline = Deadline::after(std::chrono::seconds(10));
-  pollfd ended{launcher_.pidfd(), POLLIN, 0};
-  ::poll(&ended, 1, deadline.remaining_ms());
+  ended(launcher_, std::chrono::seconds(10));
   const auto ending = launcher_.reap();
-  throw Error("bench", fmt::format("the ranks of '{}' {} ({}). Their own messages are above.",
-                                   options_.name, what, ending ? ending->text() : "still running"));
+  throw Error("bench", fmt::format("the ranks of '{}' {} ({}). Their own messages are above.", name,
+                                   what, ending ? ending->text() : "still running"));
 }
 
 bool Crew::readable(int fd, const Deadline& deadline) {
@@ -130,74 +121,89 @@ bool Crew::readable(int fd, const Deadline& deadline) {
   }
 }
 
-void Crew::wait_ready(std::chrono::milliseconds timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  for (int connected = 0; connected < options_.ranks; ++connected) {
+// A rank says "rank R" first.
+void Crew::wait_ready() {
+  if (!members_.empty()) return;
+  const Deadline deadline = Deadline::after(kStart);
+  std::vector<Member> members(static_cast<std::size_t>(ranks_));
+  for (int connected = 0; connected < ranks_; ++connected) {
     if (!readable(listener_.get(), deadline)) fail("did not connect in time");
     Member member{Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)), {}};
     if (!member.socket) throw SystemError("bench", "cannot accept a rank", errno);
-    std::string line;
-    while (!take_line(member.unread, line)) {
-      if (!readable(member.socket.get(), deadline) ||
-          !read_some(member.socket.get(), member.unread))
-        fail("did not say who they are");
-    }
+    const std::string line = read_line(member, deadline);
     int rank = -1;
-    if (std::sscanf(line.c_str(), "rank %d", &rank) != 1 || rank < 0 || rank >= options_.ranks)
+    if (std::sscanf(line.c_str(), "rank %d", &rank) != 1 || rank < 0 || rank >= ranks_)
       fail(fmt::format("said '{}' first", line));
-    members_[static_cast<std::size_t>(rank)] = std::move(member);
+    members[static_cast<std::size_t>(rank)] = std::move(member);
   }
+  members_ = std::move(members);
 }
 
-std::string Crew::read_line(std::size_t member, const Deadline& deadline) {
+std::string Crew::read_line(Member& member, const Deadline& deadline) {
   std::string line;
-  auto& [socket, unread] = members_[member];
-  while (!take_line(unread, line)) {
-    if (!readable(socket.get(), deadline)) fail(fmt::format("gave no answer (rank {})", member));
-    if (!read_some(socket.get(), unread)) fail("ended");
+  while (!take_line(member.unread, line)) {
+    if (!readable(member.socket.get(), deadline)) fail("gave no answer");
+    if (!read_some(member.socket.get(), member.unread)) fail("ended");
   }
   return line;
 }
 
-std::vector<std::string> Crew::request(const std::string& line, std::chrono::milliseconds timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  for (const auto& member : members_) send_line(member.socket.get(), line);
-  std::vector<std::string> answers;
-  for (std::size_t rank = 0; rank < members_.size(); ++rank)
-    answers.push_back(read_line(rank, deadline));
+std::vector<json> Crew::ask_all(const json& order) {
+  wait_ready();
+  const Deadline deadline = Deadline::after(kAnswer);
+  for (const Member& member : members_) send_line(member.socket.get(), order.dump());
+  std::vector<json> answers;
+  double idle_s = 0, idle_cpu_s = 0;  // of the rank that was busiest while it should have waited
+  for (Member& member : members_) {
+    json& answer = answers.emplace_back(json::parse(read_line(member, deadline)));
+    if (answer.contains("error"))
+      throw Error("bench", fmt::format("{}: {}", name, answer["error"].get<std::string>()));
+    if (const double cpu_s = answer.at("idle_cpu_s"); cpu_s >= idle_cpu_s) {
+      idle_cpu_s = cpu_s;
+      idle_s = answer.at("idle_s");
+    }
+  }
+  idle_s_ += idle_s;
+  idle_cpu_s_ += idle_cpu_s;
   return answers;
 }
 
+void Crew::check_idle() {
+  const double idle_s = std::exchange(idle_s_, 0), cpu_s = std::exchange(idle_cpu_s_, 0);
+  if (idle_s < 10 || cpu_s <= kMaxIdleCpu * idle_s) return;
+  throw Error("bench", fmt::format("'{}' used {:.2f} s of a core in {:.2f} s of waiting, while "
+                                   "others were timed",
+                                   name, cpu_s, idle_s));
+}
+
 void Crew::finish() {
-  for (auto& member : members_) member.socket.reset();
-  pollfd ended{launcher_.pidfd(), POLLIN, 0};
-  const Deadline deadline = Deadline::after(std::chrono::seconds(60));
-  int count;
-  do {
-    count = ::poll(&ended, 1, deadline.remaining_ms());
-  } while (count < 0 && errno == EINTR);
+  members_.clear();
+  ended(launcher_, std::chrono::minutes(1));
   const auto ending = launcher_.reap();
   if (!ending || !ending->ok())
-    throw Error("bench", fmt::format("the ranks of '{}' did not end well ({})", options_.name,
+    throw Error("bench", fmt::format("the ranks of '{}' did not end well ({})", name,
                                      ending ? ending->text() : "still running"));
 }
 
-Orders::Orders(const std::string& path, int rank) : socket_(stream_socket()) {
+void serve(const std::string& path, int rank, const std::function<json(const json&)>& obey) {
+  const Fd socket = stream_socket();
   const sockaddr_un address = address_of(path);
-  if (::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     throw SystemError("bench", fmt::format("cannot connect to '{}'", path), errno);
-  answer(fmt::format("rank {}", rank));
-}
-
-// Without a deadline on purpose: the benchmark's death ends the stream.
-bool Orders::next(std::string& line) {
-  while (!take_line(unread_, line))
-    if (!read_some(socket_.get(), unread_)) return false;
-  return true;
-}
-
-void Orders::answer(const std::string& line) {
-  send_line(socket_.get(), line);
+  send_line(socket.get(), fmt::format("rank {}", rank));
+  std::string unread, line;
+  while (true) {
+    const auto idle_since = Deadline::Clock::now();
+    const double idle_cpu = cpu_seconds();
+    // Without a deadline on purpose: the benchmark's death ends the stream.
+    while (!take_line(unread, line))
+      if (!read_some(socket.get(), unread)) return;
+    const json idle{{"idle_s", seconds_since(idle_since)},
+                    {"idle_cpu_s", cpu_seconds() - idle_cpu}};
+    json answer = obey(json::parse(line));
+    answer.update(idle);
+    send_line(socket.get(), answer.dump());
+  }
 }
 
 }  // namespace lockstep::bench

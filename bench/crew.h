@@ -1,24 +1,25 @@
-// The ranks of one contender, started once; contenders take turns working.
+// The ranks of one side, started once; sides take turns working.
 //
-//   Crew crew({.name = "ours", .ranks = 2, .command = {"lockstep-bench", "_train-rank", ...}},
-//             scratch.file("ours"));
-//   const auto answers = crew.request("run 8 10 own", std::chrono::seconds(60));   // one per rank
-//   crew.finish();
+//   Crew ours({.name = "ours", .ranks = 2, .rank = "model", .settings = settings});
+//   const json answer = ours.ask({{"do", "time"}, {"steps", 10}});     // rank 0's
+//   ours.finish();
 //
-// Contenders must not disturb each other while they wait. A rank blocks in a read of its socket
-// until it gets an order, and exits when the socket is closed, so no process is left when the
-// benchmark dies. Ranks are started by `lockstep run`, whatever program they are; they connect to
-// the path that follows --orders.
+// A rank is one of this program's (bench.h) or a Python script of bench/peers. It gets its settings
+// as JSON on its command line, and then orders, one JSON object in a line, from a Unix socket; it
+// answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run` starts all of
+// them.
 //
-// A rank says "rank R" first and then answers each line with one line.
+// Sides must not disturb each other while they wait. A rank blocks in a read of its socket until it
+// gets an order, and exits when the socket is closed, so no process is left when the benchmark
+// dies. Every answer says how much processor time the rank used while it waited for the order.
 #pragma once
 
-#include <chrono>
-#include <memory>
+#include <functional>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
-#include "launcher/process.h"
+#include "bench/processes.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 
@@ -27,54 +28,52 @@ namespace lockstep::bench {
 struct CrewOptions {
   std::string name;
   int ranks = 1;
-  std::vector<std::string> command;  // a program and its arguments
+  std::string rank;  // "model", or a script's name: "gpt_peer.py"
+  nlohmann::json settings;
 };
 
 // Owned and used by one thread.
 class Crew {
  public:
-  // Starts the ranks and listens at the path `socket`. Does not wait for them.
-  Crew(const CrewOptions& options, const std::string& socket);
-  // Terminates ranks that are still running; kills them after some seconds.
+  // Starts the ranks. Does not wait for them; wait_ready() does, or the first order.
+  explicit Crew(const CrewOptions& options);
+  // Ends ranks that are still running.
   ~Crew();
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  const std::string& name() const { return options_.name; }
-  // Returns when all ranks have connected.
-  void wait_ready(std::chrono::milliseconds timeout);
-  // Sends the same line to all ranks and returns their answers by rank. Error: one ended or is
-  // silent.
-  std::vector<std::string> request(const std::string& line, std::chrono::milliseconds timeout);
+  const std::string name;
+
+  void wait_ready();
+  // Gives all ranks the same order and returns their answers by rank. Error: one cannot do it, has
+  // ended or is silent.
+  std::vector<nlohmann::json> ask_all(const nlohmann::json& order);
+  nlohmann::json ask(const nlohmann::json& order) { return ask_all(order).front(); }
+  // Error if the ranks computed while they waited, since the last call of this.
+  void check_idle();
   // The end of orders: waits until the ranks have ended, and throws Error if they failed.
   void finish();
 
  private:
-  std::string read_line(std::size_t member, const Deadline& deadline);
-  // False at the deadline; throws Error when the ranks have ended.
-  bool readable(int fd, const Deadline& deadline);
-  [[noreturn]] void fail(const std::string& what);
-
   struct Member {
     Fd socket;
     std::string unread;
   };
-  CrewOptions options_;
+  std::string read_line(Member& member, const Deadline& deadline);
+  // False at the deadline; throws Error when the ranks have ended.
+  bool readable(int fd, const Deadline& deadline);
+  [[noreturn]] void fail(const std::string& what);
+
+  int ranks_;
+  Scratch scratch_;
   Fd listener_;
   launch::Process launcher_;
   std::vector<Member> members_;
+  double idle_s_ = 0, idle_cpu_s_ = 0;
 };
 
-// The rank's side: connects, introduces itself and answers until there are no more orders.
-class Orders {
- public:
-  Orders(const std::string& path, int rank);
-  bool next(std::string& line);  // false: no more
-  void answer(const std::string& line);
-
- private:
-  Fd socket_;
-  std::string unread_;
-};
+// The rank's side: obeys until there are no more orders.
+void serve(const std::string& path, int rank,
+           const std::function<nlohmann::json(const nlohmann::json&)>& obey);
 
 }  // namespace lockstep::bench

@@ -20,16 +20,14 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/thread_pool.h>
 #include <torch/nn/module.h>
 #include <torch/utils.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -38,57 +36,26 @@ namespace lockstep::bench {
 // Threads that run a function with their number, all at once.
 class ReplicaThreads {
  public:
-  explicit ReplicaThreads(std::size_t count) : errors_(count) {
-    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this, i] { serve(i); });
-  }
-  ~ReplicaThreads() {
-    start(nullptr);
-    for (std::thread& thread : threads_) thread.join();
-  }
-  ReplicaThreads(const ReplicaThreads&) = delete;
-  ReplicaThreads& operator=(const ReplicaThreads&) = delete;
+  explicit ReplicaThreads(std::size_t count) : errors_(count), pool_(static_cast<int>(count)) {}
 
   // Returns when all have finished; throws what one of them threw.
   void run(const std::function<void(std::size_t)>& body) {
-    start(&body);
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return working_ == 0; });
+    for (std::size_t i = 0; i < errors_.size(); ++i)
+      pool_.run([&, i] {
+        try {
+          body(i);
+        } catch (...) {
+          errors_[i] = std::current_exception();
+        }
+      });
+    pool_.waitWorkComplete();
     for (std::exception_ptr& error : errors_)
       if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
  private:
-  void start(const std::function<void(std::size_t)>* body) {
-    const std::scoped_lock lock(mutex_);
-    body_ = body;
-    working_ = threads_.size();
-    ++round_;
-    changed_.notify_all();
-  }
-
-  void serve(std::size_t number) {
-    for (std::uint64_t seen = 0;; ++seen) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return round_ != seen; });
-      if (body_ == nullptr) return;
-      lock.unlock();
-      try {
-        (*body_)(number);
-      } catch (...) {
-        errors_[number] = std::current_exception();
-      }
-      lock.lock();
-      if (--working_ == 0) changed_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  const std::function<void(std::size_t)>* body_ = nullptr;
-  std::uint64_t round_ = 0;
-  std::size_t working_ = 0;
   std::vector<std::exception_ptr> errors_;
-  std::vector<std::thread> threads_;
+  c10::ThreadPool pool_;
 };
 
 enum class DpPart { kScatter, kReplicate, kForward, kGather, kLoss, kBackward, kReduce };

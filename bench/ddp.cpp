@@ -4,16 +4,11 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
-#include <CLI/CLI.hpp>
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 
 #include "bench/bench.h"
-#include "bench/stats.h"
-#include "lockstep/comm/device.h"
-#include "lockstep/core/env.h"
+#include "bench/harness.h"
+#include "bench/processes.h"
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/optim/adamw.h"
@@ -27,10 +22,7 @@ struct Settings {
   int batch = 8;
   int time = 128;
   int threads = 1;
-  bool python = true;
-  double require_ratio = 0;
   std::string device = "cpu";
-  std::string csv;
 };
 
 const models::GptConfig kSmallGpt{
@@ -50,7 +42,7 @@ class Trainee {
   }
 
   double block_seconds() {
-    const auto start = std::chrono::steady_clock::now();
+    const auto start = Deadline::Clock::now();
     for (int step = 0; step < settings_.steps; ++step) {
       const at::Tensor logits = ddp_ ? (*ddp_)(ids_) : net_(ids_);
       const at::Tensor loss = models::next_token_loss(logits, targets_);
@@ -59,7 +51,7 @@ class Trainee {
       optimizer_.zero_grad();
       last_loss_ = loss.item<float>();
     }
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return seconds_since(start);
   }
   float last_loss() const { return last_loss_; }
 
@@ -109,11 +101,10 @@ std::vector<double> our_ratios(const Settings& settings) {
 }
 
 std::vector<double> python_ratios(const Settings& settings) {
-  const std::string python = env::get("LOCKSTEP_PYTHON").value_or(default_python());
   const std::string command =
       fmt::format("'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {} --device {}",
-                  python, peer("ddp_overhead.py"), settings.blocks, settings.steps, settings.batch,
-                  settings.time, settings.threads, settings.device);
+                  python(), peer("ddp_overhead.py"), settings.blocks, settings.steps,
+                  settings.batch, settings.time, settings.threads, settings.device);
   FILE* pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
   std::vector<double> ratios;
@@ -129,56 +120,34 @@ std::vector<double> python_ratios(const Settings& settings) {
 
 }  // namespace
 
-void prepare_device(const std::string& device) {
-  const torch::Device wanted(device);
-  if (!wanted.is_cuda()) return;
-  const int visible = cuda_device_count();
-  // Read from the text: torch keeps the number in 8 bits.
-  const auto colon = device.find(':');
-  if ((colon == std::string::npos ? 0 : std::stoll(device.substr(colon + 1))) >= visible)
-    throw UsageError("bench", "--device {}: {} CUDA device{} visible. Use --device cpu{}.", device,
-                     visible, visible == 1 ? " is" : "s are",
-                     visible > 0 ? ", or a smaller number" : "");
-  load_cuda();
-}
-
 int ddp_main(int argc, char** argv) {
   Settings settings;
-  CLI::App app{"Cost of the DDP wrapper in a world of one: 4-layer GPT, alternating blocks"};
-  app.add_option("--blocks", settings.blocks, "blocks in all, half of them wrapped")
-      ->check(CLI::Range(2, 100000));
-  app.add_option("--steps", settings.steps, "training steps per block")
-      ->check(CLI::Range(1, 100000));
-  app.add_option("--batch", settings.batch, "sequences per step")->check(CLI::Range(1, 100000));
-  app.add_option("--time", settings.time, "tokens per sequence")->check(CLI::Range(1, 128));
-  app.add_option("--threads", settings.threads, "of LibTorch, here and in the peer")
-      ->check(CLI::Range(1, 1024));
-  app.add_option("--device", settings.device, "cpu, cuda or cuda:N")->check(device_problem);
-  app.add_flag("!--no-python", settings.python, "leave out the PyTorch peer");
-  app.add_option("--require-ratio", settings.require_ratio,
+  bool python = true;
+  double require_ratio = 0;
+  Options options("Cost of the DDP wrapper in a world of one: 4-layer GPT, alternating blocks");
+  options.number("--blocks", settings.blocks, 2, 100000, "blocks in all, half of them wrapped");
+  options.number("--steps", settings.steps, 1, 100000, "training steps per block");
+  options.number("--batch", settings.batch, 1, 100000, "sequences per step");
+  options.number("--time", settings.time, 1, 128, "tokens per sequence");
+  options.number("--threads", settings.threads, 1, 1024, "of LibTorch, here and in the peer");
+  options.device(settings.device);
+  options.flag("!--no-python", python, "leave out the PyTorch peer");
+  options.number("--require-ratio", require_ratio, 0, 1e6,
                  "fail when our median is above this; 0: never");
-  app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+  if (const auto code = options.parse(argc, argv)) return *code;
   prepare_device(settings.device);
   torch::set_num_threads(settings.threads);
 
-  // Half of the pairs lie between p25 and p75: a median means little when those are far apart.
-  Table table({"wrapped / bare, per pair of blocks", "min", "p25", "p50", "p75", "max"});
+  Report report("ddp", "wrapped / bare, per pair of blocks");
   const auto add = [&](const char* name, const std::vector<double>& ratios) {
-    const Summary s = summarize(ratios);
-    std::vector<std::string> cells{name};
-    for (const double ratio : {s.min, s.p25, s.p50, s.p75, s.max})
-      cells.push_back(fmt::format("{:.4f}", ratio));
-    table.add(std::move(cells));
-    return s.p50;
+    // Half of the pairs lie between p25 and p75: a median means little when those are far apart.
+    report.row(name).spread("", ratios, 4, "min p25 p50 p75 max").value("ratios", ratios);
+    return median(ratios);
   };
   const double ours = add("Lockstep DistributedDataParallel", our_ratios(settings));
-  if (settings.python) add("PyTorch DistributedDataParallel", python_ratios(settings));
-  publish(table, settings.csv);
-  if (settings.require_ratio <= 0 || ours <= settings.require_ratio) return 0;
-  fmt::print(stderr, "ddp: the median ratio is {:.4f}, at most {} required\n", ours,
-             settings.require_ratio);
-  return 1;
+  if (python) add("PyTorch DistributedDataParallel", python_ratios(settings));
+  report.publish(options);
+  return Goals("ddp").at_most("the median ratio", ours, require_ratio).exit_code();
 }
 
 }  // namespace lockstep::bench

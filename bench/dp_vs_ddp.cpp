@@ -1,32 +1,290 @@
 // lockstep bench dp-vs-ddp: one process that drives all devices (DataParallel) beside one process
-// for each (DistributedDataParallel). Both stay alive for the whole run and take turns.
-#include "bench/dp_vs_ddp.h"
-
+// for each (DistributedDataParallel). Both stay alive for the whole run and take turns. Orders:
+//
+//   {"do": "new", "type"}   a model with the start's weights, a fresh Adam: {"parameters"}. type:
+//                           float64 or float32, to compare weights (Adam has a large epsilon), or
+//                           tf32, to measure: float32 that may use TF32 on a GPU
+//   {"do": "save", "path"}  rank 0 writes the weights as doubles, one after the other
+//   {"do": "run", "steps"}  trains on the following batches: {"seconds", "loss"}
+//   {"do": "parts", "steps"}   {"ms"} of each of kDpParts, medians; -1: this side has none
+//
+// What step k trains on is a function of k; a rank takes its part of the batch.
 #include <fmt/format.h>
+#include <torch/torch.h>
 
-#include <CLI/CLI.hpp>
-#include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstdlib>
 #include <cstring>
-#include <sstream>
+#include <deque>
 
 #include "bench/bench.h"
 #include "bench/crew.h"
-#include "bench/goals.h"
-#include "bench/scratch.h"
-#include "bench/stats.h"
-#include "bench/strategies.h"
+#include "bench/data_parallel.h"
+#include "bench/harness.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/models/mlp.h"
+#include "lockstep/models/resnet.h"
+#include "lockstep/optim/adam.h"
+#include "lockstep/optim/determinism.h"
+#include "lockstep/parallel/ddp.h"
+#include "lockstep/run.h"
 
 namespace lockstep::bench {
 namespace {
 
 using nlohmann::json;
-using std::chrono::minutes;
+using Clock = Deadline::Clock;
+
+constexpr const char* kDp = "dp";
+constexpr const char* kDdp = "ddp";
+
+struct DpSettings {
+  std::string contender;
+  std::string model;  // mlp, resnet18 or resnet50
+  std::string device = "cpu";
+  int ranks = 2;                 // or replicas
+  int threads = 1;               // per rank or replica, on the CPU
+  std::int64_t batch_size = 64;  // over all of them
+  std::int64_t image_size = 32;
+  double lr = 1e-3;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DpSettings, contender, model, device, ranks, threads, batch_size,
+                                   image_size, lr)
+
+constexpr const char* kDpParts[] = {"scatter", "replicate", "forward",   "gather",
+                                    "loss",    "backward",  "gradients", "update"};
+
+// ---------------------------------------------------------------- a rank
+
+constexpr std::int64_t kClasses = 10;
+constexpr std::int64_t kDistinctBatches = 4;
+constexpr std::size_t kParts = std::size(kDpParts);
+
+// An image classifier of any kind.
+class Classifier : public torch::nn::Module {
+ public:
+  explicit Classifier(const DpSettings& settings) {
+    if (settings.model == "mlp") {
+      mlp_ = register_module("mlp", models::Mlp(models::MlpConfig{
+                                        .inputs = 3 * settings.image_size * settings.image_size,
+                                        .hidden = 1024,
+                                        .layers = 3,
+                                        .outputs = kClasses}));
+    } else {
+      resnet_ = register_module(
+          "resnet", models::ResNet(models::ResNetConfig{
+                        .depth = settings.model == "resnet50" ? 50 : 18, .num_classes = kClasses}));
+    }
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    return mlp_ ? mlp_->forward(images.flatten(1)) : resnet_->forward(images);
+  }
+
+ private:
+  models::Mlp mlp_{nullptr};
+  models::ResNet resnet_{nullptr};
+};
+
+struct Images {
+  at::Tensor data, target;
+};
+
+// Rows [first, first + rows) of the batch for step k; every rank draws the whole batch.
+Images draw(const DpSettings& settings, std::int64_t k, std::int64_t first, std::int64_t rows) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + k));
+  const auto size = settings.image_size;
+  const at::Tensor data = torch::randn({settings.batch_size, 3, size, size}, generator);
+  const at::Tensor target =
+      torch::randint(kClasses, {settings.batch_size}, generator, at::TensorOptions(at::kLong));
+  return {data.narrow(0, first, rows).contiguous(), target.narrow(0, first, rows).contiguous()};
+}
+
+// The order of kDpParts.
+enum Part : std::size_t {
+  kForwardPart = 2,
+  kLossPart = 4,
+  kBackwardPart,
+  kReducePart,
+  kUpdatePart
+};
+
+class Worker {
+ public:
+  Worker(const DpSettings& settings, World& world) : settings_(settings), world_(world) {
+    const std::int64_t rows = is_dp() ? settings.batch_size : settings.batch_size / settings.ranks;
+    for (std::int64_t k = 0; k < kDistinctBatches; ++k)
+      batches_.push_back(draw(settings, k, is_dp() ? 0 : rows * world.rank(), rows));
+  }
+
+  json obey(const json& order) {
+    const std::string what = order.at("do");
+    if (what == "new") return begin(order.at("type"));
+    LOCKSTEP_ASSERT(optimizer_ != nullptr);
+    if (what == "run") return train(order.at("steps"));
+    if (what == "parts") return parts(order.at("steps"));
+    save(order.at("path"));
+    return json::object();
+  }
+
+ private:
+  bool is_dp() const { return settings_.contender == kDp; }
+
+  json begin(const std::string& type) {
+    optim::set_tf32(type == "tf32");
+    const auto number = type == "float64" ? at::kDouble : at::kFloat;
+    const c10::Device device = world_.device();
+    dp_.reset();
+    ddp_.reset();
+    placed_.clear();
+    trained_ = 0;
+    for (const Images& batch : batches_)
+      placed_.push_back({batch.data.to(device, number), batch.target.to(device)});
+    const auto drawn = [&] {
+      torch::manual_seed(0);
+      auto net = std::make_shared<Classifier>(settings_);
+      net->to(device, number);
+      return net;
+    };
+    if (is_dp()) {
+      dp_.emplace(drawn, replica_devices());
+      net_ = dp_->module();
+      dp_->on_part([this](DpPart part) { reached(static_cast<std::size_t>(part)); });
+    } else {
+      net_ = drawn();
+      ddp_.emplace(net_, world_);
+    }
+    // With the usual epsilon, Adam turns the smallest difference of a gradient near zero into one
+    // as large as the learning rate. With a large one its update follows the gradient and can be
+    // compared.
+    optimizer_ = std::make_unique<optim::Adam>(
+        net_->parameters(),
+        optim::AdamOptions{.lr = settings_.lr,
+                           .eps = type == "tf32" ? optim::AdamOptions{}.eps : 0.1});
+    std::int64_t count = 0;
+    for (const at::Tensor& parameter : net_->parameters()) count += parameter.numel();
+    return {{"parameters", count}};
+  }
+
+  // Replica i is on GPU i, as rank i is; LOCKSTEP_SHARE_DEVICE lets them share one.
+  std::vector<c10::Device> replica_devices() const {
+    std::vector<c10::Device> devices;
+    for (int i = 0; i < settings_.ranks; ++i)
+      devices.push_back(
+          world_.device().is_cuda()
+              ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(i % cuda_device_count()))
+              : world_.device());
+    return devices;
+  }
+
+  // Marks the end of a part while a breakdown is measured.
+  void reached(std::size_t part) {
+    if (!timed_) return;
+    const Clock::time_point time = now();
+    part_ms_[part] = std::chrono::duration<double, std::milli>(time - part_begin_).count();
+    part_begin_ = time;
+  }
+  Clock::time_point now() const {
+    if (world_.device().is_cuda())
+      for (c10::DeviceIndex i = 0; i < torch::cuda::device_count(); ++i)
+        torch::cuda::synchronize(i);
+    return Clock::now();
+  }
+
+  at::Tensor step() {
+    const Images& batch = placed_[trained_++ % placed_.size()];
+    at::Tensor loss;
+    if (dp_) {
+      loss = torch::cross_entropy_loss(dp_->forward(batch.data), batch.target);
+      dp_->backward(loss);
+    } else {
+      const at::Tensor output = (*ddp_)(batch.data);
+      reached(kForwardPart);
+      loss = torch::cross_entropy_loss(output, batch.target);
+      reached(kLossPart);
+      loss.backward();
+      reached(kBackwardPart);
+    }
+    optimizer_->step();
+    optimizer_->zero_grad();
+    reached(kUpdatePart);
+    return loss.detach();
+  }
+
+  json train(int steps) {
+    const auto start = Clock::now();
+    at::Tensor loss;
+    for (int i = 0; i < steps; ++i) loss = step();
+    const double value = loss.item<double>();  // waits for the device
+    return {{"seconds", seconds_since(start)}, {"loss", value}};
+  }
+
+  json parts(int steps) {
+    std::array<std::vector<double>, kParts> samples;
+    timed_ = true;
+    for (int i = 0; i < steps; ++i) {
+      part_ms_.fill(-1);
+      part_begin_ = now();
+      step();
+      if (ddp_) {  // from the last gradient to the end of backward
+        const StepTiming& timing = ddp_->last_timing();
+        part_ms_[kReducePart] = timing.finalized_ms - timing.last_gradient_ms;
+        part_ms_[kBackwardPart] -= part_ms_[kReducePart];
+      }
+      for (std::size_t k = 0; k < kParts; ++k) samples[k].push_back(part_ms_[k]);
+    }
+    timed_ = false;
+    json ms = json::array();
+    for (const auto& part : samples) ms.push_back(median(part));
+    return {{"ms", ms}};
+  }
+
+  void save(const std::string& path) {
+    if (ddp_) ddp_->verify_replicas();
+    if (!world_.is_leader()) return;
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& parameter : net_->parameters())
+      flat.push_back(parameter.detach().to(at::kCPU, at::kDouble).flatten());
+    const at::Tensor values = at::cat(flat);
+    write_file_atomically(path,
+                          {static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
+  }
+
+  const DpSettings settings_;
+  World& world_;
+  std::vector<Images> batches_, placed_;
+  std::size_t trained_ = 0;
+  std::shared_ptr<Classifier> net_;
+  std::optional<DataParallel<Classifier>> dp_;
+  std::optional<DistributedDataParallel<std::shared_ptr<Classifier>>> ddp_;
+  std::unique_ptr<optim::Adam> optimizer_;
+  bool timed_ = false;
+  Clock::time_point part_begin_;
+  std::array<double, kParts> part_ms_{};  // -1: this side has no such part
+};
+
+}  // namespace
+
+int dp_vs_ddp_rank(const json& description, const std::string& orders) {
+  const auto settings = description.get<DpSettings>();
+  torch::set_num_threads(settings.threads);
+  // NCCL refuses two ranks on one GPU of one host; with different names it takes them for two.
+  if (env::get_bool("LOCKSTEP_SHARE_DEVICE").value_or(false))
+    ::setenv("NCCL_HOSTID", ("rank" + env::get("RANK").value_or("0")).c_str(), /*overwrite=*/0);
+  return run(
+      [&](World& world) {
+        Worker worker(settings, world);
+        serve(orders, world.rank(), [&](const json& order) { return worker.obey(order); });
+      },
+      {.device = c10::Device(settings.device)});
+}
+
+namespace {
+
+// ---------------------------------------------------------------- the benchmark
 
 // Few, because batch norms over small batches let rounding errors grow from step to step.
 constexpr int kVerifiedSteps = 2;
@@ -39,62 +297,43 @@ constexpr double kRoundings = 4;
 // meaningless.
 constexpr double kMaxRounding = 0.05;
 
-struct Options {
-  DpSettings settings;
-  int steps = 100;
-  std::string corrupt, csv, json;
-  double require_ratio = 0;
-};
-
 struct DpSide {
-  DpSide(const DpSettings& settings, const Scratch& scratch)
-      : crew({settings.contender,
-              settings.contender == kDp ? 1 : settings.ranks,
-              {program_beside("lockstep-bench"), "_dp-vs-ddp-rank", "--settings",
-               scratch.file(settings.contender)}},
-             scratch.file("orders-" + settings.contender)) {}
+  explicit DpSide(const DpSettings& settings)
+      : name(settings.contender),
+        crew({.name = settings.contender,
+              .ranks = settings.contender == kDp ? 1 : settings.ranks,
+              .rank = "dp-vs-ddp",
+              .settings = settings}) {}
 
+  // Milliseconds per step of the slowest rank.
+  double train(int steps) {
+    double slowest = 0;
+    for (const json& answer : crew.ask_all({{"do", "run"}, {"steps", steps}})) {
+      if (!answer.at("loss").is_number())
+        throw Error("bench", fmt::format("the loss of '{}' is not finite", name));
+      slowest = std::max(slowest, answer.at("seconds").get<double>());
+    }
+    return 1e3 * slowest / steps;
+  }
+  void begin(const char* type) {
+    parameters = crew.ask({{"do", "new"}, {"type", type}}).at("parameters");
+  }
+  std::vector<double> weights() {
+    crew.ask({{"do", "save"}, {"path", scratch.file("weights")}});
+    const std::string bytes = read_file(scratch.file("weights"), std::size_t{1} << 33);
+    std::vector<double> values(bytes.size() / sizeof(double));
+    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
+    return values;
+  }
+
+  std::string name;
   Crew crew;
-  int trained = 0;
+  Scratch scratch;
   double parameters = 0;
   std::vector<double> block_ms{};  // per step, for each block
   std::vector<double> parts{};     // rank 0's
 };
-
-// ---------------------------------------------------------------- orders
-
-void begin(DpSide& side, const std::string& type) {
-  const std::string answer = side.crew.request("new " + type, minutes(10)).at(0);
-  side.trained = 0;
-  if (std::sscanf(answer.c_str(), "ok %lf", &side.parameters) != 1)
-    throw Error("bench", fmt::format("'{}' answered '{}'", side.crew.name(), answer));
-}
-
-// Milliseconds per step of the slowest rank.
-double train(DpSide& side, int steps) {
-  double slowest = 0;
-  const std::string order = fmt::format("run {} {}", side.trained, steps);
-  for (const std::string& answer : side.crew.request(order, minutes(60))) {
-    double seconds = 0, loss = NAN;
-    std::istringstream(answer) >> seconds >> loss;
-    if (seconds <= 0 || !std::isfinite(loss))
-      throw Error("bench", fmt::format("'{}' answered '{}'", side.crew.name(), answer));
-    slowest = std::max(slowest, seconds);
-  }
-  side.trained += steps;
-  return 1e3 * slowest / steps;
-}
-
-std::vector<double> weights(DpSide& side, const Scratch& scratch) {
-  const std::string path = scratch.file("weights-" + side.crew.name());
-  side.crew.request("save " + path, minutes(10));
-  const std::string bytes = read_file(path, std::size_t{1} << 33);
-  std::vector<double> values(bytes.size() / sizeof(double));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
-  return values;
-}
-
-// ---------------------------------------------------------------- verification
+using DpSides = std::deque<DpSide>;
 
 // The length of a - b.
 double distance(const std::vector<double>& a, const std::vector<double>& b) {
@@ -106,15 +345,15 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 
 // From the same weights and batches both must arrive at the same weights. The effect of float32 is
 // measured: DataParallel also trains in float64.
-void verify(DpSide& dp, DpSide& ddp, const Scratch& scratch) {
-  begin(dp, "float64");
-  const std::vector<double> start = weights(dp, scratch);
-  train(dp, kVerifiedSteps);
-  const std::vector<double> exact = weights(dp, scratch);
+void verify(DpSide& dp, DpSide& ddp) {
+  dp.begin("float64");
+  const std::vector<double> start = dp.weights();
+  dp.train(kVerifiedSteps);
+  const std::vector<double> exact = dp.weights();
   const auto trained = [&](DpSide& side) {
-    begin(side, "float32");
-    train(side, kVerifiedSteps);
-    return weights(side, scratch);
+    side.begin("float32");
+    side.train(kVerifiedSteps);
+    return side.weights();
   };
   const std::vector<double> one = trained(dp), many = trained(ddp);
   const double moved = distance(exact, start), rounding = distance(one, exact);
@@ -135,36 +374,21 @@ void verify(DpSide& dp, DpSide& ddp, const Scratch& scratch) {
              kVerifiedSteps, difference, moved, kRoundings * rounding);
 }
 
-// ---------------------------------------------------------------- measurement
-
-void measure(DpSide& dp, DpSide& ddp, int steps) {
-  for (DpSide* side : {&dp, &ddp}) {
-    begin(*side, "tf32");
-    train(*side, std::min(steps, 3));
+void measure(DpSides& sides, int steps) {
+  for (DpSide& side : sides) {
+    side.begin("tf32");
+    side.train(std::min(steps, 3));
   }
-  const int blocks = (steps + kBlock - 1) / kBlock;
-  for (int block = 0; block < blocks; ++block) {
-    const int count = std::min(kBlock, steps - block * kBlock);
-    DpSide* order[] = {&dp, &ddp};
-    if (block % 2 == 1) std::swap(order[0], order[1]);
-    for (DpSide* side : order) side->block_ms.push_back(train(*side, count));
-    fmt::print(stderr, "block {}/{}: {} {:.2f}, {} {:.2f} ms a step\n", block + 1, blocks, kDp,
-               dp.block_ms.back(), kDdp, ddp.block_ms.back());
+  by_turns({.rounds = (steps + kBlock - 1) / kBlock, .unit = "ms a step", .what = "block"}, sides,
+           [&](DpSide& side) {
+             const int before = kBlock * static_cast<int>(side.block_ms.size());
+             return side.block_ms.emplace_back(side.train(std::min(kBlock, steps - before)));
+           });
+  for (DpSide& side : sides) {
+    const json order{{"do", "parts"}, {"steps", std::min(steps, kPartSteps)}};
+    side.parts = side.crew.ask(order).at("ms").get<std::vector<double>>();
+    side.crew.finish();
   }
-  for (DpSide* side : {&dp, &ddp}) {
-    const std::string order = fmt::format("parts {}", std::min(steps, kPartSteps));
-    std::istringstream fields(side->crew.request(order, minutes(10)).at(0));
-    for (double ms = 0; fields >> ms;) side->parts.push_back(ms);
-    LOCKSTEP_ASSERT(side->parts.size() == std::size(kDpParts));
-  }
-}
-
-// DataParallel's time divided by the other's, block by block.
-Summary ratio(const DpSide& dp, const DpSide& other) {
-  std::vector<double> ratios;
-  for (std::size_t i = 0; i < dp.block_ms.size(); ++i)
-    ratios.push_back(dp.block_ms[i] / other.block_ms[i]);
-  return summarize(ratios);
 }
 
 // Time spent on what DistributedDataParallel does not do at all, or does while it computes.
@@ -176,33 +400,36 @@ double overhead_ms(const DpSide& dp) {
   return sum;
 }
 
-// ---------------------------------------------------------------- results
-
-Table steps_table(const DpSide& dp, const DpSide& ddp, const Options& options) {
-  const DpSettings& s = options.settings;
-  Table table({fmt::format("{} of {:.3g} M parameters, batch {} of 3x{}x{}, Adam", s.model,
-                           dp.parameters / 1e6, s.batch_size, s.image_size, s.image_size),
-               "steps", "blocks", "min ms/step", "p50 ms/step", "max ms/step", "samples/s",
-               "DP / this", "p25", "p75"});
-  const auto add = [&](const std::string& name, const DpSide& side) {
-    const Summary ms = summarize(side.block_ms), times = ratio(dp, side);
-    std::vector<std::string> cells{name, fmt::format("{}", options.steps),
-                                   fmt::format("{}", side.block_ms.size())};
-    for (const double value : {ms.min, ms.p50, ms.max})
-      cells.push_back(fmt::format("{:.2f}", value));
-    cells.push_back(fmt::format("{:.1f}", static_cast<double>(s.batch_size) / ms.p50 * 1e3));
-    for (const double value : {times.p50, times.p25, times.p75})
-      cells.push_back(fmt::format("{:.3f}", value));
-    table.add(std::move(cells));
-  };
-  add(fmt::format("DataParallel, 1 process, {} replicas", s.ranks), dp);
-  add(fmt::format("DistributedDataParallel, {} processes", s.ranks), ddp);
-  return table;
+Report steps_report(const DpSides& sides, const DpSettings& s, int steps) {
+  Report report("dp-vs-ddp",
+                fmt::format("{} of {:.3g} M parameters, batch {} of 3x{}x{}, Adam", s.model,
+                            sides[0].parameters / 1e6, s.batch_size, s.image_size, s.image_size),
+                {{"settings", s},
+                 {"parameters", sides[0].parameters},
+                 {"overhead_ms", overhead_ms(sides[0])}});
+  for (const DpSide& side : sides) {
+    json parts = json::object();
+    for (std::size_t i = 0; i < kParts; ++i)
+      if (side.parts[i] >= 0) parts[kDpParts[i]] = side.parts[i];
+    report
+        .row(side.name == kDp ? fmt::format("DataParallel, 1 process, {} replicas", s.ranks)
+                              : fmt::format("DistributedDataParallel, {} processes", s.ranks))
+        .value("contender", side.name)
+        .value("ms", side.block_ms)
+        .value("p50_ms", median(side.block_ms))
+        .value("parts_ms", parts)
+        .number("steps", steps)
+        .number("blocks", static_cast<double>(side.block_ms.size()))
+        .spread("ms/step", side.block_ms, 2, "min p50 max")
+        .number("samples/s", static_cast<double>(s.batch_size) / median(side.block_ms) * 1e3, 1)
+        .ratio("DP / this", over(sides[0].block_ms, side.block_ms), "dp_times_this");
+  }
+  return report;
 }
 
 // Timed in separate steps, with a wait for the devices after each part.
-Table parts_table(const DpSide& dp, const DpSide& ddp) {
-  Table table({"ms of a step", "DataParallel", "DistributedDataParallel", "what DP does there"});
+Report parts_report(const DpSides& sides) {
+  Report report("dp-vs-ddp", "ms of a step");
   static const char* const notes[] = {"copies parts of the batch to the replicas",
                                       "copies all weights to the replicas",
                                       "all replicas at once",
@@ -211,57 +438,13 @@ Table parts_table(const DpSide& dp, const DpSide& ddp) {
                                       "all replicas at once",
                                       "adds the replicas' on device 0 (DDP: exposed all-reduce)",
                                       "on device 0, the others wait"};
-  const auto text = [](double ms) { return ms < 0 ? "-" : fmt::format("{:.2f}", ms); };
-  for (std::size_t i = 0; i < std::size(kDpParts); ++i)
-    table.add({kDpParts[i], text(dp.parts[i]), text(ddp.parts[i]), notes[i]});
-  return table;
-}
-
-std::string json_of(const DpSide& dp, const DpSide& ddp, const Options& options) {
-  json document{{"benchmark", "dp-vs-ddp"}, {"settings", options.settings}};
-  document["settings"].erase("contender");
-  document["parameters"] = dp.parameters;
-  document["overhead_ms"] = overhead_ms(dp);
-  for (const DpSide* side : {&dp, &ddp}) {
-    json row{{"contender", side->crew.name()},
-             {"ms", side->block_ms},
-             {"p50_ms", median(side->block_ms)},
-             {"dp_times_this", ratio(dp, *side).p50}};
-    for (std::size_t i = 0; i < std::size(kDpParts); ++i)
-      if (side->parts[i] >= 0) row["parts_ms"][kDpParts[i]] = side->parts[i];
-    document["rows"].push_back(std::move(row));
-  }
-  return document.dump(1) + "\n";
-}
-
-int compare(const Options& options) {
-  const Scratch scratch;
-  const auto start = [&](const char* contender) {
-    DpSettings settings = options.settings;
-    settings.contender = contender;
-    if (options.corrupt == contender) settings.lr *= 2;
-    write_file_atomically(scratch.file(contender), json(settings).dump());
-    return settings;
-  };
-  DpSide dp(start(kDp), scratch), ddp(start(kDdp), scratch);
-  for (DpSide* side : {&dp, &ddp}) side->crew.wait_ready(minutes(5));
-  verify(dp, ddp, scratch);
-  measure(dp, ddp, options.steps);
-  for (DpSide* side : {&dp, &ddp}) side->crew.finish();
-  publish(steps_table(dp, ddp, options), options.csv);
-  fmt::print("min, p50, max and the ratios are of blocks of up to {} steps, a mean of each.\n",
-             kBlock);
-  fmt::print("\n{}", parts_table(dp, ddp).text());
-  fmt::print(
-      "scatter, replicate, gather and gradients take {:.2f} ms, {:.0f} % of DataParallel's "
-      "step.\n",
-      overhead_ms(dp), 100 * overhead_ms(dp) / median(dp.block_ms));
-  if (!options.json.empty()) write_file_atomically(options.json, json_of(dp, ddp, options));
-  Goals goals("dp-vs-ddp");
-  if (options.require_ratio > 0)
-    goals.at_least("DataParallel / DistributedDataParallel", ratio(dp, ddp).p50,
-                   options.require_ratio);
-  return goals.exit_code();
+  const auto part = [](double ms) { return ms < 0 ? std::nullopt : std::optional(ms); };
+  for (std::size_t i = 0; i < kParts; ++i)
+    report.row(kDpParts[i])
+        .number("DataParallel", part(sides[0].parts[i]), 2)
+        .number("DistributedDataParallel", part(sides[1].parts[i]), 2)
+        .text("what DP does there", notes[i]);
+  return report;
 }
 
 // Checks that the devices exist and every replica gets an equal part of the batch.
@@ -285,41 +468,54 @@ void check(const DpSettings& s) {
 
 int dp_vs_ddp_main(int argc, char** argv) {
   const bool gpu = cuda_device_count() > 0;
-  Options options;
-  DpSettings& s = options.settings;
+  DpSettings s;
+  int steps = 100;
+  std::string corrupt;
+  double require_ratio = 0;
   s.device = gpu ? "cuda" : "cpu";
   s.model = gpu ? "resnet50" : "mlp";
   s.image_size = gpu ? 224 : 32;
   s.threads = 0;
-  CLI::App app{
+  Options options(
       "DataParallel (one process scatters, replicates, gathers) beside DistributedDataParallel "
-      "(one process per device), from the same weights on the same batches"};
-  app.add_option("--ranks", s.ranks, "replicas of one side, processes of the other")
-      ->check(CLI::Range(1, 64));
-  app.add_option("--steps", options.steps, "timed steps of each side, in blocks by turns")
-      ->check(CLI::Range(1, 1000000));
-  app.add_option("--batch_size", s.batch_size, "samples per step of all replicas together")
-      ->check(CLI::Range(1, 1 << 20));
-  app.add_option("--model", s.model, "what is trained")
-      ->check(CLI::IsMember(std::vector<std::string>{"mlp", "resnet18", "resnet50"}));
-  app.add_option("--image_size", s.image_size, "height and width of the images in pixels")
-      ->check(CLI::Range(1, 4096));
-  app.add_option("--threads", s.threads,
-                 "of each replica and rank on the CPU; 0: cores divided by ranks")
-      ->check(CLI::Range(0, 1024));
-  app.add_option("--device", s.device, "cpu, or cuda: a GPU for each replica")
-      ->check(CLI::IsMember(std::vector<std::string>{"cpu", "cuda"}));
-  app.add_option("--corrupt", options.corrupt,
-                 "let this side train differently, to see that it is refused")
-      ->check(CLI::IsMember(std::vector<std::string>{kDp, kDdp}));
-  app.add_option("--require-ratio", options.require_ratio,
+      "(one process per device), from the same weights on the same batches");
+  options.number("--ranks", s.ranks, 1, 64, "replicas of one side, processes of the other");
+  options.number("--steps", steps, 1, 1e6, "timed steps of each side, in blocks by turns");
+  options.number("--batch_size", s.batch_size, 1, 1 << 20,
+                 "samples per step of all replicas together");
+  options.text("--model", s.model, "what is trained", {"mlp", "resnet18", "resnet50"});
+  options.number("--image_size", s.image_size, 1, 4096, "height and width of the images in pixels");
+  options.number("--threads", s.threads, 0, 1024,
+                 "of each replica and rank on the CPU; 0: cores divided by ranks");
+  options.text("--device", s.device, "cpu, or cuda: a GPU for each replica", {"cpu", "cuda"});
+  options.text("--corrupt", corrupt, "let this side train differently, to see that it is refused",
+               {kDp, kDdp});
+  options.number("--require-ratio", require_ratio, 0, 1e6,
                  "fail when DataParallel takes less than this times as long; 0: never");
-  app.add_option("--csv", options.csv, "also write the table to this file");
-  app.add_option("--json", options.json, "also write the time of every block to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+  if (const auto code = options.parse(argc, argv)) return *code;
   check(s);
   if (s.threads == 0) s.threads = std::max(1, allowed_cores() / s.ranks);
-  return compare(options);
+  DpSides sides;
+  for (const char* contender : {kDp, kDdp}) {
+    DpSettings own = s;
+    own.contender = contender;
+    if (corrupt == contender) own.lr *= 2;
+    sides.emplace_back(own);
+  }
+  verify(sides[0], sides[1]);
+  measure(sides, steps);
+  steps_report(sides, s, steps).publish(options);
+  fmt::print("min, p50, max and the ratios are of blocks of up to {} steps, a mean of each.\n",
+             kBlock);
+  const double overhead = overhead_ms(sides[0]);
+  fmt::print(
+      "\n{}scatter, replicate, gather and gradients take {:.2f} ms, {:.0f} % of DataParallel's "
+      "step.\n",
+      parts_report(sides).text(), overhead, 100 * overhead / median(sides[0].block_ms));
+  return Goals("dp-vs-ddp")
+      .at_least("DataParallel / DistributedDataParallel",
+                over(sides[0].block_ms, sides[1].block_ms).p50, require_ratio)
+      .exit_code();
 }
 
 }  // namespace lockstep::bench

@@ -1,19 +1,15 @@
 // lockstep bench kernels: the fused operations of lockstep::nn beside ATen's operations, and beside
 // a copy that moves as many bytes as the fused one must. Each is verified before it is timed.
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <functional>
 
 #include "bench/bench.h"
-#include "bench/stats.h"
+#include "bench/harness.h"
+#include "bench/marks.h"
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/optim/adamw_pass.h"
@@ -27,11 +23,9 @@ using Op = std::function<Tensors(const Tensors&)>;
 
 struct KernelSettings {
   std::string device = "cuda";
-  std::string only;
   std::int64_t rows = 65536;
   int rounds = 20;
   bool small = false;
-  std::string csv;
 };
 
 struct KernelCase {
@@ -69,32 +63,16 @@ class Stopwatch {
     std::vector<double> times;
     for (int i = -3; i < rounds; ++i) {
       if (other_.defined()) other_.fill_(i & 0xff);
-      const double ms = device_.is_cuda() ? on_stream(body) : on_clock(body);
-      if (i >= 0) times.push_back(ms);
+      Marks marks(device_);
+      marks.add();
+      body();
+      marks.add();
+      if (const double ms = marks.between().front(); i >= 0) times.push_back(ms);
     }
     return median(std::move(times));
   }
 
  private:
-  double on_clock(const std::function<void()>& body) {
-    const auto begin = std::chrono::steady_clock::now();
-    body();
-    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
-        .count();
-  }
-
-  double on_stream(const std::function<void()>& body) {
-    const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
-    const c10::Stream stream = guard.getStream(device_);
-    c10::Event begin(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
-    c10::Event end(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
-    begin.record(stream);
-    body();
-    end.record(stream);
-    end.synchronize();
-    return begin.elapsedTime(end);
-  }
-
   c10::Device device_;
   at::Tensor other_;
 };
@@ -281,12 +259,15 @@ AdamWMemory adamw_memory(const Maker& make, bool small) {
   return memory;
 }
 
-void add_row(Table& table, const std::string& name, double ours, double aten, double copy,
+void add_row(Report& report, const std::string& name, double ours, double aten, double copy,
              double error) {
-  table.add({name, fmt::format("{:.4f}", ours), fmt::format("{:.4f}", aten),
-             fmt::format("{:.2f}", aten / ours), copy > 0 ? fmt::format("{:.4f}", copy) : "-",
-             copy > 0 ? fmt::format("{:.0f} %", 100 * copy / ours) : "-",
-             fmt::format("{:.1e}", error)});
+  report.row(name)
+      .number("ms", ours, 4, "ms")
+      .number("ATen ms", aten, 4, "aten_ms")
+      .number("times faster", aten / ours, 2, "times_faster")
+      .number("copy ms", copy > 0 ? std::optional(copy) : std::nullopt, 4, "copy_ms")
+      .text("of copy", copy > 0 ? fmt::format("{:.0f} %", 100 * copy / ours) : "-")
+      .text("error", fmt::format("{:.1e}", error));
   fmt::print("{:52} {:9.4f} ms, ATen {:9.4f} ms{}\n", name, ours, aten,
              copy > 0 ? fmt::format(", copy {:.4f} ms", copy) : "");
   std::fflush(stdout);
@@ -306,7 +287,7 @@ void verify(const std::string& name, double error, double tolerance) {
                                    name, error, tolerance));
 }
 
-void measure_adamw(Table& table, Stopwatch& watch, const Maker& make,
+void measure_adamw(Report& report, Stopwatch& watch, const Maker& make,
                    const KernelSettings& settings) {
   const torch::NoGradGuard no_grad;
   torch::manual_seed(1);
@@ -334,11 +315,11 @@ void measure_adamw(Table& table, Stopwatch& watch, const Maker& make,
   verify("AdamWPass", error, 1e-5);
   const double ours = watch.median_ms([&] { pass.step(); }, settings.rounds);
   const double aten = watch.median_ms(with_aten, settings.rounds);
-  add_row(table, "norm, clip and AdamW, 124M", ours, aten,
+  add_row(report, "norm, clip and AdamW, 124M", ours, aten,
           copy_ms(watch, 32 * count, settings, make.device), error);
 }
 
-void measure(Table& table, Stopwatch& watch, const KernelCase& test, const Maker& make,
+void measure(Report& report, Stopwatch& watch, const KernelCase& test, const Maker& make,
              const KernelSettings& settings) {
   torch::manual_seed(0);
   const Tensors some = test.inputs(std::min<std::int64_t>(settings.rows, 2048));
@@ -351,22 +332,19 @@ void measure(Table& table, Stopwatch& watch, const KernelCase& test, const Maker
   const double ours = watch.median_ms([&] { test.ours(inputs); }, settings.rounds);
   const double aten = watch.median_ms([&] { test.aten(inputs); }, settings.rounds);
   const double copy = test.bytes > 0 ? copy_ms(watch, test.bytes, settings, make.device) : 0;
-  add_row(table, test.name, ours, aten, copy, error);
+  add_row(report, test.name, ours, aten, copy, error);
 }
 
 }  // namespace
 
 int kernels_main(int argc, char** argv) {
   KernelSettings settings;
-  CLI::App app{"Fused operations beside ATen's and beside a copy of as many bytes"};
-  app.add_option("--device", settings.device, "cpu, cuda or cuda:N")->check(device_problem);
-  app.add_option("--only", settings.only, "only those whose name contains this");
-  app.add_option("--rows", settings.rows, "tokens in a batch")->check(CLI::Range(8, 1 << 24));
-  app.add_option("--rounds", settings.rounds, "timed runs, of which the median counts")
-      ->check(CLI::Range(1, 10000));
-  app.add_flag("--small", settings.small, "a small vocabulary and model, to try it on a CPU");
-  app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+  Options options("Fused operations beside ATen's and beside a copy of as many bytes");
+  options.device(settings.device);
+  options.number("--rows", settings.rows, 8, 1 << 24, "tokens in a batch");
+  options.number("--rounds", settings.rounds, 1, 10000, "timed runs, of which the median counts");
+  options.flag("--small", settings.small, "a small vocabulary and model, to try it on a CPU");
+  if (const auto code = options.parse(argc, argv)) return *code;
   prepare_device(settings.device);
   const Maker make{c10::Device(settings.device)};
   Stopwatch watch(make.device);
@@ -376,13 +354,10 @@ int kernels_main(int argc, char** argv) {
   add_losses(cases, make, settings.rows, settings.small);
   add_perceptrons(cases, make, settings.rows);
   add_attention(cases, make, settings.rows, settings.small);
-  Table table({"operation", "ms", "ATen ms", "times faster", "copy ms", "of copy", "error"});
-  for (const KernelCase& test : cases)
-    if (test.name.find(settings.only) != std::string::npos)
-      measure(table, watch, test, make, settings);
-  if (std::string("norm, clip, AdamW and copy, 124M").find(settings.only) != std::string::npos)
-    measure_adamw(table, watch, make, settings);
-  publish(table, settings.csv);
+  Report report("kernels", "operation");
+  for (const KernelCase& test : cases) measure(report, watch, test, make, settings);
+  measure_adamw(report, watch, make, settings);
+  report.publish(options);
   return 0;
 }
 

@@ -5,22 +5,14 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <deque>
-#include <functional>
-#include <map>
-#include <optional>
-#include <sstream>
+#include <numeric>
 
 #include "bench/bench.h"
 #include "bench/crew.h"
-#include "bench/goals.h"
-#include "bench/scratch.h"
-#include "bench/stats.h"
+#include "bench/harness.h"
 #include "lockstep/comm/device.h"
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
@@ -28,11 +20,9 @@ namespace lockstep::bench {
 namespace {
 
 using nlohmann::json;
-using std::chrono::minutes;
 
 constexpr const char* kUs = "lockstep";
 constexpr const char* kBare = "bare";  // ours without the wrapper
-constexpr const char* kPeerModes[] = {"eager", "compile", "graphs"};
 
 constexpr int kVerifiedSteps = 3;
 // Relative tolerances for fp32 losses: sums in another order, then AdamW steps on gradients that
@@ -44,32 +34,28 @@ constexpr double kTimedTolerance = 5e-3;
 constexpr int kBreakdownSteps = 5;  // at most
 constexpr int kSaves = 4;
 
-struct Options {
+struct ModelOptions {
   ModelSettings settings;
+  Turns turns{.rounds = 5, .unit = "ms"};
   int steps = 20;
-  int rounds = 5;
   int warmup = 3;
   std::string peer;
   std::vector<std::string> peer_modes;
   bool bare = false;
   bool save_stall = false;
   int kernels = 0;  // rows of their table
-  std::string corrupt, require, losses, csv, json;
+  std::string corrupt, losses;
 };
 
 // One side: our worker, or PyTorch in one mode.
 struct Side {
-  Side(CrewOptions crew_options, const std::string& socket)
-      : name(crew_options.name), crew(crew_options, socket) {}
+  Side(const std::string& key, const ModelSettings& settings)
+      : name(key),
+        crew({.name = key,
+              .rank = ours() ? "model" : settings.kind + "_peer.py",
+              .settings = settings}) {}
 
   bool ours() const { return name == kUs || name == kBare; }
-  // Throws Error when it cannot do it.
-  json ask(const json& order, minutes limit) {
-    const json answer = json::parse(crew.request(order.dump(), limit).at(0));
-    if (answer.contains("error"))
-      throw Error("bench", fmt::format("{}: {}", name, answer["error"].get<std::string>()));
-    return answer;
-  }
 
   std::string name;
   Crew crew;
@@ -84,6 +70,12 @@ struct Side {
     for (const auto& round : rounds) all.insert(all.end(), round.begin(), round.end());
     return all;
   }
+  std::vector<double> medians() const {
+    std::vector<double> all;
+    for (const auto& round : rounds) all.push_back(median(round));
+    return all;
+  }
+  bool measured() const { return !failed && !rounds.empty(); }
 };
 using Sides = std::deque<Side>;
 
@@ -95,18 +87,21 @@ std::vector<double> losses_of(const json& answer) {
 }
 
 // A peer that fails, for example out of memory, is reported and skipped from then on.
-void for_each(Sides& sides, const std::function<void(Side&)>& body, std::size_t first = 0) {
-  for (std::size_t k = 0; k < sides.size(); ++k) {
-    Side& side = sides[(k + first) % sides.size()];
-    if (side.failed) continue;
-    try {
-      body(side);
-    } catch (const Error& error) {
-      if (side.ours()) throw;
-      side.failed = true;
-      fmt::print(stderr, "{} is skipped: {}\n", side.name, error.what());
-    }
+template <typename Body>
+void attempt(Side& side, const Body& body) {
+  if (side.failed) return;
+  try {
+    body(side);
+  } catch (const Error& error) {
+    if (side.ours()) throw;
+    side.failed = true;
+    fmt::print(stderr, "{} is skipped: {}\n", side.name, error.what());
   }
+}
+
+template <typename Body>
+void for_each(Sides& sides, const Body& body) {
+  for (Side& side : sides) attempt(side, body);
 }
 
 // The first of PyTorch's sides that works.
@@ -118,7 +113,7 @@ Side* peer_of(Sides& sides) {
 
 // ---------------------------------------------------------------- start and verification
 
-json new_order(const Options& options, const Side& side) {
+json new_order(const ModelOptions& options, const Side& side) {
   const ModelSettings& s = options.settings;
   return {{"do", "new"},
           {"dtype", s.dtype},
@@ -130,21 +125,21 @@ json new_order(const Options& options, const Side& side) {
 }
 
 // The order for the model that a bf16 run is compared with.
-json fp32_order(const Options& options, const Side& side) {
+json fp32_order(const ModelOptions& options, const Side& side) {
   json order = new_order(options, side);
   order.update({{"dtype", "fp32"}, {"tf32", false}, {"mode", "eager"}});
   return order;
 }
 
 // The order for the same model without anything that is allowed to differ.
-json exact_order(const Options& options, const Side& side) {
+json exact_order(const ModelOptions& options, const Side& side) {
   json order = fp32_order(options, side);
   order["exact"] = true;
   return order;
 }
 
 json train_order(std::int64_t steps, std::int64_t batch_size) {
-  return {{"do", "train"}, {"first", 0}, {"steps", steps}, {"batch_size", batch_size}};
+  return {{"do", "train"}, {"steps", steps}, {"batch_size", batch_size}};
 }
 
 // The largest relative difference; Error if it exceeds the tolerances.
@@ -165,7 +160,7 @@ double compare(const Side& side, const std::vector<double>& ours, const std::vec
 }
 
 // In fp32 and without compiling, on a small batch: in all modes the peer is the same program.
-void verify(Sides& sides, const Options& options) {
+void verify(Sides& sides, const ModelOptions& options) {
   const auto peer =
       std::find_if(sides.begin() + 1, sides.end(), [](const Side& side) { return !side.failed; });
   if (peer == sides.end()) return;
@@ -173,8 +168,8 @@ void verify(Sides& sides, const Options& options) {
   const std::int64_t most = options.settings.kind == "resnet" ? 8 : 2;
   const std::int64_t batch = std::min(options.settings.batch_size, most);
   const auto train = [&](Side& side) {
-    side.ask(exact_order(options, side), minutes(20));
-    return losses_of(side.ask(train_order(kVerifiedSteps, batch), minutes(20)));
+    side.crew.ask(exact_order(options, side));
+    return losses_of(side.crew.ask(train_order(kVerifiedSteps, batch)));
   };
   const std::vector<double> ours = train(sides.front()), other = train(*peer);
   const double worst = compare(*peer, ours, other, kFirstTolerance, kLaterTolerance);
@@ -182,11 +177,11 @@ void verify(Sides& sides, const Options& options) {
              kUs, worst);
 }
 
-void begin_timed(Sides& sides, const Options& options) {
+void begin_timed(Sides& sides, const ModelOptions& options) {
   for_each(sides, [&](Side& side) {
-    side.facts = side.ask(new_order(options, side), minutes(20));
+    side.facts = side.crew.ask(new_order(options, side));
     side.first_losses =
-        losses_of(side.ask(train_order(kVerifiedSteps, options.settings.batch_size), minutes(30)));
+        losses_of(side.crew.ask(train_order(kVerifiedSteps, options.settings.batch_size)));
     fmt::print(stderr, "{}: first losses {:.5f}\n", side.name, fmt::join(side.first_losses, " "));
   });
   for (const Side& side : sides)
@@ -197,32 +192,29 @@ void begin_timed(Sides& sides, const Options& options) {
 
 // ---------------------------------------------------------------- measurement
 
-void measure(Sides& sides, const Options& options) {
+void measure(Sides& sides, const ModelOptions& options) {
   const json order{{"do", "time"}, {"warmup", options.warmup}, {"steps", options.steps}};
-  for (int round = 0; round < options.rounds; ++round) {
-    std::string shown;
-    const auto turn = [&](Side& side) {
-      const json answer = side.ask(order, minutes(30));
+  by_turns(options.turns, sides, [&](Side& side) {
+    const std::size_t before = side.rounds.size();
+    attempt(side, [&](Side&) {
+      const json answer = side.crew.ask(order);
       if (!answer.at("loss").is_number())
         throw Error("bench", fmt::format("the loss of {} is not finite", side.name));
       side.rounds.push_back(answer.at("ms").get<std::vector<double>>());
       side.memory = answer;
-      shown += fmt::format(" {} {:.2f}", side.name, median(side.rounds.back()));
-    };
-    for_each(sides, turn, static_cast<std::size_t>(round));
-    fmt::print(stderr, "round {}/{}:{} ms\n", round + 1, options.rounds, shown);
-  }
+    });
+    return side.rounds.size() > before ? median(side.rounds.back()) : NAN;
+  });
   for_each(sides, [&](Side& side) {
-    side.breakdown = side.ask(
-        {{"do", "breakdown"}, {"steps", std::min(options.steps, kBreakdownSteps)}}, minutes(10));
+    side.breakdown =
+        side.crew.ask({{"do", "breakdown"}, {"steps", std::min(options.steps, kBreakdownSteps)}});
   });
 }
 
 void measure_saves(Sides& sides, const Scratch& scratch) {
   for_each(sides, [&](Side& side) {
-    const json answer = side.ask(
-        {{"do", "save"}, {"folder", scratch.file("saves-" + side.name)}, {"saves", kSaves}},
-        minutes(30));
+    const json answer = side.crew.ask(
+        {{"do", "save"}, {"folder", scratch.file("saves-" + side.name)}, {"saves", kSaves}});
     side.stalls = answer.at("stalls");
   });
   for (const Side& side : sides)
@@ -237,22 +229,22 @@ void measure_saves(Sides& sides, const Scratch& scratch) {
 }
 
 // Shows the kernels that take most of a step.
-void show_kernels(Sides& sides, const Options& options) {
+void show_kernels(Sides& sides, const ModelOptions& options) {
   for_each(sides, [&](Side& side) {
-    const json answer = side.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}}, minutes(10));
+    const json answer = side.crew.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}});
     std::vector<json> all = answer.at("kernels");
     const auto ms = [](const json& kernel) { return kernel.at("ms").get<double>(); };
     std::sort(all.begin(), all.end(), [&](const json& a, const json& b) { return ms(a) > ms(b); });
     double sum = 0;
     for (const json& kernel : all) sum += ms(kernel);
-    Table table({fmt::format("kernels of {}, {:.2f} ms in all", side.name, sum), "in a step", "ms",
-                 "share"});
+    Report report(options.settings.kind,
+                  fmt::format("kernels of {}, {:.2f} ms in all", side.name, sum));
     for (std::size_t i = 0; i < all.size() && i < static_cast<std::size_t>(options.kernels); ++i)
-      table.add({all[i].at("name").get<std::string>().substr(0, 100),
-                 fmt::format("{:.1f}", all[i].at("count").get<double>()),
-                 fmt::format("{:.3f}", ms(all[i])),
-                 fmt::format("{:.1f} %", 100 * ms(all[i]) / sum)});
-    publish(table, "");
+      report.row(all[i].at("name").get<std::string>().substr(0, 100))
+          .number("in a step", all[i].at("count").get<double>(), 1)
+          .number("ms", ms(all[i]), 3)
+          .text("share", fmt::format("{:.1f} %", 100 * ms(all[i]) / sum));
+    fmt::print("{}", report.text());
   });
 }
 
@@ -271,22 +263,9 @@ double peak_flops(const ModelSettings& settings, const std::string& device) {
   return 0;
 }
 
-// How many times faster ours is, round by round.
-std::optional<Summary> speedup(const Side& ours, const Side& other) {
-  std::vector<double> ratios;
-  for (std::size_t i = 0; i < std::min(ours.rounds.size(), other.rounds.size()); ++i)
-    ratios.push_back(median(other.rounds[i]) / median(ours.rounds[i]));
-  if (ratios.empty()) return std::nullopt;
-  return summarize(ratios);
-}
-
 double per_step(const ModelSettings& s) {
   const double samples = static_cast<double>(s.batch_size);
   return s.kind == "resnet" ? samples : samples * static_cast<double>(s.sequence_length);
-}
-
-const char* unit_of(const ModelSettings& s) {
-  return s.kind == "resnet" ? "samples/s" : "tokens/s";
 }
 
 std::string long_name(const Side& side, const ModelSettings& s) {
@@ -296,76 +275,58 @@ std::string long_name(const Side& side, const ModelSettings& s) {
   return fmt::format("PyTorch, {}, {}", wrapper, mode);
 }
 
-Table table_of(const Sides& sides, const ModelSettings& s) {
-  Table table(
-      {fmt::format("{} {}, {} x {}, {}", s.kind, s.model, s.batch_size, s.sequence_length, s.dtype),
-       "steps", "min ms", "p50 ms", "p99 ms", "max ms", unit_of(s), "MFU %", "peak GiB",
-       "forward ms", "backward ms", "optimizer ms", "ours / this", "p25", "p75"});
-  const double peak = peak_flops(s, sides.front().facts.at("device"));
-  for (const Side& side : sides) {
-    if (side.failed || side.rounds.empty()) continue;
-    const Summary ms = summarize(side.all_ms());
-    std::vector<std::string> cells{long_name(side, s), fmt::format("{}", side.all_ms().size())};
-    for (const double value : {ms.min, ms.p50, ms.p99, ms.max})
-      cells.push_back(fmt::format("{:.2f}", value));
-    cells.push_back(fmt::format("{:.0f}", per_step(s) / ms.p50 * 1e3));
-    const double flops = sides.front().facts.at("flops").get<double>() / ms.p50 * 1e3;
-    cells.push_back(peak > 0 ? fmt::format("{:.1f}", 100 * flops / peak) : "-");
-    const double bytes = side.memory.at("peak_bytes");
-    cells.push_back(bytes > 0 ? fmt::format("{:.2f}", bytes / (1 << 30)) : "-");
-    for (const char* part : {"forward_ms", "backward_ms", "optimizer_ms"})
-      cells.push_back(side.breakdown.contains(part)
-                          ? fmt::format("{:.2f}", side.breakdown[part].get<double>())
-                          : "-");
-    const Summary ratio = speedup(sides.front(), side).value();
-    for (const double value : {ratio.p50, ratio.p25, ratio.p75})
-      cells.push_back(fmt::format("{:.3f}", value));
-    table.add(std::move(cells));
-  }
-  return table;
-}
-
-std::string json_of(const Sides& sides, const ModelSettings& s) {
+Report report_of(const Sides& sides, const ModelSettings& s) {
   const json& facts = sides.front().facts;
   const double peak = peak_flops(s, facts.at("device"));
-  const std::string rate = s.kind == "resnet" ? "samples_per_s" : "tokens_per_s";
-  json document{{"benchmark", s.kind}, {"settings", s}};
-  document.update(facts);
-  if (peak > 0) document["peak_flops_per_s"] = peak;
-  document["settings"].erase("start");
+  json all{{"settings", s}};
+  all.update(facts);
+  if (peak > 0) all["peak_flops_per_s"] = peak;
+  Report report(
+      s.kind,
+      fmt::format("{} {}, {} x {}, {}", s.kind, s.model, s.batch_size, s.sequence_length, s.dtype),
+      std::move(all));
+  const std::string unit = s.kind == "resnet" ? "samples/s" : "tokens/s";
   for (const Side& side : sides) {
-    if (side.failed || side.rounds.empty()) continue;
-    const double p50 = median(side.all_ms());
-    const Summary ratio = speedup(sides.front(), side).value();
-    json row{{"contender", side.name},
-             {"ms", side.rounds},
-             {"p50_ms", p50},
-             {rate, per_step(s) / p50 * 1e3},
-             {"peak_bytes", side.memory.at("peak_bytes")},
-             {"reserved_bytes", side.memory.at("reserved_bytes")},
-             {"first_losses", side.first_losses},
-             {"ours_times_this", ratio.p50},
-             {"ours_times_this_p25", ratio.p25},
-             {"ours_times_this_p75", ratio.p75}};
-    if (peak > 0) row["mfu"] = facts.at("flops").get<double>() / p50 * 1e3 / peak;
-    row.update(side.breakdown);
-    if (!side.stalls.empty()) row["save_stalls"] = side.stalls;
-    document["rows"].push_back(std::move(row));
+    if (!side.measured()) continue;
+    const std::vector<double> ms = side.all_ms();
+    const double p50 = median(ms), bytes = side.memory.at("peak_bytes");
+    const double mfu = peak > 0 ? facts.at("flops").get<double>() / p50 * 1e3 / peak : 0;
+    Row& row = report.row(long_name(side, s))
+                   .value("contender", side.name)
+                   .value("ms", side.rounds)
+                   .value("first_losses", side.first_losses)
+                   .value("peak_bytes", bytes)
+                   .value("reserved_bytes", side.memory.at("reserved_bytes"))
+                   .number("steps", static_cast<double>(ms.size()))
+                   .spread("ms", ms, 2)
+                   .number(unit, per_step(s) / p50 * 1e3, 0,
+                           s.kind == "resnet" ? "samples_per_s" : "tokens_per_s")
+                   .number("MFU %", mfu > 0 ? std::optional(100 * mfu) : std::nullopt, 1);
+    if (mfu > 0) row.value("mfu", mfu);
+    row.number("peak GiB", bytes > 0 ? std::optional(bytes / (1 << 30)) : std::nullopt, 2);
+    for (const std::string part : {"forward", "backward", "optimizer"}) {
+      const std::string key = part + "_ms";
+      const bool known = side.breakdown.contains(key);
+      row.number(part + " ms", known ? std::optional<double>(side.breakdown[key]) : std::nullopt, 2,
+                 key);
+    }
+    row.ratio("ours / this", over(side.medians(), sides.front().medians()), "ours_times_this");
+    if (!side.stalls.empty()) row.value("save_stalls", side.stalls);
   }
-  return document.dump(1) + "\n";
+  return report;
 }
 
 // ---------------------------------------------------------------- losses
 
 // The loss of every step: for each side as it would be timed, and for the same steps in fp32
 // without compiling. PyTorch's eager run is made twice, because ours is compared with its spread.
-void write_losses(Sides& sides, const Options& options) {
+void write_losses(Sides& sides, const ModelOptions& options) {
   std::vector<std::string> names;
   std::vector<std::vector<double>> columns;
   const auto add = [&](Side& side, const std::string& name, const json& order) {
-    side.ask(order, minutes(20));
+    side.crew.ask(order);
     const json steps = train_order(options.steps, options.settings.batch_size);
-    columns.push_back(losses_of(side.ask(steps, minutes(60))));
+    columns.push_back(losses_of(side.crew.ask(steps)));
     names.push_back(name);
   };
   for_each(sides, [&](Side& side) {
@@ -376,56 +337,45 @@ void write_losses(Sides& sides, const Options& options) {
   Side& reference = peer != nullptr ? *peer : sides.front();
   add(reference, "fp32", fp32_order(options, reference));
 
-  std::vector<std::string> heads{"step"};
-  heads.insert(heads.end(), names.begin(), names.end());
-  Table all(heads);
+  Report all("losses", "step");
   for (int step = 0; step < options.steps; ++step) {
-    std::vector<std::string> cells{fmt::format("{}", step + 1)};
-    for (const auto& column : columns)
-      cells.push_back(fmt::format("{:.7g}", column.at(static_cast<std::size_t>(step))));
-    all.add(std::move(cells));
+    Row& row = all.row(fmt::format("{}", step + 1));
+    for (std::size_t k = 0; k < names.size(); ++k)
+      row.text(names[k], fmt::format("{:.7g}", columns[k].at(static_cast<std::size_t>(step))));
   }
   write_file_atomically(options.losses, all.csv());
-  Table table({fmt::format("losses of {} steps", options.steps), "first", "last",
-               "mean |this - fp32|", "max |this - fp32|", "at step"});
+  Report report("losses", fmt::format("losses of {} steps", options.steps));
   for (std::size_t k = 0; k < names.size(); ++k) {
-    double sum = 0, most = 0;
-    std::size_t worst = 0;
-    for (std::size_t i = 0; i < columns[k].size(); ++i) {
-      const double difference = std::abs(columns[k][i] - columns.back()[i]);
-      sum += difference;
-      if (difference > most) worst = i;
-      most = std::max(most, difference);
-    }
-    table.add({names[k], fmt::format("{:.4f}", columns[k].front()),
-               fmt::format("{:.4f}", columns[k].back()), fmt::format("{:.5f}", sum / options.steps),
-               fmt::format("{:.5f}", most), fmt::format("{}", worst + 1)});
+    std::vector<double> away;
+    for (std::size_t i = 0; i < columns[k].size(); ++i)
+      away.push_back(std::abs(columns[k][i] - columns.back()[i]));
+    const auto worst = std::max_element(away.begin(), away.end());
+    report.row(names[k])
+        .number("first", columns[k].front(), 4)
+        .number("last", columns[k].back(), 4)
+        .number("mean |this - fp32|",
+                std::accumulate(away.begin(), away.end(), 0.0) / options.steps, 5)
+        .number("max |this - fp32|", *worst, 5)
+        .number("at step", static_cast<double>(worst - away.begin() + 1));
   }
-  publish(table, "");
-  fmt::print("every loss is in {}\n", options.losses);
+  fmt::print("{}every loss is in {}\n", report.text(), options.losses);
 }
 
 // ---------------------------------------------------------------- the whole
 
-int run_sides(const Options& options, const std::map<std::string, double>& wanted) {
+int run_sides(const ModelOptions& options, const Options& output,
+              const std::map<std::string, double>& wanted) {
   const Scratch scratch;
   ModelSettings settings = options.settings;
   if (options.bare || !options.peer.empty() || !options.losses.empty())
     settings.start = scratch.file("start");
-  write_file_atomically(scratch.file("settings"), json(settings).dump());
   Sides sides;
-  const auto start = [&](const std::string& name, std::vector<std::string> command) {
-    command.insert(command.end(), {"--settings", scratch.file("settings")});
-    sides.emplace_back(CrewOptions{name, 1, std::move(command)}, scratch.file("orders-" + name));
-  };
-  start(kUs, {program_beside("lockstep-bench"), "_model-rank"});
-  if (options.bare) start(kBare, {program_beside("lockstep-bench"), "_model-rank"});
+  sides.emplace_back(kUs, settings);
+  if (options.bare) sides.emplace_back(kBare, settings);
   if (!options.peer.empty())
-    for (const std::string& mode : options.peer_modes)
-      start(mode, {env::get("LOCKSTEP_PYTHON").value_or(default_python()),
-                   peer(settings.kind + "_peer.py")});
-  for_each(sides, [](Side& side) { side.crew.wait_ready(minutes(5)); });
-  if (!settings.start.empty()) sides.front().ask({{"do", "write"}}, minutes(20));
+    for (const std::string& mode : options.peer_modes) sides.emplace_back(mode, settings);
+  for_each(sides, [](Side& side) { side.crew.wait_ready(); });
+  if (!settings.start.empty()) sides.front().crew.ask({{"do", "write"}});
   verify(sides, options);
   if (!options.losses.empty()) {
     write_losses(sides, options);
@@ -434,41 +384,19 @@ int run_sides(const Options& options, const std::map<std::string, double>& wante
     measure(sides, options);
     if (options.save_stall) measure_saves(sides, scratch);
     if (options.kernels > 0) show_kernels(sides, options);
-    publish(table_of(sides, settings), options.csv);
-    if (!options.json.empty()) write_file_atomically(options.json, json_of(sides, settings));
+    report_of(sides, options.settings).publish(output);
   }
   Goals goals(settings.kind);
   bool failed = false;
   for (Side& side : sides) {
     failed |= side.failed;
     if (!side.failed) side.crew.finish();
-    const auto found = wanted.find(side.name);
-    if (found == wanted.end()) continue;
-    const auto ratio = speedup(sides.front(), side);
-    goals.at_least(fmt::format("ours / {}", side.name), ratio ? ratio->p50 : 0, found->second);
+    if (const auto found = wanted.find(side.name); found != wanted.end())
+      goals.at_least(fmt::format("ours / {}", side.name),
+                     side.measured() ? over(side.medians(), sides.front().medians()).p50 : 0,
+                     found->second);
   }
   return failed ? 1 : goals.exit_code();
-}
-
-// "compile:1.05,graphs:1"; each mode must be among those that run.
-std::map<std::string, double> parse_wanted(const Options& options) {
-  std::map<std::string, double> wanted;
-  std::istringstream stream(options.require);
-  for (std::string part; std::getline(stream, part, ',');) {
-    const auto colon = part.find(':');
-    const std::string mode = part.substr(0, colon);
-    const std::string ratio = colon == std::string::npos ? "" : part.substr(colon + 1);
-    if (!positive_problem(ratio).empty())
-      throw UsageError("bench", "'{}' is not MODE:RATIO. Write compile:1.05,graphs:1.", part);
-    const auto& modes = options.peer_modes;
-    if (options.peer.empty() || std::find(modes.begin(), modes.end(), mode) == modes.end())
-      throw UsageError("bench",
-                       "{} is required but not measured. Add --peer pytorch and {} to "
-                       "--peer-modes.",
-                       mode, mode);
-    wanted[mode] = std::stod(ratio);
-  }
-  return wanted;
 }
 
 // Names of the presets of one kind; a preset's sizes are the defaults.
@@ -487,94 +415,93 @@ void complete(ModelSettings& settings) {
   }
 }
 
-void add_model_options(CLI::App& app, ModelSettings& s) {
+void add_model_options(Options& options, ModelSettings& s) {
   const bool images = s.kind == "resnet";
-  app.add_option("--model", s.model, "the model's size")
-      ->check(CLI::IsMember(preset_names(s.kind)));
-  app.add_option("--batch_size", s.batch_size, "samples per step; 0: the model's own")
-      ->check(CLI::Range(0, 1 << 20));
-  app.add_option(images ? "--image_size" : "--sequence_length", s.sequence_length,
+  options.text("--model", s.model, "the model's size", preset_names(s.kind));
+  options.number("--batch_size", s.batch_size, 0, 1 << 20, "samples per step; 0: the model's own");
+  options.number(images ? "--image_size" : "--sequence_length", s.sequence_length, 0, 1 << 20,
                  images ? "height and width in pixels; 0: the model's own"
-                        : "tokens per sample; 0: the model's own")
-      ->check(CLI::Range(0, 1 << 20));
-  app.add_option("--dtype", s.dtype, "of matrix products, by autocast; fp32 may use TF32")
-      ->check(CLI::IsMember(std::vector<std::string>{"bf16", "fp32"}));
-  app.add_option("--device", s.device, "cpu, cuda or cuda:N")->check(device_problem);
-  app.add_option(
-         "--mode", s.mode,
-         "how our steps are taken: as one CUDA graph, as written, or without fused operations")
-      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kModes), std::end(kModes))));
-  app.add_flag("!--no-ddp", s.ddp, "the bare model on all sides, without DistributedDataParallel");
-  app.add_flag("--force-reducer", s.force_reducer,
+                        : "tokens per sample; 0: the model's own");
+  options.text("--dtype", s.dtype, "of matrix products, by autocast; fp32 may use TF32",
+               {"bf16", "fp32"});
+  options.device(s.device);
+  options.text(
+      "--mode", s.mode,
+      "how our steps are taken: as one CUDA graph, as written, or without fused operations",
+      {std::begin(kModes), std::end(kModes)});
+  options.flag("!--no-ddp", s.ddp, "the bare model on all sides, without DistributedDataParallel");
+  options.flag("--force-reducer", s.force_reducer,
                "our wrapper works as with several ranks, although there is one");
-  app.add_option("--lr", s.lr, "AdamW's learning rate, on all sides")->check(CLI::PositiveNumber);
+  options.positive("--lr", s.lr, "AdamW's learning rate, on all sides");
   if (!images)
-    app.add_flag("--residual_in_fp32", s.residual_in_fp32,
+    options.flag("--residual_in_fp32", s.residual_in_fp32,
                  "our residual stream is float32, as PyTorch's is under autocast; else bfloat16");
   if (s.kind == "gpt")
-    app.add_option("--vocab_size", s.vocab_size, "GPT-2 has 50257, often padded to 50304")
-        ->check(CLI::Range(2, 1 << 20));
+    options.number("--vocab_size", s.vocab_size, 2, 1 << 20,
+                   "GPT-2 has 50257, often padded to 50304");
   if (s.kind != "lora") return;
-  app.add_option("--lora_dropout", s.lora_dropout, "of the adapters, on all sides")
-      ->check(CLI::Range(0.0, 0.99));
-  app.add_flag("!--no-peft", s.peft,
+  options.number("--lora_dropout", s.lora_dropout, 0, 0.99, "of the adapters, on all sides");
+  options.flag("!--no-peft", s.peft,
                "let the peer use its own modules, also where transformers and PEFT are there");
 }
 
-void add_run_options(CLI::App& app, Options& o) {
-  app.add_option("--steps", o.steps, "timed steps per block")->check(CLI::Range(1, 1000000));
-  app.add_option("--rounds", o.rounds, "blocks of each side")->check(CLI::Range(1, 100000));
-  app.add_option("--warmup", o.warmup, "steps before each block that are not timed")
-      ->check(CLI::Range(0, 100000));
-  app.add_option("--peer", o.peer, "also run this one, from the same weights on the same data")
-      ->check(CLI::IsMember(std::vector<std::string>{"pytorch"}));
-  app.add_option("--peer-modes", o.peer_modes,
-                 "of eager, compile and graphs (mode=reduce-overhead)")
-      ->delimiter(',')
-      ->check(
-          CLI::IsMember(std::vector<std::string>(std::begin(kPeerModes), std::end(kPeerModes))));
-  app.add_flag("--bare", o.bare, "also our model without DistributedDataParallel, by turns");
-  app.add_flag("--save-stall", o.save_stall,
+void add_run_options(Options& options, ModelOptions& o) {
+  options.number("--steps", o.steps, 1, 1e6, "timed steps per block");
+  options.number("--rounds", o.turns.rounds, 1, 100000, "blocks of each side");
+  options.number("--warmup", o.warmup, 0, 100000, "steps before each block that are not timed");
+  options.text("--peer", o.peer, "also run this one, from the same weights on the same data",
+               {"pytorch"});
+  options.list("--peer-modes", o.peer_modes, "of eager, compile and graphs (mode=reduce-overhead)",
+               {"eager", "compile", "graphs"});
+  options.flag("--bare", o.bare, "also our model without DistributedDataParallel, by turns");
+  options.flag("--save-stall", o.save_stall,
                "also what asynchronous checkpoints cost the step after them, the first included");
-  app.add_option("--kernels", o.kernels, "also list this many of the kernels that take most time")
-      ->check(CLI::Range(0, 10000));
-  app.add_option("--losses", o.losses,
-                 "instead of timing, train --steps steps and write the loss of each to this file");
-  app.add_option("--corrupt", o.corrupt,
-                 "let this side train differently, to see that it is refused");
-  app.add_option("--require", o.require, "MODE:RATIO,...: fail when ours / that mode is below");
-  app.add_option("--csv", o.csv, "also write the table to this file");
-  app.add_option("--json", o.json, "also write the time of every step to this file");
+  options.number("--kernels", o.kernels, 0, 10000,
+                 "also list this many of the kernels that take most time");
+  options.text("--losses", o.losses,
+               "instead of timing, train --steps steps and write the loss of each to this file");
+  options.text("--corrupt", o.corrupt,
+               "let this side train differently, to see that it is refused");
 }
+
+struct Kind {
+  const char *noun, *arithmetic;
+};
+const std::map<std::string, Kind> kKinds{
+    {"gpt", {"a GPT-2", "6N + 12LTC a token: N parameters, L layers, T tokens, C channels"}},
+    {"lora",
+     {"Phi-3 with LoRA adapters",
+      "4N + 6n + 12LTC a token: N frozen and n trained parameters, L layers, T tokens, C "
+      "channels"}},
+    {"resnet",
+     {"a ResNet", "6 for each multiplication of a forward's convolutions and last layer"}}};
 
 int model_main(const std::string& kind, int argc, char** argv) {
   const bool gpu = cuda_device_count() > 0;
-  Options options;
-  options.settings.kind = kind;
-  options.settings.device = gpu ? "cuda" : "cpu";
-  options.settings.mode = gpu ? "captured" : "eager";
-  options.settings.model = gpu ? preset_names(kind).front() : "tiny";
-  options.peer_modes = gpu ? std::vector<std::string>{"eager", "compile", "graphs"}
-                           : std::vector<std::string>{"eager"};
-  CLI::App app{fmt::format(
+  ModelOptions o;
+  std::string require;
+  o.settings.kind = kind;
+  o.settings.device = gpu ? "cuda" : "cpu";
+  o.settings.mode = gpu ? "captured" : "eager";
+  o.settings.model = gpu ? preset_names(kind).front() : "tiny";
+  o.peer_modes = gpu ? std::vector<std::string>{"eager", "compile", "graphs"}
+                     : std::vector<std::string>{"eager"};
+  Options options(fmt::format(
       "Training steps of {}, beside PyTorch's on the same weights and data. MFU is the model's "
       "arithmetic ({}) over the device's peak of dense bf16 products.",
-      kind == "gpt"    ? "a GPT-2"
-      : kind == "lora" ? "Phi-3 with LoRA adapters"
-                       : "a ResNet",
-      kind == "gpt"    ? "6N + 12LTC a token: N parameters, L layers, T tokens, C channels"
-      : kind == "lora" ? "4N + 6n + 12LTC a token: N frozen and n trained parameters, L layers, T "
-                         "tokens, C channels"
-                       : "6 for each multiplication of a forward's convolutions and last layer")};
-  add_model_options(app, options.settings);
-  add_run_options(app, options);
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  complete(options.settings);
-  if (!options.settings.ddp && (options.settings.force_reducer || options.bare))
+      kKinds.at(kind).noun, kKinds.at(kind).arithmetic));
+  add_model_options(options, o.settings);
+  add_run_options(options, o);
+  options.text("--require", require, "MODE:RATIO,...: fail when ours / that mode is below");
+  if (const auto code = options.parse(argc, argv)) return *code;
+  complete(o.settings);
+  if (!o.settings.ddp && (o.settings.force_reducer || o.bare))
     throw UsageError("bench", "--force-reducer and --bare need the wrapper. Drop --no-ddp.");
-  const auto wanted = parse_wanted(options);
-  prepare_device(options.settings.device);
-  return run_sides(options, wanted);
+  const auto wanted = parse_goals(
+      require, o.peer.empty() ? std::vector<std::string>{} : o.peer_modes,
+      {"MODE", "compile:1.05,graphs:1", "", "Add --peer pytorch and it to --peer-modes."});
+  prepare_device(o.settings.device);
+  return run_sides(o, options, wanted);
 }
 
 }  // namespace

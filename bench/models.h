@@ -1,20 +1,21 @@
-// What the sides of `lockstep bench gpt|lora|resnet` agree on. The parent starts ours and PyTorch's
-// as ranks (crew.h), each with a file of these settings as JSON, and gives them orders in turn, one
-// object per line. The answer is an object; {"error": TEXT} from a peer that cannot continue.
+// What the sides of `lockstep bench gpt|lora|resnet|train|recipes` agree on: the settings that the
+// parent starts ranks with (crew.h), ours and PyTorch's, and the orders that it gives them in turn:
 //
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them
 //   {"do": "new", "dtype", "tf32", "mode", "lr", "ddp", "exact"}   a model with them and its
 //                                          optimizer: {"parameters", "trainable", "flops",
 //                                          "device"}, flops being those of a step
-//   {"do": "train", "first", "steps", "batch_size"}   {"losses"}: of steps `first` and following
-//   {"do": "time", "warmup", "steps"}      {"ms"} of each step, {"peak_bytes", "reserved_bytes"}
-//                                          since "new"
+//   {"do": "train", "steps", "batch_size", "same"}   {"losses"} of the first steps; same: on the
+//                                          samples of rank 0
+//   {"do": "time", "warmup", "steps", "batch_size"}   {"ms"} of each step, {"peak_bytes",
+//                                          "reserved_bytes"} since "new"; without batch_size: the
+//                                          settings'
 //   {"do": "breakdown", "steps"}           {"forward_ms", "backward_ms", "optimizer_ms"}
 //   {"do": "kernels", "steps"}             {"kernels"}: name, count and ms in a step of each
 //   {"do": "save", "folder", "saves"}      {"stalls"}: of asynchronous saves during steps
 //
-// What step k trains on is a function of k (model_step.h, peers/peer_loop.py).
+// What a rank trains on in step k is a function of both (model_rank.cpp, peers/peer_loop.py).
 #pragma once
 
 #include <cstdint>
@@ -30,12 +31,18 @@ struct ModelSettings {
   std::string mode = "eager";  // for our step: one of kModes
   std::string dtype = "bf16";  // or fp32
   std::int64_t batch_size = 0;
-  std::int64_t sequence_length = 0;  // for resnet: the height and width of an image
-  std::int64_t vocab_size = 50257;   // for gpt
-  std::int64_t accumulation = 1;     // batches per timed step, for peers
-  bool residual_in_fp32 = false;     // for ours, like the Trainer's key
+  std::int64_t sequence_length = 0;                  // for resnet: the height and width of an image
+  std::int64_t vocab_size = 50257;                   // for gpt
+  std::int64_t n_layer = 0, n_head = 0, n_embd = 0;  // for the gpt "small", whose head is not tied
+  std::int64_t accumulation = 1;                     // batches per timed step, for peers
+  bool residual_in_fp32 = false;                     // for ours, like the Trainer's key
   bool ddp = true;
   bool force_reducer = false;
+  // For ours with several ranks: a ShardedOptimizer; ranks that do not communicate at all, or only
+  // by a barrier after each step; and the memory cache of run(), where they do not call it.
+  bool sharded = false, alone = false, barrier = false, cached = false;
+  bool clip = true;
+  int threads = 0;  // 0: LibTorch's default
   // For comparison, not timing: no dropout, and adapters that change the model at once.
   bool exact = false;
   double lr = 3e-4;
@@ -44,8 +51,10 @@ struct ModelSettings {
   std::string start;  // folder of the initial weights; empty: they are drawn
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
-                                   sequence_length, vocab_size, accumulation, residual_in_fp32, ddp,
-                                   force_reducer, exact, lr, lora_dropout, peft, start)
+                                   sequence_length, vocab_size, n_layer, n_head, n_embd,
+                                   accumulation, residual_in_fp32, ddp, force_reducer, sharded,
+                                   alone, barrier, cached, clip, threads, exact, lr, lora_dropout,
+                                   peft, start)
 
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};

@@ -6,14 +6,12 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <thread>
 
 #include "bench/bench.h"
-#include "bench/stats.h"
+#include "bench/harness.h"
+#include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"
@@ -21,7 +19,7 @@
 namespace lockstep::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = Deadline::Clock;
 
 struct Settings {
   int ranks = 2;
@@ -30,8 +28,6 @@ struct Settings {
   // Small, so that there are many: the last one can never be hidden, and it and its neighbour would
   // be a quarter of eight.
   double bucket_mb = 1;
-  double require_hidden = 0;
-  std::string csv;
 };
 
 struct Observed {
@@ -90,19 +86,16 @@ void observe(World& world, const Settings& settings, Observed& observed) {
 
 int overlap_main(int argc, char** argv) {
   Settings settings;
-  CLI::App app{"Share of an injected delay that backward hides (gloo, 4-layer GPT)"};
-  app.add_option("--ranks", settings.ranks, "threads of this process, one rank each")
-      ->check(CLI::Range(2, 16));
-  app.add_option("--steps", settings.steps, "training steps")->check(CLI::Range(2, 10000));
-  app.add_option("--delay-ms", settings.delay_ms,
-                 "milliseconds added to the all-reduce of each bucket")
-      ->check(positive_problem, "POSITIVE");
-  app.add_option("--bucket-mb", settings.bucket_mb, "MiB of gradients in a bucket")
-      ->check(positive_problem, "POSITIVE");
-  app.add_option("--require-hidden", settings.require_hidden,
+  double require_hidden = 0;
+  Options options("Share of an injected delay that backward hides (gloo, 4-layer GPT)");
+  options.number("--ranks", settings.ranks, 2, 16, "threads of this process, one rank each");
+  options.number("--steps", settings.steps, 2, 10000, "training steps");
+  options.positive("--delay-ms", settings.delay_ms,
+                   "milliseconds added to the all-reduce of each bucket");
+  options.positive("--bucket-mb", settings.bucket_mb, "MiB of gradients in a bucket");
+  options.number("--require-hidden", require_hidden, 0, 100,
                  "fail when less than this percentage is hidden; 0: never");
-  app.add_option("--csv", settings.csv, "also write the table to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+  if (const auto code = options.parse(argc, argv)) return *code;
   torch::set_num_threads(1);
 
   Observed observed;
@@ -111,26 +104,23 @@ int overlap_main(int argc, char** argv) {
   on_gloo.world.backend = "gloo";
   testing::run_threads(
       settings.ranks, [&](World& world) { observe(world, settings, observed); }, on_gloo);
-  const Summary hidden = summarize(observed.hidden_percent);
-  const Summary exposed = summarize(observed.exposed_ms);
-  Table table({fmt::format("{} buckets, {} ms injected each", observed.buckets, settings.delay_ms),
-               "min", "p50", "max"});
-  const auto row = [&](const char* name, const Summary& s) {
-    table.add({name, fmt::format("{:.1f}", s.min), fmt::format("{:.1f}", s.p50),
-               fmt::format("{:.1f}", s.max)});
+  Report report("overlap", fmt::format("{} buckets, {} ms injected each", observed.buckets,
+                                       settings.delay_ms));
+  const auto row = [&](const char* name, const std::vector<double>& samples) {
+    report.row(name).spread("", samples, 1, "min p50 max");
   };
-  row("hidden behind backward, %", hidden);
-  row("of it left after the last gradient, ms", exposed);
-  row("last gradient to end of backward, ms", summarize(observed.tail_ms));
-  row("backward from first to last gradient, ms", summarize(observed.backward_ms));
-  publish(table, settings.csv);
+  row("hidden behind backward, %", observed.hidden_percent);
+  row("of it left after the last gradient, ms", observed.exposed_ms);
+  row("last gradient to end of backward, ms", observed.tail_ms);
+  row("backward from first to last gradient, ms", observed.backward_ms);
+  report.publish(options);
   fmt::print("iteration 1: first launch at {:.1f} ms, last gradient at {:.1f} ms\n",
              observed.first_launch_ms, observed.last_gradient_ms);
-  const bool early = observed.first_launch_ms < observed.last_gradient_ms;
-  if (hidden.p50 >= settings.require_hidden && early) return 0;
-  fmt::print(stderr, "overlap: {:.1f} % hidden, {} % required; first launch {} the last gradient\n",
-             hidden.p50, settings.require_hidden, early ? "precedes" : "follows");
-  return 1;
+  if (!(observed.first_launch_ms < observed.last_gradient_ms))
+    throw Error("bench", "in iteration 1 the first launch follows the last gradient");
+  return Goals("overlap")
+      .at_least("% hidden", median(observed.hidden_percent), require_hidden)
+      .exit_code();
 }
 
 }  // namespace lockstep::bench

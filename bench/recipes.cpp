@@ -5,23 +5,16 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstdint>
-#include <deque>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <random>
-#include <sstream>
 
 #include "bench/bench.h"
 #include "bench/crew.h"
-#include "bench/goals.h"
+#include "bench/harness.h"
 #include "bench/models.h"
-#include "bench/scratch.h"
-#include "bench/stats.h"
 #include "bench/train_runs.h"
 #include "lockstep/comm/device.h"
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
@@ -29,8 +22,8 @@ namespace lockstep::bench {
 namespace {
 
 using nlohmann::json;
-using std::chrono::minutes;
 
+constexpr const char* kTrain = "lockstep train";
 constexpr const char* kStep = "step";  // our step benchmark, without the Trainer
 
 struct Recipe {
@@ -45,28 +38,20 @@ constexpr Recipe kRecipes[] = {{"gpt2_124m", "gpt", "124m", 50257, 64, 1024, 8, 
                                {"phi3_lora_170k", "lora", "phi3-mini", 0, 4, 512, 4, 20},
                                {"tiny", "gpt", "tiny", 128, 4, 32, 2, 8}};  // on a CPU, for tests
 
-struct Options {
+struct RecipeOptions {
   std::vector<std::string> recipes;
   std::vector<std::string> peers;
   std::vector<std::string> flags;  // for lockstep train
   std::int64_t accumulation = 0;
   int rounds = 3;
-  std::string configs, require, csv;
+  std::string configs;
 };
 
-// One side that takes orders: the step benchmark, or PyTorch in one mode.
+// `lockstep train`, the step benchmark, or PyTorch in one mode.
 struct Side {
-  Side(const CrewOptions& crew_options, const std::string& socket)
-      : name(crew_options.name), crew(crew_options, socket) {}
-  json ask(const json& order, minutes limit) {
-    const json answer = json::parse(crew.request(order.dump(), limit).at(0));
-    if (answer.contains("error"))
-      throw Error("bench", fmt::format("{}: {}", name, answer["error"].get<std::string>()));
-    return answer;
-  }
   std::string name;
-  Crew crew;
-  std::vector<double> ms;  // per update, a median for each round
+  std::unique_ptr<Crew> crew{};  // none: lockstep train
+  std::vector<double> ms{};      // per update, a median for each round
 };
 
 bool on_gpu() {
@@ -113,16 +98,9 @@ ModelSettings settings_of(const Recipe& recipe, std::int64_t accumulation) {
 }
 
 // What differs from the file: where the data is, how long it runs, and that it saves nothing.
-std::vector<std::string> train_flags(const Recipe& recipe, const Options& options,
+std::vector<std::string> train_flags(const Recipe& recipe, const RecipeOptions& options,
                                      std::int64_t accumulation, const Scratch& scratch) {
-  std::vector<std::string> flags{fmt::format("--max_steps={}", recipe.updates),
-                                 fmt::format("--logging_steps={}", std::max(1, recipe.updates / 4)),
-                                 "--save_strategy=no",
-                                 "--enable_jit_checkpoint=false",
-                                 "--eval_strategy=no",
-                                 "--report_to=none",
-                                 "--disable_tqdm=true",
-                                 "--warmup_steps=0"};
+  std::vector<std::string> flags = short_run(recipe.updates, recipe.updates / 4);
   const std::int64_t samples = recipe.batch_size * accumulation * recipe.updates;
   if (std::string(recipe.kind) == "gpt") {
     const std::string folder = scratch.file(std::string("tokens-") + recipe.name);
@@ -140,123 +118,62 @@ std::vector<std::string> train_flags(const Recipe& recipe, const Options& option
   return flags;
 }
 
-std::int64_t tokens_of_update(const Recipe& recipe, std::int64_t accumulation) {
-  return recipe.batch_size * recipe.sequence_length * accumulation;
+std::int64_t accumulation_of(const Recipe& recipe, const RecipeOptions& options) {
+  return options.accumulation > 0 ? options.accumulation
+                                  : std::min<std::int64_t>(recipe.accumulation, 8);
 }
 
-// Milliseconds per update: the median of the intervals between logs except the first, which holds
-// the start and the recording of graphs.
-double train_ms(const Recipe& recipe, const TrainFigures& figures, std::int64_t accumulation) {
-  std::vector<double> ms;
-  const auto samples = static_cast<double>(recipe.batch_size * accumulation);
-  for (std::size_t i = 1; i < figures.samples_per_second.size(); ++i)
-    ms.push_back(1e3 * samples / figures.samples_per_second[i]);
-  if (ms.empty()) throw Error("bench", fmt::format("{} logged no rate", recipe.name));
-  return median(ms);
-}
-
-struct Outcome {
-  std::string recipe;
-  std::vector<double> trainer_ms{};
-  std::map<std::string, std::vector<double>> others_ms{};
-  std::int64_t tokens = 0;  // per update
-  std::int64_t accumulation = 1;
-};
-
-Outcome run_recipe(const Recipe& recipe, const Options& options) {
-  const Scratch scratch;
-  const std::int64_t accumulation = options.accumulation > 0
-                                        ? options.accumulation
-                                        : std::min<std::int64_t>(recipe.accumulation, 8);
-  ModelSettings settings = settings_of(recipe, accumulation);
+std::vector<Side> start_sides(const Recipe& recipe, const RecipeOptions& options,
+                              const Scratch& scratch) {
+  ModelSettings settings = settings_of(recipe, accumulation_of(recipe, options));
   // Where PyTorch finds our initial weights.
   if (!options.peers.empty()) settings.start = scratch.file("start");
-  write_file_atomically(scratch.file("settings"), json(settings).dump());
-  std::deque<Side> sides;
-  const auto start = [&](const std::string& name, std::vector<std::string> command) {
-    command.insert(command.end(), {"--settings", scratch.file("settings")});
-    sides.emplace_back(CrewOptions{name, 1, std::move(command)}, scratch.file("orders-" + name));
-    sides.back().crew.wait_ready(minutes(5));
-  };
-  start(kStep, {program_beside("lockstep-bench"), "_model-rank"});
-  if (!options.peers.empty()) sides.front().ask({{"do", "write"}}, minutes(10));
-  for (const std::string& mode : options.peers)
-    start(mode, {env::get("LOCKSTEP_PYTHON").value_or(default_python()),
-                 peer(settings.kind + "_peer.py")});
+  auto step =
+      std::make_unique<Crew>(CrewOptions{.name = kStep, .rank = "model", .settings = settings});
+  if (!options.peers.empty()) step->ask({{"do", "write"}});
+  std::vector<Side> sides;
+  sides.push_back({.name = kTrain});
   // Our step benchmark takes one batch per step.
-  if (accumulation > 1) sides.pop_front();
-  for (Side& side : sides)
-    side.ask({{"do", "new"},
-              {"dtype", "bf16"},
-              {"tf32", true},
-              {"mode", side.name != kStep ? side.name
-                       : on_gpu()         ? "captured"
-                                          : "eager"},
-              {"lr", 1e-4},
-              {"ddp", true},
-              {"exact", false}},
-             minutes(10));
-  Outcome outcome{.recipe = recipe.name,
-                  .tokens = tokens_of_update(recipe, accumulation),
-                  .accumulation = accumulation};
+  if (settings.accumulation == 1) sides.push_back({.name = kStep, .crew = std::move(step)});
+  step.reset();
+  for (const std::string& mode : options.peers)
+    sides.push_back({.name = mode,
+                     .crew = std::make_unique<Crew>(CrewOptions{
+                         .name = mode, .rank = settings.kind + "_peer.py", .settings = settings})});
+  for (Side& side : sides) {
+    const std::string ours = on_gpu() ? "captured" : "eager";
+    if (side.crew)
+      side.crew->ask({{"do", "new"},
+                      {"dtype", "bf16"},
+                      {"tf32", true},
+                      {"mode", side.name == kStep ? ours : side.name},
+                      {"lr", 1e-4},
+                      {"ddp", true},
+                      {"exact", false}});
+  }
+  return sides;
+}
+
+std::vector<Side> run_recipe(const Recipe& recipe, const RecipeOptions& options) {
+  const Scratch scratch;
+  const std::int64_t accumulation = accumulation_of(recipe, options);
+  std::vector<Side> sides = start_sides(recipe, options, scratch);
   const TrainJob job{.name = recipe.name,
                      .file = fmt::format("{}/{}.yaml", options.configs, recipe.name),
                      .flags = train_flags(recipe, options, accumulation, scratch)};
-  for (int round = 0; round < options.rounds; ++round) {
-    outcome.trainer_ms.push_back(
-        train_ms(recipe, run_train(job, scratch.file("out")), accumulation));
-    std::string shown = fmt::format(" lockstep train {:.1f}", outcome.trainer_ms.back());
-    for (Side& side : sides) {
-      const json answer = side.ask(
-          {{"do", "time"}, {"warmup", 3}, {"steps", std::max(4, recipe.updates / 2)}}, minutes(30));
-      outcome.others_ms[side.name].push_back(median(answer.at("ms").get<std::vector<double>>()));
-      shown += fmt::format(", {} {:.1f}", side.name, outcome.others_ms[side.name].back());
-    }
-    fmt::print(stderr, "{}, round {}/{}:{} ms an update\n", recipe.name, round + 1, options.rounds,
-               shown);
-  }
-  for (Side& side : sides) side.crew.finish();
-  return outcome;
-}
-
-// ---------------------------------------------------------------- results
-
-// How many times faster ours is, round by round.
-double ratio_of(const Outcome& outcome, const std::string& other) {
-  std::vector<double> ratios;
-  const auto& theirs = outcome.others_ms.at(other);
-  for (std::size_t i = 0; i < theirs.size(); ++i)
-    ratios.push_back(theirs[i] / outcome.trainer_ms[i]);
-  return median(ratios);
-}
-
-void add_rows(Table& table, const Outcome& outcome) {
-  const auto add = [&](const std::string& side, const std::vector<double>& ms, double ratio) {
-    const Summary all = summarize(ms);
-    table.add({outcome.recipe, side, fmt::format("{}", outcome.accumulation),
-               fmt::format("{:.2f}", all.min), fmt::format("{:.2f}", all.p50),
-               fmt::format("{:.2f}", all.max),
-               fmt::format("{:.0f}", 1e3 * static_cast<double>(outcome.tokens) / all.p50),
-               fmt::format("{:.3f}", ratio)});
-  };
-  add("lockstep train", outcome.trainer_ms, 1);
-  for (const auto& [name, ms] : outcome.others_ms)
-    add(name == kStep ? "our step benchmark" : "PyTorch, DDP, " + name, ms,
-        ratio_of(outcome, name));
-}
-
-// "compile:1.15,step:0.97", for every recipe that runs.
-std::map<std::string, double> parse_wanted(const std::string& text) {
-  std::map<std::string, double> wanted;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    const auto colon = part.find(':');
-    const std::string ratio = colon == std::string::npos ? "" : part.substr(colon + 1);
-    if (!positive_problem(ratio).empty())
-      throw UsageError("bench", "'{}' is not SIDE:RATIO. Write compile:1.15,step:0.97.", part);
-    wanted[part.substr(0, colon)] = std::stod(ratio);
-  }
-  return wanted;
+  const auto samples = static_cast<double>(recipe.batch_size * accumulation);
+  const json order{{"do", "time"}, {"warmup", 3}, {"steps", std::max(4, recipe.updates / 2)}};
+  by_turns({.rounds = options.rounds,
+            .unit = "ms an update",
+            .what = fmt::format("{}, round", recipe.name)},
+           sides, [&](Side& side) {
+             return side.ms.emplace_back(
+                 side.crew ? median(side.crew->ask(order).at("ms").get<std::vector<double>>())
+                           : 1e3 * samples / run_train(job, scratch.file("out")).settled_rate());
+           });
+  for (Side& side : sides)
+    if (side.crew) side.crew->finish();
+  return sides;
 }
 
 std::vector<std::string> recipe_names() {
@@ -269,51 +186,55 @@ std::vector<std::string> recipe_names() {
 }  // namespace
 
 int recipes_main(int argc, char** argv) {
-  Options options;
-  options.recipes = on_gpu() ? recipe_names() : std::vector<std::string>{"tiny"};
-  options.peers = {on_gpu() ? "compile" : "eager"};
-  options.configs = program_beside("../../examples/configs");
-  CLI::App app{
+  RecipeOptions o;
+  std::string require;
+  o.recipes = on_gpu() ? recipe_names() : std::vector<std::string>{"tiny"};
+  o.peers = {on_gpu() ? "compile" : "eager"};
+  o.configs = program_beside("../../examples/configs");
+  Options options(
       "The training files of examples/configs through `lockstep train`, beside PyTorch on the same "
       "vocabulary and shapes, for a machine with a GPU. Data are random tokens. Ratios are of "
-      "updates a second, "
-      "ours over the other, medians over the rounds."};
-  app.add_option("--recipe", options.recipes, "which of them")
-      ->delimiter(',')
-      ->check(CLI::IsMember(recipe_names()));
-  app.add_option("--peer-modes", options.peers, "of PyTorch: eager, compile, graphs; none: \"\"")
-      ->delimiter(',');
-  app.add_option("--accumulation", options.accumulation,
+      "updates a second, ours over the other, medians over the rounds.");
+  options.list("--recipe", o.recipes, "which of them", recipe_names());
+  options.list("--peer-modes", o.peers, "of PyTorch: eager, compile, graphs; none: \"\"");
+  options.number("--accumulation", o.accumulation, 0, 1024,
                  "batches of an update, on all sides; 0: as the file has it, at most 8. With 1 our "
-                 "step benchmark is measured too")
-      ->check(CLI::Range(0, 1024));
-  app.add_option("--rounds", options.rounds, "runs of each side")->check(CLI::Range(1, 100));
-  app.add_option("--flag", options.flags, "for lockstep train: --flag=--residual_in_fp32=true");
-  app.add_option("--configs", options.configs, "the folder of the training files");
-  app.add_option("--require", options.require, "SIDE:RATIO,...: fail when a recipe is below");
-  app.add_option("--csv", options.csv, "also write the table to this file");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  std::erase(options.peers, "");
-  const auto wanted = parse_wanted(options.require);
-  Table table(
-      {"recipe", "side", "batches", "min ms", "p50 ms", "max ms", "tokens/s", "ours / this"});
+                 "step benchmark is measured too");
+  options.number("--rounds", o.rounds, 1, 100, "runs of each side");
+  options.app().add_option("--flag", o.flags, "for lockstep train: --flag=--residual_in_fp32=true");
+  options.text("--configs", o.configs, "the folder of the training files");
+  options.text("--require", require, "SIDE:RATIO,...: fail when a recipe is below");
+  if (const auto code = options.parse(argc, argv)) return *code;
+  std::erase(o.peers, "");
+  std::vector<std::string> measured = o.peers;
+  if (o.accumulation == 1) measured.emplace_back(kStep);
+  const auto wanted = parse_goals(require, measured,
+                                  {"SIDE", "compile:1.15,step:0.97", "",
+                                   "Add it to --peer-modes; step needs --accumulation 1."});
+  Report report("recipes", "recipe");
   Goals goals("recipes");
   for (const Recipe& recipe : kRecipes) {
-    const auto& chosen = options.recipes;
-    if (std::find(chosen.begin(), chosen.end(), recipe.name) == chosen.end()) continue;
-    const Outcome outcome = run_recipe(recipe, options);
-    add_rows(table, outcome);
-    for (const auto& [side, ratio] : wanted) {
-      if (!outcome.others_ms.contains(side))
-        throw UsageError("bench",
-                         "{} is required but not measured. Add it to --peer-modes; step needs "
-                         "--accumulation 1.",
-                         side);
-      goals.at_least(fmt::format("{}: ours / {}", recipe.name, side), ratio_of(outcome, side),
-                     ratio);
+    if (std::find(o.recipes.begin(), o.recipes.end(), recipe.name) == o.recipes.end()) continue;
+    const std::vector<Side> sides = run_recipe(recipe, o);
+    const std::int64_t accumulation = accumulation_of(recipe, o);
+    const auto tokens =
+        static_cast<double>(recipe.batch_size * recipe.sequence_length * accumulation);
+    for (const Side& side : sides) {
+      const double ratio = over(side.ms, sides.front().ms).p50;
+      report.row(recipe.name)
+          .text("side", side.name == kTrain  ? side.name
+                        : side.name == kStep ? "our step benchmark"
+                                             : "PyTorch, DDP, " + side.name)
+          .value("side", side.name)
+          .number("batches", static_cast<double>(accumulation))
+          .spread("ms", side.ms, 2, "min p50 max")
+          .number("tokens/s", 1e3 * tokens / median(side.ms), 0, "tokens_per_s")
+          .number("ours / this", ratio, 3, "ours_times_this");
+      if (const auto found = wanted.find(side.name); found != wanted.end())
+        goals.at_least(fmt::format("{}: ours / {}", recipe.name, side.name), ratio, found->second);
     }
   }
-  publish(table, options.csv);
+  report.publish(options);
   return goals.exit_code();
 }
 

@@ -5,21 +5,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
-#include <cmath>
 #include <filesystem>
-#include <map>
 #include <numeric>
-#include <set>
 
 #include "bench/bench.h"
-#include "bench/goals.h"
-#include "bench/stats.h"
+#include "bench/harness.h"
 #include "bench/train_runs.h"
 #include "launcher/accelerate_config.h"
 #include "launcher/host.h"
 #include "lockstep/core/cores.h"
-#include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -48,6 +42,10 @@ struct Request {
   std::vector<std::string> flags{};  // keys that override the file's
 };
 
+std::string count(int number, const char* noun = "rank") {
+  return fmt::format("{} {}{}", number, noun, number == 1 ? "" : "s");
+}
+
 // A run and how it is started, before anything is measured.
 struct Plan {
   std::vector<ScalePoint> points;  // by ranks, without rates
@@ -67,31 +65,6 @@ bool on_cpu(const TrainingArguments& arguments) {
          launch::find_gpus().count == 0;
 }
 
-// Turns off what only takes time away from the steps, would change the batch between them, or makes
-// no sense for so few of them (a schedule).
-std::vector<std::string> common_flags(const Request& request) {
-  const std::int64_t logged = std::max<std::int64_t>(1, request.steps / 6);
-  return {fmt::format("--max_steps={}", request.steps),
-          fmt::format("--logging_steps={}", logged),
-          "--logging_strategy=steps",
-          "--logging_first_step=false",
-          "--lr_scheduler_type=constant",
-          "--lr_scheduler_kwargs=none",
-          "--warmup_steps=0",
-          "--eval_strategy=no",
-          "--eval_on_start=false",
-          "--early_stopping_patience=none",
-          "--load_best_model_at_end=false",
-          "--save_strategy=no",
-          "--report_to=none",
-          "--disable_tqdm=true",
-          "--auto_find_batch_size=false",
-          "--elastic_gpu=false",
-          "--record_run=true",
-          "--tune=none",
-          "--resume_from_checkpoint=never"};
-}
-
 // The global batch is the file's with the fewest ranks.
 std::int64_t strong_batch(std::int64_t batch, int fewest, int ranks) {
   const std::int64_t shared = batch * fewest;
@@ -99,10 +72,10 @@ std::int64_t strong_batch(std::int64_t batch, int fewest, int ranks) {
   const std::int64_t part = std::lcm(ranks, fewest);  // divides evenly over every number of ranks
   const std::int64_t below = shared / part * part, above = below + part;
   throw UsageError("bench",
-                   "--strong: {} samples ({} per rank x {} rank{}) cannot be shared by {} ranks. "
+                   "--strong: {} samples ({} per rank x {}) cannot be shared by {} ranks. "
                    "Choose other --ranks, or a global batch that {} divides, such as {}{}: "
                    "-- --per_device_train_batch_size={}.",
-                   shared, batch, fewest, fewest == 1 ? "" : "s", ranks, ranks,
+                   shared, batch, count(fewest), ranks, ranks,
                    below > 0 ? fmt::format("{} or ", below) : "", above, above / fewest);
 }
 
@@ -117,7 +90,8 @@ ScalePoint point_of(const Request& request, const TrainingArguments& arguments, 
 Plan plan_of(Request& request) {
   std::ranges::sort(request.ranks);
   request.ranks.erase(std::ranges::unique(request.ranks).begin(), request.ranks.end());
-  Plan plan{.points = {}, .flags = common_flags(request), .setting = {}};
+  Plan plan{.points = {}, .flags = short_run(request.steps, request.steps / 6), .setting = {}};
+  plan.flags.emplace_back("--record_run=true");
   const TrainingArguments arguments = arguments_of(request, plan.flags);
   if (!request.strong && (arguments.global_batch_size || arguments.tokens_per_update))
     throw UsageError("bench",
@@ -143,15 +117,14 @@ Plan plan_of(Request& request) {
                   .cores = cpu ? cores : 0,
                   .notes = {}};
   if (cpu)
-    plan.setting.notes.push_back(fmt::format(
-        "Ranks on the CPU, {} thread{} each; this host has {} "
-        "core{} for them.",
-        request.threads, request.threads == 1 ? "" : "s", cores, cores == 1 ? "" : "s"));
+    plan.setting.notes.push_back(
+        fmt::format("Ranks on the CPU, {} each; this host has {} for them.",
+                    count(request.threads, "thread"), count(cores, "core")));
   if (cpu && request.threads * request.ranks.back() > cores)
     plan.setting.notes.push_back(
-        fmt::format("{} ranks with {} thread{} share {} cores: a speed-up beyond {:.3g} cannot be "
-                    "measured here.",
-                    request.ranks.back(), request.threads, request.threads == 1 ? "" : "s", cores,
+        fmt::format("{} ranks with {} share {} cores: a speed-up beyond {:.3g} cannot be measured "
+                    "here.",
+                    request.ranks.back(), count(request.threads, "thread"), cores,
                     static_cast<double>(cores) / request.threads));
   return plan;
 }
@@ -170,9 +143,9 @@ void prepare_output(const std::string& folder) {
 }
 
 // The metric in all lines after the first, which includes the start.
-std::vector<double> settled(const monitor::RunView& run, const char* metric) {
+std::vector<double> settled(const report::RunFolder& run, const char* metric) {
   std::vector<double> values;
-  for (const monitor::MetricLine& line : run.metrics)
+  for (const report::MetricLine& line : run.metrics)
     if (const double* value = line.find(metric); value != nullptr && *value > 0)
       values.push_back(*value);
   if (values.size() > 1) values.erase(values.begin());
@@ -180,8 +153,8 @@ std::vector<double> settled(const monitor::RunView& run, const char* metric) {
 }
 
 // Makes one run and adds its rates to the point.
-monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
-  TrainJob job{.name = fmt::format("{} ranks", point.ranks),
+report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
+  TrainJob job{.name = count(point.ranks),
                .ranks = point.ranks,
                .file = request.file,
                .flags = request.flags};
@@ -192,7 +165,7 @@ monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& 
       fmt::format("{}/scale_runs/ranks_{}_round_{}", request.output, point.ranks, round + 1);
   const auto begin = Deadline::Clock::now();
   run_train(job, folder);
-  monitor::RunView run = monitor::read_run_view(folder, monitor::Detail::kAll);
+  report::RunFolder run = report::read_run_folder(folder);
   const auto rates = settled(run, "samples_per_second");
   if (rates.empty())
     throw Error("bench", fmt::format("{} has no samples_per_second in its metrics. Use more "
@@ -201,33 +174,32 @@ monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& 
   point.samples_per_s.push_back(median(rates));
   if (const auto tokens = settled(run, "tokens_per_second"); !tokens.empty())
     point.tokens_per_s.push_back(median(tokens));
-  fmt::print(stderr, "round {}/{}, {} rank{}: {:.2f} ms a step, {:.1f} samples/s ({:.1f} s)\n",
-             round + 1, request.rounds, point.ranks, point.ranks == 1 ? "" : "s",
+  fmt::print(stderr, "round {}/{}, {}: {:.2f} ms a step, {:.1f} samples/s ({:.1f} s)\n", round + 1,
+             request.rounds, count(point.ranks),
              1e3 * static_cast<double>(point.global_batch()) / point.samples_per_s.back(),
              point.samples_per_s.back(), seconds_since(begin));
   return run;
 }
 
 // Rates of ranks that had to wait for cores do not describe the machine.
-void note_starved(Plan& plan, int ranks, const std::vector<monitor::RunView>& runs) {
+void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& runs) {
   std::vector<double> shares;
-  for (const monitor::RunView& run : runs)
+  for (const report::RunFolder& run : runs)
     if (run.record) shares.push_back(monitor::starved_share(*run.record).value_or(0));
   const double most = shares.empty() ? 0 : *std::ranges::max_element(shares);
   if (most == 0) return;
   plan.setting.notes.push_back(fmt::format(
-      "With {} rank{} in {} of {} rounds the ranks waited for a core, up to {:.0f} % of "
-      "the time: other programs used the cores, or there are too few of them. Measure "
-      "again on an idle machine before you use these figures.",
-      ranks, ranks == 1 ? "" : "s",
-      std::ranges::count_if(shares, [](double share) { return share > 0; }), runs.size(),
-      100 * most));
+      "With {} in {} of {} rounds the ranks waited for a core, up to {:.0f} % of the time: other "
+      "programs used the cores, or there are too few of them. Measure again on an idle machine "
+      "before you use these figures.",
+      count(ranks), std::ranges::count_if(shares, [](double share) { return share > 0; }),
+      runs.size(), 100 * most));
   fmt::print(stderr, "note: {}\n", plan.setting.notes.back());
 }
 
 // Measured in turn, so that a machine that slows down for a while does so for all numbers of ranks.
 void measure(const Request& request, Plan& plan) {
-  std::vector<std::vector<monitor::RunView>> runs(plan.points.size());
+  std::vector<std::vector<report::RunFolder>> runs(plan.points.size());
   for (int round = 0; round < request.rounds; ++round)
     for (std::size_t i = 0; i < plan.points.size(); ++i)
       runs[i].push_back(run_once(request, plan, plan.points[i], round));
@@ -247,69 +219,63 @@ void write_report(const Request& request, const report::ScaleSetting& setting,
     write_file_atomically((fs::path(request.output) / name).string(), text);
   };
   const auto cells = report::scale_csv_rows(rows);
-  Table table(cells.front());
-  for (std::size_t i = 1; i < cells.size(); ++i) table.add(cells[i]);
+  Report table("scale", cells.front().front());
+  for (std::size_t i = 1; i < cells.size(); ++i) {
+    Row& row = table.row(cells[i].front());
+    for (std::size_t k = 1; k < cells[i].size(); ++k) row.text(cells.front()[k], cells[i][k]);
+  }
   write("scale.csv", table.csv());
   write("scale.json", to_json(report::scale_node(rows, setting)) + "\n");
   write("speedup.svg", report::svg_file({draw(report::speedup_chart(rows, setting))}));
   write("budget.svg", report::svg_file({draw(report::scale_budget_chart(rows))}));
   write("utilisation.svg", report::svg_file({draw(report::scale_utilisation_chart(rows))}));
-  write("report.html", report::scale_page(rows, setting));
+  write("report.html", report::scale_page(rows, setting, monitor::diagnose));
 }
 
-Table table_of(const std::vector<ScaleRow>& rows) {
-  Table table({"ranks", "batch", "global", "ms/step", "samples/s", "speed-up", "efficiency",
-               "utilisation", "data wait", "communication"});
-  const auto percent = [](double share) { return fmt::format("{:.1f} %", 100 * share); };
+std::string table_of(const std::vector<ScaleRow>& rows) {
+  Report table("scale", "ranks");
+  const auto percent = [](std::optional<double> share) {
+    return share ? fmt::format("{:.1f} %", 100 * *share) : "-";
+  };
   for (const ScaleRow& row : rows) {
-    const bool recorded = row.budget.steps > 0;
-    table.add({fmt::format("{}", row.point.ranks),
-               fmt::format("{} x {}", row.point.batch, row.point.accumulation),
-               fmt::format("{}", row.point.global_batch()), fmt::format("{:.2f}", 1e3 * row.step_s),
-               fmt::format("{:.1f}", row.samples_per_s), fmt::format("{:.2f}", row.speedup),
-               percent(row.efficiency), row.utilisation ? percent(*row.utilisation) : "-",
-               recorded ? percent(row.budget.share(ledger::Phase::kData)) : "-",
-               recorded ? percent(row.budget.share(ledger::Phase::kCommunication)) : "-"});
+    const auto spent = [&](ledger::Phase phase) {
+      return row.budget.steps > 0 ? percent(row.budget.share(phase)) : "-";
+    };
+    table.row(fmt::format("{}", row.point.ranks))
+        .text("batch", fmt::format("{} x {}", row.point.batch, row.point.accumulation))
+        .number("global", static_cast<double>(row.point.global_batch()))
+        .number("ms/step", 1e3 * row.step_s, 2)
+        .number("samples/s", row.samples_per_s, 1)
+        .number("speed-up", row.speedup, 2)
+        .text("efficiency", percent(row.efficiency))
+        .text("utilisation", percent(row.utilisation))
+        .text("data wait", spent(ledger::Phase::kData))
+        .text("communication", spent(ledger::Phase::kCommunication));
   }
-  return table;
-}
-
-// 1 where a speed-up falls short of what --require-speedup asks for.
-int judge(const std::vector<ScaleRow>& rows, const std::map<int, double>& wanted) {
-  Goals goals("scale");
-  for (const ScaleRow& row : rows)
-    if (const auto found = wanted.find(row.point.ranks); found != wanted.end())
-      goals.at_least(fmt::format("the speed-up of {} rank{}", row.point.ranks,
-                                 row.point.ranks == 1 ? "" : "s"),
-                     row.speedup, found->second);
-  return goals.exit_code();
+  return table.text();
 }
 
 }  // namespace
 
 int scale_main(int argc, char** argv) {
   Request request;
-  CLI::App app{"A training file on several numbers of ranks: speed-up, efficiency, step budget"};
-  app.add_option("--ranks", request.ranks, "numbers of ranks, with commas")
-      ->delimiter(',')
-      ->allow_extra_args(false)  // what follows is the file
-      ->check(CLI::Range(1, 1024));
-  auto* weak = app.add_flag("--weak", request.weak, "the same batch for each rank (the default)");
-  app.add_flag("--strong", request.strong, "the same global batch, shared by the ranks")
-      ->excludes(weak);
-  app.add_option("--steps", request.steps, "optimizer steps of a run")
-      ->check(CLI::Range(2, 10'000'000));
-  app.add_option("--rounds", request.rounds, "runs of each number of ranks, by turns")
-      ->check(CLI::Range(1, 1000));
-  app.add_option("--threads", request.threads,
-                 "threads of a rank; 0: on the CPU the cores by the most ranks, for all the same")
-      ->check(CLI::Range(0, 4096));
-  app.add_option("--output", request.output, "folder of the report and of the runs");
-  app.add_option("--require-speedup", request.require,
-                 "RANKS:RATIO,...: fail when the speed-up of that many ranks is below");
-  app.add_option("file", request.file, "a training file, as of lockstep train");
-  app.add_option("keys", request.flags, "after --: keys that override the file's, as --seed=7");
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+  Options options("A training file on several numbers of ranks: speed-up, efficiency, step budget",
+                  /*publishes=*/false);
+  options.number("--ranks", request.ranks, 1, 1024, "numbers of ranks, with commas");
+  options.flag("--weak", request.weak, "the same batch for each rank (the default)");
+  options.flag("--strong", request.strong, "the same global batch, shared by the ranks");
+  options.app().get_option("--strong")->excludes("--weak");
+  options.number("--steps", request.steps, 2, 1e7, "optimizer steps of a run");
+  options.number("--rounds", request.rounds, 1, 1000, "runs of each number of ranks, by turns");
+  options.number("--threads", request.threads, 0, 4096,
+                 "threads of a rank; 0: on the CPU the cores by the most ranks, for all the same");
+  options.text("--output", request.output, "folder of the report and of the runs");
+  options.text("--require-speedup", request.require,
+               "RANKS:RATIO,...: fail when the speed-up of that many ranks is below");
+  options.text("file", request.file, "a training file, as of lockstep train");
+  options.app().add_option("keys", request.flags,
+                           "after --: keys that override the file's, as --seed=7");
+  if (const auto code = options.parse(argc, argv)) return *code;
   // Not checked by the parser, which would mention the file before a mistyped flag.
   if (std::error_code error; !fs::is_regular_file(request.file, error)) {
     const std::string what = request.file.empty() ? "no training file was given"
@@ -320,16 +286,23 @@ int scale_main(int argc, char** argv) {
                "lockstep bench scale --ranks 1,2 FILE");
     return 2;
   }
+  std::vector<std::string> measured;
+  for (const int ranks : request.ranks) measured.push_back(fmt::format("{}", ranks));
   const auto wanted =
-      parse_goals(request.require, request.ranks, {"RANKS", "number of ranks", "--ranks"});
+      parse_goals(request.require, measured,
+                  {"RANKS", "2:1.9,4:3.8", "number of ranks ", "Add it to --ranks."});
   Plan plan = plan_of(request);
   prepare_output(request.output);
   for (const std::string& note : plan.setting.notes) fmt::print(stderr, "note: {}\n", note);
   measure(request, plan);
   const auto rows = report::scale_rows(std::move(plan.points));
   write_report(request, plan.setting, rows);
-  fmt::print("{}report in {}/report.html\n", table_of(rows).text(), request.output);
-  return judge(rows, wanted);
+  fmt::print("{}report in {}/report.html\n", table_of(rows), request.output);
+  Goals goals("scale");
+  for (const ScaleRow& row : rows)
+    if (const auto found = wanted.find(fmt::format("{}", row.point.ranks)); found != wanted.end())
+      goals.at_least("the speed-up of " + count(row.point.ranks), row.speedup, found->second);
+  return goals.exit_code();
 }
 
 }  // namespace lockstep::bench

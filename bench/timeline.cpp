@@ -5,12 +5,11 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <filesystem>
 
 #include "bench/bench.h"
-#include "bench/scratch.h"
-#include "bench/strategies.h"
+#include "bench/crew.h"
+#include "bench/harness.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
@@ -23,8 +22,9 @@
 namespace lockstep::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = Deadline::Clock;
 using monitor::ChromeTrace;
+using nlohmann::json;
 
 constexpr int kDevices = 2;
 constexpr int kWarmup = 3;
@@ -36,6 +36,7 @@ struct TimelineOptions {
   int threads = 0;
   bool split = false;  // for a rank
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TimelineOptions, output, steps, batch, threads, split)
 
 // The head has a weight of its own, so that it is on the device of the last layers.
 const models::GptConfig kGpt{.n_layer = 8,
@@ -54,9 +55,9 @@ at::Tensor tokens(int samples) {
   return torch::randint(kGpt.vocab_size, {samples, kGpt.n_positions});
 }
 
-void flush(ChromeTrace& trace) {
-  if (!trace.flush() || trace.dropped() > 0)
-    throw Error("bench", "the trace could not be written in time");
+void span(ChromeTrace& trace, const char* name, int device, Clock::time_point from,
+          Clock::time_point to) {
+  trace.complete({.name = name, .category = "step", .thread = device, .begin = from, .end = to});
 }
 
 // One process, layers in two halves on cpu:0 and cpu:1, which work one after the other.
@@ -99,16 +100,12 @@ class SplitRun {
     const auto end = Clock::now();
     net_->zero_grad();
     if (!record) return;
-    const auto span = [&](const char* name, int device, auto from, auto to) {
-      trace_.complete(
-          {.name = name, .category = "step", .thread = device, .begin = from, .end = to});
-    };
-    span("forward", 0, begin, forward_border_);
-    span("forward", 1, forward_border_, forward_end);
-    span("backward", 1, forward_end, backward_border_);
-    span("backward", 0, backward_border_, backward_end);
-    span("optimizer", 0, backward_end, half);
-    span("optimizer", 1, half, end);
+    span(trace_, "forward", 0, begin, forward_border_);
+    span(trace_, "forward", 1, forward_border_, forward_end);
+    span(trace_, "backward", 1, forward_end, backward_border_);
+    span(trace_, "backward", 0, backward_border_, backward_end);
+    span(trace_, "optimizer", 0, backward_end, half);
+    span(trace_, "optimizer", 1, half, end);
   }
 
  private:
@@ -160,13 +157,10 @@ class DdpRun {
     const auto exposed = backward_end - std::chrono::duration_cast<Clock::duration>(
                                             std::chrono::duration<double, std::milli>(
                                                 timing.finalized_ms - timing.last_gradient_ms));
-    const auto span = [&](const char* name, auto from, auto to) {
-      trace_.complete({.name = name, .category = "step", .thread = 0, .begin = from, .end = to});
-    };
-    span("forward", begin, forward_end);
-    span("backward", forward_end, exposed);
-    span("waits for gradients", exposed, backward_end);
-    span("optimizer", backward_end, end);
+    span(trace_, "forward", 0, begin, forward_end);
+    span(trace_, "backward", 0, forward_end, exposed);
+    span(trace_, "waits for gradients", 0, exposed, backward_end);
+    span(trace_, "optimizer", 0, backward_end, end);
   }
 
  private:
@@ -177,73 +171,63 @@ class DdpRun {
   at::Tensor ids_;
 };
 
-// Prints its milliseconds per step.
+// Its milliseconds per step.
 template <typename Run>
-void take_steps(Run& run, const TimelineOptions& options, World& world) {
+double take_steps(Run&& run, const TimelineOptions& options, World& world) {
   for (int i = 0; i < kWarmup; ++i) run.step(false);
   world.barrier();
   const auto start = Clock::now();
   for (int i = 0; i < options.steps; ++i) run.step(true);
-  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  if (!world.is_leader()) return;
-  const double step = ms / options.steps;
-  fmt::print("{}: {:.1f} ms a step of {} samples, {:.1f} samples/s\n",
-             options.split ? "split over 2 devices" : "2 ranks", step, kDevices * options.batch,
-             kDevices * options.batch / step * 1e3);
-}
-
-void add_options(CLI::App& app, TimelineOptions& options) {
-  app.add_option("--output", options.output, "folder for the traces")->required();
-  app.add_option("--steps", options.steps, "steps that are recorded, after three that are not")
-      ->check(CLI::Range(1, 1000));
-  app.add_option("--batch", options.batch, "sequences of 128 tokens for each device")
-      ->check(CLI::Range(1, 4096));
-  app.add_option("--threads", options.threads, "of a device; 0: half of the cores")
-      ->check(CLI::Range(0, 1024));
+  return 1e3 * seconds_since(start) / options.steps;
 }
 
 }  // namespace
 
-int timeline_rank_main(int argc, char** argv) {
-  TimelineOptions options;
-  CLI::App app{"a rank of lockstep bench timeline"};
-  add_options(app, options);
-  app.add_flag("--split", options.split);
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
+// One order, answered by {"ms"}.
+int timeline_rank(const json& description, const std::string& orders) {
+  const auto options = description.get<TimelineOptions>();
   torch::set_num_threads(options.threads);
+  const auto record = [&](World& world) {
+    const std::string name =
+        options.split ? "split.json" : fmt::format("rank-{}.json", world.rank());
+    ChromeTrace trace(options.output + "/" + name, {.rank = world.rank()});
+    const double ms = options.split ? take_steps(SplitRun(options, trace), options, world)
+                                    : take_steps(DdpRun(options, trace, world), options, world);
+    if (!trace.flush() || trace.dropped() > 0)
+      throw Error("bench", "the trace could not be written in time");
+    return json{{"ms", ms}};
+  };
   return run(
       [&](World& world) {
-        const std::string name =
-            options.split ? "split.json" : fmt::format("rank-{}.json", world.rank());
-        ChromeTrace trace(options.output + "/" + name, {.rank = world.rank()});
-        if (options.split) {
-          SplitRun split(options, trace);
-          take_steps(split, options, world);
-        } else {
-          DdpRun ranks(options, trace, world);
-          take_steps(ranks, options, world);
-        }
-        flush(trace);
+        serve(orders, world.rank(), [&](const json&) { return record(world); });
       },
       {.device = c10::Device(c10::kCPU)});
 }
 
 int timeline_main(int argc, char** argv) {
-  TimelineOptions options;
-  CLI::App app{
+  TimelineOptions o;
+  Options options(
       "Chrome traces of two devices (halves of the CPU): a model split over them, and two ranks "
-      "with the whole model each; tools/timeline.py draws them"};
-  add_options(app, options);
-  if (const auto code = parse_arguments(app, argc, argv)) return *code;
-  if (options.threads == 0) options.threads = std::max(1, allowed_cores() / kDevices);
-  std::filesystem::create_directories(options.output);
-  for (const bool split : {true, false})
-    run_command(fmt::format(
-        "'{}' run --standalone --nproc-per-node={} '{}' _timeline-rank --output '{}' --steps {} "
-        "--batch {} --threads {}{}",
-        program_beside("../bin/lockstep"), split ? 1 : kDevices, program_beside("lockstep-bench"),
-        options.output, options.steps, options.batch, options.threads, split ? " --split" : ""));
-  fmt::print("traces are in {}: split.json, rank-0.json, rank-1.json\n", options.output);
+      "with the whole model each; tools/timeline.py draws them",
+      /*publishes=*/false);
+  options.text("--output", o.output, "folder for the traces");
+  options.app().get_option("--output")->required();
+  options.number("--steps", o.steps, 1, 1000, "steps that are recorded, after three that are not");
+  options.number("--batch", o.batch, 1, 4096, "sequences of 128 tokens for each device");
+  options.number("--threads", o.threads, 0, 1024, "of a device; 0: half of the cores");
+  if (const auto code = options.parse(argc, argv)) return *code;
+  if (o.threads == 0) o.threads = std::max(1, allowed_cores() / kDevices);
+  std::filesystem::create_directories(o.output);
+  for (const bool split : {true, false}) {
+    o.split = split;
+    const std::string name = split ? "split over 2 devices" : "2 ranks";
+    Crew crew({.name = name, .ranks = split ? 1 : kDevices, .rank = "timeline", .settings = o});
+    const double ms = crew.ask({}).at("ms");
+    crew.finish();
+    fmt::print("{}: {:.1f} ms a step of {} samples, {:.1f} samples/s\n", name, ms,
+               kDevices * o.batch, kDevices * o.batch / ms * 1e3);
+  }
+  fmt::print("traces are in {}: split.json, rank-0.json, rank-1.json\n", o.output);
   return 0;
 }
 

@@ -6,18 +6,20 @@
 //   figures.runtime_s, figures.samples_per_second
 #pragma once
 
-#include <map>
+#include <cstdint>
 #include <string>
 #include <vector>
+
+#include "bench/processes.h"
 
 namespace lockstep::bench {
 
 struct TrainJob {
   std::string name;
   int ranks = 1;
-  std::string file{};                                // a training file; empty: none
-  std::vector<std::string> flags{};                  // "--max_steps=10"
-  std::map<std::string, std::string> environment{};  // added; an empty value: removed
+  std::string file{};                // a training file; empty: none
+  std::vector<std::string> flags{};  // "--max_steps=10"
+  Environment environment{};
 };
 
 struct TrainFigures {
@@ -25,7 +27,15 @@ struct TrainFigures {
   double train_loss = 0;
   // One value per log, oldest first.
   std::vector<double> losses{}, samples_per_second{};
+
+  // Samples a second: the median of the logs except the first, which holds the start.
+  double settled_rate() const;
 };
+
+// Flags of a run of so many steps that is measured: they turn off what only takes time away from
+// its steps, would change the batch between them, or makes no sense for so few (a schedule). Later
+// flags override them.
+std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps);
 
 // `folder` becomes output_dir. Error with the last lines of its output when it fails.
 TrainFigures run_train(const TrainJob& job, const std::string& folder);

@@ -7,49 +7,22 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
+
+from gpt_peer import Gpt
 
 parser = argparse.ArgumentParser()
 for name, default in (("blocks", 30), ("steps", 10), ("batch", 8), ("time", 128), ("threads", 1)):
     parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
-LAYERS, HEADS, WIDTH, VOCAB = 4, 4, 256, 8192
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        b, t, d = x.shape
-        parts = self.qkv(self.norm_1(x)).split(d, 2)
-        heads = (z.view(b, t, HEADS, d // HEADS).transpose(1, 2) for z in parts)
-        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(b, t, d)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
-
-
-class Gpt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(128, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, ids):
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
+VOCAB = 8192
+CONFIG = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": VOCAB, "n_positions": 128,
+          "layer_norm_epsilon": 1e-5}
 
 
 def trainee(wrapped):
     torch.manual_seed(0)
-    net = Gpt().to(args.device)
+    net = Gpt(CONFIG).to(args.device)
     model = net
     if wrapped:
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -58,7 +31,7 @@ def trainee(wrapped):
     def block_seconds():
         start = time.perf_counter()
         for _ in range(args.steps):
-            loss = F.cross_entropy(model(ids).view(-1, VOCAB), targets.view(-1))
+            loss = model(ids, targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

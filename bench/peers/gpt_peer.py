@@ -1,4 +1,4 @@
-"""Peer of `lockstep bench gpt`: a GPT-2 in PyTorch's own modules."""
+"""Peer of `lockstep bench gpt` and `train`: a GPT-2 in PyTorch's own modules."""
 import os
 
 import torch
@@ -34,12 +34,15 @@ class Gpt(nn.Module):
         self.wpe = nn.Embedding(config["n_positions"], config["n_embd"])
         self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
         self.ln_f = nn.LayerNorm(config["n_embd"], config["layer_norm_epsilon"])
+        self.lm_head = None
+        if not config.get("tie_word_embeddings", True):
+            self.lm_head = nn.Linear(config["n_embd"], config["vocab_size"], bias=False)
 
     def forward(self, ids, targets):
         x = self.wte(ids) + self.wpe.weight[:ids.shape[1]]
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
+        logits = F.linear(self.ln_f(x), (self.lm_head or self.wte).weight)
         return F.cross_entropy(logits.view(-1, self.classes), targets.view(-1))
 
 

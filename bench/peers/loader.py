@@ -1,6 +1,6 @@
 """The peer of `lockstep bench loader`: PyTorch's DataLoader with the same sleeps.
 
-    python3 loader.py BATCHES BATCH_SIZE WORKERS PREFETCH LOAD_MS STEP_MS
+    python3 loader.py BATCHES BATCH_SIZE WORKERS LOAD_MS STEP_MS
 """
 import sys
 import time
@@ -8,8 +8,8 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-BATCHES, BATCH_SIZE, WORKERS, PREFETCH = map(int, sys.argv[1:5])
-LOAD_S, STEP_S = (float(ms) / 1000 for ms in sys.argv[5:7])
+BATCHES, BATCH_SIZE, WORKERS = map(int, sys.argv[1:4])
+LOAD_S, STEP_S = (float(ms) / 1000 for ms in sys.argv[4:6])
 
 
 class Sleeping(Dataset):
@@ -24,8 +24,7 @@ class Sleeping(Dataset):
 
 def main():
     torch.set_num_threads(1)
-    loader = DataLoader(Sleeping(), BATCH_SIZE, num_workers=WORKERS, drop_last=True,
-                        prefetch_factor=PREFETCH if WORKERS else None)
+    loader = DataLoader(Sleeping(), BATCH_SIZE, num_workers=WORKERS, drop_last=True)
     waits, start = [], None
     batches = iter(loader)
     while True:

@@ -1,11 +1,10 @@
-"""What the PyTorch peers of `lockstep bench gpt`, `lora` and `resnet` share.
+"""What the PyTorch peers of `lockstep bench gpt`, `lora`, `resnet` and `train` share.
 
 A peer defines `build(settings, dtype, device)`, which returns a module that computes a loss from a
-batch, and calls `main(build)`. It reads the settings from the file of --settings and takes orders
-as bench/models.h lists them, from the Unix socket of --orders or, without it, from stdin. Answers
-are JSON objects, one in a line.
+batch, and calls `main(build)`: `peer.py SETTINGS [SOCKET]`. The settings are JSON; orders, as
+bench/models.h lists them, come from a Unix socket or, without it, from stdin. Answers are JSON
+objects, one in a line.
 """
-import argparse
 import contextlib
 import gc
 import json
@@ -52,7 +51,7 @@ def read_config(folder):
     return json.loads(pathlib.Path(folder, "config.json").read_text())
 
 
-# ---------------------------------------------------------------- data, as bench/model_step.cpp
+# ---------------------------------------------------------------- data, as bench/model_rank.cpp
 
 def hashed(position):
     x = position & MASK
@@ -164,10 +163,11 @@ class Trainee:
         return {"parameters": sum(p.numel() for p in self.net.parameters()),
                 "trainable": sum(p.numel() for p in self.trained)}
 
-    def batch(self, step, rows=None):
+    def batch(self, step, rows=None, same=False):
         shape = (rows or self.settings["batch_size"], self.settings["sequence_length"])
         make = image_batch if self.settings["kind"] == "resnet" else token_batch
-        return make(step, shape, self.net.classes, self.device)
+        number = step * dist.get_world_size() + (0 if same else dist.get_rank())
+        return make(number, shape, self.net.classes, self.device)
 
     def backward(self, batch, reached=lambda: None):
         with torch.autocast(self.device.type, torch.bfloat16,
@@ -184,7 +184,8 @@ class Trainee:
                 for _ in range(self.settings["accumulation"] - 1):
                     self.backward(batch)
         loss = self.backward(batch, reached)
-        torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
+        if self.settings["clip"]:
+            torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         reached()
@@ -193,8 +194,8 @@ class Trainee:
         return loss.detach().clone()
 
     def train(self, order):
-        steps = range(order["first"], order["first"] + order["steps"])
-        losses = [self.step(self.batch(step, order["batch_size"])) for step in steps]
+        losses = [self.step(self.batch(step, order["batch_size"], order.get("same", False)))
+                  for step in range(order["steps"])]
         losses = [loss.item() for loss in losses]
         self.release()
         return {"losses": [loss if math.isfinite(loss) else None for loss in losses]}
@@ -203,6 +204,7 @@ class Trainee:
         return [self.batch(step) for step in range(DISTINCT_BATCHES)]
 
     def time(self, order):
+        self.settings["batch_size"] = order.get("batch_size", self.settings["batch_size"])
         batches = self.batches()
         self.accumulates = self.settings["accumulation"] > 1
         marks = Marks(self.device)
@@ -288,33 +290,38 @@ class Trainee:
 # ---------------------------------------------------------------- orders
 
 def serve(trainee, lines, answers):
+    """Each answer also says how much of a core was used while waiting for the order."""
+    since, cpu = time.perf_counter(), time.process_time()
     for line in lines:
+        idle = {"idle_s": time.perf_counter() - since, "idle_cpu_s": time.process_time() - cpu}
         order = json.loads(line)
         try:
             answer = getattr(trainee, order["do"])(order)
         except Exception as error:  # out of memory, or what the compiler could not do
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(answer | idle) + "\n")
         answers.flush()
+        since, cpu = time.perf_counter(), time.process_time()
 
 
 def main(build):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--settings", required=True)
-    parser.add_argument("--orders")
-    args = parser.parse_args()
-    settings = json.loads(pathlib.Path(args.settings).read_text())
+    settings, path = json.loads(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    if settings["threads"]:
+        torch.set_num_threads(settings["threads"])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if settings["device"] == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     trainee = Trainee(settings, build)
-    if args.orders is None:
+    if path is None:
         serve(trainee, sys.stdin, sys.stdout)
     else:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(args.orders)
+            connection.connect(path)
             with connection.makefile("rw", encoding="utf-8") as stream:
-                stream.write("rank 0\n")
+                stream.write(f"rank {dist.get_rank()}\n")
                 stream.flush()
                 serve(trainee, stream, stream)
     dist.destroy_process_group()

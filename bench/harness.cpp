@@ -1,0 +1,196 @@
+#include "bench/harness.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <sstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::bench {
+
+// ---------------------------------------------------------------- figures
+
+Summary summarize(std::vector<double> samples) {
+  LOCKSTEP_ASSERT(!samples.empty());
+  std::sort(samples.begin(), samples.end());
+  const auto at = [&](double q) {
+    const double position = q * static_cast<double>(samples.size() - 1);
+    const auto low = static_cast<std::size_t>(position);
+    const auto high = std::min(low + 1, samples.size() - 1);
+    const double part = position - std::floor(position);
+    return samples[low] * (1 - part) + samples[high] * part;
+  };
+  return {samples.front(), at(0.25), at(0.5), at(0.75), at(0.99), samples.back()};
+}
+
+double median(std::vector<double> samples) {
+  return summarize(std::move(samples)).p50;
+}
+
+Summary over(const std::vector<double>& a, const std::vector<double>& b) {
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) ratios.push_back(a[i] / b[i]);
+  return summarize(std::move(ratios));
+}
+
+std::vector<std::string> split(const std::string& text, char between) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, between);) parts.push_back(part);
+  return parts;
+}
+
+double parse_scaled(const std::string& text, double kilo) {
+  char* end = nullptr;
+  double number = std::strtod(text.c_str(), &end);
+  if (end == text.c_str()) return NAN;
+  if (*end == '\0') return number;
+  for (const char unit : {'k', 'm', 'g'}) {
+    number *= kilo;
+    if (std::tolower(*end) == unit) return end[1] == '\0' ? number : NAN;
+  }
+  return NAN;
+}
+
+// ---------------------------------------------------------------- the report
+
+Row& Row::text(const std::string& head, std::string cell) {
+  cells_.emplace_back(head, std::move(cell));
+  return *this;
+}
+
+Row& Row::value(const std::string& key, const nlohmann::json& value) {
+  values_[key] = value;
+  return *this;
+}
+
+Row& Row::number(const std::string& head, std::optional<double> value, int decimals,
+                 const std::string& key) {
+  if (value && !key.empty()) values_[key] = *value;
+  return text(head, value ? fmt::format("{:.{}f}", *value, decimals) : "-");
+}
+
+Row& Row::spread(const std::string& unit, const std::vector<double>& samples, int decimals,
+                 const char* which) {
+  const Summary s = summarize(samples);
+  const std::map<std::string, double> members{{"min", s.min}, {"p25", s.p25}, {"p50", s.p50},
+                                              {"p75", s.p75}, {"p99", s.p99}, {"max", s.max}};
+  for (const std::string& name : split(which, ' '))
+    number(unit.empty() ? name : name + " " + unit, members.at(name), decimals,
+           unit.empty() ? name : name + "_" + unit);
+  return *this;
+}
+
+Row& Row::ratio(const std::string& head, const Summary& ratio, const std::string& key) {
+  const auto keyed = [&](const char* quartile) { return key.empty() ? key : key + quartile; };
+  return number(head, ratio.p50, 3, key)
+      .number("p25", ratio.p25, 3, keyed("_p25"))
+      .number("p75", ratio.p75, 3, keyed("_p75"));
+}
+
+Report::Report(const std::string& benchmark, std::string title, nlohmann::json facts)
+    : title_(std::move(title)), facts_(std::move(facts)) {
+  facts_["benchmark"] = benchmark;
+}
+
+Row& Report::row(const std::string& name) {
+  rows_.push_back(std::make_unique<Row>());
+  return rows_.back()->text(title_, name).value("contender", name);
+}
+
+std::vector<std::vector<std::string>> Report::lines() const {
+  std::vector<std::vector<std::string>> all(1);
+  if (rows_.empty()) return {{title_}};
+  for (const auto& cell : rows_.front()->cells_) all.front().push_back(cell.first);
+  for (const auto& row : rows_) {
+    all.emplace_back();
+    for (const auto& cell : row->cells_) all.back().push_back(cell.second);
+  }
+  return all;
+}
+
+std::string Report::text() const {
+  const auto all = lines();
+  std::vector<std::size_t> widths(all.front().size());
+  for (const auto& cells : all)
+    for (std::size_t i = 0; i < cells.size(); ++i) widths[i] = std::max(widths[i], cells[i].size());
+  std::string out;
+  for (const auto& cells : all) {
+    for (std::size_t i = 0; i < cells.size(); ++i)
+      out += i == 0 ? fmt::format("{:<{}}", cells[i], widths[i])
+                    : fmt::format("  {:>{}}", cells[i], widths[i]);
+    out += "\n";
+  }
+  return out;
+}
+
+// A cell that contains a comma or a quote is quoted (RFC 4180).
+std::string Report::csv() const {
+  std::string out;
+  for (auto cells : lines()) {
+    for (std::string& cell : cells) {
+      if (cell.find_first_of(",\"\n") == std::string::npos) continue;
+      std::string quoted;
+      for (const char c : cell) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+      cell = "\"" + quoted + "\"";
+    }
+    out += fmt::format("{}\n", fmt::join(cells, ","));
+  }
+  return out;
+}
+
+std::string Report::json() const {
+  nlohmann::json document = facts_;
+  for (const auto& row : rows_) document["rows"].push_back(row->values_);
+  return document.dump(1) + "\n";
+}
+
+void Report::publish(const Options& options) const {
+  fmt::print("{}", text());
+  if (!options.csv.empty()) {
+    write_file_atomically(options.csv, csv());
+    fmt::print("written to {}\n", options.csv);
+  }
+  if (!options.json.empty()) write_file_atomically(options.json, json());
+}
+
+// ---------------------------------------------------------------- goals
+
+Goals& Goals::at_least(const std::string& what, double is, double wanted) {
+  return wanted == 0 ? *this : report(is >= wanted, what, is, fmt::format("at least {}", wanted));
+}
+
+Goals& Goals::at_most(const std::string& what, double is, double wanted) {
+  return wanted == 0 ? *this : report(is <= wanted, what, is, fmt::format("at most {}", wanted));
+}
+
+Goals& Goals::report(bool reached, const std::string& what, double is, const std::string& wanted) {
+  missed_ |= !reached;
+  fmt::print(stderr, "{}: {} is {:.3f}, {} required: {}\n", benchmark_, what, is, wanted,
+             reached ? "reached" : "MISSED");
+  return *this;
+}
+
+std::map<std::string, double> parse_goals(const std::string& text,
+                                          const std::vector<std::string>& measured,
+                                          const GoalWords& words) {
+  std::map<std::string, double> wanted;
+  for (const std::string& part : split(text)) {
+    const auto colon = part.find(':');
+    const std::string name = part.substr(0, colon);
+    const std::string ratio = colon == std::string::npos ? "" : part.substr(colon + 1);
+    if (!positive_problem(ratio).empty())
+      throw UsageError("bench", "'{}' is not {}:RATIO. Write {}.", part, words.form, words.example);
+    if (std::find(measured.begin(), measured.end(), name) == measured.end())
+      throw UsageError("bench", "{}{} is required but not measured. {}", words.noun, name,
+                       words.advice);
+    wanted[name] = std::stod(ratio);
+  }
+  return wanted;
+}
+
+}  // namespace lockstep::bench

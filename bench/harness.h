@@ -1,0 +1,192 @@
+// What the benchmarks of `lockstep bench` are made of: options, rounds by turns, a report, goals.
+// The sides that are compared are processes (crew.h) or functions.
+//
+//   Options options("How long a hop takes, beside gloo's");
+//   options.number("--rounds", rounds, 1, 1000, "turns of each side");
+//   if (const auto code = options.parse(argc, argv)) return *code;
+//   by_turns({.rounds = rounds, .unit = "ms"}, sides, [](Side& side) { return side.measure(); });
+//   Report report("hop", "a hop of 2 ranks");
+//   for (const Side& side : sides)
+//     report.row(side.name).spread("ms", side.ms, 2).ratio("ours / this", over(side.ms, ours.ms));
+//   report.publish(options);
+//   return Goals("hop").at_least("gloo / ours", over(gloo.ms, ours.ms).p50, 4).exit_code();
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/deadline.h"
+
+namespace CLI {
+class App;
+}
+
+namespace lockstep::bench {
+
+// ---------------------------------------------------------------- figures
+
+struct Summary {
+  double min = 0, p25 = 0, p50 = 0, p75 = 0, p99 = 0, max = 0;
+};
+Summary summarize(std::vector<double> samples);
+double median(std::vector<double> samples);
+// Of a[i] / b[i]: what slows a round down slows both sides of its ratio.
+Summary over(const std::vector<double>& a, const std::vector<double>& b);
+
+// ---------------------------------------------------------------- options
+
+// Says what is wrong with a value; empty when nothing is.
+std::string positive_problem(const std::string& value);  // a number above zero
+
+// The command line of a benchmark. What it publishes can also be written with --csv and --json.
+class Options {
+ public:
+  explicit Options(const std::string& about, bool publishes = true);
+  ~Options();
+  // T: int, std::int64_t or double, and vectors of int (with commas).
+  template <typename T>
+  void number(const char* name, T& value, double least, double most, const char* help);
+  void positive(const char* name, double& value, const char* help);
+  void text(const char* name, std::string& value, const char* help,
+            std::vector<std::string> choices = {});
+  void list(const char* name, std::vector<std::string>& values, const char* help,
+            std::vector<std::string> choices = {});  // with commas
+  void flag(const char* name, bool& value, const char* help);
+  void device(std::string& value);  // --device
+  CLI::App& app() { return *app_; }
+
+  // An exit code when the program must end: 0 after --help, which shows every option with its
+  // default, 2 after a usage error, which is reported in one line.
+  std::optional<int> parse(int argc, char** argv);
+
+  std::string csv, json;
+
+ private:
+  std::unique_ptr<CLI::App> app_;
+  bool publishes_;
+};
+
+// Loads CUDA if the device is a CUDA device. UsageError when there is none.
+void prepare_device(const std::string& device);
+
+// "4K,25M" -> parts.
+std::vector<std::string> split(const std::string& text, char between = ',');
+// "25M" is 25 kilo^2; NAN when it is no number.
+double parse_scaled(const std::string& text, double kilo);
+
+// ---------------------------------------------------------------- rounds
+
+struct Turns {
+  int rounds = 1;
+  double seconds = 0;  // no round begins after this, but there are three; 0: no limit
+  const char* unit = "";
+  std::string what = "round";
+};
+
+// Each side has one turn in a round, and another side begins each time, so that drift favours no
+// place in the order. turn(side) returns what is shown of it; NAN: nothing.
+template <typename Sides, typename Turn>
+void by_turns(const Turns& turns, Sides& sides, const Turn& turn) {
+  constexpr int kFewest = 3;
+  const auto begin = Deadline::Clock::now();
+  for (int round = 0; round < turns.rounds; ++round) {
+    const double elapsed = seconds_since(begin);
+    if (turns.seconds > 0 && round >= kFewest && elapsed > turns.seconds) break;
+    std::string shown;
+    for (std::size_t k = 0; k < sides.size(); ++k) {
+      auto& side = sides[(k + static_cast<std::size_t>(round)) % sides.size()];
+      if (const double value = turn(side); !std::isnan(value))
+        shown += fmt::format(" {} {:.2f}", side.name, value);
+    }
+    fmt::print(stderr, "{} {}/{}{}:{} {}\n", turns.what, round + 1, turns.rounds,
+               turns.seconds > 0
+                   ? fmt::format(", {:.0f} of at most {:.0f} s", elapsed, turns.seconds)
+                   : "",
+               shown, turns.unit);
+  }
+}
+
+// ---------------------------------------------------------------- the report
+
+// A row of the table and of the JSON document.
+class Row {
+ public:
+  Row& text(const std::string& head, std::string cell);             // in the table
+  Row& value(const std::string& key, const nlohmann::json& value);  // in the document
+  // In both with a key, otherwise in the table. Absent: "-", and not in the document.
+  Row& number(const std::string& head, std::optional<double> value, int decimals = 0,
+              const std::string& key = "");
+  // "min ms", "p50 ms", ... and min_ms, p50_ms, ...; `which` names members of Summary.
+  Row& spread(const std::string& unit, const std::vector<double>& samples, int decimals,
+              const char* which = "min p50 p99 max");
+  // The head, "p25" and "p75", and in the document the key with its quartiles.
+  Row& ratio(const std::string& head, const Summary& ratio, const std::string& key = "");
+
+ private:
+  friend class Report;
+  std::vector<std::pair<std::string, std::string>> cells_;
+  nlohmann::json values_ = nlohmann::json::object();
+};
+
+// A table for people, the same as CSV, and a JSON document with its rows and more.
+class Report {
+ public:
+  // `title` is the head of the first column.
+  Report(const std::string& benchmark, std::string title,
+         nlohmann::json facts = nlohmann::json::object());
+  Row& row(const std::string& name);
+  nlohmann::json& facts() { return facts_; }
+  std::string text() const;
+  std::string csv() const;
+  std::string json() const;
+  // Prints the table, and writes the files that were asked for.
+  void publish(const Options& options) const;
+
+ private:
+  std::vector<std::vector<std::string>> lines() const;
+  std::string title_;
+  nlohmann::json facts_;
+  std::vector<std::unique_ptr<Row>> rows_;
+};
+
+// ---------------------------------------------------------------- goals
+
+// Goals of a benchmark (--require options); a missed one is reported and fails the command.
+class Goals {
+ public:
+  explicit Goals(std::string benchmark) : benchmark_(std::move(benchmark)) {}
+  // `wanted` 0: no such goal.
+  Goals& at_least(const std::string& what, double is, double wanted);
+  Goals& at_most(const std::string& what, double is, double wanted);
+  int exit_code() const { return missed_ ? 1 : 0; }
+
+ private:
+  Goals& report(bool reached, const std::string& what, double is, const std::string& wanted);
+  std::string benchmark_;
+  bool missed_ = false;
+};
+
+// How messages name what parse_goals reads.
+struct GoalWords {
+  const char* form;     // "BATCH", in BATCH:RATIO
+  const char* example;  // "1:1.15,8:1.03"
+  const char* noun;     // "batch "
+  std::string advice;   // "Add it to --batches."
+};
+
+// "1:1.15,8:1.03": a ratio for some of what is measured. UsageError for anything else.
+std::map<std::string, double> parse_goals(const std::string& text,
+                                          const std::vector<std::string>& measured,
+                                          const GoalWords& words);
+
+}  // namespace lockstep::bench
