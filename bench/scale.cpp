@@ -143,9 +143,9 @@ void prepare_output(const std::string& folder) {
 }
 
 // The metric in all lines after the first, which includes the start.
-std::vector<double> settled(const report::RunFolder& run, const char* metric) {
+std::vector<double> settled(const monitor::RunView& run, const char* metric) {
   std::vector<double> values;
-  for (const report::MetricLine& line : run.metrics)
+  for (const monitor::MetricLine& line : run.metrics)
     if (const double* value = line.find(metric); value != nullptr && *value > 0)
       values.push_back(*value);
   if (values.size() > 1) values.erase(values.begin());
@@ -153,7 +153,7 @@ std::vector<double> settled(const report::RunFolder& run, const char* metric) {
 }
 
 // Makes one run and adds its rates to the point.
-report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
+monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
   TrainJob job{.name = count(point.ranks),
                .ranks = point.ranks,
                .file = request.file,
@@ -165,7 +165,7 @@ report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint&
       fmt::format("{}/scale_runs/ranks_{}_round_{}", request.output, point.ranks, round + 1);
   const auto begin = Deadline::Clock::now();
   run_train(job, folder);
-  report::RunFolder run = report::read_run_folder(folder);
+  monitor::RunView run = monitor::read_run_view(folder, monitor::Detail::kAll);
   const auto rates = settled(run, "samples_per_second");
   if (rates.empty())
     throw Error("bench", fmt::format("{} has no samples_per_second in its metrics. Use more "
@@ -182,9 +182,9 @@ report::RunFolder run_once(const Request& request, const Plan& plan, ScalePoint&
 }
 
 // Rates of ranks that had to wait for cores do not describe the machine.
-void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& runs) {
+void note_starved(Plan& plan, int ranks, const std::vector<monitor::RunView>& runs) {
   std::vector<double> shares;
-  for (const report::RunFolder& run : runs)
+  for (const monitor::RunView& run : runs)
     if (run.record) shares.push_back(monitor::starved_share(*run.record).value_or(0));
   const double most = shares.empty() ? 0 : *std::ranges::max_element(shares);
   if (most == 0) return;
@@ -199,7 +199,7 @@ void note_starved(Plan& plan, int ranks, const std::vector<report::RunFolder>& r
 
 // Measured in turn, so that a machine that slows down for a while does so for all numbers of ranks.
 void measure(const Request& request, Plan& plan) {
-  std::vector<std::vector<report::RunFolder>> runs(plan.points.size());
+  std::vector<std::vector<monitor::RunView>> runs(plan.points.size());
   for (int round = 0; round < request.rounds; ++round)
     for (std::size_t i = 0; i < plan.points.size(); ++i)
       runs[i].push_back(run_once(request, plan, plan.points[i], round));
@@ -229,7 +229,7 @@ void write_report(const Request& request, const report::ScaleSetting& setting,
   write("speedup.svg", report::svg_file({draw(report::speedup_chart(rows, setting))}));
   write("budget.svg", report::svg_file({draw(report::scale_budget_chart(rows))}));
   write("utilisation.svg", report::svg_file({draw(report::scale_utilisation_chart(rows))}));
-  write("report.html", report::scale_page(rows, setting, monitor::diagnose));
+  write("report.html", report::scale_page(rows, setting));
 }
 
 std::string table_of(const std::vector<ScaleRow>& rows) {
