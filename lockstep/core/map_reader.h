@@ -19,8 +19,8 @@ namespace lockstep {
 // Used by one thread, on the stack. The node must outlive it. A null value counts as not given.
 class MapReader {
  public:
-  // Throws UsageError when the node is neither a map nor null. `what` names it: "model"; empty: keys
-  // stand alone. With
+  // Throws UsageError when the node is neither a map nor null. `what` names it: "model"; empty: its
+  // keys stand alone. With
   // `problems`, which must outlive it, nothing below throws: a mistake is added there, and the
   // fallback is the value.
   MapReader(const Node& map, std::string what, Problems* problems = nullptr);
