@@ -148,8 +148,9 @@ class Foreign(ScriptCase):
         self.assertIn("train.py", facts["program"])
         for rank in (0, 1):
             lines = (monitor / f"rank_{rank}.jsonl").read_text().splitlines()
-            # On a busy machine an interval may pass without a core.
-            self.assertGreater(max(json.loads(line)["process"]["cores"] for line in lines[2:]), 0)
+            # On a busy machine an interval may pass without a core, or be too short to have any.
+            cores = [json.loads(line).get("process", {}).get("cores", 0) for line in lines[2:]]
+            self.assertGreater(max(cores), 0)
         self.assertEqual(doctor(folder)[0], 0)
 
     def test_what_is_read_of_the_record_is_what_is_known(self):
