@@ -158,13 +158,15 @@ struct Accumulation::Impl {
     if (expected > 0) return;
     const auto mine = static_cast<double>(first);
     const bool alone = options.weights == WindowWeights::kOwnCounts;
-    expected = alone ? mine : std::max(1.0, parallelism->world().max(mine));
+    expected = alone ? mine : std::max(1.0, parallelism->mesh().world().max(mine));
   }
+
+  // Ranks that see different samples; the others count none of their own.
+  World& batch() const { return parallelism->mesh().batch(); }
 
   // What the whole window's count is expected to be over all ranks.
   double wanted(std::int64_t window_length) const {
-    return expected * static_cast<double>(window_length) *
-           static_cast<double>(parallelism->world().size());
+    return expected * static_cast<double>(window_length) * static_cast<double>(batch().size());
   }
 
   // Of a micro-batch of a window of `window_length`, before which `before` was counted; the divisor
@@ -179,7 +181,7 @@ struct Accumulation::Impl {
       n.factor = divisor / n.seen;
       divisor = n.seen;
     }
-    const bool alone = parallelism->world().size() == 1;  // otherwise the ranks' counts decide
+    const bool alone = batch().size() == 1;  // otherwise the ranks' counts decide
     if (options.weights == WindowWeights::kCounts && ends && alone && n.seen != 0)
       n.factor = wanted(window_length) / n.seen;
     n.weight = options.weights == WindowWeights::kBatches ? 1 / static_cast<double>(window_length)
@@ -190,7 +192,7 @@ struct Accumulation::Impl {
   void run_backward(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers,
                     bool ends) {
     const bool empty = micro.count == 0;
-    const bool alone = parallelism->world().size() == 1 || !loss.requires_grad();
+    const bool alone = parallelism->mesh().world().size() == 1 || !loss.requires_grad();
     if (empty && alone && !ends) return;
     at::Tensor weighed =
         empty ? loss * 0.0
@@ -239,7 +241,7 @@ struct Accumulation::Impl {
     last.batches = done;
     last.count = totals[0].to(at::kLong);
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
-    if (parallelism->world().size() == 1) {
+    if (batch().size() == 1) {
       if (numbers.factor == 1) return;
       const Number factor = number(numbers, kFactor, micro);
       if (factor.device.defined())
@@ -308,7 +310,7 @@ Accumulation::Accumulation(std::shared_ptr<Parallelism> parallelism,
   for (auto& parameter : parameters)
     if (seen.insert(parameter.unsafeGetTensorImpl()).second)
       impl_->parameters.push_back(std::move(parameter));
-  agree_on(options, parallelism->world(), parallel::refusal_of([&] {
+  agree_on(options, parallelism->mesh().world(), parallel::refusal_of([&] {
              check_options(options);
              if (!impl_->parameters.empty()) return;
              throw UsageError(
@@ -328,7 +330,7 @@ void Accumulation::begin_epoch(std::int64_t batches) {
                      "gradients would leak into it. End the window with last = true, or abandon() "
                      "it and call zero_grad().",
                      impl_->done, impl_->length);
-  World& world = impl_->parallelism->world();
+  World& world = impl_->parallelism->mesh().world();
   if (world.size() > 1) {
     const double most = world.max(static_cast<double>(batches));
     const double least = world.min(static_cast<double>(batches));
@@ -369,16 +371,14 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     else
       self.scale_gradients(factor.host);
   }
-  // The reducer of a world of one has no buckets, and sees and counts no gradients.
-  const bool alone = self.parallelism->world().size() == 1 && self.parallelism->bucket_count() == 0;
-  if (alone) ledger::add(ledger::Counter::kMicroBatches);
+  const bool uncounted = !self.parallelism->counts_passes();
+  if (uncounted) ledger::add(ledger::Counter::kMicroBatches);
   at::Tensor totals;
   Work exchange;
   if (ends && counts) {
     // Under way while backward computes.
     totals = at::stack({self.seen_count(micro, numbers), self.loss_sum});
-    if (self.parallelism->world().size() > 1)
-      exchange = self.parallelism->world().all_reduce(totals);
+    if (self.batch().size() > 1) exchange = self.batch().all_reduce(totals);
   }
   try {
     self.run_backward(loss, micro, numbers, ends);
@@ -402,7 +402,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     self.finish_batches();
   }
   self.done = 0;
-  if (alone) ledger::count_step();
+  if (uncounted) ledger::count_step();
   return true;
 }
 

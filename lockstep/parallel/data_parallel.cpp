@@ -42,11 +42,10 @@ DdpOptions complete(DdpOptions options, const torch::nn::Module& module) {
 
 }  // namespace
 
-DataParallel::DataParallel(const torch::nn::Module& module, World world, DdpOptions options)
-    : DataParallel(
-          std::make_shared<Reducer>(parameters_of(module), buffers_of(module), std::move(world),
-                                    complete(std::move(options), module)),
-          module.named_parameters().pairs()) {}
+DataParallel::DataParallel(const torch::nn::Module& module, Mesh mesh, DdpOptions options)
+    : DataParallel(std::make_shared<Reducer>(parameters_of(module), buffers_of(module),
+                                             mesh.batch(), complete(std::move(options), module)),
+                   module.named_parameters().pairs(), mesh) {}
 
 std::string DataParallel::text() const {
   return reducer_->reduces_in_backward() ? "replicated" : "sharded";
@@ -55,7 +54,7 @@ std::string DataParallel::text() const {
 std::unique_ptr<optim::Optimizer> DataParallel::make_optimizer(
     std::vector<optim::ParamGroup> groups, bool sharded) {
   if (sharded) return std::make_unique<ShardedOptimizer>(reducer_, std::move(groups));
-  return std::make_unique<optim::ReplicatedOptimizer>(names_, std::move(groups), world());
+  return std::make_unique<optim::ReplicatedOptimizer>(names_, std::move(groups), mesh_.world());
 }
 
 void DataParallel::check_shardable() const {

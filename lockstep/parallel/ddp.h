@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/options.h"
 #include "lockstep/parallel/reducer.h"
@@ -53,10 +53,10 @@ std::tuple<Ts...> watch_output(Reducer& reducer, std::tuple<Ts...> output) {
 template <typename Module>
 class DistributedDataParallel {
  public:
-  DistributedDataParallel(Module module, World world, DdpOptions options = {})
+  DistributedDataParallel(Module module, Mesh mesh, DdpOptions options = {})
       : module_(std::move(module)),
         parallelism_(
-            std::make_shared<DataParallel>(*module_, std::move(world), std::move(options))) {}
+            std::make_shared<DataParallel>(*module_, std::move(mesh), std::move(options))) {}
 
   template <typename... Args>
   auto operator()(Args&&... args) {
@@ -100,7 +100,7 @@ class DistributedDataParallel {
   const std::shared_ptr<DataParallel>& parallelism() const { return parallelism_; }
   Reducer& reducer() { return *reducer_ptr(); }
   const std::shared_ptr<Reducer>& reducer_ptr() const { return parallelism_->reducer(); }
-  World& world() { return parallelism_->world(); }
+  World& world() { return parallelism_->mesh().world(); }
 
  private:
   Module module_;

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
 
 namespace lockstep {
 
@@ -34,7 +34,9 @@ class Parallelism {
  public:
   virtual ~Parallelism() = default;
 
-  virtual World& world() = 0;
+  // The ranks, by axes: mesh().batch() divides the samples, mesh().world() is all of them. No
+  // collective.
+  virtual const Mesh& mesh() const = 0;
   // Where the optimizer's state is, in a word for logs and records: "replicated". No collective.
   virtual std::string text() const = 0;
 
@@ -67,6 +69,8 @@ class Parallelism {
   virtual bool settled() const { return false; }
   virtual std::shared_ptr<void> recording() { return nullptr; }
   virtual void count_replayed(bool) {}
+  // Whether it counts passes and steps in the ledger. False: Accumulation does.
+  virtual bool counts_passes() const { return false; }
 
   // Gradients that travel in buckets; UsageError where their size cannot be changed.
   virtual std::size_t bucket_count() const { return 0; }

@@ -1,11 +1,14 @@
 // NaiveShard: each parameter belongs to one rank, with its gradient and its optimizer's state. The
-// definition of right for a Parallelism that divides the model, and the test that nothing above
-// that interface knows data parallelism: what a rank does not own is not a number from a step to
-// the next forward.
+// definition of right for a Parallelism that divides the model: what a rank does not own is not a
+// number from a step to the next forward.
 //
-//   task.make_parallelism = [](auto module, World world) {
-//     return std::make_shared<NaiveShard>(*module, world);
+//   task.make_parallelism = [](auto module, Mesh mesh) {
+//     return std::make_shared<NaiveShard>(*module, mesh);
 //   };
+//   Trainer trainer(Mesh(world, {{"shard", -1}}), task, arguments);
+//
+// Owners are the ranks along all axes but "data". Those along "pipeline" and "tensor" each compute
+// the whole model, on the same samples.
 #pragma once
 
 #include <torch/torch.h>
@@ -26,19 +29,21 @@ namespace lockstep::testing {
 
 class NaiveShard final : public Parallelism {
  public:
-  NaiveShard(const torch::nn::Module& module, World world)
-      : world_(std::move(world)), buffers_(module.buffers()) {
+  NaiveShard(const torch::nn::Module& module, Mesh mesh)
+      : mesh_(std::move(mesh)),
+        owners_(mesh_.flatten({"shard", "pipeline", "tensor"})),
+        buffers_(module.buffers()) {
     const torch::NoGradGuard no_grad;
-    for (const auto& [name, tensor] : module.named_parameters().pairs()) {
-      const bool tied = owner_of(tensor).has_value();
-      if (!tied) all_.push_back({name, tensor, static_cast<int>(all_.size()) % world_.size()});
-    }
-    for (const Part& part : all_) world_.broadcast(part.tensor, 0).wait();
-    for (const at::Tensor& buffer : buffers_) world_.broadcast(buffer, 0).wait();
+    for (const auto& [name, tensor] : module.named_parameters().pairs())
+      if (!owner_of(tensor))  // a tied one has an owner
+        all_.push_back({name, tensor, static_cast<int>(all_.size()) % owners_.size()});
+    for (const Part& part : all_) mesh_.world().broadcast(part.tensor, 0).wait();
+    share_buffers();
     forget();
   }
 
-  World& world() override { return world_; }
+  const Mesh& mesh() const override { return mesh_; }
+  World& owners() { return owners_; }
   std::string text() const override { return "naively sharded"; }
   std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
                                                    bool sharded) override;
@@ -52,13 +57,13 @@ class NaiveShard final : public Parallelism {
   void before_forward() override {
     const torch::NoGradGuard no_grad;
     if (std::exchange(whole_, true)) return;
-    for (const Part& part : all_) world_.broadcast(part.tensor, part.owner).wait();
+    for (const Part& part : all_) owners_.broadcast(part.tensor, part.owner).wait();
   }
 
   void backward(const at::Tensor& loss, bool last) override {
     loss.backward();
     const torch::NoGradGuard no_grad;
-    if (last) reduce_to_owners();
+    if (last) average();
     if (held_.expired()) forget();
   }
 
@@ -69,14 +74,21 @@ class NaiveShard final : public Parallelism {
     return held;
   }
 
-  bool owns(const at::Tensor& parameter) const { return owner_of(parameter) == world_.rank(); }
+  void verify_parameters() override {
+    for (const Part& part : all_)
+      for (const at::Tensor& other : mesh_["data"].all_gather(part.tensor.detach()))
+        if (part.owner == owners_.rank() && !other.equal(part.tensor))
+          throw CommError("NaiveShard", part.name + " differs over ranks.");
+  }
+
+  bool owns(const at::Tensor& parameter) const { return owner_of(parameter) == owners_.rank(); }
   void clear_gradients() {
     for (const Part& part : all_) part.tensor.mutable_grad() = at::Tensor();
   }
   void forget() {
-    whole_ = world_.size() == 1;
+    whole_ = owners_.size() == 1;
     for (const Part& part : all_)
-      if (part.owner != world_.rank())
+      if (part.owner != owners_.rank())
         at::Tensor(part.tensor).fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
@@ -93,18 +105,24 @@ class NaiveShard final : public Parallelism {
     return std::nullopt;
   }
 
-  void reduce_to_owners() {
+  // Of the ranks that saw different samples.
+  void average() {
     for (const Part& part : all_) {
       if (!part.tensor.requires_grad()) continue;
       at::Tensor& grad = part.tensor.mutable_grad();
+      if (!mesh_.world().any(grad.defined())) continue;  // none of them used it
       if (!grad.defined()) grad = at::zeros_like(part.tensor);
-      world_.reduce(grad, part.owner, ReduceOp::kAvg).wait();
-      if (part.owner != world_.rank()) grad = at::Tensor();
+      mesh_.batch().all_reduce(grad, ReduceOp::kAvg).wait();
+      if (part.owner != owners_.rank()) grad = at::Tensor();
     }
-    for (const at::Tensor& buffer : buffers_) world_.broadcast(buffer, 0).wait();
+    share_buffers();
+  }
+  void share_buffers() {
+    for (const at::Tensor& buffer : buffers_) mesh_.world().broadcast(buffer, 0).wait();
   }
 
-  World world_;
+  Mesh mesh_;
+  World& owners_;
   std::vector<at::Tensor> buffers_;
   std::vector<Part> all_;
   bool whole_ = true;
@@ -130,12 +148,12 @@ class NaiveShardOptimizer final : public optim::Optimizer {
     for (const auto& [name, param] : names_)
       if (param.grad().defined())
         squares += param.grad().to(at::kDouble).square().sum().item<double>();
-    const double norm = std::sqrt(parallelism_.world().sum(squares));
+    const double norm = std::sqrt(parallelism_.owners().sum(squares));
     const bool skipped = options.skip_non_finite && !std::isfinite(norm);
     const double clip = options.max_grad_norm > 0 ? options.max_grad_norm / (norm + 1e-6) : 1;
     for (const auto& [name, param] : names_)
       if (param.grad().defined() && clip < 1) param.mutable_grad().mul_(clip);
-    for (std::size_t group = 0; group < groups(); ++group) own_->options(group) = groups_[group];
+    for (std::size_t g = 0; g < groups(); ++g) own_->options(g) = groups_[g];
     if (!skipped) own_->step();
     parallelism_.forget();
     return {.grad_norm = at::scalar_tensor(norm, at::kDouble),
@@ -149,7 +167,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
     const std::vector<char> bytes = torch::pickle_save(mine);
     optim::TensorDict all;
     for (const std::string& part :
-         parallelism_.world().all_gather(std::string(bytes.begin(), bytes.end()))) {
+         parallelism_.owners().all_gather(std::string(bytes.begin(), bytes.end()))) {
       const auto state = torch::pickle_load({part.begin(), part.end()}).toGenericDict();
       for (const auto& entry : state)
         if (options.wanted) all.emplace(entry.key().toStringRef(), entry.value().toTensor());

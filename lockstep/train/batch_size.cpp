@@ -18,7 +18,7 @@ namespace {
 // As much as a step holds besides the batch, its activations and its gradients: the optimizer's
 // state, and with several ranks the buckets. Nothing is written there.
 std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
-  const int copies = state_copies(run.arguments) + (run.world.size() > 1 ? 1 : 0);
+  const int copies = state_copies(run.arguments) + (run.batch_ranks() > 1 ? 1 : 0);
   std::vector<at::Tensor> held;
   for (const at::Tensor& parameter : run.task.module->parameters())
     for (int i = 0; i < copies && parameter.requires_grad(); ++i)
@@ -60,7 +60,7 @@ bool batch_fits(const RunContext& run, std::int64_t batch_size) {
 
 void find_batch_size(RunContext& run, RunControl& control) {
   TrainingArguments& a = run.arguments;
-  const int ranks = run.world.size();
+  const int ranks = run.batch_ranks();
   run.task.module->train();
   for (;;) {
     const std::int64_t batch = a.per_device_train_batch_size;

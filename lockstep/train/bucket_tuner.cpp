@@ -85,7 +85,7 @@ std::unique_ptr<BucketTuner> BucketTuner::make(RunContext& run, std::int64_t ste
     if (run.world.is_leader()) log::warning("trainer", "tune: bucket_cap_mb is not tuned: {}", why);
     return nullptr;
   };
-  if (run.world.size() == 1) return without("one rank averages nothing.");
+  if (run.batch_ranks() == 1) return without("one rank averages nothing.");
   const BucketCap as_set = run.arguments.ddp_bucket_cap_mb;
   try {
     run.parallelism->set_bucket_cap_mb(as_set);

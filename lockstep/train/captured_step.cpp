@@ -127,10 +127,8 @@ struct CapturedStep::Impl {
   std::string unavailable{};
 
   c10::Device device() const { return parameters.front().device(); }
-  bool shared() const {
-    return options.parallelism != nullptr && options.parallelism->world().size() > 1;
-  }
-  World& world() const { return options.parallelism->world(); }
+  bool shared() const { return options.parallelism != nullptr && world().size() > 1; }
+  World& world() const { return options.parallelism->mesh().world(); }
   std::uint64_t layout() const {
     return options.parallelism != nullptr ? options.parallelism->layout() : 0;
   }

@@ -263,19 +263,22 @@ TensorDict random_state(const World& world) {
   return mine;
 }
 
-void restore_random_state(const World& world, const Checkpoint& checkpoint) {
-  TensorDict mine = checkpoint.rng(world.rank());
-  if (auto gpu = mine.extract(kOwnGpu); gpu && !world.device().is_cpu()) {
-    gpu.key() = world.device().str();
+void restore_random_state(const Mesh& mesh, const Checkpoint& checkpoint) {
+  TensorDict mine = checkpoint.rng(mesh.batch().rank());
+  const c10::Device device = mesh.world().device();
+  if (auto gpu = mine.extract(kOwnGpu); gpu && !device.is_cpu()) {
+    gpu.key() = device.str();
     mine.insert(std::move(gpu));
   }
   if (!mine.empty()) optim::set_rng_state(mine);
 }
 
-void warn_of_other_threads(const World& world, const Checkpoint& checkpoint) {
+void warn_of_other_threads(const Mesh& mesh, const Checkpoint& checkpoint) {
+  const World& world = mesh.world();
   const DataPosition& saved = checkpoint.position();
   const std::int64_t now = at::get_num_threads();
-  if (!world.is_leader() || !world.device().is_cpu() || saved.world_size != world.size()) return;
+  if (!world.is_leader() || !world.device().is_cpu() || saved.world_size != mesh.batch().size())
+    return;
   if (saved.threads == 0 || saved.threads == now) return;
   log::warning("checkpoint",
                "{} was saved with {} intra-op thread{} on each rank, and this run has {}. Sums are "

@@ -41,8 +41,9 @@
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
+class Mesh;
 class World;
-}
+}  // namespace lockstep
 
 namespace lockstep::train {
 
@@ -131,11 +132,12 @@ TensorDict unpack_tensors(const std::string& bytes);
 // This rank's generators as a checkpoint has them: "cpu", and "cuda" for its own GPU, which may
 // have another number when the run continues.
 TensorDict random_state(const World& world);
-void restore_random_state(const World& world, const Checkpoint& checkpoint);
+// Ranks that see the same samples get the same state.
+void restore_random_state(const Mesh& mesh, const Checkpoint& checkpoint);
 
 // Rank 0 warns when the number of intra-op threads differs from the saved run's, where the bits
 // would otherwise be those of an uninterrupted run: on the CPU, with the same number of ranks.
-void warn_of_other_threads(const World& world, const Checkpoint& checkpoint);
+void warn_of_other_threads(const Mesh& mesh, const Checkpoint& checkpoint);
 
 // scheduler.json: the schedule's name and factor after `step` steps (empty: none), the learning
 // rate of every parameter group, and how often a torch::optim::LRScheduler was stepped.

@@ -117,7 +117,7 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   TrainerState& state = run_.state;
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
-  const auto random = run_.world.all_gather(pack_tensors(random_state(run_.world)));
+  const auto random = run_.mesh.batch().all_gather(pack_tensors(random_state(run_.world)));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   whole_ = run_.gathered();
   TensorDict optimizer_state;  // of a sharded optimizer every rank sends its share

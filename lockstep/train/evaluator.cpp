@@ -61,7 +61,7 @@ Metrics Evaluator::evaluate() {
   World& world = run_.world;
   const TrainingArguments& a = run_.arguments;
   if (!loader_) {
-    loader_.emplace(data::loader(run_.task.eval_data, world,
+    loader_.emplace(data::loader(run_.task.eval_data, run_.mesh.batch(),
                                  {.batch_size = a.per_device_eval_batch_size,
                                   .evaluation = true,
                                   .num_workers = static_cast<int>(a.dataloader_num_workers),
@@ -85,7 +85,9 @@ Metrics Evaluator::evaluate() {
     row.push_back(total.defined() ? total.reshape({1}) : at::zeros({1}, sums.counts.options()));
   }
   at::Tensor all = at::cat(row);
-  if (world.size() > 1) world.all_reduce(all).wait();
+  if (run_.batch_ranks() > 1) run_.mesh.batch().all_reduce(all).wait();
+  // What follows from it (the best step, an early stop) is decided on every rank.
+  if (run_.batch_ranks() < world.size()) world.broadcast(all, 0).wait();
   all = all.cpu();
   mark_device_phase(ledger::Phase::kNone, world.device());
   const double* value = all.const_data_ptr<double>();

@@ -36,16 +36,23 @@ DdpOptions ddp_options(const TrainingArguments& a) {
 
 const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
-  run.parallelism = run.task.make_parallelism ? run.task.make_parallelism(module, run.world)
+  run.parallelism = run.task.make_parallelism ? run.task.make_parallelism(module, run.mesh)
                                               : std::make_shared<DataParallel>(
-                                                    *module, run.world, ddp_options(run.arguments));
+                                                    *module, run.mesh, ddp_options(run.arguments));
+  const Mesh& made = run.parallelism->mesh();
+  if (made.axes() != run.mesh.axes())
+    throw UsageError("trainer",
+                     "the task's parallelism has a mesh of {}, and the Trainer one of {}, by which "
+                     "it divides the samples. Give the Trainer the mesh, and make the parallelism "
+                     "with the one that it passes on.",
+                     made.text(), run.mesh.text());
   return run.parallelism;
 }
 
 data::Loader train_loader(const RunContext& run) {
   const TrainingArguments& a = run.arguments;
   return data::loader(
-      run.task.train_data, run.world,
+      run.task.train_data, run.mesh.batch(),
       {.batch_size = a.per_device_train_batch_size,
        .shuffle = run.task.sampler == nullptr,
        .drop_last = a.dataloader_drop_last,
@@ -105,7 +112,7 @@ Loop::Loop(const LoopParts& parts)
       metrics_(parts.metrics),
       checkpoints_(parts.checkpoints),
       evaluator_(parts.evaluator),
-      accumulation_steps_(accumulation_steps(run_.arguments, run_.world.size())),
+      accumulation_steps_(accumulation_steps(run_.arguments, run_.batch_ranks())),
       loader_(train_loader(run_)),
       plan_(plan_steps(run_.arguments, loader_.batches_per_epoch(), accumulation_steps_)),
       accumulation_(make_parallelism(run_), run_.task.module->parameters(),
@@ -149,13 +156,13 @@ void Loop::resume(const Checkpoint& checkpoint) {
   optimizer_.load(checkpoint);
   checkpoints_.resume(checkpoint);
   resume_data(checkpoint.position());
-  warn_of_other_threads(run_.world, checkpoint);
+  warn_of_other_threads(run_.mesh, checkpoint);
   if (!run_.world.is_leader()) return;
   const DataPosition& saved = checkpoint.position();
   const std::optional<Node> then = saved_arguments(checkpoint);
   resumed_batch_ = then && has_learning_rate_of(*then, run_.arguments)
                        ? saved.world_size * saved.batch_size * saved.accumulation
-                       : effective_batch(run_.arguments, run_.world.size());
+                       : effective_batch(run_.arguments, run_.batch_ranks());
   if (then) say_other_length(checkpoint, *then);
   log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
             run_.state.global_step, run_.state.epoch);
@@ -173,7 +180,7 @@ void Loop::resume_data(const DataPosition& saved) {
                         .size = saved.dataset_size,
                         .order = saved.order});
   }
-  const std::int64_t ranks = run_.world.size();
+  const std::int64_t ranks = run_.batch_ranks();
   const std::int64_t batch = a.per_device_train_batch_size;
   const bool same = saved.world_size == ranks && saved.batch_size == batch &&
                     saved.accumulation == accumulation_steps_;
@@ -227,7 +234,7 @@ void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) cons
 void Loop::advise_learning_rate() const {
   if (!run_.task.param_groups.empty() || run_.task.make_optimizer) return;  // with rates of its own
   const std::string advice =
-      learning_rate_advice(run_.arguments, run_.world.size(), resumed_batch_);
+      learning_rate_advice(run_.arguments, run_.batch_ranks(), resumed_batch_);
   if (!advice.empty()) log::info("trainer", "{}", advice);
   // A given max_steps was checked before the data was read.
   const std::string warmup = short_warmup_text(run_.arguments, plan_.max_steps);
@@ -266,7 +273,7 @@ void Loop::open(const std::string& resumed_from) {
   const auto& name = run_.arguments.run_name;
   log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch",
             name ? *name + ": " : std::string(), plan_.max_steps,
-            effective_batch_text(run_.arguments, run_.world.size()), loader_.dataset_size(),
+            effective_batch_text(run_.arguments, run_.batch_ranks()), loader_.dataset_size(),
             plan_.steps_per_epoch);
   advise_learning_rate();
 }
@@ -276,7 +283,7 @@ DataPosition Loop::position() const {
   return {.epoch = at.epoch,
           .cursor = at.cursor,
           .seed = static_cast<std::int64_t>(at.seed),
-          .world_size = run_.world.size(),
+          .world_size = run_.batch_ranks(),
           .batch_size = run_.arguments.per_device_train_batch_size,
           .accumulation = accumulation_steps_,
           .dataset_size = at.size,
@@ -501,7 +508,8 @@ void Loop::run() {
 // What DDP promises, looked at once at the end and before the last save: parameters that differ end
 // the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
-  if (std::exchange(compared_, true) || run_.world.size() == 1) return;
+  const int replicas = run_.mesh.size("data");
+  if (std::exchange(compared_, true) || replicas == 1) return;
   run_.parallelism->verify_parameters();
   std::string difference;
   try {
@@ -511,7 +519,7 @@ void Loop::compare_replicas() {
   }
   if (!run_.world.is_leader()) return;
   if (difference.empty())
-    log::info("trainer", "replicas identical on {} ranks", run_.world.size());
+    log::info("trainer", "replicas identical on {} ranks", replicas);
   else
     log::warning("trainer", "{}", difference);
 }

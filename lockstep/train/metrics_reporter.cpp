@@ -122,9 +122,9 @@ void MetricsReporter::show_step() {
 // Totals of all ranks: a collective where they have counted for themselves.
 MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
   at::Tensor all = sums;
-  if (!run_.arguments.average_tokens_across_devices && run_.world.size() > 1) {
+  if (!run_.arguments.average_tokens_across_devices && run_.batch_ranks() > 1) {
     all = sums.clone();
-    run_.world.all_reduce(all).wait();
+    run_.mesh.batch().all_reduce(all).wait();
   }
   ledger::add(ledger::Counter::kHostSyncs);
   {
@@ -151,7 +151,7 @@ void MetricsReporter::log(double learning_rate) {
   Metrics values{{"loss", loss}};
   if (grad_norm_.defined()) values.emplace_back("grad_norm", read_value(grad_norm_));
   values.emplace_back("learning_rate", learning_rate);
-  const double samples = static_cast<double>(std::exchange(samples_, 0)) * run_.world.size();
+  const double samples = static_cast<double>(std::exchange(samples_, 0)) * run_.batch_ranks();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
   if (const Waits& waits = control_.waits(); waits.data >= 0) {

@@ -13,7 +13,9 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
+#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
+#include "lockstep/train/checkpoint.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"
 
@@ -23,19 +25,35 @@ namespace {
 struct Trained {
   at::Tensor weights;
   std::vector<LogEntry> log;
+  std::int64_t tokens = 0;
+  std::vector<at::Tensor> seen;  // batches, in training and evaluation
 };
 
+std::shared_ptr<Parallelism> naive_shard(const std::shared_ptr<torch::nn::Module>& module,
+                                         Mesh mesh) {
+  return std::make_shared<testing::NaiveShard>(*module, std::move(mesh));
+}
+
 // 45 samples and 5 to evaluate on: short windows, batches that are not full, ranks without one.
-Trained run_trainer(World& world, const TrainingArguments& a, bool sharded) {
+Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, bool sharded) {
   torch::nn::Sequential net = network();
   TrainerTask task = task_for(net, dataset(45, 1), dataset(5, 2));
-  if (sharded)
-    task.make_parallelism = [](const std::shared_ptr<torch::nn::Module>& module, World ranks) {
-      return std::make_shared<testing::NaiveShard>(*module, std::move(ranks));
-    };
-  Trainer trainer(world, task, a);
+  if (sharded) task.make_parallelism = naive_shard;
+  Trained trained;
+  task.loss = [&, loss = task.loss](const data::Batch& batch) {
+    trained.seen.push_back(batch.data.clone());
+    return loss(batch);
+  };
+  Trainer trainer(mesh, task, a);
   trainer.train();
-  return {flat(*net), trainer.state().log_history};
+  trained.weights = flat(*net);
+  trained.log = trainer.state().log_history;
+  trained.tokens = trainer.state().num_input_tokens_seen;
+  return trained;
+}
+
+Trained run_trainer(World& world, const TrainingArguments& a, bool sharded) {
+  return run_trainer(sharded ? Mesh(world, {{"shard", -1}}) : Mesh(world), a, sharded);
 }
 
 TrainingArguments arguments_in(const std::string& folder) {
@@ -128,6 +146,136 @@ TEST_P(OwnParallelism, ResumesWhatEitherSaved) {
       a.resume_from_checkpoint.reset();
       world.barrier();
     }
+  });
+}
+
+// Ranks along "tensor" and "pipeline" see the same samples, which count once.
+class OwnMesh : public ::testing::TestWithParam<std::tuple<std::vector<MeshAxis>, const char*>> {
+ protected:
+  static void on_ranks(const std::function<void(const Mesh&)>& body) {
+    int ranks = 1;
+    for (const MeshAxis& axis : std::get<0>(GetParam())) ranks *= axis.size;
+    testing::ThreadOptions options;
+    options.world.backend = std::get<1>(GetParam());
+    testing::run_threads(
+        ranks, [&](World& world) { body(Mesh(world, std::get<0>(GetParam()))); }, options);
+  }
+  // A folder for each world of ranks that see different samples.
+  static std::string apart(const io::TemporaryDirectory& folder, const Mesh& mesh) {
+    return folder / std::to_string(mesh.rank("pipeline") + 2 * mesh.rank("tensor"));
+  }
+};
+
+TEST_P(OwnMesh, TrainsAndLogsAsItsBatchAxisAlone) {
+  for (const bool across : {true, false})
+    for (const bool sharded : {true, false}) {
+      const io::TemporaryDirectory folder;
+      on_ranks([&](const Mesh& mesh) {
+        TrainingArguments a = arguments_in(apart(folder, mesh));
+        a.average_tokens_across_devices = across;
+        a.max_grad_norm = 0.1;
+        const Trained expected = run_trainer(mesh.batch(), a, /*sharded=*/false);
+        a.output_dir = folder / "mesh";
+        const Trained got = run_trainer(mesh, a, sharded);
+        EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-5, 1e-6));
+        expect_same_log(got, expected, 1e-5);
+        EXPECT_EQ(got.tokens, expected.tokens);
+        ASSERT_EQ(got.seen.size(), expected.seen.size());
+        for (std::size_t i = 0; i < got.seen.size(); ++i)
+          EXPECT_TENSOR_EQ(got.seen[i], expected.seen[i]);
+        mesh.world().barrier();
+      });
+    }
+}
+
+// As many updates of the wanted size as the batch axis gives.
+TEST_P(OwnMesh, CountsTheGlobalBatchOverTheBatchAxis) {
+  const io::TemporaryDirectory folder;
+  on_ranks([&](const Mesh& mesh) {
+    TrainingArguments a = arguments_in(folder.path());
+    a.gradient_accumulation_steps = 1;
+    a.global_batch_size = 32;
+    run_trainer(mesh, a, /*sharded=*/true);
+    mesh.world().barrier();
+    const DataPosition& saved = Checkpoint(folder / "checkpoint-4").position();
+    EXPECT_EQ(saved.world_size, mesh.batch().size());
+    EXPECT_EQ(saved.world_size * saved.batch_size * saved.accumulation, 32);
+    mesh.world().barrier();
+  });
+}
+
+// Another mesh goes on where this one was, and so does this one after another.
+TEST_P(OwnMesh, ResumesUnderAnotherMesh) {
+  const io::TemporaryDirectory folder;
+  on_ranks([&](const Mesh& mesh) {
+    TrainingArguments a = arguments_in(folder / "mesh");
+    a.gradient_accumulation_steps = 1;
+    a.global_batch_size = 32;
+    a.per_device_train_batch_size = 2;
+    const Trained expected = run_trainer(mesh, a, /*sharded=*/true);
+    mesh.world().barrier();
+    a.resume_from_checkpoint = a.output_dir + "/checkpoint-4";
+    a.output_dir = folder / "as_data";
+    const Trained got = run_trainer(mesh.world(), a, /*sharded=*/false);
+    EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-4, 1e-5));
+    mesh.world().barrier();
+    a.resume_from_checkpoint = a.output_dir + "/checkpoint-8";
+    a.max_steps = 9;
+    a.output_dir = folder / "back";
+    run_trainer(mesh, a, /*sharded=*/true);
+    mesh.world().barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Meshes, OwnMesh,
+    ::testing::Values(std::tuple(std::vector<MeshAxis>{{"tensor", 2}}, "shm"),
+                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "shm"),
+                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "gloo"),
+                      std::tuple(std::vector<MeshAxis>{{"pipeline", 2}, {"shard", 2}}, "gloo"),
+                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"shard", 2}}, "shm")),
+    [](const auto& mesh) {
+      std::string name = std::get<1>(mesh.param);
+      for (const MeshAxis& axis : std::get<0>(mesh.param))
+        name += "_" + axis.name + std::to_string(axis.size);
+      return name;
+    });
+
+// Generators are the process's, so ranks are processes here.
+TEST(OwnMeshProcesses, RanksThatSeeTheSameSamplesDrawTheSameNumbers) {
+  const io::TemporaryDirectory folder;
+  const auto ranks = testing::run_processes(4, [&](World& world) {
+    const Mesh mesh(world, {{"data", 2}, {"tensor", 2}});
+    torch::nn::Sequential net = network();
+    net->push_back(torch::nn::Dropout(0.5));
+    const auto train = [&](const std::string& name, const std::string& resumed) {
+      const TrainerTask task = task_for(net, dataset(45, 1), dataset(5, 2));
+      TrainingArguments a = arguments_in(folder / name);
+      a.max_grad_norm = 1;
+      if (!resumed.empty()) a.resume_from_checkpoint = folder / resumed;
+      Trainer(mesh, task, a).train();
+      world.barrier();
+      return flat(*net);
+    };
+    const at::Tensor whole = train("whole", "");
+    for (const at::Tensor& other : mesh.world().all_gather(whole)) EXPECT_TENSOR_EQ(other, whole);
+    EXPECT_TENSOR_EQ(train("rest", "whole/checkpoint-4"), whole);
+    const auto drawn = mesh["data"].all_gather(at::rand({4}));
+    EXPECT_FALSE(drawn[0].equal(drawn[1]));
+  });
+  for (const auto& rank : ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
+}
+
+TEST(OwnMeshRefusals, AParallelismOfAnotherMesh) {
+  const io::TemporaryDirectory folder;
+  testing::run_threads(2, [&](World& world) {
+    TrainerTask task = task_for(network(), dataset(45, 1));
+    task.make_parallelism = [](const std::shared_ptr<torch::nn::Module>& module, Mesh mesh) {
+      return naive_shard(module, Mesh(mesh.world(), {{"tensor", 2}}));
+    };
+    Trainer trainer(world, task, arguments_in(folder.path()));
+    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                ::testing::HasSubstr("has a mesh of tensor 2, and the Trainer one of data 2"));
   });
 }
 

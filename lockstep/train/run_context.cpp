@@ -33,7 +33,7 @@ void RunContext::out_of_memory(const std::string& what, Phase phase) const {
                     state.global_step, first_line, evaluation_memory_advice(arguments)));
   throw Error("trainer", fmt::format("rank {}: out of memory in step {} ({}). {}", world.rank(),
                                      state.global_step + 1, first_line,
-                                     out_of_memory_advice(arguments, world.size())));
+                                     out_of_memory_advice(arguments, batch_ranks())));
 }
 
 }  // namespace lockstep::train

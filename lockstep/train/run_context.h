@@ -12,7 +12,7 @@
 #include <new>
 #include <string>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/task.h"
 
@@ -28,9 +28,10 @@ inline std::uint64_t data_seed(const TrainingArguments& a) {
 enum class Phase { kTraining, kEvaluation };
 
 struct RunContext {
-  World world;
+  Mesh mesh;
   TrainerTask task;
   TrainingArguments arguments;
+  World& world = mesh.world();
   TrainerState state{};
   std::shared_ptr<Parallelism> parallelism{};  // from Loop's constructor on
   optim::Optimizer* optimizer = nullptr;       // while there is one
@@ -40,6 +41,8 @@ struct RunContext {
   bool writes() const {
     return arguments.save_on_each_node ? world.local_rank() == 0 : world.is_leader();
   }
+  // Ranks over which samples are divided. The others see the same ones as one of these.
+  int batch_ranks() const { return mesh.batch().size(); }
   bool at_last_step() const { return state.global_step >= state.max_steps; }
 
   // The model's parameters are whole while it is held. Collective.

@@ -121,10 +121,10 @@ std::int64_t accumulation_of(const CheckpointParts& parts) {
   return parts.accumulation != nullptr ? parts.accumulation->steps() : 1;
 }
 
-train::DataPosition position_of(const CheckpointParts& parts, const World& world,
+train::DataPosition position_of(const CheckpointParts& parts, const Mesh& mesh,
                                 std::int64_t epoch) {
   train::DataPosition position{
-      .epoch = epoch, .world_size = world.size(), .threads = at::get_num_threads()};
+      .epoch = epoch, .world_size = mesh.batch().size(), .threads = at::get_num_threads()};
   if (parts.loader == nullptr) return position;
   const data::SamplerState at = parts.loader->state();
   position.epoch = at.epoch;
@@ -151,20 +151,20 @@ void restore_loader(data::Loader& loader, const train::Checkpoint& checkpoint) {
                      .order = saved.order});
 }
 
-void note_other_batch(const CheckpointParts& parts, const World& world,
+void note_other_batch(const CheckpointParts& parts, const Mesh& mesh,
                       const train::DataPosition& saved) {
-  if (parts.loader == nullptr || !world.is_leader()) return;
+  if (parts.loader == nullptr || !mesh.world().is_leader()) return;
+  const int ranks = mesh.batch().size();
   const std::int64_t batch = parts.loader->options().batch_size;
   const std::int64_t accumulation = accumulation_of(parts);
-  if (saved.world_size == world.size() && saved.batch_size == batch &&
-      saved.accumulation == accumulation)
+  if (saved.world_size == ranks && saved.batch_size == batch && saved.accumulation == accumulation)
     return;
   log::warning("checkpoint",
                "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} x "
                "{}: the samples come in the same order, each once per epoch; the effective batch "
                "is {} instead of {}.",
-               saved.world_size, saved.batch_size, saved.accumulation, world.size(), batch,
-               accumulation, world.size() * batch * accumulation,
+               saved.world_size, saved.batch_size, saved.accumulation, ranks, batch, accumulation,
+               ranks * batch * accumulation,
                saved.world_size * saved.batch_size * saved.accumulation);
 }
 
@@ -175,12 +175,12 @@ double epoch_progress(const train::DataPosition& position) {
   return epoch + static_cast<double>(position.cursor) / static_cast<double>(position.dataset_size);
 }
 
-train::CheckpointContents contents_of(const CheckpointParts& parts, const World& world,
+train::CheckpointContents contents_of(const CheckpointParts& parts, const Mesh& mesh,
                                       const SaveOptions& options) {
   train::CheckpointContents all;
   all.files = parts.model_files;
   all.model = train::saved_tensors(*parts.module, all.files, /*copy_buffers=*/false);
-  all.position = position_of(parts, world, options.epoch);
+  all.position = position_of(parts, mesh, options.epoch);
   all.state.global_step = options.step;
   all.state.epoch = epoch_progress(all.position);
   if (parts.loader != nullptr) all.state.train_batch_size = parts.loader->options().batch_size;
@@ -193,14 +193,16 @@ train::CheckpointContents contents_of(const CheckpointParts& parts, const World&
   return all;
 }
 
-// What a rank contributes: its step, then its generators.
-std::string contribution_of(const CheckpointParts& parts, const World& world,
+// What a rank contributes: its step, then its generators. Ranks that see the same samples have the
+// same generators; the first of them contributes those.
+std::string contribution_of(const CheckpointParts& parts, const Mesh& mesh,
                             const SaveOptions& options) {
   check_parts(parts);
   if (options.step < 0)
     throw UsageError("checkpoint", "step is {}, and must not be negative.", options.step);
   std::string text = fmt::format("{}\n", options.step);
-  if (parts.rng) text += train::pack_tensors(train::random_state(world));
+  const bool first = mesh.rank("pipeline") == 0 && mesh.rank("tensor") == 0;
+  if (parts.rng && first) text += train::pack_tensors(train::random_state(mesh.world()));
   return text;
 }
 
@@ -296,10 +298,11 @@ void OptimizerPart::set_learning_rates(const std::vector<double>& rates) const {
 
 // ---------------------------------------------------------------- save and resume
 
-std::string save_checkpoint(const std::string& directory, World world, const CheckpointParts& parts,
+std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options) {
+  World& world = mesh.world();
   const std::vector<std::string> ranks =
-      world.agree([&] { return contribution_of(parts, world, options); });
+      world.agree([&] { return contribution_of(parts, mesh, options); });
   check_same_step(ranks);
   const std::string path = train::checkpoint_path(directory, options.step);
   TensorDict sharded;
@@ -311,11 +314,13 @@ std::string save_checkpoint(const std::string& directory, World world, const Che
     if (!world.is_leader()) return {};
     if (!saver) {
       clear_way(directory, path, options.step);
-      train::CheckpointContents all = contents_of(parts, world, options);
+      train::CheckpointContents all = contents_of(parts, mesh, options);
       all.optimizer = parts.optimizer.collective() ? std::move(sharded)
                                                    : parts.optimizer.state_dict(*parts.module);
-      for (const std::string& rank : ranks)
-        all.rng.push_back(train::unpack_tensors(rank.substr(rank.find('\n') + 1)));
+      for (const std::string& rank : ranks) {
+        const std::string generators = rank.substr(rank.find('\n') + 1);
+        if (!generators.empty()) all.rng.push_back(train::unpack_tensors(generators));
+      }
       saver.emplace(train::SaverOptions{
           .output_dir = directory, .limit = options.save_total_limit, .copy = false});
       saver->begin(std::move(all), options.retain);
@@ -334,8 +339,9 @@ std::string save_checkpoint(const std::string& directory, World world, const Che
   return path;
 }
 
-std::optional<Resumed> resume(const std::string& directory, World world,
-                              const CheckpointParts& parts, const ResumeOptions& options) {
+std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
+                              const ResumeOptions& options) {
+  World& world = mesh.world();
   const std::string path = world.agree([&]() -> std::string {
     check_parts(parts);
     if (!world.is_leader()) return {};
@@ -367,13 +373,13 @@ std::optional<Resumed> resume(const std::string& directory, World world,
       if (!text.empty())
         parts.scaler->load_state_dict(train::parse_scaler_text(text, path + "/scaler.json"));
     }
-    if (parts.rng && checkpoint->resumable()) train::restore_random_state(world, *checkpoint);
+    if (parts.rng && checkpoint->resumable()) train::restore_random_state(mesh, *checkpoint);
   });
 
   const train::DataPosition& position = checkpoint->position();
   const train::TrainerState& saved = checkpoint->state();
-  note_other_batch(parts, world, position);
-  train::warn_of_other_threads(world, *checkpoint);
+  note_other_batch(parts, mesh, position);
+  train::warn_of_other_threads(mesh, *checkpoint);
   ledger::continue_at(saved.global_step);
   if (world.is_leader()) {
     train::LoopDirectory::hold(directory).resumed({.checkpoint = path, .step = saved.global_step});

@@ -36,7 +36,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/optimizer.h"
@@ -113,7 +113,7 @@ struct SaveOptions {
 // neither wrote nor resumed from, and those of higher steps, are moved to <directory>/earlier-<n>/:
 // none is replaced or deleted, and the highest step is the one that is resumed from. Throws for a
 // full disk too; the older checkpoints are unharmed.
-std::string save_checkpoint(const std::string& directory, World world, const CheckpointParts& parts,
+std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options);
 
 struct ResumeOptions {
@@ -125,7 +125,7 @@ struct Resumed {
   std::string path;
   std::int64_t step = 0;
   std::int64_t epoch = 0;       // the one to continue with; empty if it was at its end
-  std::int64_t world_size = 0;  // in the run that saved
+  std::int64_t world_size = 0;  // in the run that saved: the ranks that divided the samples
   train::Metrics metrics;
 };
 
@@ -133,8 +133,8 @@ struct Resumed {
 // resume from. Folders that are damaged are skipped with a warning. Make it the last call before
 // the loop: drawing random numbers after it changes the run. UsageError for a checkpoint of another
 // model, dataset or optimizer; some parts may be restored by then.
-std::optional<Resumed> resume(const std::string& directory, World world,
-                              const CheckpointParts& parts, const ResumeOptions& options = {});
+std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
+                              const ResumeOptions& options = {});
 
 // Optimizer steps from here to the end of a run of `epochs` epochs, of which `epoch` is under way.
 // On another number of ranks an epoch has another number of steps, so a schedule's total_steps is

@@ -65,7 +65,7 @@ struct TrainerTask {
   std::function<std::unique_ptr<optim::Optimizer>(Parallelism&)> make_optimizer{};
   // Another way for ranks to train `module` than DistributedDataParallel, whose keys have no effect
   // then.
-  std::function<std::shared_ptr<Parallelism>(std::shared_ptr<torch::nn::Module>, World)>
+  std::function<std::shared_ptr<Parallelism>(std::shared_ptr<torch::nn::Module>, Mesh)>
       make_parallelism{};
   // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
   // so many optimizer steps.

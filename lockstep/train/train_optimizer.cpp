@@ -118,7 +118,7 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
 
 ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
   if (run.arguments.shard_optimizer != "auto") return {};
-  ShardFacts facts{.ranks = run.world.size()};
+  ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
   facts.tune = run.world.any(run.arguments.tune.has_value());
   std::string unable;
@@ -127,7 +127,7 @@ ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
   } catch (const UsageError& e) {
     unable = e.what();
   }
-  facts.share_memory = run.world.device().is_cpu() && run.world.shares_memory();
+  facts.share_memory = run.world.device().is_cpu() && run.mesh.batch().shares_memory();
   facts.lack_room = !facts.share_memory && run.world.any(lacks_room(run.world, state_bytes));
   facts.unable = run.world.any(!unable.empty());
   if (run.world.is_leader() && !unable.empty() && (facts.share_memory || facts.lack_room))
@@ -144,8 +144,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run) {
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",
               reason.empty() ? run.parallelism->text()
-                             : fmt::format("sharded over {} rank{} ({})", run.world.size(),
-                                           run.world.size() == 1 ? "" : "s", reason));
+                             : fmt::format("sharded over {} rank{} ({})", run.batch_ranks(),
+                                           run.batch_ranks() == 1 ? "" : "s", reason));
   if (run.world.is_leader() && !reason.empty() && run.arguments.ddp_bucket_cap_mb)
     log::warning("trainer",
                  "ddp_bucket_cap_mb {} has no effect: the sharded optimizer averages gradients in "

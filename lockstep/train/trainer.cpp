@@ -45,13 +45,14 @@ void set_log_level(const TrainingArguments& a, const World& world) {
     log::set_level(level_of(name, log::Level::kWarning));
 }
 
-void set_switches(const TrainingArguments& a, const World& world) {
-  set_log_level(a, world);
+// Ranks that see the same samples draw the same numbers for them.
+void set_switches(const TrainingArguments& a, const Mesh& mesh) {
+  set_log_level(a, mesh.world());
   const auto seed = static_cast<std::uint64_t>(a.seed);
   if (a.full_determinism) {
-    optim::full_determinism(seed, world.rank());
+    optim::full_determinism(seed, mesh.batch().rank());
   } else {
-    optim::seed_everything(seed, world.rank());
+    optim::seed_everything(seed, mesh.batch().rank());
   }
   if (a.tf32) optim::set_tf32(*a.tf32);
 }
@@ -61,8 +62,8 @@ void set_switches(const TrainingArguments& a, const World& world) {
 // The parts of a run, in the order in which they depend on each other.
 class TrainerImpl {
  public:
-  TrainerImpl(World world, TrainerTask task, TrainingArguments arguments)
-      : run_{std::move(world), std::move(task), std::move(arguments)} {
+  TrainerImpl(Mesh mesh, TrainerTask task, TrainingArguments arguments)
+      : run_{std::move(mesh), std::move(task), std::move(arguments)} {
     check_arguments(run_.arguments);
     expand_paths(run_.arguments);
     check_task(run_.task);
@@ -90,7 +91,7 @@ class TrainerImpl {
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
 // and generators last, because everything before may draw from them.
 void TrainerImpl::prepare() {
-  set_switches(run_.arguments, run_.world);
+  set_switches(run_.arguments, run_.mesh);
   control_.connect();
   run_.task.module->to(run_.world.device());
   const std::string path = checkpoints_.choose();
@@ -104,7 +105,7 @@ void TrainerImpl::prepare() {
   loop_.emplace(LoopParts{run_, control_, metrics_, checkpoints_, evaluator_});
   if (checkpoint) loop_->resume(*checkpoint);
   loop_->open(path);
-  if (checkpoint) restore_random_state(run_.world, *checkpoint);
+  if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
 }
 
 TrainResult TrainerImpl::train() {
@@ -231,8 +232,8 @@ WorldOptions world_options(const TrainingArguments& arguments) {
   return options;
 }
 
-Trainer::Trainer(World world, TrainerTask task, TrainingArguments arguments)
-    : impl_(std::make_unique<train::TrainerImpl>(std::move(world), std::move(task),
+Trainer::Trainer(Mesh mesh, TrainerTask task, TrainingArguments arguments)
+    : impl_(std::make_unique<train::TrainerImpl>(std::move(mesh), std::move(task),
                                                  std::move(arguments))) {}
 Trainer::~Trainer() = default;
 

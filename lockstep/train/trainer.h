@@ -23,7 +23,7 @@
 
 #include <memory>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/observer.h"
 #include "lockstep/train/task.h"
@@ -40,9 +40,9 @@ WorldOptions world_options(const TrainingArguments& arguments);
 
 class Trainer {
  public:
-  // Throws UsageError for arguments that contradict each other and a task without a module, a loss
-  // or data.
-  Trainer(World world, TrainerTask task, TrainingArguments arguments);
+  // A World is a mesh too. Throws UsageError for arguments that contradict each other and a task
+  // without a module, a loss or data.
+  Trainer(Mesh mesh, TrainerTask task, TrainingArguments arguments);
   ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;

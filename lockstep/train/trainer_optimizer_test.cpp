@@ -118,7 +118,7 @@ TEST(OwnOptimizer, MayBeMadeByTheTask) {
   made.task.make_optimizer = [net = made.net, given = std::exchange(made.task.param_groups, {})](
                                  Parallelism& parallelism) {
     return std::make_unique<optim::ReplicatedOptimizer>(net->named_parameters().pairs(), given,
-                                                        parallelism.world());
+                                                        parallelism.mesh().world());
   };
   Trainer(World{}, made.task, a).train();
   EXPECT_TRUE(torch::equal(flat(*groups.net), flat(*made.net)));

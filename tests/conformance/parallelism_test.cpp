@@ -1,0 +1,382 @@
+// What every Parallelism promises (lockstep/parallel/parallelism.h), on each implementation: the
+// conformance suite of that interface. A new one is a row of `implementations`.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/naive_shard.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+struct Implementation {
+  std::string name;
+  std::vector<MeshAxis> axes;
+  bool sharded;  // make_optimizer's argument
+  std::function<std::shared_ptr<Parallelism>(const torch::nn::Module&, const Mesh&)> make;
+};
+
+template <typename Class>
+std::shared_ptr<Parallelism> make_one(const torch::nn::Module& module, const Mesh& mesh) {
+  return std::make_shared<Class>(module, mesh);
+}
+
+const std::vector<Implementation>& implementations() {
+  using testing::NaiveShard;
+  static const std::vector<Implementation> all{
+      {"data_parallel", {{"data", -1}}, false, make_one<DataParallel>},
+      {"sharded_optimizer", {{"data", -1}}, true, make_one<DataParallel>},
+      {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
+      {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
+  return all;
+}
+
+// A weight that is used twice, a frozen one, a buffer.
+struct Net : torch::nn::Module {
+  explicit Net(int seed) {
+    const auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed));
+    const auto made = [&](at::IntArrayRef sizes) { return at::randn(sizes, random) * 0.5; };
+    first = register_parameter("first", made({6, 6}));
+    bias = register_parameter("bias", made({6}));
+    frozen = register_parameter("frozen", made({6}), /*requires_grad=*/false);
+    last = register_parameter("last", made({6, 3}));
+    scale = register_parameter("scale", made({3}));
+    seen = register_buffer("seen", at::full({1}, seed, at::kFloat));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor hidden = (x.matmul(first) + bias).tanh().matmul(first) * frozen;
+    return hidden.matmul(last) * scale;
+  }
+  at::Tensor first, bias, frozen, last, scale, seen;
+};
+
+at::Tensor batch(int number) {
+  const auto random = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t(100 + number));
+  return at::randn({4, 6}, random);
+}
+
+at::Tensor loss_of(Net& net, const at::Tensor& x) {
+  return net.forward(x).square().mean();
+}
+
+at::Tensor flat(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
+  return at::cat(all);
+}
+
+optim::NamedParameters names_of(const torch::nn::Module& module) {
+  return module.named_parameters().pairs();
+}
+
+std::vector<optim::ParamGroup> groups_of(const Net& net, const optim::Rule& rule) {
+  return {{{net.first, net.bias}, rule}, {{net.last, net.scale}, rule}};
+}
+
+const optim::AdamWOptions kAdamW{.lr = 0.05};
+
+// The same training in one process: batch `step * ranks + r` of every rank r, averaged.
+class Reference {
+ public:
+  Reference(int ranks, const optim::Rule& rule)
+      : ranks_(ranks), optimizer(names_of(net), groups_of(net, rule)) {}
+  optim::StepResult step(int number, const optim::StepOptions& options = {}) {
+    for (int rank = 0; rank < ranks_; ++rank)
+      (loss_of(net, batch(number * ranks_ + rank)) / ranks_).backward();
+    const optim::StepResult result = optimizer.step(options);
+    optimizer.zero_grad();
+    return result;
+  }
+
+ private:
+  int ranks_;
+
+ public:
+  Net net{0};
+  optim::ReplicatedOptimizer optimizer;
+};
+
+// One of several ranks, whose weights were other than rank 0's before.
+class Rank {
+ public:
+  Rank(const Implementation& kind, const Mesh& mesh, const optim::Rule& rule)
+      : module(std::make_shared<Net>(mesh.world().rank())),
+        parallelism(kind.make(net, mesh)),
+        optimizer(parallelism->make_optimizer(groups_of(net, rule), kind.sharded)) {}
+
+  at::Tensor mine(int number) const {
+    World& ranks = parallelism->mesh().batch();
+    return batch(number * ranks.size() + ranks.rank());
+  }
+  void backward(const at::Tensor& x, double factor, bool last) {
+    parallelism->before_forward();
+    parallelism->backward(parallelism->watch(loss_of(net, x) * factor), last);
+  }
+  optim::StepResult step(int number, const optim::StepOptions& options = {}) {
+    backward(mine(number), 1, /*last=*/true);
+    const optim::StepResult result = optimizer->step(options);
+    optimizer->zero_grad();
+    return result;
+  }
+  at::Tensor weights() {
+    const std::shared_ptr<void> whole = parallelism->gathered();
+    return flat(net).clone();
+  }
+
+  std::shared_ptr<Net> module;
+  Net& net = *module;
+  std::shared_ptr<Parallelism> parallelism;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+void expect_close(const at::Tensor& got, const at::Tensor& expected) {
+  EXPECT_TRUE(at::allclose(got, expected, 1e-5, 1e-6)) << (got - expected).abs().max();
+}
+
+using Parameters = std::tuple<std::size_t, int, const char*>;
+
+class ParallelismConformance : public ::testing::TestWithParam<Parameters> {
+ protected:
+  static const Implementation& kind() { return implementations()[std::get<0>(GetParam())]; }
+  static void on_ranks(const std::function<void(const Mesh&)>& body) {
+    testing::ThreadOptions options;
+    options.world.backend = std::get<2>(GetParam());
+    testing::run_threads(
+        std::get<1>(GetParam()), [&](World& world) { body(Mesh(world, kind().axes)); }, options);
+  }
+};
+
+TEST_P(ParallelismConformance, BeginsWithTheTensorsOfRankZero) {
+  on_ranks([](const Mesh& mesh) {
+    Rank rank(kind(), mesh, kAdamW);
+    EXPECT_TENSOR_EQ(rank.weights(), flat(Net(0)));
+    EXPECT_EQ(rank.net.seen.item<float>(), 0);
+    EXPECT_EQ(rank.parallelism->mesh().text(), mesh.text());
+    EXPECT_FALSE(rank.parallelism->text().empty());
+  });
+}
+
+TEST_P(ParallelismConformance, TrainsAsOneProcessOnAllSamples) {
+  for (const optim::Rule& rule :
+       {optim::Rule(kAdamW), optim::Rule(optim::SGDOptions{.lr = 0.1, .momentum = 0.9})})
+    on_ranks([&](const Mesh& mesh) {
+      Reference one(mesh.batch().size(), rule);
+      Rank rank(kind(), mesh, rule);
+      for (int step = 0; step < 5; ++step) {
+        one.step(step);
+        rank.step(step);
+      }
+      expect_close(rank.weights(), flat(one.net));
+      rank.parallelism->verify_parameters();
+      rank.parallelism->verify_buffers();
+    });
+}
+
+TEST_P(ParallelismConformance, PassesBeforeTheLastAddUp) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    for (int step = 0; step < 3; ++step) {
+      one.step(step);
+      // The batch in halves.
+      const auto halves = rank.mine(step).chunk(2);
+      rank.backward(halves[0], 0.5, /*last=*/false);
+      rank.backward(halves[1], 0.5, /*last=*/true);
+      rank.optimizer->step();
+      rank.optimizer->zero_grad();
+    }
+    expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+TEST_P(ParallelismConformance, ClipsByTheNormOfTheWholeGradient) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    for (int step = 0; step < 3; ++step) {
+      const optim::StepOptions options{.max_grad_norm = 0.001};
+      const double expected = one.step(step, options).norm();
+      EXPECT_GT(expected, 0.001);
+      EXPECT_NEAR(rank.step(step, options).norm(), expected, 1e-5 * expected);
+    }
+    expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+TEST_P(ParallelismConformance, SkipsAStepOnAllRanksOrNone) {
+  on_ranks([](const Mesh& mesh) {
+    Rank rank(kind(), mesh, kAdamW);
+    rank.step(0, {.skip_non_finite = true});
+    const at::Tensor before = rank.weights();
+    const bool last = mesh.batch().rank() == mesh.batch().size() - 1;
+    const double factor = last ? std::numeric_limits<double>::infinity() : 1;
+    rank.backward(rank.mine(1), factor, /*last=*/true);
+    EXPECT_TRUE(rank.optimizer->step({.skip_non_finite = true}).was_skipped());
+    rank.optimizer->zero_grad();
+    EXPECT_TENSOR_EQ(rank.weights(), before);
+    EXPECT_FALSE(rank.step(2, {.skip_non_finite = true}).was_skipped());
+    EXPECT_FALSE(rank.weights().equal(before));
+  });
+}
+
+// Here or by the caller, who scales what this rank holds of the averages.
+TEST_P(ParallelismConformance, AveragesCanBeScaledBeforeAStep) {
+  on_ranks([](const Mesh& mesh) {
+    const optim::SGDOptions sgd{.lr = 0.1};
+    Reference one(mesh.batch().size(), optim::SGDOptions{.lr = 0.4});
+    Rank rank(kind(), mesh, sgd);
+    one.step(0);
+    rank.backward(rank.mine(0), 1, /*last=*/true);
+    if (!rank.parallelism->scale_averages(4))
+      for (const at::Tensor& parameter : rank.net.parameters())
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(4);
+    rank.optimizer->step();
+    expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+// Rank r has r + 1 samples of its window's batches; the mean is that over all samples.
+TEST_P(ParallelismConformance, AccumulationWeighsBySamples) {
+  on_ranks([](const Mesh& mesh) {
+    const optim::SGDOptions sgd{.lr = 0.1};
+    World& ranks = mesh.batch();
+    Reference one(1, sgd);
+    std::vector<at::Tensor> all;
+    const auto samples_of = [](int rank, int micro) {
+      return batch(10 * micro + rank).slice(0, 0, std::min(4, rank + 1));
+    };
+    for (int r = 0; r < ranks.size(); ++r)
+      for (int micro = 0; micro < 2; ++micro) all.push_back(samples_of(r, micro));
+    const at::Tensor expected = loss_of(one.net, at::cat(all));
+    expected.backward();
+    one.optimizer.step();
+
+    Rank rank(kind(), mesh, sgd);
+    Accumulation accumulation(rank.parallelism, rank.net.parameters(), {.steps = 2});
+    for (int micro = 0; micro < 2; ++micro) {
+      const at::Tensor x = samples_of(ranks.rank(), micro);
+      rank.parallelism->before_forward();
+      const at::Tensor loss = rank.parallelism->watch(loss_of(rank.net, x));
+      EXPECT_EQ(accumulation.backward(loss, {.count = x.size(0)}), micro == 1);
+    }
+    rank.optimizer->step();
+    expect_close(rank.weights(), flat(one.net));
+    EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), at::cat(all).size(0));
+    EXPECT_NEAR(accumulation.last_window().loss.item<double>(), expected.item<double>(), 1e-6);
+  });
+}
+
+// The state is whole, named after parameters, and continues anywhere.
+TEST_P(ParallelismConformance, ItsStateIsThatOfOneProcess) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    for (int step = 0; step < 3; ++step) {
+      one.step(step);
+      rank.step(step);
+    }
+    const optim::TensorDict state = rank.optimizer->state_dict();
+    const optim::TensorDict expected = one.optimizer.state_dict();
+    ASSERT_EQ(state.size(), expected.size());
+    for (const auto& [name, tensor] : expected) {
+      ASSERT_TRUE(state.contains(name)) << name;
+      EXPECT_TRUE(at::allclose(state.at(name), tensor, 1e-4, 1e-6)) << name;
+    }
+    EXPECT_TRUE(rank.optimizer->state_dict({.wanted = false}).empty());
+
+    // Into one that begins elsewhere.
+    Rank other(kind(), mesh, kAdamW);
+    {
+      const std::shared_ptr<void> whole = other.parallelism->gathered();
+      const torch::NoGradGuard no_grad;
+      const auto from = one.net.parameters();
+      const auto to = other.net.parameters();
+      for (std::size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).copy_(from[i]);
+      other.optimizer->sync_from_model();
+    }
+    other.optimizer->load_state_dict(expected);
+    one.step(3);
+    other.step(3);
+    expect_close(other.weights(), flat(one.net));
+  });
+}
+
+TEST_P(ParallelismConformance, OptionsOfAGroupMayChangeBetweenSteps) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    one.step(0);
+    rank.step(0);
+    one.optimizer.set_lr(1, 0);
+    rank.optimizer->set_lr(1, 0);
+    one.step(1);
+    rank.step(1);
+    expect_close(rank.weights(), flat(one.net));
+    EXPECT_EQ(rank.optimizer->lr(0), 0.05);
+    EXPECT_EQ(rank.optimizer->lr(1), 0);
+  });
+}
+
+TEST_P(ParallelismConformance, ParametersAreWholeWhileItIsAskedFor) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    one.step(0);
+    rank.step(0);
+    const torch::NoGradGuard no_grad;
+    const std::shared_ptr<void> whole = rank.parallelism->gathered();
+    for (int number = 0; number < 1 + mesh.world().rank(); ++number)  // no collective
+      expect_close(loss_of(rank.net, batch(number)), loss_of(one.net, batch(number)));
+  });
+}
+
+// What it cannot do is a UsageError, and leaves it as it was.
+TEST_P(ParallelismConformance, RefusesWhatItCannotDo) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    for (const std::function<void()>& ask :
+         std::vector<std::function<void()>>{[&] { rank.parallelism->check_shardable(); },
+                                            [&] { rank.parallelism->set_bucket_cap_mb(1); }}) {
+      try {
+        ask();
+      } catch (const UsageError& e) {
+        EXPECT_FALSE(std::string(e.what()).empty());
+      }
+    }
+    one.step(0);
+    rank.step(0);
+    expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+std::string show(const ::testing::TestParamInfo<Parameters>& info) {
+  const auto& [kind, ranks, backend] = info.param;
+  return implementations()[kind].name + "_" + backend + std::to_string(ranks);
+}
+
+INSTANTIATE_TEST_SUITE_P(Shm, ParallelismConformance,
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 4),
+                                            ::testing::Values(1, 2, 3, 4, 7),
+                                            ::testing::Values("shm")),
+                         show);
+INSTANTIATE_TEST_SUITE_P(Gloo, ParallelismConformance,
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 4),
+                                            ::testing::Values(2, 3), ::testing::Values("gloo")),
+                         show);
+
+}  // namespace
+}  // namespace lockstep
