@@ -35,9 +35,10 @@ std::shared_ptr<Parallelism> naive_shard(const std::shared_ptr<torch::nn::Module
 }
 
 // 45 samples and 5 to evaluate on: short windows, batches that are not full, ranks without one.
-Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, bool sharded) {
+Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, bool sharded,
+                    std::int64_t samples = 45) {
   torch::nn::Sequential net = network();
-  TrainerTask task = task_for(net, dataset(45, 1), dataset(5, 2));
+  TrainerTask task = task_for(net, dataset(samples, 1), dataset(5, 2));
   if (sharded) task.make_parallelism = naive_shard;
   Trained trained;
   task.loss = [&, loss = task.loss](const data::Batch& batch) {
@@ -204,25 +205,27 @@ TEST_P(OwnMesh, CountsTheGlobalBatchOverTheBatchAxis) {
   });
 }
 
-// Another mesh goes on where this one was, and so does this one after another.
+// Another mesh goes on where this one was, and so does this one after another. Every window is
+// full: how a shorter one is filled depends on the number of ranks that share it.
 TEST_P(OwnMesh, ResumesUnderAnotherMesh) {
   const io::TemporaryDirectory folder;
+  constexpr std::int64_t kSamples = 64;
   on_ranks([&](const Mesh& mesh) {
     TrainingArguments a = arguments_in(folder / "mesh");
     a.gradient_accumulation_steps = 1;
     a.global_batch_size = 32;
     a.per_device_train_batch_size = 2;
-    const Trained expected = run_trainer(mesh, a, /*sharded=*/true);
+    const Trained expected = run_trainer(mesh, a, /*sharded=*/true, kSamples);
     mesh.world().barrier();
     a.resume_from_checkpoint = a.output_dir + "/checkpoint-4";
     a.output_dir = folder / "as_data";
-    const Trained got = run_trainer(mesh.world(), a, /*sharded=*/false);
+    const Trained got = run_trainer(mesh.world(), a, /*sharded=*/false, kSamples);
     EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-4, 1e-5));
     mesh.world().barrier();
     a.resume_from_checkpoint = a.output_dir + "/checkpoint-8";
     a.max_steps = 9;
     a.output_dir = folder / "back";
-    run_trainer(mesh, a, /*sharded=*/true);
+    run_trainer(mesh, a, /*sharded=*/true, kSamples);
     mesh.world().barrier();
   });
 }
@@ -269,7 +272,7 @@ TEST(OwnMeshProcesses, RanksThatSeeTheSameSamplesDrawTheSameNumbers) {
 TEST(OwnMeshRefusals, AParallelismOfAnotherMesh) {
   const io::TemporaryDirectory folder;
   testing::run_threads(2, [&](World& world) {
-    TrainerTask task = task_for(network(), dataset(45, 1));
+    TrainerTask task = task_for(network(), dataset(45, 1), dataset(5, 2));
     task.make_parallelism = [](const std::shared_ptr<torch::nn::Module>& module, Mesh mesh) {
       return naive_shard(module, Mesh(mesh.world(), {{"tensor", 2}}));
     };
