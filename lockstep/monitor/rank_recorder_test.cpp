@@ -218,8 +218,12 @@ TEST_F(RankRecorderTest, WhatCouldNotBeWrittenIsPartOfTheNextInterval) {
   write_facts(dir_.path(), {.world_size = 2});
   const std::vector<Interval> intervals = read();
   ASSERT_GE(intervals.size(), 1u);
-  EXPECT_EQ(intervals[0].steps, 10);
   EXPECT_GE(intervals[0].seconds, 0.06);
+  // The last step may come between a look at the ledger and its line.
+  EXPECT_GE(intervals[0].steps, 9);
+  std::int64_t steps = 0;
+  for (const Interval& interval : intervals) steps += interval.steps;
+  EXPECT_EQ(steps, 10);
 }
 
 TEST_F(RankRecorderTest, ADiskThatDoesNotAnswerIsLeftBehind) {
