@@ -153,6 +153,10 @@ class AtTheStart(Hostile):
     def all_at_once(self, process):
         """What happens inside is there as one batch when the launcher looks again."""
         supervisor = self.supervisor_of(process)
+        # Once it waits again: until then what it has just looked at would come first.
+        stat = pathlib.Path(f"/proc/{supervisor}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
+            time.sleep(0.01)
         os.kill(supervisor, signal.SIGSTOP)
         try:
             yield supervisor
