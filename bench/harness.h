@@ -40,7 +40,7 @@ struct Summary {
 };
 Summary summarize(std::vector<double> samples);
 double median(std::vector<double> samples);
-// Of a[i] / b[i]: what slows a round down slows both sides of its ratio.
+// The ratios a[i] / b[i]: what slows a round down slows both sides of its ratio.
 Summary over(const std::vector<double>& a, const std::vector<double>& b);
 
 // ---------------------------------------------------------------- options

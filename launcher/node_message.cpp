@@ -88,7 +88,7 @@ std::string text_of(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-// What does not begin with our component is told with what it is about.
+// A message that does not begin with our component gets a prefix that says what it is about.
 template <typename Body>
 auto refusing(const char* what, const Body& body) {
   try {

@@ -26,7 +26,7 @@ bool has_device_times(const PhaseSeconds& device_s);
 
 PhaseSeconds spent_s(double seconds, const PhaseSeconds& host_s, const PhaseSeconds& device_s);
 
-// Of an Interval (run_record.h).
+// The budget of an Interval (run_record.h).
 template <typename Part>
 PhaseSeconds spent_s(const Part& part) {
   return spent_s(part.seconds, part.host_s, part.device_s);

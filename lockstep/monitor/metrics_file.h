@@ -5,7 +5,7 @@
 //   plot(curve_of(file.lines(), "loss"));
 //
 // Used by one thread. The file is the program's: it may be missing, replaced, torn or anything
-// else. Lines that cannot be read are counted and left out.
+// else. Lines that cannot be read are counted and skipped.
 #pragma once
 
 #include <cstddef>

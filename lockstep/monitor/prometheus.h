@@ -28,7 +28,7 @@ class Prometheus {
  public:
   static constexpr const char* kContentType = "text/plain; version=0.0.4; charset=utf-8";
 
-  // Of two values the later one stands. UsageError for a name of a metric or of a label that
+  // A later value replaces an earlier one. UsageError for a name of a metric or of a label that
   // Prometheus does not take, and for a metric that has another type or help on this page. Any text
   // can be a label's value.
   void set(const Metric& metric, Labels labels, double value);

@@ -18,7 +18,7 @@ double unix_time_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Of the record, or of what was logged.
+// Taken from the record, or else from what was logged.
 std::int64_t last_step(const RunView& run) {
   std::int64_t step = run.metrics.empty() ? -1 : run.metrics.back().step;
   if (run.record)

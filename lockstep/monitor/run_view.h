@@ -109,7 +109,7 @@ struct RunView {
   std::optional<Stall> stall{};
   std::optional<StallTable> stall_table{};
   GpuSnapshot gpus{};
-  // Of a folder that was read with Detail::kAll.
+  // Filled when a folder is read with Detail::kAll.
   std::vector<CheckpointInfo> checkpoints{};  // by step
   std::optional<std::int64_t> best_step{};
   std::optional<double> best_metric{};
@@ -139,7 +139,7 @@ struct Ending {
   bool early = false;    // a Trainer was stopped before its last step
 };
 Ending ending_of(const RunView& run);
-// Of what was read from a folder: how the run stands, its ranks, and what the rules find.
+// Derived from what was read from a folder: how the run stands, its ranks, and what the rules find.
 void conclude(RunView& run);
 
 // What the record has of each rank: step, step time and budget, and the run's mean.

@@ -105,7 +105,7 @@ class NaiveShard final : public Parallelism {
     return std::nullopt;
   }
 
-  // Of the ranks that saw different samples.
+  // Over the ranks that saw different samples.
   void average() {
     for (const Part& part : all_) {
       if (!part.tensor.requires_grad()) continue;

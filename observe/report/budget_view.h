@@ -39,9 +39,9 @@ LineChart cores_over_time(const monitor::RunRecord& run);
 LineChart gpus_over_time(const monitor::RunRecord& run);
 inline constexpr std::size_t kMostLines = 16;  // ranks or GPUs in one of these charts
 
-// Of one rank, the mean of them; empty where nothing was sampled of one.
+// The cores that a rank used, as the mean over ranks; empty where nothing was sampled of one.
 std::optional<double> mean_cores(const monitor::RunRecord& run);
-// Of as many GPUs as there are ranks, while steps ran, 0 to 100.
+// The mean over as many GPUs as there are ranks, while steps ran, 0 to 100.
 std::optional<double> mean_gpu_percent(const monitor::RunRecord& run);
 // 0 to 1: of the GPUs where there are some, else of the cores that the ranks of a host may use.
 std::optional<double> utilisation(const monitor::RunRecord& run);

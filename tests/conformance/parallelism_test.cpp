@@ -143,7 +143,9 @@ class Rank {
 };
 
 void expect_close(const at::Tensor& got, const at::Tensor& expected) {
-  EXPECT_TRUE(at::allclose(got, expected, 1e-5, 1e-6)) << (got - expected).abs().max();
+  // AdamW moves a weight by lr times a ratio of gradients, which has their relative error: where
+  // terms cancel, rounding in another order gives up to 1e-4 of a gradient, times an lr of 0.05.
+  EXPECT_TRUE(at::allclose(got, expected, 1e-4, 1e-5)) << (got - expected).abs().max();
 }
 
 using Parameters = std::tuple<std::size_t, int, const char*>;
