@@ -411,7 +411,7 @@ int step_rank(const json& description, const std::string& orders) {
       for (auto& limit : make_limits(world, settings)) contenders.push_back(std::move(limit));
     serve(orders, world.rank(), [&](const json& order) -> json {
       for (Contender& contender : contenders)
-        if (contender.key == order.at("contender"))
+        if (contender.key == order.at("contender").get<std::string>())
           return {{"ms", measure_ms(contender, world, order.at("round"))}};
       throw InternalError("bench", "no such contender");
     });

@@ -8,9 +8,9 @@
 namespace lockstep::cli {
 namespace {
 
-struct Said {
+struct Output {
   std::FILE* file = std::tmpfile();
-  ~Said() { std::fclose(file); }
+  ~Output() { std::fclose(file); }
   std::string text() const {
     std::array<char, 1000> bytes{};
     std::rewind(file);
@@ -19,20 +19,20 @@ struct Said {
 };
 
 TEST(ReadingProgress, IsSilentForTwoSeconds) {
-  const Said said;
+  const Output output;
   auto now = ReadingProgress::Clock::time_point{};
-  ReadingProgress progress("a.json", said.file, [&] { return now; });
+  ReadingProgress progress("a.json", output.file, [&] { return now; });
   progress(1, 100);
   now += std::chrono::milliseconds(1900);
   progress(50, 100);
   progress(100, 100);
-  EXPECT_EQ(said.text(), "");
+  EXPECT_EQ(output.text(), "");
 }
 
 TEST(ReadingProgress, ThenReportsPeriodicallyAndAtTheEnd) {
-  const Said said;
+  const Output output;
   auto now = ReadingProgress::Clock::time_point{};
-  ReadingProgress progress("a.json", said.file, [&] { return now; });
+  ReadingProgress progress("a.json", output.file, [&] { return now; });
   now += std::chrono::seconds(2);
   progress(20, 100);
   now += std::chrono::seconds(9);
@@ -41,7 +41,7 @@ TEST(ReadingProgress, ThenReportsPeriodicallyAndAtTheEnd) {
   progress(60, 100);
   now += std::chrono::seconds(1);
   progress(100, 100);
-  EXPECT_EQ(said.text(),
+  EXPECT_EQ(output.text(),
             "reading a.json: 20 % after 2 s\n"
             "reading a.json: 60 % after 12 s\n"
             "reading a.json: 100 % after 13 s\n");

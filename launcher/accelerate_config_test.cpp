@@ -57,9 +57,9 @@ TEST(AccelerateConfig, EveryKeyOfTheListIsRead) {
 TEST(AccelerateConfig, ItsFlagsCanBeParsed) {
   std::vector<std::string> flags = read(kGenerated).flags;
   flags.push_back("/proc/self/exe");  // some program that exists
-  Surroundings around;
-  around.variable = [](const std::string&) { return std::nullopt; };
-  const ParsedFlags parsed = parse_flags(flags, around);
+  LaunchContext context;
+  context.variable = [](const std::string&) { return std::nullopt; };
+  const ParsedFlags parsed = parse_flags(flags, context);
   EXPECT_EQ(parsed.plan.nproc_per_node, 2);
   EXPECT_EQ(parsed.plan.nnodes, 1);
 }

@@ -155,13 +155,13 @@ int parse_nnodes(const Values& values) {
 
 // What neither the command line nor a variable says. Where a flag says that the world is this host
 // alone, the file's rendezvous is ignored.
-void fill_from_file(Values& values, const Surroundings& around, ParsedFlags& parsed) {
+void fill_from_file(Values& values, const LaunchContext& context, ParsedFlags& parsed) {
   const Given* file = values.find("config-file");
   if (file == nullptr) return;
-  AccelerateLaunch launch = load_accelerate_config(file->text, around.training_keys);
+  AccelerateLaunch launch = load_accelerate_config(file->text, context.training_keys);
   // LOCKSTEP_DEVICE=cpu in the environment is stronger than the file.
-  if (!launch.gpu_key.empty() && around.variable("LOCKSTEP_DEVICE").value_or("") != "cpu") {
-    if (const Gpus gpus = around.gpus(); gpus.count == 0)
+  if (!launch.gpu_key.empty() && context.variable("LOCKSTEP_DEVICE").value_or("") != "cpu") {
+    if (const Gpus gpus = context.gpus(); gpus.count == 0)
       throw UsageError("config",
                        "{}, but there is no GPU: {}. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or "
                        "write MULTI_CPU.",
@@ -183,21 +183,21 @@ void fill_from_file(Values& values, const Surroundings& around, ParsedFlags& par
 }
 
 // The file's gpu_ids are not yet in the environment that the driver reads.
-int chosen_gpus(const LaunchPlan& plan, const Surroundings& around, int count) {
+int chosen_gpus(const LaunchPlan& plan, const LaunchContext& context, int count) {
   const auto ids = plan.environment.find("CUDA_VISIBLE_DEVICES");
-  const auto set = around.variable("CUDA_VISIBLE_DEVICES");
+  const auto set = context.variable("CUDA_VISIBLE_DEVICES");
   if (ids == plan.environment.end() || (set && !set->empty())) return count;
   return std::min(count, static_cast<int>(split(ids->second, ',').size()));
 }
 
-int parse_nproc(const Values& values, const Surroundings& around, const LaunchPlan& plan) {
+int parse_nproc(const Values& values, const LaunchContext& context, const LaunchPlan& plan) {
   const Given* given = values.find("nproc-per-node");
   if (given == nullptr) return 1;
-  if (given->text == "cpu") return around.cores();
+  if (given->text == "cpu") return context.cores();
   if (given->text == "auto" || given->text == "gpu") {
-    const Gpus gpus = around.gpus();
-    if (gpus.count > 0) return chosen_gpus(plan, around, gpus.count);
-    if (given->text == "auto") return around.cores();
+    const Gpus gpus = context.gpus();
+    if (gpus.count > 0) return chosen_gpus(plan, context, gpus.count);
+    if (given->text == "auto") return context.cores();
     throw UsageError("run",
                      "{}=gpu, but there is no GPU: {}. Check CUDA_VISIBLE_DEVICES and nvidia-smi, "
                      "or use a number, auto or cpu.",
@@ -418,10 +418,10 @@ void settle_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::
   if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
 }
 
-void settle_secret(const Values& values, LaunchPlan& plan, const Surroundings& around,
+void settle_secret(const Values& values, LaunchPlan& plan, const LaunchContext& context,
                    std::vector<std::string>& notes) {
   plan.secret_file =
-      expand_home(values.text("secret-file", around.variable("LOCKSTEP_SECRET_FILE").value_or("")),
+      expand_home(values.text("secret-file", context.variable("LOCKSTEP_SECRET_FILE").value_or("")),
                   "--secret-file");
   if (plan.nnodes > 1) return;
   note_unused(values, {"secret-file"}, "on one host, which has no link between launchers", notes);
@@ -430,9 +430,9 @@ void settle_secret(const Values& values, LaunchPlan& plan, const Surroundings& a
 
 // Tasks of one srun that do not know of each other train as many separate worlds, and nothing
 // fails: each only learns from its own batches.
-void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surroundings& around,
+void note_worlds_apart(const Values& values, const LaunchPlan& plan, const LaunchContext& context,
                        std::vector<std::string>& notes) {
-  const auto nodes = to_int(around.variable("SLURM_STEP_NUM_NODES").value_or(""));
+  const auto nodes = to_int(context.variable("SLURM_STEP_NUM_NODES").value_or(""));
   if (plan.nnodes > 1 || values.is_on("standalone") || nodes.value_or(1) <= 1) return;
   notes.push_back(fmt::format(
       "srun started this launcher on {} nodes, but --nnodes is 1: each of them trains a "
@@ -443,9 +443,9 @@ void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Surro
 }
 
 // Torch itself loads what replaces gloo.
-void note_autoload(const LaunchPlan& plan, const Surroundings& around,
+void note_autoload(const LaunchPlan& plan, const LaunchContext& context,
                    std::vector<std::string>& notes) {
-  if (plan.replace_gloo && around.variable("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0")
+  if (plan.replace_gloo && context.variable("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0")
     notes.push_back(
         "--replace-gloo has no effect with TORCH_DEVICE_BACKEND_AUTOLOAD=0, unless the script "
         "imports lockstep_torch. Unset that variable.");
@@ -521,28 +521,28 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
 
 }  // namespace
 
-ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around) {
+ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContext& context) {
   GivenArguments given = read_arguments(args);
   ParsedFlags parsed;
   parsed.request = given.request;
   if (parsed.request != Request::kRun) return parsed;
   Values& values = given.values;
-  fill_from_variables(values, around.variable);
-  fill_from_file(values, around, parsed);
+  fill_from_variables(values, context.variable);
+  fill_from_file(values, context, parsed);
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
   settle_rendezvous(values, plan, parsed.notes);
-  settle_secret(values, plan, around, parsed.notes);
-  note_worlds_apart(values, plan, around, parsed.notes);
+  settle_secret(values, plan, context, parsed.notes);
+  note_worlds_apart(values, plan, context, parsed.notes);
   settle_supervision(values, plan);
-  note_autoload(plan, around, parsed.notes);
+  note_autoload(plan, context, parsed.notes);
   // The program before the GPUs are counted: a misspelt name should not wait for a driver.
   plan.command = resolve_command({.args = given.program,
                                   .module = values.is_on("module"),
                                   .no_python = values.is_on("no-python"),
                                   .run_path = values.is_on("run-path")},
-                                 around.variable);
-  plan.nproc_per_node = parse_nproc(values, around, plan);
+                                 context.variable);
+  plan.nproc_per_node = parse_nproc(values, context, plan);
   if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxCount)
     throw UsageError("run", "{} hosts with {} ranks each are more than {} ranks. Start fewer.",
                      plan.nnodes, plan.nproc_per_node, kMaxCount);

@@ -21,7 +21,7 @@
 namespace lockstep::launch {
 
 // What parsing needs to know about the machine and the program; the defaults ask the real machine.
-struct Surroundings {
+struct LaunchContext {
   Variables variable = process_variables();
   std::function<int()> cores = allowed_cores;
   std::function<Gpus()> gpus = [] { return find_gpus(); };
@@ -36,6 +36,6 @@ struct ParsedFlags {
 };
 
 // Throws UsageError naming flag or variable and the value, and the nearest flag after a typo.
-ParsedFlags parse_flags(const std::vector<std::string>& args, const Surroundings& around = {});
+ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContext& context = {});
 
 }  // namespace lockstep::launch

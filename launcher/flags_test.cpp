@@ -39,7 +39,7 @@ Variables variables(Environment environment) {
 }
 
 // A machine with 12 cores and no GPU; its PATH is the usual one.
-Surroundings machine(Environment environment = {}) {
+LaunchContext machine(Environment environment = {}) {
   environment.emplace("PATH", "/usr/bin:/bin");
   return {.variable = variables(environment),
           .cores = [] { return 12; },
@@ -304,7 +304,7 @@ TEST(World, RanksAreANumberOrWhatTheMachineHas) {
     EXPECT_THAT(refusal_of({fmt::format("--nproc-per-node={}", bad)}),
                 HasSubstr("is not a number of ranks"))
         << bad;
-  Surroundings with_gpus = machine();
+  LaunchContext with_gpus = machine();
   with_gpus.gpus = [] { return Gpus{.count = 4}; };
   EXPECT_EQ(parse_flags({"--nproc-per-node=gpu", "/bin/true"}, with_gpus).plan.nproc_per_node, 4);
   EXPECT_EQ(parse_flags({"--nproc-per-node=auto", "/bin/true"}, with_gpus).plan.nproc_per_node, 4);
@@ -327,10 +327,10 @@ TEST(World, HasABoundedNumberOfRanks) {
 }
 
 TEST(World, TheMachineIsAskedOnlyWhenNeeded) {
-  Surroundings around = machine();
-  around.gpus = []() -> Gpus { throw InternalError("test", "asked for GPUs"); };
-  around.cores = []() -> int { throw InternalError("test", "asked for cores"); };
-  EXPECT_EQ(parse_flags({"--nproc-per-node=2", "/bin/true"}, around).plan.nproc_per_node, 2);
+  LaunchContext context = machine();
+  context.gpus = []() -> Gpus { throw InternalError("test", "asked for GPUs"); };
+  context.cores = []() -> int { throw InternalError("test", "asked for cores"); };
+  EXPECT_EQ(parse_flags({"--nproc-per-node=2", "/bin/true"}, context).plan.nproc_per_node, 2);
 }
 
 TEST(World, OneHostTakesAFreePortAndARandomId) {
@@ -495,9 +495,9 @@ TEST(ConfigFile, ItsGpusAreCounted) {
   const TemporaryDirectory place;
   const std::string file = place.text("acc.yaml", "gpu_ids: 1,3\n");
   const auto count = [&](Environment environment) {
-    Surroundings around = machine(std::move(environment));
-    around.gpus = [] { return Gpus{.count = 8}; };
-    return parse_flags({"--config-file=" + file, "--nproc-per-node=gpu", "/bin/true"}, around)
+    LaunchContext context = machine(std::move(environment));
+    context.gpus = [] { return Gpus{.count = 8}; };
+    return parse_flags({"--config-file=" + file, "--nproc-per-node=gpu", "/bin/true"}, context)
         .plan.nproc_per_node;
   };
   EXPECT_EQ(count({}), 2);
@@ -515,9 +515,9 @@ TEST(ConfigFile, MultiGpuNeedsAGpu) {
                 "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
   // The environment says so, and it is stronger than the file.
   EXPECT_EQ(plan_of(flags, {{"LOCKSTEP_DEVICE", "cpu"}}).nproc_per_node, 2);
-  Surroundings around = machine();
-  around.gpus = [] { return Gpus{.count = 2}; };
-  const LaunchPlan plan = parse_flags({flags[0], "/bin/true"}, around).plan;
+  LaunchContext context = machine();
+  context.gpus = [] { return Gpus{.count = 2}; };
+  const LaunchPlan plan = parse_flags({flags[0], "/bin/true"}, context).plan;
   EXPECT_THAT(plan.environment, ElementsAre(testing::Pair("LOCKSTEP_DEVICE", "cuda")));
 }
 

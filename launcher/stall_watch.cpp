@@ -108,7 +108,7 @@ void StallWatch::look() {
   look_later();
   const auto now = Clock::now();
   if (moved()) return rest(now);
-  if (!watches() || said_ == Said::kStall) return;
+  if (!watches() || reported_ == Reported::kStall) return;
   const auto limit = stall_time();
   const auto since = std::max(quiet_since_, judged_);
   if (!compared_since_ && now - since >= limit / 4) begin_quiet(now);
@@ -126,7 +126,7 @@ bool StallWatch::watches() const {
 
 // Something has moved.
 void StallWatch::rest(Clock::time_point now) {
-  said_ = Said::kNothing;
+  reported_ = Reported::kNothing;
   said_busy_ = false;
   compared_since_.reset();
   quiet_since_ = now;
@@ -161,14 +161,14 @@ void StallWatch::judge() {
 }
 
 void StallWatch::begin_report(const std::vector<RankView>& seen) {
-  said_ = Said::kStall;
+  reported_ = Reported::kStall;
   collecting_ = true;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
   collect(Clock::now() + kStackWait);
 }
 
 void StallWatch::say_busy() {
-  said_ = Said::kBusy;
+  reported_ = Reported::kBusy;
   compared_since_.reset();
   if (std::exchange(said_busy_, true)) return;
   const duration<double> quiet = judged_ - quiet_since_;
@@ -181,7 +181,7 @@ void StallWatch::say_busy() {
 void StallWatch::report_now(milliseconds quiet, std::function<void(const StallReport*)> then) {
   const auto now = Clock::now();
   if (!collecting_ && moved()) rest(now);
-  const bool stalled = watches() && said_ != Said::kStall && now - quiet_since_ >= quiet;
+  const bool stalled = watches() && reported_ != Reported::kStall && now - quiet_since_ >= quiet;
   if (!collecting_ && !stalled) return then(nullptr);
   then_ = std::move(then);
   if (collecting_) return;

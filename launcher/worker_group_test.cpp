@@ -260,7 +260,7 @@ TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
 
 // ---------------------------------------------------------------- who is to blame
 
-class Blame : public ::testing::Test {
+class FirstCause : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string pattern = ::testing::TempDir() + "blame_XXXXXX";
@@ -310,12 +310,12 @@ class Blame : public ::testing::Test {
   std::vector<RankRecord> ranks_;
 };
 
-TEST_F(Blame, NobodyWhereAllIsWell) {
+TEST_F(FirstCause, NobodyWhereAllIsWell) {
   end(0, kOk, 10);
   EXPECT_EQ(blamed(), -1);
 }
 
-TEST_F(Blame, TheEarliestOfThoseThatEndedByThemselves) {
+TEST_F(FirstCause, TheEarliestOfThoseThatEndedByThemselves) {
   end(2, kError, 11);
   end(1, kError, 10);
   move(3, RankLife::kAsked);
@@ -323,13 +323,13 @@ TEST_F(Blame, TheEarliestOfThoseThatEndedByThemselves) {
   EXPECT_EQ(blamed(), 1);
 }
 
-TEST_F(Blame, AKilledRankIsHeardOfLate) {
+TEST_F(FirstCause, AKilledRankIsHeardOfLate) {
   end(1, kError, 10);
   end(2, kKilled, 10.2);
   EXPECT_EQ(blamed(), 2);
 }
 
-TEST_F(Blame, AConsequenceIsTheCauseOnlyWhereNoOtherIsKnown) {
+TEST_F(FirstCause, AConsequenceIsTheCauseOnlyWhereNoOtherIsKnown) {
   end(1, kError, 10);
   write_error(1, 1000.5, true);
   EXPECT_EQ(blamed(), 1);
@@ -337,7 +337,7 @@ TEST_F(Blame, AConsequenceIsTheCauseOnlyWhereNoOtherIsKnown) {
   EXPECT_EQ(blamed(), 2);
 }
 
-TEST_F(Blame, ARankThatWroteItsFileBeforeItWasStopped) {
+TEST_F(FirstCause, ARankThatWroteItsFileBeforeItWasStopped) {
   move(1, RankLife::kAsked);
   write_error(1, 1000.5, false);
   end(1, kObeyed, 2000);
@@ -346,7 +346,7 @@ TEST_F(Blame, ARankThatWroteItsFileBeforeItWasStopped) {
   EXPECT_EQ(describe(ranks_[1], {}).cause, "reported an error and was stopped");
 }
 
-TEST_F(Blame, ARankThatLeftAndOneThatWasFailedAlive) {
+TEST_F(FirstCause, ARankThatLeftAndOneThatWasFailedAlive) {
   ranks_[3].ending = kOk;
   ranks_[3].ended_at = 10;
   move(3, RankLife::kLeft);
@@ -361,7 +361,7 @@ TEST_F(Blame, ARankThatLeftAndOneThatWasFailedAlive) {
   EXPECT_EQ(describe(ranks_[0], {}).code, 5);
 }
 
-TEST_F(Blame, AStopIsFailedByWhoDoesNotObey) {
+TEST_F(FirstCause, AStopIsFailedByWhoDoesNotObey) {
   for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
   end(0, kObeyed, 10);
   end(1, {false, 143, false}, 10);
@@ -373,7 +373,7 @@ TEST_F(Blame, AStopIsFailedByWhoDoesNotObey) {
   EXPECT_EQ(blamed_for_stop({SIGTERM}), 3);  // takes others with it
 }
 
-TEST_F(Blame, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
+TEST_F(FirstCause, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
   for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
   end(0, kObeyed, 10);
   end(1, kError, 11);  // lost rank 0
@@ -383,7 +383,7 @@ TEST_F(Blame, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
   EXPECT_EQ(blamed_for_stop({SIGTERM}, false), 2);
 }
 
-TEST_F(Blame, TheOthersAreSortedByWhyTheyEnded) {
+TEST_F(FirstCause, TheOthersAreSortedByWhyTheyEnded) {
   RankFailure failure = describe(end(0, kError, 10), {});
   end(1, kOk, 5);
   end(2, kError, 10.5);

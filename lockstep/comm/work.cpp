@@ -41,7 +41,7 @@ std::string error_text(const std::exception_ptr& error) {
   }
 }
 
-Blame blame_of(const std::exception_ptr& error) {
+FailureCause blame_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const TimeoutError& e) {
@@ -64,12 +64,12 @@ std::string FailureState::cause() const {
   return cause_;
 }
 
-Blame FailureState::blame() const {
+FailureCause FailureState::blame() const {
   const std::lock_guard lock(mutex_);
   return blame_;
 }
 
-void FailureState::fail(const std::string& cause, Blame blame) {
+void FailureState::fail(const std::string& cause, FailureCause blame) {
   std::vector<std::shared_ptr<WorkState>> pending;
   {
     const std::lock_guard lock(mutex_);
@@ -93,7 +93,7 @@ void FailureState::set_hook(std::function<void()> hook) {
 
 void FailureState::add(const std::shared_ptr<WorkState>& state) {
   std::string failed;
-  Blame blame;
+  FailureCause blame;
   {
     const std::lock_guard lock(mutex_);
     failed = cause_;
@@ -177,7 +177,7 @@ void WorkState::complete(std::exception_ptr error) noexcept {
       text = fmt::format("the result could not be stored: {}", first_line(e.what()));
     }
   }
-  Blame blame;
+  FailureCause blame;
   if (error) {
     text = error_text(error);
     blame = blame_of(error);
@@ -192,11 +192,11 @@ bool WorkState::claim() noexcept {
   return !std::exchange(claimed_, true);
 }
 
-void WorkState::fail(const std::string& cause, Blame blame) noexcept {
+void WorkState::fail(const std::string& cause, FailureCause blame) noexcept {
   if (claim()) settle(cause, blame);
 }
 
-void WorkState::expire(const std::string& text, Blame blame) noexcept {
+void WorkState::expire(const std::string& text, FailureCause blame) noexcept {
   if (!claim()) return;
   timed_out_ = true;  // published by settle
   settle(text, blame);
@@ -213,7 +213,7 @@ std::string WorkState::timeout_text(const std::string& why) const {
       describe(), deadline_.elapsed().count(), why.empty() ? unknown : why);
 }
 
-void WorkState::settle(std::string error, Blame blame) noexcept {
+void WorkState::settle(std::string error, FailureCause blame) noexcept {
   std::vector<std::function<void()>> callbacks;
   std::vector<at::Tensor> alive;
   {
@@ -333,7 +333,7 @@ void WorkState::wait_stream() {
 
 void WorkState::finish_or_throw() {
   std::string error;
-  Blame blame;
+  FailureCause blame;
   std::function<void()> step;
   {
     const std::lock_guard lock(mutex_);
@@ -347,7 +347,7 @@ void WorkState::finish_or_throw() {
   step();
 }
 
-void WorkState::throw_error(const std::string& error, Blame blame) {
+void WorkState::throw_error(const std::string& error, FailureCause blame) {
   if (timed_out_) {
     throw TimeoutError("world", fmt::format("rank {}: {}", failure_state_->rank(), error),
                        context());

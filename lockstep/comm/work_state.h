@@ -36,7 +36,7 @@ namespace lockstep::detail {
 struct WorkState;
 
 // The rank that a failure is attributed to.
-struct Blame {
+struct FailureCause {
   int rank = -1;              // in the same world; -1: nobody, or not known
   bool death = true;          // may be a process's end, which a launcher would explain
   bool disagreement = false;  // all ranks are alive, and all report the same
@@ -50,10 +50,10 @@ class FailureState {
   int rank() const { return rank_; }
   // Empty while all is well.
   std::string cause() const;
-  Blame blame() const;
+  FailureCause blame() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   // Completes every pending operation with `cause` and runs the hook. The first call wins.
-  void fail(const std::string& cause, Blame blame = {});
+  void fail(const std::string& cause, FailureCause blame = {});
   // Run once at failure: aborts the backends. Replacing it waits for a call in progress.
   void set_hook(std::function<void()> hook);
 
@@ -66,7 +66,7 @@ class FailureState {
   std::mutex hook_mutex_;
   std::function<void()> hook_;
   std::string cause_;
-  Blame blame_;
+  FailureCause blame_;
   std::atomic<bool> failed_{false};  // cause_ is set
   WorkState* pending_ = nullptr;     // linked through the states themselves
 };
@@ -121,9 +121,9 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   void attach(std::unique_ptr<DeviceOperation> operation);
   void attach(std::unique_ptr<HostOperation> operation);
   void complete(std::exception_ptr error = nullptr) noexcept;  // the first call wins
-  void fail(const std::string& cause, Blame blame) noexcept;
+  void fail(const std::string& cause, FailureCause blame) noexcept;
   // The deadline has passed: waits throw TimeoutError with `text`, and the world fails.
-  void expire(const std::string& text, Blame blame = {}) noexcept;
+  void expire(const std::string& text, FailureCause blame = {}) noexcept;
   // `why`: which ranks did not come in time, for an operation that its waiter carried out.
   std::string timeout_text(const std::string& why = {}) const;
   const Deadline& deadline() const { return deadline_; }
@@ -156,8 +156,8 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool claim() noexcept;  // true for the one caller that may settle it
   void finish_or_throw();
   void finish_dropped() noexcept;
-  [[noreturn]] void throw_error(const std::string& error, Blame blame);
-  void settle(std::string error, Blame blame) noexcept;
+  [[noreturn]] void throw_error(const std::string& error, FailureCause blame);
+  void settle(std::string error, FailureCause blame) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
   void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;
 
@@ -171,7 +171,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   std::atomic<bool> done_{false};  // error_ stays as it is from then on
   bool timed_out_ = false;
   std::string error_;  // empty: success
-  Blame blame_;
+  FailureCause blame_;
   std::function<void()> finish_;
   std::optional<c10::Stream> finish_stream_;  // set: a waiter takes the last step, if there is one
   std::vector<at::Tensor> alive_;

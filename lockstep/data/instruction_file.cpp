@@ -67,7 +67,7 @@ ChatMessage read_message(JsonReader& json) {
 
 // What "messages", "prompt" or "completion" holds. Read when the whole object is known: other
 // records may have anything under these keys.
-struct Said {
+struct ChatField {
   std::size_t offset = 0;  // 0: the key is not there
   bool chat = false;
   std::string text{};
@@ -97,7 +97,7 @@ class Record {
     while (json.next_key(key)) {
       const auto field = std::find_if(kFields.begin(), kFields.end(),
                                       [&](const Field& f) { return f.name == key; });
-      Said* const said = key == "prompt"       ? &prompt_
+      ChatField* const chat_field = key == "prompt"       ? &prompt_
                          : key == "completion" ? &completion_
                          : key == "messages"   ? &messages_
                                                : nullptr;
@@ -105,10 +105,10 @@ class Record {
         bool& again = seen_[static_cast<std::size_t>(field - kFields.begin())];
         if (std::exchange(again, true)) refuse_again(json, key);
         item_.*(field->member) = value_text(json);
-      } else if (said != nullptr) {
-        if (said->seen()) refuse_again(json, key);
+      } else if (chat_field != nullptr) {
+        if (chat_field->seen()) refuse_again(json, key);
         json.peek();
-        said->offset = json.offset();
+        chat_field->offset = json.offset();
         json.skip();
       } else {
         json.skip();
@@ -167,7 +167,7 @@ class Record {
   std::string_view file_;
   Instruction item_;
   std::array<bool, kFields.size()> seen_{};
-  Said prompt_, completion_, messages_;
+  ChatField prompt_, completion_, messages_;
 };
 
 const char* kind_name(RecordKind kind) {

@@ -27,9 +27,10 @@ struct LinearOptions {
   TORCH_ARG(std::int64_t, out_features);
   TORCH_ARG(bool, bias) = true;
   TORCH_ARG(WeightLayout, layout) = WeightLayout::kOutIn;
-  // Of the initial weights. 0 draws nothing and gives zeros, for weights that are loaded.
+  // Standard deviation of the initial weights. 0 draws nothing and gives zeros, for weights that
+  // are loaded.
   TORCH_ARG(double, deviation) = 0.02;
-  // Of both tensors: their type and device.
+  // Type and device of both tensors.
   TORCH_ARG(at::TensorOptions, tensors);
 };
 

@@ -17,7 +17,7 @@ void add_pair(Shapes& all, const std::string& name, std::vector<std::int64_t> we
   all.push_back({.name = name + ".bias", .shape = {bias}});
 }
 
-// Of a batch norm.
+// The running statistics of a batch norm.
 void add_statistics(Shapes& buffers, const std::string& norm, std::int64_t width) {
   buffers.push_back({.name = norm + ".running_mean", .shape = {width}});
   buffers.push_back({.name = norm + ".running_var", .shape = {width}});

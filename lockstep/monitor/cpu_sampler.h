@@ -26,7 +26,7 @@ struct ProcessSample {
   pid_t pid = 0;
   std::chrono::steady_clock::time_point time{};
   std::uint64_t start_ticks = 0;  // after boot; another value is another process
-  // Of its main thread: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+  // Its main thread: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
   char state = '?';
   double user_s = 0;
   double system_s = 0;
@@ -36,7 +36,7 @@ struct ProcessSample {
   int threads = 0;
   int threads_running = 0;
   int threads_blocked = 0;  // in state D
-  // Of the threads that are there.
+  // Sums over the threads that exist now.
   std::uint64_t voluntary_switches = 0;
   std::uint64_t involuntary_switches = 0;
   // What read() and write() moved, and what of it came from and went to a device. Empty where the
@@ -71,8 +71,8 @@ struct ProcessRates {
 // Nothing when they are of different processes, or no time lies between them.
 std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSample& after);
 
-// Of the groups that a process is in, the one that limits most: its own or one above it. Without a
-// limit the counters are those of its own group.
+// The control group that limits a process most: its own or one above it. Without a limit the
+// counters are those of its own group.
 struct CgroupSample {
   std::optional<double> cpu_limit_cores{};
   std::optional<std::uint64_t> periods{};

@@ -15,7 +15,7 @@
 
 namespace lockstep::monitor {
 
-// Of a record without some ranks, what can be said without them.
+// Where a record lacks some ranks, it says what can be said without them.
 std::vector<Finding> diagnose(const RunRecord& run);
 // Whether every rank is there, with enough steps: otherwise no finding means little.
 bool enough_to_judge(const RunRecord& run);

@@ -19,7 +19,7 @@ namespace {
 
 using MemoryClock = std::chrono::steady_clock;
 
-// Of the process, and never destroyed: any thread may call until the end.
+// One for the process, and never destroyed: any thread may call until the end.
 struct MemoryLog {
   std::mutex mutex;
   MemoryClock::time_point next{};

@@ -54,7 +54,8 @@ void write_facts(const std::string& directory, const RunFacts& facts);
 
 // An interval of the ledger's sums: the time that no phase has is Phase::kNone's.
 Interval interval_of(const ledger::Totals& spent);
-// Of the periods of a control group between two readings; nothing without a limit.
+// The share of a control group's periods between two readings in which it was throttled; nothing
+// without a limit.
 std::optional<double> throttled_share(const CgroupSample& before, const CgroupSample& after);
 
 // The process of a rank and its control group, from one look to the next. Used by one thread.

@@ -20,8 +20,8 @@
 
 namespace lockstep::monitor::detail {
 
-// Of the whole record; a run that is looked at earlier is not judged. Twenty steps are enough to
-// name a rank that waits for its data, so the limit is below that.
+// Steps in the whole record before a run is judged. Twenty are enough to name a rank that waits for
+// its data, so the limit is below that.
 inline constexpr std::int64_t kMinSteps = 10;
 // With fewer windows a difference between ranks must be larger to count.
 inline constexpr std::size_t kManyWindows = 30;
@@ -101,7 +101,7 @@ double passes_per_update(const View& view);
 
 // ------------------------------------------------------------------ facts and GPUs
 
-// Of the training arguments; empty where there are none, or the key is not there.
+// A value of the training arguments; empty where there are none, or the key is not there.
 std::optional<std::int64_t> integer_argument(const View& view, std::string_view key);
 std::optional<bool> flag_argument(const View& view, std::string_view key);
 bool on_cuda(const View& view);

@@ -16,8 +16,8 @@ using ledger::Phase;
 
 constexpr double kMiB = 1u << 20;
 
-// Of the rank that waits least: one that is ahead waits for the others. Ranks that differ by some
-// percent wait for each other a little in every step. Beyond a fifth it is the reduction itself.
+// The share of the rank that waits least: one that is ahead waits for the others. Ranks that differ
+// by some percent wait for each other a little in every step. Beyond a fifth it is the reduction.
 constexpr double kCommunicationShare = 0.20;
 // Smaller buckets cost more for each byte than they hide (docs/benchmarks.md).
 constexpr double kSmallBucketMiB = 4;
@@ -264,7 +264,7 @@ std::string straggler_remedy(const std::string& cause, int rank) {
 
 // ------------------------------------------------------------------ without steps
 
-// Of a rank whose steps are not known: shares of its intervals with collectives. A collective ends
+// For a rank whose steps are not known: shares of its intervals with collectives. A collective ends
 // when the last rank has begun it, so the rank that others wait for has the smallest.
 struct Waits {
   int rank = 0;

@@ -31,7 +31,7 @@ constexpr std::uint64_t kMinEvents = 3;
 constexpr double kIdleShare = 0.30;
 // Where accumulation is there to be reduced, the change is free: the global batch stays.
 constexpr double kIdleShareAccumulating = 0.15;
-// Of the device's memory, that larger micro-batches may fill.
+// The share of the device's memory that larger micro-batches may fill.
 constexpr double kMemoryLimit = 0.85;
 // Optimizer and reduction cost the same for any batch: beyond this share the batch is small.
 constexpr double kFixedShare = 0.40;
@@ -89,7 +89,7 @@ struct Habit {
   }
 };
 
-// Of the rank that it costs most: the others wait for it.
+// The habit of the rank that it costs most: the others wait for it.
 std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, double target) {
   std::optional<Habit> worst;
   for (const RankView& rank : view.ranks) {
@@ -165,7 +165,7 @@ std::optional<Finding> device_waits_for_host(const View& view) {
 
 std::optional<Finding> loader_bound(const View& view) {
   if (!view.enough) return std::nullopt;
-  // Of ranks that lack cores, so do their loaders: what they wait for then is a core.
+  // Where ranks lack cores, so do their loaders: what they wait for then is a core.
   const double waiting = usual_share(view, Phase::kData) - starved_share(view).value_or(0);
   if (waiting < kDataShare) return std::nullopt;
   const int needed = sufficient_workers(view);

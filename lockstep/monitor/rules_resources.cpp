@@ -36,7 +36,7 @@ constexpr double kStarvedShare = 0.10;
 constexpr double kThrottledShare = 0.2;  // of the periods of a control group
 constexpr double kAllCores = 0.9;        // of the cores, in use by the ranks
 
-// Of a step, in which matrix products are computed, for half the bits to matter.
+// The share of a step that computes matrix products, above which half the bits pay.
 constexpr double kComputeShare = 0.5;
 // Models below it are bound by launches, not by products.
 constexpr std::int64_t kLargeModel = 10'000'000;
@@ -56,7 +56,7 @@ constexpr double kFaultShare = 0.03;
 constexpr double kMinFaultsPerStep = 256;  // 1 MiB
 constexpr double kPageBytes = 4096;
 
-// Of the cores, that the ranks use or wait for.
+// The share of the cores that the ranks use or wait for.
 constexpr double kCoresWanted = 0.5;
 
 // ------------------------------------------------------------------ utilisation
@@ -347,7 +347,7 @@ std::optional<Finding> page_faults(const View& view) {
   const double faults = rate(*worst, &ProcessRates::minor_faults_per_s);
   const double cores = rate(*worst, &ProcessRates::cores);
   const double system = rate(*worst, &ProcessRates::system_cores);
-  // Of the time that the process ran, and at most what the kernel took of it.
+  // A share of the time that the process ran, and at most what the kernel took of it.
   const double taken = cores > 0 ? std::min(faults * kFaultS, system) / cores : 0;
   const double gain =
       bounded_gain(*worst, std::min(taken, 1.0) * (1 - share(*worst, Phase::kCommunication)));

@@ -176,7 +176,7 @@ class Writer {
 
 // ------------------------------------------------------------------ reading
 
-// Of the keys that are there; those of a newer version are passed over.
+// Reads the keys that are there; those of a newer version are skipped.
 class Reader {
  public:
   explicit Reader(const Node& map) : map_(map) {}

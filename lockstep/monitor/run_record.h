@@ -48,8 +48,8 @@ struct Interval {
   int threads = 0;
   std::optional<double> cpu_limit_cores{};  // of its control group
   std::optional<double> throttled_share{};  // of the group's periods, in which it was stopped
-  // Of a rank that counts no steps: its time in which a collective of all ranks was under way, and
-  // how many were seen. Nothing where it is not known.
+  // For a rank that counts no steps: the share of its time in which a collective of all ranks was
+  // under way, and how many were seen. Nothing where it is not known.
   std::optional<double> collective_share{};
   std::uint64_t collectives = 0;
 
@@ -104,7 +104,7 @@ struct RunRecord {
   std::vector<HostGpus> gpus{};
 };
 
-// Of the ranks that the facts count: a run continued with fewer leaves files behind. Its times are
+// Reads the ranks that the facts count: a run continued with fewer leaves files behind. Times are
 // by rank 0's clock (align_clocks). UsageError when DIR has no record, with what would make one.
 RunRecord read_run(const std::string& directory);
 // The clocks of hosts may differ by hours. Ranks end the same step together, so that is how their

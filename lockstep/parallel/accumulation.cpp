@@ -139,7 +139,7 @@ struct Accumulation::Impl {
   void begin_window() {
     length = next_length();
     count = 0;
-    // Of a rank's own, which may have no target yet.
+    // An estimate of the rank's own count, which may have no target yet.
     planned = std::max(1.0, expected) * static_cast<double>(length);
   }
 
@@ -169,8 +169,8 @@ struct Accumulation::Impl {
     return expected * static_cast<double>(window_length) * static_cast<double>(batch().size());
   }
 
-  // Of a micro-batch of a window of `window_length`, before which `before` was counted; the divisor
-  // of the window's losses is `divisor` so far.
+  // The numbers of a micro-batch in a window of `window_length`, before which `before` was counted;
+  // the divisor of the window's losses is `divisor` so far.
   Numbers numbers_of(const MicroBatch& micro, std::int64_t window_length, std::int64_t before,
                      double divisor, bool ends) const {
     Numbers n{.count = static_cast<double>(micro.count),

@@ -513,7 +513,7 @@ TEST(Accumulation, OptionsOfOneRankAloneAreRefusedByAll) {
                 HasSubstr("rank 1 has 'weights: kBatches', but rank 0 has 'weights: kCounts'"));
     EXPECT_THAT(make({.steps = 2, .expected_count = 8}),
                 HasSubstr("rank 1 has 'expected_count: 8', but rank 0 has 'expected_count: 0'"));
-    // Of a rank's own counts, only it needs to know.
+    // Only the rank itself needs its own counts.
     Accumulation{model,
                  {.weights = WindowWeights::kOwnCounts, .expected_count = 1.0 + world.rank()}};
   });

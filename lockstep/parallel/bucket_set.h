@@ -43,7 +43,7 @@ class BucketSet {
   std::size_t size() const { return buckets_.size(); }
   bool empty() const { return buckets_.empty(); }
   const BucketMemory& operator[](std::size_t index) const { return buckets_[index]; }
-  // Of a parameter: kNoBucket and an undefined tensor where it has no slot.
+  // kNoBucket and an undefined tensor for a parameter without a slot.
   std::size_t bucket_of(std::size_t parameter) const { return slots_[parameter].bucket; }
   const at::Tensor& slot(std::size_t parameter) const { return slots_[parameter].tensor; }
 

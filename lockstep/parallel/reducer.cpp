@@ -438,7 +438,7 @@ void ReducerImpl::refuse_change_of_another() {
 
 // ---------------------------------------------------------------- uneven inputs
 
-// Of a rank that has run out: the same operations, in the same order, as a rank that trains.
+// A rank that has no more data issues the same operations, in the same order, as one that trains.
 void ReducerImpl::shadow_pass() {
   torch::NoGradGuard no_grad;
   try {

@@ -40,7 +40,7 @@ std::string show_ranks(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
-// Of one size on all ranks, so that nobody has to wait for the others' to send its own.
+// Texts have one size on all ranks, so that no rank waits for another's size before it sends.
 RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal) {
   std::string words;
   try {

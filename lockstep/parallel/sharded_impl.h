@@ -45,7 +45,7 @@ class ShardedImpl final : public ReduceStrategy {
   void scale_averages(double factor) override { window_scale_ = factor; }
 
  private:
-  // Of a step, the same on all ranks.
+  // The settings of one step, equal on all ranks.
   struct Settings {
     double max_grad_norm = 0;
     double loss_scale = 1;    // gradients are divided by it

@@ -1,4 +1,4 @@
-// Who owns which elements, and where shared parameters live, as pure functions.
+// Pure functions that decide which rank owns which elements and where shared parameters live.
 //
 //   auto owned = cut_into_shares(sizes, world.size());     // owned[rank]: pieces of parameters
 //

@@ -152,8 +152,8 @@ std::vector<at::Tensor> ShardedImpl::sources_of(const Domain& domain, const Owne
   return sources;
 }
 
-// Of two passes, whether the second one sums the gradients again instead of reading what the first
-// one wrote. Writing the sum and reading it back is three passes over memory (a line is read before
+// Whether the second of two passes sums the gradients again instead of reading what the first one
+// wrote. Writing the sum and reading it back is three passes over memory (a line is read before
 // it is written) and takes memory of its own; summing again is as many as there are sources, and
 // pays up to two. Unscaling and clipping are two roundings, of which the kernels do one.
 bool ShardedImpl::sums_twice(const Domain& domain) const {

@@ -52,8 +52,8 @@ struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // the model's
   int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
-  // Of a wrapped model that the function trains. Without it a model that is wrapped, then or
-  // later, is refused: the graph would have no collectives, or stale ones.
+  // The parallelism of the wrapped model that the function trains. Without it a model that is
+  // wrapped, then or later, is refused: the graph would have no collectives, or stale ones.
   std::shared_ptr<Parallelism> parallelism{};
   bool asked = true;  // false: that there are no graphs is information, not a warning
   // When recording has failed, before the function runs again: takes back what its host code has

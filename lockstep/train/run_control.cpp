@@ -10,7 +10,7 @@
 
 namespace lockstep::train {
 
-void RunControl::notify(void (Observer::*call)(Event&), const Notice& about) {
+void RunControl::notify(void (Observer::*call)(Event&), const EventDetails& about) {
   for (const auto& observer : observers_) {
     Event event{.state = run_.state,
                 .rank = run_.world.rank(),

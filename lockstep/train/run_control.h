@@ -23,7 +23,7 @@
 
 namespace lockstep::train {
 
-struct Notice {
+struct EventDetails {
   const LogEntry* entry = nullptr;
   const std::string* path = nullptr;
   const std::string* text = nullptr;
@@ -40,7 +40,7 @@ class RunControl {
   explicit RunControl(RunContext& run) : run_(run) {}
 
   void add(std::shared_ptr<Observer> observer) { observers_.push_back(std::move(observer)); }
-  void notify(void (Observer::*call)(Event&), const Notice& about = {});
+  void notify(void (Observer::*call)(Event&), const EventDetails& about = {});
 
   // Collective. Needed by everything below; later calls do nothing.
   void connect();

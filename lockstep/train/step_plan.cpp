@@ -51,21 +51,21 @@ StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per
 }
 
 StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
-                      const Standing& standing) {
+                      const RunProgress& progress) {
   StepPlan changed = plan;
   if (arguments.max_steps <= 0) {
-    const double left = std::max(0.0, arguments.num_train_epochs - standing.epoch);
+    const double left = std::max(0.0, arguments.num_train_epochs - progress.epoch);
     changed.max_steps =
-        standing.step +
+        progress.step +
         // An epoch is a fraction of samples; a hair above a whole number of steps is rounding.
         whole_steps(std::max(0.0, left * static_cast<double>(plan.steps_per_epoch) - 1e-6),
                     "the number of steps left");
   } else {
     const double left =
-        static_cast<double>(std::max<std::int64_t>(0, plan.max_steps - standing.step)) /
+        static_cast<double>(std::max<std::int64_t>(0, plan.max_steps - progress.step)) /
         static_cast<double>(plan.steps_per_epoch);
     changed.num_train_epochs =
-        whole_steps(std::max(0.0, standing.epoch + left - 1e-6), "the number of epochs");
+        whole_steps(std::max(0.0, progress.epoch + left - 1e-6), "the number of epochs");
   }
   fill_intervals(arguments, changed);
   return changed;

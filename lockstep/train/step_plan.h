@@ -31,14 +31,14 @@ StepPlan plan_steps(const TrainingArguments& arguments, std::int64_t batches_per
                     std::int64_t accumulation);
 
 // Progress of a run that was saved with a different number of ranks, batch size or accumulation.
-struct Standing {
+struct RunProgress {
   std::int64_t step = 0;
   double epoch = 0;  // epochs consumed, including the fraction of the current one
 };
 // The plan for what is left: the steps taken still count, the rest of the epochs uses the new
 // numbers. A given max_steps stays as it is.
 StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
-                      const Standing& standing);
+                      const RunProgress& progress);
 
 struct Due {
   bool log = false;

@@ -189,7 +189,7 @@ TEST(TrainerRecord, ThroughputIsThatOfTheSteps) {
 
 // ---------------------------------------------------------------- waits
 
-struct Said {
+struct Logged {
   std::vector<double> data;
   std::vector<double> communication;
   std::string log;
@@ -203,9 +203,9 @@ struct Said {
   }
 };
 
-Said train_and_listen(const data::DatasetPtr& data, std::int64_t steps, int ranks = 1) {
+Logged train_and_listen(const data::DatasetPtr& data, std::int64_t steps, int ranks = 1) {
   io::TemporaryDirectory dir;
-  Said said;
+  Logged logged;
   ::testing::internal::CaptureStderr();
   testing::run_threads(ranks, [&](World& world) {
     auto a = arguments(dir.path());
@@ -216,48 +216,48 @@ Said train_and_listen(const data::DatasetPtr& data, std::int64_t steps, int rank
     if (!world.is_leader()) return;
     for (const LogEntry& entry : trainer.state().log_history) {
       if (const double* value = find_metric(entry.values, "data_wait_percent"))
-        said.data.push_back(*value);
+        logged.data.push_back(*value);
       if (const double* value = find_metric(entry.values, "communication_percent"))
-        said.communication.push_back(*value);
+        logged.communication.push_back(*value);
     }
   });
-  said.log = ::testing::internal::GetCapturedStderr();
-  said.findings = monitor::diagnose(monitor::read_run(dir.path()));
-  return said;
+  logged.log = ::testing::internal::GetCapturedStderr();
+  logged.findings = monitor::diagnose(monitor::read_run(dir.path()));
+  return logged;
 }
 
 TEST(TrainerWaits, ASlowLoaderIsInTheLogAndNamedOnceAsTheDoctorDoes) {
-  const Said said = train_and_listen(std::make_shared<Slow>(dataset(64, 1)), 25);
-  ASSERT_EQ(said.data.size(), 5u);
-  for (const double percent : said.data) {
+  const Logged logged = train_and_listen(std::make_shared<Slow>(dataset(64, 1)), 25);
+  ASSERT_EQ(logged.data.size(), 5u);
+  for (const double percent : logged.data) {
     EXPECT_GT(percent, 50);
     EXPECT_LE(percent, 100);
   }
-  EXPECT_TRUE(said.communication.empty()) << "a rank alone waits for nobody";
+  EXPECT_TRUE(logged.communication.empty()) << "a rank alone waits for nobody";
   // On a machine that others use, the cores are what the ranks lack.
-  ASSERT_FALSE(said.findings.empty()) << said.log;
-  EXPECT_TRUE(std::ranges::any_of(said.findings, [](const auto& finding) {
+  ASSERT_FALSE(logged.findings.empty()) << logged.log;
+  EXPECT_TRUE(std::ranges::any_of(logged.findings, [](const auto& finding) {
     return finding.rule == "loader-bound" || finding.rule == "cpu-starved";
-  })) << said.log;
-  EXPECT_THAT(said.log, HasSubstr(finding_text(said.findings.front())));
-  EXPECT_EQ(said.advice(), 1) << said.log;
+  })) << logged.log;
+  EXPECT_THAT(logged.log, HasSubstr(finding_text(logged.findings.front())));
+  EXPECT_EQ(logged.advice(), 1) << logged.log;
 }
 
 TEST(TrainerWaits, WhatTheDoctorDoesNotFindIsNotSaid) {
   for (const int ranks : {1, 2}) {
-    const Said said = train_and_listen(dataset(64, 1), 25, ranks);
-    EXPECT_EQ(said.advice(), said.findings.empty() ? 0 : 1) << said.log;
-    if (said.findings.empty()) continue;
-    EXPECT_THAT(said.log, HasSubstr(finding_text(said.findings.front())));
+    const Logged logged = train_and_listen(dataset(64, 1), 25, ranks);
+    EXPECT_EQ(logged.advice(), logged.findings.empty() ? 0 : 1) << logged.log;
+    if (logged.findings.empty()) continue;
+    EXPECT_THAT(logged.log, HasSubstr(finding_text(logged.findings.front())));
   }
   EXPECT_EQ(train_and_listen(dataset(64, 1), 5).advice(), 0) << "too few steps to judge";
 }
 
 TEST(TrainerWaits, SeveralRanksLogBothShares) {
-  const Said said = train_and_listen(dataset(64, 1), 10, 2);
-  ASSERT_EQ(said.data.size(), 2u);
-  ASSERT_EQ(said.communication.size(), 2u);
-  for (const double percent : said.communication) {
+  const Logged logged = train_and_listen(dataset(64, 1), 10, 2);
+  ASSERT_EQ(logged.data.size(), 2u);
+  ASSERT_EQ(logged.communication.size(), 2u);
+  for (const double percent : logged.communication) {
     EXPECT_GE(percent, 0);
     EXPECT_LE(percent, 100);
   }

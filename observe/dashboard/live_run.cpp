@@ -157,7 +157,7 @@ struct Tracked {
 struct LiveRun::State {
   explicit State(const LiveRunOptions& chosen) : options(chosen) {}
 
-  // Of the thread that looks.
+  // Used by the sampling thread alone.
   struct Look;
   void work();
   bool wait(Clock::time_point until);

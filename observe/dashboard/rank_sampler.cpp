@@ -11,7 +11,7 @@
 namespace lockstep::dashboard {
 namespace {
 
-// Of the interval in which the ledger was opened: what the rank did before, it did to start up.
+// The totals of the interval in which the ledger was opened: what came before was the start.
 // Where more was counted than there was time, it ran before anybody looked, and only later
 // intervals can be known.
 ledger::Totals first_totals(const monitor::Interval& interval, const ledger::Totals& read) {
@@ -47,7 +47,7 @@ bool RankSampler::stopped() const {
   return seen && (seen->state == 'T' || seen->state == 't');
 }
 
-// Of a rank that counts no steps, from its newest records; a ring that has turned since the last
+// For a rank that counts no steps, from its newest records; a ring that has turned since the last
 // look covers less than the interval.
 void RankSampler::add_collectives(monitor::Interval& interval) {
   const ledger::Snapshot seen = rank_.ledger->read();

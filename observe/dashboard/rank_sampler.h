@@ -42,7 +42,7 @@ class RankSampler {
   Clock::time_point began_;
   bool start_ = true;  // the interval that is open is the first
   std::optional<ledger::Totals> totals_;
-  // Of the collectives of all ranks: their group, which is the first that is made, the newest
+  // For the collectives of all ranks: their group, which is the first that is made, the newest
   // record that was seen, and when.
   std::optional<std::string> group_;
   ledger::Ticket newest_ = 0;

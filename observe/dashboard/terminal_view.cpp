@@ -228,7 +228,7 @@ class View {
     line("");
   }
 
-  // Of a stall that is over only where the run failed, perhaps because of it.
+  // A stall that is over is shown only where the run failed, perhaps because of it.
   void stall_table() {
     if (!stall_seconds(snapshot_) && run_state(snapshot_) != "failed") return;
     const Node& text = child(child(snapshot_, "stall_table"), "text");
@@ -296,7 +296,7 @@ class View {
     if (!child(snapshot_, "findings").items.empty()) line("");
   }
 
-  // Of the rank that failed, or else of the first.
+  // The log of the rank that failed, or else of the first.
   void log() {
     const Node& log = child(snapshot_, "log");
     if (log.entries.empty()) return;

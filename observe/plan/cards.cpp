@@ -90,7 +90,7 @@ Card card_of(const FoundGpu& gpu) {
   const Card* best = nullptr;
   for (const Card& card : kCards) {
     if (name.find(family(card)) == std::string::npos) continue;
-    // Of several sizes the nearest.
+    // The nearest of several sizes.
     const auto away = [&](const Card& c) {
       return std::max(c.memory_bytes, gpu.memory_bytes) -
              std::min(c.memory_bytes, gpu.memory_bytes);

@@ -67,8 +67,8 @@ class Trained {
     if (!adapted_.contains(module)) return 0;
     return targets_->rank(module) * (tensor.shape.at(0) + tensor.shape.at(1));
   }
-  // Of the first block's layer whose name ends so; 0: it has none. Blocks are the same but for
-  // layers_to_transform, of which the estimate takes no notice.
+  // The rank of the adapter of the first block's layer whose name ends so; 0: it has none. Blocks
+  // are equal but for layers_to_transform, which the estimate ignores.
   std::int64_t rank_of(std::string_view layer) const {
     for (const std::string& module : adapted_)
       if (module.ends_with(layer)) return targets_->rank(module);

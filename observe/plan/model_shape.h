@@ -41,8 +41,8 @@ struct Model {
 struct Parameters {
   std::int64_t trainable = 0;
   std::int64_t frozen = 0;  // the base of adapters
-  // Of these, the weights of linear layers: autocast multiplies copies of them in the half type,
-  // and frozen ones are converted for good.
+  // Those among them that are weights of linear layers: autocast multiplies copies of them in the
+  // half type, and frozen ones are converted for good.
   std::int64_t trainable_matrices = 0;
   std::int64_t frozen_matrices = 0;
   std::int64_t head = 0;  // weight of the output head, tied or not; 0: not a language model
@@ -58,7 +58,7 @@ Parameters parameters_of(const Model& model);
 // Bytes of the gradients in the order in which backward produces them: the last layer first.
 std::vector<std::int64_t> gradients_of(const Model& model);
 
-// Of one token (of one sample for images): forward and backward, two for each multiply-add.
+// For one token (one sample for images), forward and backward: two for each multiply-add.
 // Attention counts every pair of tokens, as is usual for utilisation figures. A frozen weight needs
 // no gradient of its own. Recomputation for gradient checkpointing is not in it.
 double flops_per_token(const Model& model);

@@ -21,7 +21,7 @@ constexpr double kNvlinkShare = 235.0 / 300.0;
 constexpr double kTreeShare = 0.9 * 0.92;
 constexpr double kRingStart_s = 8.4 * kMicro;
 constexpr double kTreeStart_s = 4.4 * kMicro;
-// Of the line rate, what is left after headers and acknowledgements; 24 of the 32 GB/s of PCIe 4.
+// The share of the line rate that headers and acknowledgements leave; 24 of the 32 GB/s of PCIe 4.
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
 // Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.

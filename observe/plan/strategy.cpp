@@ -25,7 +25,7 @@ constexpr double kPlainMoves = 13;
 constexpr double kBlockEnds_s = 0.185e-3;
 // Operations for a byte of memory bandwidth where that is not known: an H200 has 206, an A100 153.
 constexpr double kFlopsPerByte = 200;
-// Of the peak, that a ResNet's products reach at most.
+// The share of the peak that a ResNet's products reach at most.
 constexpr double kUtilisation = 0.4;
 // Most of a ResNet's step are batch norms and activations, which move memory and compute little.
 // ResNet-50 in 16 bits, images/s published by NVIDIA (docs/plan.md): 1156 on a V100, 2470 on an
@@ -272,7 +272,7 @@ double peak_flops(const Training& t, const Card& card) {
 
 namespace {
 
-// Of a micro-batch, with what is computed again.
+// Operations of a micro-batch, including what is computed again.
 double operations_of(const Training& t, std::int64_t batch) {
   const double again = t.checkpointing ? forward_flops_per_token(t.model) : 0;
   return static_cast<double>(batch * t.model.length) * (flops_per_token(t.model) + again);
@@ -350,7 +350,7 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   double micro_s = 0;
   double idle_s = 0;  // of the GPU, which waits for the host
   if (speed.tokens_per_second) {
-    // Of the file's micro-batch; a smaller one takes as long to launch.
+    // The time of the file's micro-batch; a smaller one takes as long to launch.
     const double measured_s =
         static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
     micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch));

@@ -11,7 +11,7 @@
 namespace lockstep::report {
 namespace {
 
-// Of what can be drawn: sums and differences stay finite, and their logarithms too.
+// The limits of what is drawn: sums and differences stay finite, and their logarithms too.
 constexpr double kLargest = 1e300, kSmallest = 1e-290;
 
 constexpr std::array<std::pair<double, const char*>, 4> kSuffixes{

@@ -18,7 +18,7 @@ namespace lockstep::report {
 
 enum class Scale { kLinear, kLog };
 
-// Of fills: the one of lines is their place in the chart.
+// The colour of a fill. A line's colour follows from its place in the chart.
 enum class Colour { kBlue, kVermilion, kGreen, kPink, kSky, kOrange, kGrey, kYellow };
 
 struct Line {

@@ -24,15 +24,15 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     else
       arguments.push_back(std::move(line));
   }
-  launch::Surroundings around;
-  around.variable = [&](const std::string& name) -> std::optional<std::string> {
+  launch::LaunchContext context;
+  context.variable = [&](const std::string& name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
   };
-  around.cores = [] { return 4; };
-  around.gpus = [] { return launch::Gpus{}; };
+  context.cores = [] { return 4; };
+  context.gpus = [] { return launch::Gpus{}; };
   try {
-    const launch::ParsedFlags parsed = launch::parse_flags(arguments, around);
+    const launch::ParsedFlags parsed = launch::parse_flags(arguments, context);
     if (parsed.request != launch::Request::kRun) return 0;
     require(parsed.plan.nnodes >= 1 && parsed.plan.nproc_per_node >= 1, "a plan for nobody");
   } catch (const UsageError& error) {

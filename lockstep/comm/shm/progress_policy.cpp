@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kAlone{10};      // before the core is offered
 constexpr std::chrono::microseconds kAwakeFor{100};  // before sleep
 constexpr std::chrono::microseconds kLost{500};      // another process took the core
-constexpr unsigned kWaryWaits = 200;
+constexpr unsigned kWaitsAsleep = 200;
 constexpr unsigned kTurnsPerLook = 8;          // at the clock
 constexpr unsigned kOversubscribedTurns = 16;  // before the core is offered, if oversubscribed
 
@@ -63,7 +63,7 @@ class Backoff {
     if (!offer && turns_ % kTurnsPerLook != 0) return kSpin;
     const auto before = std::exchange(looked_, Clock::now());
     if (since_ == Clock::time_point{}) since_ = looked_;
-    if (offer && before != Clock::time_point{} && looked_ - before > kLost) wary_ = kWaryWaits;
+    if (offer && before != Clock::time_point{} && looked_ - before > kLost) wary_ = kWaitsAsleep;
     const bool alone = std::exchange(offering_, looked_ - since_ > kAlone);
     if (looked_ - since_ > kAwakeFor) return kPark;
     return offering_ && !alone && !oversubscribed_ ? kYield : kSpin;
