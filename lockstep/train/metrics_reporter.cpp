@@ -45,7 +45,7 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 }  // namespace
 
 void MetricsReporter::open() {
-  since_log_ = at::zeros({2}, at::dtype(at::kDouble).device(run_.world.device()));
+  since_log_ = at::zeros({3}, at::dtype(at::kDouble).device(run_.world.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
   if (!run_.world.is_leader()) return;
@@ -75,12 +75,15 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
   const torch::NoGradGuard no_grad;
   at::Tensor loss = window.loss.to(since_log_.device(), at::kDouble);
   const at::Tensor tokens = window.count.to(since_log_.device(), at::kDouble);
+  at::Tensor counted = tokens;
   if (run_.arguments.logging_nan_inf_filter) {
-    // A loss that is not a number is counted as the mean so far, so that the log stays readable.
-    const at::Tensor mean = since_log_[0] / since_log_[1].clamp_min(1);
-    loss = at::where(at::isfinite(loss), loss, mean);
+    // Left out of the mean, so that the log stays readable. Where all are left out it is NaN.
+    const at::Tensor finite = at::isfinite(loss);
+    loss = at::where(finite, loss, 0.0);
+    counted = tokens * finite;
   }
-  const at::Tensor sums = at::stack({(loss * tokens).reshape({}), tokens.reshape({})});
+  const at::Tensor sums = at::stack(
+      {(loss * counted).reshape({}), tokens.reshape({}), counted.reshape({})});
   since_log_ += sums;
   since_start_ += sums;
   if (result.skipped.defined())
@@ -132,7 +135,8 @@ MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
     all = all.cpu();
   }
   const double tokens = all[1].item<double>();
-  return {.tokens = tokens, .mean_loss = all[0].item<double>() / std::max(1.0, tokens)};
+  const double loss = tokens > 0 ? all[0].item<double>() / all[2].item<double>() : 0;
+  return {.tokens = tokens, .mean_loss = loss};
 }
 
 void MetricsReporter::log(double learning_rate) {

@@ -68,7 +68,7 @@ class MetricsReporter {
   RunControl& control_;
   std::unique_ptr<MetricsLog> file_;    // on rank 0
   std::unique_ptr<Progress> progress_;  // on rank 0
-  // Sums of (loss x count, count), float64 on the device.
+  // Sums of (loss x count, count, count with a finite loss), float64 on the device.
   at::Tensor since_log_;
   at::Tensor since_start_;
   at::Tensor skipped_;
