@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/plan_training.h"
 #include "cli/reading_progress.h"
 #include "cli/task_config.h"
 #include "cli/task_contents.h"
@@ -126,8 +127,11 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
     });
     if (data.eval_path == data.path) break;
   }
-  const std::uint64_t bytes = checkpoint_bytes(task);
-  attempt([&] { train::check_room(arguments, bytes, /*two=*/false); });
+  attempt([&] {
+    const train::CheckpointSize size{.model = checkpoint_bytes(task),
+                                     .optimizer = training_of(arguments, task).state_bytes.value()};
+    train::check_room(arguments, size, /*two=*/false);
+  });
 }
 
 int check(const Request& request) {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
 
 namespace lockstep::cli {
@@ -40,7 +40,7 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.adapts = arguments.elastic_gpu            ? "elastic_gpu"
                     : arguments.auto_find_batch_size ? "auto_find_batch_size"
                                                      : "";
-  training.state_copies = train::state_copies(arguments);
+  training.state_bytes = train::state_bytes(arguments, plan::trained_tensors(model));
   training.device_map = task.model.device_map.has_value();
   return training;
 }

@@ -47,7 +47,7 @@ int train(lockstep::World& world, const Flags& flags) {
 
   net->to(world.device());
   lockstep::DistributedDataParallel model{net, world};
-  optim::AdamW optimizer{model.parameters(), {.lr = kLr}};
+  optim::AdamW optimizer{model, {.lr = kLr}};
   auto loader = data::loader(
       dataset, world, {.batch_size = kBatch, .shuffle = true, .seed = kSeed, .num_workers = 1});
   lockstep::Accumulation accumulation{model, {.steps = kAccumulate, .expected_count = kBatch}};
@@ -79,16 +79,15 @@ int train(lockstep::World& world, const Flags& flags) {
       }
       if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
 
-      const at::Tensor norm = optim::clip_grad_norm_(model.parameters(), 1.0);
       optimizer.set_lr(kLr * schedule.factor(step));
-      optimizer.step();
+      const optim::StepResult result = optimizer.step({.max_grad_norm = 1.0});
       optimizer.zero_grad();
       ++step;
 
       if (step % kLogEvery == 0)
         run_log.log({{"loss", accumulation.last_window().loss},
                      {"learning_rate", optimizer.lr()},
-                     {"grad_norm", norm}},
+                     {"grad_norm", result.grad_norm}},
                     step);
       const bool stopping = stop.received();  // on all ranks, or on none
       if (stopping || step % kSaveEvery == 0) {

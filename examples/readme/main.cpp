@@ -8,7 +8,7 @@ void train(lockstep::World& world) {
   torch::nn::Sequential net(torch::nn::Linear(20, 64), torch::nn::ReLU(), torch::nn::Linear(64, 2));
   net->to(world.device());
   lockstep::DistributedDataParallel model{net, world};  // rank 0's weights go to all ranks
-  lockstep::optim::AdamW optimizer{model.parameters(), {.lr = 1e-2}};
+  lockstep::optim::AdamW optimizer{model, {.lr = 1e-2}};
 
   for (int step = 1; step <= 100; ++step) {
     const auto x = torch::randn({32, 20}, world.device());

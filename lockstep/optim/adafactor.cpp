@@ -21,18 +21,7 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
   Granularity granularity() const override { return Granularity::kTensors; }
 
   std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    std::vector<StateSpec> specs;
-    if (sizes.size() >= 2) {
-      std::vector<std::int64_t> rows(sizes.begin(), sizes.end() - 1);
-      std::vector<std::int64_t> columns(sizes.begin(), sizes.end() - 2);
-      columns.push_back(sizes.back());
-      specs.push_back({"exp_avg_sq_row", std::move(rows), true});
-      specs.push_back({"exp_avg_sq_col", std::move(columns), true});
-    } else {
-      specs.push_back({"exp_avg_sq", sizes.vec(), true});
-    }
-    if (options.beta1 > 0) specs.push_back({"exp_avg", sizes.vec(), true});
-    return specs;
+    return options.state(sizes);
   }
 
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {

@@ -37,7 +37,7 @@ class AdamRule final : public RuleOf<Options> {
   using RuleOf<Options>::options;
 
   std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return {{"exp_avg", sizes.vec()}, {"exp_avg_sq", sizes.vec()}};
+    return options.state(sizes);
   }
   bool needs_host_skip() const override { return false; }
   SpanKernels kernels() const override {

@@ -3,11 +3,11 @@
 //   lockstep::optim::Adam optimizer{model.parameters(), {.lr = 1e-3}};
 //
 // Weight decay is added to the gradient, so it passes through the moments; AdamW (adamw.h) shrinks
-// the parameter instead. Everything else is shared by the two. See rule_optimizer.h.
+// the parameter instead. Everything else is shared by the two. See optimizer.h.
 #pragma once
 
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/options.h"
-#include "lockstep/optim/rule_optimizer.h"
 
 namespace lockstep::optim {
 

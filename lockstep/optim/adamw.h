@@ -6,11 +6,11 @@
 //   optimizer.zero_grad();
 //
 // The stock C++ AdamW rounds differently from both of Python's variants, so a run could not be
-// compared with one in Python. See rule_optimizer.h for groups, state and archives.
+// compared with one in Python. See optimizer.h for groups, state and archives.
 #pragma once
 
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/options.h"
-#include "lockstep/optim/rule_optimizer.h"
 
 namespace lockstep::optim {
 

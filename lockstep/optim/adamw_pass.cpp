@@ -12,7 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
-#include "lockstep/optim/rule_optimizer.h"
+#include "lockstep/optim/rule_state.h"
 
 namespace lockstep::optim {
 namespace {

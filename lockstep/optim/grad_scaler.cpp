@@ -9,7 +9,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/optim/rule_optimizer.h"
 #include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
@@ -124,26 +123,6 @@ void GradScaler::unscale_(const void* optimizer, const std::vector<at::Tensor>& 
   const torch::NoGradGuard no_grad;
   state.found_inf = check_and_unscale(params);
   state.stage = Stage::kUnscaled;
-}
-
-void GradScaler::step(torch::optim::Optimizer& optimizer) {
-  if (!options_.enabled) {
-    optimizer.step();
-    return;
-  }
-  require_scale("step()");
-  if (optimizers_[&optimizer].stage == Stage::kStepped)
-    throw UsageError(kScaler,
-                     "step() was already called on this optimizer since the last update(). Call "
-                     "update() once per step, after all optimizers.");
-  if (optimizers_[&optimizer].stage == Stage::kReady) unscale_(optimizer);
-  PerOptimizer& state = optimizers_[&optimizer];
-  if (auto* fused = dynamic_cast<RuleOptimizer*>(&optimizer)) {
-    fused->step_unless(state.found_inf);
-  } else if (state.found_inf.item<float>() == 0) {
-    optimizer.step();
-  }
-  state.stage = Stage::kStepped;
 }
 
 void GradScaler::record_step(const void* optimizer, bool skipped) {

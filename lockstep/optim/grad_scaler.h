@@ -56,7 +56,8 @@ class GradScaler {
   // Divides the gradients of the optimizer's parameters by the scale, once between two updates.
   void unscale_(torch::optim::Optimizer& optimizer);
   void unscale_(const void* optimizer, const std::vector<at::Tensor>& params);
-  // Steps unless a gradient is not finite; unscales first unless that was already done.
+  // Steps unless a gradient is not finite; unscales first unless that was already done. Defined in
+  // optimizer.cpp.
   void step(torch::optim::Optimizer& optimizer);
   // After all steps: halves the scale when one was skipped, doubles it after growth_interval
   // updates in a row without one. A new scale may be given instead.

@@ -10,7 +10,7 @@ class LionRule final : public RuleOf<LionOptions> {
   using RuleOf::RuleOf;
 
   std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return {{"exp_avg", sizes.vec()}};
+    return options.state(sizes);
   }
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
     for (const StepItem& item : items) {

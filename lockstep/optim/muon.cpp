@@ -6,12 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <sstream>
-#include <string>
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/parameter_names.h"
 
 namespace lockstep::optim {
 namespace {
@@ -33,7 +31,7 @@ class MuonRule final : public RuleOf<MuonOptions> {
                        "a parameter of shape [{}] is not a matrix. Put it into a group of AdamW's; "
                        "muon_groups() makes both.",
                        fmt::join(sizes, ", "));
-    return {{"momentum_buffer", sizes.vec()}};
+    return options.state(sizes);
   }
 
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
@@ -70,31 +68,7 @@ class MuonRule final : public RuleOf<MuonOptions> {
   }
 };
 
-bool is_named_as_end(const std::string& name) {
-  std::istringstream parts(name);
-  for (std::string part; std::getline(parts, part, '.');) {
-    if (part.find("embed") != std::string::npos) return true;
-    for (const char* word : {"wte", "wpe", "lm_head", "head", "classifier", "score"})
-      if (part == word) return true;
-  }
-  return false;
-}
-
 }  // namespace
-
-void MuonOptions::each(const OptionVisitor& option) {
-  constexpr double kAny = std::numeric_limits<double>::infinity();
-  option("lr", lr);
-  option("weight_decay", weight_decay);
-  option("momentum", momentum, {.below = 1});
-  option("nesterov", nesterov);
-  option("eps", eps);
-  option("ns_steps", ns_steps, {.least = 1, .below = 100});
-  option("ns_coefficients.0", ns_coefficients[0], {.least = -kAny});
-  option("ns_coefficients.1", ns_coefficients[1], {.least = -kAny});
-  option("ns_coefficients.2", ns_coefficients[2], {.least = -kAny});
-  option("match_rms_adamw", match_rms_adamw);
-}
 
 std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options) {
   return std::make_unique<MuonRule>(options);

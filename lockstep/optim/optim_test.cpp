@@ -12,12 +12,14 @@
 #include <optional>
 #include <sstream>
 
+#include "lockstep/core/error.h"
 #include "lockstep/optim/adafactor.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/muon.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/testing/matchers.h"
 
@@ -27,6 +29,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
+using ::testing::UnorderedElementsAre;
 
 at::Tensor leaf(at::Tensor values) {
   return values.clone().set_requires_grad(true);
@@ -267,6 +270,11 @@ TEST(Optimizers, ArchivesOfEveryRuleContinueAndOthersAreRefused) {
   round([](const auto& p) { return Lion{p}; });
   round([](const auto& p) { return Muon{p, {.ns_steps = 3}}; });
   round([](const auto& p) { return Adafactor{p, {.beta1 = 0.9}}; });
+  // Groups of different rules, and a tied weight.
+  round([](const auto& p) {
+    return OptimizerOf<MuonOptions>{
+        {Muon::group({p[0]}, {.ns_steps = 3}), Lion::group({p[1], p[1]}, {.lr = 0.1})}};
+  });
   // SGD's has neither a count nor second moments.
   auto p = params();
   SGD sgd{p, {.momentum = 0.9}};
@@ -274,8 +282,36 @@ TEST(Optimizers, ArchivesOfEveryRuleContinueAndOthersAreRefused) {
   sgd.step();
   std::stringstream archive;
   torch::save(sgd, archive);
-  AdamW adamw{p};
-  EXPECT_ANY_THROW(torch::load(adamw, archive));
+  AdamW adamw{p}, grouped{{AdamW::group({p[0]}, {}), AdamW::group({p[1]}, {})}};
+  EXPECT_THAT(message_of<UsageError>([&] { torch::load(adamw, archive); }),
+              HasSubstr("[AdamW] the archive has no option 'beta1'"));
+  archive.seekg(0);
+  EXPECT_THAT(message_of<UsageError>([&] { torch::load(grouped, archive); }),
+              HasSubstr("the archive has 1 param_groups, and the optimizer has 2"));
+}
+
+// What programs and files of earlier versions rely on.
+TEST(Optimizers, ArchivesHaveTorchsLayout) {
+  auto p = leaf(torch::ones({2}));
+  AdamW optimizer{{p}, {.lr = 0.5}};
+  set_grad(p, torch::ones({2}));
+  optimizer.step();
+  std::stringstream file;
+  torch::save(optimizer, file);
+  torch::serialize::InputArchive archive, state, one, groups, group, options;
+  archive.load_from(file);
+  EXPECT_THAT(archive.keys(), UnorderedElementsAre("pytorch_version", "state", "param_groups"));
+  archive.read("state", state);
+  ASSERT_EQ(state.keys().size(), 1u);
+  state.read(state.keys()[0], one);
+  EXPECT_THAT(one.keys(), UnorderedElementsAre("step", "exp_avg", "exp_avg_sq"));
+  archive.read("param_groups", groups);
+  groups.read("param_groups/0", group);
+  group.read("options", options);
+  EXPECT_THAT(options.keys(), UnorderedElementsAre("lr", "beta1", "beta2", "eps", "weight_decay"));
+  c10::IValue lr;
+  options.read("lr", lr);
+  EXPECT_EQ(lr.toDouble(), 0.5);
 }
 
 TEST(Optimizers, CountStepsPerParameter) {
@@ -286,7 +322,7 @@ TEST(Optimizers, CountStepsPerParameter) {
   optimizer.step();
   set_grad(late, torch::ones({3}));
   optimizer.step();
-  const auto step_of = [&](const at::Tensor& p) { return optimizer.find_state(p)->step; };
+  const auto step_of = [&](const at::Tensor& p) { return find_state(optimizer, p)->step; };
   EXPECT_EQ(step_of(a).item<float>(), 3);
   EXPECT_EQ(step_of(late).item<float>(), 1);
   EXPECT_EQ(step_of(late).scalar_type(), torch::kFloat);
@@ -552,14 +588,16 @@ void check_state_dict(const Options& options) {
     first.step();
   }
   const NamedParameters names{{"p", p}, {"q", q}, {"tied", p}, {"unused", unused}};
-  const std::map<std::string, at::Tensor> state = first.state_dict(names);
+  first.name_parameters(names);
+  const TensorDict state = first.state_dict();
   EXPECT_EQ(state.count("tied.step"), 0u);
   EXPECT_EQ(state.at("unused.step").item<double>(), 0);
   auto p2 = leaf(p.detach()), q2 = leaf(q.detach()), unused2 = leaf(unused.detach());
   Optimizer second{{p2, q2, unused2}, options};
   const NamedParameters names2{{"p", p2}, {"q", q2}, {"unused", unused2}};
-  second.load_state_dict(names2, state);
-  for (const auto& [name, tensor] : second.state_dict(names2))
+  second.name_parameters(names2);
+  second.load_state_dict(state);
+  for (const auto& [name, tensor] : second.state_dict())
     EXPECT_TRUE(same_bits(tensor, state.at(name))) << name;
   for (int t = 0; t < 2; ++t) {
     for (auto [a, b] : {std::pair(&p, &p2), std::pair(&q, &q2), std::pair(&unused, &unused2)}) {
@@ -587,12 +625,14 @@ TEST(Optimizers, RefuseStateOfAnotherModel) {
   AdamW optimizer{{p}};
   set_grad(p, torch::ones({2}));
   optimizer.step();
-  const NamedParameters names{{"p", p}};
-  const auto good = optimizer.state_dict(names);
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.state_dict(); }),
+              HasSubstr("a parameter of shape [2] has no name"));
+  optimizer.name_parameters({{"p", p}});
+  const auto good = optimizer.state_dict();
   const auto refusal = [&](auto change) {
     auto state = good;
     change(state);
-    return message_of<UsageError>([&] { optimizer.load_state_dict(names, state); });
+    return message_of<UsageError>([&] { optimizer.load_state_dict(state); });
   };
   EXPECT_THAT(refusal([](auto& s) { s.erase("p.exp_avg"); }),
               HasSubstr("[AdamW] the state has no 'p.exp_avg'"));
@@ -600,9 +640,7 @@ TEST(Optimizers, RefuseStateOfAnotherModel) {
               HasSubstr("'p.exp_avg' has shape [3] in the state, but [2] is wanted"));
   EXPECT_THAT(refusal([](auto& s) { s["q.step"] = torch::ones({}); }),
               HasSubstr("the state holds 'q.step', which this optimizer has no place for"));
-  EXPECT_THAT(message_of<UsageError>([&] { optimizer.state_dict({}); }),
-              HasSubstr("a parameter of shape [2] has no name"));
-  EXPECT_TRUE(same_bits(optimizer.state_dict(names).at("p.exp_avg"), good.at("p.exp_avg")));
+  EXPECT_TRUE(same_bits(optimizer.state_dict().at("p.exp_avg"), good.at("p.exp_avg")));
 }
 
 }  // namespace

@@ -1,11 +1,10 @@
 #include "lockstep/optim/optimizer.h"
 
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
 #include <torch/nn/modules/normalization.h>
+#include <torch/utils.h>
 
 #include <algorithm>
-#include <cctype>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -17,9 +16,13 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/local_gradients.h"
+#include "lockstep/optim/parameter_names.h"
+#include "lockstep/optim/rule_state.h"
 
 namespace lockstep::optim {
 namespace {
+
+using Group = torch::optim::OptimizerParamGroup;
 
 constexpr const char* kOptimizer = "optimizer";
 
@@ -30,22 +33,105 @@ std::vector<at::Tensor> trainable(const NamedParameters& names) {
   return params;
 }
 
-// The names by which Hugging Face's Trainer excludes parameters from weight decay: "bias",
-// "layernorm" or "rmsnorm" anywhere in the name, "norm" as a whole part of it, or "_norm" at the
-// end of a part.
-bool is_named_as_norm_or_bias(std::string name) {
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  for (const char* word : {"bias", "layernorm", "rmsnorm"})
-    if (name.find(word) != std::string::npos) return true;
-  std::size_t begin = 0;
-  while (begin <= name.size()) {
-    const std::size_t end = std::min(name.find('.', begin), name.size());
-    const std::string part = name.substr(begin, end - begin);
-    if (part == "norm" || part.ends_with("_norm")) return true;
-    begin = end + 1;
+std::vector<Group> torch_groups(const std::vector<ParamGroup>& groups) {
+  std::vector<Group> made;
+  for (const ParamGroup& group : groups)
+    made.emplace_back(group.params, std::make_unique<GroupRule>(group.options));
+  return made;
+}
+
+// For groups that torch's functions add without options.
+Rule first_rule(const std::vector<ParamGroup>& groups) {
+  return groups.empty() ? Rule(AdamWOptions{}) : groups[0].options;
+}
+
+// Strides of dimensions with one element do not matter.
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  for (std::int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
   }
-  return false;
+  return true;
+}
+
+void check_steppable(std::string_view who, const at::Tensor& param, const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided) {
+    throw UsageError(
+        who,
+        "the parameter of shape {} has a sparse gradient. The fused kernels take dense "
+        "ones. Make its Embedding with sparse(false), or give it to torch::optim::SGD.",
+        detail::shape_of(param));
+  }
+  if (!param.is_non_overlapping_and_dense()) {
+    throw UsageError(
+        who,
+        "the parameter of shape {} is not dense in memory. It is probably a slice of a "
+        "larger tensor. Make it a tensor of its own: param.contiguous().",
+        detail::shape_of(param));
+  }
+}
+
+// Tensors of one device and dtype, which a fused kernel steps in one call.
+struct Batch {
+  std::vector<at::Tensor> params;
+  std::vector<at::Tensor> grads;  // with the memory layout of their parameters
+};
+
+// The parameters with a gradient; one without is skipped, as in Python. A sparse gradient, a
+// parameter that is a strided slice and one whose gradient is not averaged yet (see
+// local_gradients.h) throw UsageError.
+std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& params) {
+  refuse_local_gradients(params, who);
+  std::vector<Batch> batches;
+  for (const auto& param : params) {
+    at::Tensor grad = param.grad();
+    if (!grad.defined()) continue;
+    check_steppable(who, param, grad);
+    // The CPU kernels walk the memory of both without looking at strides or at lazy negation and
+    // zeros.
+    if (!same_layout(param, grad) || grad.is_neg() || grad._is_zerotensor())
+      grad = at::empty_like(param).copy_(grad);
+    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
+      return b.params[0].device() == param.device() && b.params[0].dtype() == param.dtype();
+    });
+    if (batch == batches.end()) batch = batches.emplace(batches.end());
+    batch->params.push_back(param);
+    batch->grads.push_back(std::move(grad));
+  }
+  return batches;
+}
+
+void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const UpdateRule& rule,
+                const at::Tensor& skip) {
+  const SpanKernels kernels = rule.kernels();
+  std::vector<detail::CpuItem> here;
+  std::vector<StepItem> rest;
+  std::vector<at::Tensor> counters;
+  for (std::size_t i = 0; i < batch.params.size(); ++i) {
+    const at::Tensor& param = batch.params[i];
+    const at::Tensor& grad = batch.grads[i];
+    const bool known = find_state(optimizer, param) != nullptr;
+    const RuleState& state = ensure_state(optimizer, param, rule);
+    const bool first = !known && find_state(optimizer, param) != nullptr;
+    StateTensors tensors;
+    for (const StateSpec& spec : rule.state(param.sizes())) tensors.push_back(state[spec.name]);
+    if (detail::covered(kernels, param, grad, tensors)) {
+      double steps = first ? 1 : 2;
+      if (rule.counts_steps()) steps = ++*state.step.mutable_data_ptr<float>();
+      here.push_back({param, grad, std::move(tensors), steps});
+      continue;
+    }
+    if (rule.counts_steps()) counters.push_back(state.step);
+    rest.push_back({param, grad, std::move(tensors), state.step, first});
+  }
+  detail::step_on_cpu(here, kernels);
+  if (!counters.empty()) at::_foreach_add_(counters, 1);
+  if (!rest.empty()) rule.update(rest, skip);
+  // A step that was skipped does not count.
+  if (!counters.empty() && skip.defined())
+    at::_foreach_sub_(counters, std::vector<at::Tensor>(counters.size(), skip));
+  // So that a graph retained across the step raises instead of using the new values. ATen's fused
+  // kernels do not do it either.
+  for (const auto& param : batch.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace
@@ -56,83 +142,157 @@ void detail::check(const StepOptions& options) {
                      options.max_grad_norm);
 }
 
-// ---------------------------------------------------------------- Optimizer
+torch::optim::OptimizerParamGroup detail::make_group(std::vector<at::Tensor> params,
+                                                     const Rule& rule) {
+  rule->check();
+  return {std::move(params), std::make_unique<GroupRule>(rule)};
+}
 
-Optimizer::Optimizer(const std::vector<ParamGroup>& groups) {
-  for (const auto& group : groups) groups_.push_back(group.options);
+// ---------------------------------------------------------------- construction, groups
+
+Optimizer::Optimizer(const std::vector<ParamGroup>& groups)
+    : torch::optim::Optimizer(torch_groups(groups),
+                              std::make_unique<GroupRule>(first_rule(groups))),
+      replicated_(false) {}
+
+Optimizer::Optimizer(const std::vector<Group>& groups, const Rule& defaults)
+    : torch::optim::Optimizer(groups, std::make_unique<GroupRule>(defaults)) {
+  defaults->check();
+  for (const Group& group : param_groups_) {
+    const auto* const own = dynamic_cast<const GroupRule*>(&group.options());
+    if (own == nullptr) continue;  // the first step says so
+    own->rule->check();
+    for (const at::Tensor& param : group.params()) (void)own->rule->state(param.sizes());
+  }
+}
+
+Optimizer::Optimizer(NamedParameters names, Rule rule, World world)
+    : Optimizer(names, std::vector<ParamGroup>{{trainable(names), std::move(rule)}},
+                std::move(world)) {}
+
+Optimizer::Optimizer(NamedParameters names, std::vector<ParamGroup> groups, World world)
+    : Optimizer(torch_groups(groups), first_rule(groups)) {
+  for_model_ = true;
+  names_ = std::move(names);
+  world_ = std::move(world);
+  list_parameters();
+  std::unordered_set<at::TensorImpl*> named;
+  for (const auto& [name, tensor] : names_) named.insert(tensor.unsafeGetTensorImpl());
+  const auto unnamed = std::count_if(params_.begin(), params_.end(), [&](const auto& param) {
+    return !named.contains(param.unsafeGetTensorImpl());
+  });
+  if (unnamed != 0)
+    throw UsageError(kOptimizer,
+                     "{} of {} parameters in the groups have none of the {} names. They are "
+                     "probably of another module. Pass module->named_parameters().pairs() of the "
+                     "one that is trained.",
+                     unnamed, params_.size(), names_.size());
+}
+
+Optimizer::Optimizer(Optimizer&& other) noexcept = default;
+Optimizer::~Optimizer() = default;
+
+// For messages: the rule, where there is one.
+std::string_view Optimizer::who() const {
+  std::string_view name;
+  for (const Group& group : param_groups_) {
+    const auto* const own = dynamic_cast<const GroupRule*>(&group.options());
+    if (own == nullptr || own->rule->name() == name) continue;
+    if (!name.empty()) return kOptimizer;
+    name = own->rule->name();
+  }
+  return name.empty() ? kOptimizer : name;
+}
+
+// Groups and parameters may have been added since the last time. A parameter listed twice in a
+// group (tied weights: C++ modules list them under both names) is one.
+void Optimizer::list_parameters() {
+  std::vector<at::TensorImpl*> now;
+  for (const Group& group : param_groups_)
+    for (const at::Tensor& param : group.params()) now.push_back(param.unsafeGetTensorImpl());
+  if (now == listed_ && by_group_.size() == param_groups_.size()) return;
+  std::unordered_map<at::TensorImpl*, std::size_t> group_of;
+  std::vector<std::vector<at::Tensor>> by_group(param_groups_.size());
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    for (const at::Tensor& param : param_groups_[g].params()) {
+      const auto [slot, fresh] = group_of.emplace(param.unsafeGetTensorImpl(), g);
+      if (fresh) by_group[g].push_back(param);
+      if (slot->second != g)
+        throw UsageError(who(),
+                         "the parameter of shape {} is in two parameter groups. It would be "
+                         "stepped twice. Leave it in one.",
+                         detail::shape_of(param));
+    }
+  }
+  params_.clear();
+  const auto add = [&](const at::Tensor& param) {
+    if (group_of.erase(param.unsafeGetTensorImpl()) != 0) params_.push_back(param);
+  };
+  if (for_model_)
+    for (const auto& [name, param] : names_) add(param);
+  for (const auto& params : by_group)
+    for (const at::Tensor& param : params) add(param);
+  by_group_ = std::move(by_group);
+  listed_ = std::move(now);
+  pass_.reset();
+  no_pass_.clear();
 }
 
 Rule& Optimizer::options(std::size_t group) {
-  detail::check_group(kOptimizer, group, groups_.size());
-  return groups_[group];
+  detail::check_group(who(), group, groups());
+  return detail::rule_of(who(), param_groups_[group]);
 }
 
 double Optimizer::lr(std::size_t group) const {
-  detail::check_group(kOptimizer, group, groups_.size());
-  return groups_[group].get("lr");
+  detail::check_group(who(), group, groups());
+  return param_groups_[group].options().get_lr();
 }
 
 void Optimizer::set_lr(double lr) {
-  for (std::size_t group = 0; group < groups_.size(); ++group) set_lr(group, lr);
+  for (std::size_t group = 0; group < groups(); ++group) set_lr(group, lr);
 }
 
 void Optimizer::set_lr(std::size_t group, double lr) {
   options(group).set("lr", lr);
 }
 
-// ---------------------------------------------------------------- ReplicatedOptimizer
-
-ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, Rule options, World world)
-    : ReplicatedOptimizer(names, std::vector<ParamGroup>{{trainable(names), std::move(options)}},
-                          std::move(world)) {}
-
-ReplicatedOptimizer::ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups,
-                                         World world)
-    : Optimizer(groups), names_(std::move(names)), world_(std::move(world)) {
-  std::unordered_map<at::TensorImpl*, std::size_t> grouped;
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    parts_.push_back(std::make_unique<RuleOptimizer>(
-        std::vector{torch::optim::OptimizerParamGroup(groups[g].params)}, groups[g].options));
-    for (const auto& param : groups[g].params)
-      if (grouped.emplace(param.unsafeGetTensorImpl(), g).first->second != g)
-        throw UsageError(kOptimizer, "a parameter of shape [{}] is in two groups. Put it into one.",
-                         fmt::join(param.sizes(), ", "));
-  }
-  std::unordered_set<at::TensorImpl*> seen;
-  for (const auto& [name, tensor] : names_) {
-    const auto found = grouped.find(tensor.unsafeGetTensorImpl());
-    if (found == grouped.end() || !seen.insert(found->first).second) continue;
-    params_.push_back(tensor);
-    group_of_.emplace(name, found->second);
-  }
-  if (params_.size() != grouped.size())
-    throw UsageError(kOptimizer,
-                     "{} of {} parameters in the groups have none of the {} names. They are "
-                     "probably of another module. Pass module->named_parameters().pairs() of the "
-                     "one that is trained.",
-                     grouped.size() - params_.size(), grouped.size(), names_.size());
+void Optimizer::zero_grad() {
+  torch::optim::Optimizer::zero_grad();
 }
 
-ReplicatedOptimizer::~ReplicatedOptimizer() = default;
+// ---------------------------------------------------------------- a step
 
-void ReplicatedOptimizer::apply_options() {
-  for (std::size_t g = 0; g < parts_.size(); ++g) {
-    Rule& held = static_cast<detail::GroupRule&>(parts_[g]->param_groups()[0].options()).rule;
-    if (held->name() != groups_[g]->name())
-      throw UsageError(
-          kOptimizer,
-          "group {} has options of another optimizer: it was made with {}, whose state "
-          "{} cannot use. Make a new optimizer.",
-          g, held->name(), groups_[g]->name());
-    groups_[g]->check();
-    held = groups_[g];
+at::Tensor Optimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
   }
+  step(StepOptions{});
+  return loss;
 }
 
-StepResult ReplicatedOptimizer::step(const StepOptions& options) {
+void Optimizer::step_unless(const at::Tensor& found_inf) {
+  if (!found_inf.defined() || found_inf.numel() != 1 || found_inf.scalar_type() != at::kFloat)
+    throw UsageError(who(),
+                     "step_unless() takes one float: 1 to leave the step out, 0 to take it. Pass "
+                     "what GradScaler::found_inf() gives.");
+  if (!replicated_) {
+    if (found_inf.item<float>() == 0) step();
+    return;
+  }
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+  detail::check_groups(who(), param_groups_);
+  list_parameters();
+  step_groups(found_inf);
+}
+
+StepResult Optimizer::step(const StepOptions& options) {
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+  LOCKSTEP_ASSERT(replicated_);
   detail::check(options);
-  apply_options();
+  detail::check_groups(who(), param_groups_);
+  list_parameters();
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
   if (has_pass()) return step_in_one_pass(options, scaler);
@@ -153,34 +313,68 @@ StepResult ReplicatedOptimizer::step(const StepOptions& options) {
   if (clips || options.want_grad_norm) result.grad_norm = norm;
   if (scaler != nullptr) result.skipped = scaler->found_inf(this);
   if (agrees) result.skipped = any_rank_not_finite(norm);
-  for (auto& part : parts_) {
-    if (result.skipped.defined()) {
-      part->step_unless(result.skipped);
-    } else {
-      part->step();
-    }
-  }
+  step_groups(result.skipped);
   if (scaler != nullptr) scaler->update();
   return result;
+}
+
+void Optimizer::step_groups(const at::Tensor& found_inf) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t g = 0; g < by_group_.size(); ++g) {
+    const Rule& rule = options(g);
+    for (const Batch& batch : gather(rule->name(), by_group_[g])) {
+      at::Tensor skip;  // without dimensions, as the counters of steps are
+      if (found_inf.defined()) skip = found_inf.to(batch.params[0].device()).reshape({});
+      // The host looks where it need not wait, and where the rule does not look itself.
+      if (skip.defined() && (skip.is_cpu() || rule->needs_host_skip())) {
+        if (skip.item<float>() != 0) continue;
+        skip = at::Tensor();
+      }
+      step_batch(*this, batch, *rule, skip);
+    }
+  }
+}
+
+// Of its functions the one that knows this class.
+void GradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (!options_.enabled) {
+    optimizer.step();
+    return;
+  }
+  require_scale("step()");
+  if (optimizers_[&optimizer].stage == Stage::kStepped)
+    throw UsageError("GradScaler",
+                     "step() was already called on this optimizer since the last update(). Call "
+                     "update() once per step, after all optimizers.");
+  if (optimizers_[&optimizer].stage == Stage::kReady) unscale_(optimizer);
+  PerOptimizer& state = optimizers_[&optimizer];
+  if (auto* const ours = dynamic_cast<Optimizer*>(&optimizer)) {
+    ours->step_unless(state.found_inf);
+  } else if (state.found_inf.item<float>() == 0) {
+    optimizer.step();
+  }
+  state.stage = Stage::kStepped;
 }
 
 // ---------------------------------------------------------------- in one pass, on a GPU
 
 // Decided at the first step, when the model is where it is trained.
-bool ReplicatedOptimizer::has_pass() {
+bool Optimizer::has_pass() {
+  if (!no_pass_.empty()) return false;
   const auto has_gradient = [](const auto& param) { return param.grad().defined(); };
   const bool all_have_gradients =
       std::any_of(params_.begin(), params_.end(), has_gradient) &&
       std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
         return has_gradient(param) || !param.requires_grad();  // or was frozen meanwhile
       });
-  if (pass_ || !no_pass_.empty()) return pass_ != nullptr && all_have_gradients;
+  if (pass_) return all_have_gradients;
   const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
-  const bool adamw = std::all_of(groups_.begin(), groups_.end(),
-                                 [](const Rule& rule) { return rule.is<AdamWOptions>(); });
+  bool adamw = true;
+  for (std::size_t g = 0; g < groups(); ++g) adamw &= options(g).is<AdamWOptions>();
   const bool fits = std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
     return param.device() == device && param.scalar_type() == at::kFloat && param.is_contiguous();
   });
+  if (!for_model_) no_pass_ = "the optimizer was made from a list of parameters, not for a model";
   if (!adamw) no_pass_ = "the optimizer is not AdamW";
   if (!fits) no_pass_ = "parameters are not contiguous float tensors of one device";
   if (!device.is_cuda()) no_pass_ = "the parameters are not on a GPU";
@@ -188,16 +382,15 @@ bool ReplicatedOptimizer::has_pass() {
     no_pass_ = kernels::cuda::unavailable_reason();
   if (!no_pass_.empty()) return false;
   std::vector<AdamWItem> items;
-  std::vector<AdamWOptions> groups;
+  std::vector<AdamWOptions> rules;
   std::unordered_map<at::TensorImpl*, std::size_t> group_of;
-  for (std::size_t g = 0; g < parts_.size(); ++g) {
-    groups.push_back(groups_[g].as<AdamWOptions>());
-    for (const auto& param : parts_[g]->param_groups()[0].params())
-      group_of[param.unsafeGetTensorImpl()] = g;
+  for (std::size_t g = 0; g < by_group_.size(); ++g) {
+    rules.push_back(options(g).as<AdamWOptions>());
+    for (const at::Tensor& param : by_group_[g]) group_of[param.unsafeGetTensorImpl()] = g;
   }
   for (const auto& param : params_) {
     const std::size_t g = group_of.at(param.unsafeGetTensorImpl());
-    const RuleState& state = parts_[g]->ensure_state(param, *groups_[g]);
+    const RuleState& state = ensure_state(*this, param, *options(g));
     items.push_back({.param = param,
                      .grad = {},
                      .exp_avg = state["exp_avg"],
@@ -205,23 +398,25 @@ bool ReplicatedOptimizer::has_pass() {
                      .step = state.step,
                      .group = g});
   }
-  pass_ = std::make_unique<AdamWPass>(std::move(items), std::move(groups));
+  pass_ = std::make_unique<AdamWPass>(std::move(items), std::move(rules));
   return all_have_gradients;
 }
 
-void ReplicatedOptimizer::publish_options(const StepOptions& options) {
+void Optimizer::publish_options(const StepOptions& options) {
   if (!pass_) return;
-  for (std::size_t g = 0; g < groups_.size(); ++g)
-    pass_->set_options(g, groups_[g].as<AdamWOptions>());
+  for (std::size_t g = 0; g < groups(); ++g)
+    pass_->set_options(g, Optimizer::options(g).as<AdamWOptions>());
   pass_->set_max_norm(options.max_grad_norm);
   pass_->prepare_capture();
 }
 
-std::string ReplicatedOptimizer::unavailable_for_capture(const StepOptions&) {
+std::string Optimizer::unavailable_for_capture(const StepOptions&) {
+  if (!replicated_) return "this optimizer cannot be captured";
+  list_parameters();
   return has_pass() || pass_ ? "" : no_pass_;
 }
 
-StepResult ReplicatedOptimizer::step_in_one_pass(const StepOptions& options, GradScaler* scaler) {
+StepResult Optimizer::step_in_one_pass(const StepOptions& options, GradScaler* scaler) {
   refuse_local_gradients(params_, kOptimizer);
   // What a graph would write in every replay is written before it is captured.
   if (!kernels::cuda::capturing()) publish_options(options);
@@ -242,36 +437,14 @@ StepResult ReplicatedOptimizer::step_in_one_pass(const StepOptions& options, Gra
 
 // The norm is infinite or not a number exactly when a gradient is, or when the sum of squares
 // overflows, which a step would not survive either.
-at::Tensor ReplicatedOptimizer::any_rank_not_finite(const at::Tensor& norm) {
+at::Tensor Optimizer::any_rank_not_finite(const at::Tensor& norm) {
   const at::NoGradGuard no_grad;
   at::Tensor found = at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
   if (world_.size() > 1) world_.all_reduce(found, ReduceOp::kMax).wait();
   return found;
 }
 
-void ReplicatedOptimizer::zero_grad() {
-  for (auto& part : parts_) part->zero_grad();
-}
-
-TensorDict ReplicatedOptimizer::state_dict(const StateDictOptions& options) {
-  TensorDict state;
-  if (!options.wanted) return state;
-  for (auto& part : parts_) state.merge(part->state_dict(names_, options.copy));
-  return state;
-}
-
-void ReplicatedOptimizer::load_state_dict(const TensorDict& state) {
-  // What belongs to no parameter goes to the first, which refuses it.
-  std::vector<TensorDict> states(parts_.size());
-  for (const auto& [key, tensor] : state) {
-    const auto group = group_of_.find(key.substr(0, key.rfind('.')));
-    states[group == group_of_.end() ? 0 : group->second].emplace(key, tensor);
-  }
-  for (std::size_t g = 0; g < parts_.size(); ++g) parts_[g]->check_state_dict(names_, states[g]);
-  for (std::size_t g = 0; g < parts_.size(); ++g) parts_[g]->load_state_dict(names_, states[g]);
-}
-
-// ---------------------------------------------------------------- groups
+// ---------------------------------------------------------------- groups of a module
 
 std::vector<ParamGroup> decay_groups(const torch::nn::Module& module, const Rule& options) {
   std::unordered_set<at::TensorImpl*> of_norms, seen;

@@ -1,44 +1,53 @@
-// Optimizer: what a training loop needs from an optimizer, whether its state is replicated or
-// sharded.
+// Optimizer: steps parameters by any update rule, for a loop of your own and for the Trainer.
 //
-//   ReplicatedOptimizer optimizer{model, AdamWOptions{.lr = 3e-4}};   // or ShardedOptimizer
+//   optim::AdamW optimizer{model, {.lr = 3e-4}};   // or model.parameters(); Adam, SGD, Lion alike
 //   loss.backward();
 //   const StepResult result = optimizer.step({.max_grad_norm = 1.0, .scaler = &scaler});
 //   optimizer.zero_grad();
 //
-// Clipping, loss scaling and skipping are options of the step, because ShardedOptimizer averages
-// the gradients inside its step (lockstep/parallel/sharded_optimizer.h); ReplicatedOptimizer does
-// the same to .grad, which backward has averaged. A loop works with both, and so do checkpoints:
-// state is named after parameters ("h.0.attn.weight.exp_avg") and independent of the number of
-// ranks. A loop of your own may also use AdamW, Adam and SGD directly, as torch::optim::Optimizer.
+// AdamW, Adam, SGD, Lion, Muon and Adafactor are OptimizerOf<their options>. Groups of different
+// rules, as muon_groups() makes them, are for Optimizer itself:
+//
+//   optim::Optimizer optimizer{model, muon_groups(*net, {.lr = 3e-4}, {.lr = 3e-4})};
+//
+// It is a torch::optim::Optimizer: closures, add_param_group, torch's schedulers, torch::save and
+// torch::load work. Every rank holds the whole state and takes the same step with gradients that
+// backward has averaged; ShardedOptimizer (lockstep/parallel/sharded_optimizer.h) averages them in
+// its step and divides the state over ranks. Clipping, loss scaling and skipping are options of the
+// step, so a loop works with both, and so do checkpoints: state is named after parameters
+// ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
+//
+// The bits are those of PyTorch's fused optimizers. Made for a model or for named parameters, AdamW
+// over float parameters on a GPU is one pass (adamw_pass.h), in float, which CUDA graphs can hold.
 //
 // step, state_dict, load_state_dict and sync_from_model may communicate: call them on all ranks at
-// the same point. One thread at a time.
+// the same point. Owns its state and shares the parameters. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/rule.h"
-#include "lockstep/optim/rule_optimizer.h"
-#include "lockstep/optim/sgd.h"
 
 namespace lockstep::optim {
 
 class AdamWPass;
 
 using TensorDict = std::map<std::string, at::Tensor>;
+// As module->named_parameters().pairs() gives them. The first name of a tensor counts.
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Parameters that are updated by one rule with the same options. Groups may have different rules.
 struct ParamGroup {
@@ -68,27 +77,48 @@ struct StateDictOptions {
   bool copy = true;    // false: tensors may be the optimizer's own, valid until the next step()
 };
 
-class Optimizer {
+class Optimizer : public torch::optim::Optimizer {
  public:
-  virtual ~Optimizer() = default;
-  Optimizer(const Optimizer&) = delete;
-  Optimizer& operator=(const Optimizer&) = delete;
+  // For a DistributedDataParallel model; without groups all trainable parameters form one.
+  template <typename Model>
+    requires requires(Model& model) { *model.module(), model.world(); }
+  Optimizer(Model& model, Rule rule)
+      : Optimizer(model.module()->named_parameters().pairs(), std::move(rule), model.world()) {}
+  template <typename Model>
+    requires requires(Model& model) { *model.module(), model.world(); }
+  Optimizer(Model& model, std::vector<ParamGroup> groups)
+      : Optimizer(model.module()->named_parameters().pairs(), std::move(groups), model.world()) {}
+  // Parameters with their names, in the model's order. The ranks of `world` agree on skipped steps.
+  // UsageError for a parameter that its rule cannot step.
+  Optimizer(NamedParameters names, Rule rule, World world = {});
+  Optimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
+  ~Optimizer() override;
 
-  virtual StepResult step(const StepOptions& options = {}) = 0;
-  virtual void zero_grad() = 0;
+  virtual StepResult step(const StepOptions& options = {});
+  at::Tensor step(LossClosure closure) override;
+  // Like step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
+  // is changed: fused kernels read it there, and the host does not wait.
+  void step_unless(const at::Tensor& found_inf);
+  virtual void zero_grad();
+  void zero_grad(bool set_to_none) { torch::optim::Optimizer::zero_grad(set_to_none); }
 
   // The rule of a group with its options, to read or to change between steps, identically on every
   // rank: optimizer.options().as<AdamWOptions>().weight_decay = 0.
-  std::size_t groups() const { return groups_.size(); }
+  std::size_t groups() const { return param_groups_.size(); }
   Rule& options(std::size_t group = 0);
   double lr(std::size_t group = 0) const;
   void set_lr(double lr);                     // for all groups
   void set_lr(std::size_t group, double lr);  // for one group
 
-  // Everything but the parameters. load_state_dict copies; a missing, unknown or misshapen tensor
-  // is a UsageError with its name, before anything is changed.
-  virtual TensorDict state_dict(const StateDictOptions& options = {}) = 0;
-  virtual void load_state_dict(const TensorDict& state) = 0;
+  // Names for the state of an optimizer that was made from a list of parameters; save_checkpoint()
+  // and resume() give them. Without effect where it was made with names.
+  void name_parameters(NamedParameters names);
+  // Everything but the parameters. Zeros and step 0 for a parameter that was never stepped.
+  // load_state_dict copies; a missing, unknown or misshapen tensor is a UsageError with its name,
+  // before anything is changed.
+  virtual TensorDict state_dict(const StateDictOptions& options = {});
+  virtual void load_state_dict(const TensorDict& state);
+  virtual std::int64_t state_bytes() const;  // of the state that this rank holds
 
   // Call it after writing or loading the model's parameters, with the same values on every rank. A
   // sharded optimizer takes them over; a replicated one reads them in each step anyway.
@@ -96,63 +126,70 @@ class Optimizer {
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
   // empty where it can; and writes the options that replays read to the device.
-  virtual std::string unavailable_for_capture(const StepOptions&) {
-    return "this optimizer cannot be captured";
-  }
-  virtual void publish_options(const StepOptions&) {}
+  virtual std::string unavailable_for_capture(const StepOptions& options);
+  virtual void publish_options(const StepOptions& options);
+
+  // torch::save, torch::load: UsageError for an archive of another model, before any change.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
  protected:
+  // For a class that overrides step(), zero_grad() and the state's functions.
   explicit Optimizer(const std::vector<ParamGroup>& groups);
+  Optimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, const Rule& defaults);
+  Optimizer(Optimizer&& other) noexcept;
 
-  std::vector<Rule> groups_;
+ private:
+  std::string_view who() const;
+  void list_parameters();
+  void step_groups(const at::Tensor& found_inf);  // undefined: step in any case
+  at::Tensor any_rank_not_finite(const at::Tensor& norm);
+  bool has_pass();
+  StepResult step_in_one_pass(const StepOptions& options, GradScaler* scaler);
+
+  bool replicated_ = true;  // false: a derived class steps
+  bool for_model_ = false;  // made with names
+  NamedParameters names_;
+  World world_;
+  std::vector<at::TensorImpl*> listed_;            // in all groups, when these two were made:
+  std::vector<std::vector<at::Tensor>> by_group_;  // each parameter once
+  std::vector<at::Tensor> params_;                 // in the order of the names
+  std::unique_ptr<AdamWPass> pass_;
+  std::string no_pass_;  // why there is none
 };
+
+// Every rank with the whole state: what an Optimizer is unless a derived class says otherwise.
+using ReplicatedOptimizer = Optimizer;
 
 namespace detail {
 // Throws UsageError for a max_grad_norm that is not a bound.
 void check(const StepOptions& options);
+// UsageError for options out of range.
+torch::optim::OptimizerParamGroup make_group(std::vector<at::Tensor> params, const Rule& rule);
 }  // namespace detail
 
-// Every rank holds the whole state and takes the same step with averaged gradients. AdamW over
-// float parameters on a GPU is one pass (adamw_pass.h), in float; elsewhere it has the bits of
-// PyTorch's fused optimizers.
-class ReplicatedOptimizer final : public Optimizer {
+// All groups by one rule, whose options have their type.
+template <typename Options>
+class OptimizerOf : public Optimizer {
  public:
-  // For a DistributedDataParallel model; without groups all trainable parameters form one.
   template <typename Model>
     requires requires(Model& model) { *model.module(), model.world(); }
-  ReplicatedOptimizer(Model& model, Rule options)
-      : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(options),
-                            model.world()) {}
-  template <typename Model>
-    requires requires(Model& model) { *model.module(), model.world(); }
-  ReplicatedOptimizer(Model& model, std::vector<ParamGroup> groups)
-      : ReplicatedOptimizer(model.module()->named_parameters().pairs(), std::move(groups),
-                            model.world()) {}
-  // Parameters with their names, in the model's order. The ranks of `world` agree on skipped steps.
-  ReplicatedOptimizer(NamedParameters names, Rule options, World world = {});
-  ReplicatedOptimizer(NamedParameters names, std::vector<ParamGroup> groups, World world = {});
-  ~ReplicatedOptimizer() override;
+  explicit OptimizerOf(Model& model, const Options& options = {})
+      : Optimizer(model, Rule(options)) {}
+  explicit OptimizerOf(std::vector<at::Tensor> params, const Options& options = {})
+      : Optimizer(std::vector{torch::optim::OptimizerParamGroup(std::move(params))}, options) {}
+  // Groups with their own options: AdamW optimizer{{AdamW::group(a, {.lr = 1}), ...}};
+  explicit OptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                       const Options& options = {})
+      : Optimizer(groups, options) {}
+  static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> params,
+                                                 const Options& options) {
+    return detail::make_group(std::move(params), options);
+  }
 
-  StepResult step(const StepOptions& options = {}) override;
-  void zero_grad() override;
-  TensorDict state_dict(const StateDictOptions& options = {}) override;
-  void load_state_dict(const TensorDict& state) override;
-  std::string unavailable_for_capture(const StepOptions& options) override;
-  void publish_options(const StepOptions& options) override;
-
- private:
-  void apply_options();
-  bool has_pass();
-  StepResult step_in_one_pass(const StepOptions& options, GradScaler* scaler);
-  at::Tensor any_rank_not_finite(const at::Tensor& norm);
-
-  NamedParameters names_;
-  World world_;
-  std::vector<at::Tensor> params_;  // each once, in the order of the names
-  std::map<std::string, std::size_t> group_of_;
-  std::vector<std::unique_ptr<RuleOptimizer>> parts_;  // one for each group
-  std::unique_ptr<AdamWPass> pass_;                    // over the state of parts_
-  std::string no_pass_;                                // why there is none
+  Options& options(std::size_t group = 0) {
+    return Optimizer::options(group).template as<Options>();
+  }
 };
 
 // Two groups as Hugging Face's Trainer makes them: the second, without weight decay, has the

@@ -1,18 +1,24 @@
-// The options of an update rule by name, so that one list in the options struct serves range
-// checks, the agreement of ranks, archives and a training file's optim_args.
+// What an update rule declares, without torch: its options by name, so that one list in the options
+// struct serves range checks, the agreement of ranks, archives and a training file's optim_args;
+// and its state, which memory plans count.
 //
 //   void each(const OptionVisitor& option) {
 //     option("lr", lr);
 //     option("momentum", momentum, {.below = 1});
 //     option("nesterov", nesterov);
 //   }
+//   std::vector<StateSpec> state(Sizes sizes) const { return {{"exp_avg", copy_of(sizes)}}; }
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <span>
+#include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace lockstep::optim {
 
@@ -29,6 +35,11 @@ struct Option {
   double& value;
   Range range;
   Kind kind = Kind::kReal;
+
+  bool accepts(double number) const {
+    if (kind == Kind::kFlag) return number == 0 || number == 1;
+    return kind == Kind::kReal || (number == std::floor(number) && std::abs(number) < 1e15);
+  }
 };
 
 class OptionVisitor {
@@ -51,6 +62,23 @@ class OptionVisitor {
 
  private:
   std::function<void(const Option&)> body_;
+};
+
+using Sizes = std::span<const std::int64_t>;  // of a parameter
+inline std::vector<std::int64_t> copy_of(Sizes sizes) {
+  return {sizes.begin(), sizes.end()};
+}
+
+// A tensor of state that a rule has for a parameter, zero at first.
+struct StateSpec {
+  std::string name;                 // key in checkpoints "<parameter>.<name>"; no dots, not "step"
+  std::vector<std::int64_t> sizes;  // the parameter's, unless the rule takes whole tensors
+  bool at_least_float = false;      // float for a parameter of a half type, else its dtype
+  std::int64_t numel() const {
+    std::int64_t count = 1;
+    for (const std::int64_t size : sizes) count *= size;
+    return count;
+  }
 };
 
 }  // namespace lockstep::optim

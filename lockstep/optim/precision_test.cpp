@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 
+#include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
@@ -16,6 +17,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/ema.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/lion.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/sgd.h"
@@ -468,6 +470,60 @@ TEST(ReplicatedOptimizer, ClipsScalesAndSkipsAsByHand) {
     EXPECT_EQ(first.get_scale(), second.get_scale());
     EXPECT_TENSOR_EQ(by_hand->weight.detach(), stepped->weight.detach());
   }
+}
+
+// The same in an optimizer that was made from a list of parameters, as in PyTorch.
+TEST(Optimizer, MadeFromAListOfParametersHasTheOptionsOfAStep) {
+  auto by_hand = make_linear(), stepped = make_linear();
+  AdamW optimizer{by_hand->parameters(), {.lr = 0.1}}, ours{stepped->parameters(), {.lr = 0.1}};
+  GradScaler first, second;
+  for (const double by : {1.0, kInf, 2.0}) {
+    const auto x = at::full({4, 3}, 3.0);
+    first.scale(by_hand(x).pow(2).sum() * by).backward();
+    first.unscale_(optimizer);
+    const auto norm = clip_grad_norm_(by_hand->parameters(), 1.0, {.by_blocks = true});
+    first.step(optimizer);
+    first.update();
+    optimizer.zero_grad();
+    second.scale(stepped(x).pow(2).sum() * by).backward();
+    const StepResult result = ours.step({.max_grad_norm = 1.0, .scaler = &second});
+    ours.zero_grad();
+    if (by != kInf) {
+      EXPECT_TENSOR_EQ(result.grad_norm, norm);
+    }
+    EXPECT_EQ(result.was_skipped(), by == kInf);
+    EXPECT_EQ(first.get_scale(), second.get_scale());
+    EXPECT_TENSOR_EQ(by_hand->weight.detach(), stepped->weight.detach());
+  }
+  auto p = trained(at::ones({2}));
+  Lion lion{{p}, {.lr = 0.5}};
+  set_grad(p, kInf);
+  EXPECT_TRUE(lion.step({.skip_non_finite = true}).was_skipped());
+  EXPECT_TENSOR_EQ(p.detach(), at::ones({2}));
+  EXPECT_EQ(lion.state_bytes(), 0);
+  set_grad(p, 3);
+  EXPECT_NEAR(lion.step({.want_grad_norm = true}).norm(), std::sqrt(18.0), 1e-12);
+  EXPECT_TENSOR_EQ(p.detach(), at::full({2}, 0.5));
+  EXPECT_EQ(lion.state_bytes(), 2 * 4);
+  EXPECT_THAT(lion.unavailable_for_capture({}), HasSubstr("not on a GPU"));
+}
+
+// A group that is added later takes part in the norm, and is refused where it is in another one.
+TEST(Optimizer, GroupsMayBeAdded) {
+  auto a = trained(at::ones({2})), b = trained(at::ones({2})), c = trained(at::ones({2}));
+  Optimizer optimizer{NamedParameters{{"b", b}, {"a", a}}, SGDOptions{.lr = 1}};
+  set_grad(a, 1);
+  set_grad(b, 1);
+  set_grad(c, 1);
+  EXPECT_NEAR(optimizer.step({.want_grad_norm = true}).norm(), 2, 1e-12);
+  optimizer.add_param_group(Lion::group({c}, {.lr = 0.25}));
+  EXPECT_NEAR(optimizer.step({.want_grad_norm = true}).norm(), std::sqrt(6.0), 1e-12);
+  EXPECT_TENSOR_EQ(c.detach(), at::full({2}, 0.75));
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.state_dict(); }),
+              HasSubstr("[optimizer] a parameter of shape [2] has no name"));
+  optimizer.param_groups()[1].params()[0] = b;
+  EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
+              HasSubstr("in two parameter groups"));
 }
 
 TEST(ReplicatedOptimizer, SkipsANonFiniteStepOnEveryRank) {

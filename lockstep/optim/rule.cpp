@@ -2,7 +2,6 @@
 
 #include <fmt/ranges.h>
 
-#include <cmath>
 #include <typeinfo>
 
 #include "lockstep/core/error.h"
@@ -47,10 +46,7 @@ void Rule::set(std::string_view option, double value) {
   rule_->each_option(OptionVisitor([&](const Option& each) {
     if (each.name != option) return;
     found = true;
-    const bool whole = value == std::floor(value) && std::abs(value) < 1e15;
-    const bool flag = value == 0 || value == 1;
-    if ((each.kind == Option::Kind::kCount && !whole) ||
-        (each.kind == Option::Kind::kFlag && !flag))
+    if (!each.accepts(value))
       throw UsageError(rule_->name(), "option {} cannot be {}. It is {}.", option, value,
                        each.kind == Option::Kind::kFlag ? "true or false" : "a whole number");
     each.value = value;

@@ -2,9 +2,9 @@
 //
 // A rule knows nothing about ranks, groups, clipping, loss scales, schedules, files or graphs. It
 // says which state it has for a parameter and whether a parameter may be split, and it has one
-// function; the rest follows for every rule: OptimizerOf (rule_optimizer.h) steps it in a loop of
-// your own, ReplicatedOptimizer and ShardedOptimizer in the Trainer. A rule of your own, outside
-// this tree:
+// function; the rest follows for every rule: Optimizer (optimizer.h) steps it in a loop of your own
+// and in the Trainer, ShardedOptimizer with the state divided over ranks. A rule of your own,
+// outside this tree:
 //
 //   struct TigerOptions {
 //     static constexpr std::string_view kName = "Tiger";
@@ -50,15 +50,10 @@
 
 namespace lockstep::optim {
 
-// A tensor of state that a rule has for a parameter, zero at first.
-struct StateSpec {
-  std::string name;                 // key in checkpoints "<parameter>.<name>"; no dots, not "step"
-  std::vector<std::int64_t> sizes;  // the parameter's, unless the rule takes whole tensors
-  bool at_least_float = false;      // float for a parameter of a half type, else its dtype
-  at::ScalarType dtype(at::ScalarType param) const {
-    return at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
-  }
-};
+// Of a tensor of state for a parameter of this type.
+inline at::ScalarType dtype_of(const StateSpec& spec, at::ScalarType param) {
+  return spec.at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
+}
 
 // May a parameter be stepped in parts, as one flat run of elements? Muon's may not: it needs whole
 // matrices, which a sharded optimizer then deals out.

@@ -28,8 +28,7 @@ class SgdRule final : public RuleOf<SGDOptions> {
   using RuleOf::RuleOf;
 
   std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    if (options.momentum == 0) return {};
-    return {{"momentum_buffer", sizes.vec()}};
+    return options.state(sizes);
   }
   bool counts_steps() const override { return false; }
   // Momentum begins with the first gradient, undamped. When that step is skipped on the device,

@@ -4,11 +4,11 @@
 //   lockstep::optim::SGD optimizer{model.parameters(), {.lr = 0.1, .momentum = 0.9}};
 //
 // A parameter whose first gradient comes later than the others' starts its momentum then; Python's
-// fused SGD fails there. See rule_optimizer.h for groups, state and archives.
+// fused SGD fails there. See optimizer.h for groups, state and archives.
 #pragma once
 
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/options.h"
-#include "lockstep/optim/rule_optimizer.h"
 
 namespace lockstep::optim {
 

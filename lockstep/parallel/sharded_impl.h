@@ -23,9 +23,8 @@ class ShardedImpl final : public ReduceStrategy {
  public:
   static constexpr const char* kComponent = "ShardedOptimizer";
 
-  // `options`, by group, belong to the ShardedOptimizer, whose user may change them.
-  ShardedImpl(std::shared_ptr<Reducer> reducer, const std::vector<optim::ParamGroup>& groups,
-              std::vector<optim::Rule>& options);
+  // The groups with their options are the ShardedOptimizer's, whose user may change options.
+  ShardedImpl(std::shared_ptr<Reducer> reducer, optim::Optimizer& optimizer);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
   ~ShardedImpl() override;
   ShardedImpl(const ShardedImpl&) = delete;
@@ -119,8 +118,9 @@ class ShardedImpl final : public ReduceStrategy {
 
   // sharded_optimizer.cpp
   void check_options() const;
+  std::size_t count_listed() const;
   void agree_on_making(const std::exception_ptr& refusal);
-  void collect_members(const std::vector<optim::ParamGroup>& groups);
+  void collect_members();
   void make_domains();
   void bind_parameters();
   void synchronize_ranks();
@@ -149,7 +149,6 @@ class ShardedImpl final : public ReduceStrategy {
   void return_parameters();
   std::vector<optim::StateSpec> state_of(const Member& member) const;
   optim::TensorDict gather_state(bool wanted);
-  void check_state(const optim::TensorDict& state) const;
 
   // sharded_step.cpp
   void bring_gradients(Domain& domain);
@@ -165,8 +164,8 @@ class ShardedImpl final : public ReduceStrategy {
   std::shared_ptr<Reducer> reducer_;
   GradientStore& store_{reducer_->gradients()};
   World world_;
-  std::vector<optim::Rule>& options_;  // by group
-  std::vector<std::string> rules_;     // their names when this was made
+  optim::Optimizer& optimizer_;
+  std::size_t listed_ = count_listed();
   Settings settings_;
   std::vector<GradientBucket> buckets_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map

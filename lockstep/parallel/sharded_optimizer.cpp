@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
 
@@ -51,21 +52,18 @@ constexpr std::size_t kHash = sizeof(std::uint64_t);
 
 }  // namespace
 
-ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer,
-                         const std::vector<optim::ParamGroup>& groups,
-                         std::vector<optim::Rule>& options)
+ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, optim::Optimizer& optimizer)
     : reducer_(std::move(reducer)),
       world_(reducer_->world()),
-      options_(options),
+      optimizer_(optimizer),
       debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
-  for (const optim::Rule& rule : options_) rules_.emplace_back(rule->name());
   bool has_gradients = false;
   try {
     agree_on_making(refusal_of([&] {
       check_options();
       buckets_ = store_.hand_over(*this);
       has_gradients = true;
-      collect_members(groups);
+      collect_members();
     }));
     make_domains();
     bind_parameters();
@@ -90,12 +88,12 @@ void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
 
 // A line for each setting; the kinds of options come before their numbers.
 std::string ShardedImpl::show_settings() {
-  std::string text = fmt::format("groups: {}\n", options_.size());
+  std::string text = fmt::format("groups: {}\n", optimizer_.groups());
   const auto of_group = [&](int group) {
-    return group < 0 || options_.size() == 1 ? "" : fmt::format(" of group {}", group);
+    return group < 0 || optimizer_.groups() == 1 ? "" : fmt::format(" of group {}", group);
   };
-  for (std::size_t group = 0; group < options_.size(); ++group)
-    text += fmt::format("options of {}{}\n", options_[group]->name(),
+  for (std::size_t group = 0; group < optimizer_.groups(); ++group)
+    text += fmt::format("options of {}{}\n", optimizer_.options(group)->name(),
                         of_group(static_cast<int>(group)));
   each_setting([&](std::string_view name, int group, double& number) {
     text += fmt::format("{}{} = {}\n", name, of_group(group), number);
@@ -124,25 +122,30 @@ ShardedImpl::~ShardedImpl() {
   }
 }
 
+// Parameters in the groups, which torch's functions may change.
+std::size_t ShardedImpl::count_listed() const {
+  std::size_t count = 0;
+  for (const auto& group : optimizer_.param_groups()) count += group.params().size();
+  return count;
+}
+
 void ShardedImpl::check_options() const {
-  for (std::size_t group = 0; group < options_.size(); ++group) {
-    const optim::Rule& rule = options_[group];
-    if (rule->name() != rules_[group])
-      throw UsageError(
-          kComponent,
-          "group {} has options of another optimizer: it was made with {}, whose state "
-          "{} cannot use. Make a new optimizer.",
-          group, rules_[group], rule->name());
-    rule->check();
-  }
+  optim::detail::check_groups(kComponent, optimizer_.param_groups());
+  if (count_listed() != listed_)
+    throw UsageError(
+        kComponent,
+        "the groups have {} parameters instead of {}: some were added or removed. Each "
+        "rank has its share of the first ones. Make a new optimizer.",
+        count_listed(), listed_);
   optim::detail::check(optim::StepOptions{.max_grad_norm = settings_.max_grad_norm});
 }
 
-void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) {
+void ShardedImpl::collect_members() {
+  const auto& groups = optimizer_.param_groups();
   const auto group_of = [&](const at::Tensor& tensor) -> std::optional<std::size_t> {
     std::optional<std::size_t> found;
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      const auto& params = groups[g].params;
+      const auto& params = groups[g].params();
       const bool here = std::any_of(params.begin(), params.end(),
                                     [&](const at::Tensor& p) { return p.is_same(tensor); });
       if (here && found)
@@ -161,7 +164,8 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
         skipped.push_back(slot.name);
         continue;
       }
-      (void)options_[*group]->state(slot.parameter.sizes());  // refuses what it cannot step
+      (void)optimizer_.options(*group)->state(
+          slot.parameter.sizes());  // refuses what it cannot step
       members_.push_back({.name = slot.name,
                           .index = slot.index,
                           .tensor = slot.parameter,
@@ -176,7 +180,7 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
                      "none of the given parameters is a trainable, dense parameter of the wrapped "
                      "model. Pass model.parameters().");
   for (const auto& group : groups) {
-    for (const auto& tensor : group.params) {
+    for (const auto& tensor : group.params()) {
       const bool known = std::any_of(members_.begin(), members_.end(), [&](const Member& member) {
         return member.tensor.is_same(tensor);
       });
@@ -204,7 +208,7 @@ void ShardedImpl::collect_members(const std::vector<optim::ParamGroup>& groups) 
 void ShardedImpl::make_domains() {
   for (std::size_t i = 0; i < members_.size(); ++i) {
     const at::Tensor& tensor = members_[i].tensor;
-    const optim::Granularity granularity = options_[members_[i].group]->granularity();
+    const optim::Granularity granularity = optimizer_.options(members_[i].group)->granularity();
     auto found = std::find_if(domains_.begin(), domains_.end(), [&](const Domain& d) {
       return d.dtype == tensor.scalar_type() && d.device == tensor.device() &&
              d.granularity == granularity;
@@ -230,7 +234,7 @@ void ShardedImpl::make_domains() {
     std::vector<double> costs;
     for (const std::size_t i : domain.members) {
       sizes.push_back(members_[i].tensor.numel());
-      costs.push_back(options_[members_[i].group]->cost(members_[i].tensor.sizes()));
+      costs.push_back(optimizer_.options(members_[i].group)->cost(members_[i].tensor.sizes()));
     }
     domain.shares = domain.whole() ? deal_tensors(sizes, costs, world_.size())
                                    : cut_into_shares(sizes, world_.size());
@@ -299,7 +303,7 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
                .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
   const Outcome outcome = take_step(store_.begin_step(/*has_inputs=*/true));
   if (scaler != nullptr) {
-    scaler->record_step(this, outcome.skipped);
+    scaler->record_step(&optimizer_, outcome.skipped);
     scaler->update();
   }
   optim::StepResult result;
@@ -325,8 +329,8 @@ void ShardedImpl::each_setting(const Body& body) {
   of_step("the factor of an accumulation window", settings_.window_scale);
   each_flag("want_grad_norm", settings_.want_grad_norm, of_step);
   each_flag("skip_non_finite", settings_.skip_non_finite, of_step);
-  for (std::size_t group = 0; group < options_.size(); ++group) {
-    options_[group]->each_option(optim::OptionVisitor([&](const optim::Option& option) {
+  for (std::size_t group = 0; group < optimizer_.groups(); ++group) {
+    optimizer_.options(group)->each_option(optim::OptionVisitor([&](const optim::Option& option) {
       body(option.name, static_cast<int>(group), option.value);
     }));
   }
@@ -336,8 +340,10 @@ void ShardedImpl::each_setting(const Body& body) {
 std::vector<double> ShardedImpl::settings() {
   std::vector<double> numbers;
   each_setting([&](std::string_view, int, double& number) { numbers.push_back(number); });
-  for (const optim::Rule& rule : options_)
-    numbers.push_back(static_cast<double>(fingerprint(rule->name().data(), rule->name().size())));
+  for (std::size_t group = 0; group < optimizer_.groups(); ++group) {
+    const std::string_view rule = optimizer_.options(group)->name();
+    numbers.push_back(static_cast<double>(fingerprint(rule.data(), rule.size())));
+  }
   return numbers;
 }
 
@@ -422,15 +428,15 @@ void ShardedImpl::agree_on_gradients() {
   auto* const refused = flags.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
   auto* const has_gradient = hashes + 2 * kHash;
-  const std::vector<double> numbers = settings();
-  const std::uint64_t hash = fingerprint(numbers.data(), numbers.size() * sizeof(double));
-  for (std::size_t i = 0; i < kHash; ++i) {
-    hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
-    hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
-  }
   if (check.refusal) {
     *refused = 1;
   } else {
+    const std::vector<double> numbers = settings();
+    const std::uint64_t hash = fingerprint(numbers.data(), numbers.size() * sizeof(double));
+    for (std::size_t i = 0; i < kHash; ++i) {
+      hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
+      hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
+    }
     place_gradients(has_gradient);
   }
   if (world_.size() > 1) {
@@ -524,9 +530,9 @@ void ShardedImpl::reduce_now() {
 }  // namespace parallel
 
 ShardedOptimizer::ShardedOptimizer(std::shared_ptr<Reducer> reducer,
-                                   std::vector<optim::ParamGroup> groups)
+                                   const std::vector<optim::ParamGroup>& groups)
     : Optimizer(groups),
-      impl_(std::make_unique<parallel::ShardedImpl>(std::move(reducer), groups, groups_)) {}
+      impl_(std::make_unique<parallel::ShardedImpl>(std::move(reducer), *this)) {}
 ShardedOptimizer::~ShardedOptimizer() = default;
 
 optim::StepResult ShardedOptimizer::step(const optim::StepOptions& options) {

@@ -49,11 +49,12 @@ class ShardedOptimizer final : public optim::Optimizer {
   // Together the groups hold all trainable parameters of the model.
   template <typename Model>
     requires requires(Model& model) { model.reducer_ptr(), model.parameters(); }
-  ShardedOptimizer(Model& model, std::vector<optim::ParamGroup> groups)
-      : ShardedOptimizer(model.reducer_ptr(), std::move(groups)) {}
-  ShardedOptimizer(std::shared_ptr<Reducer> reducer, std::vector<optim::ParamGroup> groups);
+  ShardedOptimizer(Model& model, const std::vector<optim::ParamGroup>& groups)
+      : ShardedOptimizer(model.reducer_ptr(), groups) {}
+  ShardedOptimizer(std::shared_ptr<Reducer> reducer, const std::vector<optim::ParamGroup>& groups);
   ~ShardedOptimizer() override;
 
+  using Optimizer::step;
   // Parameters that no rank has a gradient for are left as they are, with their state. Throws
   // UsageError on all ranks, before anything is changed, when options differ over ranks.
   optim::StepResult step(const optim::StepOptions& options = {}) override;
@@ -69,8 +70,7 @@ class ShardedOptimizer final : public optim::Optimizer {
   // UsageError on all ranks where the parameters differ.
   void sync_from_model() override;
 
-  // Bytes of optimizer state on this rank.
-  std::int64_t state_bytes() const;
+  std::int64_t state_bytes() const override;
 
  private:
   std::unique_ptr<parallel::ShardedImpl> impl_;

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <sstream>
+
 #include "lockstep/core/error.h"
 #include "lockstep/optim/adafactor.h"
+#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/parallel/sharded_for_test.h"
@@ -144,6 +147,64 @@ TEST(ShardedWholeTensors, WhatARuleCannotStepIsRefusedOnEveryRankBeforeTheFirstS
     optimizer.options() = optim::LionOptions{};
     model(batch_of(world.rank(), 0), true).sum().backward();
     EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("has options of another optimizer"));
+  });
+}
+
+// torch's schedulers know both by their base class, and so does a loop written for torch::optim.
+TEST(OneOptimizer, TorchsSchedulersAndLoopsDriveReplicatedAndShardedOnes) {
+  const auto train = [](auto& model, torch::optim::Optimizer& optimizer) {
+    torch::optim::StepLR schedule(optimizer, /*step_size=*/2, /*gamma=*/0.5);
+    for (int step = 0; step < 5; ++step) {
+      const at::Tensor loss = optimizer.step([&] {
+        optimizer.zero_grad();
+        at::Tensor value = model(batch_of(model.world().rank(), step), true).square().mean();
+        value.backward();
+        return value;
+      });
+      EXPECT_GT(loss.item<double>(), 0);
+      schedule.step();
+    }
+    return optimizer.param_groups()[0].options().get_lr();
+  };
+  run_threads(2, [&](World& world) {
+    Net net = make_net(), plain = make_net(), third = make_net();
+    DistributedDataParallel<Net> model{net, world}, other{plain, world}, listed{third, world};
+    ShardedOptimizer sharded(model, optim::LionOptions{.lr = 0.01});
+    optim::Lion replicated{other, {.lr = 0.01}}, of_list{listed.parameters(), {.lr = 0.01}};
+    const double lr = train(model, sharded);
+    EXPECT_LT(lr, 0.01);
+    EXPECT_EQ(sharded.lr(), lr);
+    EXPECT_EQ(train(other, replicated), lr);
+    EXPECT_EQ(train(listed, of_list), lr);
+    EXPECT_EQ(replicated.options().lr, lr);
+    for (std::size_t i = 0; i < net->parameters().size(); ++i) {
+      EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
+      EXPECT_TENSOR_EQ(third->parameters()[i], plain->parameters()[i]);
+    }
+    of_list.name_parameters(third->named_parameters().pairs());
+    replicated.load_state_dict(of_list.state_dict());
+    of_list.load_state_dict(sharded.state_dict());
+  });
+}
+
+// Functions of the base class that a divided state does not have say so, on every rank.
+TEST(OneOptimizer, AShardedOneRefusesWhatOnlyAReplicatedOneCanDo) {
+  run_threads(2, [](World& world) {
+    Net net = make_net();
+    DistributedDataParallel<Net> model{net, world};
+    ShardedOptimizer optimizer(model, optim::AdamWOptions{});
+    const auto refusal = [](const auto& body) { return testing::message_of<UsageError>(body); };
+    std::stringstream file;
+    EXPECT_THAT(refusal([&] { torch::save(optimizer, file); }), HasSubstr("Use state_dict()"));
+    optim::GradScaler scaler{world};
+    scaler.scale(model(batch_of(world.rank(), 0), true).sum()).backward();
+    EXPECT_THAT(refusal([&] { scaler.step(optimizer); }), HasSubstr("step({.max_grad_norm"));
+    optimizer.step({.scaler = &scaler});
+    optimizer.zero_grad();
+    const at::Tensor more = at::ones({2}).set_requires_grad(true);
+    if (world.rank() == 1) optimizer.add_param_group(optim::AdamW::group({more}, {}));
+    model(batch_of(world.rank(), 1), true).sum().backward();
+    EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("some were added or removed"));
   });
 }
 

@@ -1,13 +1,12 @@
 // What a ShardedOptimizer holds of the model beside a step: the optimizer's state in and out, and
 // parameters that something else than step() has written.
-#include <fmt/ranges.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharded_impl.h"
 
@@ -23,15 +22,6 @@ at::Tensor flattened(const at::Tensor& tensor, const at::Tensor& like) {
   return at::empty_strided(like.sizes(), like.strides(), tensor.options())
       .copy_(tensor)
       .as_strided({like.numel()}, {1});
-}
-
-const at::Tensor& find_state(const optim::TensorDict& state, const std::string& name) {
-  const auto found = state.find(name);
-  if (found == state.end())
-    throw UsageError(ShardedImpl::kComponent,
-                     "the state has no '{}'. It belongs to another model or another optimizer.",
-                     name);
-  return found->second;
 }
 
 }  // namespace
@@ -174,7 +164,7 @@ void ShardedImpl::return_parameters() {
 // ---------------------------------------------------------------- state
 
 std::vector<optim::StateSpec> ShardedImpl::state_of(const Member& member) const {
-  return options_[member.group]->state(member.tensor.sizes());
+  return optimizer_.options(member.group)->state(member.tensor.sizes());
 }
 
 // Every element's state is on its owner; all send theirs to the ranks that want the whole.
@@ -190,7 +180,7 @@ optim::TensorDict ShardedImpl::gather_state(bool wanted) {
       auto dtype = domain.dtype;  // one that holds the states of all members
       for (const std::size_t i : domain.members)
         if (const auto specs = state_of(members_[i]); specs.size() > k)
-          dtype = at::promoteTypes(dtype, specs[k].dtype(domain.dtype));
+          dtype = at::promoteTypes(dtype, dtype_of(specs[k], domain.dtype));
       const auto count = [&](const Piece& piece) -> std::int64_t {
         const auto specs = state_of(members_[piece.parameter]);
         if (specs.size() <= k) return 0;
@@ -199,7 +189,7 @@ optim::TensorDict ShardedImpl::gather_state(bool wanted) {
       const auto put = [&](const Piece& piece, const at::Tensor& values) {
         const Member& member = members_[piece.parameter];
         const optim::StateSpec spec = state_of(member)[k];
-        const auto own = spec.dtype(domain.dtype);
+        const auto own = dtype_of(spec, domain.dtype);
         at::Tensor& whole = state[member.name + "." + spec.name];
         if (domain.whole()) {
           whole = values.to(own, false, /*copy=*/true).view(spec.sizes);
@@ -227,12 +217,12 @@ optim::TensorDict ShardedImpl::state_dict(bool wanted) {
   optim::TensorDict state = gather_state(wanted);
   if (!wanted) return state;
   for (const auto& member : members_) {
-    const optim::Rule& rule = options_[member.group];
+    const optim::Rule& rule = optimizer_.options(member.group);
     const auto specs = state_of(member);
     for (const auto& spec : specs) {
       at::Tensor& whole = state[member.name + "." + spec.name];
       if (!whole.defined()) {  // a parameter without elements
-        whole = at::zeros(spec.sizes, at::dtype(spec.dtype(member.tensor.scalar_type())));
+        whole = at::zeros(spec.sizes, at::dtype(dtype_of(spec, member.tensor.scalar_type())));
       } else if (rule->granularity() == optim::Granularity::kElements) {
         whole = shaped(whole, member.slot).contiguous();
       }
@@ -244,50 +234,21 @@ optim::TensorDict ShardedImpl::state_dict(bool wanted) {
   return state;
 }
 
-void ShardedImpl::check_state(const optim::TensorDict& state) const {
-  std::set<std::string> known;
-  for (const auto& member : members_) {
-    for (const auto& spec : state_of(member)) {
-      const std::string name = member.name + "." + spec.name;
-      known.insert(name);
-      const at::Tensor& found = find_state(state, name);
-      if (!found.defined())
-        throw UsageError(kComponent, "'{}' is an undefined tensor in the state.", name);
-      if (found.sizes() != at::IntArrayRef(spec.sizes))
-        throw UsageError(kComponent,
-                         "'{}' has shape [{}] in the state, but [{}] is wanted. The state "
-                         "belongs to another model.",
-                         name, fmt::join(found.sizes(), ", "), fmt::join(spec.sizes, ", "));
-    }
-    const std::string step = member.name + ".step";
-    known.insert(step);
-    const at::Tensor& count = find_state(state, step);
-    if (!count.defined() || count.numel() != 1)
-      throw UsageError(kComponent, "'{}' is not one number in the state. The state is damaged.",
-                       step);
-  }
-  for (const auto& [name, tensor] : state)
-    if (!known.contains(name))
-      throw UsageError(kComponent,
-                       "the state holds '{}', which the model does not have. It belongs to another "
-                       "model or another optimizer.",
-                       name);
-}
-
 void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
   const torch::NoGradGuard no_grad;
   Fingerprints fingerprints;
   const auto look = [&] {
-    check_state(state);
+    optim::detail::StateReader reader(kComponent, state);
     for (const Member& member : members_) {
       for (const auto& spec : state_of(member)) {
         const std::string name = member.name + "." + spec.name;
-        const auto dtype = spec.dtype(member.tensor.scalar_type());
-        fingerprints.add(name, find_state(state, name).to(dtype));
+        const auto dtype = dtype_of(spec, member.tensor.scalar_type());
+        fingerprints.add(name, reader.tensor(name, spec.sizes).to(dtype));
       }
       const std::string step = member.name + ".step";
-      fingerprints.add(step, find_state(state, step).to(at::kDouble));
+      fingerprints.add(step, reader.number(step).to(at::kDouble));
     }
+    reader.finish();
   };
   const Check check{
       .component = kComponent, .what = "load_state_dict()", .refusal = refusal_of(look)};
@@ -297,15 +258,14 @@ void ShardedImpl::load_state_dict(const optim::TensorDict& state) {
         "load_state_dict(): '{}' on {} is not what it is on rank 0. Perhaps a rank has "
         "read another checkpoint. Load the same state on every rank.",
         difference->name, show_ranks(difference->ranks));
-  for (auto& member : members_)
-    member.steps = find_state(state, member.name + ".step").item<double>();
+  for (auto& member : members_) member.steps = state.at(member.name + ".step").item<double>();
   for (auto& domain : domains_) {
     for (auto& owned : domain.owned) {
       const Member& member = members_[owned.piece.parameter];
       const auto specs = state_of(member);
       make_state(domain, owned);
       for (std::size_t k = 0; k < specs.size(); ++k) {
-        at::Tensor loaded = find_state(state, member.name + "." + specs[k].name);
+        at::Tensor loaded = state.at(member.name + "." + specs[k].name);
         if (!domain.whole())
           loaded = flattened(loaded, member.slot).narrow(0, owned.piece.begin, owned.piece.count);
         owned.state[k].copy_(loaded);

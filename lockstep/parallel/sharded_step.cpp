@@ -10,7 +10,7 @@
 #include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
-#include "lockstep/optim/rule_optimizer.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/sharded_impl.h"
 
 namespace lockstep::parallel {
@@ -235,7 +235,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
     how.divisor = reduced_ ? 1 : divisor_;
     how.scale = two_passes ? clip : settings_.gradient_scale();
   }
-  const optim::Rule& rule = options_[member.group];
+  const optim::Rule& rule = optimizer_.options(member.group);
   const optim::SpanKernels kernels = rule->kernels();
   if (optim::detail::covered(kernels, owned.param, owned.mine, owned.state)) {
     const kernels::Slice slice{member.tensor.numel(), owned.piece.begin, owned.piece.count};

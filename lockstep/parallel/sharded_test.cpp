@@ -11,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/optim/clip.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/parallel/sharded_layout.h"
 #include "lockstep/testing/matchers.h"
@@ -126,8 +127,10 @@ class Replicated {
  private:
   using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
   static Optimizer make(const optim::ParamGroup& group) {
-    return std::make_unique<optim::RuleOptimizer>(
-        std::vector{torch::optim::OptimizerParamGroup(group.params)}, group.options);
+    optim::NamedParameters names;
+    for (const at::Tensor& param : group.params)
+      names.emplace_back(std::to_string(names.size()), param);
+    return std::make_unique<optim::Optimizer>(names, std::vector{group});
   }
 
   std::vector<at::Tensor> parameters_;

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/matchers.h"
 

@@ -153,7 +153,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
     const double clip = options.max_grad_norm > 0 ? options.max_grad_norm / (norm + 1e-6) : 1;
     for (const auto& [name, param] : names_)
       if (param.grad().defined() && clip < 1) param.mutable_grad().mul_(clip);
-    for (std::size_t g = 0; g < groups(); ++g) own_->options(g) = groups_[g];
+    for (std::size_t g = 0; g < groups(); ++g) own_->options(g) = Optimizer::options(g);
     if (!skipped) own_->step();
     parallelism_.forget();
     return {.grad_norm = at::scalar_tensor(norm, at::kDouble),
@@ -181,6 +181,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
         if (key.substr(0, key.rfind('.')) == name) mine.emplace(key, tensor);
     own_->load_state_dict(mine);
   }
+  std::int64_t state_bytes() const override { return own_->state_bytes(); }
 
  private:
   NaiveShard& parallelism_;

@@ -10,7 +10,7 @@
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/loop.h"
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/train_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -18,10 +18,11 @@ namespace {
 // As much as a step holds besides the batch, its activations and its gradients: the optimizer's
 // state, and with several ranks the buckets. Nothing is written there.
 std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
-  const int copies = state_copies(run.arguments) + (run.batch_ranks() > 1 ? 1 : 0);
   std::vector<at::Tensor> held;
+  for (const at::Tensor& state : state_of_a_run(run))
+    held.push_back(at::empty_like(state, at::device(run.world.device())));
   for (const at::Tensor& parameter : run.task.module->parameters())
-    for (int i = 0; i < copies && parameter.requires_grad(); ++i)
+    if (run.batch_ranks() > 1 && parameter.requires_grad())
       held.push_back(at::empty_like(parameter));
   return held;
 }

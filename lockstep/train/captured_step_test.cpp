@@ -158,7 +158,7 @@ TEST(CapturedStep, HasTheBitsOfALlamaBetweenTextsOfOtherLengths) {
                           const Tensors& inputs) -> Tensors {
       const at::Tensor loss = model.loss(inputs[0], inputs[1]);
       loss.backward();
-      with.step({});
+      with.step();
       with.zero_grad();
       return {loss.detach()};
     };

@@ -12,6 +12,7 @@
 #include "lockstep/io/manifest.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/run_checks.h"
+#include "lockstep/train/train_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -49,14 +50,14 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   const TrainingArguments& a = run_.arguments;
   saver_ = std::make_unique<AsyncSaver>(SaverOptions{
       .output_dir = a.output_dir, .limit = static_cast<int>(a.save_total_limit.value_or(0))});
-  std::uint64_t bytes = 0;
+  CheckpointSize size{.optimizer = state_bytes(run_)};
   for (const auto& [name, tensor] :
        saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
-    bytes += tensor.nbytes();
+    size.model += tensor.nbytes();
   // Older checkpoints are deleted after the new one is durable, so with a limit two exist side by
   // side; without one their number is unknown.
   const bool has_one = run_.result.durable_step >= 0;  // and it goes when there are two more
-  check_room(a, bytes,
+  check_room(a, size,
              a.save_strategy != Interval::kNo && a.save_total_limit && !only_last && !has_one);
   claim_output_dir(resumed_from);
 }

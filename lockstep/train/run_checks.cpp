@@ -128,20 +128,12 @@ void check_output_dir(const std::string& output_dir) {
   }
 }
 
-int state_copies(const TrainingArguments& arguments) {
-  if (arguments.optim == "lion") return 1;
-  // Further options may bring momentum. Adafactor's rows and columns are a thousandth of a matrix.
-  if (arguments.optim == "sgd" || arguments.optim == "adafactor")
-    return arguments.momentum > 0 || arguments.optim_args ? 1 : 0;
-  return 2;  // one for muon's matrices; embeddings and the rest use AdamW
-}
-
-void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two) {
+void check_room(const TrainingArguments& arguments, const CheckpointSize& size, bool two) {
   check_output_dir(arguments.output_dir);
   const bool by_plan = arguments.save_strategy != Interval::kNo;
   if (!by_plan && !arguments.enable_jit_checkpoint) return;
-  const int copies = 1 + (arguments.save_only_model ? 0 : state_copies(arguments));
-  const std::uint64_t one = static_cast<std::uint64_t>(copies) * model_bytes + kSmallFiles;
+  const std::uint64_t one =
+      size.model + (arguments.save_only_model ? 0 : size.optimizer) + kSmallFiles;
   const std::uint64_t free = io::free_space(arguments.output_dir);
   if (free >= (two ? 2 * one : one)) return;
   const std::string found =

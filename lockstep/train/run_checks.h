@@ -45,15 +45,17 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
 // Headers, texts and the generators' states of a checkpoint.
 inline constexpr std::uint64_t kSmallFiles = 64u << 10;
 
-// How many tensors of a parameter's size the optimizer keeps for each.
-int state_copies(const TrainingArguments& arguments);
+struct CheckpointSize {
+  std::uint64_t model = 0;      // bytes of the tensors that are saved
+  std::uint64_t optimizer = 0;  // of its state; see rule_options.h
+};
 
 // Requires output_dir to be a folder, or a place where one can be made.
 void check_output_dir(const std::string& output_dir);
 
-// Requires output_dir's disk to have room for what is saved of a model of so many bytes: better
-// found now than after hours. `two`: the older checkpoint is deleted after the new one is durable.
-// What only a stop signal would save is not refused but warned about.
-void check_room(const TrainingArguments& arguments, std::uint64_t model_bytes, bool two);
+// Requires output_dir's disk to have room for what is saved: better found now than after hours.
+// `two`: the older checkpoint is deleted after the new one is durable. What only a stop signal
+// would save is not refused but warned about.
+void check_room(const TrainingArguments& arguments, const CheckpointSize& size, bool two);
 
 }  // namespace lockstep::train

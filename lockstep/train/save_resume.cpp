@@ -36,8 +36,12 @@ void check_parts(const CheckpointParts& parts) {
                      "net.get(), .optimizer = &optimizer}}.");
 }
 
-optim::NamedParameters names_of(const torch::nn::Module& module) {
-  return module.named_parameters().pairs();
+std::vector<double> learning_rates(const CheckpointParts& parts) {
+  std::vector<double> rates;
+  for (std::size_t group = 0; parts.optimizer != nullptr && group < parts.optimizer->groups();
+       ++group)
+    rates.push_back(parts.optimizer->lr(group));
+  return rates;
 }
 
 // torch's schedulers have no functions to save their state. Apart from the learning rates, which
@@ -52,7 +56,7 @@ std::string schedule_text(const CheckpointParts& parts, std::int64_t step) {
   if (parts.scheduler != nullptr) step_count = StepCount::of(*parts.scheduler);
   return train::scheduler_text(known ? parts.schedule->name() : "",
                                known ? parts.schedule->factor(step) : 0, step,
-                               parts.optimizer.learning_rates(), step_count);
+                               learning_rates(parts), step_count);
 }
 
 void restore_step_count(const CheckpointParts& parts, const Node& root, const std::string& name,
@@ -92,15 +96,16 @@ void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& che
   const std::string text = checkpoint.text("scheduler.json");
   if (text.empty()) return;
   const Node root = parse_json(text, name);
-  if (const Entry* saved = root.find("last_lr"); saved != nullptr && parts.optimizer) {
-    const std::size_t groups = parts.optimizer.learning_rates().size();
+  if (const Entry* saved = root.find("last_lr"); saved != nullptr && parts.optimizer != nullptr) {
+    const std::size_t groups = parts.optimizer->groups();
     const std::vector<double> rates = saved_rates(saved->value, groups);
     if (rates.size() != groups)
       throw UsageError("checkpoint",
                        "{} has learning rates for {} parameter groups, and the optimizer has {}. "
                        "Make the groups that the saved run had.",
                        name, rates.size(), groups);
-    parts.optimizer.set_learning_rates(rates);
+    for (std::size_t group = 0; group < groups; ++group)
+      parts.optimizer->set_lr(group, rates[group]);
   }
   restore_step_count(parts, root, name, is_leader);
   const Entry* type = root.find("type");
@@ -253,49 +258,6 @@ void check_same_folder(const std::string& path, const std::vector<std::string>& 
 
 }  // namespace
 
-// ---------------------------------------------------------------- the optimizer
-
-OptimizerPart::OptimizerPart(torch::optim::Optimizer* optimizer)
-    : stock_(dynamic_cast<optim::RuleOptimizer*>(optimizer)) {
-  if (optimizer != nullptr && stock_ == nullptr)
-    throw UsageError("checkpoint",
-                     "the optimizer is torch::optim's own, whose state cannot be saved by "
-                     "parameter name. Use AdamW, Adam or SGD of lockstep::optim: the same rules, "
-                     "with Python's names and bits.");
-}
-
-TensorDict OptimizerPart::state_dict(const torch::nn::Module& module) const {
-  if (optimizer_ != nullptr) return optimizer_->state_dict();
-  return stock_ != nullptr ? stock_->state_dict(names_of(module)) : TensorDict();
-}
-
-void OptimizerPart::load_state_dict(const torch::nn::Module& module,
-                                    const TensorDict& state) const {
-  if (optimizer_ != nullptr) {
-    optimizer_->sync_from_model();
-    optimizer_->load_state_dict(state);
-  } else if (stock_ != nullptr) {
-    stock_->load_state_dict(names_of(module), state);
-  }
-}
-
-std::vector<double> OptimizerPart::learning_rates() const {
-  std::vector<double> rates;
-  const std::size_t groups = optimizer_ != nullptr ? optimizer_->groups()
-                             : stock_ != nullptr   ? stock_->param_groups().size()
-                                                   : 0;
-  for (std::size_t i = 0; i < groups; ++i)
-    rates.push_back(optimizer_ != nullptr ? optimizer_->lr(i) : stock_->lr(i));
-  return rates;
-}
-
-void OptimizerPart::set_learning_rates(const std::vector<double>& rates) const {
-  for (std::size_t i = 0; i < rates.size(); ++i) {
-    if (optimizer_ != nullptr) optimizer_->set_lr(i, rates[i]);
-    if (stock_ != nullptr) stock_->set_lr(i, rates[i]);
-  }
-}
-
 // ---------------------------------------------------------------- save and resume
 
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
@@ -305,8 +267,11 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
       world.agree([&] { return contribution_of(parts, mesh, options); });
   check_same_step(ranks);
   const std::string path = train::checkpoint_path(directory, options.step);
-  TensorDict sharded;
-  if (parts.optimizer.collective()) sharded = parts.optimizer.state_dict(*parts.module);
+  TensorDict state;
+  if (parts.optimizer != nullptr) {
+    parts.optimizer->name_parameters(parts.module->named_parameters().pairs());
+    world.agree([&] { state = parts.optimizer->state_dict({.wanted = world.is_leader()}); });
+  }
   std::optional<train::AsyncSaver> saver;
   // Ranks exchange while rank 0 writes, so that the save's own progress bounds the wait and not the
   // timeout of one operation.
@@ -315,8 +280,7 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
     if (!saver) {
       clear_way(directory, path, options.step);
       train::CheckpointContents all = contents_of(parts, mesh, options);
-      all.optimizer = parts.optimizer.collective() ? std::move(sharded)
-                                                   : parts.optimizer.state_dict(*parts.module);
+      all.optimizer = std::move(state);
       for (const std::string& rank : ranks) {
         const std::string generators = rank.substr(rank.find('\n') + 1);
         if (!generators.empty()) all.rng.push_back(train::unpack_tensors(generators));
@@ -360,11 +324,15 @@ std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const Che
   TensorDict state;
   world.agree([&] {
     checkpoint->load_model(*parts.module, parts.model_files);
-    if (parts.optimizer) state = checkpoint->optimizer();
-    if (parts.optimizer && !parts.optimizer.collective())
-      parts.optimizer.load_state_dict(*parts.module, state);
+    if (parts.optimizer != nullptr) state = checkpoint->optimizer();
   });
-  if (parts.optimizer.collective()) parts.optimizer.load_state_dict(*parts.module, state);
+  if (parts.optimizer != nullptr) {
+    parts.optimizer->name_parameters(parts.module->named_parameters().pairs());
+    world.agree([&] {
+      parts.optimizer->sync_from_model();
+      parts.optimizer->load_state_dict(state);
+    });
+  }
   world.agree([&] {
     restore_schedule(parts, *checkpoint, world.is_leader());
     if (parts.loader != nullptr) restore_loader(*parts.loader, *checkpoint);

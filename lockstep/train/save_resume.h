@@ -25,13 +25,9 @@
 // uses, and what is null is neither saved nor restored.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
-#include <concepts>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -52,39 +48,13 @@ namespace lockstep {
 
 class Accumulation;
 
-// The optimizer of a checkpoint: AdamW, Adam or SGD of lockstep::optim, ReplicatedOptimizer or
-// ShardedOptimizer. Their state is named after parameters, so that each resumes what another saved.
-class OptimizerPart {
- public:
-  OptimizerPart() = default;
-  // UsageError where it points to an optimizer of torch::optim, whose state has no names. Where the
-  // static type already shows this (torch::optim::Adam), it does not compile: use AdamW, Adam or
-  // SGD of lockstep::optim, the same rules with Python's names and bits.
-  OptimizerPart(torch::optim::Optimizer* optimizer);
-  template <std::derived_from<torch::optim::Optimizer> Stock>
-    requires(!std::derived_from<Stock, optim::RuleOptimizer> &&
-             !std::same_as<Stock, torch::optim::Optimizer>)
-  OptimizerPart(Stock* optimizer_of_torch) = delete;
-  OptimizerPart(optim::Optimizer* optimizer) : optimizer_(optimizer) {}
-
-  explicit operator bool() const { return stock_ != nullptr || optimizer_ != nullptr; }
-  bool collective() const { return optimizer_ != nullptr; }  // state_dict and load_state_dict
-  std::map<std::string, at::Tensor> state_dict(const torch::nn::Module& module) const;
-  // The module's parameters have been loaded before.
-  void load_state_dict(const torch::nn::Module& module,
-                       const std::map<std::string, at::Tensor>& state) const;
-  std::vector<double> learning_rates() const;  // of each group
-  void set_learning_rates(const std::vector<double>& rates) const;
-
- private:
-  optim::RuleOptimizer* stock_ = nullptr;
-  optim::Optimizer* optimizer_ = nullptr;
-};
-
 struct CheckpointParts {
   torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
-  OptimizerPart optimizer{};            // state and learning rates
-  data::Loader* loader = nullptr;       // the position in the epoch
+  // State and learning rates; replicated and sharded ones resume what the other has saved. The
+  // state of torch::optim's own has no names: use AdamW, Adam or SGD of lockstep::optim, the same
+  // rules with Python's names and bits.
+  optim::Optimizer* optimizer = nullptr;
+  data::Loader* loader = nullptr;  // the position in the epoch
   // Its steps are recorded, and compared: a different effective batch than the saved one is a
   // warning.
   const Accumulation* accumulation = nullptr;

@@ -1,106 +1,32 @@
 #include "lockstep/train/train_optimizer.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <sstream>
 #include <utility>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/memory_limits.h"
-#include "lockstep/optim/adafactor.h"
-#include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/train/rule_options.h"
 
 namespace lockstep::train {
 namespace {
 
-// The rule that `optim` names, with the keys of a training file.
-optim::Rule rule_of(const TrainingArguments& a) {
-  const auto adam = [&](auto options) {
-    options.lr = a.learning_rate;
-    options.betas = {a.adam_beta1, a.adam_beta2};
-    options.eps = a.adam_epsilon;
-    options.weight_decay = a.weight_decay;
-    return options;
-  };
-  if (a.optim == "sgd")
-    return optim::SGDOptions{
-        .lr = a.learning_rate, .momentum = a.momentum, .weight_decay = a.weight_decay};
-  if (a.optim == "lion")
-    return optim::LionOptions{.lr = a.learning_rate,
-                              .betas = {a.adam_beta1, a.adam_beta2},
-                              .weight_decay = a.weight_decay};
-  if (a.optim == "adafactor")
-    return optim::AdafactorOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay};
-  // One learning rate serves both of its rules.
-  if (a.optim == "muon")
-    return optim::MuonOptions{
-        .lr = a.learning_rate, .weight_decay = a.weight_decay, .match_rms_adamw = true};
-  if (a.optim == "adam") return adam(optim::AdamOptions{});
-  return adam(optim::AdamWOptions{});
-}
-
-// optim_args, as Hugging Face's Trainer reads it: "momentum=0.9,nesterov=true".
-void apply_optim_args(optim::Rule& rule, const std::string& text) {
-  std::istringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
-    std::erase(part, ' ');
-    const std::size_t equals = part.find('=');
-    const std::string name = part.substr(0, equals);
-    std::string value = equals == std::string::npos ? "" : part.substr(equals + 1);
-    if (value == "true" || value == "True") value = "1";
-    if (value == "false" || value == "False") value = "0";
-    std::vector<std::string_view> known;
-    for (const auto& [option, now] : rule->options_now()) known.push_back(option);
-    char* end = nullptr;
-    const double number = std::strtod(value.c_str(), &end);
-    if (!rule.has(name) || value.empty() || *end != '\0')
-      throw UsageError("trainer",
-                       "optim_args: '{}' is not an option of {} with a number. Write name=value "
-                       "with names of: {}.",
-                       part, rule->name(), fmt::join(known, ", "));
-    rule.set(name, number);
-  }
-  rule->check();
-}
-
 std::vector<optim::ParamGroup> groups_of(const RunContext& run) {
-  if (!run.task.param_groups.empty()) {
-    if (run.arguments.optim_args && run.world.is_leader())
-      log::warning("trainer",
-                   "optim_args has no effect: the task has parameter groups of its own.");
-    return run.task.param_groups;
-  }
-  const TrainingArguments& a = run.arguments;
-  optim::Rule rule = rule_of(a);
-  if (a.optim_args) apply_optim_args(rule, *a.optim_args);
+  if (!run.task.param_groups.empty()) return run.task.param_groups;
+  const optim::Rule rule = std::visit([](const auto& options) { return optim::Rule(options); },
+                                      rule_options(run.arguments));
+  rule->check();
   if (!rule.is<optim::MuonOptions>()) return optim::decay_groups(*run.task.module, rule);
   return optim::muon_groups(*run.task.module, rule.as<optim::MuonOptions>(),
-                            {.lr = a.learning_rate,
-                             .betas = {a.adam_beta1, a.adam_beta2},
-                             .eps = a.adam_epsilon,
-                             .weight_decay = a.weight_decay});
-}
-
-// Bytes of state of a replicated optimizer.
-std::uint64_t state_bytes(const std::vector<optim::ParamGroup>& groups) {
-  std::uint64_t bytes = 0;
-  for (const optim::ParamGroup& group : groups) {
-    for (const at::Tensor& parameter : group.params) {
-      if (!parameter.requires_grad()) continue;
-      for (const optim::StateSpec& spec : group.options->state(parameter.sizes()))
-        bytes += static_cast<std::uint64_t>(c10::multiply_integers(spec.sizes)) *
-                 c10::elementSize(spec.dtype(parameter.scalar_type()));
-    }
-  }
-  return bytes;
+                            adamw_options(run.arguments));
 }
 
 // Whether the state, and as much again for activations and gradients, exceeds what is free.
@@ -116,7 +42,7 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
               .empty();
 }
 
-ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
+ShardFacts shard_facts(RunContext& run) {
   if (run.arguments.shard_optimizer != "auto") return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
@@ -128,7 +54,7 @@ ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
     unable = e.what();
   }
   facts.share_memory = run.world.device().is_cpu() && run.mesh.batch().shares_memory();
-  facts.lack_room = !facts.share_memory && run.world.any(lacks_room(run.world, state_bytes));
+  facts.lack_room = !facts.share_memory && run.world.any(lacks_room(run.world, state_bytes(run)));
   facts.unable = run.world.any(!unable.empty());
   if (run.world.is_leader() && !unable.empty() && (facts.share_memory || facts.lack_room))
     log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
@@ -138,8 +64,9 @@ ShardFacts shard_facts(RunContext& run, std::uint64_t state_bytes) {
 std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run) {
   if (run.task.make_optimizer) return run.task.make_optimizer(*run.parallelism);
   auto groups = groups_of(run);
-  const std::string reason =
-      reason_to_shard(run.arguments.shard_optimizer, shard_facts(run, state_bytes(groups)));
+  if (run.arguments.optim_args && !run.task.param_groups.empty() && run.world.is_leader())
+    log::warning("trainer", "optim_args has no effect: the task has parameter groups of its own.");
+  const std::string reason = reason_to_shard(run.arguments.shard_optimizer, shard_facts(run));
   if (run.world.is_leader())
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",
@@ -155,6 +82,25 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run) {
 }
 
 }  // namespace
+
+std::vector<at::Tensor> state_of_a_run(const RunContext& run) {
+  std::vector<at::Tensor> state;
+  for (const optim::ParamGroup& group : groups_of(run)) {
+    for (const at::Tensor& parameter : group.params) {
+      if (!parameter.requires_grad()) continue;
+      for (const optim::StateSpec& spec : group.options->state(parameter.sizes()))
+        state.push_back(at::empty(
+            spec.sizes, at::device(at::kMeta).dtype(dtype_of(spec, parameter.scalar_type()))));
+    }
+  }
+  return state;
+}
+
+std::uint64_t state_bytes(const RunContext& run) {
+  std::uint64_t bytes = 0;
+  for (const at::Tensor& tensor : state_of_a_run(run)) bytes += tensor.nbytes();
+  return bytes;
+}
 
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";

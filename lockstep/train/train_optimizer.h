@@ -33,6 +33,11 @@ struct ShardFacts {
 // Why the optimizer is sharded; empty: it is replicated.
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
 
+// The state that the optimizer will have on a rank that holds it whole, as its rules declare it: on
+// the meta device, and its bytes. For a task that makes its optimizer itself: what `optim` names.
+std::vector<at::Tensor> state_of_a_run(const RunContext& run);
+std::uint64_t state_bytes(const RunContext& run);
+
 class TrainOptimizer {
  public:
   // Made by run.parallelism. Sets run.optimizer, for observers.

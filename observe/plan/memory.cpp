@@ -31,8 +31,8 @@ Memory resident(const Parameters& p, const MemoryOptions& o) {
   const std::int64_t converted = o.half ? p.frozen_matrices : 0;
   memory.parameters = floats(p.total() + p.buffers) - 2 * static_cast<std::uint64_t>(converted);
   memory.parameters = divided(memory.parameters, o.stages);
-  memory.optimizer = floats(p.trainable) * static_cast<std::uint64_t>(o.state_copies);
-  memory.optimizer = divided(memory.optimizer, o.stages * (o.sharded_optimizer ? o.ranks : 1));
+  memory.optimizer = divided(o.state_bytes.value_or(2 * floats(p.trainable)),
+                             o.stages * (o.sharded_optimizer ? o.ranks : 1));
   return memory;
 }
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "observe/plan/cards.h"
@@ -26,12 +27,12 @@ struct MemoryOptions {
   std::int64_t accumulation = 1;
   bool half = false;  // bf16 or fp16
   bool checkpointing = false;
-  bool fused = false;              // as in ActivationOptions
-  int ranks = 1;                   // data parallel
-  bool sharded_optimizer = false;  // its state is divided over the ranks
-  int state_copies = 2;            // tensors of the optimizer for each parameter: 2 of Adam
-  int stages = 1;                  // GPUs that the layers of one replica are divided over
-  bool cpu = false;                // no CUDA, no NCCL
+  bool fused = false;                          // as in ActivationOptions
+  int ranks = 1;                               // data parallel
+  bool sharded_optimizer = false;              // its state is divided over the ranks
+  std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
+  int stages = 1;    // GPUs that the layers of one replica are divided over
+  bool cpu = false;  // no CUDA, no NCCL
 };
 
 struct Memory {

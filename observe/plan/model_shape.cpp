@@ -367,6 +367,23 @@ Parameters parameters_of(const Model& model) {
   return all;
 }
 
+std::vector<io::TensorShape> trained_tensors(const Model& model) {
+  const std::vector<io::TensorShape> tensors = model.tensors();
+  const Trained trained(model, tensors);
+  std::vector<io::TensorShape> all;
+  for (const io::TensorShape& tensor : tensors) {
+    if (is_buffer(tensor.name)) continue;
+    if (trained.is_trained(tensor)) all.push_back(tensor);
+    if (const std::int64_t count = trained.adapter(tensor); count > 0) {
+      const std::int64_t rank = count / (tensor.shape.at(0) + tensor.shape.at(1));
+      const std::string module = module_of(tensor.name);
+      all.push_back({module + ".lora_A.weight", tensor.dtype, {rank, tensor.shape.at(1)}});
+      all.push_back({module + ".lora_B.weight", tensor.dtype, {tensor.shape.at(0), rank}});
+    }
+  }
+  return all;
+}
+
 std::vector<std::int64_t> gradients_of(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);

@@ -55,6 +55,9 @@ struct Parameters {
 // UsageError when `lora` selects no layer.
 Parameters parameters_of(const Model& model);
 
+// The tensors that are trained, adapters among them.
+std::vector<io::TensorShape> trained_tensors(const Model& model);
+
 // Bytes of the gradients in the order in which backward produces them: the last layer first.
 std::vector<std::int64_t> gradients_of(const Model& model);
 

@@ -242,7 +242,7 @@ TEST(MemoryBytes, ASmallBatchOfALargeModelPeaksAtTheEndOfBackward) {
 TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
   MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharded_optimizer = true};
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 2u * 124'439'808u);
-  options.state_copies = 0;  // SGD without momentum
+  options.state_bytes = 0;  // SGD without momentum
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 0u);
 }
 

@@ -87,7 +87,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .fused = !t.unfused && !card.cpu && stages == 1,
                                       .ranks = replicas,
                                       .sharded_optimizer = sharded && replicas > 1,
-                                      .state_copies = t.state_copies,
+                                      .state_bytes = t.state_bytes,
                                       .stages = stages,
                                       .cpu = card.cpu});
   choice.fits = fits(choice.memory, card);

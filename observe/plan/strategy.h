@@ -43,8 +43,8 @@ struct Training {
   bool may_shard = true;           // false: shard_optimizer: false
   // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
   std::string adapts{};
-  int state_copies = 2;
-  bool device_map = false;  // the file's: one rank has all GPUs
+  std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
+  bool device_map = false;                     // the file's: one rank has all GPUs
 };
 
 enum class Strategy { kSingle, kDdp, kShardedOptimizer, kSplit };

@@ -19,6 +19,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/optim/sgd.h"
 
@@ -156,7 +157,9 @@ std::string rule(const Node& question) {
     params.push_back(
         grid(c10::multiply_integers(sizes), seed).view(sizes).clone().set_requires_grad(true));
   }
-  optim::RuleOptimizer optimizer(std::vector{torch::optim::OptimizerParamGroup(params)}, made);
+  optim::NamedParameters names;
+  for (const at::Tensor& param : params) names.emplace_back(std::to_string(names.size()), param);
+  optim::Optimizer optimizer(names, made);
   for (std::int64_t step = 0; step < field(question, "steps").integer; ++step) {
     for (std::size_t i = 0; i < params.size(); ++i)
       params[i].mutable_grad() =
@@ -168,7 +171,7 @@ std::string rule(const Node& question) {
   std::string text;
   for (const auto& param : params) text += bits(param) + " ";
   for (const auto& param : params)
-    for (const at::Tensor& tensor : optimizer.find_state(param)->tensors)
+    for (const at::Tensor& tensor : optim::find_state(optimizer, param)->tensors)
       text += bits(tensor) + " ";
   return text;
 }

@@ -20,6 +20,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "tests/parity/parity_models.h"
 #include "tests/parity/tensor_files.h"
@@ -204,7 +205,8 @@ void run_optimizer(const Tensors& inputs, const Options& options,
   Tensors result;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     result[fmt::format("param-{}", i)] = parameters[i];
-    const lockstep::optim::RuleState* const state = optimizer.find_state(parameters[i]);
+    const lockstep::optim::RuleState* const state =
+        lockstep::optim::find_state(optimizer, parameters[i]);
     if (state == nullptr) continue;
     if (state->step.defined()) result[fmt::format("step-{}", i)] = state->step;
     for (std::size_t k = 0; k < state->names.size(); ++k)

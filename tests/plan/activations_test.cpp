@@ -215,7 +215,7 @@ TEST_P(Activation, PeakOfAStepIsAsPlanned) {
   const auto measured = static_cast<double>(Counting::instance().peak() - before);
   const Memory memory = memory_of(
       c.model,
-      {.batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .state_copies = 0});
+      {.batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .state_bytes = 0});
   const auto planned = static_cast<double>(memory.allocated() - memory.parameters);
   EXPECT_NEAR(measured, planned, 0.1 * measured) << "planned/measured " << planned / measured;
 }
