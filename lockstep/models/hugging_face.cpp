@@ -124,7 +124,8 @@ RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
   const Node nothing;
   const Node* map = top.node(field);
   MapReader keys(map != nullptr ? *map : nothing, field);
-  rope.rope_theta = keys.real("rope_theta", top.real("rope_theta", 10'000, 1, kLarge), 1, kLarge);
+  rope.rope_theta =
+      keys.real("rope_theta", top.real("rope_theta", rules.theta, 1, kLarge), 1, kLarge);
   rope.type = keys.text("rope_type", keys.text("type", "default"));
   if (std::ranges::find(rules.longrope_names, rope.type) != rules.longrope_names.end())
     rope.type = "longrope";

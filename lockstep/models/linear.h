@@ -31,6 +31,8 @@ struct LinearOptions {
   TORCH_ARG(double, deviation) = 0.02;
   // Of both tensors: their type and device.
   TORCH_ARG(at::TensorOptions, tensors);
+  // Whether it is one of the layers that adapters are attached to.
+  TORCH_ARG(bool, adaptable) = true;
 };
 
 struct LoraShape {
