@@ -55,6 +55,10 @@ def longrope(pairs):
                 long_factor=[2.0 + 0.3 * i for i in range(pairs)])
 
 
+# Frequencies of which some are kept, some divided, and some between.
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=4.0,
+            original_max_position_embeddings=64)
+WIDE = {**LLAMA, "head_dim": 16}
 # Widths of 16 bytes, which transformers' grouped products need in bfloat16.
 MIXTRAL = {**LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {
@@ -78,6 +82,21 @@ CONFIGS = {
                                   "partial_rotary_factor": 0.5}),
     "llama-eos": lambda: transformers.LlamaConfig(
         **{**LLAMA, "eos_token_id": list(range(0, 53, 2))}),
+    "llama-yarn": lambda: transformers.LlamaConfig(**WIDE, rope_parameters=YARN),
+    "llama-yarn-defaults": lambda: transformers.LlamaConfig(
+        **{**WIDE, "max_position_embeddings": 96},
+        rope_parameters={"rope_type": "yarn", "factor": None, "rope_theta": 100.0,
+                         "beta_fast": 0, "original_max_position_embeddings": 48}),
+    "qwen2-yarn": lambda: transformers.Qwen2Config(
+        **WIDE, rope_parameters={**YARN, "mscale": 1.5, "mscale_all_dim": 0.5}),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(
+        **WIDE, rope_parameters={**YARN, "truncate": False, "attention_factor": 1.3}),
+    "mistral-yarn": lambda: transformers.MistralConfig(
+        **WIDE, sliding_window=None, rope_parameters={**YARN, "truncate": False, "beta_slow": 2.0}),
+    "mixtral-yarn": lambda: transformers.MixtralConfig(
+        **{**MIXTRAL, "head_dim": 16, "num_experts_per_tok": 4}, rope_parameters=YARN),
+    "gemma2-yarn": lambda: transformers.Gemma2Config(
+        **{**GEMMA, "head_dim": 16}, rope_parameters={**YARN, "mscale": 2.0}),
     "phi3": lambda: transformers.Phi3Config(**PHI),
     "phi3-window": lambda: transformers.Phi3Config(**PHI, sliding_window=5),
     "phi3-partial": lambda: transformers.Phi3Config(
@@ -242,8 +261,8 @@ BAD = {
     "gpt2-activation": (change_field(activation_function="mish"), 'activation_function is "mish"'),
     "gpt2-heads": (change_field(n_head=5), "n_embd 24 does not divide into 5 heads"),
     "gpt2-text": (change_field(n_layer="two"), "config.n_layer must be"),
-    "llama-yarn": (change_field(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-                   'rope_parameters.rope_type is "yarn", which is not supported. Known are'),
+    "llama-dynamic": (change_field(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
+                      'rope_parameters.rope_type is "dynamic", which is not supported. Known are'),
     "llama-class": (change_field(architectures=["LlamaForSequenceClassification"]),
                     'architectures is ["LlamaForSequenceClassification"]'),
     "llama-type": (change_field(model_type="mistral"), 'model_type is "mistral"'),
@@ -394,7 +413,7 @@ class ModelsTest(unittest.TestCase):
             # A rounding of bfloat16 is 2^-9 of a number; there are two dozen of them in a row.
             limit = 24 * 2.0 ** -9 * logits.abs().max().item()
             # Rounding may send a token to other experts, unless it goes to all.
-            if "mixtral" not in name or name == "mixtral-all":
+            if "mixtral" not in name or name in ("mixtral-all", "mixtral-yarn"):
                 self.assert_near(out["half"], logits, limit, name)
             saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "half", dtype="auto")
             for key, tensor in theirs.state_dict().items():
