@@ -366,8 +366,12 @@ std::string head_text(const Report& r) {
   const plan::Card& card = r.devices.card;
   const auto total = static_cast<double>(r.parameters.total());
   std::string text = fmt::format(
-      "model     {} parameters, {} trained; {:.3g} GFLOP a {}\n", large(total),
+      "model     {} parameters, {} trained{}; {:.3g} GFLOP a {}\n", large(total),
       r.parameters.frozen == 0 ? "all" : large(static_cast<double>(r.parameters.trainable)),
+      r.parameters.unused == 0
+          ? ""
+          : fmt::format(", {} used by a token",
+                        large(total - static_cast<double>(r.parameters.unused))),
       plan::flops_per_token(t.model) / 1e9, r.unit());
   const char* logits = t.model.causal_lm() == nullptr ? ""
                        : t.unfused || card.cpu        ? ", logits as a whole"
@@ -640,6 +644,7 @@ Node report_node(const Report& r) {
   return map_node(
       {{"parameters", integer_node(r.parameters.total())},
        {"trainable_parameters", integer_node(r.parameters.trainable)},
+       {"parameters_used_by_a_token", integer_node(r.parameters.total() - r.parameters.unused)},
        {"flops_per_token", real_node(plan::flops_per_token(r.training.model))},
        {"card",
         map_node({{"name", text_node(card.name)},

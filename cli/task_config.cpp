@@ -439,7 +439,7 @@ void read_lora(const TrainingArguments& a, TaskConfig& task) {
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
   // Checks that there are some.
-  models::LoraTargets(lora).select(models::linear_layers(causal_lm_config(task.model).spec()));
+  models::LoraTargets(lora).select(causal_lm_config(task.model).spec());
   std::string& base = lora.base_model_name_or_path;
   if (base.empty()) base = task.model.weights;
   // PEFT resolves a relative path where it runs, which is rarely where this run began.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/utf8.h"
@@ -16,7 +17,10 @@ struct Known {
   std::string_view written;
 };
 
-constexpr std::array<Known, 8> kKnown{{
+// The releases from the second on: a system message is a part of the first user's.
+constexpr std::string_view kMistralWithSystem = " [INST] \n\n [/INST] [INST]  [/INST] ";
+
+constexpr std::array<Known, 12> kKnown{{
     {Family::kPhi3,
      "<|system|>\n<|end|>\n<|user|>\n<|end|>\n<|assistant|>\n<|end|>\n<|assistant|>\n"},
     {Family::kPhi3First, "<|user|>\n<|end|>\n<|assistant|>\n<|end|>\n"},
@@ -28,6 +32,10 @@ constexpr std::array<Known, 8> kKnown{{
      "<|start_header_id|>assistant<|end_header_id|>\n\n"},
     {Family::kChatMl, "<|im_start|>\n<|im_end|>\n<|im_start|>assistant\n"},
     {Family::kChatMl, "<|im_start|>\n<|im_end|>\n"},  // never begins an answer
+    {Family::kMistral, "[INST]  [/INST]"},
+    {Family::kMistral, "[INST]  [/INST] "},
+    {Family::kMistral, kMistralWithSystem},
+    {Family::kGemma, "<start_of_turn>\n<end_of_turn>\n<start_of_turn>model\n"},
 }};
 
 bool has(std::string_view text, std::string_view part) {
@@ -163,6 +171,43 @@ ChatText render_llama2(const ChatTemplate& chat, std::span<const ChatMessage> me
   return out;
 }
 
+ChatText render_mistral(const ChatTemplate& chat, std::span<const ChatMessage> messages,
+                        const ChatTokens& tokens) {
+  const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
+  const bool system = chat.takes_system && !messages.empty() && messages[0].role == "system";
+  const std::size_t first = system ? 1 : 0;
+  ChatText out;
+  if (chat.writes_bos) out.text += tokens.bos;
+  for (std::size_t i = first; i < messages.size(); ++i) {
+    const ChatMessage& message = messages[i];
+    if (message.role != ((i - first) % 2 == 0 ? "user" : "assistant"))
+      refuse_message(i, message,
+                     chat.takes_system ? "this template wants user and assistant in turn, after "
+                                         "one system message at most"
+                                       : "this template wants user and assistant in turn");
+    if (message.role == "user") {
+      out.text += chat.takes_system ? " [INST] " : "[INST] ";
+      if (system && i == first) out.text += content(messages[0].content) + "\n\n";
+      out.text += content(message.content) + " [/INST]";
+    } else {
+      const std::size_t begin = out.text.size();
+      out.text += (chat.space_before_answer ? " " : "") + content(message.content) + tokens.eos;
+      out.answers.push_back({begin, out.text.size()});
+      if (chat.space_after_answer) out.text += " ";
+    }
+  }
+  return out;
+}
+
+// The roles that Gemma's template knows, in turn.
+void check_gemma_turns(std::span<const ChatMessage> messages) {
+  for (std::size_t i = 0; i < messages.size(); ++i)
+    if (messages[i].role != (i % 2 == 0 ? "user" : "assistant"))
+      refuse_message(i, messages[i],
+                     "this template wants user and assistant in turn. Put the text of a system "
+                     "message into the first user's");
+}
+
 // One message, without what comes before the first.
 std::string render_turn(Family family, const std::string& role, const std::string& content) {
   switch (family) {
@@ -176,6 +221,9 @@ std::string render_turn(Family family, const std::string& role, const std::strin
       return role == "assistant" ? content + "<|end|>\n" : "";
     case Family::kLlama3:
       return "<|start_header_id|>" + role + "<|end_header_id|>\n\n" + content + "<|eot_id|>";
+    case Family::kGemma:
+      return "<start_of_turn>" + (role == "assistant" ? std::string("model") : role) + "\n" +
+             content + "<end_of_turn>\n";
     default:
       return "<|im_start|>" + role + "\n" + content + "<|im_end|>\n";
   }
@@ -184,12 +232,14 @@ std::string render_turn(Family family, const std::string& role, const std::strin
 // What ends a turn; some families have a line end after it.
 std::string_view end_token(Family family) {
   if (family == Family::kLlama3) return "<|eot_id|>";
+  if (family == Family::kGemma) return "<end_of_turn>";
   return family == Family::kChatMl ? "<|im_end|>" : "<|end|>";
 }
 
 std::string generation_prompt(Family family) {
   if (family == Family::kPhi3First) return "";  // a part of the user's turn
   if (family == Family::kLlama3) return "<|start_header_id|>assistant<|end_header_id|>\n\n";
+  if (family == Family::kGemma) return "<start_of_turn>model\n";
   return family == Family::kChatMl ? "<|im_start|>assistant\n" : "<|assistant|>\n";
 }
 
@@ -198,8 +248,12 @@ std::string generation_prompt(Family family) {
 ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
                               const ChatTokens& tokens) const {
   if (family == Family::kLlama2) return render_llama2(*this, messages, tokens);
+  if (family == Family::kMistral) return render_mistral(*this, messages, tokens);
+  if (family == Family::kGemma) check_gemma_turns(messages);
   ChatText out;
   if (writes_bos) out.text += tokens.bos;
+  if (!default_system.empty() && !messages.empty() && messages[0].role != "system")
+    out.text += render_turn(family, "system", default_system);
   for (std::size_t i = 0; i < messages.size(); ++i) {
     const ChatMessage& message = messages[i];
     if (skips_empty_system && message.role == "system" && message.content.empty()) continue;
@@ -219,21 +273,51 @@ ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_ge
   return out;
 }
 
+namespace {
+
+// Takes the system prompt away that a ChatML template writes for chats without one.
+std::string take_default_system(std::string_view text, std::string& written) {
+  constexpr std::string_view kBegin = "<|im_start|>system\n", kEnd = "<|im_end|>\n";
+  const bool for_others = has(text, "messages[0]['role'] != 'system'") ||
+                          has(text, "messages[0].role != 'system'") ||
+                          has(text, "messages[0][\"role\"] != \"system\"") ||
+                          has(text, "messages[0].role != \"system\"");
+  const std::size_t end = written.find(kEnd);
+  if (!for_others || !written.starts_with(kBegin) || end == written.npos) return {};
+  const std::string prompt = written.substr(kBegin.size(), end - kBegin.size());
+  written.erase(0, end + kEnd.size());
+  return prompt;
+}
+
+// What the text that Mistral's templates write does not say.
+void read_mistral(std::string_view text, std::string_view written, ChatTemplate& chat) {
+  chat.begins_answer = false;
+  chat.takes_system = written == kMistralWithSystem;
+  const std::size_t space = std::max(text.rfind("' '") + 1, text.rfind("\" \"") + 1);
+  const bool after = space > text.rfind("eos_token") + 1;
+  chat.space_after_answer = written.ends_with(' ') && after;
+  chat.space_before_answer = written.ends_with(' ') && !after;
+}
+
+}  // namespace
+
 ChatTemplate recognise_chat_template(std::string_view text, const std::string& where) {
-  const std::string written = WrittenText(text).collect();
+  std::string written = WrittenText(text).collect();
+  std::string default_system = take_default_system(text, written);
   const auto known = std::find_if(kKnown.begin(), kKnown.end(),
                                   [&](const Known& other) { return other.written == written; });
   const auto refuse = [&](std::string_view why) {
     throw UsageError("tokenizer",
                      "{}: the chat template is not supported: {}. Supported are the templates of "
-                     "Phi-3, Llama 2 and Llama 3 and plain ChatML. Write the text of the chat "
+                     "Phi-3, Llama 2 and Llama 3, Mistral, Gemma and Qwen2 and plain ChatML, all "
+                     "without tools. Write the text of the chat "
                      "yourself and encode it without special tokens.",
                      where, why);
   };
   if (known == kKnown.end())
     refuse(
         fmt::format("it writes '{}{}'", written.substr(0, 120), written.size() > 120 ? "..." : ""));
-  ChatTemplate chat{.family = known->family};
+  ChatTemplate chat{.family = known->family, .default_system = std::move(default_system)};
   chat.writes_bos = has(text, "bos_token");
   chat.writes_eos = has(text, "eos_token");
   chat.asks_for_prompt = has(text, "add_generation_prompt");
@@ -241,11 +325,19 @@ ChatTemplate recognise_chat_template(std::string_view text, const std::string& w
   chat.skips_empty_system = has(text, "'system' and message['content']");
   chat.begins_answer = known->written.ends_with("assistant\n") ||
                        known->written.ends_with("<|assistant|>\n") ||
-                       known->family == Family::kLlama3;
+                       known->family == Family::kLlama3 || known->family == Family::kGemma;
+  if (chat.family == Family::kMistral) read_mistral(text, written, chat);
+  const bool at_first = has(text, "loop.first") || has(text, "loop.index0 == 0");
   const bool phi = chat.family == Family::kPhi3 || chat.family == Family::kPhi3Any;
   const bool at_end = phi && chat.asks_for_prompt && text.rfind("else") < text.find("eos_token");
-  if (chat.writes_eos && chat.family != Family::kLlama2 && !at_end)
-    refuse("it writes eos_token in another place");
+  const bool of_turns = chat.family == Family::kLlama2 || chat.family == Family::kMistral;
+  if (chat.writes_eos && !of_turns && !at_end) refuse("it writes eos_token in another place");
+  if (chat.family == Family::kMistral && (!chat.writes_eos || chat.takes_system != at_first))
+    refuse("it has eos_token or a system message in another place");
+  if (chat.family == Family::kGemma && !has(text, "'model'") && !has(text, "\"model\""))
+    refuse("it does not call the assistant 'model'");
+  if (!chat.default_system.empty() && chat.family != Family::kChatMl)
+    refuse("it writes a system prompt of its own");
   return chat;
 }
 

@@ -7,10 +7,12 @@
 //   Phi-3    <|user|>, <|assistant|>, <|end|>; three releases of it
 //   Llama 2  [INST], [/INST], <<SYS>>
 //   Llama 3  <|start_header_id|>, <|end_header_id|>, <|eot_id|>
-//   ChatML   <|im_start|>, <|im_end|>
+//   ChatML   <|im_start|>, <|im_end|>; also with Qwen2's system prompt for chats without one
+//   Mistral  [INST], [/INST]; three releases of it, Mixtral's among them
+//   Gemma    <start_of_turn>, <end_of_turn>
 //
-// A template that writes anything else (a default system prompt, tools, another line end) is none
-// of these and is refused. bos_token, eos_token, add_generation_prompt and trim are used where the
+// A template that writes anything else (tools, as those of Qwen2.5 do; another line end) is none of
+// these and is refused. bos_token, eos_token, add_generation_prompt and trim are used where the
 // template names them.
 //
 //   const ChatTemplate chat = recognise_chat_template(text, path);
@@ -39,6 +41,8 @@ struct ChatTemplate {
     kLlama2,
     kLlama3,
     kChatMl,
+    kMistral,
+    kGemma,
   };
 
   Family family = Family::kChatMl;
@@ -48,6 +52,11 @@ struct ChatTemplate {
   bool begins_answer = true;     // has a generation prompt at all
   bool trims = false;
   bool skips_empty_system = false;  // Phi-3.5
+  std::string default_system{};     // ChatML: of a chat that does not begin with one
+  // Mistral: a system message is a part of the first user's, and [INST] has a space before it.
+  bool takes_system = false;
+  bool space_before_answer = false;
+  bool space_after_answer = false;
 
   // UsageError for messages that have no place in the family's template.
   ChatText render(std::span<const ChatMessage> messages, bool add_generation_prompt,

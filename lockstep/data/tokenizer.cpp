@@ -63,6 +63,7 @@ class Encoding {
     };
     switch (rule.kind) {
       case PreTokenizer::Kind::kSplit:
+        if (rule.merges) return split_after(rule, part, next);
         return rule.pattern.split(part, [&](std::size_t begin, std::size_t end, bool match) {
           if (rule.removes != match) next(part, begin, end);
         });
@@ -79,6 +80,22 @@ class Encoding {
     if (!rule.splits) return next(part, 0, part.size());
     rule.pattern.split(part,
                        [&](std::size_t begin, std::size_t end, bool) { next(part, begin, end); });
+  }
+
+  // What is merged goes to the piece before it, but the second of two in a row begins one.
+  template <typename Next>
+  void split_after(const PreTokenizer& rule, std::string_view part, const Next& next) {
+    std::size_t from = 0;
+    bool merged = false;
+    rule.pattern.split(part, [&](std::size_t begin, std::size_t, bool match) {
+      const bool merges = match == *rule.merges;
+      if (begin > 0 && (!merges || merged)) {
+        next(part, from, begin);
+        from = begin;
+      }
+      merged = merges;
+    });
+    next(part, from, part.size());
   }
 
   // Each mark begins a piece.

@@ -5,10 +5,11 @@
 //   const std::vector<std::int64_t> ids = tokenizer.encode("The text of a document");
 //   const std::string text = tokenizer.decode(ids);
 //
-// BPE in its two shapes: over bytes (GPT-2, Llama 3) and over characters with byte fallback (Llama
-// 2, Phi-3). Ids and texts are those of the `tokenizers` package. What a file asks for and is not
-// supported here is refused when it is read, with the file, the field and its value. A file's
-// truncation and padding are not applied; transformers replaces them at each call too.
+// BPE in its two shapes: over bytes (GPT-2, Llama 3, Qwen) and over characters with byte fallback
+// (Llama 2, Phi-3, Mistral, Gemma). Ids and texts are those of the `tokenizers` package. What a
+// file asks for and is not supported here is refused when it is read, with the file, the field and its
+// value. A file's truncation and padding are not applied; transformers replaces them at each call
+// too.
 //
 // A chat becomes text first. Its template writes the special tokens, so none are added afterwards:
 //
@@ -67,8 +68,8 @@ class Tokenizer {
   std::optional<std::int64_t> bos_token_id() const;
   std::optional<std::int64_t> eos_token_id() const;
 
-  // The text of a chat by the model's own template. The templates of Phi-3, Llama 2 and Llama 3 and
-  // plain ChatML are known, and recognised by the special tokens that the template's text uses
+  // The text of a chat by the model's own template. The templates of Phi-3, Llama 2 and 3, Mistral,
+  // Gemma and Qwen2 and plain ChatML are known, and recognised by the text that the template writes
   // (chat_template.h); any other is a UsageError with what is supported.
   std::string apply_chat_template(std::span<const ChatMessage> messages,
                                   ChatOptions options = {}) const;

@@ -149,8 +149,10 @@ PreTokenizer read_split(const Field& field) {
   const Field behavior = field.at("behavior");
   if (behavior.text() == "Removed")
     step.removes = !invert;
+  else if (behavior.text() == "MergedWithPrevious")
+    step.merges = !invert;
   else if (behavior.text() != "Isolated")
-    behavior.refuse("it is not supported; Isolated and Removed are");
+    behavior.refuse("it is not supported; Isolated, Removed and MergedWithPrevious are");
   return step;
 }
 

@@ -57,6 +57,7 @@ struct PreTokenizer {
   Pattern pattern{};              // Split, and ByteLevel with use_regex
   bool splits = true;             // Metaspace and ByteLevel may leave a text whole
   std::optional<bool> removes{};  // Split: matches (true) or what is between them (false)
+  std::optional<bool> merges{};   // Split: these go to the piece before them
   std::string mark{};             // Metaspace: what stands for a space
   Prepend prepend = Prepend::kNever;
 };

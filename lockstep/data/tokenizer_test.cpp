@@ -129,7 +129,8 @@ TEST_F(TokenizerTest, RefusesByName) {
   expect(R"("pre_tokenizer": {"type": "Whitespace"},)", R"(pre_tokenizer.type is "Whitespace")");
   expect(R"("pre_tokenizer": {"type": "Split", "pattern": {"String": "a"},
             "behavior": "Contiguous"},)",
-         R"(pre_tokenizer.behavior is "Contiguous": it is not supported; Isolated and Removed)");
+         R"(pre_tokenizer.behavior is "Contiguous": it is not supported; Isolated, Removed and )"
+         "MergedWithPrevious are");
   expect(R"("pre_tokenizer": {"type": "Metaspace", "replacement": "ab"},)",
          R"(pre_tokenizer.replacement is "ab": one character)");
   expect(R"("pre_tokenizer": {"type": "Metaspace", "replacement": "_",

@@ -9,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/models/decoder.h"
+#include "lockstep/models/experts.h"
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models {
@@ -31,6 +32,11 @@ CausalLm::CausalLm(CausalLmConfig given, const ParameterOptions& options)
 }
 
 at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
+  return decode(ids, cache, /*router_logits=*/nullptr);
+}
+
+at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
+                            std::vector<at::Tensor>* router_logits) {
   const bool limited = config_.spec().positions_end();
   const std::int64_t past = cache != nullptr ? cache->length() : 0;
   const std::int64_t most = config_.max_positions();
@@ -45,7 +51,8 @@ at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
                            {.cache = cache,
                             .runner = cache != nullptr ? nullptr : &runner_,
                             .fused = cache == nullptr && fused_on(ids.device()),
-                            .residual_in_fp32 = residual_in_fp32_});
+                            .residual_in_fp32 = residual_in_fp32_,
+                            .router_logits = router_logits});
 }
 
 bool CausalLm::fused_on(c10::Device device) const {
@@ -59,9 +66,19 @@ const at::Tensor* CausalLm::head_weight() const {
 }
 
 at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
-  const at::Tensor hidden = hidden_states(ids);
+  const std::optional<ExpertsSpec>& experts = config_.spec().block.mlp.experts;
+  const double share = experts ? experts->load_balancing : 0;
+  if (share == 0) return cross_entropy(hidden_states(ids), targets);
+  std::vector<at::Tensor> routers;
+  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets);
+  if (routers.empty()) return loss;  // a model without blocks
+  return loss + share * detail::load_balancing_loss(routers, *experts).to(loss.device());
+}
+
+at::Tensor CausalLm::cross_entropy(const at::Tensor& hidden, const at::Tensor& targets) {
   const at::Tensor* const weight = head_weight();
-  if (!fused_on(ids.device()) || weight == nullptr) return next_token_loss(logits(hidden), targets);
+  if (!fused_on(hidden.device()) || weight == nullptr)
+    return next_token_loss(logits(hidden), targets);
   const double cap = config_.spec().logit_soft_cap;
   if (cap > 0)  // which the loss in chunks does not know
     return next_token_loss(soft_capped(nn::linear(hidden, *weight, {}), cap), targets);

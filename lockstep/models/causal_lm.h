@@ -46,7 +46,9 @@ class CausalLm : public torch::nn::Module {
   at::Tensor hidden_states(const at::Tensor& ids, KvCache* cache = nullptr);
   at::Tensor logits(const at::Tensor& hidden_states);
   // The mean cross entropy against the ids that come next [batch, time]; those that are -100 do not
-  // count. On a GPU head and loss are one, and the logits of all tokens never exist at once.
+  // count. On a GPU head and loss are one, and the logits of all tokens never exist at once. With
+  // output_router_logits in the configuration of a model with experts, router_aux_loss_coef times
+  // their load balancing loss is added, as in transformers.
   at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets);
 
   // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/kernels.md) or by
@@ -71,6 +73,8 @@ class CausalLm : public torch::nn::Module {
 
  private:
   bool fused_on(c10::Device device) const;
+  at::Tensor decode(const at::Tensor& ids, KvCache* cache, std::vector<at::Tensor>* router_logits);
+  at::Tensor cross_entropy(const at::Tensor& hidden, const at::Tensor& targets);
   // [vocabulary, width]; null where an adapter is added to the product with it.
   const at::Tensor* head_weight() const;
 

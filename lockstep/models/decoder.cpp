@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "lockstep/models/experts.h"
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models::detail {
@@ -22,20 +23,6 @@ at::Tensor copied(const at::Tensor& x, c10::Device device) {
 // [batch, time, heads * width] -> [batch, time, heads, width]
 at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
   return x.view({x.size(0), x.size(1), heads, x.size(2) / heads});
-}
-
-at::Tensor activate(Activation activation, const at::Tensor& x) {
-  switch (activation) {
-    case Activation::kGeluTanh:
-      return torch::gelu(x, "tanh");
-    case Activation::kGelu:
-      return torch::gelu(x);
-    case Activation::kRelu:
-      return torch::relu(x);
-    case Activation::kSilu:
-      break;
-  }
-  return torch::silu(x);
 }
 
 at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
@@ -293,7 +280,10 @@ DecoderBlock::DecoderBlock(const DecoderSpec& spec, std::size_t layer,
       b.attention.name,
       std::make_shared<DecoderAttention>(b.attention, spec.windows[layer], layer, parameters));
   if (b.norms_first) mlp_norm_ = Norm(*this, b.mlp_norm);
-  mlp_ = register_module(b.mlp.name, std::make_shared<DecoderMlp>(b.mlp, parameters));
+  if (b.mlp.experts)
+    experts_ = register_module(b.mlp.name, std::make_shared<Experts>(b.mlp, parameters));
+  else
+    mlp_ = register_module(b.mlp.name, std::make_shared<DecoderMlp>(b.mlp, parameters));
   if (!b.norms_first) attention_norm_ = Norm(*this, b.attention_norm);
   if (b.attention_after) attention_after_ = Norm(*this, *b.attention_after);
   if (!b.norms_first) mlp_norm_ = Norm(*this, b.mlp_norm);
@@ -304,6 +294,12 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
   const bool later = defers_bias(attention_after_, pass);
   add(x, attention_->forward(attention_norm_.forward(x, pass), pass, !later),
       later ? attention_->last_bias() : at::Tensor(), attention_after_, pass);
+  if (experts_ != nullptr) {
+    at::Tensor* const logits = pass.router_logits ? &x.router_logits : nullptr;
+    const at::Tensor normed = mlp_norm_.forward(x, pass);  // which replaces the stream
+    add(x, experts_->forward(normed, pass, logits), {}, mlp_after_, pass);
+    return;
+  }
   const bool later_mlp = defers_bias(mlp_after_, pass);
   add(x, mlp_->forward(mlp_norm_.forward(x, pass), pass, !later_mlp),
       later_mlp ? mlp_->last_bias() : at::Tensor(), mlp_after_, pass);
@@ -357,7 +353,7 @@ Decoder::Decoder(const DecoderSpec& spec, const ParameterOptions& parameters) : 
 
 Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type) {
   const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
-  Pass pass{.fused = run.fused, .cache = run.cache};
+  Pass pass{.fused = run.fused, .cache = run.cache, .router_logits = run.router_logits != nullptr};
   const bool masked = spec_.block.attention.soft_cap > 0;
   for (const std::int64_t window : spec_.windows)
     if (!pass.sights.contains(window)) pass.sights[window] = sight_of(ids, past, window, masked);
@@ -394,11 +390,31 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
   const at::Tensor x = embedded(ids, run, types.residual);
   Pass pass = begin(ids, run, run.fused ? at::kFloat : x.scalar_type());
   pass.type = types.compute;
-  Stream stream = through_blocks({.sum = x}, pass, run.runner != nullptr ? *run.runner : nullptr);
+  Stream stream = through_blocks({.sum = x}, pass, run);
   return last_norm_.forward(stream, pass);
 }
 
-Stream Decoder::through_blocks(Stream x, Pass pass, const BlockRunner& runner) {
+namespace {
+
+// A runner has one tensor to give back, so a router's logits are behind the stream's columns.
+Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, const Pass& pass,
+                 const BlockRunner& runner) {
+  const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
+    Stream part{.sum = in.at(0)};
+    block->forward(part, pass);
+    const at::Tensor sum = part.total();
+    return pass.router_logits ? torch::cat({sum, part.router_logits}, -1) : sum;
+  };
+  const std::int64_t width = x.sum.size(-1);
+  const at::Tensor y = runner(whole, {x.sum});
+  if (!pass.router_logits) return {.sum = y};
+  return {.sum = y.narrow(-1, 0, width).contiguous(),
+          .router_logits = y.narrow(-1, width, y.size(-1) - width)};
+}
+
+}  // namespace
+
+Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run) {
   for (const auto& module : *blocks_) {
     const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
     if (block->copy_input_to) {
@@ -408,33 +424,14 @@ Stream Decoder::through_blocks(Stream x, Pass pass, const BlockRunner& runner) {
       for (at::Tensor* one : shared)
         if (one->defined()) *one = one->to(*block->copy_input_to);
     }
-    if (runner) {
-      const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
-        Stream part{.sum = in.at(0)};
-        block->forward(part, pass);
-        return part.total();
-      };
-      x = {.sum = runner(whole, {x.sum})};
-    } else {
+    if (run.runner != nullptr && *run.runner)
+      x = run_whole(block, x, pass, *run.runner);
+    else
       block->forward(x, pass);
-    }
+    if (run.router_logits != nullptr) run.router_logits->push_back(x.router_logits);
     if (block->copy_output_to) x.sum = copied(x.sum, *block->copy_output_to);
   }
   return x;
-}
-
-Linear make_linear(const Projection& projection, const ParameterOptions& parameters) {
-  LinearOptions options(projection.in, projection.out());
-  options.bias(projection.bias).layout(projection.layout).deviation(projection.deviation);
-  if (!parameters.draw)
-    options.deviation(0).tensors(
-        at::TensorOptions().dtype(parameters.dtype).device(parameters.device));
-  return Linear(options);
-}
-
-void draw(at::Tensor weight, double deviation) {
-  const torch::NoGradGuard no_grad;
-  weight.normal_(0, deviation);
 }
 
 }  // namespace lockstep::models::detail

@@ -17,31 +17,17 @@
 #include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
+#include "lockstep/models/pass.h"
 #include "lockstep/models/rotary.h"
 
 namespace lockstep::models::detail {
 
-// What a token sees: all before it, or a mask.
-struct Sight {
-  bool causal = true;  // false and no mask: every token sees all of the cache
-  at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
-};
-
-// What the blocks of one forward share.
-struct Pass {
-  bool fused = false;  // by lockstep::nn; never with a cache
-  KvCache* cache = nullptr;
-  std::map<std::int64_t, Sight> sights{};  // by window; 0: without one
-  at::Tensor cos{};                        // rotary angles [time, rotated width]; of the fused path
-  at::Tensor sin{};                        // half as wide
-  at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
-};
-
 // The stream between blocks. In the fused path what a block adds last is added by the next norm.
 struct Stream {
   at::Tensor sum;
-  at::Tensor delta{};       // undefined: nothing is left to add
-  at::Tensor delta_bias{};  // of the layer that made delta; optional
+  at::Tensor delta{};          // undefined: nothing is left to add
+  at::Tensor delta_bias{};     // of the layer that made delta; optional
+  at::Tensor router_logits{};  // of the last block, where the pass asks for them
 
   // With everything added.
   at::Tensor total() const;
@@ -72,6 +58,7 @@ class Norm {
 
 class DecoderAttention;
 class DecoderMlp;
+class Experts;
 
 class DecoderBlock : public torch::nn::Module {
  public:
@@ -93,7 +80,8 @@ class DecoderBlock : public torch::nn::Module {
   double dropout_;
   Norm attention_norm_, attention_after_, mlp_norm_, mlp_after_;
   std::shared_ptr<DecoderAttention> attention_;
-  std::shared_ptr<DecoderMlp> mlp_;
+  std::shared_ptr<DecoderMlp> mlp_;  // or experts_
+  std::shared_ptr<Experts> experts_;
 };
 
 class Decoder : public torch::nn::Module {
@@ -105,6 +93,7 @@ class Decoder : public torch::nn::Module {
     const BlockRunner* runner = nullptr;
     bool fused = false;
     bool residual_in_fp32 = false;
+    std::vector<at::Tensor>* router_logits = nullptr;  // of each block, if they are wanted
   };
   // Hidden states [batch, time, width] after the last norm.
   at::Tensor forward(const at::Tensor& ids, const Run& run);
@@ -114,7 +103,7 @@ class Decoder : public torch::nn::Module {
  private:
   Pass begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type);
   at::Tensor embedded(const at::Tensor& ids, const Run& run, at::ScalarType residual);
-  Stream through_blocks(Stream x, Pass pass, const BlockRunner& runner);
+  Stream through_blocks(Stream x, Pass pass, const Run& run);
 
   DecoderSpec spec_;
   std::optional<RotaryAngles> angles_;
@@ -123,9 +112,5 @@ class Decoder : public torch::nn::Module {
   torch::nn::ModuleList blocks_;
   Norm last_norm_;
 };
-
-// A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
-Linear make_linear(const Projection& projection, const ParameterOptions& parameters);
-void draw(at::Tensor weight, double deviation);
 
 }  // namespace lockstep::models::detail

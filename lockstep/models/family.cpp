@@ -18,6 +18,7 @@ const OptionValue* Options::find(std::string_view key) const {
 Options Family::defaults() const {
   Options all;
   for (const Option& option : options) all.set(option.key, option.fallback);
+  if (rope) all.rope.rope_theta = rope->theta;
   return all;
 }
 

@@ -62,7 +62,8 @@ class Options {
 
 // How the fields of rotary positions are read, where a family has them.
 struct RopeRules {
-  bool partial = false;  // partial_rotary_factor counts
+  double theta = 10'000;  // without the field
+  bool partial = false;   // partial_rotary_factor counts
   // Outside of the map, the length of a text from which longrope has its other frequencies; this
   // is the default. 0: it is inside, and max_position_embeddings is the default.
   std::int64_t original_length = 0;

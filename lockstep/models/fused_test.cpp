@@ -26,6 +26,7 @@ struct Case {
 };
 
 // With windows that cut, and heads of another width than hidden_size says.
+// Of a mixture of experts a token goes to all, because rounding must not choose others.
 CausalLmConfig small_model(std::string_view type) {
   const Family& family = *find_family(type);
   Options options = family.defaults();
@@ -37,9 +38,12 @@ CausalLmConfig small_model(std::string_view type) {
                                                                       {"num_key_value_heads", 2},
                                                                       {"head_dim", 24},
                                                                       {"sliding_window", 7},
-                                                                      {"max_window_layers", 1}})
+                                                                      {"max_window_layers", 1},
+                                                                      {"num_local_experts", 3},
+                                                                      {"num_experts_per_tok", 3}})
     options.set(key, value);
   options.set("use_sliding_window", true);
+  options.set("output_router_logits", true);
   return {.model = FamilyConfig(family, options)};
 }
 
@@ -61,7 +65,8 @@ std::vector<Case> cases() {
   return {{"GPT-2", {.model = gpt}},           {"GPT-2, untied, exact GELU", {.model = untied}},
           {"Llama", {.model = llama}},         {"Phi-3", {.model = phi}},
           {"Qwen2", small_model("qwen2")},     {"Qwen3", small_model("qwen3")},
-          {"Mistral", small_model("mistral")}, {"Gemma 2", small_model("gemma2")}};
+          {"Mistral", small_model("mistral")}, {"Gemma 2", small_model("gemma2")},
+          {"Mixtral", small_model("mixtral")}};
 }
 
 struct Result {
@@ -138,8 +143,10 @@ TEST(FusedModels, AdaptersTrainBesideAFrozenBase) {
     LoraConfig lora;
     lora.r = 4;
     lora.lora_alpha = 8;
-    lora.target_modules = gpt ? std::vector<std::string>{"c_attn", "c_fc"}
-                              : std::vector<std::string>{"o_proj", "down_proj"};
+    const bool experts = family.config.spec().block.mlp.experts.has_value();
+    lora.target_modules = gpt       ? std::vector<std::string>{"c_attn", "c_fc"}
+                          : experts ? std::vector<std::string>{"o_proj", "q_proj"}
+                                    : std::vector<std::string>{"o_proj", "down_proj"};
     add_lora(*model, lora);
     for (const auto& item : model->named_parameters())
       if (item.key().ends_with("lora_B.weight")) item.value().data().normal_(0, 0.1);
@@ -162,7 +169,7 @@ TEST(FusedModels, InBfloat16GradientsAreAsCloseToFloatAsAutocasts) {
   if (device.is_cuda()) {  // the sizes at which other kernels and more chunks are chosen
     length = 1024;
     const GptConfig gpt{.n_layer = 12, .n_head = 12, .n_embd = 768, .vocab_size = 50304};
-    all = {{"GPT-2 124M", {.model = gpt}}};
+    all = {{"GPT-2 124M", {.model = gpt}}, {"Mixtral", small_model("mixtral")}};
   }
   for (const Case& family : all) {
     torch::manual_seed(7);

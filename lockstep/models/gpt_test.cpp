@@ -108,9 +108,12 @@ TEST(Shapes, AreThoseOfTheModules) {
     EXPECT_EQ(tensors_of(back), tensors_of(config)) << family->type;
     EXPECT_EQ(back.spec().windows, config.spec().windows) << family->type;
     std::vector<std::string> linear;
+    std::vector<std::string> others;
     for (const auto& item : make_causal_lm(config)->named_modules("", /*include_self=*/false))
-      if (item.value()->as<LinearImpl>() != nullptr) linear.push_back(item.key());
+      if (const auto* layer = item.value()->as<LinearImpl>())
+        (layer->options.adaptable() ? linear : others).push_back(item.key());
     EXPECT_EQ(linear_layers(config.spec()), linear) << family->type;
+    EXPECT_EQ(routers_and_experts(config.spec()), others) << family->type;
   }
   for (const std::int64_t layers : {0, 1, 3}) {
     for (const bool batch_norm : {false, true}) {

@@ -115,6 +115,26 @@ std::vector<std::int64_t> token_ids(const Node& root, std::string_view field) {
   return ids;
 }
 
+// As in transformers a zero says the same as nothing.
+void read_yarn(MapReader& keys, double length, RopeConfig& rope) {
+  const auto positive = [&](const char* key, double fallback) {
+    const double value = keys.real(key, fallback, 0, kLarge);
+    return value > 0 ? value : fallback;
+  };
+  rope.factor = keys.real(
+      "factor", length / static_cast<double>(rope.original_max_position_embeddings), 1e-6, kLarge);
+  rope.beta_fast = positive("beta_fast", 32);
+  rope.beta_slow = positive("beta_slow", 1);
+  rope.truncate = keys.boolean("truncate", true);
+  const auto scale = [&](double share) {
+    return rope.factor <= 1 ? 1 : 0.1 * share * std::log(rope.factor) + 1;
+  };
+  const double mscale = keys.real("mscale", 0, -kLarge, kLarge);
+  const double all = keys.real("mscale_all_dim", 0, -kLarge, kLarge);
+  const double suggested = mscale != 0 && all != 0 ? scale(mscale) / scale(all) : scale(1);
+  rope.attention_factor = keys.real("attention_factor", suggested, 0, kLarge);
+}
+
 // `o` has its sizes already.
 RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
   const RopeRules& rules = *family.rope;
@@ -124,7 +144,8 @@ RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
   const Node nothing;
   const Node* map = top.node(field);
   MapReader keys(map != nullptr ? *map : nothing, field);
-  rope.rope_theta = keys.real("rope_theta", top.real("rope_theta", 10'000, 1, kLarge), 1, kLarge);
+  rope.rope_theta =
+      keys.real("rope_theta", top.real("rope_theta", rules.theta, 1, kLarge), 1, kLarge);
   rope.type = keys.text("rope_type", keys.text("type", "default"));
   if (std::ranges::find(rules.longrope_names, rope.type) != rules.longrope_names.end())
     rope.type = "longrope";
@@ -151,10 +172,14 @@ RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
     rope.high_freq_factor = keys.real("high_freq_factor", 4, 1e-6, kLarge);
     return rope;
   }
+  if (rope.type == "yarn") {
+    read_yarn(keys, static_cast<double>(length), rope);
+    return rope;
+  }
   if (rope.type != "longrope") {
     const Node* type = keys.has("rope_type") ? keys.node("rope_type") : keys.node("type");
     refuse_field(*type, fmt::format("{}.rope_type", field),
-                 "Known are default, linear, llama3 and longrope.");
+                 "Known are default, linear, llama3, longrope and yarn.");
   }
   // Without a head_dim the sizes are checked again where the model is described.
   const std::int64_t heads = std::max<std::int64_t>(o.integer("num_attention_heads"), 1);
@@ -268,7 +293,8 @@ Node rope_node(const RopeConfig& rope) {
   set(map, "rope_theta", real_node(rope.rope_theta));
   if (rope.partial_rotary_factor != 1)
     set(map, "partial_rotary_factor", real_node(rope.partial_rotary_factor));
-  if (rope.type == "linear" || rope.type == "llama3") set(map, "factor", real_node(rope.factor));
+  if (rope.type == "linear" || rope.type == "llama3" || rope.type == "yarn")
+    set(map, "factor", real_node(rope.factor));
   if (rope.type == "llama3") {
     set(map, "low_freq_factor", real_node(rope.low_freq_factor));
     set(map, "high_freq_factor", real_node(rope.high_freq_factor));
@@ -278,7 +304,13 @@ Node rope_node(const RopeConfig& rope) {
     set(map, "long_factor", reals_node(rope.long_factor));
     set(map, "attention_factor", real_node(rope.attention_factor));
   }
-  if (rope.type == "llama3" || rope.type == "longrope")
+  if (rope.type == "yarn") {
+    set(map, "attention_factor", real_node(rope.attention_factor));
+    set(map, "beta_fast", real_node(rope.beta_fast));
+    set(map, "beta_slow", real_node(rope.beta_slow));
+    set(map, "truncate", bool_node(rope.truncate));
+  }
+  if (rope.type == "llama3" || rope.type == "longrope" || rope.type == "yarn")
     set(map, "original_max_position_embeddings",
         integer_node(rope.original_max_position_embeddings));
   return map;

@@ -32,6 +32,8 @@ struct LinearOptions {
   TORCH_ARG(double, deviation) = 0.02;
   // Type and device of both tensors.
   TORCH_ARG(at::TensorOptions, tensors);
+  // Whether it is one of the layers that adapters are attached to.
+  TORCH_ARG(bool, adaptable) = true;
 };
 
 struct LoraShape {

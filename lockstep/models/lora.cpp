@@ -30,6 +30,12 @@ NamedLinears linears_of(torch::nn::Module& module) {
   return all;
 }
 
+NamedLinears adaptable_of(torch::nn::Module& module) {
+  NamedLinears all = linears_of(module);
+  std::erase_if(all, [](const auto& item) { return !item.second->options.adaptable(); });
+  return all;
+}
+
 NamedLinears adapted_of(torch::nn::Module& module) {
   NamedLinears all = linears_of(module);
   std::erase_if(all, [](const auto& item) { return !item.second->has_lora(); });
@@ -182,8 +188,9 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
                      before.front().first);
   check_saved_whole(module, config);
   refuse_tied(module, targets);
+  if (const auto* model = module.as<CausalLm>()) targets.refuse_experts(model->config().spec());
   refuse_other_modules(module, targets, config);
-  const NamedLinears linears = linears_of(module);
+  const NamedLinears linears = adaptable_of(module);
   std::vector<std::string> names;
   for (const auto& [name, linear] : linears) names.push_back(name);
   names = targets.select(names);

@@ -379,6 +379,23 @@ std::vector<std::string> LoraTargets::select(const std::vector<std::string>& lin
   return chosen;
 }
 
+std::vector<std::string> LoraTargets::select(const DecoderSpec& spec) const {
+  refuse_experts(spec);
+  return select(linear_layers(spec));
+}
+
+void LoraTargets::refuse_experts(const DecoderSpec& spec) const {
+  for (const std::string& name : routers_and_experts(spec)) {
+    const bool whole = is_saved_whole(name);
+    if (!whole && !matches(name)) continue;
+    throw UsageError("lora",
+                     "{} matches {}, which belongs to a mixture of experts. Adapters are attached "
+                     "to the layers of attention alone in such a model. Name these, for example "
+                     "target_modules [q_proj, k_proj, v_proj, o_proj].",
+                     whole ? "modules_to_save" : "target_modules", name);
+  }
+}
+
 std::int64_t LoraTargets::rank(const std::string& name) const {
   for (std::size_t i = 0; i < ranks_.size(); ++i)
     if (std::regex_match(name, ranks_[i])) return config_.rank_pattern[i].second;
@@ -406,7 +423,7 @@ std::string adapter_key(const std::string& parameter, bool adapted) {
 
 std::uint64_t adapter_bytes(const LoraConfig& config, const DecoderSpec& spec) {
   const LoraTargets targets(config);
-  const std::vector<std::string> chosen = targets.select(linear_layers(spec));
+  const std::vector<std::string> chosen = targets.select(spec);
   const std::set<std::string> adapted(chosen.begin(), chosen.end());
   std::uint64_t bytes = 0;
   for (const io::TensorShape& tensor : tensors_of(spec)) {

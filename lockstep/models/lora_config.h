@@ -86,6 +86,11 @@ class LoraTargets {
   bool matches(const std::string& name) const;
   // The names that match. UsageError when there is none, listing those that are there.
   std::vector<std::string> select(const std::vector<std::string>& linear_layers) const;
+  // The same of a language model's layers, after refuse_experts().
+  std::vector<std::string> select(const DecoderSpec& spec) const;
+  // UsageError where a router or an expert matches. PEFT has adapters for them, "all-linear"
+  // included, in tensors of all experts together.
+  void refuse_experts(const DecoderSpec& spec) const;
   std::int64_t rank(const std::string& name) const;
   double scaling(const std::string& name) const;
   // Whether the module is one of modules_to_save, or inside one.

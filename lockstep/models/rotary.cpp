@@ -2,7 +2,9 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <numbers>
 #include <vector>
 
@@ -23,6 +25,27 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeConfig& rope) {
   return torch::where(is_between, between, scaled);
 }
 
+// The pair that turns so many times in the original positions.
+double yarn_pair(double turns, double width, const RopeConfig& rope) {
+  const auto length = static_cast<double>(rope.original_max_position_embeddings);
+  return width * std::log(length / (turns * 2 * std::numbers::pi)) /
+         (2 * std::log(rope.rope_theta));
+}
+
+// Pairs before `low` keep their frequency, those from `high` on have it divided, and between them
+// it is a mean that leans from one to the other.
+at::Tensor yarn_frequencies(const at::Tensor& powers, double width, const RopeConfig& rope) {
+  double low = yarn_pair(rope.beta_fast, width, rope);
+  double high = yarn_pair(rope.beta_slow, width, rope);
+  if (rope.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0);
+  high = std::min(high, width - 1);
+  if (low == high) high += 0.001;
+  const at::Tensor pairs = torch::arange(powers.size(0), at::kFloat);
+  const at::Tensor kept = 1 - torch::clamp((pairs - low) / (high - low), 0, 1);
+  return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept;
+}
+
 at::Tensor divisors(const std::vector<double>& values) {
   return torch::tensor(values, at::kDouble).to(at::kFloat);
 }
@@ -36,6 +59,8 @@ RotaryAngles::RotaryAngles(const Rotary& rotary) : rope_(rotary.scaling) {
   frequencies_ = 1.0 / powers;
   if (rope_.type == "linear") frequencies_ = frequencies_ / rope_.factor;
   if (rope_.type == "llama3") frequencies_ = llama3_frequencies(frequencies_, rope_);
+  if (rope_.type == "yarn")
+    frequencies_ = yarn_frequencies(powers, static_cast<double>(width), rope_);
   if (rope_.type == "longrope") {
     frequencies_ = 1.0 / (divisors(rope_.short_factor) * powers);
     long_frequencies_ = 1.0 / (divisors(rope_.long_factor) * powers);

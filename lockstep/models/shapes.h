@@ -38,16 +38,21 @@ struct GptConfig {
 
 // How positions become angles. `type` is Hugging Face's rope_type.
 struct RopeConfig {
-  std::string type = "default";  // or linear, llama3, longrope
+  std::string type = "default";  // or linear, llama3, longrope, yarn
   double rope_theta = 10'000;
   double partial_rotary_factor = 1;  // the part of a head that is rotated
-  double factor = 1;                 // linear, llama3
+  double factor = 1;                 // linear, llama3, yarn
   double low_freq_factor = 1;        // llama3
   double high_freq_factor = 4;
-  std::int64_t original_max_position_embeddings = 0;  // llama3, longrope
-  double attention_factor = 1;                        // longrope
-  std::vector<double> short_factor{};                 // longrope: one for each pair of a head
-  std::vector<double> long_factor{};  // for sequences beyond original_max_position_embeddings
+  std::int64_t original_max_position_embeddings = 0;  // llama3, longrope, yarn
+  double attention_factor = 1;                        // longrope, yarn: of cosine and sine
+  // yarn: what turns more than beta_fast times in the original positions keeps its frequency, and
+  // below beta_slow times it is divided by `factor`. truncate: the bounds are whole pairs.
+  double beta_fast = 32;
+  double beta_slow = 1;
+  bool truncate = true;
+  std::vector<double> short_factor{};  // longrope: one for each pair of a head
+  std::vector<double> long_factor{};   // for sequences beyond original_max_position_embeddings
 };
 
 // Llama, and with fused_projections Phi-3. The defaults are Llama 2 of 7 billion parameters.

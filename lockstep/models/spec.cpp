@@ -27,6 +27,20 @@ void add_projection(Tensors& all, const std::string& above, const Projection& pr
   if (projection.bias) all.push_back({.name = above + projection.name + ".bias", .shape = {out}});
 }
 
+// Calls `add` with the module and the projection of each matrix, in the order of parameters.
+template <typename Add>
+void each_projection(const MlpSpec& mlp, const std::string& above, const Add& add) {
+  const std::string own = above + mlp.name + ".";
+  const auto perceptron = [&](const std::string& module) {
+    for (const Projection& one : mlp.in) add(module, one);
+    add(module, mlp.out);
+  };
+  if (!mlp.experts) return perceptron(own);
+  add(own, mlp.experts->router);
+  for (std::int64_t i = 0; i < mlp.experts->count(); ++i)
+    perceptron(fmt::format("{}{}.{}.", own, mlp.experts->list, i));
+}
+
 void add_block(Tensors& all, const std::string& above, const BlockSpec& b) {
   if (b.norms_first) add_norm(all, above, b.attention_norm);
   const std::string attention = above + b.attention.name + ".";
@@ -35,9 +49,9 @@ void add_block(Tensors& all, const std::string& above, const BlockSpec& b) {
   add_norm(all, attention, b.attention.query_norm);
   add_norm(all, attention, b.attention.key_norm);
   if (b.norms_first) add_norm(all, above, b.mlp_norm);
-  const std::string mlp = above + b.mlp.name + ".";
-  for (const Projection& one : b.mlp.in) add_projection(all, mlp, one);
-  add_projection(all, mlp, b.mlp.out);
+  each_projection(b.mlp, above, [&](const std::string& module, const Projection& one) {
+    add_projection(all, module, one);
+  });
   if (!b.norms_first) add_norm(all, above, b.attention_norm);
   add_norm(all, above, b.attention_after);
   if (!b.norms_first) add_norm(all, above, b.mlp_norm);
@@ -86,17 +100,36 @@ std::vector<std::string> part_names(const DecoderSpec& spec) {
 std::vector<std::string> linear_layers(const DecoderSpec& spec) {
   std::vector<std::string> names;
   for (std::int64_t i = 0; i < spec.layers(); ++i) {
+    const std::string block = block_name(spec, i) + ".";
     const auto add = [&](const std::string& module, const Projection& one) {
-      names.push_back(fmt::format("{}.{}.{}", block_name(spec, i), module, one.name));
+      names.push_back(module + one.name);
     };
     const AttentionSpec& attention = spec.block.attention;
-    for (const Projection& one : attention.in) add(attention.name, one);
-    add(attention.name, attention.out);
-    for (const Projection& one : spec.block.mlp.in) add(spec.block.mlp.name, one);
-    add(spec.block.mlp.name, spec.block.mlp.out);
+    for (const Projection& one : attention.in) add(block + attention.name + ".", one);
+    add(block + attention.name + ".", attention.out);
+    if (!spec.block.mlp.experts) each_projection(spec.block.mlp, block, add);
   }
   if (!spec.tied) names.push_back(spec.head.name);
   return names;
+}
+
+std::vector<std::string> routers_and_experts(const DecoderSpec& spec) {
+  std::vector<std::string> names;
+  if (!spec.block.mlp.experts) return names;
+  for (std::int64_t i = 0; i < spec.layers(); ++i)
+    each_projection(spec.block.mlp, block_name(spec, i) + ".",
+                    [&](const std::string& module, const Projection& one) {
+                      names.push_back(module + one.name);
+                    });
+  return names;
+}
+
+std::int64_t unused_by_a_token(const DecoderSpec& spec) {
+  const MlpSpec& mlp = spec.block.mlp;
+  if (!mlp.experts) return 0;
+  std::int64_t expert = mlp.out.in * mlp.out.out();
+  for (const Projection& one : mlp.in) expert += one.in * one.out();
+  return spec.layers() * (mlp.experts->count() - mlp.experts->per_token) * expert;
 }
 
 }  // namespace lockstep::models

@@ -65,12 +65,25 @@ struct AttentionSpec {
   std::int64_t keys() const { return key_value_heads * width; }
 };
 
+// Perceptrons of one shape, of which a router chooses a few for each token: those with the largest
+// softmax of its logits, which weighs their results.
+struct ExpertsSpec {
+  Projection router{};           // a row for each expert
+  std::string list = "experts";  // of modules "0", "1", ..., each with the projections
+  std::int64_t per_token = 1;    // how many a token goes to
+  double load_balancing = 0;     // so much of the load balancing loss is added to the loss
+  double jitter = 0;             // in training the input is times 1 - jitter to 1 + jitter
+
+  std::int64_t count() const { return router.out(); }
+};
+
 // The parts of `in`: gate and what it multiplies, or one alone.
 struct MlpSpec {
   std::string name;
-  std::vector<Projection> in{};
+  std::vector<Projection> in{};  // with experts: of each of them
   Projection out{};
   Activation activation = Activation::kSilu;
+  std::optional<ExpertsSpec> experts{};
 
   bool gated() const { return in.size() > 1 || in.front().parts.size() > 1; }
 };
@@ -127,7 +140,10 @@ std::vector<io::TensorShape> tensors_of(const DecoderSpec& spec);
 std::vector<std::string> part_names(const DecoderSpec& spec);
 std::vector<std::string> embedding_names(const DecoderSpec& spec);
 
-// What adapters can be attached to, by full name.
+// What adapters can be attached to, by full name: not to routers and experts.
 std::vector<std::string> linear_layers(const DecoderSpec& spec);
+std::vector<std::string> routers_and_experts(const DecoderSpec& spec);
+// Elements of the experts that a token does not go to, of all blocks.
+std::int64_t unused_by_a_token(const DecoderSpec& spec);
 
 }  // namespace lockstep::models

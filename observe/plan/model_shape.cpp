@@ -42,10 +42,14 @@ class Trained {
     for (const io::TensorShape& tensor : tensors)  // of other models every matrix
       if (lm == nullptr && tensor.shape.size() == 2) linear.push_back(module_of(tensor.name));
     linear_.insert(linear.begin(), linear.end());
+    if (lm != nullptr)
+      for (std::string& name : models::routers_and_experts(lm->spec()))
+        linear_.insert(std::move(name));
     if (!model.lora) return;
     lora_ = *model.lora;
     targets_.emplace(lora_);
-    const std::vector<std::string> chosen = targets_->select(linear);
+    const std::vector<std::string> chosen =
+        lm != nullptr ? targets_->select(lm->spec()) : targets_->select(linear);
     adapted_.insert(chosen.begin(), chosen.end());
   }
 
@@ -158,7 +162,7 @@ std::int64_t adapter_bytes(const Trained& trained, std::string_view layer, std::
 // What the parts of a block save and need, in elements of a token.
 struct BlockSizes {
   explicit BlockSizes(const BlockSpec& b, bool rotary)
-      : width(b.attention_norm.width), inner(b.mlp.out.in), queries(b.attention.queries()) {
+      : width(b.attention_norm.width), queries(b.attention.queries()) {
     const std::int64_t keys = b.attention.keys();
     const bool packed = b.attention.in.size() == 1;
     // Rotated queries and keys are tensors of their own; one projection is saved whole for values.
@@ -169,7 +173,7 @@ struct BlockSizes {
     statistics = b.attention_norm.kind == NormKind::kLayer ? 8 : 4;  // bytes of a row
   }
 
-  std::int64_t width, inner, queries;
+  std::int64_t width, queries;
   std::int64_t attended = 0;      // what attention takes
   std::int64_t normed_heads = 0;  // the inputs of norms of heads
   bool packed_gate = false;
@@ -189,7 +193,34 @@ void each_projection(const BlockSpec& b, std::int64_t h, const Add& add) {
     add(module + "." + out.name, out.in, shared_out);
   };
   all(b.attention.name, b.attention.in, b.attention.out, /*shared_out=*/true);
-  all(b.mlp.name, b.mlp.in, b.mlp.out, /*shared_out=*/false);
+  if (b.mlp.experts)
+    add(b.mlp.name + "." + b.mlp.experts->router.name, b.mlp.experts->router.in, false);
+  else
+    all(b.mlp.name, b.mlp.in, b.mlp.out, /*shared_out=*/false);
+}
+
+// What a perceptron saves: before and after the activation; or gate, up and their product, and the
+// activated gate where that is an operation of its own. `inputs`: the inputs of its products, which
+// are counted with them otherwise. Experts save theirs always, for each one that a token goes to,
+// and their results; and the router its probabilities, and indices of 8 bytes.
+std::int64_t mlp_bytes(const models::MlpSpec& mlp, std::int64_t h, bool inputs) {
+  const std::int64_t inner = mlp.out.in;
+  if (!mlp.experts) {
+    const bool one_operation = inputs && mlp.in.size() == 1;
+    const std::int64_t all = !mlp.gated() ? 2 : one_operation ? 3 : 4;
+    return (inputs ? all : all - 1) * h * inner;
+  }
+  const std::int64_t chosen = mlp.experts->per_token;
+  const std::int64_t routing = 4 * mlp.experts->count() + 4 + chosen * (8 + 8 + 8 + 4 + 4);
+  return routing + chosen * h * (2 * mlp.out.out() + (mlp.gated() ? 4 : 2) * inner);
+}
+
+// Temporaries of its backward, `values` for each unit of its inner width. Those of experts begin
+// with the gradient of their weighted results.
+std::int64_t mlp_working(const models::MlpSpec& mlp, std::int64_t h, std::int64_t values) {
+  const std::int64_t own = values * h * mlp.out.in;
+  if (!mlp.experts) return own;
+  return mlp.experts->per_token * ((4 + h) * mlp.out.out() + own);
 }
 
 // Scores that a soft cap changes exist as a whole: their tangents and shares. So do keys and values
@@ -214,14 +245,12 @@ BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, st
   bytes.saved = (2 + norms_after(b)) * (2 * h * s.width + s.statistics);
   bytes.saved += h * (s.attended + s.normed_heads);
   bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
-  // Before and after the activation; or gate, up and their product, and the activated gate where
-  // that is an operation of its own.
-  bytes.saved += (!b.mlp.gated() ? 2 : s.packed_gate ? 3 : 4) * h * s.inner;
+  bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/true);
   each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool) {
     bytes.saved += adapter_bytes(trained, layer, in, h);
   });
   if (b.dropout > 0) bytes.saved += 2 * s.width;
-  bytes.working = 3 * h * s.width + (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  bytes.working = 3 * h * s.width + mlp_working(b.mlp, h, b.mlp.gated() ? 3 : 1);
   return bytes;
 }
 
@@ -239,14 +268,13 @@ BlockBytes block_bytes(const DecoderSpec& spec, const Trained& trained, std::int
   bytes.saved += h * s.attended;
   // The result, and logarithms of the softmax's sums.
   bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
-  // Before the activation; or gate, up, and the activated gate.
-  bytes.saved += (b.mlp.gated() ? 3 : 1) * h * s.inner;
+  bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/false);
   each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool shared) {
     bytes.saved += input_bytes(trained, layer, in, h, shared);
   });
   if (b.dropout > 0) bytes.saved += 2 * s.width;  // masks
   // The two halves of a packed projection's gradient are made apart, then joined.
-  bytes.working = 4 * s.width + h * s.width + (s.packed_gate ? 3 : 2) * h * s.inner;
+  bytes.working = 4 * s.width + h * s.width + mlp_working(b.mlp, h, s.packed_gate ? 3 : 2);
   return bytes;
 }
 
@@ -364,6 +392,7 @@ Parameters parameters_of(const Model& model) {
   // A tied head multiplies with the embedding, which is copied for it too.
   const CausalLmConfig* lm = model.causal_lm();
   if (lm != nullptr && lm->tied() && !model.lora) all.trainable_matrices += all.head;
+  if (lm != nullptr) all.unused = models::unused_by_a_token(lm->spec());
   return all;
 }
 
@@ -411,7 +440,7 @@ double forward_flops_per_token(const Model& model) {
   // With adapters a tied head's embedding is frozen and in neither count.
   const std::int64_t tied = lm != nullptr && lm->tied() && model.lora ? all.head : 0;
   const double products =
-      2.0 * static_cast<double>(all.trainable_matrices + all.frozen_matrices + tied);
+      2.0 * static_cast<double>(all.trainable_matrices + all.frozen_matrices + tied - all.unused);
   if (lm == nullptr) return products;
   std::int64_t seen = 0;  // tokens, over all blocks
   for (const std::int64_t window : lm->spec().windows)

@@ -48,6 +48,7 @@ struct Parameters {
   std::int64_t head = 0;  // weight of the output head, tied or not; 0: not a language model
   std::int64_t buffers = 0;
   std::int64_t tensors = 0;  // that are trained
+  std::int64_t unused = 0;   // of experts that a token does not go to
 
   std::int64_t total() const { return trainable + frozen; }
 };

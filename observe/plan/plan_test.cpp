@@ -63,14 +63,23 @@ TEST(Parameters, AreThoseOfPublishedModels) {
       {R"({"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
            "tie_word_embeddings": true, "vocab_size": 151936})",
-       596'049'920},                                    // Qwen3-0.6B
-      {R"({"model_type": "mistral"})", 7'241'732'096},  // Mistral-7B-v0.1
-      {R"({"model_type": "gemma2"})", 2'614'341'888},   // gemma-2-2b
+       596'049'920},                                     // Qwen3-0.6B
+      {R"({"model_type": "mistral"})", 7'241'732'096},   // Mistral-7B-v0.1
+      {R"({"model_type": "gemma2"})", 2'614'341'888},    // gemma-2-2b
+      {R"({"model_type": "mixtral"})", 46'702'792'704},  // Mixtral-8x7B-v0.1
   };
   for (const auto& [json, count] : published) {
     const Model model{.config = models::parse_config(json, "config.json"), .length = 128};
     EXPECT_EQ(parameters_of(model).total(), count) << json;
   }
+  // A token uses the matrices of two experts of eight: 12.9 billion parameters, of which those of
+  // the embedding and the norms are in no product.
+  Model mixtral{.config = models::parse_config(R"({"model_type": "mixtral"})", "c"), .length = 0};
+  const Parameters all = parameters_of(mixtral);
+  EXPECT_EQ(all.total() - all.unused, 12'879'925'248);
+  EXPECT_DOUBLE_EQ(forward_flops_per_token(mixtral),
+                   2.0 * (12'879'925'248 - 32'000 * 4096 - 65 * 4096));
+  EXPECT_EQ(parameters_of(gpt2()).unused, 0);
   // A window bounds what a token attends to.
   Model windowed{.config = models::parse_config(R"({"model_type": "mistral"})", "c"),
                  .length = 4096};

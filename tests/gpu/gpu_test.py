@@ -57,6 +57,9 @@ def main():
         run("models on a GPU and the CPU", 1, [f"{BIN}/tests/device_map_test"], ["PASSED"]),
         run("AdamW in one pass", 1, [f"{BIN}/tests/adamw_pass_test"], ["PASSED"]),
         run("fused models beside plain ones", 1, [f"{BIN}/tests/fused_test"], ["PASSED"]),
+        run("mixtures of experts", 1, [f"{BIN}/tests/experts_test"], ["PASSED"],
+            env={"LOCKSTEP_BACKEND": "gloo"}),  # ranks are on the CPU
+        run("grouped products", 1, [f"{BIN}/tests/grouped_linear_test"], ["PASSED"]),
         run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # one case has ranks on the CPU
         run("example 03, one rank", 1, [f"{BIN}/examples/03_mlp"], ["replicas identical", "nccl"]),

@@ -55,6 +55,7 @@ MISTRAL = transformers.MistralConfig(**SMALL, sliding_window=6)
 QWEN3 = transformers.Qwen3Config(**SMALL, head_dim=12)
 GEMMA2 = transformers.Gemma2Config(**SMALL, head_dim=12, query_pre_attn_scalar=12,
                                    sliding_window=6)
+MIXTRAL = transformers.MixtralConfig(**SMALL, num_local_experts=4)
 
 
 @dataclasses.dataclass
@@ -99,6 +100,10 @@ CASES = {
     "mistral": Case(MISTRAL, dict(r=4, target_modules="all-linear")),
     "qwen3": Case(QWEN3, dict(r=4, lora_alpha=8, target_modules="all-linear",
                               modules_to_save=["q_norm"])),
+    # Adapters of routers and experts, which PEFT has too, are refused.
+    "mixtral": Case(MIXTRAL, dict(r=4, lora_alpha=8,
+                                  target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                                  modules_to_save=["norm"])),
     "gemma2": Case(GEMMA2, dict(r=4, lora_alpha=8, target_modules="all-linear")),
 }
 

@@ -73,7 +73,7 @@ at::Tensor trained_losses(const fs::path& folder, const at::Tensor& ids,
   std::vector<double> losses;
   for (int step = 0; step < 5; ++step) {
     optimizer.zero_grad();
-    const at::Tensor loss = next_token_loss(model->forward(ids), targets);
+    const at::Tensor loss = model->loss(ids, targets);
     loss.backward();
     optimizer.step();
     losses.push_back(loss.item<double>());
@@ -86,11 +86,19 @@ void run_good(const fs::path& folder) {
   const at::Tensor ids = inputs.at("ids");
   const CausalLmPtr model = load_pretrained(folder.string());
   const at::Tensor logits = model->forward(ids);
-  const at::Tensor loss = next_token_loss(logits, inputs.at("targets"));
+  const at::Tensor loss = model->loss(ids, inputs.at("targets"));
   loss.backward();
   Tensors out{{"logits", logits}, {"loss", loss}, {"pieces", in_pieces(*model, ids)}};
   for (const auto& item : model->named_parameters())
     out["grad." + item.key()] = item.value().grad();
+
+  if (const auto& experts = model->config().spec().block.mlp.experts;
+      experts && experts->jitter > 0) {
+    model->train();
+    torch::manual_seed(5);
+    out["jittered"] = model->forward(ids);
+    model->eval();
+  }
 
   save_pretrained(*model, (folder / "saved").string());
   save_pretrained(*model, (folder / "sharded").string(), {.max_shard_bytes = 4000});

@@ -112,7 +112,8 @@ Model small(std::string_view type) {
                                                                       {"num_hidden_layers", 3},
                                                                       {"num_attention_heads", 4},
                                                                       {"num_key_value_heads", 2},
-                                                                      {"head_dim", 32}})
+                                                                      {"head_dim", 32},
+                                                                      {"num_local_experts", 3}})
     o.set(key, value);
   return {.config = models::CausalLmConfig{.model = models::FamilyConfig(family, o)}, .length = 64};
 }
@@ -231,7 +232,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"phi3_lora_half", llama(true, true), true},
         Case{"llama_lora_half", llama(false, true), true}, Case{"qwen2_half", small("qwen2"), true},
         Case{"qwen3", small("qwen3")}, Case{"qwen3_half", small("qwen3"), true},
-        Case{"gemma2", small("gemma2")}, Case{"gpt_fused", gpt(256), false, false, true},
+        Case{"gemma2", small("gemma2")}, Case{"mixtral", small("mixtral")},
+        Case{"mixtral_half", small("mixtral"), true},
+        Case{"mixtral_fused_half", small("mixtral"), true, false, true},
+        Case{"gpt_fused", gpt(256), false, false, true},
         Case{"gpt_fused_half", gpt(256), true, false, true},
         Case{"gpt_fused_checkpointed", gpt(256), true, true, true},
         Case{"llama_fused_half", llama(false, false), true, false, true},

@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 GPT2_WORDS = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 MARK = "\u2581"
 SEED = 20261116
 
@@ -200,6 +201,56 @@ def llama2_metaspace(scheme="first", split=False):
     return file
 
 
+def qwen2():
+    """Over bytes, normalized, every digit by itself; ends of turns are special tokens."""
+    file = byte_level(QWEN2_WORDS)
+    file["normalizer"] = {"type": "NFC"}
+    with_added(file, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    with_added(file, "<tool_call>", "</tool_call>", special=False, normalized=False)
+    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": QWEN2_WORDS}, "behavior": "Isolated",
+         "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+         "use_regex": False}]}
+    for part in ("post_processor", "decoder"):
+        file[part] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+                      "use_regex": False}
+    return file
+
+
+def mistral():
+    """The releases with control tokens."""
+    file = llama2_metaspace()
+    file["post_processor"] = template([("<s>", 1)])
+    with_added(file, "[INST]", "[/INST]", "[TOOL_CALLS]")
+    file["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    return file
+
+
+def gemma():
+    """No space before a text; runs of spaces and line ends are added tokens."""
+    file = characters()
+    vocab = file["model"]["vocab"]
+    for old, new in (("<s>", "<bos>"), ("</s>", "<eos>")):
+        vocab[new] = vocab.pop(old)
+    file["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
+    file["added_tokens"] = [token(t, vocab[t]) for t in ("<unk>", "<bos>", "<eos>")]
+    with_added(file, "<pad>", "<mask>", "<start_of_turn>", "<end_of_turn>")
+    with_added(file, "\n\n", "\n\n\n", MARK * 2, MARK * 3, "<table>", special=False,
+               normalized=False)
+    file["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
+    file["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "},
+                             "behavior": "MergedWithPrevious", "invert": False}
+    file["post_processor"] = template([("<bos>", 1)])
+    file["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return file
+
+
 def crossing_spaces():
     """A token that has a space after another character: words depend on each other."""
     file = llama2()
@@ -251,7 +302,9 @@ SPECIALS = ["<|endoftext|>", "<|endoftext|", "<|endoftext|>>", "<|end", "<s>", "
             "<|reserved_special_token_77|>", "<|eot_id|>", "<|user|>", "<|end|>", "<|assistant|>",
             " <|user|>  ", "<left>", "  <left>", "<right>  ", " <both> ", "word", "words",
             "sword", "ünder", "u\u0308nder", "<raw\u0301>", "<n>", "é<n>", "e\u0301<n>", "the",
-            "<0x41>", "<0xE2>", "<0x", "<ÀB>", "<A\u0300B>", "<àb>"]
+            "<|im_start|>", "<|im_end|>\n", "[INST] ", " [/INST]", "<start_of_turn>user\n",
+            "<end_of_turn>", "<bos>", "<tool_call>", "<table>", "<0x41>", "<0xE2>",
+            "<0x", "<ÀB>", "<A\u0300B>", "<àb>"]
 DIGITS = ["0", "12", "123", "1234", "12345678901", "3.14", "1,000", "٣٤٥", "²³", "Ⅷ", "½"]
 WORDS = ["Berlin", "world", "straße", "İstanbul", "ΣΑΣ", "naïve", "cafe\u0301", "日本語",
          "中文", "한국어", "שלום", "مرحبا", "हिन्दी", "ไทย",

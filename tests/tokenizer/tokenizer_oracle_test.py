@@ -124,6 +124,16 @@ class Encoding(Case):
     def test_phi3(self):
         self.compare(families.phi3(), families.hard_strings(STRINGS))
 
+    def test_qwen2(self):
+        self.compare(families.qwen2(), [families.without_newer_characters(s)
+                                        for s in families.hard_strings(STRINGS)])
+
+    def test_mistral(self):
+        self.compare(families.mistral(), families.hard_strings(STRINGS))
+
+    def test_gemma(self):
+        self.compare(families.gemma(), families.hard_strings(STRINGS))
+
     def test_metaspace(self):
         for scheme in ("first", "always", "never"):
             for split in (False, True):
@@ -152,7 +162,7 @@ class Encoding(Case):
 
     def test_split_behaviors(self):
         for pattern in ({"Regex": r"\s+|\p{N}"}, {"Regex": r"[^\s]+"}, {"String": "e"}):
-            for behavior in ("Isolated", "Removed"):
+            for behavior in ("Isolated", "Removed", "MergedWithPrevious"):
                 for invert in (False, True):
                     file = families.gpt2()
                     file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
@@ -287,6 +297,19 @@ class Beside(Case):
                      {"model_type": "gpt2"})):
                 with self.subTest(config=config, model=model):
                     self.same(file, config, None, model)
+
+    def test_classes_of_other_families_read_the_file(self):
+        sentence = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        gemma = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        qwen = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+        for family, name, config, model in (
+                (families.qwen2, "Qwen2Tokenizer", qwen, "qwen2"),
+                (families.gemma, "GemmaTokenizer", gemma, "gemma2"),
+                (families.mistral, "LlamaTokenizer", sentence, "mistral"),
+                (families.llama2, "LlamaTokenizer", sentence, "mixtral")):
+            with self.subTest(family=family.__name__):
+                self.same(family(), {**config, "tokenizer_class": name}, None,
+                          {"model_type": model})
 
     def test_gpt2s_class_has_an_end_of_text(self):
         oracle, _ = self.same(families.gpt2(), {"model_max_length": 1024}, None,
@@ -507,6 +530,42 @@ TEMPLATES = {
         "{% for m in messages %}\n<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endfor %}\n{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"),
 }
+TURNS = ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+         "{{ raise_exception('user and assistant must take turns') }}{% endif %}")
+WITHOUT_SYSTEM = {
+    "mistral": (
+        "{{ bos_token }}" + TURNS + "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] +"
+        " ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"),
+    "mistral, a space after": (
+        "{{ bos_token }}" + TURNS + "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] +"
+        " ' [/INST]' }}{% else %}{{ m['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"),
+    "mistral, a space before": (
+        "{{ bos_token }}" + TURNS + '{% if m["role"] == "user" %}{{ "[INST] " + m["content"] +'
+        ' " [/INST]" }}{% else %}{{ " " + m["content"] + eos_token }}{% endif %}{% endfor %}'),
+    "gemma": (
+        "{{ bos_token }}" + TURNS + "{% if m['role'] == 'assistant' %}{% set name = 'model' %}"
+        "{% else %}{% set name = m['role'] %}{% endif %}{{ '<start_of_turn>' + name + '\\n' +"
+        " m['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<start_of_turn>model\\n' }}{% endif %}"),
+}
+TEMPLATES |= WITHOUT_SYSTEM | {
+    "mistral with system": (
+        "{%- if messages[0]['role'] == 'system' %}\n    {%- set first = messages[0]['content'] %}\n"
+        "    {%- set rest = messages[1:] %}\n{%- else %}\n    {%- set rest = messages %}\n"
+        "{%- endif %}\n{{- bos_token }}\n{%- for m in rest %}\n"
+        "    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\n"
+        "        {{- raise_exception('user and assistant must take turns') }}\n    {%- endif %}\n"
+        "    {%- if m['role'] == 'user' %}\n        {%- if loop.first and first is defined %}\n"
+        "            {{- ' [INST] ' + first + '\\n\\n' + m['content'] + ' [/INST]' }}\n"
+        "        {%- else %}\n            {{- ' [INST] ' + m['content'] + ' [/INST]' }}\n"
+        "        {%- endif %}\n    {%- elif m['role'] == 'assistant' %}\n"
+        "        {{- ' ' + m['content'] + eos_token }}\n    {%- endif %}\n{%- endfor %}\n"),
+    "qwen2": (
+        "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\\nAnswer as a friend would.<|im_end|>\\n' }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"),
+}
 CHATS = [
     [("user", "Why?")],
     [("user", " two  \nlines\u3000"), ("assistant", "\x1canswer "),
@@ -527,6 +586,15 @@ MARKED = {
         "'<|end_header_id|>\\n\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
         "{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
         "{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{{ '<start_of_turn>model\\n' }}{% generation %}{{ m['content'] | trim +"
+        " '<end_of_turn>' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ '<start_of_turn>' +"
+        " m['role'] + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}{% endif %}{% endfor %}"),
+    "mistral": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' +"
+        " m['content'] + ' [/INST]' }}{% else %}{% generation %}{{ m['content'] + eos_token }}"
+        "{% endgeneration %}{% endif %}{% endfor %}"),
 }
 
 
@@ -559,7 +627,8 @@ class Chats(Case):
                     self.write(families.llama2(), **others)
                     oracle = self.make(tokenizer_file=os.path.join(self.folder, "tokenizer.json"),
                                        bos_token="<s>", eos_token="</s>", chat_template=template)
-                    chats = CHATS[:2] if name == "phi3 first" else CHATS
+                    without = name == "phi3 first" or name in WITHOUT_SYSTEM
+                    chats = CHATS[:2] if without else CHATS
                     ours = iter(self.ask_chats(chats))
                     for chat in chats:
                         messages = [{"role": r, "content": c} for r, c in chat]
@@ -585,8 +654,10 @@ class Chats(Case):
                  for a, b, c, d in zip(words[::4], words[1::4], words[2::4], words[3::4])]
         chats += [[("system", "Be brief."), ("user", "Why?"), ("assistant", "\nBecause. ")]]
         specials = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
-                    "<|eot_id|>")
+                    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>")
+        with_system = chats
         for name, marked in MARKED.items():
+            chats = with_system[:-1] if name in WITHOUT_SYSTEM else with_system
             for family in (families.gpt2, families.llama3, families.llama2):
                 file = family()
                 there = {token["content"] for token in file["added_tokens"]}
@@ -620,7 +691,7 @@ class Chats(Case):
         return self.ask_chats([chat])[0]
 
     def test_other_templates_are_refused(self):
-        self.assertIn("Supported are the templates of Phi-3, Llama 2 and Llama 3 and plain ChatML",
+        self.assertIn("Supported are the templates of Phi-3, Llama 2 and Llama 3, Mistral, Gemma",
                       self.refused("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"))
         other = TEMPLATES["chatml"].replace("'<|im_start|>'", "'<|im_start|> '", 1)
         self.assertRegex(self.refused(other), r"tokenizer_config.json: the chat template is not "
@@ -629,12 +700,26 @@ class Chats(Case):
         self.assertIn("it writes '<|im_start|>system", self.refused(default))
         self.assertIn("eos_token in another place",
                       self.refused(TEMPLATES["chatml"] + "{{ eos_token }}"))
+        # A system prompt that every chat gets, and one that the last user's message gets.
+        self.assertIn("it writes '<|im_start|>system", self.refused(
+            TEMPLATES["qwen2"].replace("messages[0]['role'] != 'system'", "true")))
+        self.assertIn("a system message in another place", self.refused(
+            TEMPLATES["mistral with system"].replace("loop.first", "loop.last")))
+        self.assertIn("does not call the assistant 'model'", self.refused(
+            TEMPLATES["gemma"].replace("'model'", "'assistant'")))
+        self.assertIn("it writes '# Tools", self.refused(
+            "{% if tools %}{{ '# Tools\\n' }}{% endif %}" + TEMPLATES["qwen2"]))
 
     def test_messages_without_a_place_are_refused(self):
         self.assertIn("message 0 of the chat is of 'system'",
                       self.refused(TEMPLATES["phi3 first"], CHATS[2]))
         self.assertIn("user and assistant in turn",
                       self.refused(TEMPLATES["llama2"], [("user", "a"), ("user", "b")]))
+        for name in WITHOUT_SYSTEM:
+            self.assertIn("message 0 of the chat is of 'system', and this template wants user and "
+                          "assistant in turn", self.refused(TEMPLATES[name], CHATS[2]))
+        self.assertIn("message 1 of the chat is of 'user'",
+                      self.refused(TEMPLATES["mistral with system"], [("user", "a")] * 2))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ const Family& gemma2();
 const Family& gpt2();
 const Family& llama();
 const Family& mistral();
+const Family& mixtral();
 const Family& phi3();
 const Family& qwen2();
 const Family& qwen3();

@@ -1,0 +1,128 @@
+#include "lockstep/models/experts.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/nn/grouped_linear.h"
+
+namespace lockstep::models::detail {
+namespace {
+
+// In which type the experts compute: as a linear layer would.
+at::ScalarType compute_type(const at::Tensor& x, const at::Tensor& weight, const Pass& pass) {
+  if (pass.fused) return x.scalar_type();
+  const auto device = x.device().type();
+  if (at::autocast::is_autocast_enabled(device)) return at::autocast::get_autocast_dtype(device);
+  return weight.scalar_type();
+}
+
+// Frozen weights are in one tensor from then on, of which a grouped product needs no copy.
+at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
+                   const at::Tensor& ends) {
+  const at::Tensor& first = weights.front();
+  if (rows.is_cuda() && first.scalar_type() == at::kBFloat16 && !first.requires_grad())
+    nn::place_together(weights);
+  return nn::grouped_linear(rows, weights, ends);
+}
+
+struct Choice {
+  at::Tensor probabilities;     // float [tokens, experts]
+  at::Tensor largest, experts;  // [tokens, experts of a token]
+};
+
+Choice choose(const at::Tensor& logits, const ExpertsSpec& spec) {
+  Choice choice;
+  choice.probabilities = torch::softmax(logits.reshape({-1, spec.count()}), -1, at::kFloat);
+  std::tie(choice.largest, choice.experts) =
+      torch::topk(choice.probabilities, spec.per_token, /*dim=*/-1);
+  return choice;
+}
+
+}  // namespace
+
+Experts::Experts(const MlpSpec& spec, const ParameterOptions& parameters)
+    : spec_(spec), in_(spec.in.size()) {
+  const auto layer = [&](const Projection& one) {
+    LOCKSTEP_ASSERT(!one.bias && one.layout == WeightLayout::kOutIn);
+    return make_linear(one, parameters, /*adaptable=*/false);
+  };
+  router_ = register_module(spec.experts->router.name, layer(spec.experts->router));
+  auto list = register_module(spec.experts->list, torch::nn::ModuleList());
+  for (std::int64_t i = 0; i < spec.experts->count(); ++i) {
+    const auto expert = std::make_shared<torch::nn::Module>();
+    for (std::size_t part = 0; part < spec.in.size(); ++part) {
+      LOCKSTEP_ASSERT(spec.in[part].parts.size() == 1);
+      const Linear one = expert->register_module(spec.in[part].name, layer(spec.in[part]));
+      in_[part].push_back(one->weight);
+    }
+    out_.push_back(expert->register_module(spec.out.name, layer(spec.out))->weight);
+    list->push_back(expert);
+  }
+}
+
+Experts::Routed Experts::route(const at::Tensor& logits) const {
+  const Choice choice = choose(logits, *spec_.experts);
+  Routed routed;
+  routed.scores = choice.largest / choice.largest.sum(-1, /*keepdim=*/true);
+  at::Tensor sorted;
+  std::tie(sorted, routed.order) =
+      torch::sort(choice.experts.reshape({-1}), /*stable=*/std::optional<bool>(true));
+  // Without a number that the host would wait for.
+  const at::Tensor next = torch::arange(1, spec_.experts->count() + 1, sorted.options());
+  routed.ends = torch::searchsorted(sorted, next, /*out_int32=*/true);
+  return routed;
+}
+
+at::Tensor Experts::compute(const at::Tensor& rows, const at::Tensor& ends) const {
+  at::Tensor y = activate(spec_.activation, product(rows, in_.front(), ends));
+  if (spec_.gated()) y = y * product(rows, in_.back(), ends);
+  return product(y, out_, ends);
+}
+
+at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tensor* router_logits) {
+  const std::int64_t width = given.size(-1), per_token = spec_.experts->per_token;
+  const double jitter = is_training() ? spec_.experts->jitter : 0;
+  at::Tensor x = given;
+  if (jitter > 0) x = x * torch::empty_like(x).uniform_(1 - jitter, 1 + jitter);
+  const at::Tensor logits = pass.fused ? router_->forward_fused(x) : router_->forward(x);
+  if (router_logits != nullptr) *router_logits = logits;
+  const Routed routed = route(logits);
+  // A row for each expert of a token, then in the order of experts: the gradient is a sum of rows,
+  // in the same order in every run.
+  const at::Tensor copies = x.to(compute_type(x, out_.front(), pass))
+                                .reshape({-1, 1, width})
+                                .expand({-1, per_token, width})
+                                .reshape({-1, width});
+  const at::Tensor y = compute(copies.index_select(0, routed.order), routed.ends);
+  const at::Tensor places = torch::arange(routed.order.size(0), routed.order.options());
+  const at::Tensor back = torch::empty_like(routed.order).scatter_(0, routed.order, places);
+  const at::Tensor weighted =
+      y.index_select(0, back).view({-1, per_token, width}) * routed.scores.unsqueeze(-1);
+  return weighted.sum(1).to(given.scalar_type()).view(given.sizes());
+}
+
+at::Tensor load_balancing_loss(const std::vector<at::Tensor>& router_logits,
+                               const ExpertsSpec& spec) {
+  at::Tensor tokens, probabilities;  // of each expert, summed over tokens and blocks
+  std::int64_t rows = 0;
+  for (const at::Tensor& logits : router_logits) {
+    const Choice choice = choose(logits.to(router_logits.front().device()), spec);
+    const at::Tensor chosen =
+        torch::zeros_like(choice.probabilities).scatter_(1, choice.experts, 1).sum(0);
+    const at::Tensor sum = choice.probabilities.sum(0);
+    tokens = tokens.defined() ? tokens + chosen : chosen;
+    probabilities = probabilities.defined() ? probabilities + sum : sum;
+    rows += choice.probabilities.size(0);
+  }
+  const auto count = static_cast<double>(rows);
+  return (tokens / count * (probabilities / count)).sum() * static_cast<double>(spec.count());
+}
+
+}  // namespace lockstep::models::detail

@@ -1,0 +1,47 @@
+// A mixture of experts: perceptrons of which a router chooses a few for each token. Internal.
+//
+//   Experts experts(spec.block.mlp, parameters);
+//   const at::Tensor y = experts.forward(x, pass, &router_logits);
+//
+// Tokens are sorted by expert, and each expert computes its rows together (nn::grouped_linear).
+// Every expert is part of the graph, also with no rows, so every parameter has a gradient in every
+// step. One thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/models/pass.h"
+
+namespace lockstep::models::detail {
+
+class Experts : public torch::nn::Module {
+ public:
+  Experts(const MlpSpec& spec, const ParameterOptions& parameters);
+
+  // x: [..., width]. The router's logits [..., experts] are stored in `router_logits`, unless that
+  // is null.
+  at::Tensor forward(const at::Tensor& x, const Pass& pass, at::Tensor* router_logits);
+
+ private:
+  struct Routed {
+    at::Tensor scores;  // float [tokens, experts of a token]; they add up to 1
+    at::Tensor order;   // of [tokens * experts of a token], sorted by expert
+    at::Tensor ends;    // where each expert's rows end then
+  };
+  Routed route(const at::Tensor& logits) const;
+  // What the experts make of rows that are sorted.
+  at::Tensor compute(const at::Tensor& rows, const at::Tensor& ends) const;
+
+  MlpSpec spec_;
+  Linear router_{nullptr};
+  std::vector<std::vector<at::Tensor>> in_;  // weights: of each projection, of each expert
+  std::vector<at::Tensor> out_;
+};
+
+// transformers' load_balancing_loss_func: least, and then 1 for each expert of a token, when all
+// experts get equally many tokens. `router_logits` are those of each block.
+at::Tensor load_balancing_loss(const std::vector<at::Tensor>& router_logits,
+                               const ExpertsSpec& spec);
+
+}  // namespace lockstep::models::detail

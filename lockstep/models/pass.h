@@ -1,0 +1,44 @@
+// What the modules of a decoder share: the values of one forward, and how layers are made.
+// Internal.
+//
+//   const Linear gate = make_linear(spec.mlp.in[0], parameters);
+//   const at::Tensor y = activate(spec.mlp.activation, gate->forward(x));
+//
+// Values and functions without state.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+
+#include "lockstep/models/kv_cache.h"
+#include "lockstep/models/linear.h"
+#include "lockstep/models/model_options.h"
+
+namespace lockstep::models::detail {
+
+// What a token sees: all before it, or a mask.
+struct Sight {
+  bool causal = true;  // false and no mask: every token sees all of the cache
+  at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
+};
+
+// What the blocks of one forward share.
+struct Pass {
+  bool fused = false;  // by lockstep::nn; never with a cache
+  KvCache* cache = nullptr;
+  std::map<std::int64_t, Sight> sights{};  // by window; 0: without one
+  at::Tensor cos{};                        // rotary angles [time, rotated width]; of the fused path
+  at::Tensor sin{};                        // half as wide
+  at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
+  bool router_logits = false;              // blocks with experts leave theirs in the stream
+};
+
+// A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
+Linear make_linear(const Projection& projection, const ParameterOptions& parameters,
+                   bool adaptable = true);
+at::Tensor activate(Activation activation, const at::Tensor& x);
+void draw(at::Tensor weight, double deviation);
+
+}  // namespace lockstep::models::detail
