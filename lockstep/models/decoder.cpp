@@ -408,13 +408,17 @@ Stream Decoder::through_blocks(Stream x, Pass pass, const BlockRunner& runner) {
       for (at::Tensor* one : shared)
         if (one->defined()) *one = one->to(*block->copy_input_to);
     }
-    if (runner) {
-      const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
+    if (runner || block->has_runner()) {
+      const nn::Block::Body whole = [block, pass](const std::vector<at::Tensor>& in) {
         Stream part{.sum = in.at(0)};
         block->forward(part, pass);
         return part.total();
       };
-      x = {.sum = runner(whole, {x.sum})};
+      // What computes a block a second time does it inside of what gathers its parameters.
+      const nn::Block::Body again = [&](const std::vector<at::Tensor>& in) {
+        return runner(whole, in);
+      };
+      x = {.sum = block->run(runner ? again : whole, {x.total()})};
     } else {
       block->forward(x, pass);
     }

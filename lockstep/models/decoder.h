@@ -18,6 +18,7 @@
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/rotary.h"
+#include "lockstep/nn/block.h"
 
 namespace lockstep::models::detail {
 
@@ -73,7 +74,8 @@ class Norm {
 class DecoderAttention;
 class DecoderMlp;
 
-class DecoderBlock : public torch::nn::Module {
+// Its border is that of a unit of FullyShard.
+class DecoderBlock : public torch::nn::Module, public nn::Block {
  public:
   DecoderBlock(const DecoderSpec& spec, std::size_t layer, const ParameterOptions& parameters);
 
