@@ -3,10 +3,11 @@ checkpoints that either continues, and runs that are killed and resumed."""
 
 import os
 import signal
+import subprocess
 import unittest
 
-from train_case import (BOUND_S, CONFIG, TrainCase, checkpoints, copy_until, losses, ranks_of,
-                        wait_for_step)
+from train_case import (BOUND_S, CONFIG, LOCKSTEP, TrainCase, checkpoints, copy_until, end,
+                        environment, losses, ranks_of, wait_for_step)
 
 STEP = 10  # of a checkpoint in the middle
 # Two ranks, one pass per step and no clipping: every sum has two terms, in one order. Kernels round
@@ -101,11 +102,14 @@ class Fsdp(TrainCase):
         self.run_with(2, "killed", *flags, "--resume", "auto")
         self.assert_same(self.newest(whole), self.newest(output))
 
-    def test_a_language_model_with_blocks(self):
+    def write_gpt(self):
         text = self.place / "text"
         text.mkdir()
         (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
         self.config.write_text(GPT.replace("TEXT", str(text)))
+
+    def test_a_language_model_with_blocks(self):
+        self.write_gpt()
         plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
         whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard auto_wrap", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(whole))
@@ -115,6 +119,38 @@ class Fsdp(TrainCase):
             "{version: 2, activation_checkpointing: true, "
             "transformer_layer_cls_to_wrap: [GPT2Block]}", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(again))
+
+    # The base is frozen, so the first block has no input with a gradient.
+    def test_adapters_and_bf16_and_the_best_model(self):
+        self.write_gpt()
+        base, _ = self.run_with(2, "base", *NO_CLIPPING)
+        self.config.write_text(self.config.read_text().replace(
+            "vocab_size: 257", f"vocab_size: 257, weights: {self.newest(base)}"))
+        flags = ("--lora", "{r: 4, target_modules: [c_attn]}", "--bf16", "true",
+                 "--load_best_model_at_end", "true", *NO_CLIPPING)
+        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *flags)
+        whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard", *flags)
+        self.assertEqual(losses(plain), losses(whole))
+        self.assert_same(self.newest(plain), self.newest(whole))
+
+    def test_hybrid_copies_between_hosts(self):
+        """The hosts are two launchers on this machine."""
+        port, processes = self.held_port(), []
+        for node in range(2):
+            command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2",
+                       "--master-addr=127.0.0.1", f"--master-port={port}", LOCKSTEP, "train",
+                       str(self.config), "--output_dir", str(self.place / "hybrid"), "--fsdp",
+                       "hybrid_shard", "--num_train_epochs", "2"]
+            processes.append(subprocess.Popen(command, env=environment(), text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                              stdin=subprocess.DEVNULL))
+            self.addCleanup(end, processes[-1])
+        said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
+        self.assertEqual([process.returncode for process in processes], [0, 0], said)
+        self.assertIn("fully sharded over 2 ranks", said[0])
+        self.assertIn("replicas identical on 2 ranks", said[0])
+        plain, _ = self.run_with(4, "plain", "--num_train_epochs", "2")
+        self.assert_close(plain, self.place / "hybrid", 1e-4)
 
     def test_refuses_what_it_cannot_do(self):
         for flags, text in (
