@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
 
@@ -33,7 +34,7 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.half = arguments.bf16 || arguments.fp16;
   training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
-  training.checkpointing = arguments.gradient_checkpointing;
+  training.checkpointing = train::checkpoints_activations(arguments);
   training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
   training.may_shard = arguments.shard_optimizer != "false";
@@ -57,7 +58,8 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
     arguments.per_device_train_batch_size = choice.batch;
     // With global_batch_size or tokens_per_update the accumulation follows from the batch.
     if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
-    if (sharded && arguments.shard_optimizer == "auto") arguments.shard_optimizer = "true";
+    const bool may_shard = arguments.shard_optimizer == "auto" && !train::fsdp_plan(arguments).on;
+    if (sharded && may_shard) arguments.shard_optimizer = "true";
   }
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "

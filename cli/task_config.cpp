@@ -13,6 +13,7 @@
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/text_files.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
@@ -420,6 +421,12 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
     check_vocabulary(model, task.data, problems);
     note_length(task);
   }
+  problems.attempt([&] {
+    if (model.device_map && train::fsdp_plan(a).on)
+      throw UsageError("config",
+                       "model.device_map splits the model over the devices of one rank, and fsdp "
+                       "divides it over ranks. Keep one.");
+  });
   if (!has_tokens(task.data) && a.gradient_checkpointing)
     problems.add(fmt::format(
         "gradient_checkpointing is for models of blocks, and {} has none. Delete it, or "

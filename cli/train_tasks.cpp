@@ -27,6 +27,7 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/run_context.h"
 
 namespace lockstep::cli {
@@ -326,7 +327,7 @@ void make_language_model(TrainerTask& task, const ModelConfig& model, const Trai
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, world);
   net->use_fp32_residual(a.residual_in_fp32);
-  if (a.gradient_checkpointing)
+  if (train::checkpoints_activations(a))
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));
     });

@@ -396,17 +396,21 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
 
 namespace {
 
-// A runner has one tensor to give back, so a router's logits are behind the stream's columns.
+// A runner has one tensor to give back, so a router's logits are behind the stream's columns. What
+// computes a block a second time does it inside of what gathers its parameters.
 Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, const Pass& pass,
                  const BlockRunner& runner) {
-  const auto whole = [block, pass](const std::vector<at::Tensor>& in) {
+  const nn::Block::Body whole = [block, pass](const std::vector<at::Tensor>& in) {
     Stream part{.sum = in.at(0)};
     block->forward(part, pass);
     const at::Tensor sum = part.total();
     return pass.router_logits ? torch::cat({sum, part.router_logits}, -1) : sum;
   };
+  const nn::Block::Body again = [&](const std::vector<at::Tensor>& in) {
+    return runner(whole, in);
+  };
   const std::int64_t width = x.sum.size(-1);
-  const at::Tensor y = runner(whole, {x.sum});
+  const at::Tensor y = block->run(runner ? again : whole, {x.total()});
   if (!pass.router_logits) return {.sum = y};
   return {.sum = y.narrow(-1, 0, width).contiguous(),
           .router_logits = y.narrow(-1, width, y.size(-1) - width)};
@@ -415,6 +419,8 @@ Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, co
 }  // namespace
 
 Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run) {
+  static const BlockRunner none;
+  const BlockRunner& runner = run.runner != nullptr ? *run.runner : none;
   for (const auto& module : *blocks_) {
     const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
     if (block->copy_input_to) {
@@ -424,8 +430,8 @@ Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run) {
       for (at::Tensor* one : shared)
         if (one->defined()) *one = one->to(*block->copy_input_to);
     }
-    if (run.runner != nullptr && *run.runner)
-      x = run_whole(block, x, pass, *run.runner);
+    if (runner || block->has_runner())
+      x = run_whole(block, x, pass, runner);
     else
       block->forward(x, pass);
     if (run.router_logits != nullptr) run.router_logits->push_back(x.router_logits);

@@ -19,6 +19,7 @@
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/pass.h"
 #include "lockstep/models/rotary.h"
+#include "lockstep/nn/block.h"
 
 namespace lockstep::models::detail {
 
@@ -60,7 +61,8 @@ class DecoderAttention;
 class DecoderMlp;
 class Experts;
 
-class DecoderBlock : public torch::nn::Module {
+// Its border is that of a unit of FullyShard.
+class DecoderBlock : public torch::nn::Module, public nn::Block {
  public:
   DecoderBlock(const DecoderSpec& spec, std::size_t layer, const ParameterOptions& parameters);
 

@@ -120,6 +120,10 @@ struct TrainingArguments {
   bool dataloader_persistent_workers = false;
   std::optional<std::int64_t> dataloader_prefetch_factor{};
 
+  // FullyShard (fsdp_keys.h), instead of DistributedDataParallel.
+  std::optional<std::string> fsdp{};  // "full_shard", "shard_grad_op", "hybrid_shard"
+  std::shared_ptr<const Node> fsdp_config{};
+
   // DistributedDataParallel.
   std::optional<std::string> ddp_backend{};
   std::optional<bool> ddp_find_unused_parameters{};

@@ -11,6 +11,7 @@
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/fsdp_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -32,6 +33,7 @@ class Checker {
     best_model();
     loading();
     accumulation();
+    sharding();
     reports();
     scheduler();
     schedule_length();
@@ -186,6 +188,31 @@ class Checker {
     }
   }
 
+  void sharding() {
+    const TrainingArguments& a = arguments_;
+    FsdpPlan plan;
+    try {
+      plan = fsdp_plan(a);
+    } catch (const UsageError& e) {
+      const std::string whole = e.what();
+      const std::string text = whole.substr(whole.find("] ") + 2);
+      // What was read key by key says where it stands.
+      if (text.starts_with("fsdp: ")) return add({"fsdp"}, text);
+      if (text.starts_with("fsdp_config")) return add({"fsdp_config"}, text);
+      return found_.push_back(text);
+    }
+    if (!plan.on) return;
+    if (a.shard_optimizer == "true")
+      add({"fsdp", "shard_optimizer"},
+          "fsdp divides the optimizer's state with the parameters. Delete shard_optimizer.");
+    if (a.tune)
+      add({"fsdp", "tune"}, "fsdp has no buckets whose size could be measured. Delete tune.");
+    if (a.gradient_checkpointing && plan.activation_checkpointing)
+      add({"gradient_checkpointing", "fsdp_config"},
+          "gradient_checkpointing and fsdp_config.activation_checkpointing are the same. Keep "
+          "one.");
+  }
+
   void scheduler() {
     const TrainingArguments& a = arguments_;
     const std::string& type = a.lr_scheduler_type;
@@ -321,6 +348,8 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
   constexpr std::string_view kNoEvaluation = "nothing is evaluated (eval_strategy: no)";
   constexpr std::string_view kNoSaving =
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
+  const bool fully = a.fsdp && !a.fsdp->empty();
+  constexpr std::string_view kFully = "fsdp is set, which has no buckets";
   const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
   const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
   const std::string_view kOther = a.optim == "sgd"         ? "optim is sgd"
@@ -346,6 +375,11 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},
       {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},
+      {"fsdp_config", !a.fsdp || a.fsdp->empty(), "fsdp is unset"},
+      {"ddp_find_unused_parameters", fully, kFully},
+      {"ddp_bucket_cap_mb", fully, kFully},
+      {"ddp_broadcast_buffers", fully, kFully},
+      {"ddp_static_graph", fully, kFully},
   };
 }
 

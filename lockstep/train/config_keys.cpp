@@ -362,6 +362,17 @@ constexpr KeySpec kKeys[] = {
      .check = &kCount,
      .unset = "2 with workers"},
 
+    {.name = "fsdp",
+     .member = &A::fsdp,
+     .help = "divide parameters, gradients and state over ranks: full_shard, shard_grad_op (blocks "
+             "stay whole from forward to backward), hybrid_shard (divided inside a host, copied "
+             "between hosts); auto_wrap may stand beside it, also as a list",
+     .unset = "every rank has the whole model"},
+    {.name = "fsdp_config",
+     .member = &A::fsdp_config,
+     .help = "a map: version (2), reshard_after_forward, activation_checkpointing, "
+             "transformer_layer_cls_to_wrap",
+     .unset = "as fsdp says"},
     {.name = "ddp_backend",
      .member = &A::ddp_backend,
      .help = "how ranks talk",
@@ -409,9 +420,7 @@ constexpr OldKey kOldKeys[] = {
 };
 
 constexpr ForeignKey kForeignKeys[] = {
-    {"deepspeed", "ZeRO is DeepSpeed's; replicas here are whole"},
-    {"fsdp", "sharded models are not supported; replicas here are whole"},
-    {"fsdp_config", "sharded models are not supported; replicas here are whole"},
+    {"deepspeed", "ZeRO is DeepSpeed's; fsdp divides the model here"},
     {"accelerator_config", "the launcher's settings are in Accelerate's own file"},
     {"push_to_hub", "nothing is uploaded"},
     {"hub_model_id", "nothing is uploaded"},

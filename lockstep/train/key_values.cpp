@@ -8,6 +8,7 @@
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/fsdp_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -92,6 +93,10 @@ void read(double& out, const KeySpec& key, const Node& node) {
   out = value;
 }
 void read(std::string& out, const KeySpec& key, const Node& node) {
+  if (key.name == "fsdp") {  // empty as in Hugging Face: it is off
+    out = fsdp_words(node);
+    return;
+  }
   if (key.name == "resume_from_checkpoint" && node.is(NodeKind::kBool)) {
     out = node.boolean ? "auto" : "never";
     return;
@@ -127,6 +132,7 @@ void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
 }
 void read(NodePtr& out, const KeySpec& key, const Node& node) {
   const std::string_view example = key.name == "lr_scheduler_kwargs" ? "{num_cycles: 1}"
+                                   : key.name == "fsdp_config"       ? "{version: 2}"
                                    : key.name == "lora"
                                        ? "{r: 16, lora_alpha: 32, target_modules: [c_attn]}"
                                        : "";
@@ -236,7 +242,7 @@ bool KeySpec::optional() const {
 }
 
 std::string KeySpec::type() const {
-  if (name == "lr_scheduler_kwargs") return "map";
+  if (name == "lr_scheduler_kwargs" || name == "fsdp_config") return "map";
   const TrainingArguments defaults;
   std::string text(std::visit([&](auto pointer) { return type_name(defaults.*pointer); }, member));
   if (!choices.empty()) text = (text == "list" ? "list of " : "") + choices_text(choices);

@@ -18,9 +18,11 @@
 #include "lockstep/core/step_totals.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
+#include "lockstep/train/fsdp_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -34,11 +36,23 @@ DdpOptions ddp_options(const TrainingArguments& a) {
   return options;
 }
 
-const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
+std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
-  run.parallelism = run.task.make_parallelism ? run.task.make_parallelism(module, run.mesh)
-                                              : std::make_shared<DataParallel>(
-                                                    *module, run.mesh, ddp_options(run.arguments));
+  const TrainingArguments& a = run.arguments;
+  if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
+  const FsdpPlan plan = fsdp_plan(a);
+  if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
+  // Weights by what one rank has seen are known when its window ends.
+  const bool alone =
+      !a.average_tokens_across_devices && accumulation_steps(a, run.batch_ranks()) > 1;
+  return std::make_shared<FullyShard>(
+      *module, run.mesh,
+      FullyShardOptions{.reshard_after_forward = plan.reshard_after_forward,
+                        .reduce_every_backward = !alone});
+}
+
+const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
+  run.parallelism = parallelism_of(run);
   const Mesh& made = run.parallelism->mesh();
   if (made.axes() != run.mesh.axes())
     throw UsageError("trainer",

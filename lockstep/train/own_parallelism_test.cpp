@@ -1,6 +1,6 @@
 // The seam between training and parallelism: a Parallelism that the Trainer has never heard of,
 // whose ranks each own a part of the model, trains, evaluates, saves and resumes as data
-// parallelism does.
+// parallelism does. FullyShard takes the same cases.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/processes.h"
@@ -34,12 +35,25 @@ std::shared_ptr<Parallelism> naive_shard(const std::shared_ptr<torch::nn::Module
   return std::make_shared<testing::NaiveShard>(*module, std::move(mesh));
 }
 
+enum class Way { kReplicated, kNaive, kFully };
+
+void choose(Way way, TrainerTask& task, const TrainingArguments& a) {
+  if (way == Way::kReplicated) return;
+  task.make_parallelism = naive_shard;
+  if (way == Way::kNaive) return;
+  // Weights by what one rank has seen are known at the window's end.
+  const FullyShardOptions options{.reduce_every_backward = a.average_tokens_across_devices};
+  task.make_parallelism = [options](const std::shared_ptr<torch::nn::Module>& module, Mesh mesh) {
+    return std::make_shared<FullyShard>(*module, std::move(mesh), options);
+  };
+}
+
 // 45 samples and 5 to evaluate on: short windows, batches that are not full, ranks without one.
-Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, bool sharded,
+Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, Way way,
                     std::int64_t samples = 45) {
   torch::nn::Sequential net = network();
   TrainerTask task = task_for(net, dataset(samples, 1), dataset(5, 2));
-  if (sharded) task.make_parallelism = naive_shard;
+  choose(way, task, a);
   Trained trained;
   task.loss = [&, loss = task.loss](const data::Batch& batch) {
     trained.seen.push_back(batch.data.clone());
@@ -53,8 +67,8 @@ Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, bool sharded,
   return trained;
 }
 
-Trained run_trainer(World& world, const TrainingArguments& a, bool sharded) {
-  return run_trainer(sharded ? Mesh(world, {{"shard", -1}}) : Mesh(world), a, sharded);
+Trained run_trainer(World& world, const TrainingArguments& a, Way way) {
+  return run_trainer(way == Way::kReplicated ? Mesh(world) : Mesh(world, {{"shard", -1}}), a, way);
 }
 
 TrainingArguments arguments_in(const std::string& folder) {
@@ -82,16 +96,18 @@ void expect_same_log(const Trained& one, const Trained& other, double tolerance)
     }
 }
 
-class OwnParallelism : public ::testing::TestWithParam<std::tuple<int, const char*>> {
+class OwnParallelism : public ::testing::TestWithParam<std::tuple<int, const char*, Way>> {
  protected:
   static void on_ranks(const std::function<void(World&)>& body) {
     testing::ThreadOptions options;
     options.world.backend = std::get<1>(GetParam());
     testing::run_threads(std::get<0>(GetParam()), body, options);
   }
-  // With two ranks there is one order of adding gradients.
+  static Way own() { return std::get<2>(GetParam()); }
+  // With two ranks there is one order of adding gradients. FullyShard averages in every pass, and
+  // kernels round the last elements of a tensor otherwise, which are others in a part of it.
   static void expect_equal(const at::Tensor& one, const at::Tensor& other) {
-    if (std::get<0>(GetParam()) <= 2) {
+    if (std::get<0>(GetParam()) <= 2 && own() != Way::kFully) {
       EXPECT_TENSOR_EQ(one, other);
     } else {
       EXPECT_TRUE(at::allclose(one, other, 1e-5, 1e-6));
@@ -105,9 +121,9 @@ TEST_P(OwnParallelism, TrainsAndEvaluatesAsDataParallelism) {
     on_ranks([&](World& world) {
       TrainingArguments a = arguments_in(folder / "replicated");
       a.optim = rule;
-      const Trained expected = run_trainer(world, a, /*sharded=*/false);
+      const Trained expected = run_trainer(world, a, Way::kReplicated);
       a.output_dir = folder / "sharded";
-      const Trained got = run_trainer(world, a, /*sharded=*/true);
+      const Trained got = run_trainer(world, a, own());
       expect_equal(got.weights, expected.weights);
       expect_same_log(got, expected, 1e-5);
       world.barrier();
@@ -120,9 +136,9 @@ TEST_P(OwnParallelism, ClipsByTheNormOfAllRanks) {
   on_ranks([&](World& world) {
     TrainingArguments a = arguments_in(folder / "replicated");
     a.max_grad_norm = 0.1;
-    const Trained expected = run_trainer(world, a, /*sharded=*/false);
+    const Trained expected = run_trainer(world, a, Way::kReplicated);
     a.output_dir = folder / "sharded";
-    const Trained got = run_trainer(world, a, /*sharded=*/true);
+    const Trained got = run_trainer(world, a, own());
     EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-5, 1e-6));
     expect_same_log(got, expected, 1e-5);
     world.barrier();
@@ -134,15 +150,17 @@ TEST_P(OwnParallelism, ResumesWhatEitherSaved) {
   const io::TemporaryDirectory folder;
   on_ranks([&](World& world) {
     TrainingArguments a = arguments_in(folder / "whole");
-    const Trained expected = run_trainer(world, a, /*sharded=*/false);
-    for (const bool saver : {false, true}) {
-      a.output_dir = folder / (saver ? "by_shards" : "by_replicas");
+    const Trained expected = run_trainer(world, a, Way::kReplicated);
+    for (const Way saver : {Way::kReplicated, own()}) {
+      const bool by_shards = saver != Way::kReplicated;
+      a.output_dir = folder / (by_shards ? "by_shards" : "by_replicas");
       run_trainer(world, a, saver);
       world.barrier();
       a.resume_from_checkpoint = a.output_dir + "/checkpoint-4";
-      for (const bool sharded : {false, true}) {
-        a.output_dir = folder / (std::string(saver ? "s" : "r") + (sharded ? "s" : "r"));
-        expect_equal(run_trainer(world, a, sharded).weights, expected.weights);
+      for (const Way way : {Way::kReplicated, own()}) {
+        a.output_dir =
+            folder / (std::string(by_shards ? "s" : "r") + (way != Way::kReplicated ? "s" : "r"));
+        expect_equal(run_trainer(world, a, way).weights, expected.weights);
       }
       a.resume_from_checkpoint.reset();
       world.barrier();
@@ -151,7 +169,8 @@ TEST_P(OwnParallelism, ResumesWhatEitherSaved) {
 }
 
 // Ranks along "tensor" and "pipeline" see the same samples, which count once.
-class OwnMesh : public ::testing::TestWithParam<std::tuple<std::vector<MeshAxis>, const char*>> {
+class OwnMesh
+    : public ::testing::TestWithParam<std::tuple<std::vector<MeshAxis>, const char*, Way>> {
  protected:
   static void on_ranks(const std::function<void(const Mesh&)>& body) {
     int ranks = 1;
@@ -161,6 +180,7 @@ class OwnMesh : public ::testing::TestWithParam<std::tuple<std::vector<MeshAxis>
     testing::run_threads(
         ranks, [&](World& world) { body(Mesh(world, std::get<0>(GetParam()))); }, options);
   }
+  static Way own() { return std::get<2>(GetParam()); }
   // A folder for each world of ranks that see different samples.
   static std::string apart(const io::TemporaryDirectory& folder, const Mesh& mesh) {
     return folder / std::to_string(mesh.rank("pipeline") + 2 * mesh.rank("tensor"));
@@ -169,15 +189,15 @@ class OwnMesh : public ::testing::TestWithParam<std::tuple<std::vector<MeshAxis>
 
 TEST_P(OwnMesh, TrainsAndLogsAsItsBatchAxisAlone) {
   for (const bool across : {true, false})
-    for (const bool sharded : {true, false}) {
+    for (const Way way : {own(), Way::kReplicated}) {
       const io::TemporaryDirectory folder;
       on_ranks([&](const Mesh& mesh) {
         TrainingArguments a = arguments_in(apart(folder, mesh));
         a.average_tokens_across_devices = across;
         a.max_grad_norm = 0.1;
-        const Trained expected = run_trainer(mesh.batch(), a, /*sharded=*/false);
+        const Trained expected = run_trainer(mesh.batch(), a, Way::kReplicated);
         a.output_dir = folder / "mesh";
-        const Trained got = run_trainer(mesh, a, sharded);
+        const Trained got = run_trainer(mesh, a, way);
         EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-5, 1e-6));
         expect_same_log(got, expected, 1e-5);
         EXPECT_EQ(got.tokens, expected.tokens);
@@ -196,7 +216,7 @@ TEST_P(OwnMesh, CountsTheGlobalBatchOverTheBatchAxis) {
     TrainingArguments a = arguments_in(folder.path());
     a.gradient_accumulation_steps = 1;
     a.global_batch_size = 32;
-    run_trainer(mesh, a, /*sharded=*/true);
+    run_trainer(mesh, a, own());
     mesh.world().barrier();
     const DataPosition& saved = Checkpoint(folder / "checkpoint-4").position();
     EXPECT_EQ(saved.world_size, mesh.batch().size());
@@ -215,30 +235,34 @@ TEST_P(OwnMesh, ResumesUnderAnotherMesh) {
     a.gradient_accumulation_steps = 1;
     a.global_batch_size = 32;
     a.per_device_train_batch_size = 2;
-    const Trained expected = run_trainer(mesh, a, /*sharded=*/true, kSamples);
+    const Trained expected = run_trainer(mesh, a, own(), kSamples);
     mesh.world().barrier();
     a.resume_from_checkpoint = a.output_dir + "/checkpoint-4";
     a.output_dir = folder / "as_data";
-    const Trained got = run_trainer(mesh.world(), a, /*sharded=*/false, kSamples);
+    const Trained got = run_trainer(mesh.world(), a, Way::kReplicated, kSamples);
     EXPECT_TRUE(at::allclose(got.weights, expected.weights, 1e-4, 1e-5));
     mesh.world().barrier();
     a.resume_from_checkpoint = a.output_dir + "/checkpoint-8";
     a.max_steps = 9;
     a.output_dir = folder / "back";
-    run_trainer(mesh, a, /*sharded=*/true, kSamples);
+    run_trainer(mesh, a, own(), kSamples);
     mesh.world().barrier();
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Meshes, OwnMesh,
-    ::testing::Values(std::tuple(std::vector<MeshAxis>{{"tensor", 2}}, "shm"),
-                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "shm"),
-                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "gloo"),
-                      std::tuple(std::vector<MeshAxis>{{"pipeline", 2}, {"shard", 2}}, "gloo"),
-                      std::tuple(std::vector<MeshAxis>{{"data", 2}, {"shard", 2}}, "shm")),
+    ::testing::Values(
+        std::tuple(std::vector<MeshAxis>{{"tensor", 2}}, "shm", Way::kNaive),
+        std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "shm", Way::kNaive),
+        std::tuple(std::vector<MeshAxis>{{"data", 2}, {"tensor", 2}}, "gloo", Way::kNaive),
+        std::tuple(std::vector<MeshAxis>{{"pipeline", 2}, {"shard", 2}}, "gloo", Way::kNaive),
+        std::tuple(std::vector<MeshAxis>{{"data", 2}, {"shard", 2}}, "shm", Way::kNaive),
+        std::tuple(std::vector<MeshAxis>{{"data", 2}, {"shard", 2}}, "shm", Way::kFully),
+        std::tuple(std::vector<MeshAxis>{{"data", 2}, {"shard", 2}}, "gloo", Way::kFully)),
     [](const auto& mesh) {
       std::string name = std::get<1>(mesh.param);
+      if (std::get<2>(mesh.param) == Way::kFully) name += "_fully";
       for (const MeshAxis& axis : std::get<0>(mesh.param))
         name += "_" + axis.name + std::to_string(axis.size);
       return name;
@@ -282,13 +306,17 @@ TEST(OwnMeshRefusals, AParallelismOfAnotherMesh) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, OwnParallelism,
-                         ::testing::Values(std::tuple(1, "auto"), std::tuple(2, "shm"),
-                                           std::tuple(2, "gloo"), std::tuple(3, "gloo")),
-                         [](const auto& world) {
-                           return std::string(std::get<1>(world.param)) +
-                                  std::to_string(std::get<0>(world.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, OwnParallelism,
+    ::testing::Values(std::tuple(1, "auto", Way::kNaive), std::tuple(2, "shm", Way::kNaive),
+                      std::tuple(2, "gloo", Way::kNaive), std::tuple(3, "gloo", Way::kNaive),
+                      std::tuple(1, "auto", Way::kFully), std::tuple(2, "shm", Way::kFully),
+                      std::tuple(2, "gloo", Way::kFully), std::tuple(3, "gloo", Way::kFully),
+                      std::tuple(4, "shm", Way::kFully)),
+    [](const auto& world) {
+      return std::string(std::get<1>(world.param)) + std::to_string(std::get<0>(world.param)) +
+             (std::get<2>(world.param) == Way::kFully ? "_fully" : "");
+    });
 
 }  // namespace
 }  // namespace lockstep::train

@@ -14,6 +14,7 @@
 #include "lockstep/core/memory_limits.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"
 
 namespace lockstep::train {
@@ -43,7 +44,7 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
 }
 
 ShardFacts shard_facts(RunContext& run) {
-  if (run.arguments.shard_optimizer != "auto") return {};
+  if (run.arguments.shard_optimizer != "auto" || fsdp_plan(run.arguments).on) return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
   facts.tune = run.world.any(run.arguments.tune.has_value());

@@ -13,6 +13,7 @@
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/run_recording.h"
@@ -76,10 +77,12 @@ class TrainerImpl {
 
  private:
   void prepare();
+  void make_mesh();
   void finish(std::unique_ptr<monitor::RankRecorder> recorder);
   void load_best();
   void say_end();
 
+  std::optional<Mesh> given_;  // run_.world is of it, where another one is made
   RunContext run_;
   RunControl control_{run_};
   MetricsReporter metrics_{run_, control_};
@@ -91,6 +94,7 @@ class TrainerImpl {
 // The order matters: weights before the wrapper (it hands rank 0's to all), the optimizer after it,
 // and generators last, because everything before may draw from them.
 void TrainerImpl::prepare() {
+  make_mesh();
   set_switches(run_.arguments, run_.mesh);
   control_.connect();
   run_.task.module->to(run_.world.device());
@@ -106,6 +110,27 @@ void TrainerImpl::prepare() {
   if (checkpoint) loop_->resume(*checkpoint);
   loop_->open(path);
   if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
+}
+
+// `fsdp` on a plain world: divided over all ranks, or over those of a host. The same ranks see the
+// same samples as before.
+void TrainerImpl::make_mesh() {
+  const FsdpPlan plan = fsdp_plan(run_.arguments);
+  World& world = run_.world;
+  if (!plan.on || run_.task.make_parallelism || run_.mesh.size("data") != world.size()) return;
+  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
+  if (plan.hybrid &&
+      !world.all(world.size() % world.local_size() == 0 &&
+                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
+    throw UsageError("trainer",
+                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
+                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
+                     "full_shard.",
+                     world.local_size(), world.size());
+  std::vector<MeshAxis> axes{{"shard", -1}};
+  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
+  given_ = run_.mesh;
+  run_.mesh = Mesh(world, std::move(axes));
 }
 
 TrainResult TrainerImpl::train() {

@@ -15,6 +15,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/worlds.h"
@@ -40,6 +41,7 @@ const std::vector<Implementation>& implementations() {
       {"data_parallel", {{"data", -1}}, false, make_one<DataParallel>},
       {"sharded_optimizer", {{"data", -1}}, true, make_one<DataParallel>},
       {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
+      {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
       {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
   return all;
 }
@@ -371,12 +373,12 @@ std::string show(const ::testing::TestParamInfo<Parameters>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shm, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 4),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 5),
                                             ::testing::Values(1, 2, 3, 4, 7),
                                             ::testing::Values("shm")),
                          show);
 INSTANTIATE_TEST_SUITE_P(Gloo, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 4),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 5),
                                             ::testing::Values(2, 3), ::testing::Values("gloo")),
                          show);
 

@@ -42,6 +42,7 @@ HEADERS = (
     "lockstep/parallel/activation_checkpoint.h",
     "lockstep/parallel/comm_hooks.h",
     "lockstep/parallel/ddp.h",
+    "lockstep/parallel/fully_shard.h",
     "lockstep/parallel/sharded_optimizer.h",
     "lockstep/parallel/sync_batch_norm.h",
     "lockstep/run.h",

@@ -25,7 +25,7 @@ LAYERS = {
     "kernels": ["core"],
     "nn": ["core", "kernels"],
     "optim": ["core", "kernels", "nn", "comm"],
-    "parallel": ["core", "memory", "comm", "kernels", "optim"],
+    "parallel": ["core", "memory", "comm", "kernels", "nn", "optim"],
     "data": ["core", "io", "comm"],
     "models": ["core", "io", "kernels", "nn"],
     "plan": ["core", "io", "models"],

@@ -1,0 +1,65 @@
+// Block: a part of a model that is computed as one: what FullyShard gathers and frees as one unit.
+//
+//   struct LayerImpl : torch::nn::Module, lockstep::nn::Block {
+//     at::Tensor forward(const at::Tensor& x) {
+//       return run([this](const auto& in) { return x_plus_mlp(in[0]); }, {x});
+//     }
+//   };
+//
+// LibTorch's modules have no forward hooks, so a block calls what is set to run it. Nothing set:
+// run() is a plain call. A module of somebody else becomes a block by deriving from it, with its
+// parameters under the names that they had:
+//
+//   using Layer = lockstep::nn::BlockOf<torch::nn::LinearImpl>;
+//   auto layer = register_module("layer", std::make_shared<Layer>(8, 8));
+//
+// One thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace lockstep::nn {
+
+class Block {
+ public:
+  // Tensors that a gradient flows through are arguments; everything else is captured.
+  using Body = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+  using Runner = std::function<at::Tensor(const Body& body, std::vector<at::Tensor> inputs)>;
+
+  virtual ~Block() = default;
+
+  at::Tensor run(const Body& body, std::vector<at::Tensor> inputs) {
+    return runner_ ? runner_(body, std::move(inputs)) : body(inputs);
+  }
+  // Null: run() calls the body.
+  void run_with(Runner runner) { runner_ = std::move(runner); }
+  bool has_runner() const { return runner_ != nullptr; }
+
+ private:
+  Runner runner_;
+};
+
+// A module whose forward takes tensors and returns one.
+template <typename Module>
+class BlockOf : public Module, public Block {
+ public:
+  using Module::Module;
+
+  template <typename... Tensors>
+  at::Tensor forward(const Tensors&... inputs) {
+    return forward_all(std::index_sequence_for<Tensors...>{}, {inputs...});
+  }
+
+ private:
+  template <std::size_t... Index>
+  at::Tensor forward_all(std::index_sequence<Index...>, std::vector<at::Tensor> inputs) {
+    return run([this](const std::vector<at::Tensor>& in) { return Module::forward(in[Index]...); },
+               std::move(inputs));
+  }
+};
+
+}  // namespace lockstep::nn

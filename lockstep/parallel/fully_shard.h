@@ -1,0 +1,86 @@
+// FullyShard: every rank holds a part of each parameter, of its gradient and of the optimizer's
+// state, and the whole of a block only while it computes. PyTorch's fully_shard (FSDP2).
+//
+//   const Mesh mesh(world, {{"shard", -1}});
+//   FullyShard model(*net, mesh);
+//   const optim::AdamWOptions adamw{.lr = 3e-4};
+//   const auto optimizer = model.make_optimizer({{net->parameters(), adamw}});
+//   for (auto& batch : loader.epoch(epoch)) {
+//     model.before_forward();
+//     model.backward(loss_of(net->forward(batch.data)));     // instead of loss.backward()
+//     optimizer->step({.max_grad_norm = 1.0});
+//     optimizer->zero_grad();
+//   }
+//
+// A unit is what is gathered at once: each nn::Block (lockstep/nn/block.h; the blocks of the
+// bundled language models are such), and the root with the rest. A parameter is divided by rows
+// along the mesh's axis "shard", as FSDP2 does: rank r of n has rows r * ceil(rows / n) and on,
+// which may be none. Between uses its storage has no bytes. A block is gathered when it is called,
+// while the one before it computes, freed after it, gathered again for its backward, and its
+// gradients are averaged for their owners at the end of that. The root is whole from
+// before_forward() to the end of backward(). Along "data" ranks hold copies: a mesh of data x shard
+// divides the model inside a host and copies it between hosts.
+//
+// Parameters keep their tensors and their names. `.grad` has the rows of this rank between
+// backwards. A parameter that is used while it is in parts throws an error with its name: the
+// block was called past its run(), or before_forward() was not called.
+//
+// Holds the parameters and the blocks. Everything is a collective, unless it is said otherwise.
+// One thread.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/parallelism.h"
+
+namespace lockstep {
+
+namespace parallel {
+class FullyShardImpl;
+}
+
+struct FullyShardOptions {
+  // False: a block stays whole from its forward to its backward. Less to communicate, more memory.
+  bool reshard_after_forward = true;
+  // Gradients are averaged in every backward, so that no rank ever holds all of them. False: before
+  // the last one they add up whole on this rank, as PyTorch's set_requires_gradient_sync(false);
+  // WindowWeights::kOwnCounts needs it, which weighs what one rank has seen.
+  bool reduce_every_backward = true;
+};
+
+class FullyShard final : public Parallelism {
+ public:
+  // Rank 0's parameters and buffers go to the others. UsageError on every rank for a mesh without
+  // an axis "shard", with ranks along axes other than "data" and "shard", and for modules that
+  // differ over ranks.
+  FullyShard(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options = {});
+  ~FullyShard() override;
+
+  const Mesh& mesh() const override;
+  std::string text() const override;
+  // Its state is divided as the parameters are; `sharded` changes nothing. A rule that takes whole
+  // tensors (Muon, Adafactor) has each parameter of it stepped by one rank.
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
+                                                   bool sharded = true) override;
+  void check_shardable() const override;
+  void before_forward() override;
+  void backward(const at::Tensor& loss, bool last = true) override;
+  // The next forward frees what was gathered, and so does the optimizer's step, held or not.
+  std::shared_ptr<void> gathered() override;
+  void verify_parameters() override;
+  void verify_buffers() override;
+  void set_bucket_cap_mb(std::optional<double> mb) override;
+
+  // The units in the order of the module, "" for the root; no collective.
+  std::vector<std::string> units() const;
+
+ private:
+  std::shared_ptr<parallel::FullyShardImpl> impl_;
+};
+
+}  // namespace lockstep

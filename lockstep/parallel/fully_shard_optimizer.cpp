@@ -1,0 +1,388 @@
+// The optimizer of a FullyShard: steps the rows that this rank holds, and whole tensors for rules
+// that need them.
+#include <fmt/ranges.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/fully_shard_impl.h"
+#include "lockstep/parallel/sharded_layout.h"
+
+namespace lockstep::parallel {
+namespace {
+
+using optim::TensorDict;
+
+struct Member {
+  ShardedParameter* p = nullptr;
+  std::size_t group = 0;
+  int owner = -1;      // steps it whole; -1: every rank steps its rows
+  at::Tensor whole{};  // on its owner; has bytes in a step alone
+};
+
+class FullyShardOptimizer final : public optim::Optimizer {
+ public:
+  FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model, std::vector<optim::ParamGroup> groups);
+
+  optim::StepResult step(const optim::StepOptions& options = {}) override;
+  void zero_grad() override;
+  TensorDict state_dict(const optim::StateDictOptions& options = {}) override;
+  void load_state_dict(const TensorDict& state) override;
+  void sync_from_model() override { model_->take_whole(); }
+
+ private:
+  World& shard() const { return model_->shard(); }
+  void deal_whole_tensors();
+  void make_parts(const std::vector<optim::ParamGroup>& groups);
+  bool holds_rows(const Member& m) const;
+  bool steps_here(const Member& m) const;
+  void take_gradients();
+  at::Tensor norm() const;
+  void scale(const at::Tensor& factor);
+  void step_parts(const optim::StepOptions& options);
+  at::Tensor gather_whole(const Member& m, const at::Tensor& rows) const;
+  void scatter_whole(const Member& m) const;
+  at::Tensor steps_taken(const TensorDict& mine) const;
+  at::Tensor whole_state(const Member& m, const optim::StateSpec& spec, const TensorDict& mine);
+
+  std::shared_ptr<FullyShardImpl> model_;
+  std::vector<Member> members_;  // in the order of the units
+  std::unique_ptr<optim::Optimizer> rows_;
+  std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
+};
+
+// ---------------------------------------------------------------- who steps what
+
+FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
+                                         std::vector<optim::ParamGroup> groups)
+    : Optimizer(groups), model_(std::move(model)) {
+  std::unordered_map<at::TensorImpl*, std::size_t> group_of;
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    for (const at::Tensor& param : groups[g].params)
+      if (group_of.emplace(param.unsafeGetTensorImpl(), g).first->second != g)
+        throw UsageError(kFullyShard,
+                         "a parameter of shape [{}] is in two groups. Put it into one.",
+                         fmt::join(param.sizes(), ", "));
+  model_->each_parameter([&](ShardedParameter& p) {
+    const auto found = group_of.find(p.tensor.unsafeGetTensorImpl());
+    if (found != group_of.end()) members_.push_back({&p, found->second});
+  });
+  if (members_.size() != group_of.size())
+    throw UsageError(kFullyShard,
+                     "{} of {} parameters in the groups are not the sharded model's. Take them "
+                     "from the module that FullyShard was made with.",
+                     group_of.size() - members_.size(), group_of.size());
+  deal_whole_tensors();
+  make_parts(groups);
+}
+
+// In a world of one the rows are the whole tensor.
+void FullyShardOptimizer::deal_whole_tensors() {
+  if (shard().size() == 1) return;
+  std::vector<std::size_t> dealt;
+  std::vector<std::int64_t> sizes;
+  std::vector<double> costs;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const optim::Rule& rule = groups_[members_[i].group];
+    if (rule->granularity() != optim::Granularity::kTensors) continue;
+    dealt.push_back(i);
+    sizes.push_back(members_[i].p->tensor.numel());
+    costs.push_back(rule->cost(members_[i].p->tensor.sizes()));
+  }
+  if (dealt.empty()) return;
+  const auto shares = deal_tensors(sizes, costs, shard().size());
+  for (int rank = 0; rank < shard().size(); ++rank)
+    for (const Piece& piece : shares[static_cast<std::size_t>(rank)])
+      members_[dealt[piece.parameter]].owner = rank;
+  for (Member& m : members_) {
+    if (m.owner != shard().rank()) continue;
+    const at::Tensor& like = m.p->tensor;
+    m.whole = at::empty(like.sizes(), like.options().requires_grad(false));
+    m.whole.set_requires_grad(true);
+    empty_storage(m.whole.storage());
+  }
+}
+
+bool FullyShardOptimizer::holds_rows(const Member& m) const {
+  return m.owner < 0 && (m.p->shard.numel() > 0 || m.p->tensor.numel() == 0);
+}
+
+bool FullyShardOptimizer::steps_here(const Member& m) const {
+  return m.owner < 0 ? holds_rows(m) : m.owner == shard().rank();
+}
+
+void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& groups) {
+  std::vector<optim::ParamGroup> of_rows, of_tensors;
+  for (const optim::ParamGroup& group : groups) {
+    of_rows.push_back({{}, group.options});
+    of_tensors.push_back({{}, group.options});
+  }
+  optim::NamedParameters row_names, tensor_names;
+  bool any_dealt = false;
+  for (const Member& m : members_) {
+    any_dealt |= m.owner >= 0;
+    if (!steps_here(m)) continue;
+    const at::Tensor& stepped = m.owner < 0 ? m.p->shard : m.whole;
+    (m.owner < 0 ? of_rows : of_tensors)[m.group].params.push_back(stepped);
+    (m.owner < 0 ? row_names : tensor_names).emplace_back(m.p->name, stepped);
+  }
+  rows_ = std::make_unique<optim::ReplicatedOptimizer>(row_names, std::move(of_rows));
+  if (any_dealt)
+    tensors_ = std::make_unique<optim::ReplicatedOptimizer>(tensor_names, std::move(of_tensors));
+}
+
+// ---------------------------------------------------------------- a step
+
+// What backward has left in .grad of the model's parameters: this rank's rows of the average.
+void FullyShardOptimizer::take_gradients() {
+  if (model_->unreduced())
+    throw UsageError(kFullyShard,
+                     "step() found gradients of this rank alone. Call the last backward() before a "
+                     "step with last = true, and zero_grad() where there is none.");
+  for (Member& m : members_) {
+    m.p->shard.set_requires_grad(m.p->tensor.requires_grad());
+    m.p->shard.mutable_grad() = m.p->tensor.grad();
+  }
+}
+
+// Of all gradients, on their device. Ranks along "data" have the same ones.
+at::Tensor FullyShardOptimizer::norm() const {
+  const c10::Device device = members_.empty() ? c10::kCPU : members_[0].p->tensor.device();
+  at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
+  for (const Member& m : members_) {
+    const at::Tensor& grad = m.p->shard.grad();
+    if (!grad.defined() || grad.numel() == 0) continue;
+    squares +=
+        at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
+  }
+  if (shard().size() > 1) shard().all_reduce(squares).wait();
+  return squares.sqrt().reshape({});
+}
+
+void FullyShardOptimizer::scale(const at::Tensor& factor) {
+  for (const Member& m : members_) {
+    at::Tensor grad = m.p->shard.grad();
+    if (grad.defined()) grad.mul_(factor.to(grad.device(), grad.scalar_type()));
+  }
+}
+
+// On a GPU the host does not read the norm: where it is not finite every gradient becomes nan, and
+// whoever steps a part of them leaves it out.
+optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
+  const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
+  const torch::NoGradGuard no_grad;
+  optim::detail::check(options);
+  take_gradients();
+  optim::GradScaler* const scaler =
+      options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
+  const bool may_skip = options.skip_non_finite || scaler != nullptr;
+  const bool clips = options.max_grad_norm > 0;
+  optim::StepResult result;
+  bool skipped = false;
+  bool device_decides = false;
+  if (may_skip || clips || options.want_grad_norm) {
+    const double unscale = scaler != nullptr ? 1 / scaler->get_scale() : 1;
+    const at::Tensor all = norm() * unscale;
+    if (clips || options.want_grad_norm) result.grad_norm = all;
+    if (may_skip) result.skipped = at::isfinite(all).logical_not().to(at::kFloat).reshape({1});
+    device_decides = may_skip && scaler == nullptr && !all.is_cpu();
+    skipped = may_skip && !device_decides && result.was_skipped();
+    at::Tensor factor = at::full_like(all, unscale);
+    if (clips) factor = factor * (options.max_grad_norm / (all + 1e-6)).clamp_max(1);
+    if (device_decides)
+      factor = at::where(at::isfinite(all), factor,
+                         at::full_like(all, std::numeric_limits<double>::quiet_NaN()));
+    if (!skipped && (!factor.is_cpu() || factor.item<double>() != 1)) scale(factor);
+  }
+  if (!skipped) step_parts({.skip_non_finite = device_decides});
+  if (scaler != nullptr) {
+    scaler->record_step(this, skipped);
+    scaler->update();
+  }
+  // A graph that was kept across the step must not be walked with the new values.
+  for (const Member& m : members_)
+    if (m.p->shard.grad().defined()) m.p->tensor.unsafeGetTensorImpl()->bump_version();
+  model_->free_all();
+  return result;
+}
+
+void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
+  for (std::size_t g = 0; g < groups(); ++g) rows_->options(g) = groups_[g];
+  rows_->step(options);
+  if (!tensors_) return;
+  for (std::size_t g = 0; g < groups(); ++g) tensors_->options(g) = groups_[g];
+  for (Member& m : members_) {
+    if (m.owner < 0 || !m.p->shard.grad().defined()) continue;
+    at::Tensor rows = at::zeros_like(m.p->padded);
+    rows.narrow(0, 0, m.p->shard.numel()).copy_(m.p->shard.grad().reshape({-1}));
+    const at::Tensor grad = gather_whole(m, rows);
+    const at::Tensor values = gather_whole(m, m.p->padded);
+    if (!m.whole.defined()) continue;
+    m.whole.mutable_grad() = grad;
+    fill_storage(m.whole.storage(), values);
+  }
+  tensors_->step(options);
+  for (Member& m : members_) {
+    if (m.owner < 0 || !m.p->shard.grad().defined()) continue;
+    scatter_whole(m);
+    if (!m.whole.defined()) continue;
+    m.whole.mutable_grad() = at::Tensor();
+    empty_storage(m.whole.storage());
+  }
+}
+
+// `rows` of all ranks as one tensor in the parameter's shape, on its owner.
+at::Tensor FullyShardOptimizer::gather_whole(const Member& m, const at::Tensor& rows) const {
+  std::vector<at::Tensor> parts;
+  at::Tensor all;
+  if (m.owner == shard().rank()) {
+    all = at::empty({shard().size(), rows.numel()}, rows.options());
+    parts = all.unbind(0);
+  }
+  shard().gather(parts, rows, m.owner).wait();
+  if (!all.defined()) return {};
+  at::Tensor whole = at::empty(m.p->tensor.sizes(), rows.options());
+  copy_from_parts(m.p->cut, all, whole);
+  return whole;
+}
+
+void FullyShardOptimizer::scatter_whole(const Member& m) const {
+  std::vector<at::Tensor> parts;
+  if (m.owner == shard().rank()) {
+    const at::Tensor all = at::zeros({shard().size(), m.p->padded.numel()}, m.p->padded.options());
+    copy_to_parts(m.p->cut, m.whole.detach(), all);
+    parts = all.unbind(0);
+  }
+  shard().scatter(m.p->padded, parts, m.owner).wait();
+}
+
+void FullyShardOptimizer::zero_grad() {
+  for (const Member& m : members_) {
+    m.p->tensor.mutable_grad() = at::Tensor();
+    m.p->shard.mutable_grad() = at::Tensor();
+  }
+}
+
+// ---------------------------------------------------------------- state
+
+// Of each parameter, from a rank that steps it; below zero where it has no state.
+at::Tensor FullyShardOptimizer::steps_taken(const TensorDict& mine) const {
+  at::Tensor steps = at::full({static_cast<std::int64_t>(members_.size())}, -1.0, at::kDouble);
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const auto found = mine.find(members_[i].p->name + ".step");
+    if (found != mine.end()) steps[static_cast<std::int64_t>(i)] = found->second.item<double>();
+  }
+  if (shard().size() > 1) {
+    steps = steps.to(shard().device());
+    shard().all_reduce(steps, ReduceOp::kMax).wait();
+  }
+  return steps.cpu();
+}
+
+at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateSpec& spec,
+                                            const TensorDict& mine) {
+  const at::Tensor& like = m.p->tensor;
+  const at::TensorOptions options =
+      like.options().dtype(spec.dtype(like.scalar_type())).requires_grad(false);
+  const auto found = mine.find(m.p->name + "." + spec.name);
+  if (m.owner < 0) {
+    const at::Tensor rows = found != mine.end() ? found->second.to(options).reshape({-1})
+                                                : at::zeros({m.p->shard.numel()}, options);
+    return at::cat(shard().all_gather_v(rows)).view(like.sizes());
+  }
+  at::Tensor whole =
+      found != mine.end() ? found->second.to(options).contiguous() : at::zeros(spec.sizes, options);
+  shard().broadcast(whole, m.owner).wait();
+  return whole;
+}
+
+// One tensor at a time, so that a rank which wants none never holds more than one.
+TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& options) {
+  const torch::NoGradGuard no_grad;
+  TensorDict mine = rows_->state_dict({.copy = false});
+  if (tensors_) mine.merge(tensors_->state_dict({.copy = false}));
+  const at::Tensor steps = steps_taken(mine);
+  TensorDict all;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const Member& m = members_[i];
+    const auto taken = steps[static_cast<std::int64_t>(i)].item<double>();
+    if (taken < 0) continue;
+    for (const optim::StateSpec& spec : groups_[m.group]->state(m.p->tensor.sizes())) {
+      at::Tensor whole = whole_state(m, spec, mine);
+      if (!options.wanted) continue;
+      // What a rank has alone may still be the optimizer's own memory.
+      all[m.p->name + "." + spec.name] = whole.to(at::kCPU, whole.scalar_type(),
+                                                  /*non_blocking=*/false, /*copy=*/options.copy);
+    }
+    if (options.wanted) all[m.p->name + ".step"] = at::scalar_tensor(taken, at::kDouble);
+  }
+  return all;
+}
+
+namespace {
+
+const at::Tensor& state_named(const TensorDict& state, const std::string& name,
+                              at::IntArrayRef sizes) {
+  const auto found = state.find(name);
+  if (found == state.end())
+    throw UsageError(kFullyShard,
+                     "the state has no '{}'. It belongs to another model or another optimizer.",
+                     name);
+  if (found->second.sizes() != sizes)
+    throw UsageError(kFullyShard,
+                     "'{}' has shape [{}] in the state, but [{}] is wanted. The state belongs to "
+                     "another model.",
+                     name, fmt::join(found->second.sizes(), ", "), fmt::join(sizes, ", "));
+  return found->second;
+}
+
+}  // namespace
+
+// The same checks on every rank, also of what it does not hold, so that all refuse or none.
+void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
+  std::set<std::string> known;
+  TensorDict rows, tensors;
+  for (const Member& m : members_) {
+    const std::string& name = m.p->name;
+    if (!m.p->tensor.requires_grad() && !state.contains(name + ".step")) continue;
+    TensorDict& mine = m.owner < 0 ? rows : tensors;
+    for (const optim::StateSpec& spec : groups_[m.group]->state(m.p->tensor.sizes())) {
+      const std::string key = name + "." + spec.name;
+      const at::Tensor& whole = state_named(state, key, spec.sizes);
+      known.insert(key);
+      if (!steps_here(m)) continue;
+      const std::int64_t begin = m.p->cut.begin(shard().rank()) * m.p->cut.row_size;
+      mine[key] =
+          m.owner >= 0
+              ? whole
+              : whole.reshape({-1}).narrow(0, begin, m.p->shard.numel()).view(m.p->shard.sizes());
+    }
+    const at::Tensor& step = state_named(state, name + ".step", {});
+    known.insert(name + ".step");
+    if (steps_here(m)) mine[name + ".step"] = step;
+  }
+  for (const auto& [name, tensor] : state)
+    if (!known.contains(name))
+      throw UsageError(kFullyShard,
+                       "the state holds '{}', which this optimizer has no place for. It belongs "
+                       "to another model or another optimizer.",
+                       name);
+  rows_->load_state_dict(rows);
+  if (tensors_) tensors_->load_state_dict(tensors);
+}
+
+}  // namespace
+
+std::unique_ptr<optim::Optimizer> make_fully_shard_optimizer(
+    std::shared_ptr<FullyShardImpl> model, std::vector<optim::ParamGroup> groups) {
+  return std::make_unique<FullyShardOptimizer>(std::move(model), std::move(groups));
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,315 @@
+#include "lockstep/parallel/shard_unit.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// A storage without memory that throws the parameter's name when it is read. It claims the size, or
+// a view, which is made before it is read, would be refused without a name.
+c10::Storage storage_that_throws(const std::string& name, const at::Tensor& tensor) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(),
+                       c10::DataPtr(nullptr, tensor.device()));
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+      "[{}] parameter '{}' was used while its rows are divided over ranks. Its block was probably "
+      "called past nn::Block::run(), or the model without before_forward(). Call the block's "
+      "forward(), or hold gathered() while you use parameters.",
+      kFullyShard, name));
+  return storage;
+}
+
+void set_storage(const at::Tensor& tensor, const c10::Storage& storage) {
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+}
+
+// Memory that nothing else lies in, in the order of its rows. No graph holds the parameter yet.
+void own_memory(at::Tensor tensor) {
+  const bool alone = tensor.is_contiguous() && tensor.storage_offset() == 0 &&
+                     tensor.storage().nbytes() == tensor.nbytes();
+  if (!alone || tensor.storage().use_count() > 1)
+    tensor.set_data(tensor.detach().clone(at::MemoryFormat::Contiguous));
+  tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
+}
+
+std::vector<std::int64_t> sizes_of_rows(const at::Tensor& tensor, std::int64_t rows) {
+  if (tensor.dim() == 0) return rows == 1 ? std::vector<std::int64_t>{} : std::vector{rows};
+  std::vector<std::int64_t> sizes = tensor.sizes().vec();
+  sizes[0] = rows;
+  return sizes;
+}
+
+void check_gradient(const ShardedParameter& p, const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided)
+    throw UsageError(kFullyShard,
+                     "parameter '{}' has a sparse gradient, which is not divided by rows. Make the "
+                     "embedding dense (sparse = false).",
+                     p.name);
+  if (grad.sizes() != p.tensor.sizes())
+    throw UsageError(kFullyShard,
+                     "the gradient of parameter '{}' has shape [{}], and the parameter [{}]. It "
+                     "was probably written between two backwards. Call zero_grad() instead.",
+                     p.name, fmt::join(grad.sizes(), ", "), fmt::join(p.tensor.sizes(), ", "));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- rows
+
+std::int64_t RowCut::begin(int rank) const {
+  return std::min(rows, rank * chunk);
+}
+
+std::int64_t RowCut::count(int rank) const {
+  return std::min(rows, (rank + 1) * chunk) - begin(rank);
+}
+
+RowCut cut_rows(at::IntArrayRef sizes, int ranks) {
+  RowCut cut{.rows = sizes.empty() ? 1 : sizes[0], .row_size = 1};
+  for (std::size_t i = 1; i < sizes.size(); ++i) cut.row_size *= sizes[i];
+  cut.chunk = (cut.rows + ranks - 1) / ranks;
+  return cut;
+}
+
+namespace {
+
+// Calls `copy` with equally large pieces of both: the ranks that have all their rows, and the one
+// that has some of them.
+template <typename Copy>
+void each_piece(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts, Copy&& copy) {
+  if (cut.padded() == 0) return;
+  const at::Tensor flat = whole.view({-1});
+  const std::int64_t full = cut.rows / cut.chunk, covered = full * cut.padded();
+  if (full > 0)
+    copy(flat.narrow(0, 0, covered).view({full, cut.padded()}), parts.narrow(0, 0, full));
+  const std::int64_t rest = flat.numel() - covered;
+  if (rest > 0) copy(flat.narrow(0, covered, rest), parts[full].narrow(0, 0, rest));
+}
+
+}  // namespace
+
+void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts) {
+  each_piece(cut, whole.contiguous(), parts,
+             [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
+}
+
+void copy_from_parts(const RowCut& cut, const at::Tensor& parts, const at::Tensor& whole) {
+  each_piece(cut, whole, parts,
+             [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
+}
+
+at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
+  at::Tensor alias = at::empty({0}, flat.options());
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+  return alias.set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);
+}
+
+// ---------------------------------------------------------------- storages
+
+void fill_storage(const c10::Storage& storage, at::Tensor fresh) {
+  const std::size_t bytes = fresh.storage().nbytes();
+  c10::StorageImpl* const from = fresh.storage().unsafeGetStorageImpl();
+  c10::StorageImpl* const to = storage.unsafeGetStorageImpl();
+  to->set_data_ptr_noswap(from->set_data_ptr(c10::DataPtr(nullptr, fresh.device())));
+  to->set_nbytes(bytes);
+  from->set_nbytes(static_cast<std::size_t>(0));
+}
+
+void empty_storage(const c10::Storage& storage) {
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
+  impl->set_nbytes(static_cast<std::size_t>(0));
+}
+
+// ---------------------------------------------------------------- ShardUnit
+
+ShardUnit::ShardUnit(std::string name, const Named& parameters, World& shard)
+    : name_(std::move(name)), shard_(&shard) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [its_name, tensor] : parameters) {
+    own_memory(tensor);
+    parameters_.push_back(
+        {.name = its_name, .tensor = tensor, .cut = cut_rows(tensor.sizes(), shard.size())});
+    ShardedParameter& p = parameters_.back();
+    p.storage = tensor.storage();
+    p.freed = storage_that_throws(its_name, tensor);
+    auto flat = std::ranges::find_if(flats_, [&](const Flat& each) {
+      const at::Tensor& first = parameters_[each.members[0]].tensor;
+      return first.scalar_type() == tensor.scalar_type() && first.device() == tensor.device();
+    });
+    if (flat == flats_.end()) flat = flats_.insert(flat, Flat{});
+    flat->members.push_back(parameters_.size() - 1);
+  }
+  for (Flat& flat : flats_) lay_out(flat);
+  free();
+}
+
+// In a world of one the rows are the parameter itself.
+void ShardUnit::lay_out(Flat& flat) {
+  std::int64_t length = 0;
+  for (const std::size_t i : flat.members) length += parameters_[i].cut.padded();
+  const at::TensorOptions options =
+      parameters_[flat.members[0]].tensor.options().requires_grad(false);
+  const bool alone = shard_->size() == 1;
+  if (!alone) flat.shard = at::zeros({length}, options);
+  std::int64_t offset = 0;
+  for (const std::size_t i : flat.members) {
+    ShardedParameter& p = parameters_[i];
+    const std::int64_t rows = p.cut.count(shard_->rank());
+    const std::vector<std::int64_t> sizes = sizes_of_rows(p.tensor, rows);
+    if (alone) {
+      p.shard = alias_of(p.tensor.detach(), 0, p.tensor.sizes());
+      p.padded = alias_of(p.tensor.detach(), 0, {p.tensor.numel()});
+      continue;
+    }
+    p.padded = alias_of(flat.shard, offset, {p.cut.padded()});
+    p.shard = alias_of(flat.shard, offset, sizes);
+    offset += p.cut.padded();
+  }
+  take_whole();
+  for (const std::size_t i : flat.members)
+    parameters_[i].shard.set_requires_grad(parameters_[i].tensor.requires_grad());
+}
+
+bool ShardUnit::trains() const {
+  return std::ranges::any_of(parameters_, [](const auto& p) { return p.tensor.requires_grad(); });
+}
+
+void ShardUnit::take_whole() {
+  if (shard_->size() == 1 || !whole_) return;
+  const at::NoGradGuard no_grad;
+  for (ShardedParameter& p : parameters_) {
+    if (!p.padded.defined()) continue;  // it is not laid out yet
+    const int rank = shard_->rank();
+    const std::int64_t size = p.cut.count(rank) * p.cut.row_size;
+    p.padded.narrow(0, 0, size)
+        .copy_(p.tensor.detach().view({-1}).narrow(0, p.cut.begin(rank) * p.cut.row_size, size));
+  }
+}
+
+// ---------------------------------------------------------------- gathering
+
+void ShardUnit::begin_gather() {
+  if (whole_ || !gathers_.empty()) return;
+  const at::NoGradGuard no_grad;
+  for (const Flat& flat : flats_) {
+    at::Tensor parts = at::empty({shard_->size(), flat.shard.numel()}, flat.shard.options());
+    Work work = shard_->all_gather(parts, flat.shard);
+    gathers_.push_back({std::move(parts), std::move(work)});
+  }
+}
+
+// The rows of a parameter lie apart in what arrives, so they are copied once.
+void ShardUnit::gather() {
+  if (whole_) return;
+  begin_gather();
+  const at::NoGradGuard no_grad;
+  for (std::size_t f = 0; f < flats_.size(); ++f) {
+    gathers_[f].work.wait();
+    std::int64_t offset = 0;
+    for (const std::size_t i : flats_[f].members) {
+      ShardedParameter& p = parameters_[i];
+      at::Tensor fresh = at::empty(p.tensor.sizes(), p.tensor.options().requires_grad(false));
+      copy_from_parts(p.cut, gathers_[f].parts.narrow(1, offset, p.cut.padded()), fresh);
+      offset += p.cut.padded();
+      fill_storage(p.storage, std::move(fresh));
+      set_storage(p.tensor, p.storage);
+    }
+    gathers_[f].parts = at::Tensor();
+  }
+  gathers_.clear();
+  whole_ = true;
+}
+
+void ShardUnit::free() {
+  if (shard_->size() == 1 || !whole_) return;
+  for (ShardedParameter& p : parameters_) {
+    empty_storage(p.storage);
+    set_storage(p.tensor, p.freed);
+  }
+  whole_ = false;
+}
+
+// ---------------------------------------------------------------- gradients
+
+void ShardUnit::begin_reduce() {
+  const at::NoGradGuard no_grad;
+  for (const Flat& flat : flats_) {
+    Reduce reduced = reduce(flat);
+    if (!reduced.members.empty()) reduces_.push_back(std::move(reduced));
+  }
+}
+
+// Every rank sends what it has of every trained parameter, zeros where it has nothing, and for each
+// whether it has: a parameter that no rank used gets no gradient.
+ShardUnit::Reduce ShardUnit::reduce(const Flat& flat) {
+  Reduce reduced;
+  std::int64_t length = 0;
+  for (const std::size_t i : flat.members) {
+    ShardedParameter& p = parameters_[i];
+    if (!p.tensor.requires_grad()) continue;
+    const at::Tensor grad = p.tensor.grad();
+    if (grad.defined()) check_gradient(p, grad);
+    reduced.members.push_back(i);
+    reduced.had_gradient.push_back(grad.defined());
+    length += p.cut.padded();
+  }
+  if (reduced.members.empty()) return reduced;
+  const auto count = static_cast<std::int64_t>(reduced.members.size());
+  const at::TensorOptions options =
+      parameters_[flat.members[0]].tensor.options().requires_grad(false);
+  const at::Tensor parts = at::zeros({shard_->size(), length + count}, options);
+  std::int64_t offset = 0;
+  for (std::size_t m = 0; m < reduced.members.size(); ++m) {
+    ShardedParameter& p = parameters_[reduced.members[m]];
+    at::Tensor& grad = p.tensor.mutable_grad();
+    if (grad.defined()) {
+      copy_to_parts(p.cut, grad, parts.narrow(1, offset, p.cut.padded()));
+      parts.narrow(1, length + static_cast<std::int64_t>(m), 1).fill_(1);
+    }
+    offset += p.cut.padded();
+    grad = at::Tensor();
+  }
+  reduced.mine = at::empty({length + count}, options);
+  reduced.work = shard_->reduce_scatter(reduced.mine, parts, ReduceOp::kAvg);
+  return reduced;
+}
+
+void ShardUnit::end_reduce(World& data) {
+  const at::NoGradGuard no_grad;
+  for (Reduce& reduced : reduces_) {
+    reduced.work.wait();
+    if (data.size() > 1) data.all_reduce(reduced.mine, ReduceOp::kAvg).wait();
+    add_reduced(reduced);
+  }
+  reduces_.clear();
+}
+
+// Whether another rank had a gradient is read, which waits for a device, only where this one had
+// none.
+void ShardUnit::add_reduced(const Reduce& reduced) {
+  const auto count = static_cast<std::int64_t>(reduced.members.size());
+  const std::int64_t flags = reduced.mine.numel() - count;
+  std::int64_t offset = 0;
+  for (std::size_t m = 0; m < reduced.members.size(); ++m) {
+    ShardedParameter& p = parameters_[reduced.members[m]];
+    const std::int64_t here = std::exchange(offset, offset + p.cut.padded());
+    const auto used = [&] {
+      return reduced.mine[flags + static_cast<std::int64_t>(m)].item<double>() > 0;
+    };
+    if (!reduced.had_gradient[m] && !used()) continue;
+    const at::Tensor rows = alias_of(reduced.mine, here, p.shard.sizes());
+    if (p.grad.defined())
+      p.grad.add_(rows);
+    else
+      p.grad = rows;
+  }
+}
+
+}  // namespace lockstep::parallel

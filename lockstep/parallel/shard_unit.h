@@ -1,0 +1,119 @@
+// ShardUnit: parameters that are gathered together, and of which this rank holds some rows.
+//
+//   ShardUnit unit("blocks.0", parameters, shard);   // frees them
+//   unit.begin_gather();          // may be left out; under way while something else computes
+//   unit.gather();                // the parameters are whole, in the storages that they had
+//   unit.free();
+//   unit.begin_reduce();          // of .grad, which is empty then
+//   unit.end_reduce(data);        // the average is added to `grad` of each parameter
+//
+// Saved tensors of a graph hold a parameter's storage, and views of it. So its bytes come and go
+// inside that storage, past every version counter: the values are the same each time. While it has
+// none the parameter itself points at another storage, which throws the parameter's name at whoever
+// reads it.
+//
+// In a world of one nothing is ever freed. One thread at a time; begin_ and end_ communicate.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+
+namespace lockstep::parallel {
+
+inline constexpr const char* kFullyShard = "fully_shard";  // in errors
+
+// How rows are divided over ranks: equally many each, fewer or none for the last ones.
+struct RowCut {
+  std::int64_t rows = 0;      // 1 for a parameter without dimensions
+  std::int64_t row_size = 0;  // elements
+  std::int64_t chunk = 0;     // rows of a rank, before the end is cut off
+  std::int64_t padded() const { return chunk * row_size; }
+  std::int64_t begin(int rank) const;
+  std::int64_t count(int rank) const;
+};
+RowCut cut_rows(at::IntArrayRef sizes, int ranks);
+
+// Copies between a whole parameter and `parts`, whose row r has the padded rows of rank r.
+void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts);
+void copy_from_parts(const RowCut& cut, const at::Tensor& parts, const at::Tensor& whole);
+
+// Memory of `length` elements of a flat tensor as a tensor of its own, not a view.
+at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes);
+
+struct ShardedParameter {
+  std::string name;
+  at::Tensor tensor;  // the module's
+  RowCut cut;
+  at::Tensor padded{};     // this rank's rows with the padding, flat; what is gathered
+  at::Tensor shard{};      // this rank's rows, which the optimizer steps
+  at::Tensor grad{};       // of them, averaged, while a backward runs
+  c10::Storage storage{};  // of `tensor` while it is whole
+  c10::Storage freed{};    // and while it is not
+};
+
+class ShardUnit {
+ public:
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  // Each parameter gets memory of its own if it had none. `shard` outlives this.
+  ShardUnit(std::string name, const Named& parameters, World& shard);
+
+  const std::string& name() const { return name_; }
+  std::vector<ShardedParameter>& parameters() { return parameters_; }
+  bool whole() const { return whole_; }
+  bool trains() const;
+
+  void begin_gather();
+  void gather();
+  void free();  // no collective
+  // Forgets what is under way and was not ended; it ends by itself.
+  void forget_work() {
+    gathers_.clear();
+    reduces_.clear();
+  }
+  // The shards take over what is in the parameters. No collective.
+  void take_whole();
+
+  void begin_reduce();
+  void end_reduce(World& data);
+
+ private:
+  // Parameters of one type on one device travel together.
+  struct Flat {
+    at::Tensor shard;
+    std::vector<std::size_t> members;
+  };
+  struct Gather {
+    at::Tensor parts;
+    Work work;
+  };
+  struct Reduce {
+    std::vector<std::size_t> members;
+    std::vector<bool> had_gradient;
+    at::Tensor mine;  // this rank's rows of each, and for each whether any rank had a gradient
+    Work work;
+  };
+  void lay_out(Flat& flat);
+  Reduce reduce(const Flat& flat);
+  void add_reduced(const Reduce& reduced);
+
+  std::string name_;
+  World* shard_;
+  std::vector<ShardedParameter> parameters_;
+  std::vector<Flat> flats_;
+  std::vector<Gather> gathers_;
+  std::vector<Reduce> reduces_;
+  bool whole_ = true;
+};
+
+// Gives a storage the memory of `fresh`, and takes it away again.
+void fill_storage(const c10::Storage& storage, at::Tensor fresh);
+void empty_storage(const c10::Storage& storage);
+
+}  // namespace lockstep::parallel

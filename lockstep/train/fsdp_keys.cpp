@@ -1,0 +1,116 @@
+#include "lockstep/train/fsdp_keys.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/map_reader.h"
+
+namespace lockstep::train {
+namespace {
+
+// The blocks of the bundled families, by the names that transformers has for them.
+constexpr std::array<std::string_view, 8> kLayers{
+    "GPT2Block",         "LlamaDecoderLayer",   "Phi3DecoderLayer",   "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer", "MistralDecoderLayer", "Gemma2DecoderLayer", "MixtralDecoderLayer"};
+
+void check_layer(const Node& node) {
+  const std::string name = as_string(node, "fsdp_config.transformer_layer_cls_to_wrap");
+  if (std::ranges::find(kLayers, name) == kLayers.end())
+    throw UsageError("config",
+                     "fsdp_config.transformer_layer_cls_to_wrap: there is no '{}' here. The units "
+                     "are a model's own blocks, so the key may be left out.",
+                     name);
+}
+
+void read_words(const std::string& text, FsdpPlan& plan) {
+  std::istringstream words(text);
+  bool whole_between = false, divides = false;
+  for (std::string word; words >> word;) {
+    if (word == "auto_wrap") continue;  // the units are always a model's blocks
+    if (word == "offload")
+      throw UsageError("config",
+                       "fsdp: 'offload' is not supported: parameters stay on the device. Delete "
+                       "it.");
+    const bool known = word == "full_shard" || word == "shard_grad_op" || word == "hybrid_shard" ||
+                       word == "hybrid_shard_zero2";
+    if (!known)
+      throw UsageError("config",
+                       "fsdp: '{}' is none of full_shard, shard_grad_op, hybrid_shard, "
+                       "hybrid_shard_zero2 and auto_wrap.",
+                       word);
+    if (std::exchange(divides, true))
+      throw UsageError("config", "fsdp: '{}' names two ways to divide the model. Keep one.", text);
+    plan.hybrid = word.starts_with("hybrid");
+    whole_between = word == "shard_grad_op" || word == "hybrid_shard_zero2";
+  }
+  if (!divides && !text.empty())
+    throw UsageError("config",
+                     "fsdp: '{}' does not say how to divide the model. Add full_shard, "
+                     "shard_grad_op or hybrid_shard.",
+                     text);
+  plan.on = divides;
+  plan.reshard_after_forward = !whole_between;
+}
+
+// Accelerate's names begin with fsdp_, and Hugging Face's Trainer takes both.
+Node without_prefix(const Node& config) {
+  Node plain = config;
+  for (Entry& entry : plain.entries)
+    if (entry.key.starts_with("fsdp_")) entry.key = entry.key.substr(5);
+  return plain;
+}
+
+void read_config(const Node& config, FsdpPlan& plan) {
+  const Node plain = without_prefix(config);
+  MapReader keys(plain, "fsdp_config");
+  if (keys.integer("version", 2) != 2)
+    throw UsageError("config",
+                     "fsdp_config.version must be 2: parameters are divided one by one, as "
+                     "PyTorch's fully_shard does.");
+  const bool reshard = keys.boolean("reshard_after_forward", plan.reshard_after_forward);
+  if (reshard && !plan.reshard_after_forward)
+    throw UsageError("config",
+                     "fsdp_config.reshard_after_forward: true contradicts shard_grad_op, which "
+                     "keeps blocks whole until backward. Write fsdp: full_shard.");
+  plan.reshard_after_forward = reshard;
+  plan.activation_checkpointing = keys.boolean("activation_checkpointing", false);
+  if (keys.boolean("cpu_offload", false))
+    throw UsageError("config",
+                     "fsdp_config.cpu_offload is not supported: parameters stay on the device. "
+                     "Delete it.");
+  if (const Node* layers = keys.node("transformer_layer_cls_to_wrap")) {
+    const std::vector<Node> one{*layers};
+    for (const Node& layer : layers->is(NodeKind::kList) ? layers->items : one) check_layer(layer);
+  }
+  keys.finish();
+}
+
+}  // namespace
+
+std::string fsdp_words(const Node& node) {
+  if (!node.is(NodeKind::kList)) return as_string(node, "fsdp");
+  std::string text;
+  for (const Node& item : node.items) text += (text.empty() ? "" : " ") + as_string(item, "fsdp");
+  return text;
+}
+
+FsdpPlan fsdp_plan(const TrainingArguments& arguments) {
+  FsdpPlan plan;
+  if (arguments.fsdp) read_words(*arguments.fsdp, plan);
+  if (arguments.fsdp_config) read_config(*arguments.fsdp_config, plan);
+  if (!plan.on) plan.activation_checkpointing = false;
+  return plan;
+}
+
+bool checkpoints_activations(const TrainingArguments& arguments) {
+  return arguments.gradient_checkpointing || fsdp_plan(arguments).activation_checkpointing;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,32 @@
+// What `fsdp` and `fsdp_config` of a training file ask for, with Hugging Face's words.
+//
+//   fsdp: full_shard auto_wrap                 # or [full_shard, auto_wrap]
+//   fsdp_config: {version: 2, reshard_after_forward: true}
+//
+// Pure functions.
+#pragma once
+
+#include <string>
+
+#include "lockstep/core/document.h"
+#include "lockstep/train/arguments.h"
+
+namespace lockstep::train {
+
+struct FsdpPlan {
+  bool on = false;
+  bool hybrid = false;  // divided inside a host, copied between hosts
+  bool reshard_after_forward = true;
+  bool activation_checkpointing = false;
+};
+
+// Throws UsageError with the key, or the word, that has no meaning here.
+FsdpPlan fsdp_plan(const TrainingArguments& arguments);
+
+// `fsdp` as one text, from a text or a list of words.
+std::string fsdp_words(const Node& node);
+
+// gradient_checkpointing, or fsdp_config's activation_checkpointing.
+bool checkpoints_activations(const TrainingArguments& arguments);
+
+}  // namespace lockstep::train

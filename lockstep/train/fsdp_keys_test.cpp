@@ -1,0 +1,112 @@
+// `fsdp` and `fsdp_config` of a training file: what they ask for, and every mistake with its place.
+#include "lockstep/train/fsdp_keys.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "lockstep/core/error.h"
+#include "lockstep/train/config.h"
+#include "lockstep/train/config_keys.h"
+
+namespace lockstep::train {
+namespace {
+
+using ::testing::HasSubstr;
+
+FsdpPlan plan(const std::string& words, const std::string& config = "") {
+  TrainingArguments a;
+  a.fsdp = words;
+  if (!config.empty()) a.fsdp_config = std::make_shared<Node>(parse_json(config, "test"));
+  return fsdp_plan(a);
+}
+
+TEST(Fsdp, IsReadAsHuggingFaceWritesIt) {
+  EXPECT_FALSE(fsdp_plan({}).on);
+  EXPECT_FALSE(plan("").on);
+  EXPECT_TRUE(plan("full_shard auto_wrap").on);
+  EXPECT_TRUE(plan("full_shard").reshard_after_forward);
+  EXPECT_FALSE(plan("auto_wrap shard_grad_op").reshard_after_forward);
+  EXPECT_FALSE(plan("full_shard", R"({"reshard_after_forward": false})").reshard_after_forward);
+  EXPECT_FALSE(plan("full_shard").hybrid);
+  EXPECT_TRUE(plan("hybrid_shard").hybrid);
+  EXPECT_TRUE(plan("hybrid_shard").reshard_after_forward);
+  EXPECT_FALSE(plan("hybrid_shard_zero2").reshard_after_forward);
+  // Accelerate's spelling, with a list.
+  EXPECT_TRUE(plan("full_shard", R"({"fsdp_version": 2, "fsdp_activation_checkpointing": true,
+                                     "transformer_layer_cls_to_wrap": ["GPT2Block"]})")
+                  .activation_checkpointing);
+  EXPECT_FALSE(plan("", R"({"activation_checkpointing": true})").activation_checkpointing);
+}
+
+TEST(Fsdp, IsATextOrAList) {
+  TrainingArguments a;
+  assign(a, *find_key("fsdp"), texts_node({"full_shard", "auto_wrap"}));
+  EXPECT_EQ(a.fsdp, "full_shard auto_wrap");
+  assign(a, *find_key("fsdp"), text_node("shard_grad_op"));
+  EXPECT_EQ(a.fsdp, "shard_grad_op");
+  assign(a, *find_key("fsdp"), text_node(""));
+  EXPECT_FALSE(fsdp_plan(a).on);
+  assign(a, *find_key("fsdp"), Node{});
+  EXPECT_FALSE(a.fsdp.has_value());
+}
+
+TEST(Fsdp, CheckpointsActivationsByEitherKey) {
+  TrainingArguments a;
+  EXPECT_FALSE(checkpoints_activations(a));
+  a.fsdp = "full_shard";
+  a.fsdp_config =
+      std::make_shared<Node>(parse_json(R"({"activation_checkpointing": true})", "test"));
+  EXPECT_TRUE(checkpoints_activations(a));
+  a = {};
+  a.gradient_checkpointing = true;
+  EXPECT_TRUE(checkpoints_activations(a));
+}
+
+struct Mistake {
+  std::string yaml, text;
+};
+
+TEST(Fsdp, EveryMistakeIsNamed) {
+  for (const Mistake& one : std::vector<Mistake>{
+           {"fsdp: full_shrd\n",
+            "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard"},
+           {"fsdp: [full_shard, offload]\n", "t.yaml:1:1: fsdp: 'offload' is not supported"},
+           {"fsdp: auto_wrap\n",
+            "t.yaml:1:1: fsdp: 'auto_wrap' does not say how to divide the model."},
+           {"fsdp: full_shard hybrid_shard\n",
+            "t.yaml:1:1: fsdp: 'full_shard hybrid_shard' names two ways to divide the model."},
+           {"fsdp: 3\n", "t.yaml:1:1: fsdp: '3' is none of"},
+           {"fsdp: full_shard\nfsdp_config: folder/fsdp.json\n",
+            "t.yaml:2:14: fsdp_config must be a map"},
+           {"fsdp: full_shard\nfsdp_config: {forward_prefetch: true}\n",
+            "t.yaml:2:15: fsdp_config has no key 'forward_prefetch'."},
+           {"fsdp: full_shard\nfsdp_config: {version: 1}\n",
+            "t.yaml:2:1: fsdp_config.version must be 2"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_cpu_offload: true}\n",
+            "t.yaml:2:1: fsdp_config.cpu_offload is not supported"},
+           {"fsdp: shard_grad_op\nfsdp_config: {reshard_after_forward: true}\n",
+            "t.yaml:2:1: fsdp_config.reshard_after_forward: true contradicts shard_grad_op"},
+           {"fsdp: full_shard\nfsdp_config: {transformer_layer_cls_to_wrap: BertLayer}\n",
+            "t.yaml:2:1: fsdp_config.transformer_layer_cls_to_wrap: there is no 'BertLayer' here."},
+           {"fsdp: full_shard\nshard_optimizer: true\n",
+            "t.yaml:1:1: fsdp divides the optimizer's state with the parameters."},
+           {"fsdp: full_shard\ntune: bucket_cap_mb\n", "t.yaml:1:1: fsdp has no buckets"},
+           {"gradient_checkpointing: true\nfsdp: full_shard\n"
+            "fsdp_config: {activation_checkpointing: true}\n",
+            "t.yaml:1:1: gradient_checkpointing and fsdp_config.activation_checkpointing are the "
+            "same."}}) {
+    std::string said = "(nothing thrown)";
+    try {
+      resolve_config({.file = parse_yaml(one.yaml, "t.yaml")});
+    } catch (const UsageError& e) {
+      said = e.what();
+    }
+    EXPECT_THAT(said, HasSubstr(one.text)) << one.yaml;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::train

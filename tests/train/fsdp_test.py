@@ -1,0 +1,166 @@
+"""`fsdp` under `lockstep train`: the bits of data parallelism where sums have one order,
+checkpoints that either continues, and runs that are killed and resumed."""
+
+import os
+import signal
+import subprocess
+import unittest
+
+from train_case import (BOUND_S, CONFIG, LOCKSTEP, TrainCase, checkpoints, copy_until, end,
+                        environment, losses, ranks_of, wait_for_step)
+
+STEP = 10  # of a checkpoint in the middle
+# Two ranks, one pass per step and no clipping: every sum has two terms, in one order. Kernels round
+# the elements after the last whole vector otherwise, so every part of a tensor is whole vectors.
+WHOLE_VECTORS = CONFIG.replace("hidden: 32", "hidden: 64").replace(
+    "features: 12, classes: 5", "features: 64, classes: 64")
+NO_CLIPPING = ("--max_grad_norm", "0")
+EXACT = (*NO_CLIPPING, "--gradient_accumulation_steps", "1", "--num_train_epochs", "2")
+GPT = """
+model: {name: gpt, n_layer: 3, n_head: 2, n_embd: 64, n_positions: 16, vocab_size: 257}
+data: {name: bytes, path: TEXT, eval_bytes: 400}
+max_seq_len: 16
+max_steps: 12
+per_device_train_batch_size: 4
+learning_rate: 1.0e-3
+logging_steps: 1
+eval_strategy: steps
+eval_steps: 6
+save_steps: 6
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+class Fsdp(TrainCase):
+    def run_with(self, ranks, name, *flags):
+        """Trains and returns the folder, with what was said."""
+        output = self.place / name
+        done = self.train(ranks, output, *flags)
+        return output, done.stdout + done.stderr
+
+    def newest(self, output):
+        return output / f"checkpoint-{checkpoints(output)[-1]}"
+
+    def assert_close(self, one, other, relative):
+        self.assertEqual(losses(one).keys(), losses(other).keys())
+        for step, loss in losses(one).items():
+            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
+                                   msg=f"step {step}")
+
+    def test_has_the_bits_of_data_parallelism(self):
+        self.config.write_text(WHOLE_VECTORS)
+        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *EXACT)
+        for words in ("full_shard", "shard_grad_op auto_wrap", "hybrid_shard"):
+            whole, said = self.run_with(2, words.split()[0], "--fsdp", words, *EXACT)
+            self.assertIn("optimizer adamw: fully sharded over 2 ranks", said)
+            self.assertEqual(losses(plain), losses(whole))
+            self.assert_same(self.newest(plain), self.newest(whole))
+
+    # Gradients are averaged in every pass, and the norm is summed in another order.
+    def test_accumulates_and_clips_as_data_parallelism(self):
+        plain, _ = self.run_with(3, "ddp")
+        whole, _ = self.run_with(3, "fsdp", "--fsdp", "full_shard")
+        self.assert_close(plain, whole, 1e-4)
+        own, _ = self.run_with(3, "own", "--fsdp", "full_shard",
+                               "--average_tokens_across_devices", "false")
+        plain, _ = self.run_with(3, "own_ddp", "--average_tokens_across_devices", "false")
+        self.assert_close(plain, own, 1e-4)
+
+    def test_every_checkpoint_continues_everywhere(self):
+        self.config.write_text(WHOLE_VECTORS)
+        whole, _ = self.run_with(2, "whole", "--fsdp", "full_shard", *EXACT)
+        for before, after in (("full_shard", ""), ("", "full_shard"), ("full_shard",) * 2):
+            name = f"{before or 'ddp'}-{after or 'ddp'}"
+            first, _ = self.run_with(2, f"{name}-first", "--fsdp", before, *EXACT)
+            rest = self.place / name
+            copy_until(first, rest, STEP)
+            self.run_with(2, name, "--fsdp", after, "--resume", "auto", *EXACT)
+            self.assert_same(self.newest(whole), self.newest(rest))
+
+    def test_resumed_with_another_number_of_ranks(self):
+        first, _ = self.run_with(2, "first", "--fsdp", "full_shard")
+        for ranks in (3, 1):
+            ends = []
+            for words in ("full_shard", ""):
+                rest = self.place / f"rest-{ranks}-{words}"
+                copy_until(first, rest, STEP)
+                self.run_with(ranks, rest.name, "--fsdp", words, "--resume", "auto")
+                ends.append(rest)
+            self.assert_close(*ends, 1e-4)
+
+    def test_killed_and_resumed(self):
+        flags = ("--fsdp", "full_shard", "--num_train_epochs", "30", "--save_steps", "3",
+                 "--save_total_limit", "3")
+        whole, _ = self.run_with(2, "whole", *flags)
+        output = self.place / "killed"
+        process = self.start(2, output, *flags)
+        wait_for_step(process, output, 7)
+        for pid in ranks_of(process)[:1]:
+            os.kill(pid, signal.SIGKILL)
+        self.assertNotEqual(process.wait(timeout=BOUND_S), 0)
+        self.run_with(2, "killed", *flags, "--resume", "auto")
+        self.assert_same(self.newest(whole), self.newest(output))
+
+    def write_gpt(self):
+        text = self.place / "text"
+        text.mkdir()
+        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
+        self.config.write_text(GPT.replace("TEXT", str(text)))
+
+    def test_a_language_model_with_blocks(self):
+        self.write_gpt()
+        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
+        whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard auto_wrap", *NO_CLIPPING)
+        self.assertEqual(losses(plain), losses(whole))
+        self.assert_same(self.newest(plain), self.newest(whole))
+        again, _ = self.run_with(
+            2, "again", "--fsdp", "full_shard", "--fsdp_config",
+            "{version: 2, activation_checkpointing: true, "
+            "transformer_layer_cls_to_wrap: [GPT2Block]}", *NO_CLIPPING)
+        self.assertEqual(losses(plain), losses(again))
+
+    # The base is frozen, so the first block has no input with a gradient.
+    def test_adapters_and_bf16_and_the_best_model(self):
+        self.write_gpt()
+        base, _ = self.run_with(2, "base", *NO_CLIPPING)
+        self.config.write_text(self.config.read_text().replace(
+            "vocab_size: 257", f"vocab_size: 257, weights: {self.newest(base)}"))
+        flags = ("--lora", "{r: 4, target_modules: [c_attn]}", "--bf16", "true",
+                 "--load_best_model_at_end", "true", *NO_CLIPPING)
+        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *flags)
+        whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard", *flags)
+        self.assertEqual(losses(plain), losses(whole))
+        self.assert_same(self.newest(plain), self.newest(whole))
+
+    def test_hybrid_copies_between_hosts(self):
+        """The hosts are two launchers on this machine."""
+        port, processes = self.held_port(), []
+        for node in range(2):
+            command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2",
+                       "--master-addr=127.0.0.1", f"--master-port={port}", LOCKSTEP, "train",
+                       str(self.config), "--output_dir", str(self.place / "hybrid"), "--fsdp",
+                       "hybrid_shard", "--num_train_epochs", "2"]
+            processes.append(subprocess.Popen(command, env=environment(), text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                              stdin=subprocess.DEVNULL))
+            self.addCleanup(end, processes[-1])
+        said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
+        self.assertEqual([process.returncode for process in processes], [0, 0], said)
+        self.assertIn("fully sharded over 2 ranks", said[0])
+        self.assertIn("replicas identical on 2 ranks", said[0])
+        plain, _ = self.run_with(4, "plain", "--num_train_epochs", "2")
+        self.assert_close(plain, self.place / "hybrid", 1e-4)
+
+    def test_refuses_what_it_cannot_do(self):
+        for flags, text in (
+                (("--fsdp", "offload full_shard"), "'offload' is not supported"),
+                (("--fsdp", "full_shard", "--tune", "bucket_cap_mb"), "fsdp has no buckets"),
+                (("--fsdp", "full_shard", "--fsdp_config", "{backward_prefetch: backward_pre}"),
+                 "backward_prefetch")):
+            done = self.train(2, self.place / "refused", *flags, code=2)
+            self.assertIn(text, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
