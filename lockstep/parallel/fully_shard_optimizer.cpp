@@ -5,13 +5,13 @@
 
 #include <cmath>
 #include <limits>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharded_layout.h"
 
@@ -35,6 +35,9 @@ class FullyShardOptimizer final : public optim::Optimizer {
   void zero_grad() override;
   TensorDict state_dict(const optim::StateDictOptions& options = {}) override;
   void load_state_dict(const TensorDict& state) override;
+  std::int64_t state_bytes() const override {
+    return rows_->state_bytes() + (tensors_ ? tensors_->state_bytes() : 0);
+  }
   void sync_from_model() override { model_->take_whole(); }
 
  private:
@@ -58,7 +61,7 @@ class FullyShardOptimizer final : public optim::Optimizer {
   std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
 };
 
-// ---------------------------------------------------------------- who steps what
+// ---------------------------------------------------------------- parameters and their owners
 
 FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
                                          std::vector<optim::ParamGroup> groups)
@@ -90,7 +93,7 @@ void FullyShardOptimizer::deal_whole_tensors() {
   std::vector<std::int64_t> sizes;
   std::vector<double> costs;
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    const optim::Rule& rule = groups_[members_[i].group];
+    const optim::Rule& rule = Optimizer::options(members_[i].group);
     if (rule->granularity() != optim::Granularity::kTensors) continue;
     dealt.push_back(i);
     sizes.push_back(members_[i].p->tensor.numel());
@@ -152,7 +155,7 @@ void FullyShardOptimizer::take_gradients() {
   }
 }
 
-// Of all gradients, on their device. Ranks along "data" have the same ones.
+// The norm of all gradients, on their device. Ranks along "data" have the same ones.
 at::Tensor FullyShardOptimizer::norm() const {
   const c10::Device device = members_.empty() ? c10::kCPU : members_[0].p->tensor.device();
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
@@ -173,8 +176,8 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
   }
 }
 
-// On a GPU the host does not read the norm: where it is not finite every gradient becomes nan, and
-// whoever steps a part of them leaves it out.
+// On a GPU the host does not read the norm: where it is not finite every gradient becomes NaN, and
+// the optimizers of the parts skip the step.
 optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
   const torch::NoGradGuard no_grad;
@@ -214,10 +217,10 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
 }
 
 void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
-  for (std::size_t g = 0; g < groups(); ++g) rows_->options(g) = groups_[g];
+  for (std::size_t g = 0; g < groups(); ++g) rows_->options(g) = Optimizer::options(g);
   rows_->step(options);
   if (!tensors_) return;
-  for (std::size_t g = 0; g < groups(); ++g) tensors_->options(g) = groups_[g];
+  for (std::size_t g = 0; g < groups(); ++g) tensors_->options(g) = Optimizer::options(g);
   for (Member& m : members_) {
     if (m.owner < 0 || !m.p->shard.grad().defined()) continue;
     at::Tensor rows = at::zeros_like(m.p->padded);
@@ -272,7 +275,7 @@ void FullyShardOptimizer::zero_grad() {
 
 // ---------------------------------------------------------------- state
 
-// Of each parameter, from a rank that steps it; below zero where it has no state.
+// The steps of each parameter, from a rank that steps it; below zero where it has no state.
 at::Tensor FullyShardOptimizer::steps_taken(const TensorDict& mine) const {
   at::Tensor steps = at::full({static_cast<std::int64_t>(members_.size())}, -1.0, at::kDouble);
   for (std::size_t i = 0; i < members_.size(); ++i) {
@@ -290,7 +293,7 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
                                             const TensorDict& mine) {
   const at::Tensor& like = m.p->tensor;
   const at::TensorOptions options =
-      like.options().dtype(spec.dtype(like.scalar_type())).requires_grad(false);
+      like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
   const auto found = mine.find(m.p->name + "." + spec.name);
   if (m.owner < 0) {
     const at::Tensor rows = found != mine.end() ? found->second.to(options).reshape({-1})
@@ -314,7 +317,7 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
     const Member& m = members_[i];
     const auto taken = steps[static_cast<std::int64_t>(i)].item<double>();
     if (taken < 0) continue;
-    for (const optim::StateSpec& spec : groups_[m.group]->state(m.p->tensor.sizes())) {
+    for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->tensor.sizes())) {
       at::Tensor whole = whole_state(m, spec, mine);
       if (!options.wanted) continue;
       // What a rank has alone may still be the optimizer's own memory.
@@ -326,37 +329,17 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
   return all;
 }
 
-namespace {
-
-const at::Tensor& state_named(const TensorDict& state, const std::string& name,
-                              at::IntArrayRef sizes) {
-  const auto found = state.find(name);
-  if (found == state.end())
-    throw UsageError(kFullyShard,
-                     "the state has no '{}'. It belongs to another model or another optimizer.",
-                     name);
-  if (found->second.sizes() != sizes)
-    throw UsageError(kFullyShard,
-                     "'{}' has shape [{}] in the state, but [{}] is wanted. The state belongs to "
-                     "another model.",
-                     name, fmt::join(found->second.sizes(), ", "), fmt::join(sizes, ", "));
-  return found->second;
-}
-
-}  // namespace
-
 // The same checks on every rank, also of what it does not hold, so that all refuse or none.
 void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
-  std::set<std::string> known;
+  optim::detail::StateReader reader(kFullyShard, state);
   TensorDict rows, tensors;
   for (const Member& m : members_) {
     const std::string& name = m.p->name;
     if (!m.p->tensor.requires_grad() && !state.contains(name + ".step")) continue;
     TensorDict& mine = m.owner < 0 ? rows : tensors;
-    for (const optim::StateSpec& spec : groups_[m.group]->state(m.p->tensor.sizes())) {
+    for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->tensor.sizes())) {
       const std::string key = name + "." + spec.name;
-      const at::Tensor& whole = state_named(state, key, spec.sizes);
-      known.insert(key);
+      const at::Tensor& whole = reader.tensor(key, spec.sizes);
       if (!steps_here(m)) continue;
       const std::int64_t begin = m.p->cut.begin(shard().rank()) * m.p->cut.row_size;
       mine[key] =
@@ -364,16 +347,10 @@ void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
               ? whole
               : whole.reshape({-1}).narrow(0, begin, m.p->shard.numel()).view(m.p->shard.sizes());
     }
-    const at::Tensor& step = state_named(state, name + ".step", {});
-    known.insert(name + ".step");
+    const at::Tensor& step = reader.number(name + ".step");
     if (steps_here(m)) mine[name + ".step"] = step;
   }
-  for (const auto& [name, tensor] : state)
-    if (!known.contains(name))
-      throw UsageError(kFullyShard,
-                       "the state holds '{}', which this optimizer has no place for. It belongs "
-                       "to another model or another optimizer.",
-                       name);
+  reader.finish();
   rows_->load_state_dict(rows);
   if (tensors_) tensors_->load_state_dict(tensors);
 }
