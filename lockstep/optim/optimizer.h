@@ -5,10 +5,10 @@
 //   const StepResult result = optimizer.step({.max_grad_norm = 1.0, .scaler = &scaler});
 //   optimizer.zero_grad();
 //
-// AdamW, Adam, SGD, Lion, Muon and Adafactor are OptimizerOf<their options>. Groups of different
-// rules, as muon_groups() makes them, are for Optimizer itself:
+// AdamW, Adam, SGD, Lion and their like are OptimizerOf<their options>. Optimizer mixes rules:
 //
-//   optim::Optimizer optimizer{model, muon_groups(*net, {.lr = 3e-4}, {.lr = 3e-4})};
+//   optim::Optimizer optimizer{model, {{net->body->parameters(), LionOptions{}},
+//                                      {net->head->parameters(), AdamWOptions{}}}};
 //
 // It is a torch::optim::Optimizer: closures, add_param_group, torch's schedulers, torch::save and
 // torch::load work. Every rank holds the whole state and takes the same step with gradients that
