@@ -55,11 +55,23 @@ class Plan(unittest.TestCase):
     def json(self, *args, code=0, **variables):
         return json.loads(self.plan(*args, "--json", code=code, **variables).stdout)
 
+    def test_a_token_uses_a_part_of_a_mixture_of_experts(self):
+        config = self.write("mixtral.json", {"model_type": "mixtral"})
+        file = self.write("mixtral.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
+                          "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n"
+                          "lora: {target_modules: [q_proj]}\n")
+        plan = self.json(file, "--gpus", "1xH200")
+        adapters = plan["trainable_parameters"]
+        self.assertEqual(adapters, 32 * 8 * (4096 + 4096))
+        self.assertEqual(plan["parameters"], 46702792704 + adapters)
+        self.assertEqual(plan["parameters_used_by_a_token"], 12879925248 + adapters)
+
     def test_gpt2_on_four_gpus(self):
         plan = self.json(self.gpt2("global_batch_size: 64\n"), "--gpus", "4xH100-80GB",
                          "--tokens", "50e9")
         self.assertEqual(plan["parameters"], 124439808)
         self.assertEqual(plan["trainable_parameters"], 124439808)
+        self.assertEqual(plan["parameters_used_by_a_token"], 124439808)
         self.assertEqual(plan["flops_per_token"], 854438400)
         self.assertEqual([row["gpus"] for row in plan["rows"]], [1, 2, 3, 4])
         self.assertEqual([row["strategy"] for row in plan["rows"]],

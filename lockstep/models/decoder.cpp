@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/models/experts.h"
+#include "lockstep/nn/capped_attention.h"
 #include "lockstep/nn/functional.h"
 
 namespace lockstep::models::detail {
@@ -71,9 +72,9 @@ Sight sight_of(const at::Tensor& ids, std::int64_t past, std::int64_t window, bo
   return sight;
 }
 
-// Scores with a soft cap, for which there is no kernel: all of them exist at once.
-at::Tensor capped_attention(const at::Tensor& queries, at::Tensor keys, at::Tensor values,
-                            const Sight& sight, double scale, double cap, double dropout) {
+// Scores with a soft cap and dropout of their shares: all of them exist at once.
+at::Tensor capped_and_dropped(const at::Tensor& queries, at::Tensor keys, at::Tensor values,
+                              const Sight& sight, double scale, double cap, double dropout) {
   const std::int64_t shared = queries.size(1) / keys.size(1);
   if (shared > 1) {
     keys = keys.repeat_interleave(shared, 1);
@@ -82,9 +83,8 @@ at::Tensor capped_attention(const at::Tensor& queries, at::Tensor keys, at::Tens
   at::Tensor scores = torch::matmul(queries, keys.transpose(2, 3)) * scale;
   scores = torch::tanh(scores / cap) * cap;
   if (sight.mask.defined()) scores = scores.masked_fill(sight.mask.logical_not(), -INFINITY);
-  at::Tensor shares = torch::softmax(scores, -1, at::kFloat).to(queries.scalar_type());
-  if (dropout > 0) shares = torch::dropout(shares, dropout, /*train=*/true);
-  return torch::matmul(shares, values);
+  const at::Tensor shares = torch::softmax(scores, -1, at::kFloat).to(queries.scalar_type());
+  return torch::matmul(torch::dropout(shares, dropout, /*train=*/true), values);
 }
 
 class RmsNorm : public torch::nn::Module {
@@ -160,10 +160,16 @@ class DecoderAttention : public torch::nn::Module {
     const double dropout = is_training() ? spec_.dropout : 0;
     const std::optional<double> scale = spec_.scale > 0 ? std::optional(spec_.scale) : std::nullopt;
     if (pass.cache != nullptr) std::tie(k, v) = pass.cache->append(layer_, k, v);
-    if (spec_.soft_cap > 0)
-      return capped_attention(q, k, v, sight,
-                              scale.value_or(1 / std::sqrt(static_cast<double>(spec_.width))),
-                              spec_.soft_cap, dropout);
+    if (spec_.soft_cap > 0) {
+      const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(spec_.width)));
+      if (dropout > 0) return capped_and_dropped(q, k, v, sight, factor, spec_.soft_cap, dropout);
+      // Under autocasting in its type, as ATen's attention.
+      const at::ScalarType type = at::autocast::is_autocast_enabled(q.device().type())
+                                      ? at::autocast::get_autocast_dtype(q.device().type())
+                                      : q.scalar_type();
+      return nn::capped_attention(q.to(type), k.to(type), v.to(type),
+                                  {.cap = spec_.soft_cap, .scale = factor, .mask = sight.mask});
+    }
     if (pass.fused && sight.causal)
       return nn::attention(q, k, v, {.causal = true, .dropout = dropout, .scale = scale});
     const std::optional<at::Tensor> mask =

@@ -223,10 +223,10 @@ std::int64_t mlp_working(const models::MlpSpec& mlp, std::int64_t h, std::int64_
   return mlp.experts->per_token * ((4 + h) * mlp.out.out() + own);
 }
 
-// Scores that a soft cap changes exist as a whole: their tangents and shares. So do keys and values
-// of heads that share them, once for each.
+// Scores that a soft cap changes exist as a whole where dropout acts on them: their tangents and
+// shares. So do keys and values of heads that share them, once for each.
 std::int64_t score_bytes(const BlockSpec& b, std::int64_t length, std::int64_t h) {
-  return b.attention.soft_cap > 0
+  return b.attention.soft_cap > 0 && b.attention.dropout > 0
              ? b.attention.heads * length * 8 + 2 * h * (b.attention.queries() - b.attention.keys())
              : 0;
 }

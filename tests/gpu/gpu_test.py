@@ -59,6 +59,7 @@ def main():
         run("fused models beside plain ones", 1, [f"{BIN}/tests/fused_test"], ["PASSED"]),
         run("mixtures of experts", 1, [f"{BIN}/tests/experts_test"], ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # ranks are on the CPU
+        run("attention with a soft cap", 1, [f"{BIN}/tests/capped_attention_test"], ["PASSED"]),
         run("grouped products", 1, [f"{BIN}/tests/grouped_linear_test"], ["PASSED"]),
         run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # one case has ranks on the CPU
