@@ -212,7 +212,8 @@ class Config(unittest.TestCase):
         train = os.path.join(source, "lockstep", "train")
         readers += [os.path.join(train, name) for name in os.listdir(train)
                     if re.fullmatch(r"(batch_size|checkpoint_manager|effective_batch|evaluator|"
-                                    r"loop|metrics_reporter|rule_options|run_\w+|step_plan|"
+                                    r"fsdp_keys|loop|metrics_reporter|rule_options|run_\w+|"
+                                    r"step_plan|"
                                     r"train_optimizer|trainer)"
                                     r"\.(h|cpp)", name)]
         # The checks look at every key; only this function of theirs is used by a run.

@@ -376,6 +376,27 @@ TEST_P(FullyShardTest, AParameterThatNoRankUsesKeepsItsValue) {
   });
 }
 
+// A forward that calls one block has begun to gather the next one, whose values then change.
+TEST_P(FullyShardTest, AGatherFromBeforeAStepIsNotUsedAfterIt) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.world().size(), kAdamW);
+    Rank rank(mesh, kAdamW);
+    one.step(0);
+    one.step(1);
+    rank.model.before_forward();
+    rank.model.backward(loss_of(rank.net, rank.mine(0)));
+    {
+      const torch::NoGradGuard no_grad;
+      rank.model.before_forward();
+      rank.net.layers[0]->forward(rank.mine(0));
+    }
+    rank.optimizer->step();
+    rank.optimizer->zero_grad();
+    rank.step(1);
+    expect_equal(rank.weights(), flat(one.net));
+  });
+}
+
 // ---------------------------------------------------------------- bundled models
 
 models::CausalLmPtr small_gpt(bool lora) {
@@ -766,33 +787,6 @@ TEST(FullyShardHybrid, ComparesTheCopies) {
                                     ? "parameter 'layer1.row' on rank 1 is not what it is on rank 0"
                                     : "nothing thrown"));
   });
-}
-
-TEST(RowCuts, AreThoseOfFsdp2) {
-  using parallel::cut_rows;
-  const auto counts = [](at::IntArrayRef sizes, int ranks) {
-    std::vector<std::int64_t> all;
-    for (int rank = 0; rank < ranks; ++rank) all.push_back(cut_rows(sizes, ranks).count(rank));
-    return all;
-  };
-  // torch.chunk: the last parts are shorter, or missing.
-  EXPECT_THAT(counts({10, 3}, 4), ElementsAre(3, 3, 3, 1));
-  EXPECT_THAT(counts({5}, 4), ElementsAre(2, 2, 1, 0));
-  EXPECT_THAT(counts({}, 3), ElementsAre(1, 0, 0));
-  EXPECT_THAT(counts({0, 4}, 2), ElementsAre(0, 0));
-  for (const std::int64_t rows : {1, 4, 5, 9}) {
-    const at::Tensor whole = drawn({rows, 2}, 3);
-    const auto cut = cut_rows(whole.sizes(), 4);
-    const at::Tensor parts = at::zeros({4, cut.padded()});
-    parallel::copy_to_parts(cut, whole, parts);
-    at::Tensor back = at::empty_like(whole);
-    parallel::copy_from_parts(cut, parts, back);
-    EXPECT_TENSOR_EQ(back, whole);
-    const auto chunks = whole.chunk(4);
-    for (std::size_t r = 0; r < chunks.size(); ++r)
-      EXPECT_TENSOR_EQ(parts[static_cast<std::int64_t>(r)].narrow(0, 0, chunks[r].numel()),
-                       chunks[r].flatten());
-  }
 }
 
 }  // namespace
