@@ -99,7 +99,7 @@ class StallWatch {
   Clock::time_point quiet_since_;
   std::optional<Clock::time_point> compared_since_;  // the time at which cpu_s was read
   Clock::time_point judged_;
-  Reported reported_ = Reported::kNothing;                    // during this quiet period
+  Reported reported_ = Reported::kNothing;        // during this quiet period
   bool said_busy_ = false;                        // during this quiet period
   bool perhaps_busy_ = false;                     // the stacks decide
   bool collecting_ = false;                       // collecting stacks for a report

@@ -98,9 +98,9 @@ class Record {
       const auto field = std::find_if(kFields.begin(), kFields.end(),
                                       [&](const Field& f) { return f.name == key; });
       ChatField* const chat_field = key == "prompt"       ? &prompt_
-                         : key == "completion" ? &completion_
-                         : key == "messages"   ? &messages_
-                                               : nullptr;
+                                    : key == "completion" ? &completion_
+                                    : key == "messages"   ? &messages_
+                                                          : nullptr;
       if (field != kFields.end()) {
         bool& again = seen_[static_cast<std::size_t>(field - kFields.begin())];
         if (std::exchange(again, true)) refuse_again(json, key);

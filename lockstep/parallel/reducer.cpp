@@ -34,10 +34,11 @@ void require_same(World& world, const Check& check, const char* kind,
   if (!difference) return;
   throw CommError(
       "ddp",
-      fmt::format("replicas differ: {} '{}' on {} is not what it is on rank 0. Something changed "
-                  "it outside the synchronised step, or ranks took different steps. Change parameters "
-                  "on every rank alike (world.broadcast() does), and resume from a checkpoint.",
-                  kind, difference->name, show_ranks(difference->ranks)),
+      fmt::format(
+          "replicas differ: {} '{}' on {} is not what it is on rank 0. Something changed "
+          "it outside the synchronised step, or ranks took different steps. Change parameters "
+          "on every rank alike (world.broadcast() does), and resume from a checkpoint.",
+          kind, difference->name, show_ranks(difference->ranks)),
       {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify_replicas"});
 }
 

@@ -82,8 +82,8 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
     loss = at::where(finite, loss, 0.0);
     counted = tokens * finite;
   }
-  const at::Tensor sums = at::stack(
-      {(loss * counted).reshape({}), tokens.reshape({}), counted.reshape({})});
+  const at::Tensor sums =
+      at::stack({(loss * counted).reshape({}), tokens.reshape({}), counted.reshape({})});
   since_log_ += sums;
   since_start_ += sums;
   if (result.skipped.defined())
