@@ -344,6 +344,8 @@ int generate_main(int argc, char** argv) {
   const std::string folder = model_folder(flags.model);
   const LoadedModel loaded = load_model(
       folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});
+  // Weights of experts that are not trained lie together, and need no copy for each token.
+  for (const at::Tensor& parameter : loaded.model->parameters()) parameter.set_requires_grad(false);
   const auto options = [&](const Ids& prompt) {
     const auto& config = loaded.model->config();
     // Where positions are a table it ends; the last token that is made needs none.

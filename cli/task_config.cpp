@@ -427,11 +427,12 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
                        "model.device_map splits the model over the devices of one rank, and fsdp "
                        "divides it over ranks. Keep one.");
   });
-  if (!has_tokens(task.data) && a.gradient_checkpointing)
-    problems.add(fmt::format(
-        "gradient_checkpointing is for models of blocks, and {} has none. Delete it, or "
-        "train a gpt.",
-        model.name));
+  if (!has_tokens(task.data) && train::checkpoints_activations(a))
+    problems.add(
+        fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.",
+                    a.gradient_checkpointing ? "gradient_checkpointing"
+                                             : "fsdp_config.activation_checkpointing",
+                    model.name));
   // The weights cannot be checked against an invalid model.
   if (problems.size() == before && files == TaskFiles::kChecked)
     problems.attempt([&] { check_weights(task); });

@@ -436,6 +436,7 @@ Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run) {
       for (at::Tensor* one : shared)
         if (one->defined()) *one = one->to(*block->copy_input_to);
     }
+    pass.owns_memory = !block->has_runner();
     if (runner || block->has_runner())
       x = run_whole(block, x, pass, runner);
     else

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,9 +26,9 @@ at::ScalarType compute_type(const at::Tensor& x, const at::Tensor& weight, const
 
 // Frozen weights are in one tensor from then on, of which a grouped product needs no copy.
 at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
-                   const at::Tensor& ends) {
-  const at::Tensor& first = weights.front();
-  if (rows.is_cuda() && first.scalar_type() == at::kBFloat16 && !first.requires_grad())
+                   const at::Tensor& ends, bool owns_memory) {
+  const bool frozen = std::ranges::none_of(weights, &at::Tensor::requires_grad);
+  if (owns_memory && rows.is_cuda() && weights.front().scalar_type() == at::kBFloat16 && frozen)
     nn::place_together(weights);
   return nn::grouped_linear(rows, weights, ends);
 }
@@ -80,10 +81,11 @@ Experts::Routed Experts::route(const at::Tensor& logits) const {
   return routed;
 }
 
-at::Tensor Experts::compute(const at::Tensor& rows, const at::Tensor& ends) const {
-  at::Tensor y = activate(spec_.activation, product(rows, in_.front(), ends));
-  if (spec_.gated()) y = y * product(rows, in_.back(), ends);
-  return product(y, out_, ends);
+at::Tensor Experts::compute(const at::Tensor& rows, const at::Tensor& ends,
+                            bool owns_memory) const {
+  at::Tensor y = activate(spec_.activation, product(rows, in_.front(), ends, owns_memory));
+  if (spec_.gated()) y = y * product(rows, in_.back(), ends, owns_memory);
+  return product(y, out_, ends, owns_memory);
 }
 
 at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tensor* router_logits) {
@@ -100,7 +102,7 @@ at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tenso
                                 .reshape({-1, 1, width})
                                 .expand({-1, per_token, width})
                                 .reshape({-1, width});
-  const at::Tensor y = compute(copies.index_select(0, routed.order), routed.ends);
+  const at::Tensor y = compute(copies.index_select(0, routed.order), routed.ends, pass.owns_memory);
   const at::Tensor places = torch::arange(routed.order.size(0), routed.order.options());
   const at::Tensor back = torch::empty_like(routed.order).scatter_(0, routed.order, places);
   const at::Tensor weighted =

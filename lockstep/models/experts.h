@@ -31,7 +31,7 @@ class Experts : public torch::nn::Module {
   };
   Routed route(const at::Tensor& logits) const;
   // What the experts make of rows that are sorted.
-  at::Tensor compute(const at::Tensor& rows, const at::Tensor& ends) const;
+  at::Tensor compute(const at::Tensor& rows, const at::Tensor& ends, bool owns_memory) const;
 
   MlpSpec spec_;
   Linear router_{nullptr};

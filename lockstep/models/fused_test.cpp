@@ -26,7 +26,7 @@ struct Case {
 };
 
 // With windows that cut, and heads of another width than hidden_size says.
-// Of a mixture of experts a token goes to all, because rounding must not choose others.
+// Each token goes to all experts, because rounding must not choose others.
 CausalLmConfig small_model(std::string_view type) {
   const Family& family = *find_family(type);
   Options options = family.defaults();

@@ -33,6 +33,7 @@ struct Pass {
   at::Tensor sin{};                        // half as wide
   at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
   bool router_logits = false;              // blocks with experts leave theirs in the stream
+  bool owns_memory = true;                 // false: FullyShard gathers and frees the parameters
 };
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.

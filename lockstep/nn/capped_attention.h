@@ -22,8 +22,8 @@ struct CappedAttentionOptions {
   std::int64_t chunk_rows = 0;  // queries at a time; 0: so that their scores take about 64 MiB
 };
 
-// query [batch, heads, time, width]; key and value [batch, heads or a divisor, keys, width]. Like
-// the query; softmax is computed in float.
+// query [batch, heads, time, width]; key and value [batch, heads or a divisor, keys, width]. The
+// result has the query's shape and dtype; softmax is computed in float.
 at::Tensor capped_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const CappedAttentionOptions& options);
 

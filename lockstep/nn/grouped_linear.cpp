@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/on_cuda.h"
@@ -56,21 +57,25 @@ std::string leaf_name(std::size_t group) {
   return fmt::format("weight_{}", group);
 }
 
-// All groups in one product.
+// All groups in one product. Backward makes the copy of the weights again: all experts of a model
+// would be there twice until then, and FullyShard could not free them.
 struct OneProduct {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& ends,
                             at::TensorList weights) {
-    const at::Tensor all = stacked(weights, x.scalar_type());
-    ctx->save_for_backward({x, ends, all});
-    return at::_grouped_mm(x, all.transpose(1, 2), ends);
+    variable_list saved{x, ends};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(std::move(saved));
+    return at::_grouped_mm(x, stacked(weights, x.scalar_type()).transpose(1, 2), ends);
   }
 
   static void backward(AutogradContext* ctx, const at::Tensor& dy, at::ScalarType wanted,
                        variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &ends = saved[1], &all = saved[2];
-    if (ctx->needs_input_grad(0)) gradients[0] = at::_grouped_mm(dy, all, ends);
-    const auto groups = static_cast<std::size_t>(all.size(0));
+    const at::Tensor &x = saved[0], &ends = saved[1];
+    const at::TensorList weights = at::TensorList(saved).slice(2);
+    if (ctx->needs_input_grad(0))
+      gradients[0] = at::_grouped_mm(dy, stacked(weights, x.scalar_type()), ends);
+    const std::size_t groups = weights.size();
     bool any = false;
     for (std::size_t i = 0; i < groups; ++i) any |= ctx->needs_input_grad(i + 2);
     if (!any) return;

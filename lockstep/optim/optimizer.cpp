@@ -100,6 +100,14 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
   return batches;
 }
 
+// ATen's kernels have their options from the host, which a graph would repeat.
+void refuse_capture() {
+  if (kernels::cuda::capturing())
+    throw Error(kOptimizer,
+                "a parameter has no gradient that is laid out as itself, so that the step would "
+                "have a fixed learning rate");
+}
+
 void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const UpdateRule& rule,
                 const at::Tensor& skip) {
   const SpanKernels kernels = rule.kernels();
@@ -236,6 +244,7 @@ void Optimizer::list_parameters() {
   listed_ = std::move(now);
   pass_.reset();
   no_pass_.clear();
+  ++layout_;
 }
 
 Rule& Optimizer::options(std::size_t group) {
@@ -284,7 +293,15 @@ void Optimizer::step_unless(const at::Tensor& found_inf) {
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   detail::check_groups(who(), param_groups_);
   list_parameters();
-  step_groups(found_inf);
+  if (!has_pass()) {
+    refuse_capture();
+    step_groups(found_inf);
+    return;
+  }
+  refuse_local_gradients(params_, kOptimizer);
+  if (!kernels::cuda::capturing()) publish_options({});
+  pass_->measure();
+  pass_->update(found_inf);
 }
 
 StepResult Optimizer::step(const StepOptions& options) {
@@ -296,9 +313,7 @@ StepResult Optimizer::step(const StepOptions& options) {
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
   if (has_pass()) return step_in_one_pass(options, scaler);
-  if (kernels::cuda::capturing())
-    throw Error(kOptimizer,
-                "a parameter has no gradient, so that the step would have a fixed learning rate");
+  refuse_capture();
   if (scaler != nullptr) scaler->unscale_(this, params_);
   // Where kernels sum blocks, the norm has the bits of ShardedOptimizer's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
@@ -335,7 +350,7 @@ void Optimizer::step_groups(const at::Tensor& found_inf) {
   }
 }
 
-// Of its functions the one that knows this class.
+// Defined here because it needs optim::Optimizer.
 void GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) {
     optimizer.step();
@@ -361,11 +376,15 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
 // Decided at the first step, when the model is where it is trained.
 bool Optimizer::has_pass() {
   if (!no_pass_.empty()) return false;
-  const auto has_gradient = [](const auto& param) { return param.grad().defined(); };
+  // Others, sparse ones too, are for gather() to copy or to refuse.
+  const auto has_gradient = [](const at::Tensor& param) {
+    const at::Tensor& grad = param.grad();
+    return grad.defined() && grad.layout() == at::kStrided && grad.is_contiguous();
+  };
   const bool all_have_gradients =
       std::any_of(params_.begin(), params_.end(), has_gradient) &&
       std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
-        return has_gradient(param) || !param.requires_grad();  // or was frozen meanwhile
+        return has_gradient(param) || (!param.requires_grad() && !param.grad().defined());
       });
   if (pass_) return all_have_gradients;
   const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
@@ -400,6 +419,11 @@ bool Optimizer::has_pass() {
   }
   pass_ = std::make_unique<AdamWPass>(std::move(items), std::move(rules));
   return all_have_gradients;
+}
+
+std::uint64_t Optimizer::layout() {
+  if (replicated_) list_parameters();
+  return layout_;
 }
 
 void Optimizer::publish_options(const StepOptions& options) {

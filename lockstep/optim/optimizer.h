@@ -17,8 +17,8 @@
 // step, so a loop works with both, and so do checkpoints: state is named after parameters
 // ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
 //
-// The bits are those of PyTorch's fused optimizers. Made for a model or for named parameters, AdamW
-// over float parameters on a GPU is one pass (adamw_pass.h), in float, which CUDA graphs can hold.
+// The bits are those of PyTorch's fused optimizers, except on a GPU for AdamW that was made for a
+// model of float parameters: one pass (adamw_pass.h), which CUDA graphs can hold.
 //
 // step, state_dict, load_state_dict and sync_from_model may communicate: call them on all ranks at
 // the same point. Owns its state and shares the parameters. One thread at a time.
@@ -110,8 +110,8 @@ class Optimizer : public torch::optim::Optimizer {
   void set_lr(double lr);                     // for all groups
   void set_lr(std::size_t group, double lr);  // for one group
 
-  // Names for the state of an optimizer that was made from a list of parameters; save_checkpoint()
-  // and resume() give them. Without effect where it was made with names.
+  // Names for the state of parameters that have none yet: those of a list or of an added group.
+  // save_checkpoint() and resume() give them.
   void name_parameters(NamedParameters names);
   // Everything but the parameters. Zeros and step 0 for a parameter that was never stepped.
   // load_state_dict copies; a missing, unknown or misshapen tensor is a UsageError with its name,
@@ -119,15 +119,14 @@ class Optimizer : public torch::optim::Optimizer {
   virtual TensorDict state_dict(const StateDictOptions& options = {});
   virtual void load_state_dict(const TensorDict& state);
   virtual std::int64_t state_bytes() const;  // of the state that this rank holds
-
-  // Call it after writing or loading the model's parameters, with the same values on every rank. A
-  // sharded optimizer takes them over; a replicated one reads them in each step anyway.
+  // After parameters were written, equally on every rank: a sharded optimizer takes them over.
   virtual void sync_from_model() {}
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
   // empty where it can; and writes the options that replays read to the device.
   virtual std::string unavailable_for_capture(const StepOptions& options);
   virtual void publish_options(const StepOptions& options);
+  std::uint64_t layout();  // another one: groups changed, and recorded steps are stale
 
   // torch::save, torch::load: UsageError for an archive of another model, before any change.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -156,6 +155,7 @@ class Optimizer : public torch::optim::Optimizer {
   std::vector<at::Tensor> params_;                 // in the order of the names
   std::unique_ptr<AdamWPass> pass_;
   std::string no_pass_;  // why there is none
+  std::uint64_t layout_ = 0;
 };
 
 // Every rank with the whole state: what an Optimizer is unless a derived class says otherwise.

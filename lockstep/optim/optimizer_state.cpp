@@ -40,17 +40,29 @@ void for_each_named(std::string_view who, std::vector<Group>& groups, const Name
       if (name == known.end())
         throw UsageError(who,
                          "a parameter of shape {} has no name, which its state is saved under. "
-                         "Make the optimizer for the model, or give the names of all parameters to "
-                         "name_parameters().",
+                         "Give the names of all parameters to name_parameters().",
                          detail::shape_of(param));
       visit(*name->second, param, *rule);
     }
   }
 }
 
+void reset_state(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+  const auto held = optimizer.state().find(param.unsafeGetTensorImpl());
+  if (held == optimizer.state().end()) return;
+  if (!param.is_cuda()) {
+    optimizer.state().erase(held);
+    return;
+  }
+  const auto& state = static_cast<const RuleState&>(*held->second);
+  if (state.step.defined()) state.step.zero_();
+  for (const at::Tensor& tensor : state.tensors) tensor.zero_();
+}
+
 // In place where there is a state: a CUDA graph may read it there.
 void set_state(torch::optim::Optimizer& optimizer, const Loaded& loaded) {
   const auto& [param, rule, state] = loaded;
+  if (state.names.empty() && !state.step.defined()) return reset_state(optimizer, param);
   const bool counts = rule->counts_steps();
   const bool stepped = !state.step.defined() || state.step.item<double>() != 0;
   if ((!counts && state.names.empty()) || (!stepped && !(counts && param.is_cuda()))) {
@@ -95,7 +107,12 @@ void check_replicated(bool replicated) {
 // ---------------------------------------------------------------- by name
 
 void Optimizer::name_parameters(NamedParameters names) {
-  if (!for_model_) names_ = std::move(names);
+  if (!for_model_) names_.clear();
+  std::unordered_set<at::TensorImpl*> known;
+  for (const auto& [name, tensor] : names_) known.insert(tensor.unsafeGetTensorImpl());
+  for (auto& [name, tensor] : names)
+    if (known.insert(tensor.unsafeGetTensorImpl()).second)
+      names_.emplace_back(std::move(name), std::move(tensor));
 }
 
 TensorDict Optimizer::state_dict(const StateDictOptions& options) {
@@ -133,8 +150,8 @@ void Optimizer::load_state_dict(const TensorDict& state) {
   detail::StateReader reader(who(), state);
   for_each_named(who(), param_groups_, names_,
                  [&](const auto& name, const auto& param, const UpdateRule& rule) {
-                   if (!param.requires_grad() && !state.contains(name + ".step")) return;
                    Loaded& one = loaded.emplace_back(Loaded{param, &rule, {}});
+                   if (!param.requires_grad() && !state.contains(name + ".step")) return;
                    for (const StateSpec& spec : rule.state(param.sizes()))
                      one.state.add(spec.name, reader.tensor(name + "." + spec.name, spec.sizes));
                    one.state.step = reader.number(name + ".step");
@@ -192,10 +209,10 @@ void Optimizer::load(torch::serialize::InputArchive& archive) {
     for (std::size_t i = 0; i < params.size(); ++i) {
       c10::IValue key;
       group.read("params/" + std::to_string(i), key);
-      if (!keys.contains(key.toStringRef())) continue;
+      Loaded& state = loaded.emplace_back(Loaded{params[i], &*rules[g].rule, {}});
+      if (!keys.contains(key.toStringRef())) continue;  // it was not stepped yet
       torch::serialize::InputArchive one;
       states.read(key.toStringRef(), one);
-      Loaded& state = loaded.emplace_back(Loaded{params[i], &*rules[g].rule, {}});
       state.state.serialize(one);
       check_archived(state);
     }

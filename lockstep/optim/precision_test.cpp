@@ -521,6 +521,9 @@ TEST(Optimizer, GroupsMayBeAdded) {
   EXPECT_TENSOR_EQ(c.detach(), at::full({2}, 0.75));
   EXPECT_THAT(message_of<UsageError>([&] { optimizer.state_dict(); }),
               HasSubstr("[optimizer] a parameter of shape [2] has no name"));
+  optimizer.name_parameters({{"c", c}, {"other", a}});
+  EXPECT_TRUE(optimizer.state_dict().contains("c.exp_avg"));
+  EXPECT_TRUE(optimizer.state_dict().contains("a.step")) << "as it was made with";
   optimizer.param_groups()[1].params()[0] = b;
   EXPECT_THAT(message_of<UsageError>([&] { optimizer.step(); }),
               HasSubstr("in two parameter groups"));

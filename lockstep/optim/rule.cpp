@@ -62,7 +62,11 @@ void Rule::refuse_option(std::string_view option) const {
 }
 
 void Rule::refuse_other(std::string_view wanted) const {
-  throw UsageError(rule_->name(), "its options were asked for as those of {}.", wanted);
+  throw UsageError(
+      rule_->name(),
+      "its options were asked for as those of {}. Ask for those of the rule that the group "
+      "was made with: optimizer.Optimizer::options(group).",
+      wanted);
 }
 
 void detail::check_options(std::string_view who,

@@ -50,7 +50,7 @@
 
 namespace lockstep::optim {
 
-// Of a tensor of state for a parameter of this type.
+// The dtype of a tensor of state for a parameter of this dtype.
 inline at::ScalarType dtype_of(const StateSpec& spec, at::ScalarType param) {
   return spec.at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
 }

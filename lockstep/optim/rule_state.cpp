@@ -108,10 +108,11 @@ std::string shape_of(const at::Tensor& tensor) {
 Rule& rule_of(std::string_view who, torch::optim::OptimizerParamGroup& group) {
   auto* const options = dynamic_cast<GroupRule*>(&group.options());
   if (options == nullptr)
-    throw UsageError(who,
-                     "a parameter group has options of another optimizer. It was probably added "
-                     "with torch::optim's own options. Make the group with {}::group().",
-                     who);
+    throw UsageError(
+        who,
+        "a parameter group has options of another optimizer. It was probably added "
+        "with torch::optim's own options. Make the group with optim::AdamW::group(), or "
+        "that of its rule.");
   return options->rule;
 }
 

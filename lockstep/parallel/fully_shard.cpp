@@ -150,7 +150,7 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
     text +=
         fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
                     fmt::join(p.tensor.sizes(), ", "), p.tensor.requires_grad() ? "" : ", frozen");
-  return text;
+  return text + model_.describe_buffers();
 }
 
 // A parameter belongs to the innermost block around it, and to the root where it is in none. One
@@ -196,8 +196,8 @@ void FullyShardImpl::each_parameter(const std::function<void(ShardedParameter&)>
     for (ShardedParameter& p : unit.parameters()) visit(p);
 }
 
-// The hooks name whoever calls loss.backward(), clips, or steps by himself: .grad is not what that
-// would need.
+// The hooks refuse loss.backward(), clipping and optimizers of torch's: .grad is not what they
+// need.
 void FullyShardImpl::install() {
   const std::weak_ptr<FullyShardImpl> self = weak_from_this();
   for (std::size_t i = 0; i < blocks_.size(); ++i)
@@ -311,19 +311,29 @@ void FullyShardImpl::backward(const at::Tensor& loss, bool last) {
   begin_pass();
   try {
     loss.backward();
+    end_pass();
   } catch (...) {
     in_backward_ = false;
     pending_.reset();
     for (ShardUnit& unit : units_) unit.forget_work();
-    local_ = alone_;
-    if (!local_) show_gradients();
+    forget_gradients();
+    failed_ = true;
     throw;
   }
-  end_pass();
+}
+
+void FullyShardImpl::forget_gradients() {
+  each_parameter([](ShardedParameter& p) {
+    p.grad = at::Tensor();
+    p.tensor.mutable_grad() = at::Tensor();
+  });
+  local_ = alone_;
+  failed_ = false;
 }
 
 void FullyShardImpl::before_unit_backward(std::size_t unit) {
-  check_backward(units_[unit].name());
+  const auto& members = units_[unit].parameters();
+  check_backward(members.empty() ? units_[unit].name() : members.front().name);
   units_[unit].gather();
   prefetch_before(unit);
 }
@@ -360,12 +370,24 @@ void FullyShardImpl::end_pass() {
   for (std::size_t unit = units_.size(); unit-- > 0;)
     if (!reduced_[unit]) reduce(unit);
   end_pending_reduce();
+  if (reduces()) check_late_gradients();
   in_backward_ = false;
   local_ = !reduces();
   if (!local_) show_gradients();
   if (last_) model_.broadcast_buffers(mesh_.world(), 0);
   for (ShardUnit& unit : units_) unit.forget_work();
   if (!held()) free_all();
+}
+
+// What reaches a parameter after its unit was reduced would be lost.
+void FullyShardImpl::check_late_gradients() {
+  each_parameter([](ShardedParameter& p) {
+    if (p.tensor.grad().defined())
+      throw UsageError(kWho,
+                       "a gradient reached parameter '{}' after those of its block were averaged: "
+                       "the loss uses it outside of the block. Use it inside nn::Block::run().",
+                       p.name);
+  });
 }
 
 void FullyShardImpl::show_gradients() {
@@ -383,8 +405,9 @@ void require_same(World& world, const char* kind, const Fingerprints& fingerprin
   if (!difference) return;
   throw CommError(
       kFullyShard,
-      fmt::format("copies differ: {} '{}' on {} is not what it is on rank 0. Something changed it "
-                  "outside the optimizer's step, or ranks took different steps.",
+      fmt::format("copies differ: {} '{}' on {} along the axis of copies is not what it is on its "
+                  "rank 0. Something changed it outside the optimizer's step, or ranks took "
+                  "different steps. Change it on every rank alike, and resume from a checkpoint.",
                   kind, difference->name, show_ranks(difference->ranks)),
       {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify_parameters"});
 }

@@ -70,7 +70,9 @@ class FullyShard final : public Parallelism {
   void check_shardable() const override;
   void before_forward() override;
   void backward(const at::Tensor& loss, bool last = true) override;
-  // The next forward frees what was gathered, and so does the optimizer's step, held or not.
+  // Let go of it on every rank before the same forward, which frees what was gathered. The
+  // optimizer's step frees it, held or not. Hold it before the end of FullyShard if the module is
+  // used afterwards.
   std::shared_ptr<void> gathered() override;
   void verify_parameters() override;
   void verify_buffers() override;

@@ -39,6 +39,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void free_all();
   // Whether gradients of this rank alone wait for the last backward.
   bool unreduced() const { return local_ && !alone_; }
+  // Whether a backward failed since gradients were last forgotten.
+  bool failed() const { return failed_; }
+  void forget_gradients();
   void take_whole();  // the model's parameters were written while they were whole
   void verify_parameters();
   void verify_buffers();
@@ -51,7 +54,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void check_backward(const std::string& parameter) const;
 
  private:
-  struct Used {  // a module that is a block
+  // A module that is a block.
+  struct Used {
     std::shared_ptr<torch::nn::Module> module;
     nn::Block* block = nullptr;
   };
@@ -66,6 +70,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void end_pending_reduce();
   void begin_pass();
   void end_pass();
+  void check_late_gradients();
   void show_gradients();
 
   Mesh mesh_;
@@ -83,6 +88,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool alone_;  // nobody else has gradients
   bool local_;  // .grad has whole gradients of this rank alone
   bool in_backward_ = false;
+  bool failed_ = false;
   bool last_ = true;
 };
 

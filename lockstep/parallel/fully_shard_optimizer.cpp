@@ -145,6 +145,10 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 
 // What backward has left in .grad of the model's parameters: this rank's rows of the average.
 void FullyShardOptimizer::take_gradients() {
+  if (model_->failed())
+    throw UsageError(kFullyShard,
+                     "step() came after a backward that failed, so that gradients are incomplete. "
+                     "Call zero_grad() and run the passes of the step again.");
   if (model_->unreduced())
     throw UsageError(kFullyShard,
                      "step() found gradients of this rank alone. Call the last backward() before a "
@@ -267,10 +271,8 @@ void FullyShardOptimizer::scatter_whole(const Member& m) const {
 }
 
 void FullyShardOptimizer::zero_grad() {
-  for (const Member& m : members_) {
-    m.p->tensor.mutable_grad() = at::Tensor();
-    m.p->shard.mutable_grad() = at::Tensor();
-  }
+  for (const Member& m : members_) m.p->shard.mutable_grad() = at::Tensor();
+  model_->forget_gradients();
 }
 
 // ---------------------------------------------------------------- state
@@ -295,14 +297,14 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
   const at::TensorOptions options =
       like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
   const auto found = mine.find(m.p->name + "." + spec.name);
-  if (m.owner < 0) {
+  if (m.owner < 0 && shard().size() > 1) {
     const at::Tensor rows = found != mine.end() ? found->second.to(options).reshape({-1})
                                                 : at::zeros({m.p->shard.numel()}, options);
     return at::cat(shard().all_gather_v(rows)).view(like.sizes());
   }
   at::Tensor whole =
       found != mine.end() ? found->second.to(options).contiguous() : at::zeros(spec.sizes, options);
-  shard().broadcast(whole, m.owner).wait();
+  if (m.owner >= 0) shard().broadcast(whole, m.owner).wait();
   return whole;
 }
 
@@ -343,7 +345,7 @@ void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
       if (!steps_here(m)) continue;
       const std::int64_t begin = m.p->cut.begin(shard().rank()) * m.p->cut.row_size;
       mine[key] =
-          m.owner >= 0
+          m.owner >= 0 || shard().size() == 1
               ? whole
               : whole.reshape({-1}).narrow(0, begin, m.p->shard.numel()).view(m.p->shard.sizes());
     }

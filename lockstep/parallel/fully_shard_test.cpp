@@ -3,13 +3,11 @@
 // lockstep/train/own_parallelism_test.cpp.
 #include "lockstep/parallel/fully_shard.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <functional>
@@ -33,6 +31,7 @@
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/shard_unit.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
@@ -42,8 +41,11 @@ namespace {
 
 using io::message_of;
 using ::testing::AllOf;
+using testing::Count;
+using testing::CountingAllocator;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::this_rank;
 
 constexpr std::int64_t kWidth = 7, kInner = 10, kOut = 3;
 
@@ -510,49 +512,6 @@ TEST_P(FullyShardTest, StoragesAreEmptyBetweenUses) {
   });
 }
 
-// What ranks, which are threads here, have allocated and nobody has freed, on whichever thread.
-struct Count {
-  void add(std::int64_t bytes) {
-    const std::int64_t now = live += bytes;
-    std::int64_t most = peak;
-    while (now > most && !peak.compare_exchange_weak(most, now)) {
-    }
-  }
-  std::atomic<std::int64_t> live{0}, peak{0};
-};
-thread_local std::shared_ptr<Count> this_rank;
-
-class CountingAllocator final : public c10::Allocator {
- public:
-  CountingAllocator() { c10::SetCPUAllocator(this, kPriority); }
-  ~CountingAllocator() override { c10::SetCPUAllocator(base_, kPriority); }
-  c10::DataPtr allocate(std::size_t bytes) override {
-    c10::DataPtr memory = base_->allocate(bytes);
-    if (!this_rank) return memory;
-    void* const data = memory.get();
-    auto* const block = new Block{std::move(memory), static_cast<std::int64_t>(bytes), this_rank};
-    block->count->add(block->bytes);
-    return {data, block, &release, c10::kCPU};
-  }
-  void copy_data(void* to, const void* from, std::size_t count) const override {
-    default_copy_data(to, from, count);
-  }
-
- private:
-  static constexpr std::uint8_t kPriority = 100;
-  struct Block {
-    c10::DataPtr memory;
-    std::int64_t bytes;
-    std::shared_ptr<Count> count;
-  };
-  static void release(void* context) {
-    auto* const block = static_cast<Block*>(context);
-    block->count->live -= block->bytes;
-    delete block;
-  }
-  c10::Allocator* base_ = c10::GetCPUAllocator();
-};
-
 struct Deep : torch::nn::Module {
   static constexpr std::int64_t kRows = 256, kLayers = 16;
   Deep() {
@@ -615,7 +574,8 @@ TEST_P(FullyShardTest, ARankHoldsItsShareOfBytes) {
 // ---------------------------------------------------------------- state
 
 TEST_P(FullyShardTest, ItsStateIsThatOfOneProcess) {
-  for (const optim::Rule& rule : {optim::Rule(kAdamW), optim::Rule(optim::MuonOptions{.lr = 0.02})})
+  for (const optim::Rule& rule : {optim::Rule(kAdamW), optim::Rule(optim::MuonOptions{.lr = 0.02}),
+                                  optim::Rule(optim::AdafactorOptions{})})
     on_ranks([&](const Mesh& mesh) {
       Reference one(mesh.world().size(), rule);
       Rank rank(mesh, rule);
@@ -693,6 +653,39 @@ TEST_P(FullyShardTest, AParameterUsedInPartsIsNamed) {
                 HasSubstr("'layer1.row'"));
     torch::AutoGradMode again(true);
     rank.step(0);  // nothing was harmed
+  });
+}
+
+TEST_P(FullyShardTest, AGradientFromOutsideOfItsBlockIsRefused) {
+  on_ranks([](const Mesh& mesh) {
+    if (mesh.world().size() == 1) return;
+    Rank rank(mesh, kAdamW);
+    rank.model.before_forward();
+    {
+      const auto whole = rank.model.gathered();
+      const at::Tensor penalty = rank.net.layers[0]->up->weight.square().sum();
+      const at::Tensor loss = loss_of(rank.net, rank.mine(0)) + penalty;
+      EXPECT_THAT(message_of<UsageError>([&] { rank.model.backward(loss); }),
+                  HasSubstr("'layer0.up.weight' after those of its block were averaged"));
+    }
+    EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
+                HasSubstr("after a backward that failed"));
+    rank.optimizer->zero_grad();
+    rank.step(0);
+  });
+}
+
+TEST_P(FullyShardTest, AParameterThatWasGivenOtherMemoryIsRefused) {
+  on_ranks([](const Mesh& mesh) {
+    if (mesh.size("shard") == 1) return;
+    Rank rank(mesh, kAdamW);
+    {
+      const auto whole = rank.model.gathered();
+      at::Tensor row = rank.net.layers[1]->row;
+      row.set_data(row.detach().clone());
+    }
+    EXPECT_THAT(message_of<UsageError>([&] { rank.model.before_forward(); }),
+                HasSubstr("'layer1.row' was given other memory"));
   });
 }
 

@@ -56,7 +56,8 @@ class Parallelism {
   // which holds averages. No collective.
   virtual bool scale_averages(double) { return false; }
 
-  // Parameters are whole while it is held: evaluation, saving, export. Letting go of it is local.
+  // Parameters are whole while it is held: evaluation, saving, export. Letting go of it is local,
+  // on every rank before the same forward.
   virtual std::shared_ptr<void> gathered() { return nullptr; }
   // Throw CommError with tensor and rank where ranks differ in what must be equal.
   virtual void verify_parameters() {}

@@ -24,8 +24,15 @@ c10::Storage storage_that_throws(const std::string& name, const at::Tensor& tens
   return storage;
 }
 
-void set_storage(const at::Tensor& tensor, const c10::Storage& storage) {
-  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+// The parameter points at `from` before, and at `to` afterwards.
+void set_storage(const ShardedParameter& p, const c10::Storage& from, const c10::Storage& to) {
+  if (!p.tensor.storage().is_alias_of(from))
+    throw UsageError(kWho,
+                     "parameter '{}' was given other memory (set_data), so that its rows cannot be "
+                     "gathered or freed. Copy values into it instead, while gathered() is held. "
+                     "For averages hold gathered() around Ema's swap().",
+                     p.name);
+  p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(to);
 }
 
 // Memory that nothing else lies in, in the order of its rows. No graph holds the parameter yet.
@@ -219,7 +226,7 @@ void ShardUnit::gather() {
       copy_from_parts(p.cut, gathers_[f].parts.narrow(1, offset, p.cut.padded()), fresh);
       offset += p.cut.padded();
       fill_storage(p.storage, std::move(fresh));
-      set_storage(p.tensor, p.storage);
+      set_storage(p, p.freed, p.storage);
     }
     gathers_[f].parts = at::Tensor();
   }
@@ -230,8 +237,8 @@ void ShardUnit::gather() {
 void ShardUnit::free() {
   if (shard_->size() == 1 || !whole_) return;
   for (ShardedParameter& p : parameters_) {
+    set_storage(p, p.storage, p.freed);
     empty_storage(p.storage);
-    set_storage(p.tensor, p.freed);
   }
   whole_ = false;
 }

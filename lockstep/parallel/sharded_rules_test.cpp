@@ -184,6 +184,9 @@ TEST(OneOptimizer, TorchsSchedulersAndLoopsDriveReplicatedAndShardedOnes) {
     of_list.name_parameters(third->named_parameters().pairs());
     replicated.load_state_dict(of_list.state_dict());
     of_list.load_state_dict(sharded.state_dict());
+    const optim::TensorDict one = replicated.state_dict(), other_one = of_list.state_dict();
+    ASSERT_EQ(one.size(), other_one.size());
+    for (const auto& [name, tensor] : one) EXPECT_TENSOR_EQ(tensor, other_one.at(name));
   });
 }
 

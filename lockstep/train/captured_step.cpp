@@ -111,6 +111,7 @@ struct CapturedStep::Impl {
     Tensors gradients{};          // of the parameters, as the function leaves them
     std::vector<Place> places{};  // of the parameters, before it
     std::uint64_t layout = 0;     // of the gradients
+    std::uint64_t optimizer = 0;  // its layout
   };
 
   optim::Optimizer& optimizer;
@@ -254,6 +255,7 @@ struct CapturedStep::Impl {
     entry.places.clear();
     for (const at::Tensor& parameter : parameters) entry.places.push_back(place_of(parameter));
     entry.layout = layout();
+    entry.optimizer = optimizer.layout();
     // The graph cannot use what earlier calls have left in the cache.
     const c10::impl::VirtualGuardImpl guard(device().type());
     guard.synchronizeDevice(device().index());
@@ -301,7 +303,7 @@ struct CapturedStep::Impl {
   // A graph that continues a window adds to the gradients, and fills the buckets, at the addresses
   // they had when it was recorded.
   bool is_of_here(const Entry& entry) const {
-    if (entry.layout != layout()) return false;
+    if (entry.layout != layout() || entry.optimizer != optimizer.layout()) return false;
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (place_of(parameters[i]) != entry.places[i]) return false;
     return true;

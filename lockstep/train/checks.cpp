@@ -349,7 +349,7 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
   constexpr std::string_view kNoSaving =
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
   const bool fully = a.fsdp && !a.fsdp->empty();
-  constexpr std::string_view kFully = "fsdp is set, which has no buckets";
+  constexpr std::string_view kFully = "fsdp is set, which averages the gradients of a block";
   const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
   const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
   const std::string_view kOther = a.optim == "sgd"         ? "optim is sgd"

@@ -39,8 +39,12 @@ DdpOptions ddp_options(const TrainingArguments& a) {
 std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
   const TrainingArguments& a = run.arguments;
-  if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
   const FsdpPlan plan = fsdp_plan(a);
+  if (run.task.make_parallelism && plan.on)
+    throw UsageError("trainer",
+                     "fsdp is set, and TrainerTask::make_parallelism makes another parallelism. "
+                     "Keep one of them.");
+  if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
   if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
   // Weights by what one rank has seen are known when its window ends.
   const bool alone =
@@ -142,6 +146,8 @@ void Loop::capture_steps() {
   std::string reason;
   if (!on_gpu) {
     reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
+  } else if (fsdp_plan(run_.arguments).on) {
+    reason = "fsdp gathers and frees parameters inside a step";
   } else if (automatic && !run_.task.capturable) {
     reason =
         "the task does not say that its loss function may be recorded "

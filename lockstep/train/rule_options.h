@@ -20,7 +20,7 @@ using RuleOptions = std::variant<optim::AdamWOptions, optim::AdamOptions, optim:
 
 // UsageError for optim_args that are not the rule's.
 RuleOptions rule_options(const TrainingArguments& arguments);
-// For what Muon leaves.
+// The AdamW options for parameters that Muon does not take.
 optim::AdamWOptions adamw_options(const TrainingArguments& arguments);
 
 // Bytes of the optimizer's state for these parameters, in float.

@@ -2,9 +2,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 BIN = os.environ["LOCKSTEP_BIN"]
+SOURCE = os.environ["LOCKSTEP_SOURCE"]
 
 
 def gpus():
@@ -69,6 +71,11 @@ def main():
             ["all checks passed", "of this process: allocated 1.", ", reserved ", ", peak "]),
         run("DDP on CUDA, two ranks on one GPU", 2, [f"{BIN}/tests/gpu_ddp"],
             ["all checks passed"]),
+        run("fully sharded training, two ranks on one GPU", 2,
+            [f"{BIN}/lockstep", "train", f"{SOURCE}/examples/configs/tiny_gpt.yaml", "--max_steps",
+             "20", "--fsdp", "full_shard", "--save_strategy", "no", "--report_to", "none",
+             "--output_dir", tempfile.mkdtemp(prefix="lockstep-fsdp-")],
+            ["fully sharded over 2 ranks", "trained 20 steps"]),
         run("a rank that is stuck in a graph", 2, [f"{BIN}/tests/gpu_ddp", "stuck"],
             ["left a graph"], {"LOCKSTEP_TIMEOUT_S": "5"}),
         run("conformance, two nccl ranks", 2, [f"{BIN}/tests/conformance", "--world-from-env"], [],
