@@ -91,16 +91,18 @@ class Translator {
       if (has(names, key)) continue;
       if (problems_.full()) return;
       std::string why;
+      const bool section = key == "deepspeed_config" || key == "fsdp_config" ||
+                           key == "megatron_lm_config" || key == "parallelism_config" ||
+                           key == "fp8_config";
+      if (section && (entry.value.is(NodeKind::kNull) ||
+                      (entry.value.is(NodeKind::kMap) && entry.value.entries.empty())))
+        continue;  // Accelerate writes empty sections
       if (has(training_keys_, key)) {
         why = fmt::format(
             "{} belongs in the training file (`lockstep train FILE`), not in the "
             "launcher's. Move it there.",
             key);
-      } else if (key == "deepspeed_config" || key == "fsdp_config" || key == "megatron_lm_config" ||
-                 key == "parallelism_config" || key == "fp8_config") {
-        if (entry.value.is(NodeKind::kNull) ||
-            (entry.value.is(NodeKind::kMap) && entry.value.entries.empty()))
-          continue;  // Accelerate writes empty sections
+      } else if (section) {
         why = fmt::format("{} is not supported: replicas here are whole models. Delete it.", key);
       } else {
         why = fmt::format("there is no key '{}' in the launcher's file.{}", key,
@@ -123,7 +125,8 @@ class Translator {
     if (std::ranges::find(known, type_) == known.end()) {
       refuse(*given("distributed_type"),
              "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
-             did_you_mean(type_, known));
+             type_ == "FSDP" ? " What divides the model is `fsdp` in the training file."
+                             : did_you_mean(type_, known));
     }
     const std::string precision = keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16"});
     if (precision != "no") out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;

@@ -18,7 +18,7 @@ using ::testing::UnorderedElementsAre;
 
 AccelerateLaunch read(const std::string& text) {
   return read_accelerate_config(parse_yaml(text, "acc.yaml"),
-                                {"learning_rate", "ddp_bucket_cap_mb", "seed"});
+                                {"learning_rate", "ddp_bucket_cap_mb", "seed", "fsdp_config"});
 }
 
 std::string message_of(const std::string& text) {
@@ -52,6 +52,15 @@ TEST(AccelerateConfig, EveryKeyOfTheListIsRead) {
     const std::string message = message_of(key + ":\n");
     EXPECT_EQ(message, "(nothing was thrown)") << key;
   }
+}
+
+// Accelerate writes empty ones beside what was chosen.
+TEST(AccelerateConfig, EmptySectionsAreSkipped) {
+  for (const char* key : {"fsdp_config", "deepspeed_config", "fp8_config"}) {
+    EXPECT_EQ(message_of(std::string(key) + ": {}\n"), "(nothing was thrown)") << key;
+    EXPECT_EQ(message_of(std::string(key) + ":\n"), "(nothing was thrown)") << key;
+  }
+  EXPECT_THAT(message_of("distributed_type: FSDP\n"), HasSubstr("`fsdp` in the training file"));
 }
 
 TEST(AccelerateConfig, ItsFlagsCanBeParsed) {
@@ -118,7 +127,8 @@ const Mistake kMistakes[] = {
     {"DistributedTypo", "distributed_type: MULTI_GUP\n",
      "1:19: distributed_type MULTI_GUP is not supported. Write NO, MULTI_CPU or MULTI_GPU. Did you "
      "mean MULTI_GPU?"},
-    {"Section", "fsdp_config:\n  fsdp_offload_params: true\n", "1:1: fsdp_config is not supported"},
+    {"Section", "fsdp_config:\n  fsdp_offload_params: true\n",
+     "1:1: fsdp_config belongs in the training file"},
     {"Precision", "mixed_precision: fp8\n", "1:18: mixed_precision must be no, fp16 or bf16"},
     {"Uneven", "num_machines: 2\nnum_processes: 3\nmain_process_ip: h\n",
      "2:16: num_processes 3 cannot be shared equally by 2 machines: it counts the processes of all "

@@ -197,7 +197,7 @@ class AcceleratesFile(unittest.TestCase):
                                            "num_processes: 4\n")
         self.assertEqual((result.returncode, result.stdout), (2, ""))
         for part in ("3 mistakes:", f"{self.file}:17:1: there is no key 'num_proceses'",
-                     "Did you mean num_processes?", f"{self.file}:18:1: fsdp_config is not",
+                     "Did you mean num_processes?", f"{self.file}:18:1: fsdp_config belongs in the",
                      f"{self.file}:19:1: the key 'num_processes' appears twice"):
             self.assertIn(part, result.stderr)
 
