@@ -383,7 +383,7 @@ void FullyShardImpl::end_pass() {
 void FullyShardImpl::check_late_gradients() {
   each_parameter([](ShardedParameter& p) {
     if (p.tensor.grad().defined())
-      throw UsageError(kWho,
+      throw UsageError(kFullyShard,
                        "a gradient reached parameter '{}' after those of its block were averaged: "
                        "the loss uses it outside of the block. Use it inside nn::Block::run().",
                        p.name);

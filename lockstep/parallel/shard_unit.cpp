@@ -27,7 +27,7 @@ c10::Storage storage_that_throws(const std::string& name, const at::Tensor& tens
 // The parameter points at `from` before, and at `to` afterwards.
 void set_storage(const ShardedParameter& p, const c10::Storage& from, const c10::Storage& to) {
   if (!p.tensor.storage().is_alias_of(from))
-    throw UsageError(kWho,
+    throw UsageError(kFullyShard,
                      "parameter '{}' was given other memory (set_data), so that its rows cannot be "
                      "gathered or freed. Copy values into it instead, while gathered() is held. "
                      "For averages hold gathered() around Ema's swap().",
