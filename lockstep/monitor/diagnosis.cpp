@@ -33,6 +33,8 @@ constexpr Listed kRules[] = {
     {detail::cpu_starved},
 };
 
+constexpr double kFarMore = 3;
+
 }  // namespace
 
 std::vector<Finding> diagnose(const RunRecord& run) {
@@ -43,11 +45,15 @@ std::vector<Finding> diagnose(const RunRecord& run) {
     if (compares && !all_ranks) continue;
     if (auto finding = rule(view)) findings.push_back(std::move(*finding));
   }
-  // Where every rank waits for a core, who gets one decides whose steps take longest.
-  if (detail::starved_share(view))
-    std::erase_if(findings, [](const Finding& finding) {
-      return finding.rule == "straggler" &&
-             (finding.cause == "compute" || finding.cause == "cpu-starved");
+  // Where every rank waits for a core, chance decides whose steps take longest, unless one waits far
+  // more than the others.
+  if (const auto starved = detail::starved_share(view))
+    std::erase_if(findings, [&](const Finding& finding) {
+      if (finding.rule != "straggler") return false;
+      const bool waits_more = std::ranges::any_of(view.ranks, [&](const detail::RankView& rank) {
+        return rank.rank == finding.rank && detail::delay_share(rank) > kFarMore * *starved;
+      });
+      return finding.cause == "compute" || (finding.cause == "cpu-starved" && !waits_more);
     });
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.gain > b.gain; });

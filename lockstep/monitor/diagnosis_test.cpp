@@ -417,6 +417,18 @@ TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
   EXPECT_NE(find(diagnose(run), "cpu-starved"), nullptr);
 }
 
+// Something runs on every core, and much more on that of one rank.
+TEST(Straggler, IsNamedWhereItWaitsForACoreFarMoreThanTheOthers) {
+  RunRecord run = with_slow_rank(10, 30);
+  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.12; }, 0);
+  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.64; }, 1);
+  const std::vector<Finding> findings = diagnose(run);
+  const Finding* const finding = find(findings, "straggler");
+  ASSERT_NE(finding, nullptr);
+  EXPECT_EQ(finding->rank, 1);
+  EXPECT_EQ(finding->cause, "cpu-starved");
+}
+
 TEST(Straggler, WithoutACore) {
   RunRecord run = with_slow_rank(10, 30);
   change(
