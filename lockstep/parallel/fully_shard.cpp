@@ -399,17 +399,20 @@ void FullyShardImpl::show_gradients() {
 
 namespace {
 
-void require_same(World& world, const char* kind, const Fingerprints& fingerprints) {
+// Ranks are named by their place along `where`.
+void require_same(World& world, const char* kind, const char* where,
+                  const Fingerprints& fingerprints) {
   const auto difference =
       find_difference(world, {.component = kFullyShard, .what = "this comparison"}, fingerprints);
   if (!difference) return;
   throw CommError(
       kFullyShard,
-      fmt::format("copies differ: {} '{}' on {} along the axis of copies is not what it is on its "
-                  "rank 0. Something changed it outside the optimizer's step, or ranks took "
-                  "different steps. Change it on every rank alike, and resume from a checkpoint.",
-                  kind, difference->name, show_ranks(difference->ranks)),
-      {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify_parameters"});
+      fmt::format(
+          "copies differ: {} '{}' on {}{} is not what it is on rank 0. Something changed it "
+          "outside the optimizer's step, or ranks took different steps. Change it on every "
+          "rank alike, and resume from a checkpoint.",
+          kind, difference->name, show_ranks(difference->ranks), where),
+      {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify"});
 }
 
 }  // namespace
@@ -417,11 +420,11 @@ void require_same(World& world, const char* kind, const Fingerprints& fingerprin
 void FullyShardImpl::verify_parameters() {
   Fingerprints shards;
   each_parameter([&](ShardedParameter& p) { shards.add(p.name, p.padded); });
-  require_same(data_, "parameter", shards);
+  require_same(data_, "parameter", " along 'data'", shards);
 }
 
 void FullyShardImpl::verify_buffers() {
-  require_same(mesh_.world(), "buffer", model_.buffer_fingerprints());
+  require_same(mesh_.world(), "buffer", "", model_.buffer_fingerprints());
 }
 
 }  // namespace lockstep::parallel

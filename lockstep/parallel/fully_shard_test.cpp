@@ -776,9 +776,10 @@ TEST(FullyShardHybrid, ComparesTheCopies) {
     }
     // The second rank along "shard" holds no row of it.
     const std::string text = message_of<CommError>([&] { rank.model.verify_parameters(); });
-    EXPECT_THAT(text, HasSubstr(mesh.rank("shard") == 0
-                                    ? "parameter 'layer1.row' on rank 1 is not what it is on rank 0"
-                                    : "nothing thrown"));
+    EXPECT_THAT(text,
+                HasSubstr(mesh.rank("shard") == 0
+                              ? "'layer1.row' on rank 1 along 'data' is not what it is on rank 0"
+                              : "nothing thrown"));
   });
 }
 
