@@ -45,8 +45,8 @@ std::vector<Finding> diagnose(const RunRecord& run) {
     if (compares && !all_ranks) continue;
     if (auto finding = rule(view)) findings.push_back(std::move(*finding));
   }
-  // Where every rank waits for a core, chance decides whose steps take longest, unless one waits far
-  // more than the others.
+  // Where every rank waits for a core, chance decides whose steps take longest, unless one waits
+  // far more than the others.
   if (const auto starved = detail::starved_share(view))
     std::erase_if(findings, [&](const Finding& finding) {
       if (finding.rule != "straggler") return false;
