@@ -199,8 +199,8 @@ class DecoderMlp : public torch::nn::Module {
     const bool one = pass.fused && in_.size() == 1;
     if (one && spec_.gated() && spec_.activation == Activation::kSilu)
       return project(out_, nn::swiglu(project(first, x, pass)), pass, with_bias);
-    if (one && !spec_.gated() && spec_.activation == Activation::kGeluTanh && !first->has_lora() &&
-        !out_->has_lora())
+    if (one && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
+        first->bias.defined() && !first->has_lora() && !out_->has_lora())
       return nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
                           with_bias ? out_->bias : at::Tensor());
     const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);

@@ -27,7 +27,7 @@ struct Case {
 
 // With windows that cut, and heads of another width than hidden_size says.
 // Each token goes to all experts, because rounding must not choose others.
-CausalLmConfig small_model(std::string_view type) {
+CausalLmConfig small_model(std::string_view type, const std::map<std::string, bool>& flags = {}) {
   const Family& family = *find_family(type);
   Options options = family.defaults();
   for (const auto& [key, value] : std::map<std::string, std::int64_t>{{"vocab_size", 104},
@@ -44,6 +44,7 @@ CausalLmConfig small_model(std::string_view type) {
     options.set(key, value);
   options.set("use_sliding_window", true);
   options.set("output_router_logits", true);
+  for (const auto& [key, value] : flags) options.set(key, value);
   return {.model = FamilyConfig(family, options)};
 }
 
@@ -62,11 +63,17 @@ std::vector<Case> cases() {
   LlamaConfig phi = llama;
   phi.fused_projections = true;
   phi.num_key_value_heads = 4;
-  return {{"GPT-2", {.model = gpt}},           {"GPT-2, untied, exact GELU", {.model = untied}},
-          {"Llama", {.model = llama}},         {"Phi-3", {.model = phi}},
-          {"Qwen2", small_model("qwen2")},     {"Qwen3", small_model("qwen3")},
-          {"Mistral", small_model("mistral")}, {"Gemma 2", small_model("gemma2")},
-          {"Mixtral", small_model("mixtral")}};
+  return {{"GPT-2", {.model = gpt}},
+          {"GPT-2, untied, exact GELU", {.model = untied}},
+          {"Llama", {.model = llama}},
+          {"Phi-3", {.model = phi}},
+          {"Qwen2", small_model("qwen2")},
+          {"Qwen3", small_model("qwen3")},
+          {"Mistral", small_model("mistral")},
+          {"Gemma 2", small_model("gemma2")},
+          {"Mixtral", small_model("mixtral")},
+          {"Starcoder2", small_model("starcoder2")},
+          {"Starcoder2 without biases", small_model("starcoder2", {{"use_bias", false}})}};
 }
 
 struct Result {
@@ -139,14 +146,15 @@ TEST(FusedModels, AdaptersTrainBesideAFrozenBase) {
   for (const Case& family : cases()) {
     torch::manual_seed(3);
     const CausalLmPtr model = make_causal_lm(family.config);
+    const BlockSpec& block = family.config.spec().block;
     const bool gpt = family.config.spec().family == "gpt2";
     LoraConfig lora;
     lora.r = 4;
     lora.lora_alpha = 8;
-    const bool experts = family.config.spec().block.mlp.experts.has_value();
-    lora.target_modules = gpt       ? std::vector<std::string>{"c_attn", "c_fc"}
-                          : experts ? std::vector<std::string>{"o_proj", "q_proj"}
-                                    : std::vector<std::string>{"o_proj", "down_proj"};
+    lora.target_modules = gpt ? std::vector<std::string>{"c_attn", "c_fc"}
+                          : block.mlp.experts
+                              ? std::vector<std::string>{"o_proj", "q_proj"}
+                              : std::vector<std::string>{"o_proj", block.mlp.out.name};
     add_lora(*model, lora);
     for (const auto& item : model->named_parameters())
       if (item.key().ends_with("lora_B.weight")) item.value().data().normal_(0, 0.1);

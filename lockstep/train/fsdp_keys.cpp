@@ -16,9 +16,10 @@ namespace lockstep::train {
 namespace {
 
 // The blocks of the bundled families, by the names that transformers has for them.
-constexpr std::array<std::string_view, 8> kLayers{
-    "GPT2Block",         "LlamaDecoderLayer",   "Phi3DecoderLayer",   "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer", "MistralDecoderLayer", "Gemma2DecoderLayer", "MixtralDecoderLayer"};
+constexpr std::array<std::string_view, 9> kLayers{
+    "GPT2Block",          "LlamaDecoderLayer",   "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",  "Qwen3DecoderLayer",   "MistralDecoderLayer",
+    "Gemma2DecoderLayer", "MixtralDecoderLayer", "Starcoder2DecoderLayer"};
 
 void check_layer(const Node& node) {
   const std::string name = as_string(node, "fsdp_config.transformer_layer_cls_to_wrap");

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/family.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/config_keys.h"
 
@@ -39,6 +40,16 @@ TEST(Fsdp, IsReadAsHuggingFaceWritesIt) {
                                      "transformer_layer_cls_to_wrap": ["GPT2Block"]})")
                   .activation_checkpointing);
   EXPECT_FALSE(plan("", R"({"activation_checkpointing": true})").activation_checkpointing);
+}
+
+TEST(Fsdp, KnowsTheBlocksOfEveryFamilyByTransformersNames) {
+  for (const models::Family* family : models::known_families()) {
+    std::string name(family->classes.back());  // "LlamaModel"
+    ASSERT_TRUE(name.ends_with("Model")) << name;
+    name.erase(name.size() - 5);
+    name += family->type == "gpt2" ? "Block" : "DecoderLayer";
+    EXPECT_TRUE(plan("full_shard", R"({"transformer_layer_cls_to_wrap": ")" + name + R"("})").on);
+  }
 }
 
 TEST(Fsdp, IsATextOrAList) {

@@ -63,10 +63,11 @@ TEST(Parameters, AreThoseOfPublishedModels) {
       {R"({"model_type": "qwen3", "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
            "tie_word_embeddings": true, "vocab_size": 151936})",
-       596'049'920},                                     // Qwen3-0.6B
-      {R"({"model_type": "mistral"})", 7'241'732'096},   // Mistral-7B-v0.1
-      {R"({"model_type": "gemma2"})", 2'614'341'888},    // gemma-2-2b
-      {R"({"model_type": "mixtral"})", 46'702'792'704},  // Mixtral-8x7B-v0.1
+       596'049'920},                                       // Qwen3-0.6B
+      {R"({"model_type": "mistral"})", 7'241'732'096},     // Mistral-7B-v0.1
+      {R"({"model_type": "gemma2"})", 2'614'341'888},      // gemma-2-2b
+      {R"({"model_type": "mixtral"})", 46'702'792'704},    // Mixtral-8x7B-v0.1
+      {R"({"model_type": "starcoder2"})", 3'030'371'328},  // starcoder2-3b
   };
   for (const auto& [json, count] : published) {
     const Model model{.config = models::parse_config(json, "config.json"), .length = 128};

@@ -55,6 +55,7 @@ MISTRAL = transformers.MistralConfig(**SMALL, sliding_window=6)
 QWEN3 = transformers.Qwen3Config(**SMALL, head_dim=12)
 GEMMA2 = transformers.Gemma2Config(**SMALL, head_dim=12, query_pre_attn_scalar=12,
                                    sliding_window=6)
+STARCODER2 = transformers.Starcoder2Config(**SMALL, sliding_window=6)
 MIXTRAL = transformers.MixtralConfig(**SMALL, num_local_experts=4)
 
 
@@ -104,6 +105,10 @@ CASES = {
     "mixtral": Case(MIXTRAL, dict(r=4, lora_alpha=8,
                                   target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
                                   modules_to_save=["norm"])),
+    "starcoder2": Case(STARCODER2, dict(
+        r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "c_fc", "mlp.c_proj"],
+        bias="lora_only", modules_to_save=["post_attention_layernorm"])),
+    "starcoder2_all_linear": Case(STARCODER2, dict(r=4, target_modules="all-linear")),
     "gemma2": Case(GEMMA2, dict(r=4, lora_alpha=8, target_modules="all-linear")),
 }
 

@@ -5,9 +5,9 @@
 //   models_peer resnet DEPTH FOLDER   the network of FOLDER/model.safetensors on its inputs: logits
 //                            in training (with loss, gradients, statistics) and in evaluation
 //
-// A good one gives, in the same folder: out.safetensors (logits, loss, gradients, losses of
-// five steps, logits in bfloat16), generated.txt, and the model saved as saved/, sharded/
-// and half/. A bad one gives error.txt.
+// A good one gives, in the same folder: out.safetensors (logits, also of training mode and in
+// bfloat16, loss, gradients, losses of five steps), generated.txt, and the model saved as saved/,
+// sharded/ and half/. A bad one gives error.txt.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
@@ -92,13 +92,10 @@ void run_good(const fs::path& folder) {
   for (const auto& item : model->named_parameters())
     out["grad." + item.key()] = item.value().grad();
 
-  if (const auto& experts = model->config().spec().block.mlp.experts;
-      experts && experts->jitter > 0) {
-    model->train();
-    torch::manual_seed(5);
-    out["jittered"] = model->forward(ids);
-    model->eval();
-  }
+  model->train();
+  torch::manual_seed(5);
+  out["training"] = model->forward(ids);
+  model->eval();
 
   save_pretrained(*model, (folder / "saved").string());
   save_pretrained(*model, (folder / "sharded").string(), {.max_shard_bytes = 4000});

@@ -235,6 +235,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"gemma2", small("gemma2")}, Case{"mixtral", small("mixtral")},
         Case{"mixtral_half", small("mixtral"), true},
         Case{"mixtral_fused_half", small("mixtral"), true, false, true},
+        Case{"starcoder2", small("starcoder2")}, Case{"starcoder2_half", small("starcoder2"), true},
+        Case{"starcoder2_fused_half", small("starcoder2"), true, false, true},
         Case{"gpt_fused", gpt(256), false, false, true},
         Case{"gpt_fused_half", gpt(256), true, false, true},
         Case{"gpt_fused_checkpointed", gpt(256), true, true, true},

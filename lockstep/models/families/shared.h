@@ -18,6 +18,7 @@ const Family& mixtral();
 const Family& phi3();
 const Family& qwen2();
 const Family& qwen3();
+const Family& starcoder2();
 
 Options options_of(const GptConfig& config);
 Options options_of(const LlamaConfig& config);

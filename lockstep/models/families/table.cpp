@@ -6,8 +6,9 @@ namespace lockstep::models {
 
 const std::vector<const Family*>& known_families() {
   static const std::vector<const Family*> all{
-      &families::gpt2(),  &families::llama(),   &families::phi3(),    &families::qwen2(),
-      &families::qwen3(), &families::mistral(), &families::mixtral(), &families::gemma2(),
+      &families::gpt2(),    &families::llama(),  &families::phi3(),
+      &families::qwen2(),   &families::qwen3(),  &families::mistral(),
+      &families::mixtral(), &families::gemma2(), &families::starcoder2(),
   };
   return all;
 }
