@@ -11,6 +11,7 @@
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
+#include "lockstep/optim/rmsprop.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/matchers.h"
 
@@ -63,6 +64,8 @@ std::vector<RuleCase> rule_cases() {
           {"adafactor", all(optim::AdafactorOptions{.lr = 0.01})},
           {"adafactor with a first moment",
            all(optim::AdafactorOptions{.lr = 0.01, .beta1 = 0.9, .scale_parameter = true})},
+          {"rmsprop", all(optim::RMSpropOptions{.lr = 0.01, .weight_decay = 0.1})},
+          {"rmsprop with momentum", all(optim::RMSpropOptions{.lr = 0.01, .momentum = 0.9})},
           {"muon and adamw",
            [](Net& net) { return optim::muon_groups(*net, {.lr = 0.02}, {.lr = 0.01}); }},
           {"a rule of one's own", all(TigerOptions{.lr = 0.01})}};

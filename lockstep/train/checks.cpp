@@ -337,7 +337,7 @@ namespace {
 struct Idle {
   std::string_view key;
   bool idle;
-  std::string_view why;
+  std::string why;
 };
 
 std::vector<Idle> idle_keys(const TrainingArguments& a) {
@@ -345,16 +345,14 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
   const bool by_eval_steps = a.eval_strategy == Interval::kSteps;
   const bool saves = a.save_strategy != Interval::kNo || a.enable_jit_checkpoint;
   const bool resumes = a.resume_from_checkpoint.value_or("never") != "never";
-  constexpr std::string_view kNoEvaluation = "nothing is evaluated (eval_strategy: no)";
-  constexpr std::string_view kNoSaving =
+  constexpr const char* kNoEvaluation = "nothing is evaluated (eval_strategy: no)";
+  constexpr const char* kNoSaving =
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
   const bool fully = a.fsdp && !a.fsdp->empty();
-  constexpr std::string_view kFully = "fsdp is set, which averages the gradients of a block";
+  constexpr const char* kFully = "fsdp is set, which averages the gradients of a block";
   const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
   const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
-  const std::string_view kOther = a.optim == "sgd"         ? "optim is sgd"
-                                  : a.optim == "adafactor" ? "optim is adafactor"
-                                                           : "optim is lion";
+  const std::string other = "optim is " + a.optim;
   return {
       {"per_device_eval_batch_size", !evaluates, kNoEvaluation},
       {"eval_steps", !by_eval_steps, "eval_strategy is not steps"},
@@ -368,9 +366,9 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"save_total_limit", !saves, kNoSaving},
       {"save_only_model", !saves, kNoSaving},
       {"save_on_each_node", !saves, kNoSaving},
-      {"adam_beta1", !betas && a.optim != "muon", kOther},
-      {"adam_beta2", !betas && a.optim != "muon", kOther},
-      {"adam_epsilon", !epsilon, kOther},
+      {"adam_beta1", !betas && a.optim != "muon", other},
+      {"adam_beta2", !betas && a.optim != "muon", other},
+      {"adam_epsilon", !epsilon, other},
       {"momentum", a.optim != "sgd", "optim is not sgd"},
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},

@@ -44,7 +44,7 @@ constexpr std::string_view kSchedules =
     "linear|cosine|cosine_with_restarts|cosine_with_min_lr|polynomial|constant|"
     "constant_with_warmup|inverse_sqrt|warmup_stable_decay|step|multi_step|exponential";
 constexpr std::string_view kOptimizers =
-    "adamw|adamw_torch|adamw_torch_fused|adam|sgd|lion|lion_32bit|muon|adafactor";
+    "adamw|adamw_torch|adamw_torch_fused|adam|sgd|lion|lion_32bit|muon|adafactor|rmsprop";
 constexpr std::string_view kLevels = "passive|debug|info|warning|error|critical";
 
 constexpr KeySpec kKeys[] = {

@@ -374,7 +374,7 @@ TEST(Config, KeysWithoutEffectAreNoted) {
        "nothing is saved"},
       {"adam_beta1: 0.8\noptim: sgd\n", "optim is sgd"},
       {"adam_beta2: 0.8\noptim: sgd\n", "optim is sgd"},
-      {"adam_epsilon: 1e-6\noptim: sgd\n", "optim is sgd"},
+      {"adam_epsilon: 1e-6\noptim: rmsprop\n", "optim is rmsprop"},
       {"momentum: 0.9\n", "optim is not sgd"},
       {"warmup_steps: 5\nlr_scheduler_type: constant\n", "lr_scheduler_type is constant"},
       {"ignore_data_skip: true\n", "resume_from_checkpoint is unset"},

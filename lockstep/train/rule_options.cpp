@@ -67,6 +67,8 @@ RuleOptions by_keys(const TrainingArguments& a) {
                               .weight_decay = a.weight_decay};
   if (a.optim == "adafactor")
     return optim::AdafactorOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay};
+  if (a.optim == "rmsprop")
+    return optim::RMSpropOptions{.lr = a.learning_rate, .weight_decay = a.weight_decay};
   // One learning rate serves both of its rules.
   if (a.optim == "muon")
     return optim::MuonOptions{

@@ -11,12 +11,14 @@
 
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/optim/options.h"
+#include "lockstep/optim/rmsprop_options.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {
 
-using RuleOptions = std::variant<optim::AdamWOptions, optim::AdamOptions, optim::SGDOptions,
-                                 optim::LionOptions, optim::AdafactorOptions, optim::MuonOptions>;
+using RuleOptions =
+    std::variant<optim::AdamWOptions, optim::AdamOptions, optim::SGDOptions, optim::LionOptions,
+                 optim::AdafactorOptions, optim::MuonOptions, optim::RMSpropOptions>;
 
 // UsageError for optim_args that are not the rule's.
 RuleOptions rule_options(const TrainingArguments& arguments);

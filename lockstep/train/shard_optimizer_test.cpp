@@ -87,7 +87,7 @@ TEST(TrainerOptimizer, AutoShardsWhereItIsFasterOrNeeded) {
 TEST(TrainerOptimizer, ShardedHasTheBitsOfReplicated) {
   for (const Place& place :
        {Place{1, "auto"}, Place{2, "shm"}, Place{3, "shm"}, Place{4, "shm"}, Place{2, "gloo"}}) {
-    for (const char* optim : {"adamw", "sgd", "lion", "muon", "adafactor"}) {
+    for (const char* optim : {"adamw", "sgd", "lion", "muon", "adafactor", "rmsprop"}) {
       SCOPED_TRACE(std::to_string(place.ranks) + " ranks, " + place.backend + ", " + optim);
       TrainingArguments a = arguments("");
       a.optim = optim;
@@ -123,6 +123,9 @@ TEST(TrainerOptimizer, OptimArgsAreTheOptionsOfTheRule) {
     EXPECT_THAT(refusal("lion", "momentum=0.9"),
                 HasSubstr("'momentum=0.9' is not an option of Lion"));
     EXPECT_THAT(refusal("lion", "lr"), HasSubstr("names of: lr, beta1, beta2"));
+    EXPECT_THAT(refusal("rmsprop", "beta1=0.9"),
+                HasSubstr("names of: lr, alpha, eps, weight_decay, momentum"));
+    EXPECT_THAT(refusal("rmsprop", "alpha=-0.5"), HasSubstr("option alpha cannot be -0.5"));
     EXPECT_THAT(refusal("muon", "ns_steps=200"), HasSubstr("option ns_steps cannot be 200"));
   });
 }

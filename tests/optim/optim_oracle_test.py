@@ -2,8 +2,8 @@
 
 The originals are transformers.get_scheduler (skipped, and said so, where the package is missing),
 torch.optim.lr_scheduler's StepLR, MultiStepLR and ExponentialLR, torch.amp.GradScaler("cpu"),
-torch.nn.utils.clip_grad_*, torch.optim with fused=True, torch.optim.Muon, the lines of Lion's paper
-and transformers' Adafactor. Everything that runs the same kernels in
+torch.nn.utils.clip_grad_*, torch.optim with fused=True, torch.optim.Muon, torch.optim.RMSprop, the
+lines of Lion's paper and transformers' Adafactor. Everything that runs the same kernels in
 the same order must have the same bits. A schedule's factor comes from a few double operations and a
 cosine; compilers may fuse two of them, so 4 units in the last place.
 """
@@ -323,6 +323,18 @@ class Rules(unittest.TestCase):
             options={"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay})
         wanted = self.run_theirs(question, Lion, lambda p: ["exp_avg"])
         self.assertEqual(answer.split(), [bits(t) for t in wanted])
+
+    def test_rmsprop_is_that_of_pytorch(self):
+        base = {"lr": 0.03, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1}
+        for options in ({}, base, {**base, "momentum": 0.9}):
+            question, answer = self.ask_one(
+                rule="rmsprop", shapes=[[33], [17, 5], [2, 3, 4]], options=options)
+            names = ["square_avg"] + ["momentum_buffer"] * ("momentum" in options)
+            wanted = self.run_theirs(
+                question, lambda p: torch.optim.RMSprop(p, foreach=False, **options),
+                lambda p: names)
+            # The same elementwise operators in the same order: the same bits.
+            self.assertEqual(answer.split(), [bits(t) for t in wanted], options)
 
     @unittest.skipIf(transformers is None, "the package transformers is not here")
     def test_adafactor_is_that_of_transformers(self):

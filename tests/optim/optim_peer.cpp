@@ -19,6 +19,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/lion.h"
 #include "lockstep/optim/muon.h"
+#include "lockstep/optim/rmsprop.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/optim/sgd.h"
@@ -144,9 +145,10 @@ std::string train(const Node& question) {
 // A few steps of any rule over tensors of any shape, with options by name: parameters, then state.
 std::string rule(const Node& question) {
   const std::string name = as_string(field(question, "rule"), "rule");
-  optim::Rule made = name == "muon"   ? optim::Rule(optim::MuonOptions{})
-                     : name == "lion" ? optim::Rule(optim::LionOptions{})
-                                      : optim::Rule(optim::AdafactorOptions{});
+  optim::Rule made = name == "muon"      ? optim::Rule(optim::MuonOptions{})
+                     : name == "lion"    ? optim::Rule(optim::LionOptions{})
+                     : name == "rmsprop" ? optim::Rule(optim::RMSpropOptions{})
+                                         : optim::Rule(optim::AdafactorOptions{});
   for (const Entry& option : field(question, "options").entries)
     made.set(option.key, as_real(option.value, option.key.c_str()));
   std::vector<at::Tensor> params;

@@ -58,7 +58,9 @@ TEST(PlannedState, OfEveryRuleIsWhatItsOptimizerHolds) {
                                                           {"lion", ""},
                                                           {"muon", ""},
                                                           {"adafactor", ""},
-                                                          {"adafactor", "beta1=0.9"}}) {
+                                                          {"adafactor", "beta1=0.9"},
+                                                          {"rmsprop", ""},
+                                                          {"rmsprop", "momentum=0.9"}}) {
       SCOPED_TRACE(rule + " " + args + (model.lora ? ", adapters" : ""));
       TrainingArguments arguments;
       arguments.optim = rule;

@@ -62,10 +62,12 @@ class Shard(TrainCase):
             self.assert_same(self.newest(whole), self.newest(rest))
 
     def test_every_rule_resumes_the_other_way(self):
-        for optim in ("lion", "muon", "adafactor"):
+        for optim in ("lion", "muon", "adafactor", "rmsprop"):
             flags = ["--optim", optim]
             if optim == "muon":
                 flags += ["--optim_args", "ns_steps=3,momentum=0.9"]
+            if optim == "rmsprop":
+                flags += ["--optim_args", "alpha=0.9,momentum=0.9"]
             whole, said = self.run_with("false", 2, f"{optim}-whole", *flags)
             self.assertIn(f"optimizer {optim}: replicated", said)
             first, said = self.run_with("true", 2, f"{optim}-first", *flags)
