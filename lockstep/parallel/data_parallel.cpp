@@ -4,24 +4,12 @@
 
 #include <optional>
 
+#include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 
 namespace lockstep {
 namespace {
-
-std::vector<NamedTensor> parameters_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> result;
-  for (const auto& item : module.named_parameters()) result.push_back({item.key(), item.value()});
-  return result;
-}
-
-std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> result;
-  for (const auto& item : module.named_buffers())
-    if (item.value().defined()) result.push_back({item.key(), item.value()});
-  return result;
-}
 
 // Adds the weights of sparse embeddings.
 DdpOptions complete(DdpOptions options, const torch::nn::Module& module) {
@@ -43,9 +31,10 @@ DdpOptions complete(DdpOptions options, const torch::nn::Module& module) {
 }  // namespace
 
 DataParallel::DataParallel(const torch::nn::Module& module, Mesh mesh, DdpOptions options)
-    : DataParallel(std::make_shared<Reducer>(parameters_of(module), buffers_of(module),
-                                             mesh.batch(), complete(std::move(options), module)),
-                   module.named_parameters().pairs(), mesh) {}
+    : DataParallel(
+          std::make_shared<Reducer>(parallel::parameters_of(module), parallel::buffers_of(module),
+                                    mesh.batch(), complete(std::move(options), module)),
+          module.named_parameters().pairs(), mesh) {}
 
 std::string DataParallel::text() const {
   return reducer_->reduces_in_backward() ? "replicated" : "sharded";

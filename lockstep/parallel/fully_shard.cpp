@@ -70,19 +70,6 @@ class AfterBackward : public torch::autograd::Function<AfterBackward> {
 
 // ---------------------------------------------------------------- the module
 
-std::vector<NamedTensor> parameters_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> all;
-  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
-  return all;
-}
-
-std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> all;
-  for (const auto& item : module.named_buffers())
-    if (item.value().defined()) all.push_back({item.key(), item.value()});
-  return all;
-}
-
 void check_mesh(const Mesh& mesh) {
   const bool has_shard =
       std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });

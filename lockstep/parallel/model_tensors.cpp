@@ -38,6 +38,19 @@ bool has_version(const at::Tensor& tensor) {
 
 }  // namespace
 
+std::vector<NamedTensor> parameters_of(const torch::nn::Module& module) {
+  std::vector<NamedTensor> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
+std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {
+  std::vector<NamedTensor> all;
+  for (const auto& item : module.named_buffers())
+    if (item.value().defined()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
 ParameterForm ModelParameter::form() const {
   return {tensor.requires_grad(), tensor.scalar_type(), tensor.device(), tensor.sizes().vec()};
 }

@@ -17,6 +17,10 @@
 #include "lockstep/parallel/reducer_types.h"
 #include "lockstep/parallel/replicas.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace lockstep::parallel {
 
 // What buckets are laid out for.
@@ -34,6 +38,10 @@ struct ModelParameter {
   bool sparse = false;
   ParameterForm form() const;  // as it is now
 };
+
+// By name, as the module lists them; without undefined buffers.
+std::vector<NamedTensor> parameters_of(const torch::nn::Module& module);
+std::vector<NamedTensor> buffers_of(const torch::nn::Module& module);
 
 class ModelTensors {
  public:

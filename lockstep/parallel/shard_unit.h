@@ -1,7 +1,7 @@
 // ShardUnit: parameters that are gathered together, and of which this rank holds some rows.
 //
 //   ShardUnit unit("blocks.0", parameters, shard);   // frees them
-//   unit.begin_gather();          // may be left out; under way while something else computes
+//   unit.begin_gather();          // optional; under way while something else computes
 //   unit.gather();                // the parameters are whole, in the storages that they had
 //   unit.free();
 //   unit.begin_reduce();          // of .grad, which is empty then

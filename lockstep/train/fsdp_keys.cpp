@@ -26,7 +26,7 @@ void check_layer(const Node& node) {
   if (std::ranges::find(kLayers, name) == kLayers.end())
     throw UsageError("config",
                      "fsdp_config.transformer_layer_cls_to_wrap: there is no '{}' here. The units "
-                     "are a model's own blocks, so the key may be left out.",
+                     "are a model's own blocks, so the key is not needed.",
                      name);
 }
 

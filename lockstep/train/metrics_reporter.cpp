@@ -77,7 +77,7 @@ void MetricsReporter::count(const Window& window, const optim::StepResult& resul
   const at::Tensor tokens = window.count.to(since_log_.device(), at::kDouble);
   at::Tensor counted = tokens;
   if (run_.arguments.logging_nan_inf_filter) {
-    // Left out of the mean, so that the log stays readable. Where all are left out it is NaN.
+    // Not part of the mean, so that the log stays readable. Without a finite one it is NaN.
     const at::Tensor finite = at::isfinite(loss);
     loss = at::where(finite, loss, 0.0);
     counted = tokens * finite;
