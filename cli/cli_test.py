@@ -299,7 +299,7 @@ class Env(unittest.TestCase):
             self.assertNotIn("..", done.stderr)
 
     def test_without_nvml_nothing_is_listed(self):
-        variables = dict(LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1")
+        variables = dict(LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1", CUDA_VISIBLE_DEVICES="")
         self.assertNotIn("NVML", lockstep("env", **variables).stdout.split("variables")[0])
         found = json.loads(lockstep("env", "--json", **variables).stdout)["nvml"]
         self.assertEqual(found["devices"], [])

@@ -187,12 +187,21 @@ class Host(unittest.TestCase):
             self.assertEqual((found["disk"]["status"], result.returncode), ("fail", 1))
 
 
+def driver_version():
+    """The version that the fake driver gives: that of the kernel module, if there is one."""
+    try:
+        with open("/proc/driver/nvidia/version") as f:
+            return next((w for w in f.read().split() if re.fullmatch(r"\d+\.[\d.]+", w)), "999.1")
+    except OSError:
+        return "999.1"
+
+
 class Driver:
     """Variables under which the fake driver shows two GPUs and NVML answers as the script says."""
 
     def __init__(self, script, **more):
         self.file = tempfile.NamedTemporaryFile("w", suffix=".txt")
-        self.file.write(script)
+        self.file.write(f"system driver {driver_version()}\n" + script)
         self.file.flush()
         self.more = more
 
@@ -217,7 +226,7 @@ class Gpus(unittest.TestCase):
                      "cudnn"):
             self.assertEqual(found[name]["status"], "ok", found[name])
         self.assertIn("2 GPUs visible of 2: 2 x NVIDIA H100", found["devices"]["value"])
-        self.assertIn("driver 999.1", found["driver"]["value"])
+        self.assertIn(f"driver {driver_version()}", found["driver"]["value"])
         self.assertEqual(found["driver"]["data"]["cuda"], 13000)
         self.assertIn("2 ranks on 2 visible GPUs", found["gpu_per_rank"]["value"])
 

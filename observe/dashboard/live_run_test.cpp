@@ -715,7 +715,7 @@ TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
   const Folder folder;
   append(folder / "script", "devices 2\n0 utilisation 100 0\n1 utilisation 0 100\n");
   ::setenv("FAKE_NVML_SCRIPT", (folder / "script").c_str(), 1);
-  ::unsetenv("LOCKSTEP_DEVICE");  // the tests' own environment asks for CPUs
+  for (const char* name : {"LOCKSTEP_DEVICE", "CUDA_VISIBLE_DEVICES"}) ::unsetenv(name);
   LiveRunOptions options;
   options.gpus.library = LOCKSTEP_FAKE_NVML_NEW;
   options.gpus.interval = milliseconds(20);

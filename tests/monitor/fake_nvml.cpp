@@ -192,7 +192,8 @@ const char* nvmlErrorString(int code) {
   return code == 9 ? "Driver Not Loaded" : code == kGpuIsLost ? "GPU is lost" : "Some Error";
 }
 int nvmlSystemGetDriverVersion(char* out, unsigned size) {
-  std::snprintf(out, size, "999.1");
+  const std::string token = next("system driver");
+  std::snprintf(out, size, "%s", token == "unsupported" ? "999.1" : token.c_str());
   return kSuccess;
 }
 int nvmlDeviceGetName(void* device, char* out, unsigned size) {

@@ -293,7 +293,8 @@ class Gpus(Case):
             f.write("devices 2\n"
                     f"0 name Fake H200\n0 uuid GPU-a\n0 utilisation {first}\n0 power 300000\n"
                     f"1 name Fake H200\n1 uuid GPU-b\n1 utilisation {second}\n1 power 300000\n")
-        env = {"LOCKSTEP_NVML": FAKE, "FAKE_NVML_SCRIPT": script, "LOCKSTEP_DEVICE": ""}
+        env = {"LOCKSTEP_NVML": FAKE, "FAKE_NVML_SCRIPT": script, "LOCKSTEP_DEVICE": "",
+               "CUDA_VISIBLE_DEVICES": "0,1"}
         ranks = 1 if "0" in first.split() else 2
         return self.start("--standalone", f"--nproc-per-node={ranks}", "--doctor", "--no-python",
                           "sleep", str(seconds), env=env)
