@@ -31,6 +31,8 @@ def with_peft(settings, dtype, device):
     import peft
     import transformers
     transformers.logging.disable_progress_bar()
+    print(f"lora_peer: transformers {transformers.__version__} with PEFT {peft.__version__}",
+          file=sys.stderr)
     start = settings["start"]
     base = transformers.AutoModelForCausalLM.from_pretrained(
         os.path.join(start, "model"), dtype=dtype, attn_implementation="sdpa")
