@@ -233,6 +233,9 @@ std::string written_note(const Report& report, const plan::Choice& c) {
     return fmt::format(
         "{} hold this only with a sharded optimizer, and the file says shard_optimizer: false",
         devices);
+  if (!fsdp_word(c.strategy).empty() && c.strategy != t.fsdp && !c.as_written)
+    return fmt::format("{} hold this only when it is fully sharded: set fsdp: {}", devices,
+                       fsdp_word(c.strategy));
   if (!c.smaller_batch) return "";
   return fmt::format(
       "per_device_train_batch_size {} does not fit {}; {}. {} sets it", t.batch, devices,
@@ -330,6 +333,7 @@ Report make_report(const Request& request) {
                 .machine = {},
                 .parameters = {}};
   report.training.unfused = request.unfused;
+  report.training.node_gpus = request.per_node;
   report.machine = {report.devices.card, cluster_of(request, report.devices.card), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);

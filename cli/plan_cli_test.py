@@ -97,7 +97,10 @@ class Plan(unittest.TestCase):
         file = self.gpt2("global_batch_size: 256   # samples\n# the end\n", "  # each")
         plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
         ways = plan["ways"]
-        self.assertEqual(ways, sorted(ways, key=lambda way: way["step_s"]))
+        self.assertEqual(ways[1:], sorted(ways[1:], key=lambda way: way["step_s"]))
+        # Of those within a hundredth the one with the fewest changes leads.
+        least = min(way["step_s"] for way in ways)
+        self.assertLess(ways[0]["step_s"], 1.01 * least)
         self.assertEqual(ways[0]["gpus"], 2)  # 256 is no multiple of 3
         self.assertGreater(ways[0]["per_device_train_batch_size"], 2)
         out = os.path.join(self.root, "planned.yaml")
@@ -264,9 +267,24 @@ class Plan(unittest.TestCase):
         config = self.write("large.json", sizes)
         file = self.write("large.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
                           "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
-        plan = self.json(file, "--gpus", "2xV100-16GB", "--fp16", "true", "--bf16", "false", code=1)
-        self.assertEqual(plan["rows"][1]["strategy"], "one rank, device_map over 2")
+        half = ("--fp16", "true", "--bf16", "false")
+        plan = self.json(file, "--gpus", "2xV100-16GB", *half, code=1)
+        self.assertEqual(plan["rows"][1]["strategy"], "fsdp: full_shard")
         self.assertFalse(plan["fits"])
+        self.assertIn("2 GPUs hold this only when it is fully sharded: set fsdp: full_shard",
+                      plan["notes"])
+        # elastic_gpu sets it by itself, and a file may say it.
+        for more in (("--elastic_gpu", "true"), ("--fsdp", "full_shard")):
+            plan = self.json(file, "--gpus", "2xV100-16GB", *half, *more)
+            self.assertEqual(plan["rows"][1]["strategy"], "fsdp: full_shard")
+        wide = {**sizes, "n_embd": 2304, "n_head": 18}
+        file = self.write("wider.yaml", f"model: {{config: {self.write('wide.json', wide)}}}\n"
+                          "dataset_dir: /no/such\nmax_seq_len: 1024\nfp16: true\n"
+                          "per_device_train_batch_size: 1\n")
+        plan = self.json(file, "--gpus", "2xV100-16GB", code=1)
+        self.assertEqual(plan["rows"][1]["strategy"], "one rank, device_map over 2")
+        file = self.write("large.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
+                          "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
         args = (file, "--gpus", "4xRTX4090", "--shard_optimizer")
         self.assertEqual(self.json(*args, "auto")["rows"][-1]["strategy"], "DDP, sharded optimizer")
         plan = self.json(*args, "false", code=1)

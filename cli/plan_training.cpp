@@ -35,6 +35,12 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
   training.checkpointing = train::checkpoints_activations(arguments);
+  if (const train::FsdpPlan fsdp = train::fsdp_plan(arguments); fsdp.on) {
+    training.fsdp = fsdp.hybrid                  ? plan::Strategy::kHybridShard
+                    : fsdp.reshard_after_forward ? plan::Strategy::kFullShard
+                                                 : plan::Strategy::kShardGradOp;
+    training.fixed_checkpointing = fsdp.activation_checkpointing;
+  }
   training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
   training.may_shard = arguments.shard_optimizer != "false";
@@ -58,8 +64,10 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
     arguments.per_device_train_batch_size = choice.batch;
     // With global_batch_size or tokens_per_update the accumulation follows from the batch.
     if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
-    const bool may_shard = arguments.shard_optimizer == "auto" && !train::fsdp_plan(arguments).on;
+    const bool may_shard = arguments.shard_optimizer == "auto" && !training.fsdp;
     if (sharded && may_shard) arguments.shard_optimizer = "true";
+    if (choice.strategy == plan::Strategy::kFullShard && may_shard)
+      arguments.fsdp = fsdp_word(choice.strategy);
   }
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "

@@ -250,10 +250,53 @@ TEST(MemoryBytes, ASmallBatchOfALargeModelPeaksAtTheEndOfBackward) {
 }
 
 TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
-  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharded_optimizer = true};
+  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharding = Sharding::kOptimizer};
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 2u * 124'439'808u);
   options.state_bytes = 0;  // SGD without momentum
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 0u);
+}
+
+TEST(MemoryBytes, AFullyShardedRankHasAPartAndWholeUnits) {
+  // docs/fully_shard.md: a part of everything, two whole blocks with two blocks' gradients, and the
+  // root's parameters and gradients.
+  MemoryOptions options{.batch = 1,
+                        .accumulation = 2,
+                        .checkpointing = true,
+                        .ranks = 2,
+                        .sharding = Sharding::kFull,
+                        .cpu = true};
+  const models::GptConfig sizes{.vocab_size = 256, .n_positions = 64};
+  const Model small{.config = models::CausalLmConfig{.model = sizes}, .length = 64};
+  const std::uint64_t block = 4u * (12u * 768 * 768 + 13u * 768);
+  const std::uint64_t root = 4u * 768 * (256 + 64 + 2);
+  const std::uint64_t all = 12 * block + root;
+  const Memory m = memory_of(small, options);
+  ASSERT_EQ(m.moment, "the backward of the last block");
+  EXPECT_EQ(m.parameters, all / 2 + root + 2 * block);
+  EXPECT_EQ(m.gradients, all / 2 + root + 2 * block);
+  EXPECT_EQ(m.optimizer, 2 * all / 2);
+  // Blocks that are not freed after forward are there.
+  options.sharding = Sharding::kGradOp;
+  EXPECT_EQ(memory_of(small, options).parameters, all / 2 + all);
+  // Divided over two of four.
+  options.sharding = Sharding::kFull;
+  options.ranks = 4;
+  options.shard_ranks = 2;
+  EXPECT_EQ(memory_of(small, options).optimizer, 2 * all / 2);
+  // With one rank nothing is divided.
+  options = {.batch = 1, .ranks = 1, .sharding = Sharding::kFull};
+  EXPECT_EQ(memory_of(small, options).allocated(), memory_of(small, {.batch = 1}).allocated());
+}
+
+TEST(MemoryBytes, AModelIsBuiltWholeBeforeItIsDivided) {
+  const Memory m = memory_of(phi3(), {.batch = 1,
+                                      .half = true,
+                                      .checkpointing = true,
+                                      .ranks = 64,
+                                      .sharding = Sharding::kFull,
+                                      .state_bytes = 0});
+  EXPECT_EQ(m.moment, "the division of the model");
+  EXPECT_GE(m.parameters, 4u * 3'821'079'552u);
 }
 
 TEST(MemoryBytes, AFrozenBaseIsConverted) {
@@ -337,16 +380,30 @@ TEST(Strategies, AreChosenByFit) {
   EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
   t.may_shard = false;
   EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
-  // One rank with a device map, which `lockstep train` sets up when the file says so.
-  for (const int gpus : {2, 4}) {
-    const Choice split = choose(t, card_of(16), gpus);
-    EXPECT_TRUE(split.fits);
-    EXPECT_FALSE(split.as_written);
-    EXPECT_EQ(split.strategy, Strategy::kSplit);
-    EXPECT_EQ(split.stages, gpus);
-    EXPECT_EQ(split.replicas(), 1);
-    EXPECT_EQ(split.global_batch, 8);
-  }
+  // Then a part of everything on each rank, which elastic_gpu sets by itself.
+  t.may_shard = true;
+  const Choice full = choose(t, card_of(17), 4);
+  EXPECT_TRUE(full.fits);
+  EXPECT_EQ(full.strategy, Strategy::kFullShard);
+  EXPECT_FALSE(full.as_written);
+  EXPECT_EQ(full.replicas(), 4);
+  t.adapts = "elastic_gpu";
+  EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
+  t.adapts.clear();
+  t.fsdp = Strategy::kFullShard;
+  EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kFullShard);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  t.fsdp.reset();
+  // One rank with a device map, which `lockstep train` sets up when the file says so: two GPUs hold
+  // half of the layers each, and not half of everything with whole blocks beside it.
+  const Choice split = choose(t, card_of(15.2), 2);
+  EXPECT_TRUE(split.fits);
+  EXPECT_FALSE(split.as_written);
+  EXPECT_EQ(split.strategy, Strategy::kSplit);
+  EXPECT_EQ(split.stages, 2);
+  EXPECT_EQ(split.replicas(), 1);
+  EXPECT_EQ(split.global_batch, 8);
   EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
   t.device_map = true;
   EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
@@ -434,8 +491,56 @@ TEST(Ways, AMicroBatchIsRaisedToo) {
   for (std::size_t i = 0; i < ways.size(); ++i) {
     EXPECT_TRUE(ways[i].choice.fits);
     EXPECT_EQ(ways[i].choice.global_batch, 256);
-    EXPECT_GE(ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
+    EXPECT_GE(1.01 * ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
   }
+}
+
+TEST(Ways, AFullyShardedModelIsRankedAndWritten) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true};
+  t.global_batch = 64;
+  const auto find = [&](const std::vector<Way>& ways, Strategy strategy) {
+    return std::ranges::find_if(ways, [&](const Way& way) {
+      return way.choice.strategy == strategy && way.choice.gpus == 4 && !way.checkpointing;
+    });
+  };
+  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto ddp = find(ways, Strategy::kDdp);
+  const auto full = find(ways, Strategy::kFullShard);
+  const auto grad = find(ways, Strategy::kShardGradOp);
+  ASSERT_TRUE(ddp != ways.end() && full != ways.end() && grad != ways.end());
+  // Where the model fits, whoever communicates less comes first.
+  EXPECT_LT(ddp->step->total_s(), grad->step->total_s());
+  EXPECT_LT(grad->step->communication_s / static_cast<double>(grad->choice.accumulation),
+            full->step->communication_s / static_cast<double>(full->choice.accumulation));
+  EXPECT_EQ(std::ranges::count(full->settings, Setting{"fsdp", "full_shard"}), 1);
+  EXPECT_EQ(std::ranges::count(full->settings, "shard_optimizer", &Setting::key), 0);
+  // Where it does not fit otherwise, it leads.
+  EXPECT_TRUE(rank_ways(t, machine_of(13), 4).front().choice.strategy == Strategy::kFullShard);
+  // A file's own word is not exchanged for another, as its fsdp_config belongs to it.
+  t.fsdp = Strategy::kShardGradOp;
+  const auto own = rank_ways(t, machine_of(80), 4);
+  EXPECT_TRUE(find(own, Strategy::kFullShard) == own.end());
+  EXPECT_EQ(std::ranges::count(find(own, Strategy::kDdp)->settings, Setting{"fsdp", "\"\""}), 1);
+  EXPECT_EQ(std::ranges::count(find(own, Strategy::kShardGradOp)->settings, "fsdp", &Setting::key),
+            0);
+}
+
+TEST(Ways, HybridShardIsForSeveralNodes) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .node_gpus = 4};
+  t.global_batch = 64;
+  Machine machine = machine_of(24);
+  machine.cluster = parse_link("nvlink+eth25/node", machine.card, 4);
+  const auto time = [&](Strategy strategy) {
+    double least = 1e9;
+    for (const Way& way : rank_ways(t, machine, 8))
+      if (way.choice.strategy == strategy && way.choice.gpus == 8)
+        least = std::min(least, way.step->total_s());
+    return least;
+  };
+  // Gathers stay inside a node.
+  EXPECT_LT(time(Strategy::kHybridShard), time(Strategy::kFullShard));
+  EXPECT_FALSE(can_train(t, machine.card, {4, Strategy::kHybridShard}));
+  EXPECT_FALSE(can_train(t, machine.card, {6, Strategy::kHybridShard}));
 }
 
 TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
@@ -519,8 +624,8 @@ TEST(ChangesToFit, NameATypeThatTheCardComputes) {
   Card card = parse_devices("V100-16GB").card;
   card.memory_bytes = 6 * kGiB;
   const std::vector<Change> all = changes({.model = phi3(), .batch = 1}, card, 4);
-  ASSERT_EQ(all.size(), 4u);
-  EXPECT_EQ(all[2].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
+  ASSERT_EQ(all.size(), 5u);
+  EXPECT_EQ(all[3].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
 }
 
 TEST(ChangesToFit, EndWithASplit) {
@@ -529,7 +634,7 @@ TEST(ChangesToFit, EndWithASplit) {
   std::vector<std::string> texts;
   for (const Change& change : all) texts.push_back(change.text);
   // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
-  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true", "fsdp: full_shard",
                                  "bf16: true and lora: {r: 16, target_modules: all-linear}",
                                  "model: {..., device_map: balanced} and one rank, 4 GPUs"));
 }

@@ -7,7 +7,7 @@
 namespace lockstep::plan {
 namespace {
 
-// A batch that is a hundredth faster is not worth its memory.
+// A batch that is a hundredth faster is not worth its memory, nor a change to the file.
 constexpr double kWorthMemory = 0.01;
 
 // Divisors of the samples that a replica computes in an update, the smallest first. Among very many
@@ -20,6 +20,12 @@ std::vector<std::int64_t> divisors_of(std::int64_t window) {
   return all;
 }
 
+// Those with fewer changes to a file first.
+constexpr Strategy kStrategies[] = {
+    Strategy::kSingle,    Strategy::kDdp,         Strategy::kShardedOptimizer,
+    Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kHybridShard,
+    Strategy::kSplit};
+
 // How a training computes and where, before its micro-batch is chosen.
 struct Variant {
   Training training;
@@ -30,7 +36,7 @@ struct Variant {
 template <typename Seconds>
 std::optional<Choice> best_batch(const Variant& variant, const Card& card, const Seconds& seconds) {
   const auto& [training, parts] = variant;
-  const int replicas = parts.gpus / parts.stages;
+  const int replicas = parts.replicas();
   if (*training.global_batch % replicas != 0) return std::nullopt;
   std::vector<std::pair<double, Choice>> fitting;
   for (const std::int64_t batch : divisors_of(*training.global_batch / replicas)) {
@@ -57,16 +63,34 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   // With global_batch_size or tokens_per_update the accumulation follows.
   if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
     all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
-  if (way.checkpointing != file.checkpointing)
+  // What fsdp_config says ends with fsdp.
+  const bool file_checkpoints =
+      file.checkpointing && (!file.fixed_checkpointing || !fsdp_word(c.strategy).empty());
+  if (way.checkpointing != file_checkpoints)
     all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
   if (way.half != file.half) all.push_back({"bf16", "true"});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
-  if (sharded != file.sharded_optimizer && c.strategy != Strategy::kSingle &&
-      c.strategy != Strategy::kSplit)
+  if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
+  if (const std::string_view word = fsdp_word(c.strategy);
+      c.strategy != Strategy::kSingle && word != fsdp_word(file.fsdp.value_or(Strategy::kDdp)))
+    all.push_back({"fsdp", word.empty() ? "\"\"" : std::string(word)});
   if (c.strategy == Strategy::kSplit && !file.device_map)
     all.push_back({"model.device_map", "balanced"});
   return all;
+}
+
+// The fastest first. Of those that are as fast as an estimate can tell, the one with the fewest
+// changes to the file leads.
+void sort_ways(std::vector<Way>& ways) {
+  const auto seconds = [](const Way& way) { return way.step->total_s(); };
+  std::ranges::stable_sort(ways, {}, seconds);
+  if (ways.empty()) return;
+  const double limit = seconds(ways.front()) * (1 + kWorthMemory);
+  const auto end = std::ranges::upper_bound(ways, limit, {}, seconds);
+  const auto simplest = std::ranges::min_element(
+      ways.begin(), end, {}, [](const Way& way) { return way.settings.size(); });
+  std::rotate(ways.begin(), simplest, simplest + 1);
 }
 
 // All of them up to 16; beyond that powers of two and the number itself.
@@ -82,7 +106,7 @@ std::vector<Training> computations(const Training& training, const Machine& mach
   std::vector<Training> all{training};
   // A measurement is of the file's own computation.
   if (machine.speed.tokens_per_second) return all;
-  const bool has_blocks = training.model.blocks() > 0;
+  const bool has_blocks = training.model.blocks() > 0 && !training.fixed_checkpointing;
   const bool may_halve = !training.half && machine.card.bfloat16 && !machine.card.cpu;
   for (const bool half : {false, true}) {
     if (half && !may_halve) continue;
@@ -116,12 +140,17 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         way.settings = settings_of(training, way, gpus);
         ways.push_back(std::move(way));
       };
-      if (!training.device_map || n == 1) add({n, 1, false});
-      if (n > 1 && !training.device_map) add({n, 1, true});
-      if (can_split(training, machine.card, n)) add({n, n, false});
+      for (const Strategy strategy : kStrategies) {
+        // fsdp_config belongs to the file's own word.
+        const bool other_word =
+            training.fsdp && !fsdp_word(strategy).empty() && strategy != training.fsdp;
+        const bool mapped = n == 1 || !training.device_map || strategy == Strategy::kSplit;
+        if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
+          add({n, strategy});
+      }
     }
   }
-  std::ranges::stable_sort(ways, {}, [](const Way& way) { return way.step->total_s(); });
+  sort_ways(ways);
   return ways;
 }
 
@@ -140,8 +169,7 @@ Choice fastest_batch(const Training& training, const Card& card, int ranks) {
     known.memory_bandwidth = a100.memory_bandwidth;
     known.bfloat16 = a100.bfloat16;
   }
-  const bool sharded = usual.strategy == Strategy::kShardedOptimizer;
-  const auto best = best_batch({held, {ranks, 1, sharded}}, known, [&](const Choice& c) {
+  const auto best = best_batch({held, {ranks, usual.strategy}}, known, [&](const Choice& c) {
     const auto work = work_of(held, c, known, {});
     return work ? std::optional(static_cast<double>(c.accumulation) *
                                 (work->forward_s + work->backward_s))

@@ -145,6 +145,16 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
   time.exposed_s += std::max(0.0, sent_until - backward_s);
 }
 
+// An all-reduce between nodes that each hold a whole copy in parts: every GPU sends its part, and
+// the ports of a node carry all of them.
+double copies_s(const Cluster& cluster, int copies, double bytes) {
+  Cluster nodes = cluster;
+  nodes.per_node = 1;
+  nodes.inside = cluster.between;
+  nodes.shared_bandwidth = 0;
+  return all_reduce_s(nodes, copies, bytes);
+}
+
 }  // namespace
 
 Cluster parse_link(std::string_view text, const Card& card, int per_node) {
@@ -196,11 +206,16 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
       time.communication_s = 2 * all_gather_s(cluster, ranks, gradients);
       break;
     case Sharding::kFull:
-      time.optimizer_s /= ranks;
-      time.communication_s =
-          static_cast<double>(work.accumulation) *
-          (2 * all_gather_s(cluster, ranks, parameters) + all_gather_s(cluster, ranks, gradients));
+    case Sharding::kGradOp: {
+      const int group = work.shard_ranks > 0 ? std::min(work.shard_ranks, ranks) : ranks;
+      time.optimizer_s /= group;
+      const int gathers = work.sharding == Sharding::kFull ? 2 : 1;
+      time.communication_s = static_cast<double>(work.accumulation) *
+                             (gathers * all_gather_s(cluster, group, parameters) +
+                              all_gather_s(cluster, group, gradients) +
+                              copies_s(cluster, ranks / group, gradients));
       break;
+    }
   }
   time.exposed_s = time.communication_s;
   return time;

@@ -51,6 +51,7 @@ enum class Sharding {
   kNone,       // DDP
   kOptimizer,  // gradients are reduced and parameters gathered in the update
   kFull,       // parameters are gathered in forward and in backward of every micro-batch
+  kGradOp,     // they are gathered in forward and stay whole until backward has used them
 };
 
 // One rank's part of a step.
@@ -60,8 +61,9 @@ struct Work {
   std::int64_t accumulation = 1;
   double optimizer_s = 0;                 // of the whole state; sharding divides it
   std::vector<std::int64_t> gradients{};  // bytes, in the order in which backward produces them
-  std::int64_t parameter_bytes = 0;       // that kFull gathers: 2 for each in the half type
+  std::int64_t parameter_bytes = 0;       // that kFull and kGradOp gather
   Sharding sharding = Sharding::kNone;
+  int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 

@@ -138,6 +138,18 @@ TEST(Steps, ShardedStateIsExposedAndDivided) {
   step = step_time(work, cluster, 4);
   EXPECT_DOUBLE_EQ(step.exposed_s,
                    2 * (2 * all_gather_s(cluster, 4, 2e6) + all_gather_s(cluster, 4, 4e6)));
+  work.sharding = Sharding::kGradOp;
+  EXPECT_DOUBLE_EQ(step_time(work, cluster, 4).exposed_s,
+                   2 * (all_gather_s(cluster, 4, 2e6) + all_gather_s(cluster, 4, 4e6)));
+  // Divided inside a node of 4 and copied between two: the ports of a node carry all gradients.
+  work.sharding = Sharding::kFull;
+  work.shard_ranks = 4;
+  const Cluster nodes = parse_link("nvlink+ib100", h100(), 4);
+  step = step_time(work, nodes, 8);
+  EXPECT_DOUBLE_EQ(step.optimizer_s, 0.1);
+  const double inside = 2 * all_gather_s(nodes, 4, 2e6) + all_gather_s(nodes, 4, 4e6);
+  const double between = 8.4e-6 + 2 * 9.6e-6 + 4e6 / (0.9 * 50e9);
+  EXPECT_NEAR(step.exposed_s, 2 * (inside + between), 1e-9);
 }
 
 // ---------------------------------------------------------------- published runs

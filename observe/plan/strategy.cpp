@@ -67,39 +67,71 @@ std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
 
 }  // namespace
 
+namespace {
+
+bool is_fsdp(Strategy strategy) {
+  return !fsdp_word(strategy).empty();
+}
+
+Sharding sharding_of(Strategy strategy) {
+  if (strategy == Strategy::kShardedOptimizer) return Sharding::kOptimizer;
+  if (strategy == Strategy::kShardGradOp) return Sharding::kGradOp;
+  return is_fsdp(strategy) ? Sharding::kFull : Sharding::kNone;
+}
+
+// Ranks that a fully sharded model is divided over.
+int shard_ranks_of(const Training& t, const Parts& parts) {
+  return parts.strategy == Strategy::kHybridShard ? std::min(t.node_gpus, parts.gpus) : 0;
+}
+
+// Whether training does it without a change to the file.
+bool is_written(const Training& t, Strategy strategy) {
+  if (strategy == Strategy::kSplit) return t.device_map;
+  if (is_fsdp(strategy))
+    return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
+                                  strategy == Strategy::kFullShard);
+  return strategy != Strategy::kShardedOptimizer || t.sharded_optimizer || t.may_shard;
+}
+
+}  // namespace
+
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
-  const auto [gpus, stages, sharded] = parts;
-  Choice choice{.gpus = gpus, .stages = stages};
+  Choice choice{.gpus = parts.gpus,
+                .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
+                .stages = parts.gpus / parts.replicas()};
   const int replicas = choice.replicas();
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
   choice.global_batch = batches.global;
   choice.same_global_batch = batches.same;
-  choice.strategy = stages > 1  ? Strategy::kSplit
-                    : gpus == 1 ? Strategy::kSingle
-                    : sharded   ? Strategy::kShardedOptimizer
-                                : Strategy::kDdp;
   choice.memory = memory_of(t.model, {.batch = batches.batch,
                                       .accumulation = batches.accumulation,
                                       .half = t.half,
                                       .checkpointing = t.checkpointing,
-                                      .fused = !t.unfused && !card.cpu && stages == 1,
+                                      .fused = !t.unfused && !card.cpu && choice.stages == 1,
                                       .ranks = replicas,
-                                      .sharded_optimizer = sharded && replicas > 1,
+                                      .sharding = sharding_of(choice.strategy),
+                                      .shard_ranks = shard_ranks_of(t, parts),
                                       .state_bytes = t.state_bytes,
-                                      .stages = stages,
+                                      .stages = choice.stages,
                                       .cpu = card.cpu});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
-  choice.as_written = choice.fits && (stages == 1 || t.device_map) &&
-                      (!choice.smaller_batch || !t.adapts.empty()) &&
-                      (!sharded || t.sharded_optimizer || t.may_shard);
+  choice.as_written = choice.fits && is_written(t, choice.strategy) &&
+                      (!choice.smaller_batch || !t.adapts.empty());
   return choice;
 }
 
-bool can_split(const Training& t, const Card& card, int gpus) {
-  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
+bool can_train(const Training& t, const Card& card, const Parts& parts) {
+  const auto [gpus, strategy] = parts;
+  const std::int64_t blocks = t.model.blocks();
+  if (gpus == 1) return strategy == Strategy::kSingle;
+  if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
+  // Units are a model's blocks: without them it would be whole in every step.
+  if (is_fsdp(strategy) && blocks == 0) return false;
+  if (strategy == Strategy::kHybridShard) return gpus > t.node_gpus && gpus % t.node_gpus == 0;
+  return strategy != Strategy::kSingle;
 }
 
 namespace {
@@ -107,14 +139,34 @@ namespace {
 // The largest micro-batch that fits, or the smallest one.
 Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   Choice choice;
-  for (const std::int64_t batch : micro_batches(t, parts.gpus / parts.stages)) {
+  for (const std::int64_t batch : micro_batches(t, parts.replicas())) {
     choice = make_choice(t, card, parts, batch);
     if (choice.fits) break;
   }
   return choice;
 }
 
+// What the file says for so many GPUs.
+Strategy written_strategy(const Training& t, const Card& card, int gpus) {
+  if (gpus == 1) return Strategy::kSingle;
+  if (t.device_map && can_train(t, card, {gpus, Strategy::kSplit})) return Strategy::kSplit;
+  return t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
+}
+
 }  // namespace
+
+std::string_view fsdp_word(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kFullShard:
+      return "full_shard";
+    case Strategy::kShardGradOp:
+      return "shard_grad_op";
+    case Strategy::kHybridShard:
+      return "hybrid_shard";
+    default:
+      return "";
+  }
+}
 
 std::string strategy_text(Strategy strategy, int gpus) {
   switch (strategy) {
@@ -125,9 +177,10 @@ std::string strategy_text(Strategy strategy, int gpus) {
     case Strategy::kShardedOptimizer:
       return "DDP, sharded optimizer";
     case Strategy::kSplit:
-      break;
+      return fmt::format("one rank, device_map over {}", gpus);
+    default:
+      return fmt::format("fsdp: {}", fsdp_word(strategy));
   }
-  return fmt::format("one rank, device_map over {}", gpus);
 }
 
 Choice choose(const Training& training, const Card& card, int gpus) {
@@ -137,17 +190,17 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
-  const bool may_split = can_split(training, card, gpus);
-  if (training.device_map && may_split) return best_of(training, card, {gpus, gpus, false});
-  const Choice plain = best_of(training, card, {gpus, 1, training.sharded_optimizer && gpus > 1});
-  if (plain.fits) return plain;
-  if (gpus > 1 && !training.sharded_optimizer) {
-    const Choice sharded = best_of(training, card, {gpus, 1, true});
-    if (sharded.fits) return sharded;
+  const Strategy written = written_strategy(training, card, gpus);
+  const Choice plain = best_of(training, card, {gpus, written});
+  if (plain.fits || written == Strategy::kSplit) return plain;
+  for (const Strategy next :
+       {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
+    // A fully sharded model's optimizer is sharded already.
+    if (next < written || next == written || !can_train(training, card, {gpus, next})) continue;
+    const Choice other = best_of(training, card, {gpus, next});
+    if (other.fits) return other;
   }
-  if (!may_split) return plain;
-  const Choice split = best_of(training, card, {gpus, gpus, false});
-  return split.fits ? split : plain;
+  return plain;
 }
 
 namespace {
@@ -158,17 +211,12 @@ class Changes {
   Changes(const Training& training, const Card& card, int gpus)
       : gpus_(gpus),
         card_(card),
-        alone_{training, training.sharded_optimizer && gpus > 1},
-        together_(alone_) {
-    if (!training.device_map || !can_split(training, card, gpus)) return;
-    alone_.stages = together_.stages = gpus;
-    alone_.sharded = together_.sharded = false;
-  }
+        alone_{training, written_strategy(training, card, gpus)},
+        together_(alone_) {}
 
   struct State {
     Training training;
-    bool sharded = false;
-    int stages = 1;
+    Strategy strategy;
   };
   const State& together() const { return together_; }
   bool enough() const { return !all_.empty() && all_.back().together_fits; }
@@ -197,8 +245,9 @@ class Changes {
 
  private:
   Choice choice(const State& state) const {
-    const std::int64_t batch = micro_batches(state.training, gpus_ / state.stages).front();
-    return make_choice(state.training, card_, {gpus_, state.stages, state.sharded}, batch);
+    const Parts parts{gpus_, state.strategy};
+    const std::int64_t batch = micro_batches(state.training, parts.replicas()).front();
+    return make_choice(state.training, card_, parts, batch);
   }
 
   int gpus_;
@@ -236,11 +285,15 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
-  const bool mapped = all.together().stages > 1;
+  const Strategy written = all.together().strategy;
+  const bool mapped = written == Strategy::kSplit;
   add_smaller_batch(training, mapped ? 1 : gpus, all);
-  if (gpus > 1 && !training.sharded_optimizer && !mapped)
+  if (written == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
-            [](State& state) { state.sharded = true; });
+            [](State& state) { state.strategy = Strategy::kShardedOptimizer; });
+  if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
+    all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
+            [](State& state) { state.strategy = Strategy::kFullShard; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
   if (!training.half)
     all.add(half,
@@ -256,12 +309,10 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               lora.target_modules = models::ModuleNames(models::kAllLinear);
               state.training.model.lora = std::move(lora);
             });
-  if (!mapped && can_split(training, card, gpus))
+  if (!mapped && can_train(training, card, {gpus, Strategy::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
-            "the GPUs work one after another", [&](State& state) {
-              state.stages = gpus;
-              state.sharded = false;
-            });
+            "the GPUs work one after another",
+            [](State& state) { state.strategy = Strategy::kSplit; });
   return all.take();
 }
 
@@ -330,9 +381,9 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
     blocks = 0;
     for (const std::int64_t stage : resnet->blocks()) blocks += static_cast<double>(stage);
   }
-  // A sharded optimizer's step cannot be captured.
-  if (card.cpu ||
-      (t.captured && choice.stages == 1 && choice.strategy != Strategy::kShardedOptimizer))
+  // A step with anything sharded cannot be captured.
+  if (card.cpu || (t.captured && choice.stages == 1 &&
+                   sharding_of(choice.strategy) == Sharding::kNone))
     return 0;
   return blocks * (is_fused(t, card, choice.stages) ? kFusedLaunch_s : kPlainLaunch_s);
 }
@@ -367,13 +418,24 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
   const Parameters parameters = parameters_of(t.model);
-  work.parameter_bytes = (t.half ? 2 : 4) * parameters.total() / choice.stages;
+  // Parameters travel as they are held: in float, and frozen matrices in the half type.
+  work.parameter_bytes =
+      4 * parameters.total() - (t.half ? 2 * parameters.frozen_matrices : 0);
   // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
                                              choice.stages / card.memory_bandwidth -
                                          idle_s);
-  if (choice.strategy == Strategy::kShardedOptimizer) work.sharding = Sharding::kOptimizer;
+  work.sharding = sharding_of(choice.strategy);
+  if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
+    // What travels is one buffer for a block, copied to and from its tensors: read and written.
+    const double once = 2 * static_cast<double>(work.parameter_bytes) / card.memory_bandwidth;
+    const double gathers = work.sharding == Sharding::kFull ? 1 : 0;
+    work.forward_s += once;
+    work.backward_s += gathers * once + 8 * static_cast<double>(parameters.trainable) /
+                                            card.memory_bandwidth;
+  }
+  work.shard_ranks = shard_ranks_of(t, {choice.gpus, choice.strategy});
   return work;
 }
 
