@@ -48,7 +48,8 @@ class Plan(unittest.TestCase):
     def plan(self, *args, code=0, **variables):
         # Paths in the examples begin at the project's folder.
         result = subprocess.run([LOCKSTEP, "plan", *args], capture_output=True, text=True,
-                                timeout=60, env={**os.environ, **variables}, cwd=SOURCE)
+                                timeout=60, cwd=SOURCE,
+                                env={**os.environ, "LOCKSTEP_CACHE": self.root, **variables})
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         return result
 

@@ -110,6 +110,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
   const std::uint64_t saved = divided(a.saved, o.stages);
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
+  const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
   const Memory base = resident(p, o);
   const auto moment = [&](std::string_view name, std::uint64_t whole_parameters,
@@ -131,15 +132,24 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
       moment("the loss's backward", forward, before, copies.at_loss, saved, a.head_backward),
       moment("the backward of the last block",
              whole.root + std::max(whole.kept, 2 * whole.block),
-             before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
+             before + whole.root_gradients + whole.block_gradients, copies.at_loss,
              saved + block + a.working, o.fused ? a.head_backward : 0),
+      // The gradients of the last block are on their way, and its activations are free.
+      moment("the backward of the block before the last",
+             whole.root + std::max(whole.kept, 3 * whole.block) - whole.block,
+             before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
+             saved - freed + block + a.working, o.fused ? a.head_backward : 0),
       moment("the end of backward", whole.root, gradients + 2 * whole.root_gradients,
              o.fused && parts == 1 ? copies.all : 0, std::min(a.one_block, saved) + a.working,
              added ? divided(floats(p.head), o.stages) : 0),
+      // Where ranks share memory, parameters move to where all of them can write.
+      moment("the division of the optimizer's state",
+             o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
+             gradients, 0, 0, 0),
       // It is built whole on every rank, before there is an optimizer.
       moment("the division of the model", whole.all, 0, 0, 0, 0),
   };
-  moments[4].optimizer = 0;
+  std::end(moments)[-1].optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);
   if (o.cpu) return peak;
   peak.workspace = kWorkspace + static_cast<std::uint64_t>(kFragmentation *

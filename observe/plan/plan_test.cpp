@@ -271,7 +271,7 @@ TEST(MemoryBytes, AFullyShardedRankHasAPartAndWholeUnits) {
   const std::uint64_t root = 4u * 768 * (256 + 64 + 2);
   const std::uint64_t all = 12 * block + root;
   const Memory m = memory_of(small, options);
-  ASSERT_EQ(m.moment, "the backward of the last block");
+  ASSERT_EQ(m.moment, "the backward of the block before the last");
   EXPECT_EQ(m.parameters, all / 2 + root + 2 * block);
   EXPECT_EQ(m.gradients, all / 2 + root + 2 * block);
   EXPECT_EQ(m.optimizer, 2 * all / 2);

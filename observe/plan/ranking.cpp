@@ -138,6 +138,7 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         if (!choice) return;
         Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half};
         way.settings = settings_of(training, way, gpus);
+        way.estimate = *way.step;
         ways.push_back(std::move(way));
       };
       for (const Strategy strategy : kStrategies) {
@@ -152,6 +153,57 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
   }
   sort_ways(ways);
   return ways;
+}
+
+Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes) {
+  return {.gpus = way.choice.gpus,
+          .strategy = way.choice.strategy,
+          .batch = way.choice.batch,
+          .accumulation = way.choice.accumulation,
+          .checkpointing = way.checkpointing,
+          .half = way.half,
+          .step_s = step_s,
+          .memory_bytes = memory_bytes};
+}
+
+bool Measurement::is_like(const Measurement& other) const {
+  Measurement same = other;
+  same.step_s = step_s;
+  same.memory_bytes = memory_bytes;
+  return same == *this;
+}
+
+bool Measurement::is_of(const Way& way) const {
+  return is_like(measurement_of(way, step_s, memory_bytes));
+}
+
+void use_measurements(std::vector<Way>& ways, const Training& training,
+                      const std::vector<Measurement>& measurements) {
+  std::vector<double> ratios;
+  const auto set = [&](Way& way, const StepTime& step) {
+    way.step = step;
+    way.tokens_per_second =
+        static_cast<double>(way.choice.global_batch * training.model.length) / step.total_s();
+  };
+  for (Way& way : ways) {
+    const auto found = std::ranges::find_if(
+        measurements, [&](const Measurement& one) { return one.is_of(way); });
+    if (found == measurements.end()) continue;
+    ratios.push_back(found->step_s / way.estimate.total_s());
+    way.measured = true;
+    way.run_bytes = found->memory_bytes;
+    set(way, {.compute_s = found->step_s});
+  }
+  if (ratios.empty()) return;
+  std::ranges::sort(ratios);
+  const double ratio = ratios[ratios.size() / 2];
+  for (Way& way : ways) {
+    if (way.measured) continue;
+    const StepTime& s = way.estimate;
+    set(way, {ratio * s.compute_s, ratio * s.optimizer_s, ratio * s.communication_s,
+              ratio * s.exposed_s});
+  }
+  sort_ways(ways);
 }
 
 Choice fastest_batch(const Training& training, const Card& card, int ranks) {

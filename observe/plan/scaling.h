@@ -42,10 +42,19 @@ struct Cluster {
   std::string text{};  // what was assumed, for a report
 };
 
-// "nvlink", "pcie", "nvlink+ib400", "pcie+eth25", "loopback"; ib400: a port of 400 Gbit/s for each
-// GPU, ib1600/node: ports of 1600 Gbit/s for a node. UsageError for another text, for nvlink where
+// "nvlink", "pcie", "pcie-host" (without peer access: through the host's memory), "nvlink+ib400",
+// "pcie+eth25", "loopback"; ib400: a port of 400 Gbit/s for each GPU, ib1600/node: ports of 1600
+// Gbit/s for a node. UsageError for another text, for nvlink where
 // the card has none, and for a port of less than 1 or more than 800 Gbit/s.
 Cluster parse_link(std::string_view text, const Card& card, int per_node);
+
+// What `lockstep doctor` has measured inside a node, in place of what was assumed.
+struct MeasuredLink {
+  std::string backend{};  // "nccl", "shm"
+  int ranks = 0;
+  double bandwidth = 0;  // bytes per second on the bus: 2(n-1)/n of the bytes of an all-reduce
+};
+void use_measured(Cluster& cluster, const MeasuredLink& link);
 
 enum class Sharding {
   kNone,       // DDP

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -36,6 +37,9 @@ constexpr double kResNetMost = 79e12;
 constexpr int kMostGpus = 65'536;
 // An Adam update reads gradient, weight and two states and writes the last three: in float.
 constexpr double kUpdateBytes = 28;
+// A rank alone has a thread for each core of a CPU, of which twice as many compute this power of
+// two as much: parts of a step run on one thread (docs/plan.md).
+constexpr double kThreadGain = 0.85;
 
 struct Batches {
   std::int64_t batch;
@@ -442,8 +446,14 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
 // How long a choice takes, whether it fits or not.
 Timed timed(const Training& training, const Machine& machine, Choice choice) {
   Timed one{.choice = std::move(choice)};
-  const auto work = work_of(training, one.choice, machine.card, machine.speed);
+  auto work = work_of(training, one.choice, machine.card, machine.speed);
   if (!work) return one;
+  if (const int cores = machine.cluster.cores; machine.card.cpu && cores > 1) {
+    const int threads = std::max(1, cores / one.choice.replicas());
+    const double slower = std::pow(static_cast<double>(cores) / threads, kThreadGain);
+    for (double* seconds : {&work->forward_s, &work->backward_s, &work->optimizer_s})
+      *seconds *= slower;
+  }
   one.step = step_time(*work, machine.cluster, one.choice.replicas());
   one.tokens_per_second =
       static_cast<double>(one.choice.global_batch * training.model.length) / one.step->total_s();
