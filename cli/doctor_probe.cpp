@@ -17,9 +17,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr double kSlowRank = 2;               // times the fastest one's time
-constexpr double kSlowShm = 0.5;              // GB/s, far below any memory
-constexpr double kSlowNccl = 2;               // GB/s, below PCIe 3.0 x4
+constexpr double kSlowRank = 2;   // times the fastest one's time
+constexpr double kSlowShm = 0.5;  // GB/s, far below any memory
+constexpr double kSlowNccl = 2;   // GB/s, below PCIe 3.0 x4
 
 // ------------------------------------------------------------------ what they found
 
@@ -270,8 +270,10 @@ std::vector<Check> probe_checks(const Machine& machine) {
   else if (!outcome.ending.ok())
     problem = fmt::format("the ranks failed: lockstep run {}", outcome.ending.text());
   std::vector<Check> checks = read_probe(machine, folder.path(), problem);
-  if (!problem.empty()) checks.back().lines = tail(outcome.output);
-  else keep_link(machine, read_node(fs::path(folder.path()) / "world.json"));
+  if (!problem.empty())
+    checks.back().lines = tail(outcome.output);
+  else
+    keep_link(machine, read_node(fs::path(folder.path()) / "world.json"));
   return checks;
 }
 

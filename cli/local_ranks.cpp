@@ -73,8 +73,8 @@ bool read_all(int fd, std::string& text, const Deadline& deadline) {
 
 ScratchFolder::ScratchFolder(const std::string& name) {
   const char* base = std::getenv("TMPDIR");
-  path_ = fmt::format("{}/lockstep_{}_XXXXXX", base != nullptr && *base != '\0' ? base : "/tmp",
-                      name);
+  path_ =
+      fmt::format("{}/lockstep_{}_XXXXXX", base != nullptr && *base != '\0' ? base : "/tmp", name);
   if (::mkdtemp(path_.data()) == nullptr)
     throw SystemError(name, "cannot make a folder " + path_, errno);
 }
@@ -93,11 +93,10 @@ std::string train_program() {
 RanksOutcome run_ranks(const RanksRequest& request, const std::string& folder) {
   const Deadline deadline = Deadline::after(std::chrono::seconds(request.timeout_s));
   Pipe pipe = make_pipe();
-  launch::Process launcher =
-      launch::start_process({.argv = command(request, folder),
-                             .environment = environment(request.environment),
-                             .stdout_fd = pipe.write.get(),
-                             .stderr_fd = pipe.write.get()});
+  launch::Process launcher = launch::start_process({.argv = command(request, folder),
+                                                    .environment = environment(request.environment),
+                                                    .stdout_fd = pipe.write.get(),
+                                                    .stderr_fd = pipe.write.get()});
   pipe.write.reset();
   RanksOutcome outcome;
   outcome.in_time = read_all(pipe.read.get(), outcome.output, deadline);

@@ -2,8 +2,7 @@
 // those of `lockstep doctor` and of `lockstep plan --probe`.
 //
 //   const ScratchFolder folder("doctor");
-//   const RanksOutcome end = run_ranks({.ranks = 2, .timeout_s = 30, .arguments = {"doctor-probe"}},
-//                                      folder.path());
+//   const RanksOutcome end = run_ranks({.ranks = 2, .arguments = {"doctor-probe"}}, folder.path());
 //   if (!end.ok()) for (const std::string& line : tail(end.output)) print(line);
 //
 // One thread.

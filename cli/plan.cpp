@@ -54,7 +54,8 @@ constexpr const char* kHelp =
     "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
     "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
-    "--probe              runs three steps of each of the best ways on this machine, which replace\n"
+    "--probe              runs three steps of each of the best ways on this machine, which "
+    "replace\n"
     "                     the estimates and are kept for the next plan\n"
     "--probe-ways N       how many of the best (4)\n"
     "--write FILE         the training file with the settings of the fastest way, or of way K\n"
@@ -232,7 +233,7 @@ struct Report {
   }
   std::string strategy(const plan::Choice& choice) const {
     if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
-    return plan::strategy_text(choice.strategy, choice.gpus);
+    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -354,11 +355,12 @@ void note_type(Report& report) {
 void add_ways(Report& report, bool here) {
   const Request& request = report.request;
   if (request.probe && !here)
-    throw UsageError("plan", "--probe runs on this machine, and --gpus {} may be elsewhere. Use "
-                             "--gpus detected or cpu.", request.gpus);
+    throw UsageError("plan",
+                     "--probe runs on this machine, and --gpus {} may be elsewhere. Use "
+                     "--gpus detected or cpu.",
+                     request.gpus);
   const bool cpu = report.devices.card.cpu;
-  const std::string key =
-      training_key(report.training, cpu ? "cpu" : "gpu", report.devices.count);
+  const std::string key = training_key(report.training, cpu ? "cpu" : "gpu", report.devices.count);
   std::vector<plan::Measurement> known;
   if (here && !request.speed.tokens_per_second && !request.speed.utilisation)
     known = saved_ways(key);
@@ -370,12 +372,11 @@ void add_ways(Report& report, bool here) {
   std::vector<plan::Measurement> fresh;
   for (int runs = 0; request.probe && runs < 2 * request.probe_ways; ++runs) {
     plan::use_measurements(report.ways, report.training, fresh);
-    const auto end =
-        report.ways.begin() +
-        static_cast<std::ptrdiff_t>(
-            std::min(report.ways.size(), static_cast<std::size_t>(request.probe_ways)));
-    const auto next = std::find_if(report.ways.begin(), end,
-                                   [](const plan::Way& way) { return !way.measured; });
+    const auto end = report.ways.begin() +
+                     static_cast<std::ptrdiff_t>(std::min(
+                         report.ways.size(), static_cast<std::size_t>(request.probe_ways)));
+    const auto next =
+        std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
     if (next == end) break;
     if (const auto seen = probe_way(request.file, *next, {.cpu = cpu}))
       fresh.push_back(*seen);
@@ -617,7 +618,7 @@ void write_way(const Report& r) {
   const plan::Way& way = r.ways[number - 1];
   write_file_atomically(request.write,
                         with_settings(read_file(request.file), way.settings, request.file));
-  const int ranks = way.choice.replicas();
+  const int ranks = way.choice.strategy == plan::Strategy::kSplit ? 1 : way.choice.gpus;
   fmt::print(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
              settings_text(way),
              ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
@@ -631,21 +632,21 @@ Node way_node(const Report& r, const plan::Way& way) {
   for (const plan::Setting& setting : way.settings)
     settings.push_back({setting.key, plain_scalar(setting.value, {})});
   const plan::Choice& c = way.choice;
-  return map_node({{"gpus", integer_node(c.gpus)},
-                   {"strategy", text_node(r.strategy(c))},
-                   {"per_device_train_batch_size", integer_node(c.batch)},
-                   {"gradient_accumulation_steps", integer_node(c.accumulation)},
-                   {"global_batch", integer_node(c.global_batch)},
-                   {"gradient_checkpointing", bool_node(way.checkpointing)},
-                   {"half", bool_node(way.half)},
-                   {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
-                   {"planned_memory_bytes",
-                    integer_node(static_cast<std::int64_t>(c.memory.total()))},
-                   {"measured", bool_node(way.measured)},
-                   {"step_s", real_node(way.step->total_s())},
-                   {"estimated_step_s", real_node(way.estimate.total_s())},
-                   {"tokens_per_second", real_node(way.tokens_per_second)},
-                   {"settings", map_node(std::move(settings))}});
+  return map_node(
+      {{"gpus", integer_node(c.gpus)},
+       {"strategy", text_node(r.strategy(c))},
+       {"per_device_train_batch_size", integer_node(c.batch)},
+       {"gradient_accumulation_steps", integer_node(c.accumulation)},
+       {"global_batch", integer_node(c.global_batch)},
+       {"gradient_checkpointing", bool_node(way.checkpointing)},
+       {"half", bool_node(way.half)},
+       {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
+       {"planned_memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
+       {"measured", bool_node(way.measured)},
+       {"step_s", real_node(way.step->total_s())},
+       {"estimated_step_s", real_node(way.estimate.total_s())},
+       {"tokens_per_second", real_node(way.tokens_per_second)},
+       {"settings", map_node(std::move(settings))}});
 }
 
 Node number(std::uint64_t value) {

@@ -47,7 +47,7 @@ class Plan(unittest.TestCase):
 
     def plan(self, *args, code=0, **variables):
         # Paths in the examples begin at the project's folder.
-        result = subprocess.run([LOCKSTEP, "plan", *args], capture_output=True, text=True,
+        result = subprocess.run([LOCKSTEP, "plan", *map(str, args)], capture_output=True, text=True,
                                 timeout=60, cwd=SOURCE,
                                 env={**os.environ, "LOCKSTEP_CACHE": self.root, **variables})
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
@@ -119,6 +119,32 @@ class Plan(unittest.TestCase):
         again = self.json(out, "--gpus", "2xH100")["ways"][0]
         self.assertEqual(again["settings"], {})
         self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
+
+    def test_a_fully_sharded_way_is_written(self):
+        config = self.write("phi3.json", PHI3)
+        file = self.write("phi3.yaml", f"model: {{config: {config}}}\nmax_seq_len: 512\n"
+                          "bf16: true\ndata: {name: instructions, path: /no/such.json}\n"
+                          "per_device_train_batch_size: 1\nglobal_batch_size: 32\n")
+        ways = self.json(file, "--gpus", "8xA100-40GB", code=1)["ways"]
+        best = next(way for way in ways if way["strategy"].startswith("fsdp"))
+        self.assertEqual(best["strategy"], "fsdp: " + best["settings"]["fsdp"])
+        out = os.path.join(self.root, "sharded.yaml")
+        self.plan(file, "--gpus", "8xA100-40GB", "--write", out, "--way", ways.index(best) + 1)
+        again = self.json(out, "--gpus", "8xA100-40GB")
+        self.assertTrue(again["fits"])
+        self.assertEqual(again["rows"][-1]["strategy"], best["strategy"])
+        # And back again, for a card that holds the whole model.
+        ways = self.json(out, "--gpus", "8xH200", "--lora", "{target_modules: all-linear}")["ways"]
+        self.assertEqual(ways[0]["settings"]["fsdp"], '""')
+
+    def test_two_cards_without_peer_access_are_not_two_times(self):
+        """Row C12 of the founding documents: a speed-up of exactly 2 is an assumption."""
+        file = self.gpt2("global_batch_size: 32\n")
+        speedup = lambda *more: self.json(  # noqa: E731
+            file, "--gpus", "2xRTX4090", *more)["rows"][1]["speedup"]
+        self.assertLess(speedup(), 1.95)
+        self.assertLess(speedup(), speedup("--link", "pcie"))
+        self.assertIn("no peer access", self.json(file, "--gpus", "2xRTX4090")["link"])
 
     def test_a_way_that_splits_the_model_is_written(self):
         for model in ("model: {config: %s}\n", "model:\n    config: %s\n"):

@@ -36,8 +36,8 @@ std::optional<Seen> read_ranks(const std::string& folder, int ranks) {
     for (const Node& step : node.at("step_s").items) steps.push_back(step.real);
     if (steps.size() < kSteps) return std::nullopt;
     all.step_s = std::max(all.step_s, *std::min_element(steps.end() - kSteps, steps.end()));
-    all.memory_bytes = std::max(all.memory_bytes, static_cast<std::uint64_t>(
-                                                      node.at("memory_bytes").integer));
+    all.memory_bytes =
+        std::max(all.memory_bytes, static_cast<std::uint64_t>(node.at("memory_bytes").integer));
   }
   return all;
 }
@@ -65,16 +65,19 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   if (options.cpu) arguments.emplace_back("--use_cpu=true");
   const plan::Choice& c = way.choice;
   const std::string what =
-      fmt::format("{} x {}, {} x {}{}{}", c.gpus, strategy_text(c.strategy, c.gpus), c.batch,
-                  c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
-                  way.half ? ", 16 bits" : "");
-  const RanksOutcome end = run_ranks(
-      {.ranks = c.replicas(), .timeout_s = options.timeout_s, .arguments = std::move(arguments)},
-      folder.path());
-  const auto seen = end.ok() ? read_ranks(folder.path(), c.replicas()) : std::nullopt;
+      fmt::format("{} x {}, {} x {}{}{}", c.gpus, strategy_text(c.strategy, c.gpus, c.stages),
+                  c.batch, c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
+                  way.fp8    ? ", 8 bits"
+                  : way.half ? ", 16 bits"
+                             : "");
+  const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
+  const RanksOutcome end =
+      run_ranks({.ranks = ranks, .timeout_s = options.timeout_s, .arguments = std::move(arguments)},
+                folder.path());
+  const auto seen = end.ok() ? read_ranks(folder.path(), ranks) : std::nullopt;
   if (!seen) {
     fmt::print(stderr, "probe: {}: {}\n", what,
-               !end.in_time     ? fmt::format("not done after {} s", options.timeout_s)
+               !end.in_time      ? fmt::format("not done after {} s", options.timeout_s)
                : end.ending.ok() ? fmt::format("the data ends before {} steps", steps)
                                  : "the ranks failed");
     if (!end.ok())

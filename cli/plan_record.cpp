@@ -57,15 +57,14 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
   for (const char* name : {"links", "ways"}) {
     std::vector<Node> all;
     for (const Node& old : entries_of(record, name)) {
-      const bool same = name == std::string_view(list) &&
-                        std::ranges::any_of(fresh, [&](const Node& one) {
-                          return std::ranges::all_of(keys, [&](const std::string& key) {
-                            const Entry* a = old.find(key);
-                            const Entry* b = one.find(key);
-                            return a != nullptr && b != nullptr &&
-                                   plain_text(a->value) == plain_text(b->value);
-                          });
-                        });
+      const bool same =
+          name == std::string_view(list) && std::ranges::any_of(fresh, [&](const Node& one) {
+            return std::ranges::all_of(keys, [&](const std::string& key) {
+              const Entry* a = old.find(key);
+              const Entry* b = one.find(key);
+              return a != nullptr && b != nullptr && plain_text(a->value) == plain_text(b->value);
+            });
+          });
       if (!same) all.push_back(old);
     }
     if (name == std::string_view(list)) std::ranges::move(fresh, std::back_inserter(all));
@@ -133,16 +132,18 @@ void save_ways(const std::string& training, const std::vector<plan::Measurement>
                   {"training", text_node(training)},
                   {"gpus", integer_node(way.gpus)},
                   {"strategy", integer_node(static_cast<int>(way.strategy))},
-                  {"strategy_text", text_node(strategy_text(way.strategy, way.gpus))},
+                  {"strategy_text", text_node(strategy_text(way.strategy, way.gpus, way.stages))},
+                  {"stages", integer_node(way.stages)},
                   {"per_device_train_batch_size", integer_node(way.batch)},
                   {"gradient_accumulation_steps", integer_node(way.accumulation)},
                   {"gradient_checkpointing", bool_node(way.checkpointing)},
                   {"half", bool_node(way.half)},
+                  {"fp8", bool_node(way.fp8)},
                   {"step_s", real_node(way.step_s)},
                   {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))}}));
   replace("ways",
-          {"host", "training", "gpus", "strategy", "per_device_train_batch_size",
-           "gradient_checkpointing", "half"},
+          {"host", "training", "gpus", "strategy", "stages", "per_device_train_batch_size",
+           "gradient_checkpointing", "half", "fp8"},
           std::move(nodes));
 }
 
@@ -155,15 +156,18 @@ std::vector<plan::Measurement> saved_ways(const std::string& training) {
     };
     plan::Measurement way{.gpus = static_cast<int>(integer("gpus")),
                           .strategy = static_cast<plan::Strategy>(integer("strategy")),
+                          .stages = static_cast<int>(integer("stages")),
                           .batch = integer("per_device_train_batch_size"),
                           .accumulation = integer("gradient_accumulation_steps"),
                           .checkpointing = flag_of(node, "gradient_checkpointing"),
                           .half = flag_of(node, "half"),
+                          .fp8 = flag_of(node, "fp8"),
                           .step_s = number_of(node, "step_s"),
                           .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes"))};
     // One whose text does not belong to its number is from another version.
     const bool known =
-        text_of(node, "strategy_text") == strategy_text(way.strategy, way.gpus) && way.step_s > 0;
+        text_of(node, "strategy_text") == strategy_text(way.strategy, way.gpus, way.stages) &&
+        way.step_s > 0;
     if (known) ways.push_back(way);
   }
   return ways;
@@ -177,10 +181,11 @@ std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement
     const bool open = training.may_shard && !training.sharded_optimizer && !training.fsdp;
     const bool written = way.strategy == Strategy::kDdp || way.strategy == Strategy::kSingle
                              ? !training.sharded_optimizer && !training.fsdp
-                         : way.strategy == Strategy::kShardedOptimizer ? training.sharded_optimizer
-                                                                       : way.strategy == training.fsdp;
-    if (way.gpus != ranks || way.strategy == Strategy::kSplit || way.half != training.half ||
-        !(open || written))
+                         : way.strategy == Strategy::kShardedOptimizer
+                             ? training.sharded_optimizer
+                             : way.strategy == training.fsdp;
+    if (way.gpus != ranks || way.strategy >= Strategy::kSplit || way.half != training.half ||
+        way.fp8 != training.fp8 || !(open || written))
       continue;
     if (!best || way.step_s < best->step_s) best = way;
   }

@@ -180,8 +180,8 @@ class ProbeSteps : public Observer {
   }
   void on_train_end(Event& event) override {
     io::FileWriter file(fmt::format("{}/rank_{}.json", folder_, event.rank));
-    file.append(to_json(map_node(
-        {{"step_s", list_node(steps_)}, {"memory_bytes", integer_node(peak_bytes())}})));
+    file.append(to_json(
+        map_node({{"step_s", list_node(steps_)}, {"memory_bytes", integer_node(peak_bytes())}})));
     file.finish();
   }
 
@@ -218,8 +218,8 @@ std::optional<plan::Measurement> agreed_way(World& world, const plan::Training& 
   std::string mine;
   if (world.is_leader()) {
     const char* device = world.device().is_cpu() ? "cpu" : "gpu";
-    if (const auto way = fastest_way(
-            saved_ways(training_key(training, device, world.size())), training, world.size()))
+    if (const auto way = fastest_way(saved_ways(training_key(training, device, world.size())),
+                                     training, world.size()))
       mine = measurement_text(*way);
   }
   return parse_measurement(world.all_gather(mine).front());
@@ -297,8 +297,9 @@ int train_main(int argc, char** argv) {
 
 int plan_probe_main(int argc, char** argv) {
   if (argc < 3)
-    throw UsageError("plan", "plan-probe needs a folder and a training file. Use lockstep plan "
-                             "--probe.");
+    throw UsageError("plan",
+                     "plan-probe needs a folder and a training file. Use lockstep plan "
+                     "--probe.");
   return train(parse_arguments(argc - 1, argv + 1), argv[1]);
 }
 

@@ -6,7 +6,8 @@
 Memory: the plan's bytes over the tensors that the ranks held at their peak. Ranking: the way that
 the estimates put first is right when it takes at most 5 % more than the fastest that was measured;
 `order` is the share of pairs of ways, more than 5 % apart when measured, that the estimates put in
-the measured order. Every way is run --repeat times, and its fastest step counts.
+the measured order. Every way is run --repeat times, and its fastest step counts. The link between
+the ranks is what `lockstep doctor` measures at the start.
 """
 import argparse
 import itertools
@@ -31,28 +32,21 @@ CASES = [
     ("Llama 4 x 256", "llama", 64, 4, 8), ("Llama 4 x 256", "llama", 128, 2, 8)]
 
 
-def plan(place, case, ranks, number):
+def plan(place, cache, case, ranks):
     """The ways of one training, each with what it took."""
     _, model, length, batch, total = case
     if model == "llama":
         (place / "config.json").write_text(json.dumps(LLAMA))
         model = f"{{config: {place / 'config.json'}}}"
-        tokens = place / "tokens"
-        data = f"dataset_dir: {tokens}"
-        if not tokens.exists():
-            tokens.mkdir()
-            (tokens / "train.bin").write_bytes(bytes(itertools.islice(
-                itertools.cycle([7, 0, 11, 0, 3, 1]), 60000)))
-    else:
-        (place / "text.txt").write_text("Predictions are held against measurements. " * 700)
-        data = f"data: {{name: bytes, path: {place / 'text.txt'}}}"
+    (place / "text.txt").write_text("Predictions are held against measurements. " * 700)
+    data = f"data: {{name: bytes, path: {place / 'text.txt'}}}"
     file = place / "train.yaml"
     file.write_text(f"model: {model}\n{data}\nmax_seq_len: {length}\nuse_cpu: true\n"
                     f"per_device_train_batch_size: {batch}\nglobal_batch_size: {total}\n")
     done = subprocess.run(
-        [LOCKSTEP, "plan", file, "--gpus", f"{ranks}xcpu", "--probe", "--probe-ways", "20",
-         "--json"], capture_output=True, text=True, check=False,
-        env={**os.environ, "LOCKSTEP_CACHE": str(place / f"cache{number}")})
+        [LOCKSTEP, "plan", file, "--gpus", f"{ranks}xcpu", "--probe", "--json",
+         "--probe-ways", "20"], capture_output=True, text=True, check=False,
+        env={**os.environ, "LOCKSTEP_CACHE": cache})
     if done.returncode not in (0, 1):
         raise SystemExit(done.stderr)
     return [way for way in json.loads(done.stdout)["ways"] if way["measured"]]
@@ -69,13 +63,16 @@ def main():
     parser.add_argument("--repeat", type=int, default=2)
     args = parser.parse_args()
     right, errors = 0, []
-    print("| training | tokens x global | ways | memory, largest error | estimated first | over the "
-          "fastest | order |\n|---|---|---|---|---|---|---|")
+    cache = tempfile.TemporaryDirectory()  # pylint: disable=consider-using-with
+    subprocess.run([LOCKSTEP, "doctor", "--nproc-per-node", str(args.ranks)], check=True,
+                   stdout=subprocess.DEVNULL, env={**os.environ, "LOCKSTEP_CACHE": cache.name})
+    print("| training | tokens x global | ways | memory, largest error | estimated first | over "
+          "the fastest | order |\n|---|---|---|---|---|---|---|")
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             ways = {}
-            for number in range(args.repeat):
-                for way in plan(pathlib.Path(folder), case, args.ranks, number):
+            for _ in range(args.repeat):
+                for way in plan(pathlib.Path(folder), cache.name, case, args.ranks):
                     old = ways.setdefault(name_of(way), way)
                     old["step_s"] = min(old["step_s"], way["step_s"])
         ways = list(ways.values())

@@ -29,6 +29,7 @@ struct Card {
   bool cpu = false;
   bool bfloat16 = true;  // tensor cores for bfloat16 and TF32: compute capability 8 and later
   bool peers = true;     // over PCIe one card reads another's memory; otherwise through the host's
+  bool fp8 = false;      // tensor cores for 8-bit floats: compute capability 8.9 and later
 };
 
 struct Devices {

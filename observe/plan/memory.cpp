@@ -108,7 +108,8 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const Copies copies = copies_of(model, p, o);
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
-  const std::uint64_t saved = divided(a.saved, o.stages);
+  const std::uint64_t saved =
+      divided(a.saved, o.stages) * static_cast<std::uint64_t>(std::max(1, o.in_flight));
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
@@ -130,8 +131,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   Memory moments[] = {
       moment("the loss", forward, before, copies.at_loss, saved, a.head_forward),
       moment("the loss's backward", forward, before, copies.at_loss, saved, a.head_backward),
-      moment("the backward of the last block",
-             whole.root + std::max(whole.kept, 2 * whole.block),
+      moment("the backward of the last block", whole.root + std::max(whole.kept, 2 * whole.block),
              before + whole.root_gradients + whole.block_gradients, copies.at_loss,
              saved + block + a.working, o.fused ? a.head_backward : 0),
       // The gradients of the last block are on their way, and its activations are free.

@@ -401,6 +401,9 @@ Parameters parameters_of(const Model& model) {
     if (model.blocks() == 0 || !in_first_block(tensor.name)) continue;
     all.block += count + adapter;
     all.block_trainable += (own ? count : 0) + adapter;
+    if (!trained.is_linear(tensor)) continue;
+    all.block_matrices += count;
+    all.block_widths += tensor.shape.at(0) + tensor.shape.at(1);
   }
   all.head = head_weight(model);
   // A tied head multiplies with the embedding, which is copied for it too.

@@ -7,7 +7,7 @@
 #include "observe/plan/cards.h"
 #include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
-#include "observe/plan/ranking.h"
+#include "observe/plan/plan_for_test.h"
 #include "observe/plan/strategy.h"
 
 namespace lockstep::plan {
@@ -15,41 +15,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
-
-Model gpt2() {
-  return {.config = models::CausalLmConfig{.model = models::GptConfig{}}, .length = 1024};
-}
-
-Model gpt_1b3() {
-  const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
-  return {.config = models::CausalLmConfig{.model = sizes}, .length = 2048};
-}
-
-Model phi3() {
-  const models::LlamaConfig sizes{.vocab_size = 32064,
-                                  .hidden_size = 3072,
-                                  .intermediate_size = 8192,
-                                  .fused_projections = true};
-  return {.config = models::CausalLmConfig{.model = sizes}, .length = 512};
-}
-
-models::LoraConfig lora(std::int64_t r, models::ModuleNames targets) {
-  models::LoraConfig config{.r = r, .lora_alpha = 2.0 * static_cast<double>(r)};
-  config.target_modules = std::move(targets);
-  return config;
-}
-
-template <typename Body>
-std::string refusal(const Body& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
-}
 
 // ---------------------------------------------------------------- parameters and operations
 
@@ -361,12 +326,6 @@ TEST(Cards, OutsideTheTableAreEstimated) {
 
 // ---------------------------------------------------------------- strategies
 
-Card card_of(double gib) {
-  Card card = parse_devices("H100").card;
-  card.memory_bytes = static_cast<std::uint64_t>(gib * kGiB);
-  return card;
-}
-
 TEST(Strategies, AreChosenByFit) {
   Training t{.model = gpt_1b3(), .batch = 1, .half = true};
   t.global_batch = 8;
@@ -470,143 +429,6 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
   EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
 }
 
-// ---------------------------------------------------------------- ways to train
-
-Machine machine_of(double gib) {
-  return {.card = card_of(gib), .cluster = parse_link("nvlink", card_of(gib), 8), .speed = {}};
-}
-
-TEST(Ways, AMicroBatchIsRaisedToo) {
-  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
-  t.global_batch = 256;
-  const auto ways = rank_ways(t, machine_of(80), 2);
-  ASSERT_FALSE(ways.empty());
-  const Way& best = ways.front();
-  EXPECT_EQ(best.choice.strategy, Strategy::kDdp);
-  EXPECT_GT(best.choice.batch, 2);
-  EXPECT_EQ(best.choice.batch * best.choice.accumulation * 2, 256);
-  ASSERT_EQ(best.settings.size(), 1u);
-  EXPECT_EQ(best.settings[0],
-            (Setting{"per_device_train_batch_size", std::to_string(best.choice.batch)}));
-  for (std::size_t i = 0; i < ways.size(); ++i) {
-    EXPECT_TRUE(ways[i].choice.fits);
-    EXPECT_EQ(ways[i].choice.global_batch, 256);
-    EXPECT_GE(1.01 * ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
-  }
-}
-
-TEST(Ways, AFullyShardedModelIsRankedAndWritten) {
-  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true};
-  t.global_batch = 64;
-  const auto find = [&](const std::vector<Way>& ways, Strategy strategy) {
-    return std::ranges::find_if(ways, [&](const Way& way) {
-      return way.choice.strategy == strategy && way.choice.gpus == 4 && !way.checkpointing;
-    });
-  };
-  const auto ways = rank_ways(t, machine_of(80), 4);
-  const auto ddp = find(ways, Strategy::kDdp);
-  const auto full = find(ways, Strategy::kFullShard);
-  const auto grad = find(ways, Strategy::kShardGradOp);
-  ASSERT_TRUE(ddp != ways.end() && full != ways.end() && grad != ways.end());
-  // Where the model fits, whoever communicates less comes first.
-  EXPECT_LT(ddp->step->total_s(), grad->step->total_s());
-  EXPECT_LT(grad->step->communication_s / static_cast<double>(grad->choice.accumulation),
-            full->step->communication_s / static_cast<double>(full->choice.accumulation));
-  EXPECT_EQ(std::ranges::count(full->settings, Setting{"fsdp", "full_shard"}), 1);
-  EXPECT_EQ(std::ranges::count(full->settings, "shard_optimizer", &Setting::key), 0);
-  // Where it does not fit otherwise, it leads.
-  EXPECT_TRUE(rank_ways(t, machine_of(13), 4).front().choice.strategy == Strategy::kFullShard);
-  // A file's own word is not exchanged for another, as its fsdp_config belongs to it.
-  t.fsdp = Strategy::kShardGradOp;
-  const auto own = rank_ways(t, machine_of(80), 4);
-  EXPECT_TRUE(find(own, Strategy::kFullShard) == own.end());
-  EXPECT_EQ(std::ranges::count(find(own, Strategy::kDdp)->settings, Setting{"fsdp", "\"\""}), 1);
-  EXPECT_EQ(std::ranges::count(find(own, Strategy::kShardGradOp)->settings, "fsdp", &Setting::key),
-            0);
-}
-
-TEST(Ways, HybridShardIsForSeveralNodes) {
-  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .node_gpus = 4};
-  t.global_batch = 64;
-  Machine machine = machine_of(24);
-  machine.cluster = parse_link("nvlink+eth25/node", machine.card, 4);
-  const auto time = [&](Strategy strategy) {
-    double least = 1e9;
-    for (const Way& way : rank_ways(t, machine, 8))
-      if (way.choice.strategy == strategy && way.choice.gpus == 8)
-        least = std::min(least, way.step->total_s());
-    return least;
-  };
-  // Gathers stay inside a node.
-  EXPECT_LT(time(Strategy::kHybridShard), time(Strategy::kFullShard));
-  EXPECT_FALSE(can_train(t, machine.card, {4, Strategy::kHybridShard}));
-  EXPECT_FALSE(can_train(t, machine.card, {6, Strategy::kHybridShard}));
-}
-
-TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
-  Training t{.model = gpt2(), .batch = 2, .half = true, .bf16 = true};
-  t.global_batch = 256;
-  const auto ways = rank_ways(t, machine_of(80), 3);
-  ASSERT_FALSE(ways.empty());
-  EXPECT_EQ(ways.front().choice.gpus, 2);
-  EXPECT_EQ(ways.front().choice.global_batch, 256);
-  for (const Way& way : ways)
-    EXPECT_TRUE(way.choice.gpus != 3 || way.choice.strategy == Strategy::kSplit);
-}
-
-TEST(Ways, WithoutAGlobalBatchTheFilesOwnIsHeld) {
-  const Training t{.model = gpt2(), .batch = 4, .accumulation = 8, .half = true, .bf16 = true};
-  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
-    const Choice& c = way.choice;
-    EXPECT_EQ(c.batch * c.accumulation * c.replicas(), 128);
-    const bool same = c.batch == 4 && c.accumulation == 8;
-    EXPECT_EQ(std::ranges::count(way.settings, "gradient_accumulation_steps", &Setting::key),
-              same && c.replicas() == 4 ? 0 : 1);
-  }
-}
-
-TEST(Ways, CheckpointingAndHalfPrecisionAreOffered) {
-  Training t{.model = gpt_1b3(), .batch = 8};
-  t.global_batch = 8;
-  const auto all = rank_ways(t, machine_of(80), 1);
-  const auto is_half = [](const Way& way) { return way.half; };
-  ASSERT_TRUE(std::ranges::any_of(all, is_half));
-  EXPECT_TRUE(all.front().half);
-  EXPECT_EQ(std::ranges::count(all.front().settings, Setting{"bf16", "true"}), 1);
-  // What no way fits without is in every way.
-  t.half = t.bf16 = true;
-  for (const Way& way : rank_ways(t, machine_of(27), 1)) EXPECT_TRUE(way.checkpointing);
-  // A measurement is of what the file says, and of nothing else.
-  Machine measured = machine_of(80);
-  measured.speed.tokens_per_second = 1e4;
-  for (const Way& way : rank_ways(t, measured, 1)) {
-    EXPECT_FALSE(way.checkpointing);
-    EXPECT_TRUE(way.half);
-  }
-}
-
-TEST(Ways, ThatDoNotFitOrHaveNoSpeedAreNone) {
-  Training t{.model = gpt_1b3(), .batch = 1};
-  EXPECT_TRUE(rank_ways(t, machine_of(4), 1).empty());
-  Machine unknown = machine_of(80);
-  unknown.card.flops = unknown.card.float_flops = 0;
-  EXPECT_TRUE(rank_ways(t, unknown, 1).empty());
-}
-
-TEST(Ways, ElasticGpuRaisesAMicroBatch) {
-  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
-  t.global_batch = 256;
-  Card card = card_of(80);
-  const Choice known = fastest_batch(t, card, 2);
-  EXPECT_EQ(known.batch, rank_ways(t, machine_of(80), 2).front().choice.batch);
-  card.flops = card.float_flops = card.memory_bandwidth = 0;  // one that nobody has heard of
-  EXPECT_GT(fastest_batch(t, card, 2).batch, 2);
-  card = card_of(28);
-  EXPECT_TRUE(fastest_batch(t, card, 2).fits);
-  card.cpu = true;
-  EXPECT_EQ(fastest_batch(t, card, 2).batch, choose(t, card, 2).batch);
-}
-
 TEST(ChangesToFit, AreOrderedByCost) {
   Training t{.model = gpt_1b3(), .batch = 8};
   const std::vector<Change> all = changes(t, card_of(18), 4);
@@ -634,7 +456,8 @@ TEST(ChangesToFit, EndWithASplit) {
   std::vector<std::string> texts;
   for (const Change& change : all) texts.push_back(change.text);
   // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
-  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true", "fsdp: full_shard",
+  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+                                 "fsdp: full_shard",
                                  "bf16: true and lora: {r: 16, target_modules: all-linear}",
                                  "model: {..., device_map: balanced} and one rank, 4 GPUs"));
 }

@@ -68,7 +68,12 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
       file.checkpointing && (!file.fixed_checkpointing || !fsdp_word(c.strategy).empty());
   if (way.checkpointing != file_checkpoints)
     all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
-  if (way.half != file.half) all.push_back({"bf16", "true"});
+  if (way.fp8 != file.fp8)
+    all.push_back({"mixed_precision", way.fp8 ? "fp8" : "bf16"});
+  else if (way.half != file.half)
+    all.push_back({"bf16", "true"});
+  if (c.strategy == Strategy::kPipeline)
+    all.push_back({"pipeline_parallel_degree", std::to_string(c.stages)});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
@@ -118,6 +123,13 @@ std::vector<Training> computations(const Training& training, const Machine& mach
       all.push_back(std::move(one));
     }
   }
+  const std::size_t wider = all.size();
+  for (std::size_t i = 0; training.may_fp8 && machine.card.fp8 && i < wider; ++i) {
+    if (!all[i].bf16 || all[i].fp8 || training.model.causal_lm() == nullptr) continue;
+    Training one = all[i];
+    one.fp8 = true;
+    all.push_back(std::move(one));
+  }
   return all;
 }
 
@@ -136,7 +148,8 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
           return step ? std::optional(step->total_s()) : std::nullopt;
         });
         if (!choice) return;
-        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half};
+        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half,
+                computed.fp8};
         way.settings = settings_of(training, way, gpus);
         way.estimate = *way.step;
         ways.push_back(std::move(way));
@@ -149,6 +162,9 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
           add({n, strategy});
       }
+      for (int degree = 2; degree <= n && !training.device_map; degree *= 2)
+        if (can_train(training, machine.card, {n, Strategy::kPipeline, degree}))
+          add({n, Strategy::kPipeline, degree});
     }
   }
   sort_ways(ways);
@@ -158,10 +174,12 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
 Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes) {
   return {.gpus = way.choice.gpus,
           .strategy = way.choice.strategy,
+          .stages = way.choice.stages,
           .batch = way.choice.batch,
           .accumulation = way.choice.accumulation,
           .checkpointing = way.checkpointing,
           .half = way.half,
+          .fp8 = way.fp8,
           .step_s = step_s,
           .memory_bytes = memory_bytes};
 }
@@ -186,8 +204,8 @@ void use_measurements(std::vector<Way>& ways, const Training& training,
         static_cast<double>(way.choice.global_batch * training.model.length) / step.total_s();
   };
   for (Way& way : ways) {
-    const auto found = std::ranges::find_if(
-        measurements, [&](const Measurement& one) { return one.is_of(way); });
+    const auto found =
+        std::ranges::find_if(measurements, [&](const Measurement& one) { return one.is_of(way); });
     if (found == measurements.end()) continue;
     ratios.push_back(found->step_s / way.estimate.total_s());
     way.measured = true;

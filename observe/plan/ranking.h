@@ -28,6 +28,7 @@ struct Setting {
 struct Way : Timed {
   bool checkpointing = false;
   bool half = false;
+  bool fp8 = false;
   std::vector<Setting> settings{};  // what the file does not say; empty: it is as written
   bool measured = false;            // step and memory are those of a run
 
@@ -43,10 +44,12 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
 struct Measurement {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
+  int stages = 1;
   std::int64_t batch = 1;
   std::int64_t accumulation = 1;
   bool checkpointing = false;
   bool half = false;
+  bool fp8 = false;
   double step_s = 0;
   std::uint64_t memory_bytes = 0;  // of a device, at the peak
 

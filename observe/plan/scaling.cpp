@@ -234,10 +234,10 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
       const int group = work.shard_ranks > 0 ? std::min(work.shard_ranks, ranks) : ranks;
       time.optimizer_s /= group;
       const int gathers = work.sharding == Sharding::kFull ? 2 : 1;
-      time.communication_s = static_cast<double>(work.accumulation) *
-                             (gathers * all_gather_s(cluster, group, parameters) +
-                              all_gather_s(cluster, group, gradients) +
-                              copies_s(cluster, ranks / group, gradients));
+      time.communication_s =
+          static_cast<double>(work.accumulation) *
+          (gathers * all_gather_s(cluster, group, parameters) +
+           all_gather_s(cluster, group, gradients) + copies_s(cluster, ranks / group, gradients));
       break;
     }
   }

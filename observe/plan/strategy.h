@@ -33,9 +33,11 @@ enum class Strategy {
   kShardGradOp,  // fsdp: shard_grad_op
   kHybridShard,  // fsdp: hybrid_shard; divided inside a node, copied between nodes
   kSplit,        // one rank with a device map
+  kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
 };
-// "single GPU", "DDP", "DDP, sharded optimizer", "fully sharded", "one rank, device_map over 2".
-std::string strategy_text(Strategy strategy, int gpus);
+// "single GPU", "DDP", "DDP, sharded optimizer", "fsdp: full_shard", "one rank, device_map over 2",
+// "pipeline of 2 stages".
+std::string strategy_text(Strategy strategy, int gpus, int stages = 1);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
 
@@ -62,12 +64,15 @@ struct Training {
   std::optional<Strategy> fsdp{};              // the file's
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
+  bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
+  bool may_fp8 = false;                        // `lockstep train` has mixed_precision: fp8
+  bool may_pipeline = false;                   // and pipeline_parallel_degree
 };
 
 struct Choice {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
-  int stages = 1;  // GPUs of one replica: 1, or all of them
+  int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
@@ -84,8 +89,9 @@ struct Choice {
 struct Parts {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
+  int degree = 1;  // stages of a pipeline
 
-  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus; }
+  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / degree; }
 };
 // One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
 Choice make_choice(const Training& training, const Card& card, const Parts& parts,
