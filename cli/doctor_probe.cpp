@@ -1,20 +1,14 @@
-// The half of the probe that needs no torch: starts the ranks of probe_ranks.cpp under `lockstep
-// run`, with a deadline, and reads what they left.
+// The half of the probe that needs no torch: starts the ranks of probe_ranks.cpp, reads what they
+// left, and keeps the link that they measured for `lockstep plan`.
 #include <fmt/format.h>
-#include <poll.h>
-#include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
-#include <deque>
 #include <filesystem>
-#include <sstream>
 
 #include "cli/doctor_checks.h"
-#include "launcher/process.h"
-#include "lockstep/core/deadline.h"
+#include "cli/local_ranks.h"
+#include "cli/plan_record.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
@@ -23,122 +17,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kTailLines = 15;
-constexpr std::size_t kTailBytes = 64u << 10;
-constexpr std::chrono::seconds kEndLimit{5};  // from SIGTERM to SIGKILL of the launcher
-constexpr double kSlowRank = 2;               // times the fastest one's time
-constexpr double kSlowShm = 0.5;              // GB/s, far below any memory
-constexpr double kSlowNccl = 2;               // GB/s, below PCIe 3.0 x4
-
-// ------------------------------------------------------------------ running the ranks
-
-struct Folder {
-  Folder() {
-    const char* base = std::getenv("TMPDIR");
-    path =
-        std::string(base != nullptr && *base != '\0' ? base : "/tmp") + "/lockstep_doctor_XXXXXX";
-    if (::mkdtemp(path.data()) == nullptr)
-      throw SystemError("doctor", "cannot make a folder " + path, errno);
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string path;
-};
-
-// The caller's environment, without the flags of another `lockstep run`.
-std::vector<std::string> environment() {
-  std::vector<std::string> variables;
-  for (char** entry = ::environ; *entry != nullptr; ++entry)
-    if (std::string_view(*entry).substr(0, 4) != "PET_") variables.emplace_back(*entry);
-  if (std::getenv("NCCL_DEBUG") == nullptr) variables.emplace_back("NCCL_DEBUG=WARN");
-  return variables;
-}
-
-// A stall explains itself before the deadline, by the ranks' time-outs and the launcher's table.
-std::vector<std::string> command(const Machine& machine, const std::string& program,
-                                 const std::string& folder) {
-  const int third = std::max(1, machine.request.probe_timeout_s / 3);
-  return {fs::read_symlink("/proc/self/exe"),
-          "run",
-          "--standalone",
-          fmt::format("--nproc-per-node={}", machine.ranks),
-          "--no-python",
-          "--shutdown-timeout=2",
-          "--log-dir=" + folder + "/logs",  // a table of a stall is retained there
-          fmt::format("--stall-timeout={}", third),
-          fmt::format("--stopped-timeout={}", third),
-          fmt::format("--startup-timeout={}", 2 * third),
-          fmt::format("--timeout={}", 2 * third),
-          program,
-          "doctor-probe",
-          folder};
-}
-
-// Reads until the other end is closed or the deadline has passed; false: it has.
-bool read_all(int fd, std::string& text, const Deadline& deadline) {
-  char buffer[4096];
-  for (;;) {
-    pollfd waiting{fd, POLLIN, 0};
-    const int ready = ::poll(&waiting, 1, deadline.remaining_ms());
-    if (ready == 0) return false;
-    if (ready < 0 && errno == EINTR) continue;
-    const ssize_t n = ready < 0 ? -1 : ::read(fd, buffer, sizeof buffer);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return true;
-    text.append(buffer, static_cast<std::size_t>(n));
-    if (text.size() > 2 * kTailBytes) text.erase(0, text.size() - kTailBytes);
-  }
-}
-
-struct Outcome {
-  bool in_time = false;
-  launch::Ending ending{};
-  std::string output;
-};
-
-Outcome run_ranks(const Machine& machine, const std::string& program, const std::string& folder) {
-  const Progress progress("running ranks that compute and communicate");
-  const Deadline deadline = Deadline::after(std::chrono::seconds(machine.request.probe_timeout_s));
-  Pipe pipe = make_pipe();
-  launch::ProcessRequest request{.argv = command(machine, program, folder),
-                                 .environment = environment(),
-                                 .stdout_fd = pipe.write.get(),
-                                 .stderr_fd = pipe.write.get()};
-  launch::Process launcher = launch::start_process(request);
-  pipe.write.reset();
-  Outcome outcome;
-  outcome.in_time = read_all(pipe.read.get(), outcome.output, deadline);
-  if (!outcome.in_time) {
-    // The launcher stops its ranks; its guard does when the launcher itself is killed.
-    launcher.signal_group(SIGTERM);
-    read_all(pipe.read.get(), outcome.output, Deadline::after(kEndLimit));
-  }
-  const Deadline end = Deadline::after(kEndLimit);
-  for (;;) {
-    if (const auto ended = launcher.reap()) {
-      outcome.ending = *ended;
-      return outcome;
-    }
-    if (end.expired()) launcher.signal_group(SIGKILL);
-    ::usleep(2000);
-    if (end.elapsed() > 2 * kEndLimit) return outcome;  // stuck in the kernel
-  }
-}
-
-std::vector<std::string> tail(const std::string& text) {
-  std::deque<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    if (line.empty() || line.find("+0x") != std::string::npos) continue;  // frames hide the cause
-    lines.push_back(line.substr(0, 300));
-    if (lines.size() > kTailLines) lines.pop_front();
-  }
-  return {lines.begin(), lines.end()};
-}
+constexpr double kSlowRank = 2;   // times the fastest one's time
+constexpr double kSlowShm = 0.5;  // GB/s, far below any memory
+constexpr double kSlowNccl = 2;   // GB/s, below PCIe 3.0 x4
 
 // ------------------------------------------------------------------ what they found
 
@@ -319,6 +200,17 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
   return check;
 }
 
+// For `lockstep plan` on this host.
+void keep_link(const Machine& machine, const Node& world) {
+  const Entry* found = world.find("all_reduce");
+  if (found == nullptr || !is_right(found->value)) return;
+  const bool cpu = machine.gpus.models.empty() || !machine.on_gpu;
+  save_link(cpu ? "cpu" : machine.gpus.models.front().name,
+            {.backend = text(world, "backend"),
+             .ranks = machine.ranks,
+             .bandwidth = 1e9 * number(found->value, "bus_gb_per_s")});
+}
+
 }  // namespace
 
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
@@ -358,20 +250,30 @@ std::vector<Check> probe_checks(const Machine& machine) {
   if (!machine.request.probe) return skipped("--no-probe: no ranks were started");
   if (check_gpu_per_rank(machine).status == Status::kFail)
     return skipped("there is no GPU for each rank (gpu_per_rank)");
-  const fs::path self = fs::read_symlink("/proc/self/exe");
-  const std::string program = self.parent_path().parent_path() / "libexec" / "lockstep-train";
-  if (::access(program.c_str(), X_OK) != 0)
-    return skipped(program + " is not there: this build has no LibTorch");
-  const Folder folder;
-  const Outcome outcome = run_ranks(machine, program, folder.path);
+  if (train_program().empty())
+    return skipped("libexec/lockstep-train is not there: this build has no LibTorch");
+  const ScratchFolder folder("doctor");
+  const RanksOutcome outcome = [&] {
+    const Progress progress("running ranks that compute and communicate");
+    std::vector<std::string> variables;
+    if (std::getenv("NCCL_DEBUG") == nullptr) variables.emplace_back("NCCL_DEBUG=WARN");
+    return run_ranks({.ranks = machine.ranks,
+                      .timeout_s = machine.request.probe_timeout_s,
+                      .arguments = {"doctor-probe", folder.path()},
+                      .environment = std::move(variables)},
+                     folder.path());
+  }();
   std::string problem;
   if (!outcome.in_time)
     problem = fmt::format("{} ranks did not finish within {} s (--probe-timeout)", machine.ranks,
                           machine.request.probe_timeout_s);
   else if (!outcome.ending.ok())
     problem = fmt::format("the ranks failed: lockstep run {}", outcome.ending.text());
-  std::vector<Check> checks = read_probe(machine, folder.path, problem);
-  if (!problem.empty()) checks.back().lines = tail(outcome.output);
+  std::vector<Check> checks = read_probe(machine, folder.path(), problem);
+  if (!problem.empty())
+    checks.back().lines = tail(outcome.output);
+  else
+    keep_link(machine, read_node(fs::path(folder.path()) / "world.json"));
   return checks;
 }
 

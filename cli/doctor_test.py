@@ -32,11 +32,14 @@ HEALTHY = ("devices 2\n0 name Fake H100\n0 pci 00000000:1A:00.0\n0 used 1048576\
            "1 reasons 1\n1 ecc_corrected 0\n1 ecc_uncorrected 0\n")
 
 
+CACHE = tempfile.TemporaryDirectory(prefix="lockstep-doctor-")  # for the link that it keeps
+
+
 def environment(**variables):
     """Says nothing about ranks, and hides the GPUs that the machine may have."""
     env = {k: v for k, v in os.environ.items() if not IDENTITY.match(k)}
     env.update(LOCKSTEP_DEVICE="cpu", LOCKSTEP_NVML="/nowhere/libnvidia-ml.so.1",
-               CUDA_VISIBLE_DEVICES="")
+               CUDA_VISIBLE_DEVICES="", LOCKSTEP_CACHE=CACHE.name)
     env.update(variables)
     return {k: v for k, v in env.items() if v is not None}
 

@@ -11,6 +11,8 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/plan_probe.h"
+#include "cli/plan_record.h"
 #include "cli/plan_training.h"
 #include "cli/plan_write.h"
 #include "cli/task_config.h"
@@ -34,7 +36,8 @@ constexpr const char* kHelp =
     "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
     "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
     "                     [--mfu SHARE | --tokens-per-second N] [--unfused] [--json]\n"
-    "                     [--write FILE [--way K]] [--KEY VALUE ...]\n\n"
+    "                     [--probe [--probe-ways N]] [--write FILE [--way K]] [--KEY VALUE ...]"
+    "\n\n"
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
     "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up; and the\n"
     "fastest ways to train with the same global batch. Reads no data and no weights. Ends with 1\n"
@@ -43,12 +46,18 @@ constexpr const char* kHelp =
     "--tokens N           time to train on so many tokens (50e9)\n"
     "--scale N,N,...      step time and efficiency on so many GPUs, with the file's global batch\n"
     "                     where it has one, otherwise with the same work on every GPU\n"
-    "--link A[+B]         A inside a node: nvlink or pcie; B between nodes: ib400 (a port of 400\n"
-    "                     Gbit/s for each GPU), ib1600/node, eth25/node; loopback: CPU ranks\n"
+    "--link A[+B]         A inside a node: nvlink, pcie or pcie-host (no peer access); B between\n"
+    "                     nodes: ib400 (a port of 400 Gbit/s for each GPU), ib1600/node,\n"
+    "                     eth25/node; loopback: CPU ranks. Without it what `lockstep doctor` has\n"
+    "                     measured on this machine, or what is usual for the card\n"
     "--gpus-per-node N    default 8\n"
     "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
     "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
+    "--probe              runs three steps of each of the best ways on this machine, which "
+    "replace\n"
+    "                     the estimates and are kept for the next plan\n"
+    "--probe-ways N       how many of the best (4)\n"
     "--write FILE         the training file with the settings of the fastest way, or of way K\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
@@ -69,6 +78,8 @@ struct Request {
   bool json = false;
   std::string write{};
   std::optional<int> way{};
+  bool probe = false;
+  int probe_ways = 4;
 };
 
 double parse_number(const std::string& text, const std::string& flag, double min, double max) {
@@ -105,6 +116,8 @@ Request parse_arguments(const Args& args) {
   };
   flags.toggle("--json", request.json);
   flags.toggle("--unfused", request.unfused);
+  flags.toggle("--probe", request.probe);
+  integer("--probe-ways", 100, request.probe_ways);
   flags.text("--gpus", request.gpus, "a value. `lockstep plan --help` has examples");
   number("--tokens", 1, 1e18, request.tokens);
   flags.value("--scale", [&](const std::string& text) { request.scale = parse_counts(text); });
@@ -122,10 +135,10 @@ Request parse_arguments(const Args& args) {
   }
   if (request.file.empty())
     throw UsageError("plan", "which training file? Write lockstep plan FILE.");
-  if (!request.write.empty() && !request.flags.empty())
+  if ((request.probe || !request.write.empty()) && !request.flags.empty())
     throw UsageError("plan",
-                     "--write FILE does not write keys that are given as flags ({}). Set them in "
-                     "{} first.",
+                     "{} does not {} keys that are given as flags ({}). Set them in {} first.",
+                     request.probe ? "--probe" : "--write FILE", request.probe ? "run" : "write",
                      request.flags.front(), request.file);
   if (request.way && request.write.empty())
     throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
@@ -152,25 +165,39 @@ std::uint64_t host_memory() {
              : 0;
 }
 
-plan::Devices devices_of(const Request& request) {
+struct Here {
+  plan::Devices devices;
+  std::string name;  // of this machine's devices; empty: they were named, and may be elsewhere
+};
+
+Here devices_of(const Request& request) {
   std::string text = request.gpus;
   if (text.empty() || text == "detected") {
     const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
     const launch::Gpus gpus = cpu ? launch::Gpus{} : launch::find_gpus();
-    if (gpus.count > 0 || text == "detected") return find_devices(gpus);
+    if (gpus.count > 0 || text == "detected")
+      return {find_devices(gpus), gpus.models.empty() ? "" : gpus.models.front().name};
     text = "cpu";
   }
   plan::Devices devices = plan::parse_devices(text);
-  if (devices.card.cpu)
-    devices.card.memory_bytes = host_memory() / static_cast<std::uint64_t>(devices.count);
-  return devices;
+  if (!devices.card.cpu) return {devices, ""};
+  devices.card.memory_bytes = host_memory() / static_cast<std::uint64_t>(devices.count);
+  return {devices, "cpu"};
 }
 
-plan::Cluster cluster_of(const Request& request, const plan::Card& card) {
-  const char* usual = card.cpu ? "loopback" : card.nvlink > 0 ? "nvlink+ib400" : "pcie+eth100/node";
+// The flag, what was measured here, or what is usual for the card.
+plan::Cluster cluster_of(const Request& request, const Here& here) {
+  const plan::Card& card = here.devices.card;
+  const char* usual = card.cpu          ? "loopback"
+                      : card.nvlink > 0 ? "nvlink+ib400"
+                      : card.peers      ? "pcie+eth100/node"
+                                        : "pcie-host+eth100/node";
   plan::Cluster cluster =
       plan::parse_link(request.link.empty() ? usual : request.link, card, request.per_node);
   if (card.cpu) cluster.cores = allowed_cores();
+  if (request.link.empty() && !here.name.empty())
+    if (const auto link = saved_link(here.name, here.devices.count))
+      plan::use_measured(cluster, *link);
   return cluster;
 }
 
@@ -206,7 +233,7 @@ struct Report {
   }
   std::string strategy(const plan::Choice& choice) const {
     if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
-    return plan::strategy_text(choice.strategy, choice.gpus);
+    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -233,6 +260,9 @@ std::string written_note(const Report& report, const plan::Choice& c) {
     return fmt::format(
         "{} hold this only with a sharded optimizer, and the file says shard_optimizer: false",
         devices);
+  if (!fsdp_word(c.strategy).empty() && c.strategy != t.fsdp && !c.as_written)
+    return fmt::format("{} hold this only when it is fully sharded: set fsdp: {}", devices,
+                       fsdp_word(c.strategy));
   if (!c.smaller_batch) return "";
   return fmt::format(
       "per_device_train_batch_size {} does not fit {}; {}. {} sets it", t.batch, devices,
@@ -320,22 +350,66 @@ void note_type(Report& report) {
       card.name, card.float_flops / 1e12, card.flops / 1e12));
 }
 
+// Ranked by estimates, and by what was measured on this machine. How fast a CPU is is not known
+// before that, and the estimates of its ways are good for their order only.
+void add_ways(Report& report, bool here) {
+  const Request& request = report.request;
+  if (request.probe && !here)
+    throw UsageError("plan",
+                     "--probe runs on this machine, and --gpus {} may be elsewhere. Use "
+                     "--gpus detected or cpu.",
+                     request.gpus);
+  const bool cpu = report.devices.card.cpu;
+  const std::string key = training_key(report.training, cpu ? "cpu" : "gpu", report.devices.count);
+  std::vector<plan::Measurement> known;
+  if (here && !request.speed.tokens_per_second && !request.speed.utilisation)
+    known = saved_ways(key);
+  plan::Machine machine = report.machine;
+  if (cpu && !machine.speed.tokens_per_second && (request.probe || !known.empty()))
+    machine.card = plan::assumed_cpu(machine.card, machine.cluster.cores);
+  report.ways = plan::rank_ways(report.training, machine, report.devices.count);
+  // With each measurement others may come to the front; in the end the first ones are measured.
+  std::vector<plan::Measurement> fresh;
+  for (int runs = 0; request.probe && runs < 2 * request.probe_ways; ++runs) {
+    plan::use_measurements(report.ways, report.training, fresh);
+    const auto end = report.ways.begin() +
+                     static_cast<std::ptrdiff_t>(std::min(
+                         report.ways.size(), static_cast<std::size_t>(request.probe_ways)));
+    const auto next =
+        std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
+    if (next == end) break;
+    if (const auto seen = probe_way(request.file, *next, {.cpu = cpu}))
+      fresh.push_back(*seen);
+    else
+      report.ways.erase(next);
+  }
+  if (!fresh.empty()) save_ways(key, fresh);
+  for (const plan::Measurement& one : known)
+    if (std::ranges::none_of(fresh, [&](const auto& other) { return one.is_like(other); }))
+      fresh.push_back(one);
+  plan::use_measurements(report.ways, report.training, fresh);
+}
+
 Report make_report(const Request& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
+  const Here here = devices_of(request);
   Report report{.request = request,
                 .training = training_of(config.arguments, task),
-                .devices = devices_of(request),
+                .devices = here.devices,
                 .machine = {},
                 .parameters = {}};
   report.training.unfused = request.unfused;
-  report.machine = {report.devices.card, cluster_of(request, report.devices.card), request.speed};
+  report.training.node_gpus = request.per_node;
+  // Ranks that share memory shard the optimizer where the file leaves it open.
+  if (here.devices.card.cpu) report.training.sharded_optimizer = report.training.may_shard;
+  report.machine = {report.devices.card, cluster_of(request, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
   add_rows(report);
   add_scale(report);
-  report.ways = plan::rank_ways(report.training, report.machine, report.devices.count);
+  add_ways(report, !here.name.empty());
   if (!report.fits())
     report.changes =
         plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
@@ -508,6 +582,8 @@ std::string ways_text(const Report& r) {
       r.ways.size() > kWaysShown ? fmt::format(" ({} of {})", kWaysShown, r.ways.size()) : "",
       "way", r.device_text() + std::string("s"), "strategy", "batch x accum", "GiB each", "ms/step",
       r.unit() + std::string("s/s"));
+  const bool measured = std::ranges::any_of(r.ways, &plan::Way::measured);
+  if (measured) text += fmt::format("{:>11}", "");
   if (r.request.tokens)
     text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
   text += "  what to set\n";
@@ -516,7 +592,8 @@ std::string ways_text(const Report& r) {
     const plan::Choice& c = way.choice;
     text += fmt::format("{:>4}{:>6}  {:<32}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,
                         r.strategy(c), fmt::format("{} x {}", c.batch, c.accumulation),
-                        gib(c.memory.total()), 1e3 * way.step->total_s(), way.tokens_per_second);
+                        gib(way.memory_bytes()), 1e3 * way.step->total_s(), way.tokens_per_second);
+    if (measured) text += fmt::format("{:>11}", way.measured ? "measured" : "estimate");
     if (r.request.tokens)
       text += fmt::format("{:>18}", duration(*r.request.tokens / way.tokens_per_second));
     text += fmt::format("  {}\n", settings_text(way));
@@ -541,7 +618,7 @@ void write_way(const Report& r) {
   const plan::Way& way = r.ways[number - 1];
   write_file_atomically(request.write,
                         with_settings(read_file(request.file), way.settings, request.file));
-  const int ranks = way.choice.replicas();
+  const int ranks = way.choice.strategy == plan::Strategy::kSplit ? 1 : way.choice.gpus;
   fmt::print(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
              settings_text(way),
              ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
@@ -555,17 +632,21 @@ Node way_node(const Report& r, const plan::Way& way) {
   for (const plan::Setting& setting : way.settings)
     settings.push_back({setting.key, plain_scalar(setting.value, {})});
   const plan::Choice& c = way.choice;
-  return map_node({{"gpus", integer_node(c.gpus)},
-                   {"strategy", text_node(r.strategy(c))},
-                   {"per_device_train_batch_size", integer_node(c.batch)},
-                   {"gradient_accumulation_steps", integer_node(c.accumulation)},
-                   {"global_batch", integer_node(c.global_batch)},
-                   {"gradient_checkpointing", bool_node(way.checkpointing)},
-                   {"half", bool_node(way.half)},
-                   {"memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
-                   {"step_s", real_node(way.step->total_s())},
-                   {"tokens_per_second", real_node(way.tokens_per_second)},
-                   {"settings", map_node(std::move(settings))}});
+  return map_node(
+      {{"gpus", integer_node(c.gpus)},
+       {"strategy", text_node(r.strategy(c))},
+       {"per_device_train_batch_size", integer_node(c.batch)},
+       {"gradient_accumulation_steps", integer_node(c.accumulation)},
+       {"global_batch", integer_node(c.global_batch)},
+       {"gradient_checkpointing", bool_node(way.checkpointing)},
+       {"half", bool_node(way.half)},
+       {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
+       {"planned_memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
+       {"measured", bool_node(way.measured)},
+       {"step_s", real_node(way.step->total_s())},
+       {"estimated_step_s", real_node(way.estimate.total_s())},
+       {"tokens_per_second", real_node(way.tokens_per_second)},
+       {"settings", map_node(std::move(settings))}});
 }
 
 Node number(std::uint64_t value) {

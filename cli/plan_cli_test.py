@@ -47,8 +47,9 @@ class Plan(unittest.TestCase):
 
     def plan(self, *args, code=0, **variables):
         # Paths in the examples begin at the project's folder.
-        result = subprocess.run([LOCKSTEP, "plan", *args], capture_output=True, text=True,
-                                timeout=60, env={**os.environ, **variables}, cwd=SOURCE)
+        result = subprocess.run([LOCKSTEP, "plan", *map(str, args)], capture_output=True, text=True,
+                                timeout=60, cwd=SOURCE,
+                                env={**os.environ, "LOCKSTEP_CACHE": self.root, **variables})
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         return result
 
@@ -97,7 +98,10 @@ class Plan(unittest.TestCase):
         file = self.gpt2("global_batch_size: 256   # samples\n# the end\n", "  # each")
         plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
         ways = plan["ways"]
-        self.assertEqual(ways, sorted(ways, key=lambda way: way["step_s"]))
+        self.assertEqual(ways[1:], sorted(ways[1:], key=lambda way: way["step_s"]))
+        # Of those within a hundredth the one with the fewest changes leads.
+        least = min(way["step_s"] for way in ways)
+        self.assertLess(ways[0]["step_s"], 1.01 * least)
         self.assertEqual(ways[0]["gpus"], 2)  # 256 is no multiple of 3
         self.assertGreater(ways[0]["per_device_train_batch_size"], 2)
         out = os.path.join(self.root, "planned.yaml")
@@ -115,6 +119,32 @@ class Plan(unittest.TestCase):
         again = self.json(out, "--gpus", "2xH100")["ways"][0]
         self.assertEqual(again["settings"], {})
         self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
+
+    def test_a_fully_sharded_way_is_written(self):
+        config = self.write("phi3.json", PHI3)
+        file = self.write("phi3.yaml", f"model: {{config: {config}}}\nmax_seq_len: 512\n"
+                          "bf16: true\ndata: {name: instructions, path: /no/such.json}\n"
+                          "per_device_train_batch_size: 1\nglobal_batch_size: 32\n")
+        ways = self.json(file, "--gpus", "8xA100-40GB", code=1)["ways"]
+        best = next(way for way in ways if way["strategy"].startswith("fsdp"))
+        self.assertEqual(best["strategy"], "fsdp: " + best["settings"]["fsdp"])
+        out = os.path.join(self.root, "sharded.yaml")
+        self.plan(file, "--gpus", "8xA100-40GB", "--write", out, "--way", ways.index(best) + 1)
+        again = self.json(out, "--gpus", "8xA100-40GB")
+        self.assertTrue(again["fits"])
+        self.assertEqual(again["rows"][-1]["strategy"], best["strategy"])
+        # And back again, for a card that holds the whole model.
+        ways = self.json(out, "--gpus", "8xH200", "--lora", "{target_modules: all-linear}")["ways"]
+        self.assertEqual(ways[0]["settings"]["fsdp"], '""')
+
+    def test_two_cards_without_peer_access_are_not_two_times(self):
+        """Row C12 of the founding documents: a speed-up of exactly 2 is an assumption."""
+        file = self.gpt2("global_batch_size: 32\n")
+        speedup = lambda *more: self.json(  # noqa: E731
+            file, "--gpus", "2xRTX4090", *more)["rows"][1]["speedup"]
+        self.assertLess(speedup(), 1.95)
+        self.assertLess(speedup(), speedup("--link", "pcie"))
+        self.assertIn("no peer access", self.json(file, "--gpus", "2xRTX4090")["link"])
 
     def test_a_way_that_splits_the_model_is_written(self):
         for model in ("model: {config: %s}\n", "model:\n    config: %s\n"):
@@ -264,9 +294,24 @@ class Plan(unittest.TestCase):
         config = self.write("large.json", sizes)
         file = self.write("large.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
                           "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
-        plan = self.json(file, "--gpus", "2xV100-16GB", "--fp16", "true", "--bf16", "false", code=1)
-        self.assertEqual(plan["rows"][1]["strategy"], "one rank, device_map over 2")
+        half = ("--fp16", "true", "--bf16", "false")
+        plan = self.json(file, "--gpus", "2xV100-16GB", *half, code=1)
+        self.assertEqual(plan["rows"][1]["strategy"], "fsdp: full_shard")
         self.assertFalse(plan["fits"])
+        self.assertIn("2 GPUs hold this only when it is fully sharded: set fsdp: full_shard",
+                      plan["notes"])
+        # elastic_gpu sets it by itself, and a file may say it.
+        for more in (("--elastic_gpu", "true"), ("--fsdp", "full_shard")):
+            plan = self.json(file, "--gpus", "2xV100-16GB", *half, *more)
+            self.assertEqual(plan["rows"][1]["strategy"], "fsdp: full_shard")
+        wide = {**sizes, "n_embd": 2304, "n_head": 18}
+        file = self.write("wider.yaml", f"model: {{config: {self.write('wide.json', wide)}}}\n"
+                          "dataset_dir: /no/such\nmax_seq_len: 1024\nfp16: true\n"
+                          "per_device_train_batch_size: 1\n")
+        plan = self.json(file, "--gpus", "2xV100-16GB", code=1)
+        self.assertEqual(plan["rows"][1]["strategy"], "one rank, device_map over 2")
+        file = self.write("large.yaml", f"model: {{config: {config}}}\ndataset_dir: /no/such\n"
+                          "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
         args = (file, "--gpus", "4xRTX4090", "--shard_optimizer")
         self.assertEqual(self.json(*args, "auto")["rows"][-1]["strategy"], "DDP, sharded optimizer")
         plan = self.json(*args, "false", code=1)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
@@ -35,6 +36,12 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
   training.checkpointing = train::checkpoints_activations(arguments);
+  if (const train::FsdpPlan fsdp = train::fsdp_plan(arguments); fsdp.on) {
+    training.fsdp = fsdp.hybrid                  ? plan::Strategy::kHybridShard
+                    : fsdp.reshard_after_forward ? plan::Strategy::kFullShard
+                                                 : plan::Strategy::kShardGradOp;
+    training.fixed_checkpointing = fsdp.activation_checkpointing;
+  }
   training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
   training.may_shard = arguments.shard_optimizer != "false";
@@ -43,30 +50,58 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                                                      : "";
   training.state_bytes = train::state_bytes(arguments, plan::trained_tensors(model));
   training.device_map = task.model.device_map.has_value();
+  training.may_fp8 = train::find_key("mixed_precision") != nullptr;
+  training.may_pipeline = train::find_key("pipeline_parallel_degree") != nullptr;
   return training;
 }
 
+namespace {
+
+// As fastest_batch() does, with what was measured in place of the estimate.
+plan::Choice choose_for(const plan::Training& training, const plan::Card& card, int ranks,
+                        const std::optional<plan::Measurement>& measured) {
+  if (!measured) return plan::fastest_batch(training, card, ranks);
+  plan::Training held = training;
+  held.global_batch = measured->batch * measured->accumulation * ranks;
+  held.checkpointing = measured->checkpointing;
+  return plan::make_choice(held, card, {ranks, measured->strategy}, measured->batch);
+}
+
+void set_arguments(TrainingArguments& arguments, const plan::Training& training,
+                   const plan::Choice& choice, bool measured) {
+  arguments.per_device_train_batch_size = choice.batch;
+  // With global_batch_size or tokens_per_update the accumulation follows from the batch.
+  if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
+  if (arguments.shard_optimizer != "auto" || training.fsdp) return;
+  if (choice.strategy == plan::Strategy::kShardedOptimizer) arguments.shard_optimizer = "true";
+  if (measured && choice.strategy == plan::Strategy::kDdp) arguments.shard_optimizer = "false";
+  if (const std::string_view word = fsdp_word(choice.strategy); !word.empty())
+    arguments.fsdp = std::string(word);
+}
+
+}  // namespace
+
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
-                       const plan::Card& card, int ranks) {
+                       const plan::Card& card, int ranks,
+                       std::optional<plan::Measurement> measured) {
+  if (measured && measured->memory_bytes > plan::usable_bytes(card)) measured.reset();
   // A rank does not have the GPUs of a device map to itself.
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
-  const plan::Choice choice = plan::fastest_batch(training, card, ranks);
+  const plan::Choice choice = choose_for(training, card, ranks, measured);
   const bool split = choice.stages > 1;
-  const bool sharded = choice.strategy == plan::Strategy::kShardedOptimizer;
-  if (!split) {
-    arguments.per_device_train_batch_size = choice.batch;
-    // With global_batch_size or tokens_per_update the accumulation follows from the batch.
-    if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
-    const bool may_shard = arguments.shard_optimizer == "auto" && !train::fsdp_plan(arguments).on;
-    if (sharded && may_shard) arguments.shard_optimizer = "true";
-  }
+  if (!split) set_arguments(arguments, training, choice, measured.has_value());
+  if (measured && !training.fixed_checkpointing)
+    arguments.gradient_checkpointing = measured->checkpointing;
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
       "about {:.1f} GiB each",
       strategy_text(choice.strategy, choice.gpus), ranks, card.cpu ? "CPU ranks" : card.name,
       choice.batch, choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
       choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
+  if (measured)
+    text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it",
+                        1e3 * measured->step_s);
   if (!choice.fits)
     text += fmt::format(" of {:.1f}: it may not fit (`lockstep plan` says what to change)",
                         static_cast<double>(card.memory_bytes) / (1u << 30));

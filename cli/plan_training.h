@@ -7,22 +7,25 @@
 // Functions without state; call from any thread.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "cli/task_config.h"
 #include "lockstep/train/arguments.h"
-#include "observe/plan/strategy.h"
+#include "observe/plan/ranking.h"
 
 namespace lockstep::cli {
 
 plan::Training training_of(const TrainingArguments& arguments, const TaskConfig& task);
 
-// elastic_gpu: the batch per device, the accumulation and the sharding of the optimizer that fit
-// this card at this number of ranks and preserve the global batch. Returns a line that says what
+// elastic_gpu: the batch per device, the accumulation and what is sharded (optimizer, or all by
+// fsdp) that fit this card at this number of ranks and preserve the global batch; `measured`, where
+// it fits, takes the place of the estimate. Returns a line that says what
 // was chosen. Where global_batch_size or tokens_per_update is not a multiple of the ranks, nothing
 // is changed and the line is empty: the Trainer names the nearest values. Every rank must pass the
 // same card.
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
-                       const plan::Card& card, int ranks);
+                       const plan::Card& card, int ranks,
+                       std::optional<plan::Measurement> measured = {});
 
 }  // namespace lockstep::cli

@@ -20,7 +20,8 @@ struct Planned {
 };
 
 // A GPT of 1.3 billion parameters in bf16, 8 sequences of 1024 tokens for each rank.
-Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer = "auto") {
+Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer = "auto",
+                const std::optional<plan::Measurement>& measured = {}) {
   plan::Training training;
   const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
   training.model = {.config = models::CausalLmConfig{.model = sizes}, .length = 1024};
@@ -29,7 +30,7 @@ Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer
   planned.arguments.per_device_train_batch_size = training.batch = 8;
   planned.arguments.shard_optimizer = shard_optimizer;
   const plan::Card card{.name = "a card", .memory_bytes = gib << 30};
-  planned.said = apply_plan(planned.arguments, training, card, ranks);
+  planned.said = apply_plan(planned.arguments, training, card, ranks, measured);
   return planned;
 }
 
@@ -57,8 +58,39 @@ TEST(ElasticGpu, StillLessShardsTheOptimizerWhereTheFileLeavesItOpen) {
   EXPECT_EQ(plan_on(24, 4, "false").arguments.shard_optimizer, "false");
 }
 
+TEST(ElasticGpu, AndStillLessDividesTheWholeModel) {
+  const Planned planned = plan_on(16, 4);
+  EXPECT_EQ(planned.arguments.fsdp, "full_shard");
+  EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
+  EXPECT_EQ(planned.global_batch(4), 32);
+  EXPECT_THAT(planned.said, HasSubstr("fsdp: full_shard on 4 a card"));
+  EXPECT_FALSE(plan_on(16, 4, "false").arguments.fsdp.has_value());
+}
+
+TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
+  const plan::Measurement measured{.gpus = 4,
+                                   .strategy = plan::Strategy::kShardGradOp,
+                                   .batch = 2,
+                                   .accumulation = 4,
+                                   .checkpointing = true,
+                                   .half = true,
+                                   .step_s = 0.25,
+                                   .memory_bytes = std::uint64_t{30} << 30};
+  const Planned planned = plan_on(80, 4, "auto", measured);
+  EXPECT_EQ(planned.arguments.fsdp, "shard_grad_op");
+  EXPECT_EQ(planned.arguments.per_device_train_batch_size, 2);
+  EXPECT_EQ(planned.global_batch(4), 32);
+  EXPECT_TRUE(planned.arguments.gradient_checkpointing);
+  EXPECT_THAT(planned.said, HasSubstr("250.0 ms a step when `lockstep plan --probe` ran it"));
+  // Not where it has no room.
+  const Planned small = plan_on(24, 4, "auto", measured);
+  EXPECT_FALSE(small.arguments.gradient_checkpointing);
+  EXPECT_FALSE(small.arguments.fsdp.has_value());
+  EXPECT_THAT(small.said, Not(HasSubstr("--probe")));
+}
+
 TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {
-  const Planned planned = plan_on(16, 2);
+  const Planned planned = plan_on(14, 2);
   EXPECT_EQ(planned.arguments.per_device_train_batch_size, 8);
   EXPECT_EQ(planned.arguments.gradient_accumulation_steps, 1);
   EXPECT_EQ(planned.arguments.shard_optimizer, "auto");

@@ -74,7 +74,8 @@ std::string with_settings(const std::string& text, const std::vector<plan::Setti
     const bool inside = setting.key.starts_with(kModel);
     const Node& map = inside ? after.at("model") : after;
     const Entry* entry = map.find(inside ? setting.key.substr(kModel.size()) : setting.key);
-    if (entry == nullptr || plain_text(entry->value) != setting.value)
+    const std::string meant = setting.value == "\"\"" ? "" : setting.value;
+    if (entry == nullptr || plain_text(entry->value) != meant)
       throw UsageError("plan", "{} cannot be set in {} as it is written. Set it by hand.",
                        setting.key, name);
   }

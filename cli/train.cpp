@@ -1,23 +1,30 @@
 // `lockstep train`: a bundled model, trained as a file says.
+#include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cli/plan_record.h"
 #include "cli/plan_training.h"
 #include "cli/train_commands.h"
 #include "cli/train_tasks.h"
 #include "launcher/accelerate_config.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/checksum.h"
@@ -141,6 +148,83 @@ TrainerTask make_task_everywhere(World& world, const Prepared& read) {
   return std::move(*task);
 }
 
+// Counts the tensors on the CPU that the thread which trains has made, as the profiler does.
+struct CountTensors : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t,
+                         c10::Device device) override {
+    if (!device.is_cpu()) return;
+    live += bytes;
+    peak = std::max(peak, live);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::int64_t live = 0, peak = 0;
+};
+
+// `lockstep plan --probe`: how long each step took and the peak of this rank's memory, in a file
+// of the rank. Made before the model, whose memory it is about.
+class ProbeSteps : public Observer {
+ public:
+  ProbeSteps(const World& world, std::string folder)
+      : device_(world.device()), folder_(std::move(folder)) {
+    if (!device_.is_cpu()) return;
+    tensors_ = std::make_shared<CountTensors>();
+    counting_.emplace(c10::DebugInfoKind::PROFILER_STATE, tensors_);
+  }
+
+  void on_train_begin(Event&) override { last_ = Clock::now(); }
+  void on_step_end(Event&) override {
+    if (!device_.is_cpu()) torch::cuda::synchronize(device_.index());
+    const auto now = Clock::now();
+    steps_.push_back(real_node(std::chrono::duration<double>(now - last_).count()));
+    last_ = now;
+  }
+  void on_train_end(Event& event) override {
+    io::FileWriter file(fmt::format("{}/rank_{}.json", folder_, event.rank));
+    file.append(to_json(
+        map_node({{"step_s", list_node(steps_)}, {"memory_bytes", integer_node(peak_bytes())}})));
+    file.finish();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // This rank's part of what ranks have mapped together: buckets, and parameters that one of them
+  // writes for all.
+  static std::int64_t shared_bytes() {
+    std::ifstream mapped("/proc/self/smaps_rollup");
+    for (std::string word; mapped >> word;)
+      if (std::int64_t kib = 0; word == "Pss_Shmem:" && mapped >> kib) return kib << 10;
+    return 0;
+  }
+  std::int64_t peak_bytes() const {
+    if (tensors_) return tensors_->peak + shared_bytes();
+    return c10::getDeviceAllocator(device_.type())
+        ->getDeviceStats(device_.index())
+        .allocated_bytes[0]
+        .peak;
+  }
+
+  c10::Device device_;
+  std::string folder_;
+  std::shared_ptr<CountTensors> tensors_;
+  std::optional<c10::DebugInfoGuard> counting_;
+  Clock::time_point last_{};
+  std::vector<Node> steps_;
+};
+
+// The fastest of the ways that `lockstep plan --probe` has run with so many ranks on the leader's
+// host, as text; every rank gets the same.
+std::optional<plan::Measurement> agreed_way(World& world, const plan::Training& training) {
+  std::string mine;
+  if (world.is_leader()) {
+    const char* device = world.device().is_cpu() ? "cpu" : "gpu";
+    if (const auto way = fastest_way(saved_ways(training_key(training, device, world.size())),
+                                     training, world.size()))
+      mine = measurement_text(*way);
+  }
+  return parse_measurement(world.all_gather(mine).front());
+}
+
 // elastic_gpu: batch, accumulation and sharding that fit the smallest device. Called before the
 // arguments are used.
 void follow_plan(World& world, Prepared& read) {
@@ -154,8 +238,9 @@ void follow_plan(World& world, Prepared& read) {
           : static_cast<double>(
                 c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
   card.memory_bytes = static_cast<std::uint64_t>(world.min(free_bytes));
+  const plan::Training training = training_of(arguments, read.task);
   const std::string chosen =
-      apply_plan(arguments, training_of(arguments, read.task), card, world.size());
+      apply_plan(arguments, training, card, world.size(), agreed_way(world, training));
   if (world.is_leader() && !chosen.empty()) log::info("train", "{}", chosen);
 }
 
@@ -168,16 +253,8 @@ void say_result(const TrainResult& result, const TrainingArguments& arguments) {
              result.train_loss, arguments.output_dir);
 }
 
-}  // namespace
-
-int train_main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
-      std::fputs(kHelp, stdout);
-      return 0;
-    }
-  }
-  const Request request = parse_arguments(argc, argv);
+// `probe`: a folder for what was measured of the steps; empty: an ordinary run.
+int train(const Request& request, const std::string& probe) {
   Prepared read;
   // Without other ranks, a mistake in the files is reported as in any other command.
   const bool alone = read_rank_env().alone();
@@ -194,14 +271,36 @@ int train_main(int argc, char** argv) {
     if (world.is_leader())
       for (const auto& notes : {config.notes, read.task.notes})
         for (const std::string& note : notes) log::warning("config", "{}", note);
+    const auto probing = probe.empty() ? nullptr : std::make_shared<ProbeSteps>(world, probe);
     follow_plan(world, read);
     Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
+    if (probing) trainer.add(probing);
     const TrainResult result = trainer.train();
     if (world.is_leader()) say_result(result, config.arguments);
     return result.exit_code();
   };
   return run(prepare, body);
+}
+
+}  // namespace
+
+int train_main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
+      std::fputs(kHelp, stdout);
+      return 0;
+    }
+  }
+  return train(parse_arguments(argc, argv), "");
+}
+
+int plan_probe_main(int argc, char** argv) {
+  if (argc < 3)
+    throw UsageError("plan",
+                     "plan-probe needs a folder and a training file. Use lockstep plan "
+                     "--probe.");
+  return train(parse_arguments(argc - 1, argv + 1), argv[1]);
 }
 
 }  // namespace lockstep::cli

@@ -1,5 +1,5 @@
 // lockstep-train: `lockstep train`, `generate`, `checkpoint import` and `checkpoint merge`, which
-// need LibTorch, and the ranks of `lockstep doctor`.
+// need LibTorch, and the ranks of `lockstep doctor` and `lockstep plan --probe`.
 // `lockstep` executes it, so that everything else starts in milliseconds.
 #include <fmt/format.h>
 
@@ -14,6 +14,7 @@ int main(int argc, char** argv) {
     const std::string command = argc >= 2 ? argv[1] : "";
     if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
     if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
+    if (command == "plan-probe") return lockstep::cli::plan_probe_main(argc - 1, argv + 1);
     if (command == "doctor-probe") return lockstep::cli::doctor_probe_main(argc - 1, argv + 1);
     const std::string action = argc >= 3 ? argv[2] : "";
     if (command == "checkpoint" && action == "import")

@@ -104,7 +104,9 @@ void TrainerImpl::prepare() {
     checkpoint.emplace(path);
     checkpoint->load_model(*run_.task.module, run_.task.model_files);
   }
-  if (run_.arguments.auto_find_batch_size || run_.arguments.elastic_gpu)
+  // The whole model is tried. What a plan has divided (fsdp) is not tried: it would not fit whole.
+  const bool divided = fsdp_plan(run_.arguments).on;
+  if (run_.arguments.auto_find_batch_size || (run_.arguments.elastic_gpu && !divided))
     find_batch_size(run_, control_);
   loop_.emplace(LoopParts{run_, control_, metrics_, checkpoints_, evaluator_});
   if (checkpoint) loop_->resume(*checkpoint);

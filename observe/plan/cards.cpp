@@ -18,19 +18,26 @@ constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr double kTera = 1e12;
 constexpr double kGiga = 1e9;
 constexpr int kMaxDevices = 1'000'000;
+// Of a core: what matrix products in float reach of its vector units, and bytes a second.
+constexpr double kCoreFlops = 40 * kGiga;
+constexpr double kCoreBandwidth = 10 * kGiga;
 
 // Memory as nvidia-smi shows it; the rest from the vendor's data sheets.
 const std::array kCards{
-    Card{"H200", 143'771 * kMiB, 989 * kTera, 67 * kTera, 4800 * kGiga, 450 * kGiga, 64 * kGiga},
-    Card{"H100-80GB", 81'559 * kMiB, 989 * kTera, 67 * kTera, 3350 * kGiga, 450 * kGiga,
-         64 * kGiga},
+    Card{"H200", 143'771 * kMiB, 989 * kTera, 67 * kTera, 4800 * kGiga, 450 * kGiga, 64 * kGiga,
+         false, true, true, true},
+    Card{"H100-80GB", 81'559 * kMiB, 989 * kTera, 67 * kTera, 3350 * kGiga, 450 * kGiga, 64 * kGiga,
+         false, true, true, true},
     Card{"A100-80GB", 81'920 * kMiB, 312 * kTera, 19.5 * kTera, 2039 * kGiga, 300 * kGiga,
          32 * kGiga},
     Card{"A100-40GB", 40'960 * kMiB, 312 * kTera, 19.5 * kTera, 1555 * kGiga, 300 * kGiga,
          32 * kGiga},
-    Card{"L40S", 46'068 * kMiB, 362 * kTera, 91.6 * kTera, 864 * kGiga, 0, 32 * kGiga},
-    Card{"RTX4090", 24'564 * kMiB, 165 * kTera, 82.6 * kTera, 1008 * kGiga, 0, 32 * kGiga},
-    Card{"RTX3090", 24'576 * kMiB, 71 * kTera, 35.6 * kTera, 936 * kGiga, 0, 32 * kGiga},
+    Card{"L40S", 46'068 * kMiB, 362 * kTera, 91.6 * kTera, 864 * kGiga, 0, 32 * kGiga, false, true,
+         true, true},
+    Card{"RTX4090", 24'564 * kMiB, 165 * kTera, 82.6 * kTera, 1008 * kGiga, 0, 32 * kGiga, false,
+         true, false, true},
+    Card{"RTX3090", 24'576 * kMiB, 71 * kTera, 35.6 * kTera, 936 * kGiga, 0, 32 * kGiga, false,
+         true, false},
     Card{"V100-32GB", 32'768 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
          16 * kGiga, false, false},
     Card{"V100-16GB", 16'384 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
@@ -110,6 +117,9 @@ Card card_of(const FoundGpu& gpu) {
                      static_cast<double>(gpu.clock_khz) * 1e3;
   card.pcie = 32 * kGiga;
   card.bfloat16 = gpu.capability_major >= 8;
+  card.fp8 = 10 * gpu.capability_major + gpu.capability_minor >= 89;
+  // The driver has no peer access over PCIe for this line of cards.
+  card.peers = gpu.name.find("GeForce") == std::string::npos;
   return card;
 }
 
@@ -138,6 +148,12 @@ Devices parse_devices(std::string_view text) {
   }
   devices.card = find_card(name);
   return devices;
+}
+
+Card assumed_cpu(Card cpu, int cores) {
+  cpu.flops = cpu.float_flops = kCoreFlops * std::max(1, cores);
+  cpu.memory_bandwidth = kCoreBandwidth * std::max(1, cores);
+  return cpu;
 }
 
 Devices detected_devices(const std::vector<FoundGpu>& found, const std::string& reason) {

@@ -28,6 +28,8 @@ struct Card {
   double pcie = 0;
   bool cpu = false;
   bool bfloat16 = true;  // tensor cores for bfloat16 and TF32: compute capability 8 and later
+  bool peers = true;     // over PCIe one card reads another's memory; otherwise through the host's
+  bool fp8 = false;      // tensor cores for 8-bit floats: compute capability 8.9 and later
 };
 
 struct Devices {
@@ -51,6 +53,9 @@ struct FoundGpu {
   int capability_major = 0;
   int capability_minor = 0;
 };
+
+// A CPU with so many cores at a usual rate, which tells ways apart until one of them is measured.
+Card assumed_cpu(Card cpu, int cores);
 
 // With the memory that was found. A card outside the table gets its arithmetic from its
 // multiprocessors, clock and compute capability. Of different cards the smallest and slowest count,

@@ -24,16 +24,71 @@ std::uint64_t floats(std::int64_t count) {
   return 4 * static_cast<std::uint64_t>(count);
 }
 
+// How many parts a rank's share is one of.
+int parts_of(const MemoryOptions& o, Sharding least) {
+  if (o.sharding < least) return 1;
+  return o.shard_ranks > 0 ? o.shard_ranks : o.ranks;
+}
+
 // The parts that are there in every moment, of one stage.
 Memory resident(const Parameters& p, const MemoryOptions& o) {
   Memory memory;
   // Frozen matrices are converted to the half type when the model is made.
   const std::int64_t converted = o.half ? p.frozen_matrices : 0;
   memory.parameters = floats(p.total() + p.buffers) - 2 * static_cast<std::uint64_t>(converted);
-  memory.parameters = divided(memory.parameters, o.stages);
+  memory.parameters = divided(memory.parameters, o.stages * parts_of(o, Sharding::kFull));
   memory.optimizer = divided(o.state_bytes.value_or(2 * floats(p.trainable)),
-                             o.stages * (o.sharded_optimizer ? o.ranks : 1));
+                             o.stages * parts_of(o, Sharding::kOptimizer));
   return memory;
+}
+
+// What a fully sharded rank holds beside its share, in bytes.
+struct WholeUnits {
+  WholeUnits(const Parameters& p, std::int64_t layers, const MemoryOptions& o) {
+    if (o.sharding < Sharding::kFull || parts_of(o, Sharding::kFull) == 1) return;
+    const std::int64_t root_count = p.total() - layers * p.block;
+    const double size = o.half ? (4.0 * static_cast<double>(p.total()) -
+                                  2.0 * static_cast<double>(p.frozen_matrices)) /
+                                     static_cast<double>(p.total())
+                               : 4;  // bytes of a parameter, on average
+    const auto bytes = [&](std::int64_t count) {
+      return static_cast<std::uint64_t>(size * static_cast<double>(count));
+    };
+    all = bytes(p.total());
+    root = bytes(root_count);
+    root_gradients = floats(p.trainable - layers * p.block_trainable);
+    block = bytes(p.block);
+    block_gradients = floats(p.block_trainable);
+    kept = o.sharding == Sharding::kGradOp ? all - root : 0;
+  }
+  std::uint64_t all = 0, root = 0, root_gradients = 0, block = 0, block_gradients = 0;
+  std::uint64_t kept = 0;  // blocks that stay whole from forward to backward
+};
+
+// A copy of each weight in the half type, which fused operations and autocast make in forward and
+// free in backward.
+struct Copies {
+  std::uint64_t all = 0;
+  std::uint64_t at_loss = 0;
+};
+
+Copies copies_of(const Model& model, const Parameters& p, const MemoryOptions& o) {
+  const auto copied = [&](std::int64_t weights) {
+    return o.half ? 2 * static_cast<std::uint64_t>(weights) : 0;
+  };
+  // A frozen embedding that is the head too is copied for it.
+  const bool tied = model.lora && model.causal_lm() != nullptr && model.causal_lm()->tied();
+  // Counted is as much as if all of them stayed, with those of embeddings, which is more than is
+  // used.
+  const std::int64_t weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
+                                       : p.trainable_matrices + (tied ? p.head : 0);
+  Copies copies{.all = divided(copied(weights), o.stages)};
+  // A checkpointed block frees its copies at once; those of the head stay until backward.
+  const std::uint64_t head = std::min(copies.all, copied(model.lora ? 0 : p.head));
+  const bool whole = parts_of(o, Sharding::kFull) == 1;
+  copies.at_loss = !o.checkpointing || (o.fused && whole) ? copies.all : head;
+  if (!whole && o.checkpointing) copies.all = head + copied(p.block);
+  return copies;
 }
 
 }  // namespace
@@ -45,47 +100,56 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const Activations a = activations_of(
       model,
       {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
-  const std::uint64_t gradients = divided(floats(p.trainable), o.stages);
-  const bool persistent = o.ranks > 1 || o.accumulation > 1;
-  const auto copied = [&](std::int64_t weights) {
-    return o.half ? 2 * static_cast<std::uint64_t>(weights) : 0;
-  };
-  // A frozen embedding that is the head too is copied for it.
-  const bool tied = model.lora && model.causal_lm() != nullptr && model.causal_lm()->tied();
-  // Fused operations convert weights in each forward and free the copies in backward. Counted is as
-  // much as if they stayed, with those of embeddings, which is more than is used.
-  const std::int64_t copied_weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
-                                              : p.trainable_matrices + (tied ? p.head : 0);
-  const std::uint64_t copies = divided(copied(copied_weights), o.stages);
+  const int parts = parts_of(o, Sharding::kFull);
+  const WholeUnits whole(p, model.blocks(), o);
+  const std::uint64_t gradients = divided(floats(p.trainable), o.stages * parts);
+  const bool persistent = (o.ranks > 1 && parts == 1) || o.accumulation > 1;
+  const std::uint64_t before = persistent ? gradients : 0;
+  const Copies copies = copies_of(model, p, o);
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
-  const std::uint64_t saved = divided(a.saved, o.stages);
+  const std::uint64_t saved =
+      divided(a.saved, o.stages) * static_cast<std::uint64_t>(std::max(1, o.in_flight));
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
+  const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
   const Memory base = resident(p, o);
-  const auto moment = [&](std::string_view name, bool all_gradients, std::uint64_t weights,
+  const auto moment = [&](std::string_view name, std::uint64_t whole_parameters,
+                          std::uint64_t all_gradients, std::uint64_t weights,
                           std::uint64_t activations, std::uint64_t head) {
     Memory memory = base;
     memory.moment = name;
-    memory.gradients = all_gradients ? gradients : 0;
+    memory.parameters += whole_parameters;
+    memory.gradients = all_gradients;
     memory.copies = weights;
     memory.activations = activations;
     memory.head = head;
     return memory;
   };
-  // A checkpointed block frees its copies at once; those of the head stay until backward. The head
-  // and its loss are on the last stage, which holds no more activations than the others.
-  const std::uint64_t at_loss =
-      o.checkpointing && !o.fused ? std::min(copies, copied(model.lora ? 0 : p.head)) : copies;
-  const Memory moments[] = {
-      moment("the loss", persistent, at_loss, saved, a.head_forward),
-      moment("the loss's backward", persistent, at_loss, saved, a.head_backward),
-      moment("the backward of the last block", persistent, at_loss, saved + block + a.working,
-             o.fused ? a.head_backward : 0),
-      moment("the end of backward", true, o.fused ? copies : 0,
-             std::min(a.one_block, saved) + a.working,
+  // The head and its loss are on the last stage, which holds no more activations than the others.
+  const std::uint64_t forward = whole.root + whole.kept;
+  Memory moments[] = {
+      moment("the loss", forward, before, copies.at_loss, saved, a.head_forward),
+      moment("the loss's backward", forward, before, copies.at_loss, saved, a.head_backward),
+      moment("the backward of the last block", whole.root + std::max(whole.kept, 2 * whole.block),
+             before + whole.root_gradients + whole.block_gradients, copies.at_loss,
+             saved + block + a.working, o.fused ? a.head_backward : 0),
+      // The gradients of the last block are on their way, and its activations are free.
+      moment("the backward of the block before the last",
+             whole.root + std::max(whole.kept, 3 * whole.block) - whole.block,
+             before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
+             saved - freed + block + a.working, o.fused ? a.head_backward : 0),
+      moment("the end of backward", whole.root, gradients + 2 * whole.root_gradients,
+             o.fused && parts == 1 ? copies.all : 0, std::min(a.one_block, saved) + a.working,
              added ? divided(floats(p.head), o.stages) : 0),
+      // Where ranks share memory, parameters move to where all of them can write.
+      moment("the division of the optimizer's state",
+             o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
+             gradients, 0, 0, 0),
+      // It is built whole on every rank, before there is an optimizer.
+      moment("the division of the model", whole.all, 0, 0, 0, 0),
   };
+  std::end(moments)[-1].optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);
   if (o.cpu) return peak;
   peak.workspace = kWorkspace + static_cast<std::uint64_t>(kFragmentation *

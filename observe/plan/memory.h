@@ -8,7 +8,9 @@
 // largest, part by part; what does not exist at that moment is 0.
 //
 // Gradients exist from step to step where they lie in DistributedDataParallel's buckets (several
-// ranks) or are accumulated; otherwise backward makes them as it frees activations.
+// ranks) or are accumulated; otherwise backward makes them as it frees activations. A fully sharded
+// rank has a part of parameters, gradients and state, the root's whole parameters in a step, and in
+// backward two whole blocks and two blocks' gradients (docs/fully_shard.md).
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -19,6 +21,7 @@
 
 #include "observe/plan/cards.h"
 #include "observe/plan/model_shape.h"
+#include "observe/plan/scaling.h"
 
 namespace lockstep::plan {
 
@@ -29,10 +32,12 @@ struct MemoryOptions {
   bool checkpointing = false;
   bool fused = false;                          // as in ActivationOptions
   int ranks = 1;                               // data parallel
-  bool sharded_optimizer = false;              // its state is divided over the ranks
+  Sharding sharding = Sharding::kNone;         // what of parameters, gradients, state is divided
+  int shard_ranks = 0;                         // over so many ranks; 0: over all of them
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
-  int stages = 1;    // GPUs that the layers of one replica are divided over
-  bool cpu = false;  // no CUDA, no NCCL
+  int stages = 1;     // GPUs that the layers of one replica are divided over
+  int in_flight = 1;  // micro-batches whose activations a stage of a pipeline holds at once
+  bool cpu = false;   // no CUDA, no NCCL
 };
 
 struct Memory {

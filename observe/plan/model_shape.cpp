@@ -27,6 +27,17 @@ std::string module_of(const std::string& tensor) {
   return dot == std::string::npos ? std::string() : tensor.substr(0, dot);
 }
 
+// "model.layers.0.mlp.up_proj.weight": the first number in the name is that of the block.
+bool in_first_block(const std::string& name) {
+  for (std::size_t at = name.find('.'); at != std::string::npos; at = name.find('.', at + 1)) {
+    const std::size_t end = name.find('.', at + 1);
+    const std::string_view part = std::string_view(name).substr(at + 1, end - at - 1);
+    if (end != std::string::npos && part.find_first_not_of("0123456789") == std::string::npos)
+      return part == "0";
+  }
+  return false;
+}
+
 bool is_buffer(const std::string& name) {
   return name.ends_with(".running_mean") || name.ends_with(".running_var") ||
          name.ends_with(".num_batches_tracked");
@@ -387,6 +398,12 @@ Parameters parameters_of(const Model& model) {
     all.trainable += adapter;
     all.trainable_matrices += adapter;
     all.tensors += (own ? 1 : 0) + (adapter > 0 ? 2 : 0);
+    if (model.blocks() == 0 || !in_first_block(tensor.name)) continue;
+    all.block += count + adapter;
+    all.block_trainable += (own ? count : 0) + adapter;
+    if (!trained.is_linear(tensor)) continue;
+    all.block_matrices += count;
+    all.block_widths += tensor.shape.at(0) + tensor.shape.at(1);
   }
   all.head = head_weight(model);
   // A tied head multiplies with the embedding, which is copied for it too.

@@ -7,7 +7,7 @@
 #include "observe/plan/cards.h"
 #include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
-#include "observe/plan/ranking.h"
+#include "observe/plan/plan_for_test.h"
 #include "observe/plan/strategy.h"
 
 namespace lockstep::plan {
@@ -15,41 +15,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
-
-Model gpt2() {
-  return {.config = models::CausalLmConfig{.model = models::GptConfig{}}, .length = 1024};
-}
-
-Model gpt_1b3() {
-  const models::GptConfig sizes{.n_layer = 24, .n_head = 16, .n_embd = 2048, .n_positions = 2048};
-  return {.config = models::CausalLmConfig{.model = sizes}, .length = 2048};
-}
-
-Model phi3() {
-  const models::LlamaConfig sizes{.vocab_size = 32064,
-                                  .hidden_size = 3072,
-                                  .intermediate_size = 8192,
-                                  .fused_projections = true};
-  return {.config = models::CausalLmConfig{.model = sizes}, .length = 512};
-}
-
-models::LoraConfig lora(std::int64_t r, models::ModuleNames targets) {
-  models::LoraConfig config{.r = r, .lora_alpha = 2.0 * static_cast<double>(r)};
-  config.target_modules = std::move(targets);
-  return config;
-}
-
-template <typename Body>
-std::string refusal(const Body& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
-}
 
 // ---------------------------------------------------------------- parameters and operations
 
@@ -250,10 +215,53 @@ TEST(MemoryBytes, ASmallBatchOfALargeModelPeaksAtTheEndOfBackward) {
 }
 
 TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
-  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharded_optimizer = true};
+  MemoryOptions options{.batch = 1, .half = true, .ranks = 4, .sharding = Sharding::kOptimizer};
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 2u * 124'439'808u);
   options.state_bytes = 0;  // SGD without momentum
   EXPECT_EQ(memory_of(gpt2(), options).optimizer, 0u);
+}
+
+TEST(MemoryBytes, AFullyShardedRankHasAPartAndWholeUnits) {
+  // docs/fully_shard.md: a part of everything, two whole blocks with two blocks' gradients, and the
+  // root's parameters and gradients.
+  MemoryOptions options{.batch = 1,
+                        .accumulation = 2,
+                        .checkpointing = true,
+                        .ranks = 2,
+                        .sharding = Sharding::kFull,
+                        .cpu = true};
+  const models::GptConfig sizes{.vocab_size = 256, .n_positions = 64};
+  const Model small{.config = models::CausalLmConfig{.model = sizes}, .length = 64};
+  const std::uint64_t block = 4u * (12u * 768 * 768 + 13u * 768);
+  const std::uint64_t root = 4u * 768 * (256 + 64 + 2);
+  const std::uint64_t all = 12 * block + root;
+  const Memory m = memory_of(small, options);
+  ASSERT_EQ(m.moment, "the backward of the block before the last");
+  EXPECT_EQ(m.parameters, all / 2 + root + 2 * block);
+  EXPECT_EQ(m.gradients, all / 2 + root + 2 * block);
+  EXPECT_EQ(m.optimizer, 2 * all / 2);
+  // Blocks that are not freed after forward are there.
+  options.sharding = Sharding::kGradOp;
+  EXPECT_EQ(memory_of(small, options).parameters, all / 2 + all);
+  // Divided over two of four.
+  options.sharding = Sharding::kFull;
+  options.ranks = 4;
+  options.shard_ranks = 2;
+  EXPECT_EQ(memory_of(small, options).optimizer, 2 * all / 2);
+  // With one rank nothing is divided.
+  options = {.batch = 1, .ranks = 1, .sharding = Sharding::kFull};
+  EXPECT_EQ(memory_of(small, options).allocated(), memory_of(small, {.batch = 1}).allocated());
+}
+
+TEST(MemoryBytes, AModelIsBuiltWholeBeforeItIsDivided) {
+  const Memory m = memory_of(phi3(), {.batch = 1,
+                                      .half = true,
+                                      .checkpointing = true,
+                                      .ranks = 64,
+                                      .sharding = Sharding::kFull,
+                                      .state_bytes = 0});
+  EXPECT_EQ(m.moment, "the division of the model");
+  EXPECT_GE(m.parameters, 4u * 3'821'079'552u);
 }
 
 TEST(MemoryBytes, AFrozenBaseIsConverted) {
@@ -318,12 +326,6 @@ TEST(Cards, OutsideTheTableAreEstimated) {
 
 // ---------------------------------------------------------------- strategies
 
-Card card_of(double gib) {
-  Card card = parse_devices("H100").card;
-  card.memory_bytes = static_cast<std::uint64_t>(gib * kGiB);
-  return card;
-}
-
 TEST(Strategies, AreChosenByFit) {
   Training t{.model = gpt_1b3(), .batch = 1, .half = true};
   t.global_batch = 8;
@@ -337,16 +339,30 @@ TEST(Strategies, AreChosenByFit) {
   EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
   t.may_shard = false;
   EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
-  // One rank with a device map, which `lockstep train` sets up when the file says so.
-  for (const int gpus : {2, 4}) {
-    const Choice split = choose(t, card_of(16), gpus);
-    EXPECT_TRUE(split.fits);
-    EXPECT_FALSE(split.as_written);
-    EXPECT_EQ(split.strategy, Strategy::kSplit);
-    EXPECT_EQ(split.stages, gpus);
-    EXPECT_EQ(split.replicas(), 1);
-    EXPECT_EQ(split.global_batch, 8);
-  }
+  // Then a part of everything on each rank, which elastic_gpu sets by itself.
+  t.may_shard = true;
+  const Choice full = choose(t, card_of(17), 4);
+  EXPECT_TRUE(full.fits);
+  EXPECT_EQ(full.strategy, Strategy::kFullShard);
+  EXPECT_FALSE(full.as_written);
+  EXPECT_EQ(full.replicas(), 4);
+  t.adapts = "elastic_gpu";
+  EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
+  t.adapts.clear();
+  t.fsdp = Strategy::kFullShard;
+  EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
+  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kFullShard);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  t.fsdp.reset();
+  // One rank with a device map, which `lockstep train` sets up when the file says so: two GPUs hold
+  // half of the layers each, and not half of everything with whole blocks beside it.
+  const Choice split = choose(t, card_of(15.2), 2);
+  EXPECT_TRUE(split.fits);
+  EXPECT_FALSE(split.as_written);
+  EXPECT_EQ(split.strategy, Strategy::kSplit);
+  EXPECT_EQ(split.stages, 2);
+  EXPECT_EQ(split.replicas(), 1);
+  EXPECT_EQ(split.global_batch, 8);
   EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
   t.device_map = true;
   EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
@@ -413,95 +429,6 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
   EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
 }
 
-// ---------------------------------------------------------------- ways to train
-
-Machine machine_of(double gib) {
-  return {.card = card_of(gib), .cluster = parse_link("nvlink", card_of(gib), 8), .speed = {}};
-}
-
-TEST(Ways, AMicroBatchIsRaisedToo) {
-  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
-  t.global_batch = 256;
-  const auto ways = rank_ways(t, machine_of(80), 2);
-  ASSERT_FALSE(ways.empty());
-  const Way& best = ways.front();
-  EXPECT_EQ(best.choice.strategy, Strategy::kDdp);
-  EXPECT_GT(best.choice.batch, 2);
-  EXPECT_EQ(best.choice.batch * best.choice.accumulation * 2, 256);
-  ASSERT_EQ(best.settings.size(), 1u);
-  EXPECT_EQ(best.settings[0],
-            (Setting{"per_device_train_batch_size", std::to_string(best.choice.batch)}));
-  for (std::size_t i = 0; i < ways.size(); ++i) {
-    EXPECT_TRUE(ways[i].choice.fits);
-    EXPECT_EQ(ways[i].choice.global_batch, 256);
-    EXPECT_GE(ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
-  }
-}
-
-TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
-  Training t{.model = gpt2(), .batch = 2, .half = true, .bf16 = true};
-  t.global_batch = 256;
-  const auto ways = rank_ways(t, machine_of(80), 3);
-  ASSERT_FALSE(ways.empty());
-  EXPECT_EQ(ways.front().choice.gpus, 2);
-  EXPECT_EQ(ways.front().choice.global_batch, 256);
-  for (const Way& way : ways)
-    EXPECT_TRUE(way.choice.gpus != 3 || way.choice.strategy == Strategy::kSplit);
-}
-
-TEST(Ways, WithoutAGlobalBatchTheFilesOwnIsHeld) {
-  const Training t{.model = gpt2(), .batch = 4, .accumulation = 8, .half = true, .bf16 = true};
-  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
-    const Choice& c = way.choice;
-    EXPECT_EQ(c.batch * c.accumulation * c.replicas(), 128);
-    const bool same = c.batch == 4 && c.accumulation == 8;
-    EXPECT_EQ(std::ranges::count(way.settings, "gradient_accumulation_steps", &Setting::key),
-              same && c.replicas() == 4 ? 0 : 1);
-  }
-}
-
-TEST(Ways, CheckpointingAndHalfPrecisionAreOffered) {
-  Training t{.model = gpt_1b3(), .batch = 8};
-  t.global_batch = 8;
-  const auto all = rank_ways(t, machine_of(80), 1);
-  const auto is_half = [](const Way& way) { return way.half; };
-  ASSERT_TRUE(std::ranges::any_of(all, is_half));
-  EXPECT_TRUE(all.front().half);
-  EXPECT_EQ(std::ranges::count(all.front().settings, Setting{"bf16", "true"}), 1);
-  // What no way fits without is in every way.
-  t.half = t.bf16 = true;
-  for (const Way& way : rank_ways(t, machine_of(27), 1)) EXPECT_TRUE(way.checkpointing);
-  // A measurement is of what the file says, and of nothing else.
-  Machine measured = machine_of(80);
-  measured.speed.tokens_per_second = 1e4;
-  for (const Way& way : rank_ways(t, measured, 1)) {
-    EXPECT_FALSE(way.checkpointing);
-    EXPECT_TRUE(way.half);
-  }
-}
-
-TEST(Ways, ThatDoNotFitOrHaveNoSpeedAreNone) {
-  Training t{.model = gpt_1b3(), .batch = 1};
-  EXPECT_TRUE(rank_ways(t, machine_of(4), 1).empty());
-  Machine unknown = machine_of(80);
-  unknown.card.flops = unknown.card.float_flops = 0;
-  EXPECT_TRUE(rank_ways(t, unknown, 1).empty());
-}
-
-TEST(Ways, ElasticGpuRaisesAMicroBatch) {
-  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
-  t.global_batch = 256;
-  Card card = card_of(80);
-  const Choice known = fastest_batch(t, card, 2);
-  EXPECT_EQ(known.batch, rank_ways(t, machine_of(80), 2).front().choice.batch);
-  card.flops = card.float_flops = card.memory_bandwidth = 0;  // one that nobody has heard of
-  EXPECT_GT(fastest_batch(t, card, 2).batch, 2);
-  card = card_of(28);
-  EXPECT_TRUE(fastest_batch(t, card, 2).fits);
-  card.cpu = true;
-  EXPECT_EQ(fastest_batch(t, card, 2).batch, choose(t, card, 2).batch);
-}
-
 TEST(ChangesToFit, AreOrderedByCost) {
   Training t{.model = gpt_1b3(), .batch = 8};
   const std::vector<Change> all = changes(t, card_of(18), 4);
@@ -519,8 +446,8 @@ TEST(ChangesToFit, NameATypeThatTheCardComputes) {
   Card card = parse_devices("V100-16GB").card;
   card.memory_bytes = 6 * kGiB;
   const std::vector<Change> all = changes({.model = phi3(), .batch = 1}, card, 4);
-  ASSERT_EQ(all.size(), 4u);
-  EXPECT_EQ(all[2].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
+  ASSERT_EQ(all.size(), 5u);
+  EXPECT_EQ(all[3].text, "fp16: true and lora: {r: 16, target_modules: all-linear}");
 }
 
 TEST(ChangesToFit, EndWithASplit) {
@@ -530,6 +457,7 @@ TEST(ChangesToFit, EndWithASplit) {
   for (const Change& change : all) texts.push_back(change.text);
   // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
   EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+                                 "fsdp: full_shard",
                                  "bf16: true and lora: {r: 16, target_modules: all-linear}",
                                  "model: {..., device_map: balanced} and one rank, 4 GPUs"));
 }

@@ -7,7 +7,7 @@
 namespace lockstep::plan {
 namespace {
 
-// A batch that is a hundredth faster is not worth its memory.
+// A batch that is a hundredth faster is not worth its memory, nor a change to the file.
 constexpr double kWorthMemory = 0.01;
 
 // Divisors of the samples that a replica computes in an update, the smallest first. Among very many
@@ -20,6 +20,12 @@ std::vector<std::int64_t> divisors_of(std::int64_t window) {
   return all;
 }
 
+// Those with fewer changes to a file first.
+constexpr Strategy kStrategies[] = {
+    Strategy::kSingle,    Strategy::kDdp,         Strategy::kShardedOptimizer,
+    Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kHybridShard,
+    Strategy::kSplit};
+
 // How a training computes and where, before its micro-batch is chosen.
 struct Variant {
   Training training;
@@ -30,7 +36,7 @@ struct Variant {
 template <typename Seconds>
 std::optional<Choice> best_batch(const Variant& variant, const Card& card, const Seconds& seconds) {
   const auto& [training, parts] = variant;
-  const int replicas = parts.gpus / parts.stages;
+  const int replicas = parts.replicas();
   if (*training.global_batch % replicas != 0) return std::nullopt;
   std::vector<std::pair<double, Choice>> fitting;
   for (const std::int64_t batch : divisors_of(*training.global_batch / replicas)) {
@@ -57,16 +63,39 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   // With global_batch_size or tokens_per_update the accumulation follows.
   if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
     all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
-  if (way.checkpointing != file.checkpointing)
+  // What fsdp_config says ends with fsdp.
+  const bool file_checkpoints =
+      file.checkpointing && (!file.fixed_checkpointing || !fsdp_word(c.strategy).empty());
+  if (way.checkpointing != file_checkpoints)
     all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
-  if (way.half != file.half) all.push_back({"bf16", "true"});
+  if (way.fp8 != file.fp8)
+    all.push_back({"mixed_precision", way.fp8 ? "fp8" : "bf16"});
+  else if (way.half != file.half)
+    all.push_back({"bf16", "true"});
+  if (c.strategy == Strategy::kPipeline)
+    all.push_back({"pipeline_parallel_degree", std::to_string(c.stages)});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
-  if (sharded != file.sharded_optimizer && c.strategy != Strategy::kSingle &&
-      c.strategy != Strategy::kSplit)
+  if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
+  if (const std::string_view word = fsdp_word(c.strategy);
+      c.strategy != Strategy::kSingle && word != fsdp_word(file.fsdp.value_or(Strategy::kDdp)))
+    all.push_back({"fsdp", word.empty() ? "\"\"" : std::string(word)});
   if (c.strategy == Strategy::kSplit && !file.device_map)
     all.push_back({"model.device_map", "balanced"});
   return all;
+}
+
+// The fastest first. Of those that are as fast as an estimate can tell, the one with the fewest
+// changes to the file leads.
+void sort_ways(std::vector<Way>& ways) {
+  const auto seconds = [](const Way& way) { return way.step->total_s(); };
+  std::ranges::stable_sort(ways, {}, seconds);
+  if (ways.empty()) return;
+  const double limit = seconds(ways.front()) * (1 + kWorthMemory);
+  const auto end = std::ranges::upper_bound(ways, limit, {}, seconds);
+  const auto simplest = std::ranges::min_element(
+      ways.begin(), end, {}, [](const Way& way) { return way.settings.size(); });
+  std::rotate(ways.begin(), simplest, simplest + 1);
 }
 
 // All of them up to 16; beyond that powers of two and the number itself.
@@ -82,7 +111,7 @@ std::vector<Training> computations(const Training& training, const Machine& mach
   std::vector<Training> all{training};
   // A measurement is of the file's own computation.
   if (machine.speed.tokens_per_second) return all;
-  const bool has_blocks = training.model.blocks() > 0;
+  const bool has_blocks = training.model.blocks() > 0 && !training.fixed_checkpointing;
   const bool may_halve = !training.half && machine.card.bfloat16 && !machine.card.cpu;
   for (const bool half : {false, true}) {
     if (half && !may_halve) continue;
@@ -93,6 +122,13 @@ std::vector<Training> computations(const Training& training, const Machine& mach
       if (other) one.checkpointing = !one.checkpointing;
       all.push_back(std::move(one));
     }
+  }
+  const std::size_t wider = all.size();
+  for (std::size_t i = 0; training.may_fp8 && machine.card.fp8 && i < wider; ++i) {
+    if (!all[i].bf16 || all[i].fp8 || training.model.causal_lm() == nullptr) continue;
+    Training one = all[i];
+    one.fp8 = true;
+    all.push_back(std::move(one));
   }
   return all;
 }
@@ -112,17 +148,80 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
           return step ? std::optional(step->total_s()) : std::nullopt;
         });
         if (!choice) return;
-        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half};
+        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half,
+                computed.fp8};
         way.settings = settings_of(training, way, gpus);
+        way.estimate = *way.step;
         ways.push_back(std::move(way));
       };
-      if (!training.device_map || n == 1) add({n, 1, false});
-      if (n > 1 && !training.device_map) add({n, 1, true});
-      if (can_split(training, machine.card, n)) add({n, n, false});
+      for (const Strategy strategy : kStrategies) {
+        // fsdp_config belongs to the file's own word.
+        const bool other_word =
+            training.fsdp && !fsdp_word(strategy).empty() && strategy != training.fsdp;
+        const bool mapped = n == 1 || !training.device_map || strategy == Strategy::kSplit;
+        if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
+          add({n, strategy});
+      }
+      for (int degree = 2; degree <= n && !training.device_map; degree *= 2)
+        if (can_train(training, machine.card, {n, Strategy::kPipeline, degree}))
+          add({n, Strategy::kPipeline, degree});
     }
   }
-  std::ranges::stable_sort(ways, {}, [](const Way& way) { return way.step->total_s(); });
+  sort_ways(ways);
   return ways;
+}
+
+Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes) {
+  return {.gpus = way.choice.gpus,
+          .strategy = way.choice.strategy,
+          .stages = way.choice.stages,
+          .batch = way.choice.batch,
+          .accumulation = way.choice.accumulation,
+          .checkpointing = way.checkpointing,
+          .half = way.half,
+          .fp8 = way.fp8,
+          .step_s = step_s,
+          .memory_bytes = memory_bytes};
+}
+
+bool Measurement::is_like(const Measurement& other) const {
+  Measurement same = other;
+  same.step_s = step_s;
+  same.memory_bytes = memory_bytes;
+  return same == *this;
+}
+
+bool Measurement::is_of(const Way& way) const {
+  return is_like(measurement_of(way, step_s, memory_bytes));
+}
+
+void use_measurements(std::vector<Way>& ways, const Training& training,
+                      const std::vector<Measurement>& measurements) {
+  std::vector<double> ratios;
+  const auto set = [&](Way& way, const StepTime& step) {
+    way.step = step;
+    way.tokens_per_second =
+        static_cast<double>(way.choice.global_batch * training.model.length) / step.total_s();
+  };
+  for (Way& way : ways) {
+    const auto found =
+        std::ranges::find_if(measurements, [&](const Measurement& one) { return one.is_of(way); });
+    if (found == measurements.end()) continue;
+    ratios.push_back(found->step_s / way.estimate.total_s());
+    way.measured = true;
+    way.run_bytes = found->memory_bytes;
+    set(way, {.compute_s = found->step_s});
+  }
+  if (ratios.empty()) return;
+  std::ranges::sort(ratios);
+  const double ratio = ratios[ratios.size() / 2];
+  for (Way& way : ways) {
+    if (way.measured) continue;
+    const StepTime& s = way.estimate;
+    set(way, {ratio * s.compute_s, ratio * s.optimizer_s, ratio * s.communication_s,
+              ratio * s.exposed_s});
+  }
+  sort_ways(ways);
 }
 
 Choice fastest_batch(const Training& training, const Card& card, int ranks) {
@@ -140,8 +239,7 @@ Choice fastest_batch(const Training& training, const Card& card, int ranks) {
     known.memory_bandwidth = a100.memory_bandwidth;
     known.bfloat16 = a100.bfloat16;
   }
-  const bool sharded = usual.strategy == Strategy::kShardedOptimizer;
-  const auto best = best_batch({held, {ranks, 1, sharded}}, known, [&](const Choice& c) {
+  const auto best = best_batch({held, {ranks, usual.strategy}}, known, [&](const Choice& c) {
     const auto work = work_of(held, c, known, {});
     return work ? std::optional(static_cast<double>(c.accumulation) *
                                 (work->forward_s + work->backward_s))

@@ -28,11 +28,41 @@ struct Setting {
 struct Way : Timed {
   bool checkpointing = false;
   bool half = false;
+  bool fp8 = false;
   std::vector<Setting> settings{};  // what the file does not say; empty: it is as written
+  bool measured = false;            // step and memory are those of a run
+
+  std::uint64_t memory_bytes() const { return measured ? run_bytes : choice.memory.total(); }
+  std::uint64_t run_bytes = 0;
+  StepTime estimate{};
 };
 
 // Ways that fit, on up to `gpus` GPUs. Nothing where the speed is not known.
 std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus);
+
+// What a few steps of a way have shown.
+struct Measurement {
+  int gpus = 1;
+  Strategy strategy = Strategy::kSingle;
+  int stages = 1;
+  std::int64_t batch = 1;
+  std::int64_t accumulation = 1;
+  bool checkpointing = false;
+  bool half = false;
+  bool fp8 = false;
+  double step_s = 0;
+  std::uint64_t memory_bytes = 0;  // of a device, at the peak
+
+  bool is_of(const Way& way) const;
+  bool is_like(const Measurement& other) const;  // of the same way
+  bool operator==(const Measurement&) const = default;
+};
+Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes);
+
+// Puts what was measured in place of the estimates, scales the times of the others by what those
+// took over their estimates, and ranks them again.
+void use_measurements(std::vector<Way>& ways, const Training& training,
+                      const std::vector<Measurement>& measurements);
 
 // What elastic_gpu sets: the fastest micro-batch for so many data-parallel ranks, larger than the
 // file's too. choose() where nothing fits, and on CPUs.

@@ -24,6 +24,10 @@ constexpr double kTreeStart_s = 4.4 * kMicro;
 // The share of the line rate that headers and acknowledgements leave; 24 of the 32 GB/s of PCIe 4.
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
+// Without peer access each byte is written to the host's memory and read from there: half of that,
+// and all GPUs of a node share the memory. Assumed.
+constexpr double kThroughHost = 0.5;
+constexpr double kHostShared = 40 * kGiga;
 // Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.
 constexpr double kSlowestPort = 1;
 constexpr double kFastestPort = 800;
@@ -36,7 +40,8 @@ constexpr double kLoopbackShared = 20 * kGiga;
 
 [[noreturn]] void refuse_link(std::string_view text) {
   throw UsageError("plan",
-                   "'{}' is not a link. Write nvlink or pcie for one node, and with several "
+                   "'{}' is not a link. Write nvlink, pcie or pcie-host (without peer access) "
+                   "for one node, and with several "
                    "nvlink+ib400 (a port of 400 Gbit/s for each GPU), nvlink+ib1600/node or "
                    "pcie+eth25/node; loopback for ranks on CPUs.",
                    text);
@@ -75,9 +80,11 @@ Link inside_node(std::string_view text, std::string_view whole, const Card& card
       throw UsageError("plan", "{} has no NVLink in the table of cards. Write pcie.", card.name);
     return {"nvlink", kNvlinkShare * card.nvlink, 3.4 * kMicro, 1.2 * kMicro};
   }
-  if (text == "pcie")
-    return {"pcie", kPcieShare * (card.pcie > 0 ? card.pcie : 32 * kGiga), 5.7 * kMicro,
+  if (text == "pcie" || text == "pcie-host") {
+    const double share = text == "pcie" ? kPcieShare : kPcieShare * kThroughHost;
+    return {std::string(text), share * (card.pcie > 0 ? card.pcie : 32 * kGiga), 5.7 * kMicro,
             1.9 * kMicro};
+  }
   if (text == "loopback") return {"loopback", kLoopback, 30 * kMicro, 30 * kMicro};
   refuse_link(whole);
 }
@@ -145,6 +152,16 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
   time.exposed_s += std::max(0.0, sent_until - backward_s);
 }
 
+// An all-reduce between nodes that each hold a whole copy in parts: every GPU sends its part, and
+// the ports of a node carry all of them.
+double copies_s(const Cluster& cluster, int copies, double bytes) {
+  Cluster nodes = cluster;
+  nodes.per_node = 1;
+  nodes.inside = cluster.between;
+  nodes.shared_bandwidth = 0;
+  return all_reduce_s(nodes, copies, bytes);
+}
+
 }  // namespace
 
 Cluster parse_link(std::string_view text, const Card& card, int per_node) {
@@ -160,6 +177,10 @@ Cluster parse_link(std::string_view text, const Card& card, int per_node) {
   } else {
     cluster.text = fmt::format("{} {:.0f} GB/s a GPU", inside, cluster.inside.bandwidth / kGiga);
   }
+  if (inside == "pcie-host") {
+    cluster.shared_bandwidth = kHostShared;
+    cluster.text += fmt::format(", {:.0f} GB/s a host (no peer access)", kHostShared / kGiga);
+  }
   if (plus == std::string_view::npos) {
     cluster.per_node = std::numeric_limits<int>::max();  // one node of any size
     return cluster;
@@ -168,6 +189,19 @@ Cluster parse_link(std::string_view text, const Card& card, int per_node) {
   cluster.text += fmt::format(", {} {:.0f} GB/s a node of {}", cluster.between.name,
                               cluster.between.bandwidth / kGiga, per_node);
   return cluster;
+}
+
+void use_measured(Cluster& cluster, const MeasuredLink& link) {
+  const std::string assumed = cluster.text;
+  const std::size_t between = assumed.rfind(", " + cluster.between.name);
+  cluster.inside.name = link.backend;
+  cluster.inside.bandwidth = link.bandwidth;
+  // All ranks of the measurement were at work, so what they share is in it.
+  cluster.shared_bandwidth = link.bandwidth * link.ranks;
+  cluster.text = fmt::format("{} {:.1f} GB/s a rank, measured by lockstep doctor with {} ranks",
+                             link.backend, link.bandwidth / kGiga, link.ranks);
+  if (cluster.between.bandwidth > 0 && between != std::string::npos)
+    cluster.text += assumed.substr(between);
 }
 
 double all_reduce_s(const Cluster& cluster, int ranks, double bytes) {
@@ -196,11 +230,16 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
       time.communication_s = 2 * all_gather_s(cluster, ranks, gradients);
       break;
     case Sharding::kFull:
-      time.optimizer_s /= ranks;
+    case Sharding::kGradOp: {
+      const int group = work.shard_ranks > 0 ? std::min(work.shard_ranks, ranks) : ranks;
+      time.optimizer_s /= group;
+      const int gathers = work.sharding == Sharding::kFull ? 2 : 1;
       time.communication_s =
           static_cast<double>(work.accumulation) *
-          (2 * all_gather_s(cluster, ranks, parameters) + all_gather_s(cluster, ranks, gradients));
+          (gathers * all_gather_s(cluster, group, parameters) +
+           all_gather_s(cluster, group, gradients) + copies_s(cluster, ranks / group, gradients));
       break;
+    }
   }
   time.exposed_s = time.communication_s;
   return time;

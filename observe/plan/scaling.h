@@ -42,15 +42,25 @@ struct Cluster {
   std::string text{};  // what was assumed, for a report
 };
 
-// "nvlink", "pcie", "nvlink+ib400", "pcie+eth25", "loopback"; ib400: a port of 400 Gbit/s for each
-// GPU, ib1600/node: ports of 1600 Gbit/s for a node. UsageError for another text, for nvlink where
+// "nvlink", "pcie", "pcie-host" (without peer access: through the host's memory), "nvlink+ib400",
+// "pcie+eth25", "loopback"; ib400: a port of 400 Gbit/s for each GPU, ib1600/node: ports of 1600
+// Gbit/s for a node. UsageError for another text, for nvlink where
 // the card has none, and for a port of less than 1 or more than 800 Gbit/s.
 Cluster parse_link(std::string_view text, const Card& card, int per_node);
+
+// What `lockstep doctor` has measured inside a node, in place of what was assumed.
+struct MeasuredLink {
+  std::string backend{};  // "nccl", "shm"
+  int ranks = 0;
+  double bandwidth = 0;  // bytes per second on the bus: 2(n-1)/n of the bytes of an all-reduce
+};
+void use_measured(Cluster& cluster, const MeasuredLink& link);
 
 enum class Sharding {
   kNone,       // DDP
   kOptimizer,  // gradients are reduced and parameters gathered in the update
   kFull,       // parameters are gathered in forward and in backward of every micro-batch
+  kGradOp,     // they are gathered in forward and stay whole until backward has used them
 };
 
 // One rank's part of a step.
@@ -60,8 +70,9 @@ struct Work {
   std::int64_t accumulation = 1;
   double optimizer_s = 0;                 // of the whole state; sharding divides it
   std::vector<std::int64_t> gradients{};  // bytes, in the order in which backward produces them
-  std::int64_t parameter_bytes = 0;       // that kFull gathers: 2 for each in the half type
+  std::int64_t parameter_bytes = 0;       // that kFull and kGradOp gather
   Sharding sharding = Sharding::kNone;
+  int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 

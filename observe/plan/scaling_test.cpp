@@ -70,6 +70,28 @@ TEST(Collectives, OfGlooOverTheLoopbackDevice) {
   EXPECT_NEAR(all_reduce_s(cluster, 16, bytes), 38.3e-3, 38.3e-3 / 6);
 }
 
+TEST(Links, WithoutPeerAccessGoThroughTheHost) {
+  const Card card = parse_devices("RTX4090").card;
+  EXPECT_FALSE(card.peers);
+  EXPECT_TRUE(parse_devices("L40S").card.peers);
+  const Cluster peers = parse_link("pcie", card, 8);
+  const Cluster host = parse_link("pcie-host", card, 8);
+  EXPECT_DOUBLE_EQ(host.inside.bandwidth, peers.inside.bandwidth / 2);
+  EXPECT_THAT(host.text, HasSubstr("no peer access"));
+  // Eight of them share the host's memory.
+  EXPECT_GT(all_reduce_s(host, 8, 1e9), 3 * all_reduce_s(peers, 8, 1e9));
+}
+
+TEST(Links, ThatWereMeasuredReplaceWhatWasAssumed) {
+  Cluster cluster = parse_link("pcie+eth100/node", parse_devices("L40S").card, 4);
+  use_measured(cluster, {.backend = "nccl", .ranks = 4, .bandwidth = 5e9});
+  EXPECT_EQ(cluster.text,
+            "nccl 5.0 GB/s a rank, measured by lockstep doctor with 4 ranks, eth100/node 11 GB/s a "
+            "node of 4");
+  // The bytes of a ring over what was measured on the bus.
+  EXPECT_NEAR(all_reduce_s(cluster, 4, 1e9), 1.5 * 1e9 / 5e9, 1e-3);
+}
+
 TEST(Links, ThatAreNotKnownAreRefused) {
   for (const char* text : {"ib400", "nvlink+", "nvlink+ib", "nvlink+400", "nvlink+ib-4",
                            "nvlink+ibx", "pcie+eth25/rack", ""})
@@ -138,6 +160,18 @@ TEST(Steps, ShardedStateIsExposedAndDivided) {
   step = step_time(work, cluster, 4);
   EXPECT_DOUBLE_EQ(step.exposed_s,
                    2 * (2 * all_gather_s(cluster, 4, 2e6) + all_gather_s(cluster, 4, 4e6)));
+  work.sharding = Sharding::kGradOp;
+  EXPECT_DOUBLE_EQ(step_time(work, cluster, 4).exposed_s,
+                   2 * (all_gather_s(cluster, 4, 2e6) + all_gather_s(cluster, 4, 4e6)));
+  // Divided inside a node of 4 and copied between two: the ports of a node carry all gradients.
+  work.sharding = Sharding::kFull;
+  work.shard_ranks = 4;
+  const Cluster nodes = parse_link("nvlink+ib100", h100(), 4);
+  step = step_time(work, nodes, 8);
+  EXPECT_DOUBLE_EQ(step.optimizer_s, 0.1);
+  const double inside = 2 * all_gather_s(nodes, 4, 2e6) + all_gather_s(nodes, 4, 4e6);
+  const double between = 8.4e-6 + 2 * 9.6e-6 + 4e6 / (0.9 * 50e9);
+  EXPECT_NEAR(step.exposed_s, 2 * (inside + between), 1e-9);
 }
 
 // ---------------------------------------------------------------- published runs

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -34,8 +35,19 @@ constexpr double kUtilisation = 0.4;
 constexpr double kResNetPerByte = 30;
 constexpr double kResNetMost = 79e12;
 constexpr int kMostGpus = 65'536;
+// Products in 8 bits over those in bfloat16, measured on an H200: 1450 and 810 TFLOP/s, and 1090
+// and 665 at a width of 768. Casts move 6 bytes of memory for each value; what they reach of the
+// bandwidth, and the beginnings and ends of their kernels in a block, are assumed.
+constexpr double kFp8Wide = 1450.0 / 810;
+constexpr double kFp8Narrow = 1090.0 / 665;
+constexpr std::int64_t kWide = 2048;
+constexpr double kCastBytes = 6 / 0.7;
+constexpr double kCastEnds_s = 0.1e-3;
 // An Adam update reads gradient, weight and two states and writes the last three: in float.
 constexpr double kUpdateBytes = 28;
+// A rank alone has a thread for each core of a CPU, of which twice as many compute this power of
+// two as much: parts of a step run on one thread (docs/plan.md).
+constexpr double kThreadGain = 0.85;
 
 struct Batches {
   std::int64_t batch;
@@ -67,39 +79,88 @@ std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
 
 }  // namespace
 
+namespace {
+
+bool is_fsdp(Strategy strategy) {
+  return !fsdp_word(strategy).empty();
+}
+
+Sharding sharding_of(Strategy strategy) {
+  if (strategy == Strategy::kShardedOptimizer) return Sharding::kOptimizer;
+  if (strategy == Strategy::kShardGradOp) return Sharding::kGradOp;
+  return is_fsdp(strategy) ? Sharding::kFull : Sharding::kNone;
+}
+
+// Ranks that a fully sharded model is divided over.
+int shard_ranks_of(const Training& t, const Parts& parts) {
+  return parts.strategy == Strategy::kHybridShard ? std::min(t.node_gpus, parts.gpus) : 0;
+}
+
+// A rank that has a part of the layers alone computes as one that has all of them; a device map's
+// does not use fused operations.
+bool is_fused(const Training& t, const Card& card, const Choice& choice) {
+  return t.model.causal_lm() != nullptr && !t.unfused && choice.strategy != Strategy::kSplit &&
+         !card.cpu;
+}
+
+// 1F1B: the first stage has begun as many micro-batches as there are stages.
+int in_flight_of(const Choice& choice) {
+  if (choice.strategy != Strategy::kPipeline) return 1;
+  return static_cast<int>(std::min<std::int64_t>(choice.stages, choice.accumulation));
+}
+
+// Whether training does it without a change to the file.
+bool is_written(const Training& t, Strategy strategy) {
+  if (strategy == Strategy::kSplit || strategy == Strategy::kPipeline)
+    return strategy == Strategy::kSplit && t.device_map;
+  if (is_fsdp(strategy))
+    return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
+                                  strategy == Strategy::kFullShard);
+  return strategy != Strategy::kShardedOptimizer || t.sharded_optimizer || t.may_shard;
+}
+
+}  // namespace
+
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
-  const auto [gpus, stages, sharded] = parts;
-  Choice choice{.gpus = gpus, .stages = stages};
+  Choice choice{.gpus = parts.gpus,
+                .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
+                .stages = parts.gpus / parts.replicas()};
   const int replicas = choice.replicas();
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
   choice.global_batch = batches.global;
   choice.same_global_batch = batches.same;
-  choice.strategy = stages > 1  ? Strategy::kSplit
-                    : gpus == 1 ? Strategy::kSingle
-                    : sharded   ? Strategy::kShardedOptimizer
-                                : Strategy::kDdp;
   choice.memory = memory_of(t.model, {.batch = batches.batch,
                                       .accumulation = batches.accumulation,
                                       .half = t.half,
                                       .checkpointing = t.checkpointing,
-                                      .fused = !t.unfused && !card.cpu && stages == 1,
+                                      .fused = is_fused(t, card, choice),
                                       .ranks = replicas,
-                                      .sharded_optimizer = sharded && replicas > 1,
+                                      .sharding = sharding_of(choice.strategy),
+                                      .shard_ranks = shard_ranks_of(t, parts),
                                       .state_bytes = t.state_bytes,
-                                      .stages = stages,
+                                      .stages = choice.stages,
+                                      .in_flight = in_flight_of(choice),
                                       .cpu = card.cpu});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
-  choice.as_written = choice.fits && (stages == 1 || t.device_map) &&
-                      (!choice.smaller_batch || !t.adapts.empty()) &&
-                      (!sharded || t.sharded_optimizer || t.may_shard);
+  choice.as_written =
+      choice.fits && is_written(t, choice.strategy) && (!choice.smaller_batch || !t.adapts.empty());
   return choice;
 }
 
-bool can_split(const Training& t, const Card& card, int gpus) {
-  return gpus > 1 && !card.cpu && gpus <= t.model.blocks();
+bool can_train(const Training& t, const Card& card, const Parts& parts) {
+  const auto [gpus, strategy, degree] = parts;
+  const std::int64_t blocks = t.model.blocks();
+  if (gpus == 1) return strategy == Strategy::kSingle;
+  if (strategy == Strategy::kPipeline)
+    return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
+  if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
+  // Units are a model's blocks: without them it would be whole in every step.
+  if (is_fsdp(strategy) && blocks == 0) return false;
+  if (strategy == Strategy::kHybridShard) return gpus > t.node_gpus && gpus % t.node_gpus == 0;
+  return strategy != Strategy::kSingle;
 }
 
 namespace {
@@ -107,16 +168,36 @@ namespace {
 // The largest micro-batch that fits, or the smallest one.
 Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   Choice choice;
-  for (const std::int64_t batch : micro_batches(t, parts.gpus / parts.stages)) {
+  for (const std::int64_t batch : micro_batches(t, parts.replicas())) {
     choice = make_choice(t, card, parts, batch);
     if (choice.fits) break;
   }
   return choice;
 }
 
+// What the file says for so many GPUs.
+Strategy written_strategy(const Training& t, const Card& card, int gpus) {
+  if (gpus == 1) return Strategy::kSingle;
+  if (t.device_map && can_train(t, card, {gpus, Strategy::kSplit})) return Strategy::kSplit;
+  return t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
+}
+
 }  // namespace
 
-std::string strategy_text(Strategy strategy, int gpus) {
+std::string_view fsdp_word(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kFullShard:
+      return "full_shard";
+    case Strategy::kShardGradOp:
+      return "shard_grad_op";
+    case Strategy::kHybridShard:
+      return "hybrid_shard";
+    default:
+      return "";
+  }
+}
+
+std::string strategy_text(Strategy strategy, int gpus, int stages) {
   switch (strategy) {
     case Strategy::kSingle:
       return "single GPU";
@@ -125,9 +206,12 @@ std::string strategy_text(Strategy strategy, int gpus) {
     case Strategy::kShardedOptimizer:
       return "DDP, sharded optimizer";
     case Strategy::kSplit:
-      break;
+      return fmt::format("one rank, device_map over {}", gpus);
+    case Strategy::kPipeline:
+      return fmt::format("pipeline of {} stages", stages);
+    default:
+      return fmt::format("fsdp: {}", fsdp_word(strategy));
   }
-  return fmt::format("one rank, device_map over {}", gpus);
 }
 
 Choice choose(const Training& training, const Card& card, int gpus) {
@@ -137,17 +221,17 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
-  const bool may_split = can_split(training, card, gpus);
-  if (training.device_map && may_split) return best_of(training, card, {gpus, gpus, false});
-  const Choice plain = best_of(training, card, {gpus, 1, training.sharded_optimizer && gpus > 1});
-  if (plain.fits) return plain;
-  if (gpus > 1 && !training.sharded_optimizer) {
-    const Choice sharded = best_of(training, card, {gpus, 1, true});
-    if (sharded.fits) return sharded;
+  const Strategy written = written_strategy(training, card, gpus);
+  const Choice plain = best_of(training, card, {gpus, written});
+  if (plain.fits || written == Strategy::kSplit) return plain;
+  for (const Strategy next :
+       {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
+    // A fully sharded model's optimizer is sharded already.
+    if (next < written || next == written || !can_train(training, card, {gpus, next})) continue;
+    const Choice other = best_of(training, card, {gpus, next});
+    if (other.fits) return other;
   }
-  if (!may_split) return plain;
-  const Choice split = best_of(training, card, {gpus, gpus, false});
-  return split.fits ? split : plain;
+  return plain;
 }
 
 namespace {
@@ -158,17 +242,12 @@ class Changes {
   Changes(const Training& training, const Card& card, int gpus)
       : gpus_(gpus),
         card_(card),
-        alone_{training, training.sharded_optimizer && gpus > 1},
-        together_(alone_) {
-    if (!training.device_map || !can_split(training, card, gpus)) return;
-    alone_.stages = together_.stages = gpus;
-    alone_.sharded = together_.sharded = false;
-  }
+        alone_{training, written_strategy(training, card, gpus)},
+        together_(alone_) {}
 
   struct State {
     Training training;
-    bool sharded = false;
-    int stages = 1;
+    Strategy strategy;
   };
   const State& together() const { return together_; }
   bool enough() const { return !all_.empty() && all_.back().together_fits; }
@@ -197,8 +276,9 @@ class Changes {
 
  private:
   Choice choice(const State& state) const {
-    const std::int64_t batch = micro_batches(state.training, gpus_ / state.stages).front();
-    return make_choice(state.training, card_, {gpus_, state.stages, state.sharded}, batch);
+    const Parts parts{gpus_, state.strategy};
+    const std::int64_t batch = micro_batches(state.training, parts.replicas()).front();
+    return make_choice(state.training, card_, parts, batch);
   }
 
   int gpus_;
@@ -236,11 +316,15 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
-  const bool mapped = all.together().stages > 1;
+  const Strategy written = all.together().strategy;
+  const bool mapped = written == Strategy::kSplit;
   add_smaller_batch(training, mapped ? 1 : gpus, all);
-  if (gpus > 1 && !training.sharded_optimizer && !mapped)
+  if (written == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
-            [](State& state) { state.sharded = true; });
+            [](State& state) { state.strategy = Strategy::kShardedOptimizer; });
+  if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
+    all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
+            [](State& state) { state.strategy = Strategy::kFullShard; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
   if (!training.half)
     all.add(half,
@@ -256,12 +340,10 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               lora.target_modules = models::ModuleNames(models::kAllLinear);
               state.training.model.lora = std::move(lora);
             });
-  if (!mapped && can_split(training, card, gpus))
+  if (!mapped && can_train(training, card, {gpus, Strategy::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
-            "the GPUs work one after another", [&](State& state) {
-              state.stages = gpus;
-              state.sharded = false;
-            });
+            "the GPUs work one after another",
+            [](State& state) { state.strategy = Strategy::kSplit; });
   return all.take();
 }
 
@@ -292,6 +374,24 @@ double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
   return t.checkpointing ? once * 4 / 3 : once;  // forward runs again
 }
 
+// What the products of the blocks in 8 bits save, less the casts: what goes into a layer and the
+// gradient of what comes out, 6 bytes of traffic each, and 4 more for each weight than bf16 has
+// (docs/fp8.md). Negative for narrow layers and few tokens.
+double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
+  if (!t.fp8 || card.memory_bandwidth <= 0) return 0;
+  const Parameters p = parameters_of(t.model);
+  const auto blocks = static_cast<double>(t.model.blocks());
+  const auto matrices = blocks * static_cast<double>(p.block_matrices);
+  const double share = 2 * matrices / forward_flops_per_token(t.model);
+  const double passes = t.checkpointing ? 4.0 / 3 : 1;
+  const double casts =
+      passes * (kCastBytes * blocks * static_cast<double>(p.block_widths * batch * t.model.length) +
+                4 * matrices);
+  const double faster = t.model.causal_lm()->spec().width < kWide ? kFp8Narrow : kFp8Wide;
+  return share * operations_of(t, batch) / (kProducts * peak_flops(t, card)) * (1 - 1 / faster) -
+         casts / card.memory_bandwidth - blocks * kCastEnds_s;
+}
+
 // What a card needs for a micro-batch. `fused`: with the fused operations of language models.
 double device_s(const Training& t, const Card& card, std::int64_t batch, bool fused) {
   const double peak = peak_flops(t, card);
@@ -305,12 +405,8 @@ double device_s(const Training& t, const Card& card, std::int64_t batch, bool fu
   const double bandwidth =
       card.memory_bandwidth > 0 ? card.memory_bandwidth : card.flops / kFlopsPerByte;
   return static_cast<double>(t.model.blocks()) * kBlockEnds_s +
-         operations_of(t, batch) / (kProducts * peak) +
+         operations_of(t, batch) / (kProducts * peak) - fp8_saves_s(t, card, batch) +
          (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth;
-}
-
-bool is_fused(const Training& t, const Card& card, int stages) {
-  return t.model.causal_lm() != nullptr && !t.unfused && stages == 1 && !card.cpu;
 }
 
 }  // namespace
@@ -318,7 +414,7 @@ bool is_fused(const Training& t, const Card& card, int stages) {
 double utilisation_of(const Training& t, const Card& card) {
   const double peak = peak_flops(t, card);
   if (peak <= 0) return 0;
-  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, 1));
+  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, {}));
 }
 
 namespace {
@@ -330,11 +426,11 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
     blocks = 0;
     for (const std::int64_t stage : resnet->blocks()) blocks += static_cast<double>(stage);
   }
-  // A sharded optimizer's step cannot be captured.
+  // A step with anything sharded cannot be captured.
   if (card.cpu ||
-      (t.captured && choice.stages == 1 && choice.strategy != Strategy::kShardedOptimizer))
+      (t.captured && choice.stages == 1 && sharding_of(choice.strategy) == Sharding::kNone))
     return 0;
-  return blocks * (is_fused(t, card, choice.stages) ? kFusedLaunch_s : kPlainLaunch_s);
+  return blocks * (is_fused(t, card, choice) ? kFusedLaunch_s : kPlainLaunch_s);
 }
 
 }  // namespace
@@ -357,7 +453,7 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   } else {
     const double busy_s = speed.utilisation
                               ? operations_of(t, choice.batch) / (peak * *speed.utilisation)
-                              : device_s(t, card, choice.batch, is_fused(t, card, choice.stages));
+                              : device_s(t, card, choice.batch, is_fused(t, card, choice));
     micro_s = std::max(busy_s, launch);
     idle_s = micro_s - busy_s;
   }
@@ -366,22 +462,44 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
             .accumulation = choice.accumulation,
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
+  if (choice.strategy == Strategy::kPipeline) {
+    // Stages compute at once, and wait while the pipeline fills and empties: (p-1)/(m+p-1).
+    work.forward_s /= choice.stages;
+    work.backward_s /= choice.stages;
+    work.accumulation += choice.stages - 1;
+  }
   const Parameters parameters = parameters_of(t.model);
-  work.parameter_bytes = (t.half ? 2 : 4) * parameters.total() / choice.stages;
+  // Parameters travel as they are held: in float, and frozen matrices in the half type.
+  work.parameter_bytes = 4 * parameters.total() - (t.half ? 2 * parameters.frozen_matrices : 0);
   // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
                                              choice.stages / card.memory_bandwidth -
                                          idle_s);
-  if (choice.strategy == Strategy::kShardedOptimizer) work.sharding = Sharding::kOptimizer;
+  work.sharding = sharding_of(choice.strategy);
+  if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
+    // What travels is one buffer for a block, copied to and from its tensors: read and written.
+    const double once = 2 * static_cast<double>(work.parameter_bytes) / card.memory_bandwidth;
+    const double gathers = work.sharding == Sharding::kFull ? 1 : 0;
+    work.forward_s += once;
+    work.backward_s +=
+        gathers * once + 8 * static_cast<double>(parameters.trainable) / card.memory_bandwidth;
+  }
+  work.shard_ranks = shard_ranks_of(t, {choice.gpus, choice.strategy});
   return work;
 }
 
 // How long a choice takes, whether it fits or not.
 Timed timed(const Training& training, const Machine& machine, Choice choice) {
   Timed one{.choice = std::move(choice)};
-  const auto work = work_of(training, one.choice, machine.card, machine.speed);
+  auto work = work_of(training, one.choice, machine.card, machine.speed);
   if (!work) return one;
+  if (const int cores = machine.cluster.cores; machine.card.cpu && cores > 1) {
+    const int threads = std::max(1, cores / one.choice.replicas());
+    const double slower = std::pow(static_cast<double>(cores) / threads, kThreadGain);
+    for (double* seconds : {&work->forward_s, &work->backward_s, &work->optimizer_s})
+      *seconds *= slower;
+  }
   one.step = step_time(*work, machine.cluster, one.choice.replicas());
   one.tokens_per_second =
       static_cast<double>(one.choice.global_batch * training.model.length) / one.step->total_s();

@@ -5,9 +5,9 @@
 //   choice.batch, choice.accumulation
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
-// The first that fits is taken: data parallel with the batch as given, with smaller micro-batches
-// and more accumulation, with a sharded optimizer; then one rank that divides the layers over all
-// of the GPUs (model.device_map).
+// The first that fits is taken: what the file says, with the batch as given or with smaller
+// micro-batches and more accumulation; then a sharded optimizer, a fully sharded model (fsdp), and
+// one rank that divides the layers over all of the GPUs (model.device_map).
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -24,6 +24,22 @@
 #include "observe/plan/scaling.h"
 
 namespace lockstep::plan {
+
+enum class Strategy {
+  kSingle,
+  kDdp,
+  kShardedOptimizer,
+  kFullShard,    // fsdp: full_shard
+  kShardGradOp,  // fsdp: shard_grad_op
+  kHybridShard,  // fsdp: hybrid_shard; divided inside a node, copied between nodes
+  kSplit,        // one rank with a device map
+  kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
+};
+// "single GPU", "DDP", "DDP, sharded optimizer", "fsdp: full_shard", "one rank, device_map over 2",
+// "pipeline of 2 stages".
+std::string strategy_text(Strategy strategy, int gpus, int stages = 1);
+// The value of the key `fsdp` in a training file; empty: it is none of these.
+std::string_view fsdp_word(Strategy strategy);
 
 // What a training file says, as far as memory and time depend on it.
 struct Training {
@@ -45,16 +61,18 @@ struct Training {
   std::string adapts{};
   std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
   bool device_map = false;                     // the file's: one rank has all GPUs
+  std::optional<Strategy> fsdp{};              // the file's
+  int node_gpus = 8;                           // hybrid_shard divides over those of a node
+  bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
+  bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
+  bool may_fp8 = false;                        // `lockstep train` has mixed_precision: fp8
+  bool may_pipeline = false;                   // and pipeline_parallel_degree
 };
-
-enum class Strategy { kSingle, kDdp, kShardedOptimizer, kSplit };
-// "single GPU", "DDP", "DDP, sharded optimizer", "one rank, device_map over 2".
-std::string strategy_text(Strategy strategy, int gpus);
 
 struct Choice {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
-  int stages = 1;  // GPUs of one replica: 1, or all of them
+  int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
@@ -67,17 +85,19 @@ struct Choice {
   int replicas() const { return gpus / stages; }
 };
 
-// How the GPUs are used: of each replica's layers, each of `stages` GPUs has a part.
+// How many GPUs are used, and how.
 struct Parts {
   int gpus = 1;
-  int stages = 1;
-  bool sharded = false;  // the optimizer
+  Strategy strategy = Strategy::kSingle;
+  int degree = 1;  // stages of a pipeline
+
+  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / degree; }
 };
 // One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
 Choice make_choice(const Training& training, const Card& card, const Parts& parts,
                    std::int64_t batch);
-// Whether `lockstep train` can set up one rank with its layers on all of the GPUs.
-bool can_split(const Training& training, const Card& card, int gpus);
+// Whether `lockstep train` can train this model so.
+bool can_train(const Training& training, const Card& card, const Parts& parts);
 
 // With `fits` false the choice is DDP with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);

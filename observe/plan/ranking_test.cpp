@@ -1,0 +1,227 @@
+#include "observe/plan/ranking.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "observe/plan/plan_for_test.h"
+
+namespace lockstep::plan {
+namespace {
+
+TEST(Ways, AMicroBatchIsRaisedToo) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 2);
+  ASSERT_FALSE(ways.empty());
+  const Way& best = ways.front();
+  EXPECT_EQ(best.choice.strategy, Strategy::kDdp);
+  EXPECT_GT(best.choice.batch, 2);
+  EXPECT_EQ(best.choice.batch * best.choice.accumulation * 2, 256);
+  ASSERT_EQ(best.settings.size(), 1u);
+  EXPECT_EQ(best.settings[0],
+            (Setting{"per_device_train_batch_size", std::to_string(best.choice.batch)}));
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    EXPECT_TRUE(ways[i].choice.fits);
+    EXPECT_EQ(ways[i].choice.global_batch, 256);
+    EXPECT_GE(1.01 * ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
+  }
+}
+
+TEST(Ways, AFullyShardedModelIsRankedAndWritten) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true};
+  t.global_batch = 64;
+  const auto find = [&](const std::vector<Way>& ways, Strategy strategy) {
+    return std::ranges::find_if(ways, [&](const Way& way) {
+      return way.choice.strategy == strategy && way.choice.gpus == 4 && !way.checkpointing;
+    });
+  };
+  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto ddp = find(ways, Strategy::kDdp);
+  const auto full = find(ways, Strategy::kFullShard);
+  const auto grad = find(ways, Strategy::kShardGradOp);
+  ASSERT_TRUE(ddp != ways.end() && full != ways.end() && grad != ways.end());
+  // Where the model fits, whoever communicates less comes first.
+  EXPECT_LT(ddp->step->total_s(), grad->step->total_s());
+  EXPECT_LT(grad->step->communication_s / static_cast<double>(grad->choice.accumulation),
+            full->step->communication_s / static_cast<double>(full->choice.accumulation));
+  EXPECT_EQ(std::ranges::count(full->settings, Setting{"fsdp", "full_shard"}), 1);
+  EXPECT_EQ(std::ranges::count(full->settings, "shard_optimizer", &Setting::key), 0);
+  // Where it does not fit otherwise, it leads.
+  EXPECT_TRUE(rank_ways(t, machine_of(13), 4).front().choice.strategy == Strategy::kFullShard);
+  // A file's own word is not exchanged for another, as its fsdp_config belongs to it.
+  t.fsdp = Strategy::kShardGradOp;
+  const auto own = rank_ways(t, machine_of(80), 4);
+  EXPECT_TRUE(find(own, Strategy::kFullShard) == own.end());
+  EXPECT_EQ(std::ranges::count(find(own, Strategy::kDdp)->settings, Setting{"fsdp", "\"\""}), 1);
+  EXPECT_EQ(std::ranges::count(find(own, Strategy::kShardGradOp)->settings, "fsdp", &Setting::key),
+            0);
+}
+
+TEST(Ways, EightBitsPayForWideLayersAlone) {
+  const auto best = [](Model model, std::int64_t batch, bool eight) {
+    Training t{.model = std::move(model), .batch = batch, .half = true, .bf16 = true};
+    t.captured = t.may_fp8 = true;
+    double least = 1e9;
+    for (const Way& way : rank_ways(t, {.card = parse_devices("H200").card, .cluster = {}}, 1)) {
+      const bool set = std::ranges::count(way.settings, Setting{"mixed_precision", "fp8"}) == 1;
+      EXPECT_EQ(set, way.fp8);
+      if (way.fp8 == eight) least = std::min(least, way.step->total_s());
+    }
+    return least;
+  };
+  EXPECT_GT(best(gpt2(), 8, true), best(gpt2(), 8, false));
+  EXPECT_GT(best(gpt2(), 64, true), best(gpt2(), 64, false));
+  Model wide{.config = models::parse_config(R"({"model_type": "mistral"})", "c"), .length = 2048};
+  wide.lora = lora(16, models::ModuleNames(models::kAllLinear));
+  EXPECT_LT(best(wide, 8, true), 0.85 * best(wide, 8, false));
+  // Neither where training cannot do it nor where the card cannot.
+  Training t{.model = gpt2(), .batch = 8, .half = true, .bf16 = true};
+  for (const Way& way : rank_ways(t, machine_of(80), 1)) EXPECT_FALSE(way.fp8);
+  t.may_fp8 = true;
+  for (const Way& way : rank_ways(t, {.card = parse_devices("A100-80GB").card, .cluster = {}}, 1))
+    EXPECT_FALSE(way.fp8);
+}
+
+TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_pipeline = true};
+  t.global_batch = 64;
+  const Card card = card_of(80);
+  const Parts parts{4, Strategy::kPipeline, 4};
+  const Choice c = make_choice(t, card, parts, 4);
+  EXPECT_EQ(c.replicas(), 1);
+  EXPECT_EQ(c.accumulation, 16);
+  const Choice one = make_choice(t, card, {1, Strategy::kSingle}, 4);
+  const auto piped = work_of(t, c, card, {.utilisation = 0.5});
+  const auto alone = work_of(t, one, card, {.utilisation = 0.5});
+  // 16 micro-batches through four stages: a quarter of the work each, and 3 of 19 steps are bubble.
+  EXPECT_NEAR(piped->compute_s() / alone->compute_s(), 19.0 / 16 / 4, 1e-9);
+  EXPECT_NEAR(1 - alone->compute_s() / 4 / piped->compute_s(), 3.0 / 19, 1e-9);
+  EXPECT_EQ(c.memory.parameters, (one.memory.parameters + 3) / 4);
+  // The first stage holds its part of four micro-batches.
+  EXPECT_NEAR(static_cast<double>(c.memory.activations),
+              static_cast<double>(one.memory.activations), 1e6);
+  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto found = std::ranges::find_if(
+      ways, [](const Way& way) { return way.choice.strategy == Strategy::kPipeline; });
+  ASSERT_TRUE(found != ways.end());
+  EXPECT_EQ(std::ranges::count(found->settings, "pipeline_parallel_degree", &Setting::key), 1);
+  EXPECT_GT(found->step->total_s(), ways.front().step->total_s());  // DDP fits, and waits for none
+  EXPECT_FALSE(can_train(t, card, {6, Strategy::kPipeline, 4}));
+  t.may_pipeline = false;
+  EXPECT_FALSE(can_train(t, card, parts));
+}
+
+TEST(Ways, HybridShardIsForSeveralNodes) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .node_gpus = 4};
+  t.global_batch = 64;
+  Machine machine = machine_of(24);
+  machine.cluster = parse_link("nvlink+eth25/node", machine.card, 4);
+  const auto time = [&](Strategy strategy) {
+    double least = 1e9;
+    for (const Way& way : rank_ways(t, machine, 8))
+      if (way.choice.strategy == strategy && way.choice.gpus == 8)
+        least = std::min(least, way.step->total_s());
+    return least;
+  };
+  // Gathers stay inside a node.
+  EXPECT_LT(time(Strategy::kHybridShard), time(Strategy::kFullShard));
+  EXPECT_FALSE(can_train(t, machine.card, {4, Strategy::kHybridShard}));
+  EXPECT_FALSE(can_train(t, machine.card, {6, Strategy::kHybridShard}));
+}
+
+TEST(Ways, LeaveAGpuIdleThatCannotShareTheBatch) {
+  Training t{.model = gpt2(), .batch = 2, .half = true, .bf16 = true};
+  t.global_batch = 256;
+  const auto ways = rank_ways(t, machine_of(80), 3);
+  ASSERT_FALSE(ways.empty());
+  EXPECT_EQ(ways.front().choice.gpus, 2);
+  EXPECT_EQ(ways.front().choice.global_batch, 256);
+  for (const Way& way : ways)
+    EXPECT_TRUE(way.choice.gpus != 3 || way.choice.strategy == Strategy::kSplit);
+}
+
+TEST(Ways, WithoutAGlobalBatchTheFilesOwnIsHeld) {
+  const Training t{.model = gpt2(), .batch = 4, .accumulation = 8, .half = true, .bf16 = true};
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    const Choice& c = way.choice;
+    EXPECT_EQ(c.batch * c.accumulation * c.replicas(), 128);
+    const bool same = c.batch == 4 && c.accumulation == 8;
+    EXPECT_EQ(std::ranges::count(way.settings, "gradient_accumulation_steps", &Setting::key),
+              same && c.replicas() == 4 ? 0 : 1);
+  }
+}
+
+TEST(Ways, CheckpointingAndHalfPrecisionAreOffered) {
+  Training t{.model = gpt_1b3(), .batch = 8};
+  t.global_batch = 8;
+  const auto all = rank_ways(t, machine_of(80), 1);
+  const auto is_half = [](const Way& way) { return way.half; };
+  ASSERT_TRUE(std::ranges::any_of(all, is_half));
+  EXPECT_TRUE(all.front().half);
+  EXPECT_EQ(std::ranges::count(all.front().settings, Setting{"bf16", "true"}), 1);
+  // What no way fits without is in every way.
+  t.half = t.bf16 = true;
+  for (const Way& way : rank_ways(t, machine_of(27), 1)) EXPECT_TRUE(way.checkpointing);
+  // A measurement is of what the file says, and of nothing else.
+  Machine measured = machine_of(80);
+  measured.speed.tokens_per_second = 1e4;
+  for (const Way& way : rank_ways(t, measured, 1)) {
+    EXPECT_FALSE(way.checkpointing);
+    EXPECT_TRUE(way.half);
+  }
+}
+
+TEST(Ways, ThatDoNotFitOrHaveNoSpeedAreNone) {
+  Training t{.model = gpt_1b3(), .batch = 1};
+  EXPECT_TRUE(rank_ways(t, machine_of(4), 1).empty());
+  Machine unknown = machine_of(80);
+  unknown.card.flops = unknown.card.float_flops = 0;
+  EXPECT_TRUE(rank_ways(t, unknown, 1).empty());
+}
+
+TEST(Ways, ElasticGpuRaisesAMicroBatch) {
+  Training t{.model = gpt_1b3(), .batch = 2, .half = true, .bf16 = true, .captured = true};
+  t.global_batch = 256;
+  Card card = card_of(80);
+  const Choice known = fastest_batch(t, card, 2);
+  EXPECT_EQ(known.batch, rank_ways(t, machine_of(80), 2).front().choice.batch);
+  card.flops = card.float_flops = card.memory_bandwidth = 0;  // one that nobody has heard of
+  EXPECT_GT(fastest_batch(t, card, 2).batch, 2);
+  card = card_of(28);
+  EXPECT_TRUE(fastest_batch(t, card, 2).fits);
+  card.cpu = true;
+  EXPECT_EQ(fastest_batch(t, card, 2).batch, choose(t, card, 2).batch);
+}
+
+TEST(Ways, WhatWasMeasuredReplacesEstimates) {
+  Training t{.model = gpt2(), .batch = 8, .half = true, .bf16 = true};
+  t.global_batch = 64;
+  auto ways = rank_ways(t, machine_of(80), 2);
+  ASSERT_GT(ways.size(), 3u);
+  const Way first = ways[0], last = ways.back(), other = ways[1];
+  // The first takes twice as long as was thought, so the others are thought to take twice as long;
+  // the last is measured to be the fastest.
+  use_measurements(ways, t,
+                   {measurement_of(first, 2 * first.estimate.total_s(), 7),
+                    measurement_of(last, first.estimate.total_s() / 2, 8)});
+  EXPECT_TRUE(ways.front().measured);
+  EXPECT_EQ(ways.front().settings, last.settings);
+  EXPECT_EQ(ways.front().memory_bytes(), 8u);
+  const auto scaled =
+      std::ranges::find(ways, other.settings, [](const Way& way) { return way.settings; });
+  EXPECT_FALSE(scaled->measured);
+  EXPECT_EQ(scaled->memory_bytes(), other.choice.memory.total());
+  EXPECT_NEAR(scaled->step->total_s(), 2 * other.estimate.total_s(), 1e-9);
+  EXPECT_NEAR(scaled->tokens_per_second, other.tokens_per_second / 2, 1e-3);
+  // What belongs to no way changes nothing.
+  auto same = rank_ways(t, machine_of(80), 2);
+  Measurement stranger = measurement_of(first, 1, 1);
+  stranger.gpus = 7;
+  use_measurements(same, t, {stranger});
+  EXPECT_NEAR(same.front().step->total_s(), first.estimate.total_s(), 1e-12);
+}
+
+}  // namespace
+}  // namespace lockstep::plan

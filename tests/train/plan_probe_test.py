@@ -1,0 +1,109 @@
+"""`lockstep plan --probe` and `lockstep doctor` measure, the next plan and elastic_gpu use it.
+
+Times are whatever they are; what is compared is where they come from, and memory, which does not
+depend on the machine's load."""
+
+import json
+import subprocess
+import unittest
+
+from train_case import BOUND_S, LOCKSTEP, TrainCase, environment
+
+CONFIG = """
+model: {name: gpt, n_layer: 4, n_head: 4, n_embd: 256}
+data: {name: bytes, path: %s}
+max_seq_len: 64
+global_batch_size: 8
+per_device_train_batch_size: 4
+logging_steps: 1
+save_strategy: no
+disable_tqdm: true
+use_cpu: true
+"""
+
+
+class PlanProbe(TrainCase):
+    def setUp(self):
+        super().setUp()
+        text = self.place / "text.txt"
+        text.write_text("Predictions are held against measurements. " * 400)
+        self.config.write_text(CONFIG % text)
+        self.cache = self.place / "cache"
+
+    def run_here(self, *args, code=0):
+        done = subprocess.run([LOCKSTEP, *map(str, args)], capture_output=True, text=True,
+                              timeout=BOUND_S, check=False, stdin=subprocess.DEVNULL,
+                              env=environment(LOCKSTEP_CACHE=str(self.cache)))
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def plan(self, *args):
+        return json.loads(self.run_here("plan", self.config, "--json", *args).stdout)
+
+    def record(self):
+        return json.loads((self.cache / "plan.json").read_text())
+
+    def test_what_was_measured_replaces_estimates_and_is_followed(self):
+        before = self.plan("--gpus", "2xcpu")
+        self.assertEqual(before["ways"], [])  # how fast a CPU computes is not known
+        plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-ways", "10")
+        measured = [way for way in plan["ways"] if way["measured"]]
+        self.assertGreaterEqual(len(measured), 8, plan["ways"])
+        self.assertEqual(len(self.record()["ways"]), len(measured))
+        for way in measured:
+            error = way["planned_memory_bytes"] / way["memory_bytes"] - 1
+            self.assertLess(abs(error), 0.1, way)
+        # The next plan runs nothing and says the same.
+        again = self.plan("--gpus", "2xcpu")
+        self.assertEqual(again["ways"], plan["ways"])
+        self.assertIn(" measured  ", self.run_here("plan", self.config, "--gpus", "2xcpu").stdout)
+        # A file with another global batch is another training.
+        other = self.plan("--gpus", "2xcpu", "--global_batch_size", "16")
+        self.assertFalse(any(way["measured"] for way in other["ways"]))
+        # elastic_gpu takes the fastest of those with as many ranks.
+        fast = min((way for way in measured if way["gpus"] == 2), key=lambda way: way["step_s"])
+        done = self.train(2, self.place / "out", "--elastic_gpu", "--max_steps", "1",
+                          LOCKSTEP_CACHE=str(self.cache))
+        self.assertIn(f"elastic_gpu: {fast['strategy']} on 2 CPU ranks: "
+                      f"{fast['per_device_train_batch_size']} per device x "
+                      f"{fast['gradient_accumulation_steps']} accumulation", done.stderr)
+        self.assertIn("when `lockstep plan --probe` ran it", done.stderr)
+
+    def test_a_way_that_fails_is_left_out_and_said(self):
+        self.config.write_text(self.config.read_text().replace("text.txt", "missing.txt"))
+        done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe", "--probe-ways", "1")
+        self.assertIn("the ranks failed", done.stderr)
+        self.assertIn("missing.txt", done.stderr)
+        self.assertFalse((self.cache / "plan.json").exists())
+
+    def test_links_that_doctor_has_measured_are_used(self):
+        assumed = self.plan("--gpus", "2xcpu", "--tokens-per-second", "1000")
+        self.assertIn("loopback 2.6 GB/s", assumed["link"])
+        self.run_here("doctor", "--nproc-per-node", "2")
+        link, = self.record()["links"]
+        self.assertEqual((link["device"], link["backend"], link["ranks"]), ("cpu", "shm", 2))
+        args = ("--gpus", "2xcpu", "--tokens-per-second", "1000")
+        plan = self.plan(*args)
+        self.assertEqual(plan["link"], f"shm {link['bus_bytes_per_s'] / 1e9:.1f} GB/s a rank, "
+                         "measured by lockstep doctor with 2 ranks")
+        self.assertIn("loopback 2.6 GB/s", self.plan(*args, "--link", "loopback")["link"])
+        # Cards that are named may be elsewhere, and another host measured for itself.
+        self.assertIn("nvlink", self.plan("--gpus", "2xH100")["link"])
+        record = self.record()
+        record["links"][0]["host"] = "elsewhere"
+        (self.cache / "plan.json").write_text(json.dumps(record))
+        self.assertIn("loopback 2.6 GB/s", self.plan(*args)["link"])
+        (self.cache / "plan.json").write_text("{torn")
+        self.assertIn("loopback 2.6 GB/s", self.plan(*args)["link"])
+
+    def test_mistakes_are_refused(self):
+        self.assertIn("--gpus 2xH100 may be elsewhere",
+                      self.run_here("plan", self.config, "--gpus", "2xH100", "--probe",
+                                    code=2).stderr)
+        self.assertIn("--probe does not run keys that are given as flags (--bf16)",
+                      self.run_here("plan", self.config, "--gpus", "cpu", "--probe", "--bf16",
+                                    "true", code=2).stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
