@@ -17,6 +17,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep::cli {
 namespace {
@@ -143,7 +144,7 @@ std::vector<std::string> tail(const std::string& text) {
 // ------------------------------------------------------------------ what they found
 
 Node read_node(const fs::path& file) {
-  const std::string text = text_of(file);
+  const std::string text = text_or_empty(file);
   if (text.empty()) return {};
   try {
     return parse_json(text, file);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstring>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

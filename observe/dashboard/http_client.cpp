@@ -2,11 +2,9 @@
 
 #include <fmt/format.h>
 #include <netdb.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <charconv>
