@@ -201,12 +201,6 @@ bool HttpStream::decode(const Deadline& deadline) {
   return !over_;
 }
 
-std::string HttpStream::read_all(const Deadline& deadline) {
-  while (decode(deadline))
-    if (body_.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
-  return std::exchange(body_, {});
-}
-
 std::optional<std::string> HttpStream::body_line(const Deadline& deadline) {
   std::size_t end;
   while ((end = body_.find('\n')) == std::string::npos) {
