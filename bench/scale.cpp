@@ -1,7 +1,6 @@
 // lockstep bench scale: a training file on several numbers of ranks: time, throughput, speed-up,
 // efficiency, utilisation and step budget, as CSV, JSON, SVG and an HTML page.
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>

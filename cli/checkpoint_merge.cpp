@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/base_model.h"
+#include "cli/flags.h"
 #include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/error.h"
@@ -21,31 +22,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kMergeUsage = "usage: lockstep checkpoint merge ADAPTER FOLDER [--base DIR]";
-
-struct MergeRequest {
-  std::string adapter, out, base;
-};
-
-MergeRequest parse_merge(int argc, char** argv) {
-  MergeRequest request;
-  std::vector<std::string> names;
-  for (int i = 1; i < argc; ++i) {
-    const std::string arg = argv[i];
-    if (arg.starts_with("--base=")) {
-      request.base = arg.substr(7);
-    } else if (arg == "--base" && i + 1 < argc) {
-      request.base = argv[++i];
-    } else if (arg.starts_with("--")) {
-      throw UsageError("checkpoint", "there is no flag {}. {}", arg, kMergeUsage);
-    } else {
-      names.push_back(arg);
-    }
-  }
-  if (names.size() != 2) throw UsageError("checkpoint", "{}", kMergeUsage);
-  request.adapter = names[0];
-  request.out = names[1];
-  return request;
-}
 
 // What belongs to a model's folder besides weights and config.json; the adapter's own goes first.
 std::vector<std::pair<std::string, std::string>> other_files(const std::string& adapter,
@@ -67,23 +43,27 @@ std::vector<std::pair<std::string, std::string>> other_files(const std::string& 
 }  // namespace
 
 int checkpoint_merge_main(int argc, char** argv) {
-  const MergeRequest request = parse_merge(argc, argv);
-  const std::string adapter = model_folder(request.adapter);
+  std::string given_base;
+  Flags flags("checkpoint");
+  flags.text("--base", given_base);
+  const Args names = flags.read(Args(argv + 1, argv + argc), /*keys=*/true);
+  if (names.size() != 2 || names[0].starts_with("--") || names[1].starts_with("--"))
+    throw UsageError("checkpoint", "{}", kMergeUsage);
+  const std::string adapter = model_folder(names[0]), &out = names[1];
   if (!fs::exists(fs::path(adapter) / models::kAdapterConfig))
     throw UsageError("checkpoint",
                      "{} holds no adapter: there is no {} in it. Give a checkpoint of a training "
                      "with lora, or a folder of PEFT's.",
                      adapter, models::kAdapterConfig);
-  if (fs::exists(request.out))
-    throw UsageError("checkpoint", "{} is there already. Give the name of a new folder.",
-                     request.out);
-  const std::string base = base_folder(adapter, request.base);
+  if (fs::exists(out))
+    throw UsageError("checkpoint", "{} is there already. Give the name of a new folder.", out);
+  const std::string base = base_folder(adapter, given_base);
   const io::SafetensorsSet weights(base);
   const auto type = io::scalar_type_of(weights.at(weights.names().front()).entry->dtype);
   const LoadedModel loaded = load_model(adapter, base, {.dtype = type});
   models::unload_lora(*loaded.model);
-  models::save_pretrained(*loaded.model, request.out, {.texts = other_files(adapter, base)});
-  fmt::print("{}: {} with the adapter of {}\n", request.out, base, adapter);
+  models::save_pretrained(*loaded.model, out, {.texts = other_files(adapter, base)});
+  fmt::print("{}: {} with the adapter of {}\n", out, base, adapter);
   return 0;
 }
 

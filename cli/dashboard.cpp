@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 #include <signal.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <utility>
 

@@ -6,10 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
-#include <map>
 #include <optional>
-#include <utility>
 
 #include "cli/commands.h"
 #include "cli/flags.h"

@@ -114,8 +114,7 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 };
 
-// "1.5 GiB", "640 MiB"; and the file's text, empty when it cannot be read.
+// "1.5 GiB", "640 MiB"
 std::string bytes_text(std::uint64_t bytes);
-std::string text_of(const std::string& path);
 
 }  // namespace lockstep::cli

@@ -20,6 +20,7 @@
 #include "cli/doctor_checks.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/unix_time.h"
 
 namespace lockstep::cli {
 namespace {
@@ -35,10 +36,6 @@ struct Skew {
   double round_trip_s = 0;
   std::string problem{};
 };
-
-double unix_time_s() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 using Address = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 

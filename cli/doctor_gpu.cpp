@@ -9,6 +9,7 @@
 
 #include "cli/doctor_checks.h"
 #include "lockstep/core/device_rule.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep::cli {
 namespace {
@@ -62,7 +63,7 @@ std::string cuda_text(int version) {
 
 // The version in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ...".
 std::string module_version(const HostFiles& files) {
-  std::istringstream words(text_of(files.proc + "/driver/nvidia/version"));
+  std::istringstream words(text_or_empty(files.proc + "/driver/nvidia/version"));
   for (std::string word; words >> word;)
     if (word.find('.') != std::string::npos && std::isdigit(static_cast<unsigned char>(word[0])))
       return word;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +13,7 @@
 #include "cli/doctor_checks.h"
 #include "lockstep/core/cgroup.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 #include "lockstep/monitor/cpu_sampler.h"
 
 namespace lockstep::cli {
@@ -50,19 +49,12 @@ Node limit_node(std::uint64_t limit) {
   return limit == kUnlimited ? Node{} : integer_node(static_cast<std::int64_t>(limit));
 }
 
-std::optional<std::uint64_t> number_in(const std::string& text) {
-  std::uint64_t number = 0;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (problem != std::errc() || end == text.data()) return std::nullopt;
-  return number;
-}
-
 // How many processes and threads together the control groups still allow.
 std::uint64_t processes_left(const HostFiles& files) {
   std::uint64_t left = kUnlimited;
   for (const CgroupDirectory& group : cgroup_directories("pids", files)) {
-    const auto limit = number_in(text_of(group.path + "/pids.max"));
-    const auto used = number_in(text_of(group.path + "/pids.current"));
+    const auto limit = leading_number(text_or_empty(group.path + "/pids.max"));
+    const auto used = leading_number(text_or_empty(group.path + "/pids.current"));
     if (limit && used) left = std::min(left, *limit - std::min(*limit, *used));
   }
   return left;
@@ -71,10 +63,10 @@ std::uint64_t processes_left(const HostFiles& files) {
 std::vector<std::string> numa_nodes(const HostFiles& files, const std::vector<int>& allowed) {
   std::vector<std::string> nodes;
   const std::string base = files.sys + "/devices/system/node";
-  for (const int node : launch::parse_cpu_list(text_of(base + "/online"))) {
+  for (const int node : launch::parse_cpu_list(text_or_empty(base + "/online"))) {
     std::vector<int> cpus;
     for (const int cpu :
-         launch::parse_cpu_list(text_of(fmt::format("{}/node{}/cpulist", base, node))))
+         launch::parse_cpu_list(text_or_empty(fmt::format("{}/node{}/cpulist", base, node))))
       if (std::ranges::find(allowed, cpu) != allowed.end()) cpus.push_back(cpu);
     if (!cpus.empty())
       nodes.push_back(fmt::format("node {}: CPUs {}", node, launch::cpu_list_text(cpus)));
@@ -103,14 +95,6 @@ std::string bytes_text(std::uint64_t bytes) {
   const double value = static_cast<double>(bytes);
   if (bytes >= kGiB) return fmt::format("{:.1f} GiB", value / static_cast<double>(kGiB));
   return fmt::format("{:.0f} MiB", value / static_cast<double>(kMiB));
-}
-
-std::string text_of(const std::string& path) {
-  try {
-    return read_file(path, 1u << 20);
-  } catch (const Error&) {
-    return "";
-  }
 }
 
 double Machine::cores() const {
@@ -150,7 +134,7 @@ Check check_threads(const Machine& machine) {
                     fair == 1 ? "" : "s");
     return check;
   }
-  const auto threads = number_in(text);
+  const auto threads = leading_number(text);
   if (!threads || *threads == 0) {
     check.status = Status::kWarn;
     check.value = fmt::format("OMP_NUM_THREADS='{}' is not a number of threads", text);

@@ -4,7 +4,6 @@
 #include <netdb.h>
 #include <sys/socket.h>
 
-#include <cerrno>
 #include <memory>
 #include <sstream>
 
@@ -12,6 +11,7 @@
 #include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/kernel_files.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/this_host.h"
 
@@ -135,7 +135,7 @@ Check check_interface(const Way& way) {
 
 // Ports that the kernel gives to outgoing connections.
 std::pair<int, int> ephemeral_ports(const HostFiles& files) {
-  std::istringstream text(text_of(files.proc + "/sys/net/ipv4/ip_local_port_range"));
+  std::istringstream text(text_or_empty(files.proc + "/sys/net/ipv4/ip_local_port_range"));
   std::pair<int, int> range{0, -1};
   text >> range.first >> range.second;
   return range;

@@ -11,6 +11,7 @@
 #include "cli/plan_record.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep::cli {
 namespace {
@@ -24,7 +25,7 @@ constexpr double kSlowNccl = 2;   // GB/s, below PCIe 3.0 x4
 // ------------------------------------------------------------------ what they found
 
 Node read_node(const fs::path& file) {
-  const std::string text = text_of(file);
+  const std::string text = text_or_empty(file);
   if (text.empty()) return {};
   try {
     return parse_json(text, file);

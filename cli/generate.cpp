@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cli/base_model.h"
+#include "cli/flags.h"
 #include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/document.h"
@@ -57,7 +58,7 @@ constexpr const char* kHelp =
     "--dtype TYPE         float32 (default), bfloat16 or float16\n"
     "--device NAME        cpu (default) or cuda\n";
 
-struct Flags {
+struct Request {
   std::string model, base, tokenizer, device = "cpu", dtype = "float32";
   std::optional<std::string> prompt;
   std::optional<Ids> ids;
@@ -65,7 +66,6 @@ struct Flags {
   std::vector<std::string> stop;
   bool chat = false;
   bool raw = false;
-  bool help = false;
   std::optional<std::int64_t> max_new_tokens, top_k;
   std::optional<double> temperature, top_p, repetition_penalty;
   std::uint64_t seed = 0;
@@ -90,79 +90,52 @@ Ids ids_of(const std::string& text) {
   return ids;
 }
 
-void set_flag(Flags& flags, const std::string& name, const std::string& value) {
-  if (name == "--model") {
-    flags.model = value;
-  } else if (name == "--prompt") {
-    flags.prompt = value;
-  } else if (name == "--ids") {
-    flags.ids = ids_of(value);
-  } else if (name == "--max_new_tokens") {
-    flags.max_new_tokens = number_of<std::int64_t>(name, value);
-  } else if (name == "--temperature") {
-    flags.temperature = number_of<double>(name, value);
-  } else if (name == "--top_k") {
-    flags.top_k = number_of<std::int64_t>(name, value);
-  } else if (name == "--top_p") {
-    flags.top_p = number_of<double>(name, value);
-  } else if (name == "--repetition_penalty") {
-    flags.repetition_penalty = number_of<double>(name, value);
-  } else if (name == "--input") {
-    flags.input = value;
-  } else if (name == "--stop" || name == "--stop_strings") {
+Request parse(int argc, char** argv) {
+  Request request;
+  Flags flags("generate");
+  const auto text = [&](const char* name, auto& to) {
+    flags.value(name, [&to](const std::string& value) { to = value; });
+  };
+  // Keys of generation_config.json have underscores, other flags dashes: both are taken.
+  const auto number = [&]<typename T>(const std::string& names, std::optional<T>& to) {
+    flags.value(names, [&to, name = names.substr(0, names.find(','))](const std::string& value) {
+      to = number_of<T>(name, value);
+    });
+  };
+  std::optional<std::uint64_t> seed;
+  text("--model", request.model);
+  text("--base", request.base);
+  text("--tokenizer", request.tokenizer);
+  text("--device", request.device);
+  text("--dtype", request.dtype);
+  text("--prompt", request.prompt);
+  text("--input", request.input);
+  number("--max_new_tokens,--max-new-tokens", request.max_new_tokens);
+  number("--temperature", request.temperature);
+  number("--top_k,--top-k", request.top_k);
+  number("--top_p,--top-p", request.top_p);
+  number("--repetition_penalty,--repetition-penalty", request.repetition_penalty);
+  number("--seed", seed);
+  flags.toggle("--chat", request.chat);
+  flags.toggle("--raw", request.raw);
+  flags.value("--ids", [&](const std::string& value) { request.ids = ids_of(value); });
+  flags.value("--stop,--stop_strings,--stop-strings", [&](const std::string& value) {
     if (value.empty()) throw UsageError("generate", "--stop needs a text that is not empty.");
-    flags.stop.push_back(value);
-  } else if (name == "--seed") {
-    flags.seed = number_of<std::uint64_t>(name, value);
-  } else if (name == "--base") {
-    flags.base = value;
-  } else if (name == "--tokenizer") {
-    flags.tokenizer = value;
-  } else if (name == "--dtype") {
-    flags.dtype = value;
-  } else if (name == "--device") {
-    flags.device = value;
-  } else {
-    throw UsageError("generate", "there is no flag {}. lockstep generate --help lists them.", name);
-  }
-}
-
-Flags parse_flags(int argc, char** argv) {
-  Flags flags;
-  for (int i = 1; i < argc; ++i) {
-    std::string name = argv[i];
-    if (name == "--help" || name == "-h") {
-      flags.help = true;
-      return flags;
-    }
-    if (name == "--chat" || name == "--raw") {
-      (name == "--chat" ? flags.chat : flags.raw) = true;
-      continue;
-    }
-    const std::size_t equals = name.find('=');
-    std::string value;
-    if (equals != std::string::npos) {
-      value = name.substr(equals + 1);
-      name.resize(equals);
-    } else if (++i < argc) {
-      value = argv[i];
-    } else {
-      throw UsageError("generate", "{} needs a value.", name);
-    }
-    for (std::size_t c = 2; c < name.size(); ++c)
-      if (name[c] == '-') name[c] = '_';  // both spellings, as elsewhere
-    set_flag(flags, name, value);
-  }
-  if (flags.model.empty()) throw UsageError("generate", "--model DIR is missing.");
-  if (flags.prompt.has_value() == flags.ids.has_value())
+    request.stop.push_back(value);
+  });
+  for (const std::string& other : flags.read(Args(argv + 1, argv + argc)))
+    throw UsageError("generate", "'{}' is no flag. lockstep generate --help lists them.", other);
+  request.seed = seed.value_or(0);
+  if (request.model.empty()) throw UsageError("generate", "--model DIR is missing.");
+  if (request.prompt.has_value() == request.ids.has_value())
     throw UsageError("generate", "give --prompt TEXT or --ids 1,2,3, one of the two.");
-  if (flags.chat && !flags.prompt)
+  if (request.chat && !request.prompt)
     throw UsageError("generate", "--chat needs --prompt, which is what the user says.");
-  if (flags.chat && flags.raw)
+  if (request.chat && request.raw)
     throw UsageError("generate", "--chat and --raw contradict each other. Give one of the two.");
-  if (flags.ids && !flags.stop.empty())
+  if (request.ids && !request.stop.empty())
     throw UsageError("generate", "--stop is a text, and --ids has none. Give --prompt.");
-  return flags;
+  return request;
 }
 
 c10::ScalarType type_of(const std::string& name) {
@@ -194,7 +167,7 @@ bool is_honoured(const Entry& entry) {
 constexpr std::int64_t kNewTokens = 100;
 
 // What the model's folder says about the continuation of `prompt`, below what the flags say.
-models::GenerateOptions options_for(const Flags& flags, const std::string& folder,
+models::GenerateOptions options_for(const Request& flags, const std::string& folder,
                                     std::size_t prompt, std::int64_t room) {
   const std::string path = folder + "/generation_config.json";
   const Node root = fs::exists(path) ? parse_json(read_file(path), path) : map_node({});
@@ -243,7 +216,7 @@ models::GenerateOptions options_for(const Flags& flags, const std::string& folde
 // model with their vocabulary, and the prompt format that the model was trained with.
 class Text {
  public:
-  Text(const Flags& flags, const std::string& own, const LoadedModel& loaded) : flags_(flags) {
+  Text(const Request& flags, const std::string& own, const LoadedModel& loaded) : flags_(flags) {
     const std::string format = own + "/" + kPromptFormat;
     if (fs::exists(format)) format_ = read_prompt_format(format);
     find_tokenizer(own, loaded);
@@ -327,7 +300,7 @@ class Text {
         trained.empty() ? "" : ", and the one of the training, " + trained + ", is not there");
   }
 
-  const Flags& flags_;
+  const Request& flags_;
   std::optional<PromptFormat> format_;
   std::optional<data::Tokenizer> tokenizer_;
   bool chat_ = false;
@@ -336,11 +309,8 @@ class Text {
 }  // namespace
 
 int generate_main(int argc, char** argv) {
-  const Flags flags = parse_flags(argc, argv);
-  if (flags.help) {
-    fmt::print("{}", kHelp);
-    return 0;
-  }
+  if (print_help(Args(argv + 1, argv + argc), kHelp)) return 0;
+  const Request flags = parse(argc, argv);
   const std::string folder = model_folder(flags.model);
   const LoadedModel loaded = load_model(
       folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});

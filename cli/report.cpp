@@ -1,7 +1,6 @@
 // `lockstep report`: what a run has recorded, as a page to read.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 

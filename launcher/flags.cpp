@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <filesystem>
-#include <iterator>
 #include <utility>
 
 #include "launcher/accelerate_config.h"

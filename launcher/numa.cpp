@@ -1,30 +1,24 @@
 // --numa-binding: which CPUs lie near a rank's GPU, read from sysfs.
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <set>
 #include <sstream>
 
 #include "launcher/host.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep::launch {
 namespace {
 
-std::optional<std::string> line_of(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
-  return line;
+std::vector<int> list_in(const std::string& path) {
+  return parse_cpu_list(text_or_empty(path));
 }
 
 std::optional<int> number_in(const std::string& path) {
-  const auto line = line_of(path);
-  if (!line) return std::nullopt;
-  int number = 0;
-  if (!(std::istringstream(*line) >> number)) return std::nullopt;
-  return number;
+  const auto number = leading_number(text_or_empty(path));
+  return number ? std::optional(static_cast<int>(*number)) : std::nullopt;
 }
 
 class Topology {
@@ -50,8 +44,8 @@ class Topology {
 
   // The smallest CPU number of the physical core, which stands for the core.
   int core_of(int cpu) const {
-    const auto line = line_of(cpu_path(cpu) + "/topology/thread_siblings_list");
-    return line && !line->empty() ? parse_cpu_list(*line).front() : cpu;
+    const auto cpus = list_in(cpu_path(cpu) + "/topology/thread_siblings_list");
+    return cpus.empty() ? cpu : cpus.front();
   }
 
   // The same for the largest data cache that the CPU shares.
@@ -62,12 +56,14 @@ class Topology {
     for (const auto& entry :
          std::filesystem::directory_iterator(cpu_path(cpu) + "/cache", ignored)) {
       const std::string path = entry.path().string();
-      const std::string type = line_of(path + "/type").value_or("");
+      const std::string type = text_or_empty(path + "/type");
       const int level = number_in(path + "/level").value_or(-1);
-      const auto shared = line_of(path + "/shared_cpu_list");
-      if ((type != "Unified" && type != "Data") || level <= best_level || !shared) continue;
+      const auto shared = list_in(path + "/shared_cpu_list");
+      if ((!type.starts_with("Unified") && !type.starts_with("Data")) || level <= best_level ||
+          shared.empty())
+        continue;
       best_level = level;
-      representative = parse_cpu_list(*shared).front();
+      representative = shared.front();
     }
     return representative;
   }
@@ -79,14 +75,9 @@ class Topology {
 
   void find_nodes() {
     const std::string base = files_.sys + "/devices/system/node";
-    if (const auto online = line_of(base + "/online")) {
-      for (const int node : parse_cpu_list(*online)) {
-        const auto list = line_of(fmt::format("{}/node{}/cpulist", base, node));
-        for (const int cpu : list ? parse_cpu_list(*list) : std::vector<int>()) {
-          if (std::ranges::binary_search(allowed_, cpu)) nodes_[node].push_back(cpu);
-        }
-      }
-    }
+    for (const int node : list_in(base + "/online"))
+      for (const int cpu : list_in(fmt::format("{}/node{}/cpulist", base, node)))
+        if (std::ranges::binary_search(allowed_, cpu)) nodes_[node].push_back(cpu);
     if (nodes_.empty() && !allowed_.empty()) nodes_[0] = allowed_;
   }
 

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/kernel_files.h"
 #include "lockstep/core/printable.h"
 
 namespace lockstep::launch {
@@ -179,14 +180,9 @@ bool has_socket(const fs::path& process, const std::string& inode) {
   return false;
 }
 
-std::string text_of(const fs::path& path) {
-  std::ifstream file(path);
-  return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-}
-
 std::string process_text(const std::string& pid) {
   constexpr std::size_t kMost = 120;
-  std::string command = text_of(fs::path("/proc") / pid / "cmdline");
+  std::string command = text_or_empty(fs::path("/proc") / pid / "cmdline");
   while (command.ends_with('\0')) command.pop_back();
   for (char& c : command)
     if (c == '\0') c = ' ';
@@ -209,7 +205,7 @@ std::string holder_of(int port) {
   const std::string pid = find_process([&](const fs::path& process) {
     const auto name = process.filename();
     return name != own && name != front &&
-           text_of(process / "environ").find(variable) != std::string::npos;
+           text_or_empty(process / "environ").find(variable) != std::string::npos;
   });
   if (pid.empty()) return "another process has bound it";
   return fmt::format("another job has it: {} was started with MASTER_PORT={}", process_text(pid),

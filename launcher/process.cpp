@@ -9,14 +9,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <sstream>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep::launch {
 namespace {
@@ -83,7 +85,7 @@ int error_from_exec(int fd) {
   return ::read(fd, &error, sizeof error) == static_cast<ssize_t>(sizeof error) ? error : 0;
 }
 
-// Fields of /proc/<pid>/stat after the name, which may itself hold spaces and parentheses.
+// Fields of proc_pid_stat(5).
 struct Stat {
   pid_t parent = -1;
   pid_t group = -1;
@@ -91,15 +93,13 @@ struct Stat {
 };
 
 Stat read_stat(pid_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  const auto end = text.rfind(')');
-  Stat stat;
-  if (end == std::string::npos) return stat;
-  std::istringstream fields(text.substr(end + 1));
-  char state;
-  fields >> state >> stat.parent >> stat.group >> stat.session;
-  return stat;
+  const std::string text = text_or_empty(fmt::format("/proc/{}/stat", pid));
+  const auto fields = stat_fields(text);
+  if (fields.size() <= 6) return {};
+  const auto number = [&](std::size_t which) {
+    return static_cast<pid_t>(leading_number(fields[which]).value_or(0));
+  };
+  return {.parent = number(4), .group = number(5), .session = number(6)};
 }
 
 std::vector<pid_t> children_by_scan(pid_t parent) {
@@ -263,15 +263,11 @@ bool signal_thread_below(pid_t root, pid_t pid, pid_t thread, int number) {
 }
 
 bool handles_signal(pid_t pid, int number) {
-  std::ifstream file(fmt::format("/proc/{}/status", pid));
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("SigBlk:", 0) != 0 && line.rfind("SigIgn:", 0) != 0 &&
-        line.rfind("SigCgt:", 0) != 0)
-      continue;
-    const auto mask = std::strtoull(line.c_str() + sizeof "SigBlk:" - 1, nullptr, 16);
-    if ((mask >> (number - 1) & 1) != 0) return true;
-  }
-  return false;
+  const std::string status = text_or_empty(fmt::format("/proc/{}/status", pid));
+  return std::ranges::any_of(std::array{"SigBlk", "SigIgn", "SigCgt"}, [&](const char* set) {
+    const std::string mask(text_after(status, set).substr(0, 16));
+    return (std::strtoull(mask.c_str(), nullptr, 16) >> (number - 1) & 1) != 0;
+  });
 }
 
 pid_t group_of(pid_t pid) {

@@ -1,13 +1,13 @@
 #include "launcher/rank_record.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <map>
 #include <utility>
 #include <vector>
 
 #include "lockstep/core/deadline.h"
+#include "lockstep/core/unix_time.h"
 
 namespace lockstep::launch {
 namespace {
@@ -23,10 +23,6 @@ bool counts_as_failed(const RankRecord& rank) {
 }
 
 }  // namespace
-
-double wall_clock() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 const RankRecord* first_to_fail(std::span<const RankRecord> ranks) {
   const RankRecord* first = nullptr;
@@ -85,7 +81,7 @@ RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
   failure.attempt = attempt.number;
   failure.host = attempt.host;
   failure.program = attempt.program;
-  failure.time = rank.ended_at > 0 ? rank.ended_at : wall_clock();
+  failure.time = rank.ended_at > 0 ? rank.ended_at : unix_time_s();
   if (rank.life.was(RankLife::kFailed)) {
     failure.cause = rank.cause;
     failure.code = rank.code;
@@ -104,7 +100,7 @@ RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
     failure.code = 1;
   }
   const double since_start = seconds_since(attempt.started);
-  const double now = wall_clock();
+  const double now = unix_time_s();
   const ErrorFile file = read_error_file(rank.error_file);
   add_error_file(failure, file);
   if (file.present) failure.error_file = rank.error_file;

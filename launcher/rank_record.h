@@ -37,8 +37,6 @@ struct RankRecord {
   bool ended_ok() const { return ending && ending->ok(); }
 };
 
-double wall_clock();  // seconds since the epoch
-
 // The earliest of those that failed. A rank that says itself that another one failed first is the
 // cause only where no other is known. Null where none has failed.
 const RankRecord* first_to_fail(std::span<const RankRecord> ranks);

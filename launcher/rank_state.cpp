@@ -7,28 +7,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 #include <vector>
 
+#include "lockstep/core/kernel_files.h"
+
 namespace lockstep::launch {
 namespace {
-
-std::string text_of(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
-// The fields of a stat file after the name, which may itself hold spaces and parentheses.
-std::vector<std::string> stat_fields(const std::string& path) {
-  const std::string text = text_of(path);
-  const auto end = text.rfind(')');
-  std::vector<std::string> fields;
-  if (end == std::string::npos) return fields;
-  std::istringstream stream(text.substr(end + 1));
-  for (std::string field; stream >> field;) fields.push_back(field);
-  return fields;
-}
 
 struct SystemCall {
   long number;
@@ -81,7 +66,7 @@ std::string file_behind(pid_t pid, int fd) {
 
 // "read of /data/train.bin"; the kernel's own name for the wait where the call cannot be read.
 std::string wait_of(pid_t pid, const std::string& task) {
-  std::istringstream call(text_of(task + "/syscall"));
+  std::istringstream call(text_or_empty(task + "/syscall"));
   long number = -1;
   std::string first;
   if (call >> number >> first) {
@@ -94,32 +79,33 @@ std::string wait_of(pid_t pid, const std::string& task) {
     }
     if (number >= 0) return fmt::format("system call {}", number);
   }
-  const std::string name = text_of(task + "/wchan");
+  const std::string name = text_or_empty(task + "/wchan");
   return name == "0" ? std::string() : name;
 }
 
 }  // namespace
 
 double cpu_seconds(pid_t pid) {
-  constexpr std::size_t kUser = 11;  // fields 14 and 15 of proc(5), counted from the third
-  constexpr std::size_t kSystem = 12;
-  const auto fields = stat_fields(fmt::format("/proc/{}/stat", pid));
+  constexpr std::size_t kUser = 14, kSystem = 15;
+  const std::string text = text_or_empty(fmt::format("/proc/{}/stat", pid));
+  const auto fields = stat_fields(text);
   if (fields.size() <= kSystem) return 0;
-  const auto ticks = std::strtoull(fields[kUser].c_str(), nullptr, 10) +
-                     std::strtoull(fields[kSystem].c_str(), nullptr, 10);
+  const auto ticks =
+      leading_number(fields[kUser]).value_or(0) + leading_number(fields[kSystem]).value_or(0);
   return static_cast<double>(ticks) / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
 RankState read_rank_state(pid_t pid, pid_t thread) {
   RankState state;
   std::string task = fmt::format("/proc/{}/task/{}", pid, thread);
-  auto fields = stat_fields(task + "/stat");
-  if (fields.empty()) {  // the thread has ended
+  std::string text = text_or_empty(task + "/stat");
+  if (text.empty()) {  // the thread has ended
     task = fmt::format("/proc/{}/task/{}", pid, pid);
-    fields = stat_fields(task + "/stat");
+    text = text_or_empty(task + "/stat");
   }
-  if (fields.empty() || fields.front().empty()) return state;
-  state.state = fields.front().front();
+  const auto fields = stat_fields(text);
+  if (fields.size() <= 3) return state;
+  state.state = fields[3].front();
   state.cpu_s = cpu_seconds(pid);
   if (state.state == 'S' || state.state == 'D') state.waits = wait_of(pid, task);
   return state;

@@ -1,6 +1,5 @@
 #include "launcher/worker_env.h"
 
-#include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
 

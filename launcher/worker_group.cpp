@@ -5,12 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <fstream>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/unix_time.h"
 #include "lockstep/rendezvous/inside.h"
 
 namespace lockstep::launch {
@@ -144,7 +144,7 @@ void WorkerGroup::on_stall(const StallReport& stall) {
 
 void WorkerGroup::on_exit(Worker& worker) {
   RankRecord& rank = worker.record;
-  const double now = wall_clock();  // before it vanishes: a rank that sees that fails later
+  const double now = unix_time_s();  // before it vanishes: a rank that sees that fails later
   rank.ending = worker.process.reap();
   setup_.loop.forget(worker.process.pidfd());
   // It has ended, but a debugger that holds it has not released it yet; then comes SIGCHLD.
@@ -252,7 +252,7 @@ void WorkerGroup::fail_alive(RankRecord& rank, std::string cause, int code) {
   rank.life.move(RankLife::kFailed);
   rank.cause = std::move(cause);
   rank.code = code;
-  rank.ended_at = wall_clock();
+  rank.ended_at = unix_time_s();
   fail(describe(rank, attempt_));
 }
 

@@ -29,8 +29,8 @@ import zipfile
 NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "ledger.cpp",
-        "memory_limits.cpp", "pages.cpp")
+CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "kernel_files.cpp",
+        "ledger.cpp", "memory_limits.cpp", "pages.cpp")
 RENDEZVOUS = ("unix_socket.cpp",)
 MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.

@@ -3,21 +3,10 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep {
 namespace {
-
-// Nothing here uses a stream: in a process with two C++ standard libraries (a Python extension that
-// brings its own) streams do not find their locale.
-std::string text_of(const std::string& path) {
-  try {
-    return read_file(path, 16u << 20);
-  } catch (const Error&) {
-    return "";
-  }
-}
 
 std::vector<std::string> split(const std::string& text, char at) {
   std::vector<std::string> parts;
@@ -43,7 +32,7 @@ bool has_option(const std::string& options, const std::string& wanted) {
 // Lines of mountinfo: id parent major:minor ROOT POINT options [optional...] - TYPE source OPTIONS
 std::vector<CgroupMount> cgroup_mounts(const HostFiles& files, const std::string& controller) {
   std::vector<CgroupMount> mounts;
-  for (const std::string& line : split(text_of(files.proc + "/self/mountinfo"), '\n')) {
+  for (const std::string& line : split(text_or_empty(files.proc + "/self/mountinfo"), '\n')) {
     const auto dash = line.find(" - ");
     if (dash == std::string::npos) continue;
     const auto before = split(line.substr(0, dash), ' '), after = split(line.substr(dash + 3), ' ');
@@ -74,7 +63,7 @@ std::optional<std::string> path_in(const std::string& groups, bool unified,
 std::vector<CgroupDirectory> cgroup_directories(const std::string& controller,
                                                 const HostFiles& files, pid_t pid) {
   const std::string process = pid == 0 ? "self" : std::to_string(pid);
-  const std::string groups = text_of(files.proc + "/" + process + "/cgroup");
+  const std::string groups = text_or_empty(files.proc + "/" + process + "/cgroup");
   std::vector<CgroupDirectory> found;
   for (const CgroupMount& mount : cgroup_mounts(files, controller)) {
     std::string path = path_in(groups, mount.unified, controller).value_or("/");
@@ -93,9 +82,9 @@ std::vector<CgroupDirectory> cgroup_directories(const std::string& controller,
 
 std::optional<double> cpu_quota_cores(const CgroupDirectory& group) {
   // v2: "max 100000"; v1: -1 for none.
-  const std::string text = group.unified ? text_of(group.path + "/cpu.max")
-                                         : text_of(group.path + "/cpu.cfs_quota_us") + " " +
-                                               text_of(group.path + "/cpu.cfs_period_us");
+  const std::string text = group.unified ? text_or_empty(group.path + "/cpu.max")
+                                         : text_or_empty(group.path + "/cpu.cfs_quota_us") + " " +
+                                               text_or_empty(group.path + "/cpu.cfs_period_us");
   char* end = nullptr;
   const double quota = std::strtod(text.c_str(), &end);
   const double period = std::strtod(end, nullptr);

@@ -6,11 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <climits>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <sstream>
 #include <utility>
 

@@ -5,51 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <optional>
 #include <sstream>
-#include <string_view>
 #include <vector>
 
-#include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 
 namespace lockstep {
 namespace {
 
-std::optional<std::string> text_of(const std::string& path) {
-  try {
-    return read_file(path, 1u << 20);
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
-std::optional<std::uint64_t> number_in(const std::string& text) {
-  // Not a stream: in a process with two C++ standard libraries (a Python extension that brings its
-  // own) their locales do not find each other, and every text is read as 0.
-  const std::size_t begin = std::min(text.find_first_not_of(" \t"), text.size());
-  std::uint64_t value = 0;
-  const auto end = text.data() + text.size();
-  if (std::from_chars(text.data() + begin, end, value).ec != std::errc()) return std::nullopt;
-  return value;  // "max" is none
-}
-
-std::optional<std::uint64_t> number_of(const std::string& path) {
-  const auto text = text_of(path);
-  return text ? number_in(*text) : std::nullopt;
-}
-
-// The value of a line "key value" or "key: value kB".
-std::optional<std::uint64_t> field_of(const std::string& text, const std::string& key) {
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    if (line.rfind(key, 0) != 0 || line.size() <= key.size()) continue;
-    const char next = line[key.size()];
-    if (next == ' ' || next == ':') return number_in(line.substr(key.size() + 1));
-  }
-  return std::nullopt;
+std::optional<std::uint64_t> number_in(const std::string& path) {
+  return leading_number(text_or_empty(path));
 }
 
 std::string mib(std::uint64_t bytes) {
@@ -68,14 +35,14 @@ constexpr CgroupFiles kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_byt
 
 std::string lacking_in_group(const std::string& directory, const CgroupFiles& files,
                              std::size_t bytes, std::size_t ranks) {
-  const auto limit = number_of(directory + "/" + files.limit);
-  const auto used = number_of(directory + "/" + files.used);
+  const auto limit = number_in(directory + "/" + files.limit);
+  const auto used = number_in(directory + "/" + files.used);
   // Version 1 says "none" with a number near the end of the address space.
   if (!limit || !used || *limit > (std::uint64_t{1} << 60)) return "";
   // The page cache counts as used but is given back when memory is asked for.
-  const std::string stat = text_of(directory + "/memory.stat").value_or("");
+  const std::string stat = text_or_empty(directory + "/memory.stat");
   const std::uint64_t cache =
-      field_of(stat, files.inactive).value_or(0) + field_of(stat, files.active).value_or(0);
+      number_after(stat, files.inactive).value_or(0) + number_after(stat, files.active).value_or(0);
   const std::uint64_t held = *used - std::min(*used, cache);
   if (held + bytes * ranks <= *limit) return "";
   return fmt::format(
@@ -146,7 +113,7 @@ std::string lacking_in_cgroups(const MemoryNeed& need, const std::string& root) 
 std::string lacking_address_space(const MemoryNeed& need, const std::string& root) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  const auto pages = number_of(root + "/proc/self/statm");
+  const auto pages = number_in(root + "/proc/self/statm");
   if (!pages) return "";
   const std::uint64_t used = *pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
   if (used + need.map_bytes <= limit.rlim_cur) return "";
@@ -156,7 +123,7 @@ std::string lacking_address_space(const MemoryNeed& need, const std::string& roo
 }
 
 std::string lacking_on_host(const MemoryNeed& need, const std::string& root) {
-  const auto available = field_of(text_of(root + "/proc/meminfo").value_or(""), "MemAvailable");
+  const auto available = number_after(text_or_empty(root + "/proc/meminfo"), "MemAvailable");
   if (!available || need.host_bytes <= *available * 1024) return "";
   return fmt::format("{} of shared memory are needed for all ranks of this host, which has {}",
                      mib(need.host_bytes), mib(*available * 1024));
@@ -165,7 +132,7 @@ std::string lacking_on_host(const MemoryNeed& need, const std::string& root) {
 }  // namespace
 
 std::string memory_groups(const std::string& root) {
-  return text_of(root + "/proc/self/cgroup").value_or("");
+  return text_or_empty(root + "/proc/self/cgroup");
 }
 
 std::string lacking_memory(const MemoryNeed& need, const std::string& root) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -13,8 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/cgroup.h"
-#include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 #include "lockstep/core/pages.h"
 
 namespace lockstep::monitor {
@@ -22,66 +20,13 @@ namespace {
 
 using Count = std::optional<std::uint64_t>;
 
-// "" for a file that is not there: processes end and groups vanish while they are read.
-std::string text_of(const std::string& path) {
-  try {
-    return read_file(path, 16u << 20);
-  } catch (const Error&) {
-    return "";
-  }
-}
-
-std::string_view trimmed(std::string_view text) {
-  const std::size_t begin = text.find_first_not_of(" \t");
-  return begin == std::string_view::npos ? std::string_view{} : text.substr(begin);
-}
-
-// The number that the text begins with. "max" is none.
-Count number_in(std::string_view text) {
-  text = trimmed(text);
-  std::uint64_t value = 0;
-  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc())
-    return std::nullopt;
-  return value;
-}
-
-// The rest of the line "key value" or "key: value".
-std::string_view field(std::string_view text, std::string_view key) {
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    const std::string_view line = text.substr(begin, end - begin);
-    const bool here = line.size() > key.size() && line.substr(0, key.size()) == key;
-    if (here && (line[key.size()] == ':' || line[key.size()] == ' '))
-      return trimmed(line.substr(key.size() + 1));
-    begin = end + 1;
-  }
-  return {};
-}
-
-Count count_of(std::string_view text, std::string_view key) {
-  return number_in(field(text, key));
-}
-
-Count number_of(const std::string& path) {
-  return number_in(text_of(path));
+Count number_in(const std::string& path) {
+  return leading_number(text_or_empty(path));
 }
 
 // ------------------------------------------------------------------ one process
 
-// The fields of /proc/PID/stat from the third on. The second is the name, which may hold anything.
-std::vector<std::string_view> stat_fields(std::string_view text) {
-  std::vector<std::string_view> fields;
-  const std::size_t name_end = text.rfind(')');
-  if (name_end == std::string_view::npos) return fields;
-  for (std::size_t begin = name_end + 1; begin < text.size();) {
-    const std::size_t end = std::min(text.find_first_of(" \n", begin), text.size());
-    if (end > begin) fields.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return fields;
-}
-
-// Numbers of proc_pid_stat(5), which counts from 1 and begins with the pid and the name.
+// Numbers of proc_pid_stat(5).
 constexpr std::size_t kState = 3, kMinorFaults = 10, kMajorFaults = 12, kUser = 14, kSystem = 15,
                       kThreads = 20, kStart = 22, kResident = 24;
 
@@ -92,10 +37,10 @@ void add_threads(const std::string& folder, ProcessSample& sample) {
   if (!tasks) return;
   while (const dirent* entry = ::readdir(tasks.get())) {
     if (std::isdigit(static_cast<unsigned char>(entry->d_name[0])) == 0) continue;
-    const std::string text = text_of(folder + "/task/" + entry->d_name + "/status");
-    sample.voluntary_switches += count_of(text, "voluntary_ctxt_switches").value_or(0);
-    sample.involuntary_switches += count_of(text, "nonvoluntary_ctxt_switches").value_or(0);
-    const std::string_view state = field(text, "State");
+    const std::string text = text_or_empty(folder + "/task/" + entry->d_name + "/status");
+    sample.voluntary_switches += number_after(text, "voluntary_ctxt_switches").value_or(0);
+    sample.involuntary_switches += number_after(text, "nonvoluntary_ctxt_switches").value_or(0);
+    const std::string_view state = text_after(text, "State");
     sample.threads_running += state.substr(0, 1) == "R" ? 1 : 0;
     sample.threads_blocked += state.substr(0, 1) == "D" ? 1 : 0;
   }
@@ -115,7 +60,7 @@ std::optional<double> per_second(const Count& before, const Count& after, double
 
 Count memory_limit_in(const CgroupDirectory& group) {
   const Count limit =
-      number_of(group.path + (group.unified ? "/memory.max" : "/memory.limit_in_bytes"));
+      number_in(group.path + (group.unified ? "/memory.max" : "/memory.limit_in_bytes"));
   // Version 1 says "none" with a number near the end of the address space.
   if (limit && *limit > (std::uint64_t{1} << 60)) return std::nullopt;
   return limit;
@@ -136,30 +81,30 @@ const CgroupDirectory* binding_group(const std::vector<CgroupDirectory>& groups,
   }
   if (binding != nullptr) return binding;
   for (const CgroupDirectory& group : groups) {
-    if (!text_of(group.path + (group.unified ? version2 : version1)).empty()) return &group;
+    if (!text_or_empty(group.path + (group.unified ? version2 : version1)).empty()) return &group;
   }
   return nullptr;
 }
 
 void add_cpu(const CgroupDirectory& group, CgroupSample& sample) {
   sample.cpu_limit_cores = cpu_quota_cores(group);
-  const std::string stat = text_of(group.path + "/cpu.stat");
-  sample.periods = count_of(stat, "nr_periods");
-  sample.throttled_periods = count_of(stat, "nr_throttled");
-  if (const Count us = count_of(stat, "throttled_usec"); us && group.unified)
+  const std::string stat = text_or_empty(group.path + "/cpu.stat");
+  sample.periods = number_after(stat, "nr_periods");
+  sample.throttled_periods = number_after(stat, "nr_throttled");
+  if (const Count us = number_after(stat, "throttled_usec"); us && group.unified)
     sample.throttled_s = static_cast<double>(*us) / 1e6;
-  if (const Count ns = count_of(stat, "throttled_time"); ns && !group.unified)
+  if (const Count ns = number_after(stat, "throttled_time"); ns && !group.unified)
     sample.throttled_s = static_cast<double>(*ns) / 1e9;
 }
 
 void add_memory(const CgroupDirectory& group, CgroupSample& sample) {
   sample.memory_limit_bytes = memory_limit_in(group);
   sample.memory_used_bytes =
-      number_of(group.path + (group.unified ? "/memory.current" : "/memory.usage_in_bytes"));
-  const std::string stat = text_of(group.path + "/memory.stat");
+      number_in(group.path + (group.unified ? "/memory.current" : "/memory.usage_in_bytes"));
+  const std::string stat = text_or_empty(group.path + "/memory.stat");
   const std::string prefix = group.unified ? "" : "total_";
-  const Count inactive = count_of(stat, prefix + "inactive_file");
-  const Count active = count_of(stat, prefix + "active_file");
+  const Count inactive = number_after(stat, prefix + "inactive_file");
+  const Count active = number_after(stat, prefix + "active_file");
   if (inactive || active) sample.memory_cache_bytes = inactive.value_or(0) + active.value_or(0);
 }
 
@@ -168,12 +113,12 @@ void add_memory(const CgroupDirectory& group, CgroupSample& sample) {
 std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files) {
   const std::string folder = files.proc + "/" + std::to_string(pid);
   ProcessSample sample{.pid = pid, .time = std::chrono::steady_clock::now()};
-  const std::string stat = text_of(folder + "/stat");
+  const std::string stat = text_or_empty(folder + "/stat");
   const auto fields = stat_fields(stat);
-  if (fields.size() <= kResident - 3) return std::nullopt;
-  const auto number = [&](std::size_t which) { return number_in(fields[which - 3]).value_or(0); };
+  if (fields.size() <= kResident) return std::nullopt;
+  const auto number = [&](std::size_t which) { return leading_number(fields[which]).value_or(0); };
   const double tick_s = 1.0 / static_cast<double>(::sysconf(_SC_CLK_TCK));
-  sample.state = fields[kState - 3].front();
+  sample.state = fields[kState].front();
   sample.minor_faults = number(kMinorFaults);
   sample.major_faults = number(kMajorFaults);
   sample.user_s = static_cast<double>(number(kUser)) * tick_s;
@@ -182,15 +127,15 @@ std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files) {
   sample.start_ticks = number(kStart);
   sample.resident_bytes = number(kResident) * page_bytes();
   add_threads(folder, sample);
-  const std::string io = text_of(folder + "/io");
-  sample.read_chars = count_of(io, "rchar");
-  sample.written_chars = count_of(io, "wchar");
-  sample.read_bytes = count_of(io, "read_bytes");
-  sample.written_bytes = count_of(io, "write_bytes");
+  const std::string io = text_or_empty(folder + "/io");
+  sample.read_chars = number_after(io, "rchar");
+  sample.written_chars = number_after(io, "wchar");
+  sample.read_bytes = number_after(io, "read_bytes");
+  sample.written_bytes = number_after(io, "write_bytes");
   // "<ns on a core> <ns waiting for one> <turns>" of the main thread.
-  const std::string schedule = text_of(folder + "/schedstat");
+  const std::string schedule = text_or_empty(folder + "/schedstat");
   if (const std::size_t second = schedule.find(' '); second != std::string::npos)
-    if (const Count ns = number_in(std::string_view(schedule).substr(second)))
+    if (const Count ns = leading_number(std::string_view(schedule).substr(second)))
       sample.run_delay_s = static_cast<double>(*ns) / 1e9;
   return sample;
 }
@@ -232,18 +177,18 @@ CgroupSample read_cgroup(pid_t pid, const HostFiles& files) {
 
 HostSample read_host(const HostFiles& files) {
   HostSample sample;
-  const std::string load = text_of(files.proc + "/loadavg");
+  const std::string load = text_or_empty(files.proc + "/loadavg");
   char* end = nullptr;
   sample.load_1m = std::strtod(load.c_str(), &end);
   sample.load_5m = std::strtod(end, &end);
   sample.load_15m = std::strtod(end, nullptr);
-  const std::string stat = text_of(files.proc + "/stat");
+  const std::string stat = text_or_empty(files.proc + "/stat");
   for (std::size_t at = stat.find("\ncpu"); at != std::string::npos;
        at = stat.find("\ncpu", at + 1))
     ++sample.cores;
-  const std::string memory = text_of(files.proc + "/meminfo");
-  sample.memory_total_bytes = count_of(memory, "MemTotal").value_or(0) * 1024;
-  sample.memory_available_bytes = count_of(memory, "MemAvailable").value_or(0) * 1024;
+  const std::string memory = text_or_empty(files.proc + "/meminfo");
+  sample.memory_total_bytes = number_after(memory, "MemTotal").value_or(0) * 1024;
+  sample.memory_available_bytes = number_after(memory, "MemAvailable").value_or(0) * 1024;
   return sample;
 }
 

@@ -3,15 +3,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <type_traits>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/thread_signals.h"
+#include "lockstep/core/unix_time.h"
+#include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {
 namespace {
@@ -56,23 +55,13 @@ Node reading_node(const GpuReading& reading) {
 
 }  // namespace
 
-struct GpuSampler::State {
+struct GpuSampler::State : StoppableState {
   explicit State(const GpuSamplerOptions& chosen) : options(chosen) {}
 
   const GpuSamplerOptions options;
   DriverCall call;
-  mutable std::mutex mutex;
-  mutable std::condition_variable changed;
-  bool stop = false;
-  bool ended = false;
   GpuSnapshot known;  // `problem`: why the library does not work at all
   std::deque<GpuSamplePtr> history;
-
-  // False when it is time to end.
-  bool wait_until(Clock::time_point time) {
-    std::unique_lock lock(mutex);
-    return !changed.wait_until(lock, time, [&] { return stop; });
-  }
 
   void add(GpuSamplePtr sample, const std::vector<XidEvent>& xids) {
     const std::lock_guard lock(mutex);
@@ -100,9 +89,8 @@ struct GpuSampler::State {
 namespace {
 
 GpuSamplePtr take_sample(Nvml& nvml) {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
   auto sample = std::make_shared<GpuSample>();
-  sample->unix_time_s = std::chrono::duration<double>(now).count();
+  sample->unix_time_s = unix_time_s();
   for (int gpu = 0; gpu < nvml.count(); ++gpu) sample->gpus.push_back(nvml.read(gpu));
   return sample;
 }
@@ -157,28 +145,15 @@ void GpuSampler::work(const std::shared_ptr<State>& state) {
     const std::lock_guard lock(state->mutex);
     state->known.problem = error.what();
   }
-  const std::lock_guard lock(state->mutex);
-  state->ended = true;
-  state->changed.notify_all();
 }
 
 GpuSampler::GpuSampler(const GpuSamplerOptions& options)
     : state_(std::make_shared<State>(options)) {
-  const SignalsBlocked blocked;
-  thread_ = std::thread([state = state_] { work(state); });
+  thread_ = start_stoppable(state_, [state = state_](State&) { work(state); });
 }
 
 GpuSampler::~GpuSampler() {
-  std::unique_lock lock(state_->mutex);
-  state_->stop = true;
-  state_->changed.notify_all();
-  const bool ended =
-      state_->changed.wait_for(lock, state_->options.call_deadline, [&] { return state_->ended; });
-  lock.unlock();
-  if (ended)
-    thread_.join();
-  else
-    thread_.detach();
+  stop_or_leave(*state_, thread_, state_->options.call_deadline);
 }
 
 GpuSnapshot GpuSampler::snapshot() const {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstring>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/unix_time.h"
 
 namespace lockstep::monitor {
 namespace {
@@ -110,10 +110,6 @@ constexpr ReasonWord kReasons[] = {
 
 std::int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
-}
-
-double unix_time_s() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 // This value is not to be had, but the GPU is well.

@@ -2,24 +2,18 @@
 
 #include <unistd.h>
 
-#include <condition_variable>
-#include <mutex>
 #include <optional>
 #include <system_error>
 #include <utility>
 
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/thread_signals.h"
+#include "lockstep/core/unix_time.h"
 #include "lockstep/io/file.h"
+#include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {
 namespace {
-
-double unix_time_s() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(now).count();
-}
 
 double seconds(std::uint64_t ns) {
   return static_cast<double>(ns) / 1e9;
@@ -74,7 +68,7 @@ void ProcessWatch::look(pid_t pid, Interval& interval) {
   cgroup_ = group;
 }
 
-struct RankRecorder::State {
+struct RankRecorder::State : StoppableState {
   explicit State(const RankRecorderOptions& chosen)
       : options(chosen),
         files(chosen.directory + "/" + kRecordFolder,
@@ -92,21 +86,12 @@ struct RankRecorder::State {
     });
     attempt([&] { process.emplace(::getpid(), options.files); });
     for (bool last = false; !last;) {
-      last = wait();
+      last = !wait_until(std::chrono::steady_clock::now() + options.interval);
       attempt([&] { record_rank(process); });
       if (sampler) attempt([&] { record_gpus(*sampler); });
     }
     attempt([&] { files.end(); });
     sampler.reset();  // may wait for a driver that does not answer
-    const std::lock_guard lock(mutex);
-    ended = true;
-    changed.notify_all();
-  }
-
-  // True when it is time to end.
-  bool wait() {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, options.interval, [&] { return stop; });
   }
 
   template <typename Body>
@@ -148,18 +133,12 @@ struct RankRecorder::State {
   double gpu_time_s = 0;
   bool start = true;
   bool reported = false;
-
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool stop = false;
-  bool ended = false;
 };
 
 RankRecorder::RankRecorder(const RankRecorderOptions& options)
     : state_(std::make_shared<State>(options)) {
-  const SignalsBlocked blocked;
   try {
-    thread_ = std::thread([state = state_] { state->work(); });
+    thread_ = start_stoppable(state_, [](State& state) { state.work(); });
   } catch (const std::system_error& error) {
     log::warning("record",
                  "rank {} is not recorded: no thread could be started ({}). Training continues; "
@@ -169,18 +148,7 @@ RankRecorder::RankRecorder(const RankRecorderOptions& options)
 }
 
 RankRecorder::~RankRecorder() {
-  if (!thread_.joinable()) return;
-  std::unique_lock lock(state_->mutex);
-  state_->stop = true;
-  state_->changed.notify_all();
-  const bool ended =
-      state_->changed.wait_for(lock, state_->options.end_limit, [&] { return state_->ended; });
-  lock.unlock();
-  if (ended) {
-    thread_.join();
-  } else {
-    thread_.detach();
-  }
+  stop_or_leave(*state_, thread_, state_->options.end_limit);
 }
 
 }  // namespace lockstep::monitor

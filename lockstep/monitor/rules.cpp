@@ -1,7 +1,6 @@
 #include "lockstep/monitor/rules.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <utility>

@@ -7,16 +7,13 @@
 #include <chrono>
 
 #include "lockstep/core/document.h"
+#include "lockstep/core/unix_time.h"
 
 namespace lockstep::monitor {
 namespace {
 
 constexpr double kRecent_s = 5;
 constexpr std::int64_t kRecentSteps = 10;
-
-double unix_time_s() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 // Taken from the record, or else from what was logged.
 std::int64_t last_step(const RunView& run) {

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -18,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/core/thread_signals.h"
+#include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {
 
@@ -37,24 +36,11 @@ class SinkQueue {
   using Consumer = std::function<void(const std::vector<T>& batch)>;
 
   SinkQueue(const SinkQueueOptions& options, Consumer consumer)
-      : state_(std::make_shared<State>(options, std::move(consumer))) {
-    const SignalsBlocked blocked;
-    thread_ = std::thread([state = state_] { state->work(); });
-  }
+      : state_(std::make_shared<State>(options, std::move(consumer))),
+        thread_(start_stoppable(state_, [](State& state) { state.work(); })) {}
 
   // What was pushed is consumed first.
-  ~SinkQueue() {
-    std::unique_lock lock(state_->mutex);
-    state_->stop = true;
-    state_->changed.notify_all();
-    const bool ended =
-        state_->changed.wait_for(lock, state_->options.end_limit, [&] { return state_->ended; });
-    lock.unlock();
-    if (ended)
-      thread_.join();
-    else
-      thread_.detach();
-  }
+  ~SinkQueue() { stop_or_leave(*state_, thread_, state_->options.end_limit); }
   SinkQueue(const SinkQueue&) = delete;
   SinkQueue& operator=(const SinkQueue&) = delete;
 
@@ -87,7 +73,7 @@ class SinkQueue {
   }
 
  private:
-  struct State {
+  struct State : StoppableState {
     State(const SinkQueueOptions& chosen, Consumer consume)
         : options(chosen), consumer(std::move(consume)) {}
 
@@ -108,21 +94,15 @@ class SinkQueue {
         consumed += count;
         changed.notify_all();
       }
-      ended = true;
-      changed.notify_all();
     }
 
     const SinkQueueOptions options;
     const Consumer consumer;
-    std::mutex mutex;
-    std::condition_variable changed;
     std::vector<T> waiting;
     std::uint64_t pushed = 0;
     std::uint64_t consumed = 0;
     std::uint64_t dropped = 0;
-    bool stop = false;
     bool flush = false;
-    bool ended = false;
   };
 
   std::shared_ptr<State> state_;

@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <string_view>
 #include <thread>
 
 #include "lockstep/core/deadline.h"

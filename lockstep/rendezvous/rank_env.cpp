@@ -6,21 +6,17 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cctype>
 #include <climits>
 #include <cstdint>
-#include <fstream>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <utility>
-#include <vector>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/kernel_files.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/store_channel.h"
 #include "lockstep/rendezvous/this_host.h"
@@ -164,15 +160,12 @@ struct Ancestor {
 };
 
 Ancestor read_process(long pid, long& parent) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const std::string text = text_or_empty(fmt::format("/proc/{}/stat", pid));
+  const auto fields = stat_fields(text);
   const auto open = text.find('('), close = text.rfind(')');
-  if (open == std::string::npos || close == std::string::npos || close < open) return {};
-  std::istringstream rest(text.substr(close + 1));
-  std::vector<std::string> fields{std::istream_iterator<std::string>(rest), {}};
-  if (fields.size() < 20) return {};
-  parent = std::stol(fields[1]);
-  return {pid, text.substr(open + 1, close - open - 1), fields[19]};
+  if (fields.size() <= 22 || open >= close) return {};
+  parent = static_cast<long>(leading_number(fields[4]).value_or(0));
+  return {pid, text.substr(open + 1, close - open - 1), std::string(fields[22])};
 }
 
 // MPICH passes no job id in variables. All ranks of a host descend from one proxy, though.

@@ -2,11 +2,9 @@
 
 #include <fmt/format.h>
 #include <netdb.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <charconv>
@@ -201,12 +199,6 @@ bool HttpStream::decode(const Deadline& deadline) {
   raw_.erase(0, size + 2);
   over_ = size == 0;
   return !over_;
-}
-
-std::string HttpStream::read_all(const Deadline& deadline) {
-  while (decode(deadline))
-    if (body_.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
-  return std::exchange(body_, {});
 }
 
 std::optional<std::string> HttpStream::body_line(const Deadline& deadline) {

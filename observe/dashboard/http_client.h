@@ -29,8 +29,6 @@ class HttpStream {
  public:
   HttpStream(const DashboardUrl& url, const std::string& path, const Deadline& deadline);
 
-  // The rest of the body.
-  std::string read_all(const Deadline& deadline);
   // The data of the next event of type "message". Nothing after the event "end" and after the last
   // one; ended() says which.
   std::optional<std::string> next_event(const Deadline& deadline);

@@ -538,8 +538,4 @@ std::string HttpServer::url() const {
   return fmt::format("http://{}/?token={}", url_host(impl_->endpoint.where), impl_->options.token);
 }
 
-const std::string& HttpServer::token() const {
-  return impl_->options.token;
-}
-
 }  // namespace lockstep::dashboard

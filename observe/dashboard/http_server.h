@@ -61,7 +61,6 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   std::string url() const;  // with the token
-  const std::string& token() const;
 
  private:
   struct Impl;

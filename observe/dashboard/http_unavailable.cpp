@@ -4,9 +4,7 @@
 
 namespace lockstep::dashboard {
 
-struct HttpServer::Impl {
-  std::string token;
-};
+struct HttpServer::Impl {};
 
 HttpEndpoint http_listen(const std::string&, const std::string& flag) {
   throw UsageError("dashboard",
@@ -23,10 +21,6 @@ HttpServer::~HttpServer() = default;
 
 std::string HttpServer::url() const {
   return "";
-}
-
-const std::string& HttpServer::token() const {
-  return impl_->token;
 }
 
 }  // namespace lockstep::dashboard

@@ -6,20 +6,19 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <condition_variable>
 #include <filesystem>
 #include <map>
-#include <mutex>
-#include <thread>
 #include <utility>
 
 #include "launcher/output.h"
 #include "launcher/report.h"
 #include "lockstep/core/cores.h"
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/thread_signals.h"
+#include "lockstep/core/unix_time.h"
 #include "lockstep/monitor/rank_recorder.h"
+#include "lockstep/monitor/stoppable_thread.h"
 #include "lockstep/monitor/writer_process.h"
 #include "observe/dashboard/doctor_report.h"
 #include "observe/dashboard/rank_gpus.h"
@@ -54,10 +53,6 @@ constexpr std::size_t kIntervals = 600;
 constexpr std::size_t kLogLines = 50;
 constexpr std::size_t kLineBytes = 500;
 constexpr std::size_t kTailBytes = 16u << 10;
-
-double unix_now() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 // As a terminal would show it at last: a progress bar is what came after its last return.
 std::string_view shown(std::string_view line) {
@@ -114,10 +109,6 @@ bool same_folder(const std::string& a, const std::string& b) {
   return !a.empty() && !b.empty() && std::filesystem::equivalent(a, b, problem);
 }
 
-double seconds_since(Clock::time_point time) {
-  return std::chrono::duration<double>(Clock::now() - time).count();
-}
-
 // One that was asked to stop, and did, has not: the launcher (128 + signal) or one of its ranks.
 bool has_failed(const launch::RunEnded& run) {
   const bool stopped = run.cause.empty()
@@ -154,13 +145,12 @@ struct Tracked {
 }  // namespace
 
 // Shared by the supervisor's thread, the one that looks, and whoever asks for a view.
-struct LiveRun::State {
+struct LiveRun::State : monitor::StoppableState {
   explicit State(const LiveRunOptions& chosen) : options(chosen) {}
 
   // Used by the sampling thread alone.
   struct Look;
   void work();
-  bool wait(Clock::time_point until);
   void look(Look& own, bool last);
   void sample(Look& own);
   void follow_metrics(Look& own);
@@ -179,10 +169,7 @@ struct LiveRun::State {
   const LiveRunOptions options;
   std::unique_ptr<monitor::GpuSampler> gpus;  // null: the run uses none
 
-  mutable std::mutex mutex;
-  std::condition_variable changed;
-  bool stop = false;
-  bool ended = false;
+  // With the mutex held, as everything below.
   int generation = 0;  // of attempts
   int host = 0;
   Clock::time_point attempt_began{};
@@ -223,16 +210,11 @@ struct LiveRun::State::Look {
 
 // ---------------------------------------------------------------- the looking thread
 
-bool LiveRun::State::wait(Clock::time_point until) {
-  std::unique_lock lock(mutex);
-  return !changed.wait_until(lock, until, [this] { return stop; });
-}
-
 void LiveRun::State::work() {
   try {
     Look own;
     if (!options.record_dir.empty()) own.writer.emplace(options.record_dir, host);
-    for (Clock::time_point next = Clock::now() + kLook; wait(next);
+    for (Clock::time_point next = Clock::now() + kLook; wait_until(next);
          next = std::max(next + kLook, Clock::now()))
       look(own, false);
     look(own, true);
@@ -240,9 +222,6 @@ void LiveRun::State::work() {
     const std::lock_guard lock(mutex);
     lines.push_back(fmt::format("[doctor] the run is no longer looked at: {}", error.what()));
   }
-  const std::lock_guard lock(mutex);
-  ended = true;
-  changed.notify_all();
 }
 
 void LiveRun::State::look(Look& own, bool last) {
@@ -542,19 +521,9 @@ LiveRun::~LiveRun() {
   stop();
 }
 
+// One that the kernel holds, in a file system that does not answer, is left behind.
 void LiveRun::stop() {
-  std::unique_lock lock(state_->mutex);
-  if (!state_->thread.joinable()) return;
-  state_->stop = true;
-  state_->changed.notify_all();
-  const bool ended = state_->changed.wait_for(lock, kStopWithin, [&] { return state_->ended; });
-  lock.unlock();
-  // One that the kernel holds, in a file system that does not answer, is left behind.
-  if (ended) {
-    state_->thread.join();
-  } else {
-    state_->thread.detach();
-  }
+  monitor::stop_or_leave(*state_, state_->thread, kStopWithin);
 }
 
 void LiveRun::left_behind() {
@@ -568,7 +537,7 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
     State& now = *state_;
     now.host = plan.node_rank;
     now.view.id = plan.run_id;
-    now.view.started_s = unix_now();
+    now.view.started_s = unix_time_s();
     now.facts.world_size = plan.nnodes * plan.nproc_per_node;
     now.facts.hosts = plan.nnodes;
     now.facts.device = device;
@@ -582,10 +551,7 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
   }
   // GPUs of other people's runs are no concern of a run on CPUs.
   if (device != "cpu") state_->gpus = std::make_unique<monitor::GpuSampler>(options_.gpus);
-  {
-    const SignalsBlocked blocked;
-    state_->thread = std::thread([state = state_] { state->work(); });
-  }
+  state_->thread = monitor::start_stoppable(state_, [](State& state) { state.work(); });
   for (const Companion& start : not_started_) companions_.push_back(start(*this));
 }
 
@@ -593,7 +559,7 @@ void LiveRun::attempt_started(const launch::AttemptStarted& attempt) {
   const std::lock_guard lock(state_->mutex);
   ++state_->generation;
   state_->attempt_began = Clock::now();
-  state_->attempt_unix_s = unix_now();
+  state_->attempt_unix_s = unix_time_s();
   state_->moved = state_->attempt_began;
   state_->ranks.clear();
   state_->view.attempt = attempt.attempt;
@@ -641,7 +607,7 @@ void LiveRun::rank_ended(const launch::RankEnded& rank) {
 void LiveRun::ranks_stalled(const launch::RanksStalled& stall) {
   const std::lock_guard lock(state_->mutex);
   state_->tabled = Clock::now();
-  state_->view.stall_table = monitor::StallTable{unix_now(), stall.cause, stall.text};
+  state_->view.stall_table = monitor::StallTable{unix_time_s(), stall.cause, stall.text};
 }
 
 void LiveRun::attempt_ended(int) {
@@ -657,7 +623,7 @@ std::vector<std::string> LiveRun::tick() {
 std::vector<std::string> LiveRun::run_ended(const launch::RunEnded& run) {
   {
     const std::lock_guard lock(state_->mutex);
-    state_->facts.ended_unix_s = unix_now();
+    state_->facts.ended_unix_s = unix_time_s();
     if (has_failed(run)) {
       std::string& failure = state_->facts.failure;
       failure = run.cause.empty() ? fmt::format("ended with code {}", run.code) : run.cause;
@@ -708,7 +674,7 @@ RunView LiveRun::view() const {
   }
   state_->add_gpus(*copy.record);
   describe_ranks(copy);
-  copy.time_s = unix_now();
+  copy.time_s = unix_time_s();
   if (state_->gpus) copy.gpus = state_->gpus->snapshot();
   const auto visible = visible_gpus(copy.gpus.gpus, env::get("CUDA_VISIBLE_DEVICES"));
   for (std::size_t i = 0; i < started.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "launcher/process.h"
+#include "lockstep/core/unix_time.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -77,8 +78,7 @@ void RankSampler::add_collectives(monitor::Interval& interval) {
 monitor::Interval RankSampler::close(const std::optional<ledger::Totals>& end) {
   monitor::Interval interval;
   const auto now = Clock::now();
-  interval.unix_time_s =
-      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  interval.unix_time_s = unix_time_s();
   interval.seconds = std::chrono::duration<double>(now - std::exchange(began_, now)).count();
   if (rank_.ledger && rank_.ledger->opened()) {
     const ledger::Totals read = end ? *end : rank_.ledger->totals();

@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <limits>
-#include <optional>
 #include <set>
 
 #include "lockstep/core/utf8.h"

@@ -42,12 +42,6 @@ std::string note(const std::string& text) {
   return fmt::format("<p class=\"note\">{}</p>\n", escape(text));
 }
 
-std::string list(const std::vector<std::string>& items) {
-  std::string out = "<ul>\n";
-  for (const std::string& item : items) out += fmt::format("<li>{}</li>\n", escape(item));
-  return out + "</ul>\n";
-}
-
 std::string table(const monitor::Table& table) {
   std::string out;
   if (!table.rows.empty()) {

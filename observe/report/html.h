@@ -16,7 +16,6 @@ namespace lockstep::report {
 
 std::string paragraph(const std::string& text);
 std::string note(const std::string& text);  // a remark that a reader should not miss
-std::string list(const std::vector<std::string>& items);
 // Without its title.
 std::string table(const monitor::Table& table);
 std::string figures(const std::vector<Drawing>& drawings);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "lockstep/monitor/median.h"
 #include "observe/report/budget_view.h"
