@@ -1,151 +1,105 @@
 // lockstep bench ddp: what the wrapper costs where there is nothing to communicate, beside PyTorch.
-#include "lockstep/parallel/ddp.h"
-
+// A wrapped and a bare model are ranks of their own (models.h) and train in alternating blocks.
 #include <fmt/format.h>
-#include <torch/torch.h>
-
-#include <cstdio>
 
 #include "bench/bench.h"
+#include "bench/crew.h"
 #include "bench/harness.h"
-#include "bench/processes.h"
+#include "bench/models.h"
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
-#include "lockstep/optim/adamw.h"
 
 namespace lockstep::bench {
 namespace {
 
-struct Settings {
+using nlohmann::json;
+
+constexpr int kVerifiedSteps = 3;
+
+struct DdpOptions {
   int blocks = 30;
   int steps = 10;
-  int batch = 8;
-  int time = 128;
-  int threads = 1;
-  std::string device = "cpu";
+  ModelSettings model;
 };
 
-const models::GptConfig kSmallGpt{
-    .n_layer = 4, .n_head = 4, .n_embd = 256, .vocab_size = 8192, .n_positions = 128};
+struct Side {
+  Side(const std::string& program, const ModelSettings& settings, bool wraps)
+      : wrapped(wraps), crew({.name = program, .rank = program, .settings = settings}) {}
 
-// One model with its optimizer, trained in blocks of steps.
-class Trainee {
- public:
-  Trainee(bool wrapped, const Settings& settings, const at::Tensor& ids, const at::Tensor& targets)
-      : settings_(settings),
-        ids_(ids),
-        targets_(targets),
-        net_(seeded()),
-        optimizer_(net_->parameters(), {.lr = 3e-4}) {
-    net_->to(torch::Device(settings.device));
-    if (wrapped) ddp_.emplace(net_, World(), DdpOptions{.force_reducer = true});
+  // A model with the start's weights. Returns its first losses.
+  json begin(const ModelSettings& settings) {
+    crew.ask(new_order("eager", settings.lr, wrapped));
+    return crew.ask({{"do", "train"},
+                     {"steps", kVerifiedSteps},
+                     {"batch_size", settings.batch_size}})["losses"];
+  }
+  double block_ms(int steps) {
+    double sum = 0;
+    for (const double ms : crew.ask({{"do", "time"}, {"warmup", 0}, {"steps", steps}})
+                               .at("ms")
+                               .get<std::vector<double>>())
+      sum += ms;
+    return sum;
   }
 
-  double block_seconds() {
-    const auto start = Deadline::Clock::now();
-    for (int step = 0; step < settings_.steps; ++step) {
-      const at::Tensor logits = ddp_ ? (*ddp_)(ids_) : net_(ids_);
-      const at::Tensor loss = models::next_token_loss(logits, targets_);
-      loss.backward();
-      optimizer_.step();
-      optimizer_.zero_grad();
-      last_loss_ = loss.item<float>();
-    }
-    return seconds_since(start);
-  }
-  float last_loss() const { return last_loss_; }
-
- private:
-  static models::Gpt seeded() {
-    torch::manual_seed(0);
-    return models::Gpt(kSmallGpt);
-  }
-
-  const Settings& settings_;
-  at::Tensor ids_, targets_;
-  models::Gpt net_;
-  optim::AdamW optimizer_;
-  std::optional<DistributedDataParallel<models::Gpt>> ddp_;
-  float last_loss_ = 0;
+  bool wrapped;
+  Crew crew;
 };
 
-std::vector<double> our_ratios(const Settings& settings) {
-  torch::manual_seed(1);
-  const auto draw = [&] {
-    return torch::randint(kSmallGpt.vocab_size, {settings.batch, settings.time})
-        .to(torch::Device(settings.device));
-  };
-  const auto ids = draw();
-  const auto targets = draw();
-  Trainee bare(false, settings, ids, targets);
-  Trainee wrapped(true, settings, ids, targets);
-  bare.block_seconds();
-  wrapped.block_seconds();
+// Wrapped / bare for each pair of blocks. The order alternates too: what drifts over time must not
+// favour one side.
+std::vector<double> ratios_of(const std::string& program, const DdpOptions& o, bool writes) {
+  Side sides[] = {{program, o.model, false}, {program, o.model, true}};
+  if (writes) sides[0].crew.ask({{"do", "write"}});
+  const json bare = sides[0].begin(o.model), wrapped = sides[1].begin(o.model);
   // Verified before timed: the wrapper must not change a bit.
-  if (bare.last_loss() != wrapped.last_loss())
-    throw Error("bench", fmt::format("the wrapped model's loss {} is not the bare one's {}",
-                                     wrapped.last_loss(), bare.last_loss()));
+  if (bare != wrapped)
+    throw Error("bench", fmt::format("{}: the wrapped model's losses {} are not the bare one's {}",
+                                     program, wrapped.dump(), bare.dump()));
   std::vector<double> ratios;
-  for (int pair = 0; pair < settings.blocks / 2; ++pair) {
-    // The order alternates too: what drifts over time must not favour one side.
-    const bool bare_first = pair % 2 == 0;
-    double times[2];
-    times[bare_first ? 0 : 1] = (bare_first ? bare : wrapped).block_seconds();
-    times[bare_first ? 1 : 0] = (bare_first ? wrapped : bare).block_seconds();
-    ratios.push_back(times[1] / times[0]);
-    fmt::print(stderr, "lockstep {}/{}: bare {:.1f} ms/step, wrapped {:.1f}, ratio {:.4f}\n",
-               pair + 1, settings.blocks / 2, times[0] / settings.steps * 1e3,
-               times[1] / settings.steps * 1e3, ratios.back());
+  for (int pair = 0; pair < o.blocks / 2; ++pair) {
+    double ms[2];
+    for (const int i : {pair % 2, 1 - pair % 2}) ms[i] = sides[i].block_ms(o.steps);
+    ratios.push_back(ms[1] / ms[0]);
+    fmt::print(stderr, "{} {}/{}: bare {:.1f} ms/step, wrapped {:.1f}, ratio {:.4f}\n", program,
+               pair + 1, o.blocks / 2, ms[0] / o.steps, ms[1] / o.steps, ratios.back());
   }
-  return ratios;
-}
-
-std::vector<double> python_ratios(const Settings& settings) {
-  const std::string command =
-      fmt::format("'{}' '{}' --blocks {} --steps {} --batch {} --time {} --threads {} --device {}",
-                  python(), peer("ddp_overhead.py"), settings.blocks, settings.steps,
-                  settings.batch, settings.time, settings.threads, settings.device);
-  FILE* pipe = ::popen(command.c_str(), "r");
-  if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
-  std::vector<double> ratios;
-  char line[256];
-  while (std::fgets(line, sizeof line, pipe) != nullptr) {
-    double ratio = 0;
-    if (std::sscanf(line, "ratio %lf", &ratio) == 1) ratios.push_back(ratio);
-  }
-  if (::pclose(pipe) != 0 || ratios.empty())
-    throw Error("bench", "the Python peer failed: " + command);
+  for (Side& side : sides) side.crew.finish();
   return ratios;
 }
 
 }  // namespace
 
 int ddp_main(int argc, char** argv) {
-  Settings settings;
+  DdpOptions o;
+  o.model = small_gpt();
+  o.model.tied = o.model.force_reducer = true;
+  o.model.batch_size = 8;
   bool python = true;
   double require_ratio = 0;
   Options options("Cost of the DDP wrapper in a world of one: 4-layer GPT, alternating blocks");
-  options.number("--blocks", settings.blocks, 2, 100000, "blocks in all, half of them wrapped");
-  options.number("--steps", settings.steps, 1, 100000, "training steps per block");
-  options.number("--batch", settings.batch, 1, 100000, "sequences per step");
-  options.number("--time", settings.time, 1, 128, "tokens per sequence");
-  options.number("--threads", settings.threads, 1, 1024, "of LibTorch, here and in the peer");
-  options.device(settings.device);
+  options.number("--blocks", o.blocks, 2, 100000, "blocks in all, half of them wrapped");
+  options.number("--steps", o.steps, 1, 100000, "training steps per block");
+  options.number("--batch", o.model.batch_size, 1, 100000, "sequences per step");
+  options.number("--time", o.model.sequence_length, 1, 128, "tokens per sequence");
+  options.number("--threads", o.model.threads, 1, 1024, "of LibTorch, here and in the peer");
+  options.device(o.model.device);
   options.flag("!--no-python", python, "leave out the PyTorch peer");
   options.number("--require-ratio", require_ratio, 0, 1e6,
                  "fail when our median is above this; 0: never");
   if (const auto code = options.parse(argc, argv)) return *code;
-  prepare_device(settings.device);
-  torch::set_num_threads(settings.threads);
+  prepare_device(o.model.device);
 
+  const Scratch scratch;
+  o.model.start = scratch.file("start");
   Report report("ddp", "wrapped / bare, per pair of blocks");
   const auto add = [&](const char* name, const std::vector<double>& ratios) {
     // Half of the pairs lie between p25 and p75: a median means little when those are far apart.
     report.row(name).spread("", ratios, 4, "min p25 p50 p75 max").value("ratios", ratios);
     return median(ratios);
   };
-  const double ours = add("Lockstep DistributedDataParallel", our_ratios(settings));
-  if (python) add("PyTorch DistributedDataParallel", python_ratios(settings));
+  const double ours =
+      add("Lockstep DistributedDataParallel", ratios_of("model", o, /*writes=*/true));
+  if (python) add("PyTorch DistributedDataParallel", ratios_of("gpt_peer.py", o, false));
   report.publish(options);
   return Goals("ddp").at_most("the median ratio", ours, require_ratio).exit_code();
 }

@@ -61,7 +61,7 @@ models::GptConfig gpt_config(const ModelSettings& settings) {
   if (settings.model == "tiny") return made(2, 4, 32, 128);
   if (settings.model != "small") unknown_model(settings);
   auto small = made(settings.n_layer, settings.n_head, settings.n_embd, settings.vocab_size);
-  small.tie_word_embeddings = false;
+  small.tie_word_embeddings = settings.tied;
   return small;
 }
 

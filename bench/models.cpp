@@ -115,13 +115,9 @@ Side* peer_of(Sides& sides) {
 
 json new_order(const ModelOptions& options, const Side& side) {
   const ModelSettings& s = options.settings;
-  return {{"do", "new"},
-          {"dtype", s.dtype},
-          {"tf32", true},
-          {"mode", side.ours() ? s.mode : side.name},
-          {"lr", s.lr * (options.corrupt == side.name ? 2 : 1)},
-          {"ddp", s.ddp && side.name != kBare},
-          {"exact", false}};
+  return bench::new_order(side.ours() ? s.mode : side.name,
+                          s.lr * (options.corrupt == side.name ? 2 : 1),
+                          s.ddp && side.name != kBare, s.dtype, /*tf32=*/true);
 }
 
 // The order for the model that a bf16 run is compared with.

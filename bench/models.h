@@ -31,11 +31,13 @@ struct ModelSettings {
   std::string mode = "eager";  // for our step: one of kModes
   std::string dtype = "bf16";  // or fp32
   std::int64_t batch_size = 0;
-  std::int64_t sequence_length = 0;                  // for resnet: the height and width of an image
-  std::int64_t vocab_size = 50257;                   // for gpt
-  std::int64_t n_layer = 0, n_head = 0, n_embd = 0;  // for the gpt "small", whose head is not tied
-  std::int64_t accumulation = 1;                     // batches per timed step, for peers
-  bool residual_in_fp32 = false;                     // for ours, like the Trainer's key
+  std::int64_t sequence_length = 0;  // for resnet: the height and width of an image
+  std::int64_t vocab_size = 50257;   // for gpt
+  // For the gpt "small", and whether its head has the weights of the embedding.
+  std::int64_t n_layer = 0, n_head = 0, n_embd = 0;
+  bool tied = false;
+  std::int64_t accumulation = 1;  // batches per timed step, for peers
+  bool residual_in_fp32 = false;  // for ours, like the Trainer's key
   bool ddp = true;
   bool force_reducer = false;
   // For ours with several ranks: a ShardedOptimizer; ranks that do not communicate at all, or only
@@ -51,13 +53,34 @@ struct ModelSettings {
   std::string start;  // folder of the initial weights; empty: they are drawn
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
-                                   sequence_length, vocab_size, n_layer, n_head, n_embd,
+                                   sequence_length, vocab_size, n_layer, n_head, n_embd, tied,
                                    accumulation, residual_in_fp32, ddp, force_reducer, sharded,
                                    alone, barrier, cached, clip, threads, exact, lr, lora_dropout,
                                    peft, start)
 
+// The order for a model with the start's weights and a fresh optimizer.
+inline nlohmann::json new_order(const std::string& mode, double lr, bool ddp,
+                                const std::string& dtype = "fp32", bool tf32 = false) {
+  return {{"do", "new"}, {"dtype", dtype}, {"tf32", tf32},  {"mode", mode},
+          {"lr", lr},    {"ddp", ddp},     {"exact", false}};
+}
+
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};
+
+// The "small" one: 4 layers of width 256, one thread per rank.
+inline ModelSettings small_gpt() {
+  ModelSettings model;
+  model.kind = "gpt";
+  model.model = "small";
+  model.n_layer = model.n_head = 4;
+  model.n_embd = 256;
+  model.vocab_size = 8192;
+  model.sequence_length = 128;
+  model.clip = false;
+  model.threads = 1;
+  return model;
+}
 
 struct ModelPreset {
   const char* kind;

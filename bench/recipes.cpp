@@ -143,13 +143,7 @@ std::vector<Side> start_sides(const Recipe& recipe, const RecipeOptions& options
   for (Side& side : sides) {
     const std::string ours = on_gpu() ? "captured" : "eager";
     if (side.crew)
-      side.crew->ask({{"do", "new"},
-                      {"dtype", "bf16"},
-                      {"tf32", true},
-                      {"mode", side.name == kStep ? ours : side.name},
-                      {"lr", 1e-4},
-                      {"ddp", true},
-                      {"exact", false}});
+      side.crew->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, true, "bf16", true));
   }
   return sides;
 }

@@ -141,16 +141,6 @@ void prepare_output(const std::string& folder) {
   fs::remove_all(fs::path(folder) / "scale_runs", error);
 }
 
-// The metric in all lines after the first, which includes the start.
-std::vector<double> settled(const monitor::RunView& run, const char* metric) {
-  std::vector<double> values;
-  for (const monitor::MetricLine& line : run.metrics)
-    if (const double* value = line.find(metric); value != nullptr && *value > 0)
-      values.push_back(*value);
-  if (values.size() > 1) values.erase(values.begin());
-  return values;
-}
-
 // Makes one run and adds its rates to the point.
 monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& point, int round) {
   TrainJob job{.name = count(point.ranks),
@@ -163,21 +153,15 @@ monitor::RunView run_once(const Request& request, const Plan& plan, ScalePoint& 
   const std::string folder =
       fmt::format("{}/scale_runs/ranks_{}_round_{}", request.output, point.ranks, round + 1);
   const auto begin = Deadline::Clock::now();
-  run_train(job, folder);
-  monitor::RunView run = monitor::read_run_view(folder, monitor::Detail::kAll);
-  const auto rates = settled(run, "samples_per_second");
-  if (rates.empty())
-    throw Error("bench", fmt::format("{} has no samples_per_second in its metrics. Use more "
-                                     "--steps.",
-                                     folder));
-  point.samples_per_s.push_back(median(rates));
-  if (const auto tokens = settled(run, "tokens_per_second"); !tokens.empty())
-    point.tokens_per_s.push_back(median(tokens));
+  const TrainFigures figures = run_train(job, folder);
+  point.samples_per_s.push_back(figures.settled_rate());
+  if (!figures.tokens_per_second.empty())
+    point.tokens_per_s.push_back(TrainFigures::settled(figures.tokens_per_second));
   fmt::print(stderr, "round {}/{}, {}: {:.2f} ms a step, {:.1f} samples/s ({:.1f} s)\n", round + 1,
              request.rounds, count(point.ranks),
              1e3 * static_cast<double>(point.global_batch()) / point.samples_per_s.back(),
              point.samples_per_s.back(), seconds_since(begin));
-  return run;
+  return monitor::read_run_view(folder, monitor::Detail::kAll);
 }
 
 // Rates of ranks that had to wait for cores do not describe the machine.

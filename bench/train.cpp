@@ -55,15 +55,8 @@ struct Contender {
 
   // A model with the start's weights and a fresh optimizer. Returns how many parameters it has.
   double begin() {
-    return crew
-        .ask({{"do", "new"},
-              {"dtype", "fp32"},
-              {"tf32", false},
-              {"mode", "eager"},
-              {"lr", lr},
-              {"ddp", name == kOurs || name == kPython},
-              {"exact", false}})
-        .at("parameters");
+    const bool ddp = name == kOurs || name == kPython;
+    return crew.ask(new_order("eager", lr, ddp)).at("parameters");
   }
 
   // The losses of every rank, one rank after the other.
@@ -143,21 +136,6 @@ struct TrainOptions {
   std::vector<std::string> contenders{kOurs, kAlone};
   std::string corrupt{};
 };
-
-// One thread per rank; peers/gpt_peer.py loads the same model.
-ModelSettings small_gpt() {
-  ModelSettings model;
-  model.kind = "gpt";
-  model.model = "small";
-  model.n_layer = model.n_head = 4;
-  model.n_embd = 256;
-  model.vocab_size = 8192;
-  model.sequence_length = 128;
-  model.lr = 3e-4;
-  model.clip = false;
-  model.threads = 1;
-  return model;
-}
 
 Report report_of(const Contenders& contenders, const TrainOptions& o, double parameters) {
   Report report("train",

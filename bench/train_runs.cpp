@@ -34,6 +34,7 @@ TrainFigures read_figures(const std::string& path) {
     if (const double* loss = value("loss")) figures.losses.push_back(*loss);
     if (const double* rate = value("samples_per_second"))
       figures.samples_per_second.push_back(*rate);
+    if (const double* rate = value("tokens_per_second")) figures.tokens_per_second.push_back(*rate);
     if (const double* seconds = value("train_runtime")) figures.runtime_s = *seconds;
     if (const double* loss = value("train_loss")) figures.train_loss = *loss;
   }
@@ -42,11 +43,10 @@ TrainFigures read_figures(const std::string& path) {
 
 }  // namespace
 
-double TrainFigures::settled_rate() const {
-  const std::vector<double>& all = samples_per_second;
-  if (all.size() < 2)
+double TrainFigures::settled(const std::vector<double>& logged) {
+  if (logged.size() < 2)
     throw Error("bench", "a run has logged less than twice. Give it more --steps");
-  return median({all.begin() + 1, all.end()});
+  return median({logged.begin() + 1, logged.end()});
 }
 
 std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps) {

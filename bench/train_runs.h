@@ -25,11 +25,13 @@ struct TrainJob {
 struct TrainFigures {
   double runtime_s = 0;  // for training, without the start of the process
   double train_loss = 0;
-  // One value per log, oldest first.
-  std::vector<double> losses{}, samples_per_second{};
+  // One value per log, oldest first; tokens of a language model alone.
+  std::vector<double> losses{}, samples_per_second{}, tokens_per_second{};
 
   // Samples a second: the median of the logs except the first, which holds the start.
-  double settled_rate() const;
+  double settled_rate() const { return settled(samples_per_second); }
+  // The same of any of them.
+  static double settled(const std::vector<double>& logged);
 };
 
 // Flags of a run of so many steps that is measured: they turn off what only takes time away from
