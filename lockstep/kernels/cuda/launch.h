@@ -38,6 +38,9 @@ bool gemm(const Gemm& args, cudaStream_t stream, cudaError_t* status);
 cudaError_t adamw_norm(const AdamStep& args, cudaStream_t stream);
 cudaError_t adamw_update(const AdamStep& args, cudaStream_t stream);
 
+cudaError_t fp8_amax(const Fp8Amax& args, cudaStream_t stream);
+cudaError_t fp8_cast(const Fp8Cast& args, cudaStream_t stream);
+
 class Graph;
 Graph* make_torch_graph(const Graph* other);
 
