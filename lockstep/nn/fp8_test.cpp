@@ -68,16 +68,18 @@ nn::Fp8Matrix cast(const at::Tensor& m, at::ScalarType type, Fp8Recipe recipe) {
   return nn::to_fp8({m}, type, recipe).matrix;
 }
 
-// Sums are in float, in any order; a GPU's tensor cores keep 14 bits of a sum between every 32
-// products. The result is rounded once to its type.
+// Sums are in float, in any order. A GPU's tensor cores add 32 products and the sum so far at a
+// time, each cut to 14 bits of the largest of them. The result is rounded once to its type.
 void expect_product(const at::Tensor& got, const at::Tensor& a, const at::Tensor& b,
                     const std::string& what) {
   const auto terms = static_cast<double>(a.size(1));
-  const double sums =
-      test_device().is_cuda() ? (std::ceil(terms / 32) + 1) * 0x1p-13 : (terms + 4) * 0x1p-24;
   const double rounding = got.scalar_type() == at::kFloat ? 0x1p-23 : 0x1p-8;
-  const at::Tensor want = a.mm(b);
-  const at::Tensor most = a.abs().mm(b.abs()) * sums + want.abs() * rounding + 1e-30;
+  const at::Tensor want = a.mm(b), sizes = a.abs().mm(b.abs());
+  const at::Tensor largest = std::get<0>(a.abs().max(1, true)) * std::get<0>(b.abs().max(0, true));
+  const at::Tensor sums = test_device().is_cuda()
+                              ? (sizes + 32 * largest) * (std::ceil(terms / 32) * 0x1p-13)
+                              : sizes * ((terms + 4) * 0x1p-24);
+  const at::Tensor most = sums + want.abs() * rounding + 1e-30;
   EXPECT_TRUE((wide(got) - want).abs().le(most).all().item<bool>())
       << what << ": " << ((wide(got) - want).abs() / most).max().item<double>()
       << " of what may be";

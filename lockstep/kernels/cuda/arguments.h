@@ -3,7 +3,6 @@
 // says otherwise. table.h has the functions.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace lockstep::kernels::cuda {
@@ -96,67 +95,6 @@ struct Rope {
   int half, width;  // multiples of 8; 2 half <= width
   bool inverse;     // the gradient
   Type type;
-};
-
-enum class Epilogue : int {
-  kNone,
-  kBias,         // . + bias
-  kGeluAuxBias,  // gelu(. + bias), and . + bias to aux
-  kDGelu,        // . * gelu'(aux)
-};
-
-// What the elements of an 8-bit matrix are.
-enum class Fp8 : int { kNone, kE4m3, kE5m2 };
-
-// A row-major matrix; `transposed` when the memory holds the transpose.
-struct GemmMatrix {
-  const void* data;
-  std::int64_t stride;  // from one row in memory to the next
-  bool transposed;
-  Fp8 fp8 = Fp8::kNone;  // a is as it is and b transposed: tensor cores have no other layout
-  const float* scale = nullptr;  // on the device, for fp8: what elements are multiplied by
-};
-// d [m, n] = a [m, k] b [k, n] + beta d, summed in float.
-struct Gemm {
-  GemmMatrix a, b;
-  void* d;
-  const void* bias;  // [n]
-  void* aux;         // [m, n]
-  void* workspace;
-  std::size_t workspace_bytes;
-  std::int64_t m, n, k;
-  float beta;
-  Epilogue epilogue;
-  Type type;                       // for a, b, bias and aux; with fp8 for bias alone
-  Type d_type;                     // the same or float
-  bool fast_accumulation = false;  // for fp8: sums are held in fewer bits
-};
-
-// The largest magnitudes of a matrix, as the bits of floats: NaN is above infinity.
-struct Fp8Amax {
-  const void* from;          // [rows, columns]
-  std::uint32_t* amax;       // [1], or by row [rows]; raised to at least what is found
-  std::uint32_t* by_column;  // by row: [columns]; else null
-  std::int64_t rows;
-  int columns;  // a multiple of 8
-  Type type;
-};
-
-// to = from * (largest fp8 / amax), rounded to the nearest and even; scale = its inverse.
-struct Fp8Cast {
-  const void* from;                // [rows, columns]
-  const std::uint32_t* amax;       // of Fp8Amax
-  const std::uint32_t* by_column;  // by row: the scales of the transpose; else null
-  void* to;                        // [rows, columns]; or null
-  void* transposed;                // [columns, stride], of which padded_rows are written; or null
-  float* scale;                    // [1], or by row [rows]
-  float* transposed_scale;         // by row: [columns]; else null
-  std::int64_t rows;
-  std::int64_t padded_rows;  // rows, rounded up to a multiple of 16: the rest is zeros
-  std::int64_t stride;       // a multiple of 16
-  int columns;               // a multiple of 8
-  Type type;
-  Fp8 fp8;
 };
 
 // An adapter's input is dropped out: a bit of [rows, columns / 8] is 1 where an element stays,

@@ -2,6 +2,8 @@
 // follows from it, of a matrix and of its transpose in one read. Scales stay on the device.
 #include <cuda_fp8.h>
 
+#include <algorithm>
+
 #include "lockstep/kernels/cuda/launch.h"
 #include "lockstep/kernels/cuda/vector.cuh"
 
@@ -126,6 +128,23 @@ __device__ __forceinline__ void transpose4(std::uint32_t a, std::uint32_t b, std
 
 constexpr int kTile = 128, kSub = 32;
 
+// What a product multiplies by; one block of each row or column of blocks writes it.
+template <Fp8 kFp8, bool kByRow>
+__device__ __forceinline__ void write_scales(const Fp8Cast& args, std::int64_t first_row,
+                                             int first_column) {
+  if (!kByRow && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+    *args.scale = __fdiv_rn(1.0f, scale_for<kFp8>(*args.amax));
+  }
+  if (kByRow && threadIdx.x < kTile) {
+    const std::int64_t row = first_row + threadIdx.x;
+    const int column = first_column + threadIdx.x;
+    if (blockIdx.x == 0 && row < args.rows && args.scale != nullptr)
+      args.scale[row] = __fdiv_rn(1.0f, scale_for<kFp8>(args.amax[row]));
+    if (blockIdx.y == 0 && column < args.columns && args.transposed_scale != nullptr)
+      args.transposed_scale[column] = __fdiv_rn(1.0f, scale_for<kFp8>(args.by_column[column]));
+  }
+}
+
 // A warp casts 32 x 32 elements at a time, a thread four rows of eight columns: in shared memory no
 // two threads of a warp then meet in a bank.
 template <typename T, Fp8 kFp8, bool kByRow>
@@ -185,18 +204,7 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(Fp8Cast args) {
       words[column_in + 4 + k][row_in / 4] = high[k];
     }
   }
-  // What a product multiplies by; one block of each row or column of blocks writes it.
-  if (!kByRow && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
-    *args.scale = __fdiv_rn(1.0f, whole);
-  }
-  if (kByRow && threadIdx.x < kTile) {
-    const std::int64_t row = first_row + threadIdx.x;
-    const int column = first_column + threadIdx.x;
-    if (blockIdx.x == 0 && row < args.rows && args.scale != nullptr)
-      args.scale[row] = __fdiv_rn(1.0f, scale_for<kFp8>(args.amax[row]));
-    if (blockIdx.y == 0 && column < args.columns && args.transposed_scale != nullptr)
-      args.transposed_scale[column] = __fdiv_rn(1.0f, scale_for<kFp8>(args.by_column[column]));
-  }
+  write_scales<kFp8, kByRow>(args, first_row, first_column);
   if (args.transposed == nullptr) return;
   __syncthreads();
   const std::int64_t row = first_row + 4 * lane;
@@ -231,14 +239,14 @@ cudaError_t fp8_amax(const Fp8Amax& args, cudaStream_t stream) {
   if (args.columns % 8 != 0 || args.rows > kMaxRows) return cudaErrorInvalidValue;
   const std::int64_t vectors = args.rows * (args.columns / 8);
   const unsigned most = static_cast<unsigned>(multiprocessors()) * 8;
-  const unsigned wanted = parts(vectors, kThreads);
+  const unsigned blocks = std::min(most, parts(vectors, kThreads));
   return with_type(args.type, [&](auto type) {
     using T = decltype(type);
     if (args.by_column != nullptr) {
       const dim3 grid(parts(args.columns, kAmaxColumns), parts(args.rows, kAmaxRows));
       amax_by_row_kernel<T><<<grid, kThreads, 0, stream>>>(args);
     } else {
-      amax_kernel<T> < <<wanted<most ? wanted : most, kThreads, 0, stream>>>(args, vectors);
+      amax_kernel<T><<<blocks, kThreads, 0, stream>>>(args, vectors);
     }
     return cudaGetLastError();
   });

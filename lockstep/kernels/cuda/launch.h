@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "lockstep/kernels/cuda/arguments.h"
+#include "lockstep/kernels/cuda/fp8_arguments.h"
+#include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
 
