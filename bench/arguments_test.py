@@ -14,6 +14,7 @@ DEFAULTS = {
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
     "kernels": ("--device", "--rows", "--rounds"),
     "gpt": ("--model", "--dtype", "--mode", "--device", "--steps", "--rounds", "--peer-modes"),
+    "llama": ("--model", "--dtype", "--fp8_recipe"),
     "lora": ("--model", "--dtype", "--lora_dropout"),
     "resnet": ("--model", "--dtype", "--image_size"),
     "scale": ("--ranks", "--steps", "--rounds", "--threads", "--output"),

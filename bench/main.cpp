@@ -36,6 +36,7 @@ const Benchmark kBenchmarks[] = {
     {"loader", "load, collate, copy and wait times of a batch, beside PyTorch's", loader_main},
     {"kernels", "fused operations beside ATen's and beside a copy of as many bytes", kernels_main},
     {"gpt", "training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch", gpt_main},
+    {"llama", "training a Llama of 1 B or 3 B parameters, beside PyTorch", llama_main},
     {"lora", "fine-tuning Phi-3 with LoRA, beside PyTorch", lora_main},
     {"resnet", "training a ResNet on images, beside PyTorch", resnet_main},
     {"recipes", "the files of examples/configs through lockstep train, beside PyTorch",

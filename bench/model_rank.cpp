@@ -22,6 +22,7 @@
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
+#include "lockstep/nn/fp8.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/ddp.h"
@@ -65,6 +66,33 @@ models::GptConfig gpt_config(const ModelSettings& settings) {
   return small;
 }
 
+// As Llama 3.2 has them, with one weight for embedding and head.
+models::LlamaConfig llama_config(const ModelSettings& settings) {
+  const auto made = [](std::int64_t layers, std::int64_t heads, std::int64_t width) {
+    return models::LlamaConfig{.vocab_size = 128256,
+                               .hidden_size = width,
+                               .intermediate_size = 8192,
+                               .num_hidden_layers = layers,
+                               .num_attention_heads = heads,
+                               .num_key_value_heads = 8,
+                               .rms_norm_eps = 1e-5,
+                               .tie_word_embeddings = true};
+  };
+  models::LlamaConfig c = made(16, 32, 2048);
+  if (settings.model == "3b") c = made(28, 24, 3072);
+  if (settings.model == "tiny") {
+    c = made(2, 4, 32);
+    c.vocab_size = 128;
+    c.intermediate_size = 48;
+    c.num_key_value_heads = 2;
+  } else if (settings.model != "1b" && settings.model != "3b") {
+    unknown_model(settings);
+  }
+  c.max_position_embeddings = settings.sequence_length;
+  c.rope.rope_theta = 500000;
+  return c;
+}
+
 models::LlamaConfig phi3_config(const ModelSettings& settings) {
   models::LlamaConfig c{.vocab_size = 32064,
                         .hidden_size = 3072,
@@ -74,6 +102,14 @@ models::LlamaConfig phi3_config(const ModelSettings& settings) {
                         .rms_norm_eps = 1e-5,
                         .fused_projections = true};
   if (settings.model == "phi3-mini") return c;
+  if (settings.model == "llama3-8b") {
+    c.vocab_size = 128256;
+    c.hidden_size = 4096;
+    c.intermediate_size = 14336;
+    c.num_key_value_heads = 8;
+    c.rope.rope_theta = 500000;
+    return c;
+  }
   if (settings.model != "tiny") unknown_model(settings);
   c.vocab_size = 128;
   c.hidden_size = 32;
@@ -87,6 +123,7 @@ models::LlamaConfig phi3_config(const ModelSettings& settings) {
 
 models::CausalLmConfig lm_config(const ModelSettings& settings) {
   if (settings.kind == "gpt") return {.model = gpt_config(settings)};
+  if (settings.kind == "llama") return {.model = llama_config(settings)};
   return {.model = phi3_config(settings)};
 }
 
@@ -189,7 +226,7 @@ Net lm_of(const models::CausalLmPtr& module, const ModelSettings& settings) {
           {}};
 }
 
-// Billions of untrained weights are drawn on the device where they stay.
+// Billions of weights are drawn on the device where they stay.
 models::CausalLmPtr drawn_base(const ModelSettings& settings, at::ScalarType type,
                                c10::Device device) {
   const torch::NoGradGuard no_grad;
@@ -216,12 +253,17 @@ void set_adapters(torch::nn::Module& module) {
   }
 }
 
+std::optional<nn::Fp8Recipe> fp8_of(const ModelSettings& settings) {
+  if (settings.dtype != "fp8") return std::nullopt;
+  return nn::fp8_recipe_of(settings.fp8_recipe);
+}
+
 Net make_lm(const ModelSettings& settings, at::ScalarType type, c10::Device device) {
   const bool lora = settings.kind == "lora";
   models::CausalLmPtr made;
   if (!settings.start.empty())
     made = models::load_pretrained(model_folder(settings), {.dtype = type, .device = device});
-  else if (lora)
+  else if (settings.kind != "gpt")
     made = drawn_base(settings, type, device);
   else
     made = models::make_causal_lm(lm_config(settings));
@@ -236,6 +278,7 @@ Net make_lm(const ModelSettings& settings, at::ScalarType type, c10::Device devi
   }
   made->train(!settings.exact);
   if (settings.exact) set_adapters(*made);
+  if (const auto recipe = fp8_of(settings)) models::store_frozen_fp8(*made, *recipe);
   return net;
 }
 
@@ -251,7 +294,7 @@ Net make_resnet(const ModelSettings& settings, c10::Device device) {
 }
 
 at::ScalarType type_of(const ModelSettings& settings) {
-  return settings.dtype == "bf16" ? at::kBFloat16 : at::kFloat;
+  return settings.dtype == "fp32" ? at::kFloat : at::kBFloat16;
 }
 
 // A frozen base is held in the compute dtype; what is trained is float.
@@ -275,6 +318,7 @@ ModelBatch make_batch(const ModelSettings& settings, std::int64_t step) {
 void write_start(const ModelSettings& settings) {
   ModelSettings drawn = settings;
   drawn.start.clear();
+  if (drawn.dtype == "fp8") drawn.dtype = "bf16";  // a base in fp8 is no base of others
   std::filesystem::create_directories(settings.start);
   const Net net = make_net(drawn, c10::Device(settings.device));
   if (is_resnet(settings)) {
@@ -367,6 +411,7 @@ at::Tensor ModelStep::eager_step(const ModelBatch& batch) {
   at::Tensor loss;
   {
     const optim::Autocast autocast(device_, type_of(settings_));
+    const nn::Fp8Autocast fp8(fp8_of(settings_));
     loss = net_.loss(batch);
   }
   if (wrapped_) loss = wrapped_->reducer().watch(loss);
@@ -459,6 +504,11 @@ class Trainee {
       return json::object();
     }
     if (what == "new") return begin(order);
+    if (what == "drop") {
+      model_.reset();
+      release();
+      return json::object();
+    }
     LOCKSTEP_ASSERT(model_ != nullptr);
     if (what == "train") return train_steps(order);
     if (what == "time") {

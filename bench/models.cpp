@@ -1,5 +1,6 @@
-// lockstep bench gpt, lora and resnet: training steps of whole models, beside PyTorch's on the same
-// weights and data. All sides stay alive for the whole run and take turns in blocks of steps.
+// lockstep bench gpt, llama, lora and resnet: training steps of whole models, beside PyTorch's on
+// the same weights and data. All sides stay alive for the whole run and take turns in blocks of
+// steps.
 #include "bench/models.h"
 
 #include <fmt/format.h>
@@ -23,6 +24,7 @@ using nlohmann::json;
 
 constexpr const char* kUs = "lockstep";
 constexpr const char* kBare = "bare";  // ours without the wrapper
+constexpr const char* kOursInBf16 = "bf16";
 
 constexpr int kVerifiedSteps = 3;
 // Relative tolerances for fp32 losses: sums in another order, then AdamW steps on gradients that
@@ -31,6 +33,8 @@ constexpr int kVerifiedSteps = 3;
 constexpr double kFirstTolerance = 1e-4, kLaterTolerance = 3e-4;
 // For the model as it is timed: in bf16 each side rounds at different places.
 constexpr double kTimedTolerance = 5e-3;
+// In fp8 a layer's output is within some percent of the other's, and the loss much closer.
+constexpr double kFp8Tolerance = 2e-2;
 constexpr int kBreakdownSteps = 5;  // at most
 constexpr int kSaves = 4;
 
@@ -41,7 +45,8 @@ struct ModelOptions {
   int warmup = 3;
   std::string peer;
   std::vector<std::string> peer_modes;
-  bool bare = false;
+  bool bare = false, bf16 = false;
+  bool one_at_a_time = false;
   bool save_stall = false;
   int kernels = 0;  // rows of their table
   std::string corrupt, losses;
@@ -55,7 +60,7 @@ struct Side {
               .rank = ours() ? "model" : settings.kind + "_peer.py",
               .settings = settings}) {}
 
-  bool ours() const { return name == kUs || name == kBare; }
+  bool ours() const { return name == kUs || name == kBare || name == kOursInBf16; }
 
   std::string name;
   Crew crew;
@@ -117,7 +122,8 @@ json new_order(const ModelOptions& options, const Side& side) {
   const ModelSettings& s = options.settings;
   return bench::new_order(side.ours() ? s.mode : side.name,
                           s.lr * (options.corrupt == side.name ? 2 : 1),
-                          s.ddp && side.name != kBare, s.dtype, /*tf32=*/true);
+                          s.ddp && side.name != kBare,
+                          side.name == kOursInBf16 ? "bf16" : s.dtype, /*tf32=*/true);
 }
 
 // The order for the model that a bf16 run is compared with.
@@ -165,7 +171,9 @@ void verify(Sides& sides, const ModelOptions& options) {
   const std::int64_t batch = std::min(options.settings.batch_size, most);
   const auto train = [&](Side& side) {
     side.crew.ask(exact_order(options, side));
-    return losses_of(side.crew.ask(train_order(kVerifiedSteps, batch)));
+    const auto losses = losses_of(side.crew.ask(train_order(kVerifiedSteps, batch)));
+    if (options.one_at_a_time) side.crew.ask({{"do", "drop"}});
+    return losses;
   };
   const std::vector<double> ours = train(sides.front()), other = train(*peer);
   const double worst = compare(*peer, ours, other, kFirstTolerance, kLaterTolerance);
@@ -173,38 +181,76 @@ void verify(Sides& sides, const ModelOptions& options) {
              kUs, worst);
 }
 
-void begin_timed(Sides& sides, const ModelOptions& options) {
-  for_each(sides, [&](Side& side) {
-    side.facts = side.crew.ask(new_order(options, side));
-    side.first_losses =
-        losses_of(side.crew.ask(train_order(kVerifiedSteps, options.settings.batch_size)));
-    fmt::print(stderr, "{}: first losses {:.5f}\n", side.name, fmt::join(side.first_losses, " "));
-  });
+void begin_timed(Side& side, const ModelOptions& options) {
+  side.facts = side.crew.ask(new_order(options, side));
+  side.first_losses =
+      losses_of(side.crew.ask(train_order(kVerifiedSteps, options.settings.batch_size)));
+  fmt::print(stderr, "{}: first losses {:.5f}\n", side.name, fmt::join(side.first_losses, " "));
+}
+
+void compare_first(const Sides& sides, const ModelOptions& options) {
+  const double allowed = options.settings.dtype == "fp8" ? kFp8Tolerance : kTimedTolerance;
   for (const Side& side : sides)
     if (!side.failed)
-      compare(side, sides.front().first_losses, side.first_losses, kTimedTolerance,
-              kTimedTolerance);
+      compare(side, sides.front().first_losses, side.first_losses, allowed, allowed);
 }
 
 // ---------------------------------------------------------------- measurement
 
+void measure_once(Side& side, const ModelOptions& options) {
+  const json answer =
+      side.crew.ask({{"do", "time"}, {"warmup", options.warmup}, {"steps", options.steps}});
+  if (!answer.at("loss").is_number())
+    throw Error("bench", fmt::format("the loss of {} is not finite", side.name));
+  side.rounds.push_back(answer.at("ms").get<std::vector<double>>());
+  side.memory = answer;
+}
+
+void break_down(Side& side, const ModelOptions& options) {
+  side.breakdown =
+      side.crew.ask({{"do", "breakdown"}, {"steps", std::min(options.steps, kBreakdownSteps)}});
+}
+
 void measure(Sides& sides, const ModelOptions& options) {
-  const json order{{"do", "time"}, {"warmup", options.warmup}, {"steps", options.steps}};
   by_turns(options.turns, sides, [&](Side& side) {
     const std::size_t before = side.rounds.size();
-    attempt(side, [&](Side&) {
-      const json answer = side.crew.ask(order);
-      if (!answer.at("loss").is_number())
-        throw Error("bench", fmt::format("the loss of {} is not finite", side.name));
-      side.rounds.push_back(answer.at("ms").get<std::vector<double>>());
-      side.memory = answer;
-    });
+    attempt(side, [&](Side&) { measure_once(side, options); });
     return side.rounds.size() > before ? median(side.rounds.back()) : NAN;
   });
+  for_each(sides, [&](Side& side) { break_down(side, options); });
+}
+
+// Shows the kernels that take most of a step.
+void show_kernels(Side& side, const ModelOptions& options) {
+  const json answer = side.crew.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}});
+  std::vector<json> all = answer.at("kernels");
+  const auto ms = [](const json& kernel) { return kernel.at("ms").get<double>(); };
+  std::sort(all.begin(), all.end(), [&](const json& a, const json& b) { return ms(a) > ms(b); });
+  double sum = 0;
+  for (const json& kernel : all) sum += ms(kernel);
+  Report report(options.settings.kind,
+                fmt::format("kernels of {}, {:.2f} ms in all", side.name, sum));
+  for (std::size_t i = 0; i < all.size() && i < static_cast<std::size_t>(options.kernels); ++i)
+    report.row(all[i].at("name").get<std::string>().substr(0, 100))
+        .number("in a step", all[i].at("count").get<double>(), 1)
+        .number("ms", ms(all[i]), 3)
+        .text("share", fmt::format("{:.1f} %", 100 * ms(all[i]) / sum));
+  fmt::print("{}", report.text());
+}
+
+// For models of which a GPU holds one: all rounds of a side, then it gives the memory back.
+void measure_in_turn(Sides& sides, const ModelOptions& options) {
   for_each(sides, [&](Side& side) {
-    side.breakdown =
-        side.crew.ask({{"do", "breakdown"}, {"steps", std::min(options.steps, kBreakdownSteps)}});
+    begin_timed(side, options);
+    for (int round = 0; round < options.turns.rounds; ++round) {
+      measure_once(side, options);
+      fmt::print(stderr, "{}: {:.2f} ms\n", side.name, median(side.rounds.back()));
+    }
+    break_down(side, options);
+    if (options.kernels > 0) show_kernels(side, options);
+    side.crew.ask({{"do", "drop"}});
   });
+  compare_first(sides, options);
 }
 
 void measure_saves(Sides& sides, const Scratch& scratch) {
@@ -224,26 +270,6 @@ void measure_saves(Sides& sides, const Scratch& scratch) {
     }
 }
 
-// Shows the kernels that take most of a step.
-void show_kernels(Sides& sides, const ModelOptions& options) {
-  for_each(sides, [&](Side& side) {
-    const json answer = side.crew.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}});
-    std::vector<json> all = answer.at("kernels");
-    const auto ms = [](const json& kernel) { return kernel.at("ms").get<double>(); };
-    std::sort(all.begin(), all.end(), [&](const json& a, const json& b) { return ms(a) > ms(b); });
-    double sum = 0;
-    for (const json& kernel : all) sum += ms(kernel);
-    Report report(options.settings.kind,
-                  fmt::format("kernels of {}, {:.2f} ms in all", side.name, sum));
-    for (std::size_t i = 0; i < all.size() && i < static_cast<std::size_t>(options.kernels); ++i)
-      report.row(all[i].at("name").get<std::string>().substr(0, 100))
-          .number("in a step", all[i].at("count").get<double>(), 1)
-          .number("ms", ms(all[i]), 3)
-          .text("share", fmt::format("{:.1f} %", 100 * ms(all[i]) / sum));
-    fmt::print("{}", report.text());
-  });
-}
-
 // ---------------------------------------------------------------- results
 
 // Floating-point operations per second of dense bf16 matrix products, from NVIDIA's data sheets.
@@ -253,7 +279,7 @@ double peak_flops(const ModelSettings& settings, const std::string& device) {
       {"GH200", 989e12}, {"H200", 989e12},  {"H100 PCIe", 756e12},
       {"H100", 989e12},  {"B200", 2250e12}, {"A100", 312e12},
       {"L40S", 362e12},  {"L4", 121e12},    {"A10", 125e12}};
-  if (settings.dtype != "bf16") return 0;
+  if (settings.dtype == "fp32") return 0;
   for (const auto& [name, flops] : table)
     if (device.find(name) != std::string::npos) return flops;
   return 0;
@@ -266,8 +292,11 @@ double per_step(const ModelSettings& s) {
 
 std::string long_name(const Side& side, const ModelSettings& s) {
   const char* wrapper = s.ddp && side.name != kBare ? "DDP" : "no DDP";
-  if (side.ours()) return fmt::format("Lockstep, {}, {}", wrapper, s.mode);
-  const std::string mode = side.name == "graphs" ? "compile with CUDA graphs" : side.name;
+  const bool fp8 = s.dtype == "fp8" && side.name != kOursInBf16;
+  if (side.ours()) return fmt::format("Lockstep, {}, {}{}", wrapper, s.mode, fp8 ? ", fp8" : "");
+  const std::string mode = side.name == "graphs" ? "compile with CUDA graphs"
+                           : side.name == "fp8"  ? "compile, linear layers in fp8"
+                                                 : side.name;
   return fmt::format("PyTorch, {}, {}", wrapper, mode);
 }
 
@@ -363,11 +392,12 @@ int run_sides(const ModelOptions& options, const Options& output,
               const std::map<std::string, double>& wanted) {
   const Scratch scratch;
   ModelSettings settings = options.settings;
-  if (options.bare || !options.peer.empty() || !options.losses.empty())
+  if (options.bare || options.bf16 || !options.peer.empty() || !options.losses.empty())
     settings.start = scratch.file("start");
   Sides sides;
   sides.emplace_back(kUs, settings);
   if (options.bare) sides.emplace_back(kBare, settings);
+  if (options.bf16) sides.emplace_back(kOursInBf16, settings);
   if (!options.peer.empty())
     for (const std::string& mode : options.peer_modes) sides.emplace_back(mode, settings);
   for_each(sides, [](Side& side) { side.crew.wait_ready(); });
@@ -376,10 +406,15 @@ int run_sides(const ModelOptions& options, const Options& output,
   if (!options.losses.empty()) {
     write_losses(sides, options);
   } else {
-    begin_timed(sides, options);
-    measure(sides, options);
+    if (options.one_at_a_time) {
+      measure_in_turn(sides, options);
+    } else {
+      for_each(sides, [&](Side& side) { begin_timed(side, options); });
+      compare_first(sides, options);
+      measure(sides, options);
+      if (options.kernels > 0) for_each(sides, [&](Side& side) { show_kernels(side, options); });
+    }
     if (options.save_stall) measure_saves(sides, scratch);
-    if (options.kernels > 0) show_kernels(sides, options);
     report_of(sides, options.settings).publish(output);
   }
   Goals goals(settings.kind);
@@ -418,8 +453,17 @@ void add_model_options(Options& options, ModelSettings& s) {
   options.number(images ? "--image_size" : "--sequence_length", s.sequence_length, 0, 1 << 20,
                  images ? "height and width in pixels; 0: the model's own"
                         : "tokens per sample; 0: the model's own");
-  options.text("--dtype", s.dtype, "of matrix products, by autocast; fp32 may use TF32",
-               {"bf16", "fp32"});
+  if (images)
+    options.text("--dtype", s.dtype, "of matrix products, by autocast; fp32 may use TF32",
+                 {"bf16", "fp32"});
+  else
+    options.text("--dtype", s.dtype,
+                 "of matrix products, by autocast; fp32 may use TF32; fp8: bf16 with our linear "
+                 "layers in fp8, beside peers in bf16",
+                 {"bf16", "fp32", "fp8"});
+  if (!images)
+    options.text("--fp8_recipe", s.fp8_recipe, "one scale for a tensor, or one for each row",
+                 {"tensorwise", "rowwise"});
   options.device(s.device);
   options.text(
       "--mode", s.mode,
@@ -447,9 +491,14 @@ void add_run_options(Options& options, ModelOptions& o) {
   options.number("--warmup", o.warmup, 0, 100000, "steps before each block that are not timed");
   options.text("--peer", o.peer, "also run this one, from the same weights on the same data",
                {"pytorch"});
-  options.list("--peer-modes", o.peer_modes, "of eager, compile and graphs (mode=reduce-overhead)",
-               {"eager", "compile", "graphs"});
+  options.list("--peer-modes", o.peer_modes,
+               "of eager, compile, graphs (mode=reduce-overhead) and fp8 (compiled, with linear "
+               "layers by torch._scaled_mm)",
+               {"eager", "compile", "graphs", "fp8"});
   options.flag("--bare", o.bare, "also our model without DistributedDataParallel, by turns");
+  options.flag("--bf16", o.bf16, "with --dtype fp8: also our model in bf16");
+  options.flag("--one-at-a-time", o.one_at_a_time,
+               "the sides do not take turns, so that one model at a time is in memory");
   options.flag("--save-stall", o.save_stall,
                "also what asynchronous checkpoints cost the step after them, the first included");
   options.number("--kernels", o.kernels, 0, 10000,
@@ -465,6 +514,7 @@ struct Kind {
 };
 const std::map<std::string, Kind> kKinds{
     {"gpt", {"a GPT-2", "6N + 12LTC a token: N parameters, L layers, T tokens, C channels"}},
+    {"llama", {"a Llama", "6N + 12LTC a token: N parameters, L layers, T tokens, C channels"}},
     {"lora",
      {"Phi-3 with LoRA adapters",
       "4N + 6n + 12LTC a token: N frozen and n trained parameters, L layers, T tokens, C "
@@ -493,6 +543,8 @@ int model_main(const std::string& kind, int argc, char** argv) {
   complete(o.settings);
   if (!o.settings.ddp && (o.settings.force_reducer || o.bare))
     throw UsageError("bench", "--force-reducer and --bare need the wrapper. Drop --no-ddp.");
+  if (o.one_at_a_time && o.save_stall)
+    throw UsageError("bench", "--save-stall needs all models at the end. Drop --one-at-a-time.");
   const auto wanted = parse_goals(
       require, o.peer.empty() ? std::vector<std::string>{} : o.peer_modes,
       {"MODE", "compile:1.05,graphs:1", "", "Add --peer pytorch and it to --peer-modes."});
@@ -504,6 +556,9 @@ int model_main(const std::string& kind, int argc, char** argv) {
 
 int gpt_main(int argc, char** argv) {
   return model_main("gpt", argc, argv);
+}
+int llama_main(int argc, char** argv) {
+  return model_main("llama", argc, argv);
 }
 int lora_main(int argc, char** argv) {
   return model_main("lora", argc, argv);

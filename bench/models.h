@@ -1,5 +1,6 @@
-// What the sides of `lockstep bench gpt|lora|resnet|train|recipes` agree on: the settings that the
-// parent starts ranks with (crew.h), ours and PyTorch's, and the orders that it gives them in turn:
+// What the sides of `lockstep bench gpt|llama|lora|resnet|train|recipes` agree on: the settings
+// that the parent starts ranks with (crew.h), ours and PyTorch's, and the orders that it gives them
+// in turn:
 //
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them
@@ -11,6 +12,7 @@
 //   {"do": "time", "warmup", "steps", "batch_size"}   {"ms"} of each step, {"peak_bytes",
 //                                          "reserved_bytes"} since "new"; without batch_size: the
 //                                          settings'
+//   {"do": "drop"}                         gives the model's memory back
 //   {"do": "breakdown", "steps"}           {"forward_ms", "backward_ms", "optimizer_ms"}
 //   {"do": "kernels", "steps"}             {"kernels"}: name, count and ms in a step of each
 //   {"do": "save", "folder", "saves"}      {"stalls"}: of asynchronous saves during steps
@@ -25,11 +27,12 @@
 namespace lockstep::bench {
 
 struct ModelSettings {
-  std::string kind;   // gpt, lora or resnet
+  std::string kind;   // gpt, llama, lora or resnet
   std::string model;  // a preset's name
   std::string device = "cpu";
   std::string mode = "eager";  // for our step: one of kModes
-  std::string dtype = "bf16";  // or fp32
+  std::string dtype = "bf16";  // or fp32, or fp8: bf16 with linear layers in fp8
+  std::string fp8_recipe = "tensorwise";
   std::int64_t batch_size = 0;
   std::int64_t sequence_length = 0;  // for resnet: the height and width of an image
   std::int64_t vocab_size = 50257;   // for gpt
@@ -52,8 +55,9 @@ struct ModelSettings {
   bool peft = true;   // the peer of lora may use transformers and PEFT
   std::string start;  // folder of the initial weights; empty: they are drawn
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, batch_size,
-                                   sequence_length, vocab_size, n_layer, n_head, n_embd, tied,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, fp8_recipe,
+                                   batch_size, sequence_length, vocab_size, n_layer, n_head, n_embd,
+                                   tied,
                                    accumulation, residual_in_fp32, ddp, force_reducer, sharded,
                                    alone, barrier, cached, clip, threads, exact, lr, lora_dropout,
                                    peft, start)
@@ -89,10 +93,11 @@ struct ModelPreset {
 };
 // The first of each kind is the default on a GPU, `tiny` on a CPU.
 inline constexpr ModelPreset kPresets[] = {
-    {"gpt", "124m", 64, 1024}, {"gpt", "350m", 32, 1024},        {"gpt", "774m", 16, 1024},
-    {"gpt", "1.3b", 8, 2048},  {"gpt", "tiny", 4, 32},           {"lora", "phi3-mini", 16, 512},
-    {"lora", "tiny", 4, 32},   {"resnet", "resnet50", 256, 224}, {"resnet", "resnet18", 256, 224},
-    {"resnet", "tiny", 8, 64},
+    {"gpt", "124m", 64, 1024},        {"gpt", "350m", 32, 1024}, {"gpt", "774m", 16, 1024},
+    {"gpt", "1.3b", 8, 2048},         {"gpt", "tiny", 4, 32},    {"lora", "phi3-mini", 16, 512},
+    {"lora", "llama3-8b", 4, 2048},   {"llama", "3b", 4, 2048},  {"llama", "1b", 8, 2048},
+    {"llama", "tiny", 4, 32},         {"lora", "tiny", 4, 32},   {"resnet", "resnet50", 256, 224},
+    {"resnet", "resnet18", 256, 224}, {"resnet", "tiny", 8, 64},
 };
 
 // AdamW's settings, on all sides.

@@ -1,4 +1,4 @@
-"""`lockstep bench gpt`, `lora` and `resnet` on tiny models on the CPU, beside PyTorch."""
+"""`lockstep bench gpt`, `llama`, `lora` and `resnet` on tiny models on the CPU, beside PyTorch."""
 
 import csv
 import io
@@ -62,6 +62,22 @@ class BesidePyTorch(Case):
         frozen = document["parameters"] - document["trainable"]
         self.assertEqual(document["flops"],
                          2 * 32 * (4 * frozen + 6 * document["trainable"] + 12 * 2 * 32 * 32))
+
+    def test_llama(self):
+        self.check("llama", "tokens/s", 4 * 32)
+
+    def test_fp8_beside_bf16_one_at_a_time(self):
+        result, _, document = self.passes(
+            "llama", *SHORT, "--peer", "pytorch", "--peer-modes", "eager", "--dtype", "fp8",
+            "--bf16", "--one-at-a-time")
+        self.assertIn("verified: lockstep and pytorch train the same in fp32", result.stderr)
+        ours, bf16, eager = document["rows"]
+        self.assertEqual([row["contender"] for row in (ours, bf16, eager)],
+                         ["lockstep", "bf16", "eager"])
+        self.assertNotEqual(ours["first_losses"], bf16["first_losses"])
+        for row in bf16, eager:
+            for a, b in zip(ours["first_losses"], row["first_losses"], strict=True):
+                self.assertAlmostEqual(a, b, delta=2e-2 * a)
 
     def test_resnet(self):
         document = self.check("resnet", "samples/s", 4, "--dtype", "fp32", "--no-ddp",

@@ -26,6 +26,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/run_context.h"
@@ -355,6 +356,10 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
   // Autocasting computes with these bits anyway, but would hold the base twice.
   if (a.bf16) models::convert_frozen_weights(module, at::kBFloat16);
   if (a.fp16) models::convert_frozen_weights(module, at::kHalf);
+  // FullyShard divides the weights themselves, so they are cast in each step there.
+  const bool divided = a.fsdp && !a.fsdp->empty();
+  if (const std::string recipe = train::fp8_recipe_name(a); !recipe.empty() && !divided)
+    models::store_frozen_fp8(module, nn::fp8_recipe_of(recipe));
   task.model_config = models::adapter_config_text(module, lora);
   task.model_files = {
       .stem = models::kAdapterStem,

@@ -128,7 +128,8 @@ class Translator {
              type_ == "FSDP" ? " What divides the model is `fsdp` in the training file."
                              : did_you_mean(type_, known));
     }
-    const std::string precision = keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16"});
+    const std::string precision =
+        keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16", "fp8"});
     if (precision != "no") out_.environment["ACCELERATE_MIXED_PRECISION"] = precision;
   }
 

@@ -129,7 +129,7 @@ const Mistake kMistakes[] = {
      "mean MULTI_GPU?"},
     {"Section", "fsdp_config:\n  fsdp_offload_params: true\n",
      "1:1: fsdp_config belongs in the training file"},
-    {"Precision", "mixed_precision: fp8\n", "1:18: mixed_precision must be no, fp16 or bf16"},
+    {"Precision", "mixed_precision: int8\n", "1:18: mixed_precision must be no, fp16, bf16 or fp8"},
     {"Uneven", "num_machines: 2\nnum_processes: 3\nmain_process_ip: h\n",
      "2:16: num_processes 3 cannot be shared equally by 2 machines: it counts the processes of all "
      "of them. Make it 2 or 4."},

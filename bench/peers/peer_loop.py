@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import fp8_linear
+
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.95), 0.1, 1.0
 DISTINCT_BATCHES = 4
 STEPS_AROUND_SAVE = 8
@@ -135,18 +137,24 @@ class Trainee:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def new(self, order):
-        self.net = self.model = self.optimizer = None
+    def drop(self, _):
+        self.net = self.model = self.optimizer = self.trained = None
         if self.compiled:
             torch._dynamo.reset()
         self.release()
+        return {}
+
+    def new(self, order):
+        self.drop(order)
         torch.set_float32_matmul_precision("high" if order["tf32"] else "highest")
         torch.backends.cudnn.allow_tf32 = order["tf32"]
         torch.manual_seed(42)
-        self.dtype = torch.bfloat16 if order["dtype"] == "bf16" else torch.float32
+        self.dtype = torch.float32 if order["dtype"] == "fp32" else torch.bfloat16
         self.net = self.build(self.settings, self.dtype, self.device).train()
         if order["exact"]:
             make_exact(self.net, self.settings["kind"])
+        if order["mode"] == "fp8":
+            fp8_linear.convert(self.net)
         self.model = self.net
         if order["ddp"]:
             self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)

@@ -26,8 +26,42 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
   return x.view({x.size(0), x.size(1), heads, x.size(2) / heads});
 }
 
+// What fp8 is cast from: under autocasting its type.
+at::Tensor fp8_input(const at::Tensor& x) {
+  const auto device = x.device().type();
+  return at::autocast::is_autocast_enabled(device) ? x.to(at::autocast::get_autocast_dtype(device))
+                                                   : x;
+}
+
 at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
+  if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
   return pass.fused ? layer->forward_fused(x, with_bias) : layer->forward(x);
+}
+
+// Whether fp8 computes several projections as one product, for which their input is cast once.
+bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
+  if (!pass.fp8 || layers.size() < 2) return false;
+  std::vector<at::Tensor> weights;
+  for (const Linear& layer : layers) {
+    const bool biased = layer->bias.defined() == layers.front()->bias.defined();
+    if (layer->has_lora() || layer->stored_fp8() || !biased ||
+        layer->options.layout() != WeightLayout::kOutIn)
+      return false;
+    weights.push_back(layer->weight);
+  }
+  return nn::fp8_covers(weights);
+}
+
+// Their outputs side by side.
+at::Tensor project_joined(const std::vector<Linear>& layers, const at::Tensor& x,
+                          const Pass& pass) {
+  std::vector<at::Tensor> weights, biases;
+  for (const Linear& layer : layers) {
+    weights.push_back(layer->weight);
+    if (layer->bias.defined()) biases.push_back(layer->bias);
+  }
+  return nn::fp8_linear(fp8_input(x), weights, biases.empty() ? at::Tensor() : torch::cat(biases),
+                        *pass.fp8);
 }
 
 // The parts of several projections of one input, in order.
@@ -35,6 +69,12 @@ std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
                                     const std::vector<Projection>& specs, const at::Tensor& x,
                                     const Pass& pass) {
   std::vector<at::Tensor> all;
+  if (are_joined(layers, pass)) {
+    std::vector<std::int64_t> widths;
+    for (const Projection& spec : specs)
+      widths.insert(widths.end(), spec.parts.begin(), spec.parts.end());
+    return project_joined(layers, x, pass).split_with_sizes(widths, -1);
+  }
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const at::Tensor y = project(layers[i], x, pass);
     if (specs[i].parts.size() == 1)
@@ -196,10 +236,12 @@ class DecoderMlp : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
     const Linear& first = in_.front();
-    const bool one = pass.fused && in_.size() == 1;
-    if (one && spec_.gated() && spec_.activation == Activation::kSilu)
-      return project(out_, nn::swiglu(project(first, x, pass)), pass, with_bias);
-    if (one && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
+    const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
+    if ((one || joined) && spec_.gated() && spec_.activation == Activation::kSilu) {
+      const at::Tensor both = joined ? project_joined(in_, x, pass) : project(first, x, pass);
+      return project(out_, nn::swiglu(both), pass, with_bias);
+    }
+    if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
         first->bias.defined() && !first->has_lora() && !out_->has_lora())
       return nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
                           with_bias ? out_->bias : at::Tensor());
@@ -360,6 +402,7 @@ Decoder::Decoder(const DecoderSpec& spec, const ParameterOptions& parameters) : 
 Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type) {
   const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
   Pass pass{.fused = run.fused, .cache = run.cache, .router_logits = run.router_logits != nullptr};
+  if (run.cache == nullptr) pass.fp8 = nn::Fp8Autocast::current();
   const bool masked = spec_.block.attention.soft_cap > 0;
   for (const std::int64_t window : spec_.windows)
     if (!pass.sights.contains(window)) pass.sights[window] = sight_of(ids, past, window, masked);

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/functional.h"
 
 namespace lockstep::models {
 namespace {
@@ -51,16 +52,16 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
 
 at::Tensor LinearImpl::base_forward(at::Tensor x) {
   at::Tensor own_bias = bias;
+  const at::Tensor own = usable_weight();
   if (!autocasts(x)) {
-    x = x.to(weight.scalar_type());
-    if (bias.defined()) own_bias = bias.to(weight.scalar_type());
+    x = x.to(own.scalar_type());
+    if (bias.defined()) own_bias = bias.to(own.scalar_type());
   }
-  if (options.layout() == WeightLayout::kOutIn) return torch::linear(x, weight, own_bias);
+  if (options.layout() == WeightLayout::kOutIn) return torch::linear(x, own, own_bias);
   auto shape = x.sizes().vec();
   shape.back() = options.out_features();
   const auto rows = x.reshape({-1, options.in_features()});
-  const auto y =
-      own_bias.defined() ? torch::addmm(own_bias, rows, weight) : torch::mm(rows, weight);
+  const auto y = own_bias.defined() ? torch::addmm(own_bias, rows, own) : torch::mm(rows, own);
   return y.view(shape);
 }
 
@@ -76,6 +77,53 @@ at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias) {
   }
   return nn::lora_linear(x, out_in().to(x.scalar_type()), own_bias, lora_A->weight, lora_B->weight,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
+}
+
+at::Tensor LinearImpl::forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias) {
+  const at::Tensor own_bias = with_bias ? bias : at::Tensor();
+  const bool adapted = has_lora() && !merged();
+  if (!adapted && !stored_fp8()) return nn::fp8_linear(x, {out_in()}, own_bias, recipe);
+  if (!adapted || !nn::fp8_covers({weight})) return forward_fused(x, with_bias);
+  if (weight.requires_grad()) {
+    const at::Tensor in = torch::dropout(x, lora_.dropout, is_training());
+    const at::Tensor low = nn::linear(in, lora_A->weight, {}) * lora_.scaling;
+    return nn::fp8_linear(x, {out_in()}, own_bias, recipe) + nn::linear(low, lora_B->weight, {});
+  }
+  const nn::Fp8Pair base =
+      stored_fp8() ? stored() : nn::to_fp8({out_in()}, at::kFloat8_e4m3fn, recipe);
+  return nn::fp8_lora_linear(
+      x, base, own_bias, lora_A->weight, lora_B->weight,
+      {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
+}
+
+const nn::Fp8Pair& LinearImpl::stored() const {
+  if (stored_.matrix.values.const_data_ptr() != weight.const_data_ptr())
+    throw UsageError("linear",
+                     "a weight that is stored in fp8 was moved or replaced, and its scale was not. "
+                     "Move the module and load its weights before store_frozen_fp8().");
+  return stored_;
+}
+
+at::Tensor LinearImpl::usable_weight() const {
+  if (!stored_fp8()) return weight;
+  const at::Tensor own = nn::from_fp8(stored().matrix).to(at::kBFloat16);
+  return options.layout() == WeightLayout::kInOut ? own.t() : own;
+}
+
+at::Tensor LinearImpl::out_in() const {
+  const at::Tensor own = usable_weight();
+  return options.layout() == WeightLayout::kInOut ? own.t() : own;
+}
+
+void LinearImpl::store_fp8(nn::Fp8Recipe recipe) {
+  if (weight.requires_grad())
+    throw UsageError("linear",
+                     "a weight that is trained cannot be stored in fp8: a step would be lost in "
+                     "its rounding. Freeze it first.");
+  if (stored_fp8() || merged() || !nn::fp8_covers({weight})) return;
+  stored_ = nn::to_fp8({out_in()}, at::kFloat8_e4m3fn, recipe);
+  const at::Tensor& values = stored_.matrix.values;
+  weight.set_data(options.layout() == WeightLayout::kInOut ? values.t() : values);
 }
 
 void LinearImpl::attach_lora(const LoraShape& shape) {
@@ -101,6 +149,10 @@ void LinearImpl::merge_lora() {
   const torch::NoGradGuard no_grad;
   at::Tensor sum = torch::mm(lora_B->weight, lora_A->weight) * lora_.scaling;
   if (options.layout() == WeightLayout::kInOut) sum = sum.t();
+  if (stored_fp8()) {
+    weight.set_data(usable_weight().contiguous());
+    stored_ = {};
+  }
   unmerged_ = weight.detach().clone();
   weight.copy_(weight + sum);  // in the wider type of the two, then rounded once
 }

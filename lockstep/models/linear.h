@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "lockstep/models/spec.h"
+#include "lockstep/nn/fp8.h"
 
 namespace lockstep::models {
 
@@ -53,10 +54,14 @@ class LinearImpl : public torch::nn::Module {
   // The same by lockstep::nn, in x's type and without autocasting: a float weight is converted.
   // `with_bias` false leaves the bias to the caller.
   at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true);
-  // The weight as [out, in].
-  at::Tensor out_in() const {
-    return options.layout() == WeightLayout::kInOut ? weight.t() : weight;
-  }
+  // The same with the weight's products in fp8; an adapter's are in x's type.
+  at::Tensor forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias = true);
+  // The weight as [out, in]; one that is stored in fp8 in bfloat16.
+  at::Tensor out_in() const;
+  // Stores a frozen weight as fp8 and its transpose: as much memory as in 16 bits, and nothing is
+  // cast in a step. Sizes that fp8 does not cover stay as they are.
+  void store_fp8(nn::Fp8Recipe recipe);
+  bool stored_fp8() const { return stored_.matrix.defined(); }
 
   // With an adapter forward adds scaling * lora_B(lora_A(dropout(x))); lora.h attaches them to a
   // whole model. The adapter is float32 beside a weight in 16 bits, where x is converted for it.
@@ -78,8 +83,12 @@ class LinearImpl : public torch::nn::Module {
 
  private:
   at::Tensor base_forward(at::Tensor x);
+  // The weight in its layout, and in a type that can be multiplied.
+  at::Tensor usable_weight() const;
+  const nn::Fp8Pair& stored() const;
 
   LoraShape lora_{};
+  nn::Fp8Pair stored_;  // of [out, in]; its matrix is where `weight` is
   at::Tensor unmerged_;
 };
 TORCH_MODULE(Linear);

@@ -209,7 +209,13 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
 
 void convert_frozen_weights(torch::nn::Module& module, at::ScalarType type) {
   for (const auto& [name, linear] : linears_of(module))
-    if (!linear->weight.requires_grad()) linear->weight.set_data(linear->weight.detach().to(type));
+    if (!linear->weight.requires_grad() && !linear->stored_fp8())
+      linear->weight.set_data(linear->weight.detach().to(type));
+}
+
+void store_frozen_fp8(torch::nn::Module& module, nn::Fp8Recipe recipe) {
+  for (const auto& [name, linear] : adapted_of(module))
+    if (!linear->weight.requires_grad()) linear->store_fp8(recipe);
 }
 
 void merge_lora(torch::nn::Module& module) {

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "lockstep/models/lora_config.h"
+#include "lockstep/nn/fp8.h"
 
 namespace lockstep::models {
 
@@ -36,6 +37,10 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
 // Converts the weights of linear layers that are not trained, bf16 for half of the memory. Under
 // autocast in that type the results stay the same to the bit.
 void convert_frozen_weights(torch::nn::Module& module, at::ScalarType type);
+// Stores the frozen weights that adapters belong to in fp8 for training under nn::Fp8Autocast.
+// Evaluation without it and merge_lora() compute with what fp8 has kept of them; save the base
+// before. Move the module to its device first.
+void store_frozen_fp8(torch::nn::Module& module, nn::Fp8Recipe recipe);
 
 // Between W and W + scaling * B A in all layers. unmerge_lora() restores W to the bit; until then
 // each layer holds a copy of it. unload_lora() merges and removes the adapters: what is left has

@@ -11,10 +11,12 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 
 #include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
+#include "lockstep/nn/fp8.h"
 
 namespace lockstep::models::detail {
 
@@ -33,6 +35,7 @@ struct Pass {
   at::Tensor sin{};                        // half as wide
   at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
   bool router_logits = false;              // blocks with experts leave theirs in the stream
+  std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: FullyShard gathers and frees the parameters
 };
 

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/fp8.h"
+#include "lockstep/nn/fp8_products.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
 #include "lockstep/nn/products.h"
@@ -18,8 +20,6 @@ namespace {
 using kernels::cuda::Epilogue;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;
 
 // Row-major or its transpose, with rows aligned to 16 bytes.
 std::optional<kernels::cuda::GemmMatrix> gemm_matrix(const at::Tensor& m) {
@@ -52,7 +52,7 @@ bool try_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& d,
   if (!cuda || d.size(1) % 8 != 0 || !a.is_cuda() || !b.is_cuda()) return false;
   const auto left = gemm_matrix(a), right = gemm_matrix(b);
   if (!left || !right) return false;
-  const at::Tensor workspace = cuda->bytes(kWorkspaceBytes);
+  const at::Tensor workspace = cuda->bytes(detail::kWorkspaceBytes);
   int status = 0;
   const bool covered =
       cuda->table().gemm({.a = *left,
@@ -61,7 +61,7 @@ bool try_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& d,
                           .bias = detail::data(extras.bias),
                           .aux = detail::mutable_data(extras.aux),
                           .workspace = detail::mutable_data(workspace),
-                          .workspace_bytes = static_cast<std::size_t>(kWorkspaceBytes),
+                          .workspace_bytes = static_cast<std::size_t>(detail::kWorkspaceBytes),
                           .m = a.size(0),
                           .n = b.size(1),
                           .k = a.size(1),
@@ -378,29 +378,72 @@ NarrowInput drop_and_narrow(const at::Tensor& x, const at::Tensor& low, double p
   return out;
 }
 
+// The frozen weight that an adapter belongs to: a tensor, or fp8.
+struct LoraBase {
+  at::Tensor weight{};  // [out, in]
+  Fp8Pair fp8{};
+
+  // y += rows weight^T
+  void add_forward(at::Tensor& y, const at::Tensor& rows) const {
+    if (weight.defined())
+      y.addmm_(rows, weight.t());
+    else
+      detail::fp8_product(cast(rows, at::kFloat8_e4m3fn), fp8.matrix, y,
+                          {.add = true, .fast = true});
+  }
+  // dx += dy weight
+  void add_backward(at::Tensor& dx, const at::Tensor& dy) const {
+    if (weight.defined())
+      dx.addmm_(dy, weight);
+    else
+      detail::fp8_product(cast(dy, at::kFloat8_e5m2), fp8.transposed, dx, {.add = true});
+  }
+
+  // As tensors, in this order.
+  variable_list saved() const {
+    return {weight, fp8.matrix.values, fp8.matrix.scale, fp8.transposed.values,
+            fp8.transposed.scale};
+  }
+  static LoraBase from(const variable_list& list, std::size_t first) {
+    return {list[first], {{list[first + 1], list[first + 2]}, {list[first + 3], list[first + 4]}}};
+  }
+
+ private:
+  Fp8Matrix cast(const at::Tensor& rows, at::ScalarType type) const {
+    if (rows.numel() == 0) return {};
+    const auto recipe =
+        fp8.matrix.scale.numel() == 1 ? Fp8Recipe::kTensorwise : Fp8Recipe::kRowwise;
+    return to_fp8({rows}, type, recipe, {.matrix = true, .transposed = false}).matrix;
+  }
+};
+
 // The narrow product is written first and the wide one adds to it: a wide product reads what it
 // adds to while it computes, whereas a narrow one would wait for memory.
 class LoraFunction : public torch::autograd::Function<LoraFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias_or_none, const at::Tensor& a,
-                            const at::Tensor& b, double scaling, double dropout) {
+                            const at::Tensor& b, const Fp8Pair& fp8, const LoraOptions& options) {
     const detail::NoAutocast no_autocast;
     const at::Tensor bias = detail::from_none(bias_or_none);
+    const LoraBase base{detail::from_none(weight), fp8};
     const at::Tensor rows = detail::flat(x);
     const at::Tensor low = a.to(x.scalar_type()), high = b.to(x.scalar_type());
-    const auto [narrow, mask] = drop_and_narrow(rows, low, dropout);
+    const auto [narrow, mask] = drop_and_narrow(rows, low, options.dropout);
     at::Tensor y;
-    if (bias.defined()) {
-      y = affine(rows, weight, bias).addmm_(narrow, high.t(), 1, scaling);
+    if (bias.defined() && base.weight.defined()) {
+      y = affine(rows, base.weight, bias).addmm_(narrow, high.t(), 1, options.scaling);
     } else {
-      y = at::empty({rows.size(0), weight.size(0)}, rows.options());
-      at::addmm_out(y, y, narrow, high.t(), /*beta=*/0, scaling);
-      y.addmm_(rows, weight.t());
+      y = at::empty({rows.size(0), b.size(0)}, rows.options());
+      at::addmm_out(y, y, narrow, high.t(), /*beta=*/0, options.scaling);
+      base.add_forward(y, rows);
+      if (bias.defined()) y.add_(bias);
     }
-    ctx->save_for_backward({x, weight, low, high, narrow, mask});
-    ctx->saved_data["scaling"] = scaling;
-    ctx->saved_data["dropout"] = dropout;
+    variable_list saved{x, low, high, narrow, mask};
+    for (at::Tensor& part : base.saved()) saved.push_back(std::move(part));
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["scaling"] = options.scaling;
+    ctx->saved_data["dropout"] = options.dropout;
     save_type(ctx, "bias_type", bias);
     save_type(ctx, "a_type", a);
     save_type(ctx, "b_type", b);
@@ -411,19 +454,22 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     const detail::NoAutocast no_autocast;
     const auto saved = ctx->get_saved_variables();
     const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
-    const at::Tensor &weight = saved[1], &low = saved[2], &high = saved[3], &mask = saved[5];
+    const at::Tensor &low = saved[1], &high = saved[2], &mask = saved[4];
     const double scaling = ctx->saved_data["scaling"].toDouble();
     const Dropout dropout{mask, 1 / (1 - ctx->saved_data["dropout"].toDouble())};
     at::Tensor dx, dweight, dbias, da, db;
     const at::Tensor dnarrow = at::mm(dy, high).mul_(scaling);
-    if (ctx->needs_input_grad(0))
-      dx = dropped_product(dnarrow, low, dropout).addmm_(dy, weight).view(saved[0].sizes());
+    if (ctx->needs_input_grad(0)) {
+      dx = dropped_product(dnarrow, low, dropout);
+      LoraBase::from(saved, 5).add_backward(dx, dy);
+      dx = dx.view(saved[0].sizes());
+    }
     if (ctx->needs_input_grad(1)) dweight = at::mm(dy.t(), x);
     if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
     if (ctx->needs_input_grad(3))
       da = dropped_gradient(dnarrow, x, dropout).to(type_from(ctx, "a_type"));
     if (ctx->needs_input_grad(4))
-      db = dropped_gradient(dy, saved[4], {}).to(type_from(ctx, "b_type")).mul_(scaling);
+      db = dropped_gradient(dy, saved[3], {}).to(type_from(ctx, "b_type")).mul_(scaling);
     return {dx, dweight, dbias, da, db, {}, {}};
   }
 };
@@ -467,19 +513,39 @@ at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::
                                 detail::weight_for(kWho, x, out_weight));
 }
 
+namespace {
+
+void check_lora(const char* who, const at::Tensor& x, std::int64_t out, const at::Tensor& a,
+                const at::Tensor& b, const LoraOptions& options) {
+  detail::require(a.dim() == 2 && b.dim() == 2 && a.size(1) == last_of(x) && b.size(0) == out &&
+                      a.size(0) == b.size(1),
+                  who, "a must be [r, in] and b [out, r]", a, b);
+  detail::require(options.dropout >= 0 && options.dropout < 1, who,
+                  "dropout must be at least 0 and below 1", x);
+}
+
+}  // namespace
+
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                        const at::Tensor& a, const at::Tensor& b, const LoraOptions& options) {
   constexpr const char* kWho = "lora_linear";
   check_linear(kWho, x, last_of(x), weight, bias);
   detail::require(weight.scalar_type() == x.scalar_type(), kWho,
                   "the base weight must have the input's dtype", x, weight);
-  detail::require(a.dim() == 2 && b.dim() == 2 && a.size(1) == weight.size(1) &&
-                      b.size(0) == weight.size(0) && a.size(0) == b.size(1),
-                  kWho, "a must be [r, in] and b [out, r]", a, b);
-  detail::require(options.dropout >= 0 && options.dropout < 1, kWho,
-                  "dropout must be at least 0 and below 1", x);
-  return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, options.scaling,
-                             options.dropout);
+  check_lora(kWho, x, weight.size(0), a, b, options);
+  return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, Fp8Pair{}, options);
+}
+
+at::Tensor fp8_lora_linear(const at::Tensor& x, const Fp8Pair& base, const at::Tensor& bias,
+                           const at::Tensor& a, const at::Tensor& b, const LoraOptions& options) {
+  constexpr const char* kWho = "fp8_lora_linear";
+  check_linear(kWho, x, last_of(x), base.matrix.values, bias);
+  detail::require(base.transposed.defined(), kWho,
+                  "the base needs its transpose for the gradient: to_fp8 with both",
+                  base.matrix.values);
+  check_lora(kWho, x, base.matrix.values.size(0), a, b, options);
+  detail::check_fp8_device(kWho, x);
+  return LoraFunction::apply(x, detail::or_none({}), detail::or_none(bias), a, b, base, options);
 }
 
 }  // namespace lockstep::nn

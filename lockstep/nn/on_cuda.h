@@ -47,6 +47,10 @@ class OnCuda {
 
 Type type_of(const at::Tensor& tensor);  // for one that with() has accepted
 
+inline kernels::cuda::Fp8 fp8_kind(at::ScalarType type) {
+  return type == at::kFloat8_e4m3fn ? kernels::cuda::Fp8::kE4m3 : kernels::cuda::Fp8::kE5m2;
+}
+
 // Null for an undefined tensor.
 const void* data(const at::Tensor& tensor);
 void* mutable_data(const at::Tensor& tensor);

@@ -10,6 +10,8 @@
 
 namespace lockstep::nn::detail {
 
+constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;  // for cuBLASLt
+
 // into += a b, or into = a b with add = false. `into` is contiguous, float or double.
 void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& into, bool add);
 

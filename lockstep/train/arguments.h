@@ -70,6 +70,8 @@ struct TrainingArguments {
   // Precision, device and repeatability.
   bool bf16 = false;
   bool fp16 = false;
+  std::optional<std::string> mixed_precision{};  // no, fp16, bf16, or fp8: bf16 with layers in fp8
+  std::shared_ptr<const Node> fp8{};             // fp8_recipe_name() reads it
   bool residual_in_fp32 = false;
   std::optional<bool> tf32{};
   bool use_cpu = false;

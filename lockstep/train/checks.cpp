@@ -56,9 +56,34 @@ class Checker {
     found_.push_back(lead + text + (keys.size() > 1 ? sources : ""));
   }
 
+  // mixed_precision has set the flag that it stands for, unless that was set otherwise.
+  void fp8() {
+    const TrainingArguments& a = arguments_;
+    const std::string word = a.mixed_precision.value_or("");
+    if (word == "no" && (a.bf16 || a.fp16))
+      add({"mixed_precision", a.bf16 ? "bf16" : "fp16"},
+          "mixed_precision is no, and bf16 or fp16 is true. Keep one.");
+    const bool in_file = !where_("bf16").empty();
+    if (in_file && (word == "bf16" || word == "fp8") && !a.bf16)
+      add({"mixed_precision", "bf16"},
+          "mixed_precision is " + word + ", and bf16 is false. Keep one.");
+    if (in_file && word == "fp16" && !a.fp16)
+      add({"mixed_precision", "fp16"}, "mixed_precision is fp16, and fp16 is false. Keep one.");
+    if (a.fp8 && word != "fp8")
+      add({"fp8"},
+          "fp8 says how to scale, and mixed_precision is not fp8. Write mixed_precision: "
+          "fp8, or delete it.");
+    try {
+      fp8_recipe_name(a);
+    } catch (const UsageError& error) {
+      found_.push_back(error.what());
+    }
+  }
+
   void precision() {
     const TrainingArguments& a = arguments_;
     if (a.bf16 && a.fp16) add({"bf16", "fp16"}, "bf16 and fp16 cannot both be true. Keep one.");
+    fp8();
     if (a.tune && a.full_determinism) {
       add({"tune", "full_determinism"},
           "tune chooses the buckets by measured times, so that two runs may add gradients in "
@@ -419,6 +444,15 @@ std::string short_warmup_text(const TrainingArguments& a, std::int64_t max_steps
       "rises to {} and never reaches {}.",
       warmup, max_steps, linear ? fmt::format("{:.3g}", share * a.learning_rate) : "a part",
       a.learning_rate);
+}
+
+std::string fp8_recipe_name(const TrainingArguments& arguments) {
+  if (arguments.mixed_precision != "fp8") return "";
+  const Node none;
+  MapReader keys(arguments.fp8 ? *arguments.fp8 : none, "fp8");
+  const std::string recipe = keys.choice("recipe", "tensorwise", {"tensorwise", "rowwise"});
+  keys.finish();
+  return recipe;
 }
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where) {

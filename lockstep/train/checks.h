@@ -32,6 +32,10 @@ std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
 // Why the ranks' passes do not add up to it, with the nearest values that would; empty: they do.
 std::string uneven_text(const UpdateSize& size, int world_size);
 
+// "tensorwise" or "rowwise" where mixed_precision is fp8, otherwise empty. UsageError for another
+// `fp8` than {recipe: one of them}.
+std::string fp8_recipe_name(const TrainingArguments& arguments);
+
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);
 

@@ -61,6 +61,7 @@ class Resolver {
     read_flags();
     add_presets();
     add_launcher();
+    add_precision();
     decide();
     const Where where = [this](std::string_view key) { return config_.setting(key).where; };
     for (std::string& text : contradictions(config_.arguments, where))
@@ -138,10 +139,6 @@ class Resolver {
   std::string unknown(const std::string& key, const Node* value) const {
     const auto& others = sources_.launcher_keys;
     if (std::find(others.begin(), others.end(), key) != others.end()) {
-      if (key == "mixed_precision") {
-        return "mixed_precision belongs in the launcher's file (Accelerate's). Here, write bf16: "
-               "true or fp16: true.";
-      }
       return fmt::format(
           "{} belongs in the launcher's file (Accelerate's, `lockstep run "
           "--config-file`), not in the training file. Move it there.",
@@ -218,16 +215,27 @@ class Resolver {
     };
     const char* kPrecision = "ACCELERATE_MIXED_PRECISION";
     const std::string precision = text(kPrecision);
-    const bool said = candidates_.count("bf16") != 0 || candidates_.count("fp16") != 0;
+    const bool said = candidates_.count("bf16") != 0 || candidates_.count("fp16") != 0 ||
+                      candidates_.count("mixed_precision") != 0;
     if (!said && (precision == "bf16" || precision == "fp16"))
       insert(*find_key(precision), Origin::kLauncher, kPrecision, bool_node(true));
-    if (!said && precision == "fp8") {
-      problems_.add(fmt::format("{}: fp8 is not supported. Use bf16.", kPrecision));
-    }
+    if (!said && precision == "fp8")
+      insert(*find_key("mixed_precision"), Origin::kLauncher, kPrecision, text_node(precision));
     const char* kCpu = "ACCELERATE_USE_CPU";
     const std::string cpu = text(kCpu);
     if (cpu == "true" || cpu == "True" || cpu == "1")
       insert(*find_key("use_cpu"), Origin::kLauncher, kCpu, bool_node(true));
+  }
+
+  // mixed_precision sets bf16 or fp16; what they are given beside it is compared later.
+  void add_precision() {
+    const auto found = candidates_.find("mixed_precision");
+    if (found == candidates_.end()) return;
+    const std::string word = found->second.back().value.text;
+    const bool bf16 = word == "bf16" || word == "fp8";
+    if (bf16 || word == "fp16")
+      insert(*find_key(bf16 ? "bf16" : "fp16"), Origin::kPreset, "mixed_precision",
+             bool_node(true));
   }
 
   // Inserts below everything that has been given.

@@ -203,6 +203,18 @@ constexpr KeySpec kKeys[] = {
 
     {.name = "bf16", .member = &A::bf16, .help = "bfloat16 autocast, without loss scaling"},
     {.name = "fp16", .member = &A::fp16, .help = "float16 autocast with loss scaling"},
+    {.name = "mixed_precision",
+     .member = &A::mixed_precision,
+     .help = "Accelerate's word for both: no, fp16, bf16, or fp8 (bf16 with the linear layers of "
+             "a language model's blocks in 8 bits, on Ada, Hopper and later GPUs)",
+     .choices = "no|fp16|bf16|fp8",
+     .unset = "bf16 and fp16 decide",
+     .ours = true},
+    {.name = "fp8",
+     .member = &A::fp8,
+     .help = "how fp8 scales: {recipe: tensorwise}, one scale for a tensor, or {recipe: rowwise}",
+     .unset = "tensorwise",
+     .ours = true},
     {.name = "residual_in_fp32",
      .member = &A::residual_in_fp32,
      .help = "under bf16 on a GPU, keep what the blocks of a language model add to in float32, as "

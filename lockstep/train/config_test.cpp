@@ -312,8 +312,10 @@ TEST(Config, TheLauncherSaysPrecisionWhereNobodyElseDoes) {
   EXPECT_EQ(shown(resolve("", {}, bf16), "use_cpu"), "true from ACCELERATE_USE_CPU");
   EXPECT_EQ(shown(resolve("use_cpu: false\n", {}, bf16), "use_cpu"), "false from t.yaml:1:1");
   EXPECT_EQ(shown(resolve("bf16: false\n", {}, bf16), "bf16"), "false from t.yaml:1:1");
-  EXPECT_EQ(refused("", {}, {{"ACCELERATE_MIXED_PRECISION", "fp8"}}),
-            "[config] ACCELERATE_MIXED_PRECISION: fp8 is not supported. Use bf16.");
+  const Environment fp8 = {{"ACCELERATE_MIXED_PRECISION", "fp8"}};
+  EXPECT_EQ(shown(resolve("", {}, fp8), "mixed_precision"),
+            "\"fp8\" from ACCELERATE_MIXED_PRECISION");
+  EXPECT_EQ(fp8_recipe_name(resolve("fp16: false\n", {}, fp8).arguments), "");
 }
 
 TEST(Config, OlderSpellingsAreAcceptedWithALine) {
@@ -434,9 +436,6 @@ const Mistake kMistakes[] = {
     {"LauncherKey", "num_processes: 2\n",
      "t.yaml:1:1: num_processes belongs in the launcher's file (Accelerate's, `lockstep run "
      "--config-file`), not in the training file. Move it there."},
-    {"LauncherPrecision", "mixed_precision: bf16\n",
-     "t.yaml:1:1: mixed_precision belongs in the launcher's file (Accelerate's). Here, write bf16: "
-     "true or fp16: true."},
     {"LauncherTypo", "num_machine: 2\n",
      "t.yaml:1:1: there is no key 'num_machine'. Did you mean num_machines? That belongs in the "
      "launcher's file (Accelerate's)."},

@@ -133,6 +133,7 @@ void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
 void read(NodePtr& out, const KeySpec& key, const Node& node) {
   const std::string_view example = key.name == "lr_scheduler_kwargs" ? "{num_cycles: 1}"
                                    : key.name == "fsdp_config"       ? "{version: 2}"
+                                   : key.name == "fp8"               ? "{recipe: rowwise}"
                                    : key.name == "lora"
                                        ? "{r: 16, lora_alpha: 32, target_modules: [c_attn]}"
                                        : "";
@@ -242,7 +243,7 @@ bool KeySpec::optional() const {
 }
 
 std::string KeySpec::type() const {
-  if (name == "lr_scheduler_kwargs" || name == "fsdp_config") return "map";
+  if (name == "lr_scheduler_kwargs" || name == "fsdp_config" || name == "fp8") return "map";
   const TrainingArguments defaults;
   std::string text(std::visit([&](auto pointer) { return type_name(defaults.*pointer); }, member));
   if (!choices.empty()) text = (text == "list" ? "list of " : "") + choices_text(choices);

@@ -63,6 +63,7 @@ def main():
             env={"LOCKSTEP_BACKEND": "gloo"}),  # ranks are on the CPU
         run("attention with a soft cap", 1, [f"{BIN}/tests/capped_attention_test"], ["PASSED"]),
         run("grouped products", 1, [f"{BIN}/tests/grouped_linear_test"], ["PASSED"]),
+        run("fp8 casts and products", 1, [f"{BIN}/tests/fp8_test"], ["PASSED"]),
         run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # one case has ranks on the CPU
         run("example 03, one rank", 1, [f"{BIN}/examples/03_mlp"], ["replicas identical", "nccl"]),

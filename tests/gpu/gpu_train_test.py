@@ -206,8 +206,8 @@ def fp32(place):
     return expect_learned(Run(place / "whole", GPT, GPT_FLAGS).train(), LEAST)
 
 
-def bf16(place):
-    flags = GPT_FLAGS + ["--bf16", "true"]
+def bf16(place, precision="bf16"):
+    flags = GPT_FLAGS + ["--mixed_precision", precision]
     whole = Run(place / "whole", GPT, flags).train()
     learned = expect_learned(whole, LEAST)
     expect(not (whole.newest() / "scaler.json").exists(), "bf16 needs no scaler")
@@ -218,6 +218,10 @@ def bf16(place):
     killed.train("--resume", "auto")
     expect_same(whole, killed)
     return learned + ", killed and resumed: the same bits"
+
+
+def fp8(place):
+    return bf16(place, "fp8")
 
 
 def fp16(place):
@@ -239,8 +243,8 @@ def captured(place):
     shape = ["--gradient_accumulation_steps", "1", "--eval_strategy", "steps", "--eval_steps",
              str(EVERY), "--per_device_eval_batch_size", "3"]
     said = []
-    for half in ("bf16", "fp16"):
-        flags = GPT_FLAGS + shape + [f"--{half}", "true"]
+    for half in ("bf16", "fp16", "fp8"):
+        flags = GPT_FLAGS + shape + ["--mixed_precision", half]
         eager = Run(place / f"eager-{half}", GPT, flags + ["--compile_model", "false"]).train()
         learned = expect_learned(eager, LEAST)
         graph = Run(place / f"graph-{half}", GPT, flags)  # auto
@@ -381,7 +385,7 @@ def main():
         print("SKIPPED: no GPU on this machine")
         return 77
     checks = [("Trainer's parts, one rank", program(0)), ("tiny GPT in bf16", bf16),
-              ("tiny GPT in fp16", fp16)]
+              ("tiny GPT in fp16", fp16), ("tiny GPT in fp8", fp8)]
     if ON_GPU or "--all" in sys.argv:  # tests/train has these on the CPU
         checks += [("tiny GPT in fp32", fp32), ("MLP with dropout", dropout),
                    ("two ranks of lockstep train", two_ranks)]

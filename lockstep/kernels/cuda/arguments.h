@@ -3,7 +3,6 @@
 // says otherwise. table.h has the functions.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace lockstep::kernels::cuda {
@@ -96,33 +95,6 @@ struct Rope {
   int half, width;  // multiples of 8; 2 half <= width
   bool inverse;     // the gradient
   Type type;
-};
-
-enum class Epilogue : int {
-  kNone,
-  kGeluAuxBias,  // gelu(. + bias), and . + bias to aux
-  kDGelu,        // . * gelu'(aux)
-};
-
-// A row-major matrix; `transposed` when the memory holds the transpose.
-struct GemmMatrix {
-  const void* data;
-  std::int64_t stride;  // from one row in memory to the next
-  bool transposed;
-};
-// d [m, n] = a [m, k] b [k, n] + beta d, summed in float.
-struct Gemm {
-  GemmMatrix a, b;
-  void* d;
-  const void* bias;  // [n]
-  void* aux;         // [m, n]
-  void* workspace;
-  std::size_t workspace_bytes;
-  std::int64_t m, n, k;
-  float beta;
-  Epilogue epilogue;
-  Type type;    // for a, b, bias and aux
-  Type d_type;  // the same or float
 };
 
 // An adapter's input is dropped out: a bit of [rows, columns / 8] is 1 where an element stays,

@@ -25,8 +25,22 @@ cudaDataType_t type_of(Type type) {
   return CUDA_R_32F;
 }
 
+cudaDataType_t type_of(const GemmMatrix& matrix, Type type) {
+  switch (matrix.fp8) {
+    case Fp8::kE4m3:
+      return CUDA_R_8F_E4M3;
+    case Fp8::kE5m2:
+      return CUDA_R_8F_E5M2;
+    case Fp8::kNone:
+      break;
+  }
+  return type_of(type);
+}
+
 cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
   switch (epilogue) {
+    case Epilogue::kBias:
+      return CUBLASLT_EPILOGUE_BIAS;
     case Epilogue::kGeluAuxBias:
       return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     case Epilogue::kDGelu:
@@ -38,7 +52,7 @@ cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
 }
 
 // What the choice of an algorithm depends on, including the device.
-using Key = std::array<std::int64_t, 13>;
+using Key = std::array<std::int64_t, 16>;
 
 Key key_of(const Gemm& g, int device) {
   return {device,
@@ -53,6 +67,9 @@ Key key_of(const Gemm& g, int device) {
           static_cast<int>(g.d_type),
           g.beta != 0,
           static_cast<int>(g.epilogue),
+          static_cast<int>(g.a.fp8),
+          static_cast<int>(g.b.fp8),
+          g.fast_accumulation,
           static_cast<std::int64_t>(g.workspace_bytes)};
 }
 
@@ -67,8 +84,10 @@ void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t which, T
   cublasLtMatmulDescSetAttribute(operation, which, &value, sizeof value);
 }
 
-// The bias and the auxiliary matrix are part of the library's descriptor, not of the call.
+// The bias, the auxiliary matrix and scales are part of the library's descriptor, not of the call.
 void set_pointers(const Plan& plan, const Gemm& g) {
+  if (g.b.scale != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, g.b.scale);
+  if (g.a.scale != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, g.a.scale);
   if (g.bias != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
   if (g.aux != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
 }
@@ -81,15 +100,16 @@ void describe(Plan& plan, const Gemm& g) {
   set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g.epilogue));
   if (g.bias != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type_of(g.type));
   if (g.aux != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.n);
+  if (g.fast_accumulation) set(plan.operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
   set_pointers(plan, g);
-  const auto layout = [](cublasLtMatrixLayout_t* to, Type type, std::int64_t rows,
+  const auto layout = [](cublasLtMatrixLayout_t* to, cudaDataType_t type, std::int64_t rows,
                          std::int64_t columns, std::int64_t stride) {
-    cublasLtMatrixLayoutCreate(to, type_of(type), static_cast<std::uint64_t>(rows),
+    cublasLtMatrixLayoutCreate(to, type, static_cast<std::uint64_t>(rows),
                                static_cast<std::uint64_t>(columns), stride);
   };
-  layout(&plan.first, g.type, first ? g.k : g.n, first ? g.n : g.k, g.b.stride);
-  layout(&plan.second, g.type, second ? g.m : g.k, second ? g.k : g.m, g.a.stride);
-  layout(&plan.d, g.d_type, g.n, g.m, g.n);
+  layout(&plan.first, type_of(g.b, g.type), first ? g.k : g.n, first ? g.n : g.k, g.b.stride);
+  layout(&plan.second, type_of(g.a, g.type), second ? g.m : g.k, second ? g.k : g.m, g.a.stride);
+  layout(&plan.d, type_of(g.d_type), g.n, g.m, g.n);
 }
 
 class Plans {

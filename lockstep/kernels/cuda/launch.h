@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "lockstep/kernels/cuda/arguments.h"
+#include "lockstep/kernels/cuda/fp8_arguments.h"
+#include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
 
@@ -37,6 +39,9 @@ bool gemm(const Gemm& args, cudaStream_t stream, cudaError_t* status);
 
 cudaError_t adamw_norm(const AdamStep& args, cudaStream_t stream);
 cudaError_t adamw_update(const AdamStep& args, cudaStream_t stream);
+
+cudaError_t fp8_amax(const Fp8Amax& args, cudaStream_t stream);
+cudaError_t fp8_cast(const Fp8Cast& args, cudaStream_t stream);
 
 class Graph;
 Graph* make_torch_graph(const Graph* other);

@@ -55,6 +55,15 @@ const Table kTable{
         },
     .adamw_norm = call<AdamStep, adamw_norm>,
     .adamw_update = call<AdamStep, adamw_update>,
+    .fp8_amax = call<Fp8Amax, fp8_amax>,
+    .fp8_cast = call<Fp8Cast, fp8_cast>,
+    .compute_capability =
+        [](int device) {
+          int major = 0, minor = 0;
+          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+          cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+          return 10 * major + minor;
+        },
     .make_graph = make_torch_graph,
 };
 

@@ -12,12 +12,14 @@
 #include <cstdint>
 
 #include "lockstep/kernels/cuda/arguments.h"
+#include "lockstep/kernels/cuda/fp8_arguments.h"
+#include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
 
 class Graph;  // graph.h
 
-constexpr int kTableVersion = 3;
+constexpr int kTableVersion = 4;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
@@ -49,6 +51,9 @@ struct Table {
   // The norm of all gradients, then the update with it.
   int (*adamw_norm)(const AdamStep&, void* stream);
   int (*adamw_update)(const AdamStep&, void* stream);
+  int (*fp8_amax)(const Fp8Amax&, void* stream);
+  int (*fp8_cast)(const Fp8Cast&, void* stream);
+  int (*compute_capability)(int device);     // 90 for 9.0
   Graph* (*make_graph)(const Graph* other);  // owned by the caller
 };
 

@@ -1,0 +1,88 @@
+// Linear layers in 8-bit floating point: inputs and weights in e4m3, gradients in e5m2, each with
+// scales that are computed from its own largest magnitudes, on its device, in every call.
+//
+//   const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);      // around the forward of our models
+//   const at::Tensor loss = model->loss(ids, targets);
+//
+//   const at::Tensor y = nn::fp8_linear(x, {weight}, bias);     // in a module of your own
+//   const at::Tensor gate_up = nn::fp8_linear(x, {gate, up}, {});   // one product of both
+//
+// A GPU needs compute capability 8.9 (Ada, Hopper, Blackwell). The CPU computes the same by
+// definition: it casts, multiplies in float, and saves nothing. docs/fp8.md says where it pays.
+// fp8_linear and to_fp8 are stateless and callable from any thread.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/nn/functional.h"
+
+namespace lockstep::nn {
+
+// One scale for a tensor, or one for each row of what is multiplied. The names are torchao's.
+enum class Fp8Recipe : int { kTensorwise, kRowwise };
+// "tensorwise" or "rowwise"; UsageError for another.
+Fp8Recipe fp8_recipe_of(std::string_view name);
+
+// While it lives, the linear layers in the blocks of our language models compute in fp8. Guards
+// nest; an empty one turns fp8 off. Of this thread, like autocasting: what is computed again in
+// backward remembers what its forward had.
+class Fp8Autocast {
+ public:
+  explicit Fp8Autocast(std::optional<Fp8Recipe> recipe);
+  ~Fp8Autocast();
+  Fp8Autocast(const Fp8Autocast&) = delete;
+  Fp8Autocast& operator=(const Fp8Autocast&) = delete;
+
+  static std::optional<Fp8Recipe> current();
+
+ private:
+  std::optional<Fp8Recipe> before_;
+};
+
+// A matrix is values * scale.
+struct Fp8Matrix {
+  at::Tensor values;  // [rows, columns]
+  at::Tensor scale;   // float [1], or [rows, 1]
+
+  bool defined() const { return values.defined(); }
+};
+// The transpose has a memory of its own, since tensor cores read both sides of a product along
+// the dimension that is summed. Its rows are padded with zeros to a multiple of 16; by row it has
+// scales of its own.
+struct Fp8Pair {
+  Fp8Matrix matrix, transposed;
+};
+struct Fp8Wanted {
+  bool matrix = true, transposed = true;
+};
+
+// Several matrices [rows, columns] of one width become one, below each other; with one scale by
+// tensor. `type` is kFloat8_e4m3fn or kFloat8_e5m2. A matrix with an inf or nan becomes nan as a
+// whole, or row by row: a step that skips non-finite gradients sees it.
+Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
+               const Fp8Wanted& wanted = {});
+// The matrix again, in float.
+at::Tensor from_fp8(const Fp8Matrix& matrix);
+
+// x [weights]^T + bias: the products of x with all weights [out, in] side by side, in x's dtype;
+// bias [all out] is optional. Weights may be float and are cast in each call, once for all. Their
+// gradients are float, or of their dtype. Where a size is no multiple of 16 the layer is computed
+// in x's dtype, and one line in the log says so. UsageError for a GPU without fp8.
+at::Tensor fp8_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                      const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
+
+// Whether the sizes of these weights are computed in fp8.
+bool fp8_covers(const std::vector<at::Tensor>& weights);
+
+// lora_linear() with a frozen base in fp8: to_fp8 of its weight [out, in].
+at::Tensor fp8_lora_linear(const at::Tensor& x, const Fp8Pair& base, const at::Tensor& bias,
+                           const at::Tensor& a, const at::Tensor& b,
+                           const LoraOptions& options = {});
+
+}  // namespace lockstep::nn

@@ -1,0 +1,204 @@
+// The linear layer in fp8 with its gradients.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <string>
+
+#include "lockstep/core/log.h"
+#include "lockstep/nn/fp8.h"
+#include "lockstep/nn/fp8_products.h"
+#include "lockstep/nn/on_cuda.h"
+#include "lockstep/nn/products.h"
+
+namespace lockstep::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+std::string leaf_name(std::size_t i) {
+  return fmt::format("leaf{}", i);
+}
+
+Fp8Matrix rows_of(const Fp8Matrix& all, std::int64_t first, std::int64_t count) {
+  return {all.values.narrow(0, first, count),
+          all.scale.numel() == 1 ? all.scale : all.scale.narrow(0, first, count)};
+}
+
+bool stored_transposed(const at::Tensor& pattern) {
+  return !pattern.is_contiguous() && pattern.t().is_contiguous();
+}
+
+// dy^T x for dy^T [out, rows] and x^T [in, rows], in the memory layout of the weight; undefined
+// when it was added to `accumulated`.
+at::Tensor weight_gradient(const Fp8Matrix& dy, const Fp8Matrix& x, at::ScalarType type,
+                           bool transposed, at::Tensor accumulated) {
+  // By row the library takes e5m2 on the left alone.
+  const bool turns = transposed && dy.scale.numel() == 1;
+  const Fp8Matrix &a = turns ? x : dy, &b = turns ? dy : x;
+  const auto placed = [&](const at::Tensor& t) { return turns ? t.t() : t; };
+  if (accumulated.defined() && placed(accumulated).is_contiguous()) {
+    detail::fp8_product(a, b, placed(accumulated), {.add = true});
+    return {};
+  }
+  const auto options = x.scale.options().dtype(accumulated.defined() ? at::kFloat : type);
+  const at::Tensor fresh = at::empty({a.values.size(0), b.values.size(0)}, options);
+  detail::fp8_product(a, b, fresh, {});
+  if (!accumulated.defined()) return placed(fresh);
+  accumulated.add_(placed(fresh));
+  return {};
+}
+
+struct Wishes {
+  Fp8Recipe recipe;
+  bool dx, dweight;  // which gradients may be asked for
+};
+
+class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
+                            const at::Tensor& bias_or_none, const Wishes& wishes) {
+    const detail::NoAutocast no_autocast;
+    const at::Tensor bias = detail::from_none(bias_or_none);
+    const at::Tensor rows = detail::flat(x).contiguous();
+    std::vector<std::int64_t> widths, types, transposed;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      detail::remember_leaf(ctx, leaf_name(i), weights[i]);
+      widths.push_back(weights[i].size(0));
+      types.push_back(static_cast<std::int64_t>(weights[i].scalar_type()));
+      transposed.push_back(stored_transposed(weights[i]));
+    }
+    const std::int64_t out = std::accumulate(widths.begin(), widths.end(), std::int64_t{0});
+    ctx->saved_data["widths"] = widths;
+    ctx->saved_data["types"] = types;
+    ctx->saved_data["transposed"] = transposed;
+    ctx->saved_data["shape"] = x.sizes().vec();
+    ctx->saved_data["recipe"] = static_cast<std::int64_t>(wishes.recipe);
+    ctx->saved_data["bias_type"] =
+        static_cast<std::int64_t>(bias.defined() ? bias.scalar_type() : at::kFloat);
+    const at::Tensor y = at::empty({rows.size(0), out}, x.options());
+    Fp8Pair in, weight;
+    if (rows.numel() > 0) {
+      in = to_fp8({rows}, at::kFloat8_e4m3fn, wishes.recipe, {.transposed = wishes.dweight});
+      weight = to_fp8(weights.vec(), at::kFloat8_e4m3fn, wishes.recipe, {.transposed = wishes.dx});
+      detail::fp8_product(
+          in.matrix, weight.matrix, y,
+          {.fast = true, .bias = bias.defined() ? bias.detach().to(x.scalar_type()) : bias});
+    }
+    ctx->save_for_backward({in.transposed.values, in.transposed.scale, weight.transposed.values,
+                            weight.transposed.scale});
+    auto shape = x.sizes().vec();
+    shape.back() = out;
+    return y.view(shape);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const detail::NoAutocast no_autocast;
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor dy = detail::flat(grads[0]).contiguous();
+    const auto widths = ctx->saved_data["widths"].toIntVector();
+    const auto shape = ctx->saved_data["shape"].toIntVector();
+    const bool wants_dx = ctx->needs_input_grad(0);
+    bool wants_dweight = false;
+    for (std::size_t i = 0; i < widths.size(); ++i) wants_dweight |= ctx->needs_input_grad(1 + i);
+    Fp8Pair grad;
+    if (dy.numel() > 0 && (wants_dx || wants_dweight))
+      grad =
+          to_fp8({dy}, at::kFloat8_e5m2, static_cast<Fp8Recipe>(ctx->saved_data["recipe"].toInt()),
+                 {wants_dx, wants_dweight});
+    variable_list result(1);
+    if (wants_dx) {
+      result[0] = at::empty({dy.size(0), shape.back()}, dy.options());
+      if (dy.numel() > 0) detail::fp8_product(grad.matrix, {saved[2], saved[3]}, result[0], {});
+      result[0] = result[0].view(shape);
+    }
+    add_weight_gradients(ctx, {saved[0], saved[1]}, grad.transposed, dy, result);
+    const bool wants_dbias = ctx->needs_input_grad(1 + widths.size());
+    result.push_back(wants_dbias ? detail::column_sum(dy).to(static_cast<at::ScalarType>(
+                                       ctx->saved_data["bias_type"].toInt()))
+                                 : at::Tensor());
+    result.emplace_back();
+    return result;
+  }
+
+ private:
+  static void add_weight_gradients(AutogradContext* ctx, const Fp8Matrix& x, const Fp8Matrix& grad,
+                                   const at::Tensor& dy, variable_list& result) {
+    const auto widths = ctx->saved_data["widths"].toIntVector();
+    const auto types = ctx->saved_data["types"].toIntVector();
+    const auto transposed = ctx->saved_data["transposed"].toIntVector();
+    const std::int64_t in = ctx->saved_data["shape"].toIntVector().back();
+    std::int64_t first = 0;
+    for (std::size_t i = 0; i < widths.size(); ++i) {
+      const auto type = static_cast<at::ScalarType>(types[i]);
+      at::Tensor dweight;
+      if (ctx->needs_input_grad(1 + i)) {
+        dweight = dy.numel() == 0 ? at::zeros({widths[i], in}, dy.options().dtype(type))
+                                  : weight_gradient(rows_of(grad, first, widths[i]), x, type,
+                                                    transposed[i] != 0,
+                                                    detail::accumulation_target(ctx, leaf_name(i)));
+      }
+      result.push_back(dweight);
+      first += widths[i];
+    }
+  }
+};
+
+// Each size is named once.
+void say_not_covered(const at::Tensor& weight) {
+  static std::mutex mutex;
+  static std::set<std::pair<std::int64_t, std::int64_t>> said;
+  const std::lock_guard lock(mutex);
+  if (!said.insert({weight.size(0), weight.size(1)}).second) return;
+  log::warning("fp8",
+               "a linear layer of {} inputs and {} outputs is not computed in fp8, which needs "
+               "multiples of 16",
+               weight.size(1), weight.size(0));
+}
+
+at::Tensor not_covered(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                       const at::Tensor& bias) {
+  std::vector<at::Tensor> parts;
+  std::int64_t first = 0;
+  for (const at::Tensor& weight : weights) {
+    if (!fp8_covers({weight})) say_not_covered(weight);
+    const at::Tensor own =
+        bias.defined() && weights.size() > 1 ? bias.narrow(0, first, weight.size(0)) : bias;
+    parts.push_back(linear(x, weight, own));
+    first += weight.size(0);
+  }
+  return parts.size() == 1 ? parts.front() : at::cat(parts, -1);
+}
+
+}  // namespace
+
+at::Tensor fp8_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                      const at::Tensor& bias, Fp8Recipe recipe) {
+  constexpr const char* kWho = "fp8_linear";
+  detail::require(!weights.empty() && x.defined() && x.dim() > 0, kWho,
+                  "an input and a weight are needed", x);
+  std::int64_t out = 0;
+  bool trained = false;
+  for (const at::Tensor& weight : weights) {
+    detail::require(weight.defined() && weight.dim() == 2 && weight.size(1) == x.size(-1), kWho,
+                    "weight must be [out, in], where in is the input's last dimension", x, weight);
+    detail::require(weight.is_floating_point() && weight.itemsize() > 1, kWho,
+                    "a weight must have the input's dtype or be float", x, weight);
+    out += weight.size(0);
+    trained |= weight.requires_grad();
+  }
+  detail::require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == out), kWho,
+                  "bias must be [out] of all weights", weights.front(), bias);
+  detail::check_fp8_device(kWho, x);
+  if (!fp8_covers(weights)) return not_covered(x, weights, bias);
+  const bool differentiates = at::GradMode::is_enabled();
+  return Fp8LinearFunction::apply(
+      x, at::TensorList(weights), detail::or_none(bias),
+      Wishes{recipe, differentiates && x.requires_grad(), differentiates && trained});
+}
+
+}  // namespace lockstep::nn

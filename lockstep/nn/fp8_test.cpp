@@ -1,0 +1,364 @@
+// fp8 casts against the definition of the two formats, enumerated; products and gradients against
+// double precision on the values that were cast. With LOCKSTEP_DEVICE=cuda our kernels against the
+// same (tests/gpu), and the cast bit by bit against the CPU's.
+#include "lockstep/nn/fp8.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/nn/device_for_test.h"
+
+namespace nn = lockstep::nn;
+
+namespace {
+
+using nn::Fp8Recipe;
+using nn::test_device;
+
+constexpr auto kE4 = at::kFloat8_e4m3fn, kE5 = at::kFloat8_e5m2;
+constexpr Fp8Recipe kRecipes[] = {Fp8Recipe::kTensorwise, Fp8Recipe::kRowwise};
+
+struct Format {
+  int mantissa, bias, codes;  // codes: of finite values that are not negative
+  double largest;
+};
+Format format_of(at::ScalarType type) {
+  return type == kE4 ? Format{3, 7, 127, 448} : Format{2, 15, 124, 57344};
+}
+
+double value_of(int code, const Format& f) {
+  const int exponent = code >> f.mantissa, fraction = code & ((1 << f.mantissa) - 1);
+  const int steps = exponent == 0 ? fraction : fraction + (1 << f.mantissa);
+  return std::ldexp(steps, std::max(exponent, 1) - f.bias - f.mantissa);
+}
+
+// The nearest code; between two the even one.
+int nearest(double x, const Format& f) {
+  int best = 0;
+  for (int code = 1; code < f.codes; ++code) {
+    const double now = std::abs(value_of(code, f) - std::abs(x));
+    const double before = std::abs(value_of(best, f) - std::abs(x));
+    if (now < before || (now == before && code % 2 == 0)) best = code;
+  }
+  return std::signbit(x) ? best + 128 : best;
+}
+
+at::Tensor random(at::IntArrayRef sizes, at::ScalarType type, int seed) {
+  torch::manual_seed(static_cast<std::uint64_t>(seed));
+  return torch::randn(sizes).to(test_device(), type);
+}
+
+at::Tensor bytes(const at::Tensor& values) {
+  return values.view(at::kByte).cpu();
+}
+
+at::Tensor wide(const at::Tensor& t) {
+  return t.detach().to(at::kCPU, at::kDouble);
+}
+
+at::Tensor wide(const nn::Fp8Matrix& m) {
+  return wide(m.values.to(at::kFloat)) * wide(m.scale);
+}
+
+nn::Fp8Matrix cast(const at::Tensor& m, at::ScalarType type, Fp8Recipe recipe) {
+  return nn::to_fp8({m}, type, recipe).matrix;
+}
+
+// Sums are in float, in any order. A GPU's tensor cores add 32 products and the sum so far at a
+// time, each cut to 14 bits of the largest of them. The result is rounded once to its type.
+void expect_product(const at::Tensor& got, const at::Tensor& a, const at::Tensor& b,
+                    const std::string& what) {
+  const auto terms = static_cast<double>(a.size(1));
+  const double rounding = got.scalar_type() == at::kFloat ? 0x1p-23 : 0x1p-8;
+  const at::Tensor want = a.mm(b), sizes = a.abs().mm(b.abs());
+  const at::Tensor largest = std::get<0>(a.abs().max(1, true)) * std::get<0>(b.abs().max(0, true));
+  const at::Tensor sums = test_device().is_cuda()
+                              ? (sizes + 32 * largest) * (std::ceil(terms / 32) * 0x1p-13)
+                              : sizes * ((terms + 4) * 0x1p-24);
+  const at::Tensor most = sums + want.abs() * rounding + 1e-30;
+  EXPECT_TRUE((wide(got) - want).abs().le(most).all().item<bool>())
+      << what << ": " << ((wide(got) - want).abs() / most).max().item<double>()
+      << " of what may be";
+}
+
+TEST(Fp8Cast, RoundsToTheNearestEvenOfTheFormat) {
+  for (const auto type : {kE4, kE5}) {
+    const Format f = format_of(type);
+    // Every value, the middle between each two, and what is just beside it. The largest makes the
+    // scale 1.
+    std::vector<float> all;
+    for (int code = 0; code + 1 < f.codes; ++code) {
+      const auto low = static_cast<float>(value_of(code, f));
+      const auto middle = static_cast<float>((value_of(code, f) + value_of(code + 1, f)) / 2);
+      for (const float x :
+           {low, middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)})
+        all.insert(all.end(), {x, -x});
+    }
+    all.push_back(static_cast<float>(f.largest));
+    while (all.size() % 16 != 0) all.push_back(0);
+    const auto size = static_cast<std::int64_t>(all.size());
+    const at::Tensor x = torch::tensor(all).view({size / 16, 16}).to(test_device());
+    const nn::Fp8Matrix got = cast(x, type, Fp8Recipe::kTensorwise);
+    EXPECT_EQ(got.scale.item<float>(), 1.0f);
+    const at::Tensor codes = bytes(got.values).flatten();
+    for (std::int64_t i = 0; i < size; ++i)
+      ASSERT_EQ(codes[i].item<int>(), nearest(all[static_cast<std::size_t>(i)], f))
+          << all[static_cast<std::size_t>(i)];
+  }
+}
+
+TEST(Fp8Cast, ScalesAreOfTheLargestAndTheErrorIsThatOfTheFormat) {
+  for (const auto type : {kE4, kE5}) {
+    const Format f = format_of(type);
+    for (const auto recipe : kRecipes) {
+      for (const auto from : {at::kBFloat16, at::kFloat, at::kHalf}) {
+        const at::Tensor x = random({37, 48}, from, 1) * 3e-3;
+        const auto pair = nn::to_fp8({x}, type, recipe);
+        const at::Tensor amax =
+            recipe == Fp8Recipe::kRowwise ? wide(x).abs().amax(1, true) : wide(x).abs().amax();
+        const at::Tensor most = wide(x).abs() * std::ldexp(1.0, -f.mantissa - 1) * 1.0001 +
+                                amax / f.largest * value_of(1, f) / 2 * 1.0001;
+        EXPECT_TRUE((wide(pair.matrix) - wide(x)).abs().le(most).all().item<bool>());
+        EXPECT_TRUE(torch::allclose(
+            wide(pair.matrix.scale).flatten(),
+            (amax / f.largest).flatten().expand_as(pair.matrix.scale.flatten()), 1e-6, 0));
+        // The transpose: 37 rows are padded to 48.
+        ASSERT_EQ(pair.transposed.values.sizes(), at::IntArrayRef({48, 48}));
+        EXPECT_EQ(bytes(pair.transposed.values).narrow(1, 37, 11).count_nonzero().item<int>(), 0);
+        const auto turned = nn::to_fp8({x.t().contiguous()}, type, recipe).matrix;
+        EXPECT_TRUE(
+            torch::equal(bytes(pair.transposed.values).narrow(1, 0, 37), bytes(turned.values)));
+        EXPECT_TRUE(torch::equal(pair.transposed.scale.flatten(), turned.scale.flatten()));
+      }
+    }
+  }
+}
+
+TEST(Fp8Cast, IsTheSameOnEveryDevice) {
+  for (const auto recipe : kRecipes)
+    for (const std::int64_t rows : {1, 16, 130, 300})
+      for (const auto from : {at::kBFloat16, at::kFloat}) {
+        const at::Tensor x = random({rows, 272}, from, 2), y = random({48, 272}, from, 3);
+        const auto compare = [&](const std::vector<at::Tensor>& list) {
+          std::vector<at::Tensor> host;
+          for (const at::Tensor& one : list) host.push_back(one.cpu());
+          for (const auto type : {kE4, kE5}) {
+            const auto got = nn::to_fp8(list, type, recipe), want = nn::to_fp8(host, type, recipe);
+            EXPECT_TRUE(torch::equal(bytes(got.matrix.values), bytes(want.matrix.values)));
+            EXPECT_TRUE(torch::equal(bytes(got.transposed.values), bytes(want.transposed.values)));
+            EXPECT_TRUE(torch::equal(got.matrix.scale.cpu(), want.matrix.scale));
+            EXPECT_TRUE(torch::equal(got.transposed.scale.cpu(), want.transposed.scale));
+          }
+        };
+        compare({x});
+        compare({y, x});  // the first ends at a multiple of 16
+        compare({x.t().contiguous().t()});
+      }
+}
+
+TEST(Fp8Cast, ZerosStayAndNonFiniteValuesAreSeen) {
+  const at::Tensor zeros = torch::zeros({16, 16}, at::TensorOptions(test_device()));
+  for (const auto recipe : kRecipes) {
+    EXPECT_EQ(wide(cast(zeros, kE4, recipe)).abs().max().item<double>(), 0);
+    for (const float bad : {INFINITY, -INFINITY, NAN}) {
+      at::Tensor x = random({16, 32}, at::kBFloat16, 4);
+      x.index_put_({3, 5}, bad);
+      const auto pair = nn::to_fp8({x}, kE5, recipe);
+      EXPECT_TRUE(torch::isnan(wide(pair.matrix)[3]).all().item<bool>());
+      EXPECT_TRUE(torch::isnan(wide(pair.transposed)[5].narrow(0, 0, 16)).all().item<bool>());
+    }
+  }
+}
+
+struct Layer {
+  at::Tensor x, weight, bias, dy;
+};
+
+Layer layer_of(std::int64_t rows, at::ScalarType type) {
+  return {random({rows, 96}, type, 5), random({64, 96}, at::kFloat, 6) * 0.05,
+          random({64}, at::kFloat, 7), random({rows, 64}, type, 8) * 1e-4};
+}
+
+TEST(Fp8Linear, ProductAndGradientsAreThoseOfTheCastValues) {
+  for (const auto recipe : kRecipes)
+    for (const auto type : {at::kBFloat16, at::kFloat})
+      for (const std::int64_t rows : {3, 32, 200}) {
+        // A GPU has a product by row in bfloat16 alone.
+        if (recipe == Fp8Recipe::kRowwise && type == at::kFloat && test_device().is_cuda())
+          continue;
+        const Layer l = layer_of(rows, type);
+        const at::Tensor x = l.x.clone().requires_grad_(), w = l.weight.clone().requires_grad_(),
+                         b = l.bias.clone().requires_grad_();
+        const at::Tensor y = nn::fp8_linear(x.view({1, rows, 96}), {w}, b, recipe);
+        EXPECT_EQ(y.sizes(), at::IntArrayRef({1, rows, 64}));
+        EXPECT_EQ(y.scalar_type(), type);
+        y.backward(l.dy.view({1, rows, 64}));
+        const auto in = nn::to_fp8({l.x}, kE4, recipe),
+                   weight = nn::to_fp8({l.weight}, kE4, recipe),
+                   dy = nn::to_fp8({l.dy}, kE5, recipe);
+        const at::Tensor own_bias = wide(l.bias.to(type)).unsqueeze(0);
+        expect_product(y[0], torch::cat({wide(in.matrix), torch::ones({rows, 1}, at::kDouble)}, 1),
+                       torch::cat({wide(weight.matrix).t(), own_bias}), "y");
+        expect_product(x.grad(), wide(dy.matrix), wide(weight.transposed).t(), "dx");
+        const at::Tensor dw = recipe == Fp8Recipe::kRowwise && test_device().is_cuda()
+                                  ? w.grad().to(at::kBFloat16)
+                                  : w.grad();
+        EXPECT_EQ(w.grad().scalar_type(), at::kFloat);
+        expect_product(dw, wide(dy.transposed), wide(in.transposed).t(), "dw");
+        EXPECT_TRUE(torch::allclose(wide(b.grad()), wide(l.dy).sum(0), 1e-5, 1e-9));
+      }
+}
+
+TEST(Fp8Linear, IsAsNearToDoublePrecisionAsTheFormatsAllow) {
+  for (const auto recipe : kRecipes) {
+    const Layer l = layer_of(64, at::kBFloat16);
+    const at::Tensor y = nn::fp8_linear(l.x, {l.weight}, {}, recipe);
+    const auto error = [&](const at::Tensor& t) {
+      return wide(t).abs() * 0x1p-4 + wide(t).abs().max() / 448 * 0x1p-10;
+    };
+    const at::Tensor x = wide(l.x).abs(), w = wide(l.weight).abs();
+    const at::Tensor most =
+        error(l.x).mm(w.t()) + x.mm(error(l.weight).t()) + error(l.x).mm(error(l.weight).t());
+    const at::Tensor want = wide(l.x).mm(wide(l.weight).t());
+    EXPECT_TRUE((wide(y) - want).abs().le(most + want.abs() * 0x1p-7).all().item<bool>());
+    // Rounding errors are of either sign: their sum is far below the worst.
+    EXPECT_LT((wide(y) - want).norm().item<double>() / want.norm().item<double>(), 0.05);
+  }
+}
+
+TEST(Fp8Linear, SeveralWeightsAreOneProduct) {
+  for (const auto recipe : kRecipes) {
+    const at::Tensor x = random({40, 96}, at::kBFloat16, 9),
+                     dy = random({40, 112}, at::kBFloat16, 1);
+    const at::Tensor all = random({112, 96}, at::kFloat, 10);
+    const auto run = [&](std::vector<at::Tensor> weights) {
+      for (at::Tensor& weight : weights) weight = weight.detach().clone().requires_grad_();
+      const at::Tensor in = x.clone().requires_grad_();
+      const at::Tensor y = nn::fp8_linear(in, weights, {}, recipe);
+      y.backward(dy);
+      std::vector<at::Tensor> grads;
+      for (const at::Tensor& weight : weights) grads.push_back(weight.grad());
+      return std::vector<at::Tensor>{y.detach(), in.grad(), torch::cat(grads)};
+    };
+    const auto one = run({all}),
+               three = run({all.narrow(0, 0, 64), all.narrow(0, 64, 32), all.narrow(0, 96, 16)});
+    EXPECT_TRUE(torch::equal(one[0], three[0]));
+    EXPECT_TRUE(torch::equal(one[1], three[1]));
+    // Products of other shapes may add in another order.
+    EXPECT_TRUE(torch::allclose(one[2], three[2], 1e-2, 1e-3));
+  }
+}
+
+TEST(Fp8Linear, AWeightThatIsStoredTransposedGetsTheSameResults) {
+  for (const auto recipe : kRecipes) {
+    const Layer l = layer_of(48, at::kBFloat16);
+    const at::Tensor w = l.weight.clone().requires_grad_();
+    const at::Tensor stored = l.weight.t().contiguous().requires_grad_();
+    const at::Tensor y = nn::fp8_linear(l.x, {w}, {}, recipe);
+    const at::Tensor z = nn::fp8_linear(l.x, {stored.t()}, {}, recipe);
+    EXPECT_TRUE(torch::equal(y, z));
+    y.backward(l.dy);
+    z.backward(l.dy);
+    EXPECT_TRUE(torch::allclose(w.grad(), stored.grad().t(), 1e-2, 1e-7));
+  }
+}
+
+TEST(Fp8Linear, TheSecondBackwardAddsToTheGradient) {
+  const Layer l = layer_of(48, at::kBFloat16);
+  const at::Tensor w = l.weight.clone().requires_grad_();
+  nn::fp8_linear(l.x, {w}, {}).backward(l.dy);
+  const at::Tensor once = w.grad().clone();
+  nn::fp8_linear(l.x, {w}, {}).backward(l.dy);
+  EXPECT_TRUE(torch::allclose(w.grad(), 2 * once, 1e-5, 1e-9));
+}
+
+TEST(Fp8Linear, NonFiniteGradientsReachWeightAndInput) {
+  for (const auto recipe : kRecipes) {
+    Layer l = layer_of(32, at::kBFloat16);
+    l.dy.index_put_({7, 9}, INFINITY);
+    const at::Tensor x = l.x.clone().requires_grad_(), w = l.weight.clone().requires_grad_();
+    nn::fp8_linear(x, {w}, {}, recipe).backward(l.dy);
+    EXPECT_FALSE(torch::isfinite(w.grad()).all().item<bool>());
+    EXPECT_FALSE(torch::isfinite(x.grad()).all().item<bool>());
+    l.x.index_put_({0, 0}, NAN);
+    EXPECT_FALSE(torch::isfinite(nn::fp8_linear(l.x, {l.weight}, {}, recipe)).all().item<bool>());
+  }
+}
+
+TEST(Fp8Linear, EmptyBatches) {
+  const at::Tensor x = random({0, 32}, at::kBFloat16, 1).requires_grad_();
+  const at::Tensor w = random({16, 32}, at::kFloat, 2).requires_grad_();
+  const at::Tensor y = nn::fp8_linear(x, {w}, {});
+  EXPECT_EQ(y.sizes(), at::IntArrayRef({0, 16}));
+  y.sum().backward();
+  EXPECT_EQ(x.grad().sizes(), x.sizes());
+  EXPECT_EQ(w.grad().abs().max().item<float>(), 0);
+}
+
+TEST(Fp8Linear, SizesThatAreNoMultipleOf16AreComputedInTheInputsType) {
+  const at::Tensor x = random({8, 20}, at::kBFloat16, 1);
+  const at::Tensor v = random({16, 20}, at::kFloat, 2), w = random({5, 20}, at::kFloat, 3);
+  EXPECT_FALSE(nn::fp8_covers({v}));
+  const at::Tensor bias = random({21}, at::kFloat, 4);
+  const at::Tensor want = torch::cat(
+      {nn::linear(x, v, bias.narrow(0, 0, 16)), nn::linear(x, w, bias.narrow(0, 16, 5))}, -1);
+  EXPECT_TRUE(torch::equal(nn::fp8_linear(x, {v, w}, bias), want));
+}
+
+TEST(Fp8Linear, WrongShapesAreUsageErrors) {
+  const at::Tensor x = random({8, 32}, at::kBFloat16, 1), w = random({16, 48}, at::kFloat, 2);
+  EXPECT_THROW(nn::fp8_linear(x, {w}, {}), lockstep::UsageError);
+  EXPECT_THROW(nn::fp8_linear(x, {}, {}), lockstep::UsageError);
+  EXPECT_THROW(nn::fp8_linear(x, {w.narrow(1, 0, 32)}, torch::zeros({3})), lockstep::UsageError);
+  EXPECT_THROW(nn::to_fp8({x}, at::kHalf, Fp8Recipe::kRowwise), lockstep::UsageError);
+  EXPECT_THROW(nn::fp8_recipe_of("delayed"), lockstep::UsageError);
+}
+
+TEST(Fp8Lora, BaseIsFp8AndTheAdapterIsNot) {
+  for (const auto recipe : kRecipes) {
+    const Layer l = layer_of(48, at::kBFloat16);
+    const auto base = nn::to_fp8({l.weight}, kE4, recipe);
+    const at::Tensor a = (random({8, 96}, at::kFloat, 11) * 0.1).requires_grad_();
+    const at::Tensor b = (random({64, 8}, at::kFloat, 12) * 0.1).requires_grad_();
+    const at::Tensor x = l.x.clone().requires_grad_();
+    const at::Tensor y = nn::fp8_lora_linear(x, base, l.bias, a, b, {.scaling = 2});
+    y.backward(l.dy);
+    const at::Tensor wa = wide(a), wb = wide(b);
+    const at::Tensor narrow = wide(l.x).mm(wa.t());
+    const at::Tensor want = wide(cast(l.x, kE4, recipe)).mm(wide(base.matrix).t()) +
+                            2 * narrow.mm(wb.t()) + wide(l.bias);
+    // Roundings of bfloat16: the narrow product, the wide one, the sum, the bias.
+    EXPECT_LT((wide(y) - want).abs().max().item<double>(),
+              6 * 0x1p-8 * want.abs().max().item<double>());
+    const at::Tensor dnarrow = 2 * wide(l.dy).mm(wb);
+    const at::Tensor dx =
+        wide(cast(l.dy, kE5, recipe)).mm(wide(base.transposed).t()) + dnarrow.mm(wa);
+    EXPECT_LT((wide(x.grad()) - dx).abs().max().item<double>(),
+              6 * 0x1p-8 * dx.abs().max().item<double>());
+    const at::Tensor da = dnarrow.t().mm(wide(l.x)), db = 2 * wide(l.dy).t().mm(narrow);
+    EXPECT_LT((wide(a.grad()) - da).abs().max().item<double>(),
+              6 * 0x1p-8 * da.abs().max().item<double>());
+    EXPECT_LT((wide(b.grad()) - db).abs().max().item<double>(),
+              6 * 0x1p-8 * db.abs().max().item<double>());
+  }
+}
+
+TEST(Fp8Autocast, GuardsNest) {
+  EXPECT_FALSE(nn::Fp8Autocast::current());
+  {
+    const nn::Fp8Autocast outer(Fp8Recipe::kRowwise);
+    EXPECT_EQ(nn::Fp8Autocast::current(), Fp8Recipe::kRowwise);
+    {
+      const nn::Fp8Autocast off(std::nullopt);
+      EXPECT_FALSE(nn::Fp8Autocast::current());
+    }
+    EXPECT_EQ(nn::Fp8Autocast::current(), Fp8Recipe::kRowwise);
+  }
+  EXPECT_FALSE(nn::Fp8Autocast::current());
+}
+
+}  // namespace
