@@ -25,6 +25,15 @@
 namespace lockstep::cli {
 namespace {
 
+// Ranks that hold stages of one pipeline see the same samples.
+std::string batch_text(const TrainingArguments& a, int world_size) {
+  const auto stages = static_cast<int>(a.pipeline_parallel_degree);
+  if (world_size % stages != 0)
+    throw UsageError("config", "pipeline_parallel_degree is {}, and a world of {} is no multiple.",
+                     stages, world_size);
+  return train::effective_batch_text(a, world_size / stages);
+}
+
 constexpr const char* kHelp =
     "usage: lockstep config show [FILE] [--all] [--json] [--world-size N] [--KEY VALUE ...]\n"
     "       lockstep config check FILE [--launcher | --own-program] [--world-size N] "
@@ -160,8 +169,7 @@ int check(const Request& request) {
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
   problems.raise();
   if (config.arguments.fp16) note_precision(config.arguments);
-  if (request.world_size)
-    fmt::print("{}\n", train::effective_batch_text(config.arguments, *request.world_size));
+  if (request.world_size) fmt::print("{}\n", batch_text(config.arguments, *request.world_size));
   fmt::print("{} can be used\n", file);
   return 0;
 }
@@ -194,7 +202,7 @@ int diff(const Request& request) {
   if (request.world_size) {
     for (const train::Config* config : {&left, &right}) {
       fmt::print("{}: {}\n", request.names[config == &left ? 0 : 1],
-                 train::effective_batch_text(config->arguments, *request.world_size));
+                 batch_text(config->arguments, *request.world_size));
     }
   }
   return found.empty() ? 0 : 1;

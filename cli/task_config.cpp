@@ -427,6 +427,13 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
                        "model.device_map splits the model over the devices of one rank, and fsdp "
                        "divides it over ranks. Keep one.");
   });
+  if (a.pipeline_parallel_degree > 1 && (model.device_map || !has_tokens(task.data)))
+    problems.add(model.device_map
+                     ? "model.device_map splits the model over the devices of one rank, and "
+                       "pipeline_parallel_degree over ranks. Keep one."
+                     : fmt::format("pipeline_parallel_degree is for models of blocks, and {} has "
+                                   "none. Delete it, or train a gpt.",
+                                   model.name));
   if (!has_tokens(task.data) && train::checkpoints_activations(a))
     problems.add(
         fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.",

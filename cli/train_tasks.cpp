@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <type_traits>
 
 #include "cli/prompt_format.h"
 #include "cli/task_contents.h"
@@ -23,6 +24,7 @@
 #include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
+#include "lockstep/nn/staged.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/train/checkpoint.h"
@@ -256,6 +258,8 @@ void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) 
   // With a device map the logits are where the head is, and losses go back to the rank's device.
   task.loss = [net, smoothing](const Batch& batch) {
     const at::Tensor logits = net->forward(batch.data);
+    if constexpr (std::is_base_of_v<nn::Staged, Module>)
+      if (!net->stage().last) return LossOutput(logits);  // what the next stage takes
     const at::Tensor target = batch.target.to(logits.device());
     return LossOutput(cross_entropy(logits, target, smoothing).to(batch.target.device()), logits);
   };

@@ -52,7 +52,16 @@ at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
                             .runner = cache != nullptr ? nullptr : &runner_,
                             .fused = cache == nullptr && fused_on(ids.device()),
                             .residual_in_fp32 = residual_in_fp32_,
-                            .router_logits = router_logits});
+                            .router_logits = router_logits,
+                            .stage = &stage()});
+}
+
+nn::Staged::Parts CausalLm::parts() const {
+  Parts parts = decoder_->parts();
+  const std::vector<at::Tensor> head =
+      head_ != nullptr ? head_->parameters() : std::vector{decoder_->token_weight()};
+  parts.last.insert(parts.last.end(), head.begin(), head.end());
+  return parts;
 }
 
 bool CausalLm::fused_on(c10::Device device) const {
@@ -68,7 +77,14 @@ const at::Tensor* CausalLm::head_weight() const {
 at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
   const std::optional<ExpertsSpec>& experts = config_.spec().block.mlp.experts;
   const double share = experts ? experts->load_balancing : 0;
-  if (share == 0) return cross_entropy(hidden_states(ids), targets);
+  if (share == 0) {
+    const at::Tensor hidden = hidden_states(ids);
+    return stage().last ? cross_entropy(hidden, targets) : hidden;
+  }
+  if (!stage().first || !stage().last)
+    throw UsageError(config_.spec().family,
+                     "the load balancing loss is taken over the routers of all blocks, and each "
+                     "stage of a pipeline has some of them. Set output_router_logits to false.");
   std::vector<at::Tensor> routers;
   const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets);
   if (routers.empty()) return loss;  // a model without blocks

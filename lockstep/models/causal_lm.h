@@ -20,6 +20,7 @@
 #include "lockstep/models/hugging_face.h"
 #include "lockstep/models/kv_cache.h"
 #include "lockstep/models/model_options.h"
+#include "lockstep/nn/staged.h"
 
 namespace lockstep::models {
 
@@ -31,7 +32,7 @@ class CausalLm;
 struct DeviceMap;
 void place(CausalLm& model, const DeviceMap& map);
 
-class CausalLm : public torch::nn::Module {
+class CausalLm : public torch::nn::Module, public nn::Staged {
  public:
   // The options' type and device apply where nothing is drawn; make_causal_lm() converts.
   explicit CausalLm(CausalLmConfig config, const ParameterOptions& options = {});
@@ -39,7 +40,8 @@ class CausalLm : public torch::nn::Module {
   // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.
   // UsageError for another shape or type, and for more tokens than GPT-2 has positions.
   at::Tensor forward(const at::Tensor& ids, KvCache* cache = nullptr) {
-    return logits(hidden_states(ids, cache));
+    const at::Tensor hidden = hidden_states(ids, cache);
+    return stage().last ? logits(hidden) : hidden;
   }
   // The two halves of forward, for losses that never hold all logits: [batch, time, width] after
   // the last norm, and the head.
@@ -62,6 +64,9 @@ class CausalLm : public torch::nn::Module {
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
+
+  // For Pipeline: as one of its stages, forward() and loss() return what the next stage takes.
+  Parts parts() const override;
 
   // A model that place() has split over devices stays where it is; its type is converted.
   using torch::nn::Module::to;

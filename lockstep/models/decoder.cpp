@@ -436,11 +436,27 @@ at::Tensor Decoder::embedded(const at::Tensor& ids, const Run& run, at::ScalarTy
 at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
   FusedTypes types{at::kFloat, at::kFloat};
   if (run.fused) types = fused_types(ids.device(), tokens_->weight, run.residual_in_fp32);
-  const at::Tensor x = embedded(ids, run, types.residual);
+  static const nn::Staged::Stage whole;
+  const nn::Staged::Stage& stage = run.stage != nullptr ? *run.stage : whole;
+  const at::Tensor x = stage.first ? embedded(ids, run, types.residual) : stage.input;
   Pass pass = begin(ids, run, run.fused ? at::kFloat : x.scalar_type());
   pass.type = types.compute;
-  Stream stream = through_blocks({.sum = x}, pass, run);
-  return last_norm_.forward(stream, pass);
+  Stream stream = through_blocks({.sum = x}, pass, run, stage);
+  return stage.last ? last_norm_.forward(stream, pass) : stream.total();
+}
+
+nn::Staged::Parts Decoder::parts() const {
+  nn::Staged::Parts parts{.first = tokens_->parameters()};
+  if (positions_) parts.first.push_back(positions_->weight);
+  std::size_t listed = parts.first.size();
+  for (const auto& block : *blocks_) {
+    parts.blocks.push_back(block->parameters());
+    listed += parts.blocks.back().size();
+  }
+  // The last norm is registered after the blocks.
+  const std::vector<at::Tensor> all = parameters();
+  parts.last.assign(all.begin() + static_cast<std::ptrdiff_t>(listed), all.end());
+  return parts;
 }
 
 namespace {
@@ -467,11 +483,12 @@ Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, co
 
 }  // namespace
 
-Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run) {
+Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run,
+                               const nn::Staged::Stage& stage) {
   static const BlockRunner none;
   const BlockRunner& runner = run.runner != nullptr ? *run.runner : none;
-  for (const auto& module : *blocks_) {
-    const auto block = std::dynamic_pointer_cast<DecoderBlock>(module);
+  for (std::size_t i = stage.begin; i < stage.end_of(blocks_->size()); ++i) {
+    const auto block = std::dynamic_pointer_cast<DecoderBlock>(blocks_->ptr(i));
     if (block->copy_input_to) {
       x.sum = copied(x.sum, *block->copy_input_to);
       std::vector<at::Tensor*> shared{&pass.cos, &pass.sin};

@@ -20,6 +20,7 @@
 #include "lockstep/models/pass.h"
 #include "lockstep/models/rotary.h"
 #include "lockstep/nn/block.h"
+#include "lockstep/nn/staged.h"
 
 namespace lockstep::models::detail {
 
@@ -96,16 +97,19 @@ class Decoder : public torch::nn::Module {
     bool fused = false;
     bool residual_in_fp32 = false;
     std::vector<at::Tensor>* router_logits = nullptr;  // of each block, if they are wanted
+    const nn::Staged::Stage* stage = nullptr;          // null: all of it
   };
-  // Hidden states [batch, time, width] after the last norm.
+  // Hidden states [batch, time, width] after the last norm; of a stage that is not the last, after
+  // its last block.
   at::Tensor forward(const at::Tensor& ids, const Run& run);
 
   const at::Tensor& token_weight() const { return tokens_->weight; }
+  nn::Staged::Parts parts() const;
 
  private:
   Pass begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type);
   at::Tensor embedded(const at::Tensor& ids, const Run& run, at::ScalarType residual);
-  Stream through_blocks(Stream x, Pass pass, const Run& run);
+  Stream through_blocks(Stream x, Pass pass, const Run& run, const nn::Staged::Stage& stage);
 
   DecoderSpec spec_;
   std::optional<RotaryAngles> angles_;

@@ -131,6 +131,8 @@ struct Accumulation::Impl {
   double planned = 0;   // and of the whole window: what losses are divided by
   std::int64_t count = 0;
   at::Tensor loss_sum;
+  // Of a window that the parallelism takes as one.
+  std::vector<std::pair<std::function<at::Tensor()>, MicroBatch>> queue;
 
   std::int64_t next_length() const {
     return epoch_known ? std::min(options.steps, remaining) : options.steps;
@@ -286,15 +288,59 @@ struct Accumulation::Impl {
     return factor.to(grad.device(), grad.scalar_type());
   }
 
+  // Every weight is known before the first loss is.
+  void run_queue() {
+    const bool own = options.weights == WindowWeights::kOwnCounts;
+    std::int64_t total = 0;
+    for (const auto& [loss, micro] : queue) total += micro.count;
+    if (own) planned = static_cast<double>(std::max<std::int64_t>(1, total));
+    std::vector<Parallelism::Pass> passes;
+    std::vector<Numbers> numbers;
+    std::int64_t before = 0;
+    for (const auto& [loss, micro] : queue) {
+      numbers.push_back(
+          numbers_of(micro, length, before, planned, numbers.size() + 1 == queue.size()));
+      before += micro.count;
+      passes.push_back({.forward = loss,
+                        .weigh =
+                            [micro, weight = numbers.back().weight](const at::Tensor& mean) {
+                              if (micro.count == 0) return at::Tensor();
+                              const at::Tensor weighed = weight == 1 ? mean : mean * weight;
+                              return micro.scaler ? micro.scaler->scale(weighed) : weighed;
+                            },
+                        .sizes = micro.sizes});
+    }
+    const std::vector<at::Tensor> losses = parallelism->run_window(passes);
+    for (std::size_t i = 0; i < losses.size(); ++i)
+      add_to_window(losses[i], queue[i].second, numbers[i]);
+    const MicroBatch last_micro = queue.back().second;
+    const at::NoGradGuard no_grad;
+    // A rank that computes no loss needs the scale for its step all the same.
+    if (last_micro.scaler != nullptr) last_micro.scaler->scale(losses.back());
+    if (options.weights == WindowWeights::kCounts) {
+      const at::Tensor totals = at::stack({seen_count(last_micro, numbers.back()), loss_sum});
+      if (batch().size() > 1) batch().all_reduce(totals).wait();
+      finish_counts(totals, last_micro, numbers.back());
+    } else if (own) {
+      finish_own_counts(last_micro, numbers.back());
+    } else {
+      finish_batches();
+    }
+  }
+
   void check(const at::Tensor& loss, const MicroBatch& micro) const {
-    if (micro.count < 0)
-      throw UsageError(kWho, "a micro-batch of {} samples. Pass the number the loss is a mean of.",
-                       micro.count);
     if (loss.numel() != 1)
       throw UsageError(kWho,
                        "the loss has {} elements. It must be the mean over the micro-batch. Use a "
                        "reduction, or call mean().",
                        loss.numel());
+    check(micro);
+  }
+
+  void check(const MicroBatch& micro) const {
+    if (micro.count < 0)
+      throw UsageError(kWho, "a micro-batch of {} samples. Pass the number the loss is a mean of.",
+                       micro.count);
     if (epoch_known && remaining == 0)
       throw UsageError(
           kWho,
@@ -406,6 +452,31 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   return true;
 }
 
+bool Accumulation::backward(std::function<at::Tensor()> loss, const MicroBatch& micro) {
+  Impl& self = *impl_;
+  if (!self.parallelism->takes_windows()) return backward(self.parallelism->watch(loss()), micro);
+  self.check(micro);
+  if (self.options.weights != WindowWeights::kBatches) self.agree_on_expected(micro.count);
+  if (self.done == 0) {
+    self.queue.clear();
+    self.plan_window();
+  }
+  self.queue.emplace_back(std::move(loss), micro);
+  ledger::add(ledger::Counter::kMicroBatches);
+  ++self.done;
+  if (self.epoch_known) --self.remaining;
+  if (!micro.last && self.done != self.length) return false;
+  try {
+    self.run_queue();
+  } catch (...) {
+    abandon();
+    throw;
+  }
+  abandon();
+  ledger::count_step();
+  return true;
+}
+
 Accumulation::Progress Accumulation::progress() const {
   return {impl_->length, impl_->done, impl_->remaining, impl_->count, impl_->planned};
 }
@@ -454,6 +525,7 @@ bool Accumulation::at_boundary() const {
 
 void Accumulation::abandon() {
   impl_->done = 0;
+  impl_->queue.clear();
 }
 
 const Window& Accumulation::last_window() const {

@@ -30,6 +30,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -64,6 +65,7 @@ struct MicroBatch {
   // Next::values as float64 on the model's device, for steps in a CUDA graph: a graph that reads
   // them there serves every count.
   at::Tensor values{};
+  std::vector<std::int64_t> sizes{};  // of its samples, where a Pipeline sees several
 };
 
 // What the last complete window held. Tensors have one element, are on the model's device, and are
@@ -94,6 +96,9 @@ class Accumulation {
   // and its derivative may be 0 / 0: what is not finite in its backward counts as zero. Where
   // other ranks wait for it, that backward is run all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
+  // The same with a loss that is computed here, or by a parallelism that takes windows (Pipeline)
+  // when all of the window's micro-batches are there.
+  bool backward(std::function<at::Tensor()> loss, const MicroBatch& micro = {});
 
   // For the Trainer's steps in a CUDA graph: where in the window and the epoch this is, and back to
   // it when a micro-batch is repeated.

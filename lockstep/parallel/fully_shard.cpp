@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 
 namespace lockstep::parallel {
@@ -384,34 +385,14 @@ void FullyShardImpl::show_gradients() {
 
 // ---------------------------------------------------------------- replicas
 
-namespace {
-
-// Ranks are named by their place along `where`.
-void require_same(World& world, const char* kind, const char* where,
-                  const Fingerprints& fingerprints) {
-  const auto difference =
-      find_difference(world, {.component = kFullyShard, .what = "this comparison"}, fingerprints);
-  if (!difference) return;
-  throw CommError(
-      kFullyShard,
-      fmt::format(
-          "copies differ: {} '{}' on {}{} is not what it is on rank 0. Something changed it "
-          "outside the optimizer's step, or ranks took different steps. Change it on every "
-          "rank alike, and resume from a checkpoint.",
-          kind, difference->name, show_ranks(difference->ranks), where),
-      {.rank = world.rank(), .peer = difference->ranks[0], .operation = "verify"});
-}
-
-}  // namespace
-
 void FullyShardImpl::verify_parameters() {
   Fingerprints shards;
   each_parameter([&](ShardedParameter& p) { shards.add(p.name, p.padded); });
-  require_same(data_, "parameter", " along 'data'", shards);
+  require_same(data_, kFullyShard, "parameter", " along 'data'", shards);
 }
 
 void FullyShardImpl::verify_buffers() {
-  require_same(mesh_.world(), "buffer", "", model_.buffer_fingerprints());
+  require_same(mesh_.world(), kFullyShard, "buffer", "", model_.buffer_fingerprints());
 }
 
 }  // namespace lockstep::parallel

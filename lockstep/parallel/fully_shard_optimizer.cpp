@@ -3,8 +3,6 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
-#include <cmath>
-#include <limits>
 #include <unordered_map>
 #include <utility>
 
@@ -12,6 +10,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
+#include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharded_layout.h"
 
@@ -180,39 +179,16 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
   }
 }
 
-// On a GPU the host does not read the norm: where it is not finite every gradient becomes NaN, and
-// the optimizers of the parts skip the step.
 optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
   const torch::NoGradGuard no_grad;
   optim::detail::check(options);
   take_gradients();
-  optim::GradScaler* const scaler =
-      options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
-  const bool may_skip = options.skip_non_finite || scaler != nullptr;
-  const bool clips = options.max_grad_norm > 0;
-  optim::StepResult result;
-  bool skipped = false;
-  bool device_decides = false;
-  if (may_skip || clips || options.want_grad_norm) {
-    const double unscale = scaler != nullptr ? 1 / scaler->get_scale() : 1;
-    const at::Tensor all = norm() * unscale;
-    if (clips || options.want_grad_norm) result.grad_norm = all;
-    if (may_skip) result.skipped = at::isfinite(all).logical_not().to(at::kFloat).reshape({1});
-    device_decides = may_skip && scaler == nullptr && !all.is_cpu();
-    skipped = may_skip && !device_decides && result.was_skipped();
-    at::Tensor factor = at::full_like(all, unscale);
-    if (clips) factor = factor * (options.max_grad_norm / (all + 1e-6)).clamp_max(1);
-    if (device_decides)
-      factor = at::where(at::isfinite(all), factor,
-                         at::full_like(all, std::numeric_limits<double>::quiet_NaN()));
-    if (!skipped && (!factor.is_cpu() || factor.item<double>() != 1)) scale(factor);
-  }
-  if (!skipped) step_parts({.skip_non_finite = device_decides});
-  if (scaler != nullptr) {
-    scaler->record_step(this, skipped);
-    scaler->update();
-  }
+  const optim::StepResult result =
+      step_divided(this, options,
+                   {.norm = [this] { return norm(); },
+                    .scale = [this](const at::Tensor& factor) { scale(factor); },
+                    .step = [this](const optim::StepOptions& of_parts) { step_parts(of_parts); }});
   // A graph that was kept across the step must not be walked with the new values.
   for (const Member& m : members_)
     if (m.p->shard.grad().defined()) m.p->tensor.unsafeGetTensorImpl()->bump_version();

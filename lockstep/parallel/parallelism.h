@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +53,30 @@ class Parallelism {
   virtual at::Tensor watch(at::Tensor output) { return output; }
   // `last`: of the passes before a step, after which every gradient is what the step needs.
   virtual void backward(const at::Tensor& loss, bool last) = 0;
+
+  // A pass that runs when the parallelism comes to it.
+  struct Pass {
+    std::function<at::Tensor()> forward;  // its loss; of one stage of the model, what that returns
+    // What backward begins with: the loss, weighed and scaled. Undefined: it adds nothing.
+    std::function<at::Tensor(const at::Tensor& loss)> weigh;
+    std::vector<std::int64_t> sizes{};  // of its samples, where they are not always the same
+  };
+  // True: a step's passes run together, in run_window(), because stages of the model compute
+  // different ones at a time (Pipeline). backward() throws UsageError then. No collective.
+  virtual bool takes_windows() const { return false; }
+  // All passes before a step, after which every gradient is what the step needs. Returns their
+  // losses, without gradients, on every rank.
+  virtual std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) {
+    std::vector<at::Tensor> losses;
+    for (const Pass& pass : passes) {
+      before_forward();
+      const at::Tensor loss = watch(pass.forward());
+      losses.push_back(loss.detach());
+      backward(pass.weigh(loss), losses.size() == passes.size());
+    }
+    return losses;
+  }
+
   // The step that follows multiplies the averaged gradients by it. False: the caller scales .grad,
   // which holds averages. No collective.
   virtual bool scale_averages(double) { return false; }

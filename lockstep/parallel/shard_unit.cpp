@@ -7,21 +7,17 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/divided.h"
 
 namespace lockstep::parallel {
 namespace {
 
-// A storage without memory that throws the parameter's name when it is read. It claims the size, or
-// a view, which is made before it is read, would be refused without a name.
-c10::Storage storage_that_throws(const std::string& name, const at::Tensor& tensor) {
-  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(),
-                       c10::DataPtr(nullptr, tensor.device()));
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
+std::string used_while_divided(const std::string& name) {
+  return fmt::format(
       "[{}] parameter '{}' was used while its rows are divided over ranks. Its block was probably "
       "called past nn::Block::run(), or the model without before_forward(). Call the block's "
       "forward(), or hold gathered() while you use parameters.",
-      kFullyShard, name));
-  return storage;
+      kFullyShard, name);
 }
 
 // The parameter points at `from` before, and at `to` afterwards.
@@ -33,15 +29,6 @@ void set_storage(const ShardedParameter& p, const c10::Storage& from, const c10:
                      "For averages hold gathered() around Ema's swap().",
                      p.name);
   p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(to);
-}
-
-// Memory that nothing else lies in, in the order of its rows. No graph holds the parameter yet.
-void own_memory(at::Tensor tensor) {
-  const bool alone = tensor.is_contiguous() && tensor.storage_offset() == 0 &&
-                     tensor.storage().nbytes() == tensor.nbytes();
-  if (!alone || tensor.storage().use_count() > 1)
-    tensor.set_data(tensor.detach().clone(at::MemoryFormat::Contiguous));
-  tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
 }
 
 std::vector<std::int64_t> sizes_of_rows(const at::Tensor& tensor, std::int64_t rows) {
@@ -145,7 +132,7 @@ ShardUnit::ShardUnit(std::string name, const Named& parameters, World& shard)
         {.name = its_name, .tensor = tensor, .cut = cut_rows(tensor.sizes(), shard.size())});
     ShardedParameter& p = parameters_.back();
     p.storage = tensor.storage();
-    p.freed = storage_that_throws(its_name, tensor);
+    p.freed = storage_that_throws(tensor, used_while_divided(its_name));
     auto flat = std::ranges::find_if(flats_, [&](const Flat& each) {
       const at::Tensor& first = parameters_[each.members[0]].tensor;
       return first.scalar_type() == tensor.scalar_type() && first.device() == tensor.device();

@@ -126,6 +126,10 @@ struct TrainingArguments {
   std::optional<std::string> fsdp{};  // "full_shard", "shard_grad_op", "hybrid_shard"
   std::shared_ptr<const Node> fsdp_config{};
 
+  // Pipeline (lockstep/parallel/pipeline.h), with torchtitan's names; 1: the model is not split.
+  std::int64_t pipeline_parallel_degree = 1;
+  std::string pipeline_parallel_schedule = "1F1B";
+
   // DistributedDataParallel.
   std::optional<std::string> ddp_backend{};
   std::optional<bool> ddp_find_unused_parameters{};

@@ -226,6 +226,7 @@ class Checker {
       if (text.starts_with("fsdp_config")) return add({"fsdp_config"}, text);
       return found_.push_back(text);
     }
+    if (a.pipeline_parallel_degree > 1) pipeline(plan);
     if (!plan.on) return;
     if (a.shard_optimizer == "true")
       add({"fsdp", "shard_optimizer"},
@@ -236,6 +237,23 @@ class Checker {
       add({"gradient_checkpointing", "fsdp_config"},
           "gradient_checkpointing and fsdp_config.activation_checkpointing are the same. Keep "
           "one.");
+  }
+
+  void pipeline(const FsdpPlan& plan) {
+    const TrainingArguments& a = arguments_;
+    constexpr const char* kKey = "pipeline_parallel_degree";
+    if (plan.on)
+      add({kKey, "fsdp"},
+          "pipeline_parallel_degree splits the model by blocks, and fsdp every parameter. Keep "
+          "one.");
+    if (a.shard_optimizer == "true")
+      add({kKey, "shard_optimizer"},
+          "each stage of a pipeline has its optimizer's state. Delete shard_optimizer.");
+    if (a.tune)
+      add({kKey, "tune"}, "a pipeline has no buckets whose size could be measured. Delete tune.");
+    if (a.auto_find_batch_size || a.elastic_gpu)
+      add({kKey, a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size"},
+          "batches are tried on the whole model, which a pipeline does not hold. Delete one.");
   }
 
   void scheduler() {
@@ -374,7 +392,9 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
   constexpr const char* kNoSaving =
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
   const bool fully = a.fsdp && !a.fsdp->empty();
-  constexpr const char* kFully = "fsdp is set, which averages the gradients of a block";
+  const bool stages = a.pipeline_parallel_degree > 1;
+  const char* const why = fully ? "fsdp is set, which averages the gradients of a block"
+                                : "a pipeline averages the gradients of its stages";
   const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
   const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
   const std::string other = "optim is " + a.optim;
@@ -399,10 +419,11 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
        "lr_scheduler_type is constant (constant_with_warmup has one)"},
       {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},
       {"fsdp_config", !a.fsdp || a.fsdp->empty(), "fsdp is unset"},
-      {"ddp_find_unused_parameters", fully, kFully},
-      {"ddp_bucket_cap_mb", fully, kFully},
-      {"ddp_broadcast_buffers", fully, kFully},
-      {"ddp_static_graph", fully, kFully},
+      {"pipeline_parallel_schedule", !stages, "pipeline_parallel_degree is 1"},
+      {"ddp_find_unused_parameters", fully || stages, why},
+      {"ddp_bucket_cap_mb", fully || stages, why},
+      {"ddp_broadcast_buffers", fully || stages, why},
+      {"ddp_static_graph", fully || stages, why},
   };
 }
 

@@ -385,6 +385,18 @@ constexpr KeySpec kKeys[] = {
      .help = "a map: version (2), reshard_after_forward, activation_checkpointing, "
              "transformer_layer_cls_to_wrap",
      .unset = "as fsdp says"},
+    {.name = "pipeline_parallel_degree",
+     .member = &A::pipeline_parallel_degree,
+     .help = "ranks that hold a stage of the model each; gradient_accumulation_steps are the "
+             "micro-batches that flow through them",
+     .check = &kCount,
+     .ours = true},
+    {.name = "pipeline_parallel_schedule",
+     .member = &A::pipeline_parallel_schedule,
+     .help = "the order of a pipeline's forwards and backwards; Interleaved1F1B has two stages on "
+             "each rank",
+     .choices = "GPipe|1F1B|Interleaved1F1B",
+     .ours = true},
     {.name = "ddp_backend",
      .member = &A::ddp_backend,
      .help = "how ranks talk",

@@ -19,6 +19,7 @@
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
@@ -36,15 +37,36 @@ DdpOptions ddp_options(const TrainingArguments& a) {
   return options;
 }
 
+std::shared_ptr<Parallelism> pipeline_of(const RunContext& run) {
+  const TrainingArguments& a = run.arguments;
+  const int stages = run.mesh.size("pipeline");
+  const std::int64_t passes = accumulation_steps(a, run.batch_ranks());
+  PipelineOptions options;
+  for (const PipelineSchedule each :
+       {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleaved1F1B})
+    if (a.pipeline_parallel_schedule == parallel::name(each)) options.schedule = each;
+  const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
+  auto pipeline = std::make_shared<Pipeline>(*run.task.module, run.mesh, options);
+  const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
+  if (run.world.is_leader())
+    log::info("trainer",
+              "a pipeline of {} ranks and {} micro-batches a step: a rank waits {:.0f} % of the "
+              "time, less with more micro-batches (gradient_accumulation_steps)",
+              stages, passes, waits);
+  return pipeline;
+}
+
 std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
   const TrainingArguments& a = run.arguments;
   const FsdpPlan plan = fsdp_plan(a);
-  if (run.task.make_parallelism && plan.on)
+  if (run.task.make_parallelism && (plan.on || a.pipeline_parallel_degree > 1))
     throw UsageError("trainer",
-                     "fsdp is set, and TrainerTask::make_parallelism makes another parallelism. "
-                     "Keep one of them.");
+                     "{} is set, and TrainerTask::make_parallelism makes another parallelism. "
+                     "Keep one of them.",
+                     plan.on ? "fsdp" : "pipeline_parallel_degree");
   if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
+  if (a.pipeline_parallel_degree > 1) return pipeline_of(run);
   if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
   // Weights by what one rank has seen are known when its window ends.
   const bool alone =
@@ -148,6 +170,8 @@ void Loop::capture_steps() {
     reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
   } else if (fsdp_plan(run_.arguments).on) {
     reason = "fsdp gathers and frees parameters inside a step";
+  } else if (run_.parallelism->takes_windows()) {
+    reason = "the stages of a pipeline exchange messages inside a step";
   } else if (automatic && !run_.task.capturable) {
     reason =
         "the task does not say that its loss function may be recorded "
@@ -328,6 +352,11 @@ MicroBatch Loop::micro_of(const data::Batch& batch) const {
 
 // `values` of MicroBatch, where they are on the device.
 bool Loop::backward(const data::Batch& batch, const at::Tensor& values) {
+  if (run_.parallelism->takes_windows()) {
+    MicroBatch queued = micro_of(batch);
+    queued.sizes = batch.data.sizes().vec();
+    return accumulation_.backward([this, batch] { return run_.forward(batch).loss; }, queued);
+  }
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);

@@ -44,7 +44,9 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
 }
 
 ShardFacts shard_facts(RunContext& run) {
-  if (run.arguments.shard_optimizer != "auto" || fsdp_plan(run.arguments).on) return {};
+  if (run.arguments.shard_optimizer != "auto" || fsdp_plan(run.arguments).on ||
+      run.parallelism->takes_windows())
+    return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
   facts.tune = run.world.any(run.arguments.tune.has_value());

@@ -78,6 +78,7 @@ class TrainerImpl {
  private:
   void prepare();
   void make_mesh();
+  static std::vector<MeshAxis> axes_of(const TrainingArguments& a, World& world);
   void finish(std::unique_ptr<monitor::RankRecorder> recorder);
   void load_best();
   void say_end();
@@ -114,12 +115,28 @@ void TrainerImpl::prepare() {
   if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
 }
 
-// `fsdp` on a plain world: divided over all ranks, or over those of a host. The same ranks see the
-// same samples as before.
+// On a plain world, where the keys ask for it. Of `fsdp` the same ranks see the same samples as
+// before: the model is divided over all of them, or over those of a host. Stages of a pipeline are
+// far from each other, as in torchtitan, so that copies of a stage are near.
 void TrainerImpl::make_mesh() {
-  const FsdpPlan plan = fsdp_plan(run_.arguments);
   World& world = run_.world;
-  if (!plan.on || run_.task.make_parallelism || run_.mesh.size("data") != world.size()) return;
+  if (run_.task.make_parallelism || run_.mesh.size("data") != world.size()) return;
+  std::vector<MeshAxis> axes = axes_of(run_.arguments, world);
+  if (axes.empty()) return;
+  given_ = run_.mesh;
+  run_.mesh = Mesh(world, std::move(axes));
+}
+
+std::vector<MeshAxis> TrainerImpl::axes_of(const TrainingArguments& a, World& world) {
+  const auto stages = static_cast<int>(a.pipeline_parallel_degree);
+  if (stages > 1 && world.size() % stages != 0)
+    throw UsageError("trainer",
+                     "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
+                     "it: each {} ranks hold one copy of the model.",
+                     stages, world.size(), stages);
+  if (stages > 1) return {{"pipeline", stages}, {"data", -1}};
+  const FsdpPlan plan = fsdp_plan(a);
+  if (!plan.on) return {};
   const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
   if (plan.hybrid &&
       !world.all(world.size() % world.local_size() == 0 &&
@@ -131,8 +148,7 @@ void TrainerImpl::make_mesh() {
                      world.local_size(), world.size());
   std::vector<MeshAxis> axes{{"shard", -1}};
   if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
-  given_ = run_.mesh;
-  run_.mesh = Mesh(world, std::move(axes));
+  return axes;
 }
 
 TrainResult TrainerImpl::train() {

@@ -9,13 +9,16 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/staged.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/worlds.h"
@@ -27,11 +30,11 @@ struct Implementation {
   std::string name;
   std::vector<MeshAxis> axes;
   bool sharded;  // make_optimizer's argument
-  std::function<std::shared_ptr<Parallelism>(const torch::nn::Module&, const Mesh&)> make;
+  std::function<std::shared_ptr<Parallelism>(torch::nn::Module&, const Mesh&)> make;
 };
 
 template <typename Class>
-std::shared_ptr<Parallelism> make_one(const torch::nn::Module& module, const Mesh& mesh) {
+std::shared_ptr<Parallelism> make_one(torch::nn::Module& module, const Mesh& mesh) {
   return std::make_shared<Class>(module, mesh);
 }
 
@@ -42,12 +45,13 @@ const std::vector<Implementation>& implementations() {
       {"sharded_optimizer", {{"data", -1}}, true, make_one<DataParallel>},
       {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
       {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
+      {"pipeline", {{"pipeline", -1}}, false, make_one<Pipeline>},
       {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
   return all;
 }
 
-// A weight that is used twice, a frozen one, a buffer.
-struct Net : torch::nn::Module {
+// A weight that is used twice, a frozen one, a buffer. Seven blocks, each an operation.
+struct Net : torch::nn::Module, nn::Staged {
   explicit Net(int seed) {
     const auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed));
     const auto made = [&](at::IntArrayRef sizes) { return at::randn(sizes, random) * 0.5; };
@@ -58,9 +62,20 @@ struct Net : torch::nn::Module {
     scale = register_parameter("scale", made({3}));
     seen = register_buffer("seen", at::full({1}, seed, at::kFloat));
   }
-  at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor hidden = (x.matmul(first) + bias).tanh().matmul(first) * frozen;
-    return hidden.matmul(last) * scale;
+  at::Tensor forward(const at::Tensor& samples) {
+    at::Tensor x = stage().first ? samples : stage().input;
+    for (std::size_t i = stage().begin; i < stage().end_of(7); ++i) x = block(i, x);
+    return x;
+  }
+  at::Tensor block(std::size_t index, const at::Tensor& x) {
+    if (index == 0 || index == 3) return x.matmul(first);
+    if (index == 1) return x + bias;
+    if (index == 2) return x.tanh();
+    if (index == 4) return x * frozen;
+    return index == 5 ? x.matmul(last) : x * scale;
+  }
+  Parts parts() const override {
+    return {.blocks = {{first}, {bias}, {}, {first}, {frozen}, {last}, {scale}}};
   }
   at::Tensor first, bias, frozen, last, scale, seen;
 };
@@ -71,7 +86,8 @@ at::Tensor batch(int number) {
 }
 
 at::Tensor loss_of(Net& net, const at::Tensor& x) {
-  return net.forward(x).square().mean();
+  const at::Tensor y = net.forward(x);
+  return net.stage().last ? y.square().mean() : y;
 }
 
 at::Tensor flat(const torch::nn::Module& module) {
@@ -124,6 +140,12 @@ class Rank {
     return batch(number * ranks.size() + ranks.rank());
   }
   void backward(const at::Tensor& x, double factor, bool last) {
+    if (parallelism->takes_windows()) {
+      passes.push_back({.forward = [this, x] { return loss_of(net, x); },
+                        .weigh = [factor](const at::Tensor& loss) { return loss * factor; }});
+      if (last) parallelism->run_window(std::exchange(passes, {}));
+      return;
+    }
     parallelism->before_forward();
     parallelism->backward(parallelism->watch(loss_of(net, x) * factor), last);
   }
@@ -142,6 +164,7 @@ class Rank {
   Net& net = *module;
   std::shared_ptr<Parallelism> parallelism;
   std::unique_ptr<optim::Optimizer> optimizer;
+  std::vector<Parallelism::Pass> passes;  // of a window that is not complete
 };
 
 void expect_close(const at::Tensor& got, const at::Tensor& expected) {
@@ -202,6 +225,26 @@ TEST_P(ParallelismConformance, PassesBeforeTheLastAddUp) {
       rank.optimizer->step();
       rank.optimizer->zero_grad();
     }
+    expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+TEST_P(ParallelismConformance, AWindowIsItsPassesInTurn) {
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    one.step(0);
+    std::vector<Parallelism::Pass> passes;
+    for (const at::Tensor& half : rank.mine(0).chunk(2))
+      passes.push_back({.forward = [&rank, half] { return loss_of(rank.net, half); },
+                        .weigh = [](const at::Tensor& loss) { return loss * 0.5; }});
+    const std::vector<at::Tensor> losses = rank.parallelism->run_window(passes);
+    ASSERT_EQ(losses.size(), 2u);
+    for (std::size_t i = 0; i < 2; ++i)
+      EXPECT_NEAR(losses[i].item<double>(),
+                  loss_of(*std::make_unique<Net>(0), rank.mine(0).chunk(2)[i]).item<double>(),
+                  1e-6);
+    rank.optimizer->step();
     expect_close(rank.weights(), flat(one.net));
   });
 }
@@ -272,8 +315,10 @@ TEST_P(ParallelismConformance, AccumulationWeighsBySamples) {
     Accumulation accumulation(rank.parallelism, rank.net.parameters(), {.steps = 2});
     for (int micro = 0; micro < 2; ++micro) {
       const at::Tensor x = samples_of(ranks.rank(), micro);
-      rank.parallelism->before_forward();
-      const at::Tensor loss = rank.parallelism->watch(loss_of(rank.net, x));
+      const auto loss = [&rank, x] {
+        rank.parallelism->before_forward();
+        return loss_of(rank.net, x);
+      };
       EXPECT_EQ(accumulation.backward(loss, {.count = x.size(0)}), micro == 1);
     }
     rank.optimizer->step();
@@ -373,12 +418,12 @@ std::string show(const ::testing::TestParamInfo<Parameters>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shm, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 5),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 6),
                                             ::testing::Values(1, 2, 3, 4, 7),
                                             ::testing::Values("shm")),
                          show);
 INSTANTIATE_TEST_SUITE_P(Gloo, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 5),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 6),
                                             ::testing::Values(2, 3), ::testing::Values("gloo")),
                          show);
 

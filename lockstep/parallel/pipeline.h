@@ -1,0 +1,85 @@
+// Pipeline: every rank holds some blocks of a model, and micro-batches flow through the ranks. The
+// schedules of torch.distributed.pipelining: GPipe, 1F1B and interleaved 1F1B.
+//
+//   const Mesh mesh(world, {{"pipeline", 2}, {"data", -1}});
+//   const auto model = std::make_shared<Pipeline>(*net, mesh);     // net is an nn::Staged
+//   const optim::AdamWOptions adamw{.lr = 3e-4};
+//   const auto optimizer = model->make_optimizer({{net->parameters(), adamw}});
+//   Accumulation accumulation(model, net->parameters(), {.steps = 8});   // micro-batches of a step
+//   for (auto& batch : loader.epoch(epoch)) {                          // of mesh.batch()
+//     const auto loss = [net, batch] {
+//       const at::Tensor y = net->forward(batch.data);
+//       return net->stage().last ? loss_of(y, batch.target) : y;
+//     };
+//     if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
+//     optimizer->step({.max_grad_norm = 1.0});
+//     optimizer->zero_grad();
+//   }
+//
+// A stage is a range of blocks, the first with the embeddings, the last with norm, head and loss
+// (lockstep/nn/staged.h; the bundled language models are such). While the pipeline calls `loss`,
+// the model computes one stage, and the function returns what the next stage takes, or on the last
+// one the loss; CausalLm::loss() does. Ranks along "pipeline" see the same samples. Ranks along
+// "data" hold copies of a stage, whose gradients are averaged when a window ends.
+//
+// Parameters keep their tensors and their names; those of other stages have no memory. Gradients
+// of a weight that two stages share are added up between them. With m micro-batches on p stages a
+// rank waits (p - 1) / (m + p - 1) of the time; interleaving v stages on a rank divides p - 1 by v.
+//
+// Refers to the module, which outlives it. Everything is a collective, unless it is said otherwise.
+// One thread.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/parallelism.h"
+#include "lockstep/parallel/pipeline_schedule.h"
+
+namespace lockstep {
+
+namespace parallel {
+class PipelineImpl;
+}
+
+struct PipelineOptions {
+  PipelineSchedule schedule = PipelineSchedule::k1F1B;
+  int stages_per_rank = 0;  // 0: 2 with kInterleaved1F1B, otherwise 1
+};
+
+class Pipeline final : public Parallelism {
+ public:
+  // Rank 0's parameters and buffers go to the others, whose memory for other stages is freed.
+  // UsageError on every rank for a module that is no nn::Staged or has fewer blocks than there are
+  // stages, a mesh with axes other than "data" and "pipeline", and modules that differ over ranks.
+  Pipeline(torch::nn::Module& module, Mesh mesh, PipelineOptions options = {});
+  ~Pipeline() override;
+
+  const Mesh& mesh() const override;
+  std::string text() const override;
+  // Each rank steps the parameters of its stages, by any rule. `sharded`: UsageError.
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
+                                                   bool sharded = false) override;
+  void check_shardable() const override;
+  bool takes_windows() const override { return true; }
+  // The passes of all ranks along "pipeline" are of the same samples. An output of a stage has the
+  // same shape and type for all passes with the same Pass::sizes.
+  std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) override;
+  void backward(const at::Tensor& loss, bool last) override;  // UsageError
+  // The next window frees what was gathered.
+  std::shared_ptr<void> gathered() override;
+  void verify_parameters() override;
+  void verify_buffers() override;
+  void set_bucket_cap_mb(std::optional<double> mb) override;
+
+  std::vector<std::string> parameter_names() const;  // of this rank's stages; no collective
+
+ private:
+  std::shared_ptr<parallel::PipelineImpl> impl_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,145 @@
+"""`pipeline_parallel_degree` under `lockstep train`: the bits of one process, checkpoints that
+continue with any number of stages or without, copies of the stages, and a stage that is killed."""
+
+import json
+import os
+import signal
+import unittest
+
+from train_case import (BOUND_S, TrainCase, checkpoints, copy_until, losses, ranks_of,
+                        wait_for_step)
+
+STEP = 4  # of a checkpoint in the middle
+YAML = """
+model: MODEL
+data: {name: bytes, path: TEXT, eval_bytes: 400}
+max_seq_len: 16
+max_steps: 8
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 3
+learning_rate: 1.0e-3
+logging_steps: 1
+eval_strategy: steps
+eval_steps: 4
+save_steps: 4
+disable_tqdm: true
+use_cpu: true
+"""
+# Every sum has the order of one process, unless stages share a weight or a norm is clipped by.
+EXACT = ("--max_grad_norm", "0")
+TIED = "{name: gpt, n_layer: 4, n_head: 2, n_embd: 32, n_positions: 16, vocab_size: 257}"
+UNTIED = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "max_position_embeddings": 16, "tie_word_embeddings": False}
+PLAIN = ("--shard_optimizer", "false")
+
+
+def stages(degree, schedule="1F1B"):
+    return ("--pipeline_parallel_degree", degree, "--pipeline_parallel_schedule", schedule)
+
+
+class Pipeline(TrainCase):
+    def setUp(self):
+        super().setUp()
+        text = self.place / "text"
+        text.mkdir()
+        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
+        (self.place / "config.json").write_text(json.dumps(UNTIED))
+        self.yaml = YAML.replace("TEXT", str(text))
+        self.use_model(f"{{config: {self.place / 'config.json'}}}")
+
+    def use_model(self, model):
+        self.config.write_text(self.yaml.replace("MODEL", model))
+
+    def run_with(self, ranks, name, *flags):
+        """Trains and returns the folder, with what was said."""
+        output = self.place / name
+        done = self.train(ranks, output, *flags)
+        return output, done.stdout + done.stderr
+
+    def newest(self, output):
+        return output / f"checkpoint-{checkpoints(output)[-1]}"
+
+    def eval_losses(self, output):
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        return [entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry]
+
+    def assert_close(self, one, other, relative):
+        self.assertEqual(losses(one).keys(), losses(other).keys())
+        for step, loss in losses(one).items():
+            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
+                                   msg=f"step {step}")
+
+    def assert_equal_runs(self, one, other):
+        self.assertEqual(losses(one), losses(other))
+        self.assertEqual(self.eval_losses(one), self.eval_losses(other))
+        self.assert_same(self.newest(one), self.newest(other))
+
+    def test_has_the_bits_of_one_process(self):
+        plain, _ = self.run_with(1, "one", *EXACT)
+        for ranks, schedule in ((2, "GPipe"), (2, "1F1B"), (3, "1F1B"), (2, "Interleaved1F1B")):
+            split, said = self.run_with(ranks, f"{schedule}-{ranks}", *stages(ranks, schedule),
+                                        *EXACT)
+            self.assertIn(f"a pipeline of {ranks} ranks and 3 micro-batches a step", said)
+            self.assertIn(f"pipeline stages ({schedule})", said)
+            self.assert_equal_runs(plain, split)
+
+    def test_copies_of_the_stages_have_the_bits_of_data_parallelism(self):
+        plain, _ = self.run_with(2, "ddp", *PLAIN, *EXACT)
+        split, said = self.run_with(4, "split", *stages(2), *EXACT)
+        self.assertIn("replicas identical on 2 ranks", said)
+        self.assert_equal_runs(plain, split)
+
+    def test_tied_embeddings_clipping_and_bf16(self):
+        self.use_model(TIED)
+        for name, flags in (("float", ()), ("bf16", ("--bf16", "true"))):
+            plain, _ = self.run_with(1, f"one-{name}", *flags)
+            split, _ = self.run_with(2, f"split-{name}", *stages(2), *flags)
+            self.assert_close(plain, split, 1e-3)
+
+    def test_every_checkpoint_continues_everywhere(self):
+        whole, _ = self.run_with(1, "whole", *EXACT)
+        split, _ = self.run_with(2, "split", *stages(2), *EXACT)
+        for first, ranks, flags in ((split, 1, ()), (whole, 2, stages(2)), (split, 3, stages(3))):
+            rest = self.place / f"rest-{first.name}-{ranks}"
+            copy_until(first, rest, STEP)
+            self.run_with(ranks, rest.name, "--resume", "auto", *flags, *EXACT)
+            self.assert_same(self.newest(whole), self.newest(rest))
+
+    # The base is frozen: the first stage's adapters are trained all the same.
+    def test_adapters_and_the_best_model(self):
+        base, _ = self.run_with(1, "base", *EXACT)
+        self.use_model(f"{{path: {self.newest(base)}}}")
+        flags = ("--lora", "{r: 4, target_modules: [q_proj]}", "--load_best_model_at_end", "true",
+                 *EXACT)
+        plain, _ = self.run_with(1, "one", *flags)
+        split, _ = self.run_with(2, "split", *stages(2), *flags)
+        self.assert_equal_runs(plain, split)
+
+    def test_killed_and_resumed(self):
+        flags = ("--max_steps", "60", "--save_steps", "5", "--save_total_limit", "3", *EXACT)
+        whole, _ = self.run_with(1, "whole", *flags)
+        output = self.place / "killed"
+        process = self.start(2, output, *stages(2), *flags)
+        wait_for_step(process, output, 7)
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        self.assertNotEqual(process.wait(timeout=BOUND_S), 0)
+        self.assertIn("rank 1", self.log())
+        self.run_with(2, "killed", *stages(2), *flags, "--resume", "auto")
+        self.assert_same(self.newest(whole), self.newest(output))
+
+    def test_refuses_what_it_cannot_do(self):
+        for ranks, flags, text in (
+                (3, stages(2), "pipeline_parallel_degree is 2, and there are 3 ranks"),
+                (2, (*stages(2), "--fsdp", "full_shard"), "Keep one."),
+                (2, (*stages(2), "--shard_optimizer", "true"), "Delete shard_optimizer"),
+                (2, (*stages(2), "--tune", "bucket_cap_mb"), "no buckets"),
+                (2, (*stages(2), "--auto_find_batch_size", "true"), "tried on the whole model"),
+                (2, stages(2, "ZeroBubble"), "Interleaved1F1B"),
+                (5, stages(5), "5 stages (5 ranks x 1), and the model has 4 blocks")):
+            done = self.train(ranks, self.place / "refused", *flags, code=2)
+            self.assertIn(text, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
