@@ -112,25 +112,10 @@ void TrainerImpl::prepare() {
   if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
 }
 
-// `fsdp` on a plain world: divided over all ranks, or over those of a host. The same ranks see the
-// same samples as before.
 void TrainerImpl::make_mesh() {
-  const FsdpPlan plan = fsdp_plan(run_.arguments);
-  World& world = run_.world;
-  if (!plan.on || run_.task.make_parallelism || run_.mesh.size("data") != world.size()) return;
-  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
-  if (plan.hybrid &&
-      !world.all(world.size() % world.local_size() == 0 &&
-                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
-    throw UsageError("trainer",
-                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
-                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
-                     "full_shard.",
-                     world.local_size(), world.size());
-  std::vector<MeshAxis> axes{{"shard", -1}};
-  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
+  if (run_.task.make_parallelism || run_.mesh.size("data") != run_.world.size()) return;
   given_ = run_.mesh;
-  run_.mesh = Mesh(world, std::move(axes));
+  run_.mesh = mesh_for(run_.world, run_.arguments);
 }
 
 TrainResult TrainerImpl::train() {
@@ -170,7 +155,7 @@ void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   result.stop_signal = control_.stop_signal();
   control_.ignore_signals();  // the run ends by itself
   checkpoints_.finish();
-  run_.gathered();  // for those who use the model from here on
+  if (run_.task.whole_at_end) run_.gathered();  // for those who use the model from here on
   if (result.stop_signal != 0 && control_.received_signal() != 0)
     report_stop(
         fmt::format("stopped by {}, {}saved at step {}", signal_name(control_.received_signal()),
@@ -244,7 +229,9 @@ Metrics TrainerImpl::evaluate() {
     throw UsageError("trainer", "the task has no eval_data to evaluate on. Set it.");
   if (!loop_) run_.task.module->to(run_.world.device());
   control_.connect();
-  return evaluator_.evaluate();
+  const Metrics metrics = evaluator_.evaluate();
+  if (loop_ && run_.task.whole_at_end) run_.gathered();
+  return metrics;
 }
 
 }  // namespace train
@@ -255,6 +242,29 @@ WorldOptions world_options(const TrainingArguments& arguments) {
   options.timeout = std::chrono::seconds(arguments.ddp_timeout);
   if (arguments.use_cpu) options.device = c10::Device(c10::kCPU);
   return options;
+}
+
+// Ranks see the same samples as in the plain world.
+Mesh mesh_for(World world, const TrainingArguments& arguments) {
+  const train::FsdpPlan plan = train::fsdp_plan(arguments);
+  if (!plan.on) return world;
+  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
+  if (plan.hybrid &&
+      !world.all(world.size() % world.local_size() == 0 &&
+                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
+    throw UsageError("trainer",
+                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
+                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
+                     "full_shard.",
+                     world.local_size(), world.size());
+  if (arguments.save_on_each_node && world.size() > world.local_size())
+    throw UsageError("trainer",
+                     "save_on_each_node writes the whole model on every host, and fsdp has it "
+                     "nowhere: all ranks write one folder together. Put output_dir on a file "
+                     "system that all hosts mount, and delete save_on_each_node.");
+  std::vector<MeshAxis> axes{{"shard", -1}};
+  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
+  return Mesh(std::move(world), std::move(axes));
 }
 
 Trainer::Trainer(Mesh mesh, TrainerTask task, TrainingArguments arguments)
