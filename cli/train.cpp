@@ -130,13 +130,14 @@ Prepared read_everything(const Request& request) {
 // Makes the data and the model, which takes too long to do before the rendezvous. A file that is
 // damaged on one host ends all ranks, each with the reason; the rank that found it throws the
 // original error.
-TrainerTask make_task_everywhere(World& world, const Prepared& read) {
+TrainerTask make_task_everywhere(const Mesh& mesh, const Prepared& read) {
+  World& world = mesh.world();
   std::optional<TrainerTask> task;
   std::exception_ptr mine;
   std::string said;
   try {
     train::check_precision(read.config.arguments, world.device().is_cpu());
-    task = make_task(read.task, read.config.arguments, world);
+    task = make_task(read.task, read.config.arguments, mesh);
   } catch (const std::exception& e) {
     mine = std::current_exception();
     said = fmt::format("on {} cannot begin: {}", host_name(), e.what());
@@ -273,7 +274,8 @@ int train(const Request& request, const std::string& probe) {
         for (const std::string& note : notes) log::warning("config", "{}", note);
     const auto probing = probe.empty() ? nullptr : std::make_shared<ProbeSteps>(world, probe);
     follow_plan(world, read);
-    Trainer trainer(world, make_task_everywhere(world, read), config.arguments);
+    const Mesh mesh = mesh_for(world, config.arguments);
+    Trainer trainer(mesh, make_task_everywhere(mesh, read), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     if (probing) trainer.add(probing);
     const TrainResult result = trainer.train();

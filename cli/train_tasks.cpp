@@ -27,6 +27,7 @@
 #include "lockstep/nn/staged.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
@@ -327,10 +328,15 @@ void place_parts(models::CausalLm& net, const ModelConfig& model, const World& w
               fmt::join(map.devices(), ", "));
 }
 
-void make_language_model(TrainerTask& task, const ModelConfig& model, const TrainingArguments& a,
-                         const World& world, std::optional<std::int64_t> end_of_text) {
+void make_language_model(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a,
+                         const Mesh& mesh, std::optional<std::int64_t> end_of_text) {
+  const ModelConfig& model = wanted.model;
+  // Adapters convert the frozen base, and trials of batches run on one rank: both need it whole.
+  const bool whole = wanted.lora || a.auto_find_batch_size || a.elastic_gpu;
+  std::optional<ShardedConstruction> divided;
+  if (!whole && mesh.size("shard") > 1) divided.emplace(mesh);
   const models::CausalLmPtr net = make_net(model, end_of_text);
-  place_parts(*net, model, world);
+  place_parts(*net, model, mesh.world());
   net->use_fp32_residual(a.residual_in_fp32);
   if (train::checkpoints_activations(a))
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
@@ -373,7 +379,8 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
 
 }  // namespace
 
-TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const World& world) {
+TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const Mesh& mesh) {
+  const World& world = mesh.world();
   // A CUDA graph has one length, so a GPU gets batches of few lengths.
   constexpr std::int64_t kLengths = 64;
   if (world.device().is_cuda() && wanted.data.padding == "longest" &&
@@ -389,7 +396,7 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const World
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   const ModelConfig& model = wanted.model;
   if (model.name == "gpt" || model.hugging_face)
-    make_language_model(task, model, a, world, data.end_of_text);
+    make_language_model(task, wanted, a, mesh, data.end_of_text);
   else if (model.name == "mlp")
     make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
   else
@@ -398,6 +405,7 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const World
   if (data.format) task.model_files.texts = {{kPromptFormat, prompt_format_text(*data.format)}};
   // A split model waits for its other devices.
   task.capturable = !model.device_map;
+  task.whole_at_end = false;
   return task;
 }
 

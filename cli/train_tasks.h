@@ -1,9 +1,11 @@
 // The models and datasets that come with `lockstep train`, as a training file asks for them
 // (task_config.h lists the keys).
 //
-//   TrainerTask task = make_task(read_task(arguments), arguments, world);
+//   const Mesh mesh = mesh_for(world, arguments);
+//   TrainerTask task = make_task(read_task(arguments), arguments, mesh);
 //
-// UsageError for what only the files' contents show. Every rank calls it, with the same arguments.
+// Under fsdp a language model is divided while it is made. UsageError for what only the files'
+// contents show. Every rank calls it, with the same arguments.
 #pragma once
 
 #include "cli/task_config.h"
@@ -11,6 +13,6 @@
 
 namespace lockstep::cli {
 
-TrainerTask make_task(TaskConfig wanted, const TrainingArguments& arguments, const World& world);
+TrainerTask make_task(TaskConfig wanted, const TrainingArguments& arguments, const Mesh& mesh);
 
 }  // namespace lockstep::cli

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
@@ -15,6 +16,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::int64_t kMaxRanks = 1'000'000;
+constexpr const char* kFsdp = "FSDP";
 
 constexpr const char* kKeys[] = {"compute_environment",
                                  "distributed_type",
@@ -36,6 +38,20 @@ constexpr const char* kKeys[] = {"compute_environment",
                                  "tpu_use_cluster",
                                  "tpu_use_sudo"};
 
+// The keys of fsdp_config, by the variables that `accelerate launch` makes of them. What has no
+// variable here says what FullyShard does anyway.
+constexpr std::pair<std::string_view, std::string_view> kFsdpKeys[] = {
+    {"fsdp_version", "FSDP_VERSION"},
+    {"fsdp_reshard_after_forward", "FSDP_RESHARD_AFTER_FORWARD"},
+    {"fsdp_activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING"},
+    {"fsdp_transformer_layer_cls_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP"},
+    {"fsdp_offload_params", "FSDP_OFFLOAD_PARAMS"},
+    {"fsdp_auto_wrap_policy", ""},
+    {"fsdp_cpu_ram_efficient_loading", ""},
+    {"fsdp_state_dict_type", ""},
+    {"fsdp_sync_module_states", ""},
+    {"fsdp_use_orig_params", ""}};
+
 class Translator {
  public:
   Translator(const Node& document, const std::vector<std::string>& training_keys, Problems problems)
@@ -50,6 +66,7 @@ class Translator {
       rendezvous();
       devices();
       switches();
+      if (type_ == kFsdp) fully_sharded();
     } else if (!document_.is(NodeKind::kNull)) {
       problems_.attempt([&] {
         refuse_value(document_, "the launcher's file", "a map",
@@ -88,7 +105,9 @@ class Translator {
     };
     for (const Entry& entry : document_.entries) {
       const std::string& key = entry.key;
-      if (has(names, key)) continue;
+      const Entry* const type = given("distributed_type");
+      if (has(names, key) || (key == "fsdp_config" && type != nullptr && type->value.text == kFsdp))
+        continue;
       if (problems_.full()) return;
       std::string why;
       const bool section = key == "deepspeed_config" || key == "fsdp_config" ||
@@ -100,8 +119,8 @@ class Translator {
       if (has(training_keys_, key)) {
         why = fmt::format(
             "{} belongs in the training file (`lockstep train FILE`), not in the "
-            "launcher's. Move it there.",
-            key);
+            "launcher's. Move it there{}.",
+            key, key == "fsdp_config" ? ", or write distributed_type: FSDP" : "");
       } else if (section) {
         why = fmt::format("{} is not supported: replicas here are whole models. Delete it.", key);
       } else {
@@ -121,12 +140,11 @@ class Translator {
              "compute_environment {} is not supported. Write LOCAL_MACHINE.", location);
     }
     type_ = keys_->text("distributed_type", "");
-    const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU"};
+    const std::vector<std::string> known = {"", "NO", "MULTI_CPU", "MULTI_GPU", kFsdp};
     if (std::ranges::find(known, type_) == known.end()) {
       refuse(*given("distributed_type"),
-             "distributed_type {} is not supported. Write NO, MULTI_CPU or MULTI_GPU.{}", type_,
-             type_ == "FSDP" ? " What divides the model is `fsdp` in the training file."
-                             : did_you_mean(type_, known));
+             "distributed_type {} is not supported. Write NO, MULTI_CPU, MULTI_GPU or FSDP.{}",
+             type_, did_you_mean(type_, known));
     }
     const std::string precision =
         keys_->choice("mixed_precision", "no", {"no", "fp16", "bf16", "fp8"});
@@ -191,11 +209,11 @@ class Translator {
       out_.environment["ACCELERATE_USE_CPU"] = "true";
       out_.environment["LOCKSTEP_DEVICE"] = "cpu";
     }
-    if (type_ == "MULTI_GPU") {
+    if (type_ == "MULTI_GPU" || (type_ == kFsdp && !cpu)) {
       // A rank that finds no GPU does not fall back to the CPU.
       out_.environment["LOCKSTEP_DEVICE"] = "cuda";
-      out_.gpu_key =
-          given("distributed_type")->value.location.text() + ": distributed_type is MULTI_GPU";
+      out_.gpu_key = fmt::format("{}: distributed_type is {}",
+                                 given("distributed_type")->value.location.text(), type_);
     }
     std::string ids = keys_->text("gpu_ids", "all");
     ids.erase(std::remove(ids.begin(), ids.end(), ' '), ids.end());
@@ -208,6 +226,30 @@ class Translator {
       return;
     }
     out_.environment["CUDA_VISIBLE_DEVICES"] = ids;
+  }
+
+  // For the ranks, which read them where the training file says nothing of fsdp.
+  void fully_sharded() {
+    out_.environment["ACCELERATE_USE_FSDP"] = "true";
+    const Entry* const section = given("fsdp_config");
+    if (section == nullptr) return;
+    if (!section->value.is(NodeKind::kMap)) {
+      refuse(*section, "fsdp_config must be a map, such as {{fsdp_version: 2}}.");
+      return;
+    }
+    for (const Entry& entry : section->value.entries) {
+      const auto* const known = std::ranges::find(
+          kFsdpKeys, entry.key, [](const auto& pair) { return std::string(pair.first); });
+      const bool off = entry.value.is(NodeKind::kBool) && !entry.value.boolean;
+      if (known == std::end(kFsdpKeys) && !off && !entry.value.is(NodeKind::kNull))
+        refuse(entry, "fsdp_config.{} is not supported. Delete it.", entry.key);
+      if (known == std::end(kFsdpKeys) || known->second.empty() || entry.value.is(NodeKind::kNull))
+        continue;
+      std::string text = to_json(entry.value);
+      std::erase_if(
+          text, [](char c) { return std::string_view("\"[] ").find(c) != std::string_view::npos; });
+      out_.environment[std::string(known->second)] = text;
+    }
   }
 
   void switches() {

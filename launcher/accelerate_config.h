@@ -28,7 +28,7 @@ struct AccelerateLaunch {
 
 // Throws UsageError with every mistake on a line of its own: unknown keys with the nearest name,
 // keys of the training file with where they belong, wrong types and ranges, and what this launcher
-// does not do (DeepSpeed, FSDP, TPUs, SageMaker, fp8).
+// does not do (DeepSpeed, TPUs, SageMaker, fp8).
 // `training_keys`: the keys of the training file, whose layer this one does not know; without them
 // such a key counts as unknown. `problems`: what load_document() has found.
 AccelerateLaunch read_accelerate_config(const Node& document,

@@ -60,7 +60,28 @@ TEST(AccelerateConfig, EmptySectionsAreSkipped) {
     EXPECT_EQ(message_of(std::string(key) + ": {}\n"), "(nothing was thrown)") << key;
     EXPECT_EQ(message_of(std::string(key) + ":\n"), "(nothing was thrown)") << key;
   }
-  EXPECT_THAT(message_of("distributed_type: FSDP\n"), HasSubstr("`fsdp` in the training file"));
+}
+
+// As `accelerate config` writes it for FSDP2.
+TEST(AccelerateConfig, FsdpGoesToTheRanksAsAccelerateSendsIt) {
+  const AccelerateLaunch launch = read(
+      "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n"
+      "  fsdp_activation_checkpointing: false\n"
+      "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+      "  fsdp_cpu_ram_efficient_loading: true\n"
+      "  fsdp_offload_params: false\n"
+      "  fsdp_reshard_after_forward: true\n"
+      "  fsdp_state_dict_type: FULL_STATE_DICT\n"
+      "  fsdp_transformer_layer_cls_to_wrap: GPT2Block\n"
+      "  fsdp_version: 2\n");
+  EXPECT_THAT(
+      launch.environment,
+      ElementsAre(Pair("ACCELERATE_USE_CPU", "true"), Pair("ACCELERATE_USE_FSDP", "true"),
+                  Pair("FSDP_ACTIVATION_CHECKPOINTING", "false"),
+                  Pair("FSDP_OFFLOAD_PARAMS", "false"), Pair("FSDP_RESHARD_AFTER_FORWARD", "true"),
+                  Pair("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block"), Pair("FSDP_VERSION", "2"),
+                  Pair("LOCKSTEP_DEVICE", "cpu")));
+  EXPECT_EQ(read("distributed_type: FSDP\n").gpu_key, "acc.yaml:1:19: distributed_type is FSDP");
 }
 
 TEST(AccelerateConfig, ItsFlagsCanBeParsed) {
@@ -123,12 +144,16 @@ const Mistake kMistakes[] = {
     {"Environment", "compute_environment: AMAZON_SAGEMAKER\n",
      "1:22: compute_environment AMAZON_SAGEMAKER is not supported. Write LOCAL_MACHINE."},
     {"Distributed", "distributed_type: DEEPSPEED\n",
-     "1:19: distributed_type DEEPSPEED is not supported. Write NO, MULTI_CPU or MULTI_GPU."},
+     "1:19: distributed_type DEEPSPEED is not supported. Write NO, MULTI_CPU, MULTI_GPU or FSDP."},
     {"DistributedTypo", "distributed_type: MULTI_GUP\n",
-     "1:19: distributed_type MULTI_GUP is not supported. Write NO, MULTI_CPU or MULTI_GPU. Did you "
-     "mean MULTI_GPU?"},
+     "1:19: distributed_type MULTI_GUP is not supported. Write NO, MULTI_CPU, MULTI_GPU or FSDP. "
+     "Did you mean MULTI_GPU?"},
     {"Section", "fsdp_config:\n  fsdp_offload_params: true\n",
      "1:1: fsdp_config belongs in the training file"},
+    {"FsdpKey", "distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: 100\n",
+     "3:24: fsdp_config.fsdp_min_num_params is not supported. Delete it."},
+    {"FsdpMap", "distributed_type: FSDP\nfsdp_config: full_shard\n",
+     "2:14: fsdp_config must be a map"},
     {"Precision", "mixed_precision: int8\n", "1:18: mixed_precision must be no, fp16, bf16 or fp8"},
     {"Uneven", "num_machines: 2\nnum_processes: 3\nmain_process_ip: h\n",
      "2:16: num_processes 3 cannot be shared equally by 2 machines: it counts the processes of all "

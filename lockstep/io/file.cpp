@@ -161,6 +161,41 @@ FileDigest FileWriter::finish() {
   return {bytes_, checksum_.finish()};
 }
 
+void SharedFileWriter::make(const std::string& path, std::uint64_t bytes) {
+  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+  if (!fd) throw file_error("create", path, errno);
+  const auto size = static_cast<off_t>(bytes);
+  // A disk without room is an error here and not in the middle of the writing.
+  if (size > 0 && ::fallocate(fd.get(), 0, 0, size) != 0 && errno != EOPNOTSUPP && errno != ENOSYS)
+    throw file_error("write to", path, errno, bytes);
+  while (::ftruncate(fd.get(), size) != 0)
+    if (errno != EINTR) throw file_error("write to", path, errno, bytes);
+}
+
+SharedFileWriter::SharedFileWriter(std::string path, WriteProgress* progress)
+    : path_(std::move(path)), progress_(progress) {
+  fd_.reset(::open(path_.c_str(), O_WRONLY | O_CLOEXEC));
+  if (!fd_) throw file_error("open", path_, errno);
+}
+
+void SharedFileWriter::write(std::uint64_t offset, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::pwrite(fd_.get(), bytes.data(), std::min(bytes.size(), kPieceBytes),
+                               static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw file_error("write to", path_, errno, bytes.size());
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+    offset += static_cast<std::uint64_t>(n);
+    if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void SharedFileWriter::finish() {
+  while (::fsync(fd_.get()) != 0)
+    if (errno != EINTR) throw file_error("fsync", path_, errno);
+  if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
+}
+
 FileDigest digest_file(const std::string& path) {
   // Not mapped: a file that is being shortened must be an error here, not a SIGBUS.
   const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));

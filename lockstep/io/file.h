@@ -72,6 +72,27 @@ class FileWriter {
   std::uint64_t bytes_ = 0;
 };
 
+// A file that several processes write, each its own bytes. The first one makes it in its size, with
+// room on the disk where the file system can promise that; AtomicDir::adopt() takes it over when
+// all have finished.
+//
+//   SharedFileWriter::make(path, bytes);                  // one process
+//   SharedFileWriter file(path);                          // then each of them
+//   file.write(offset, mine);
+//   file.finish();
+class SharedFileWriter {
+ public:
+  static void make(const std::string& path, std::uint64_t bytes);
+  explicit SharedFileWriter(std::string path, WriteProgress* progress = nullptr);
+  void write(std::uint64_t offset, std::span<const std::byte> bytes);
+  void finish();  // what was written is on the disk
+
+ private:
+  std::string path_;
+  WriteProgress* progress_ = nullptr;
+  Fd fd_;
+};
+
 // Size and SHA-256 of the whole file; throws SystemError when it cannot.
 FileDigest digest_file(const std::string& path);
 

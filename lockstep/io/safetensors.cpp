@@ -177,23 +177,24 @@ void check_layout(const SafetensorsHeader& header, std::uint64_t data_bytes,
     damaged(file, fmt::format("{} bytes follow the last tensor", data_bytes - at));
 }
 
-void check_tensors(const std::vector<TensorBytes>& tensors) {
+[[noreturn]] void refuse_to_write(std::string_view name, std::string_view what) {
+  throw UsageError("safetensors", "tensor {} cannot be written: {}.", shown(name), what);
+}
+
+void check_tensors(const std::vector<TensorShape>& tensors) {
   std::unordered_set<std::string_view> seen;
-  for (const TensorBytes& tensor : tensors) {
-    const auto refuse = [&](std::string_view what) {
-      throw UsageError("safetensors", "tensor {} cannot be written: {}.", shown(tensor.name), what);
-    };
+  for (const TensorShape& tensor : tensors) {
+    const auto refuse = [&](std::string_view what) { refuse_to_write(tensor.name, what); };
     if (tensor.name == kMetadataKey) refuse("the format keeps that name for itself");
     if (invalid_utf8(tensor.name)) refuse("its name is not valid UTF-8");
     if (!seen.insert(tensor.name).second) refuse("the name appears twice");
-    const auto bytes = tensor_bytes(tensor.dtype, tensor.shape);
-    if (!bytes || *bytes != tensor.bytes.size())
-      refuse(fmt::format("it has {} bytes, which is not {} of {}", tensor.bytes.size(),
-                         dtype_name(tensor.dtype), shape_text(tensor.shape)));
+    if (!tensor_bytes(tensor.dtype, tensor.shape))
+      refuse(fmt::format("there is no tensor of {} and shape {}", dtype_name(tensor.dtype),
+                         shape_text(tensor.shape)));
   }
 }
 
-std::string header_text(const std::vector<TensorBytes>& tensors, const Metadata& metadata) {
+std::string header_text(const std::vector<TensorEntry>& tensors, const Metadata& metadata) {
   std::string text = "{";
   if (!metadata.empty()) {
     text += json_quote(kMetadataKey) + ":{";
@@ -205,13 +206,11 @@ std::string header_text(const std::vector<TensorBytes>& tensors, const Metadata&
     }
     text += '}';
   }
-  std::uint64_t at = 0;
-  for (const TensorBytes& tensor : tensors) {
+  for (const TensorEntry& tensor : tensors) {
     if (text.size() > 1) text += ',';
     text += fmt::format(R"({}:{{"dtype":"{}","shape":[{}],"data_offsets":[{},{}]}})",
                         json_quote(tensor.name), dtype_name(tensor.dtype),
-                        fmt::join(tensor.shape, ","), at, at + tensor.bytes.size());
-    at += tensor.bytes.size();
+                        fmt::join(tensor.shape, ","), tensor.begin, tensor.end);
   }
   text += '}';
   text.append((8 - text.size() % 8) % 8, ' ');  // the data part is aligned to 8 bytes
@@ -305,17 +304,43 @@ std::span<const std::byte> SafetensorsFile::bytes(const TensorEntry& entry) cons
   return map_.bytes().subspan(header_.data_offset + entry.begin, entry.end - entry.begin);
 }
 
-void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
-                       const Metadata& metadata) {
+SafetensorsLayout lay_out_safetensors(std::vector<TensorShape> tensors, const Metadata& metadata) {
   check_tensors(tensors);
-  std::ranges::sort(tensors, [](const TensorBytes& a, const TensorBytes& b) {
+  std::ranges::sort(tensors, [](const TensorShape& a, const TensorShape& b) {
     return a.dtype != b.dtype ? a.dtype > b.dtype : a.name < b.name;
   });
-  const std::string header = header_text(tensors, metadata);
+  SafetensorsLayout layout;
+  std::uint64_t at = 0;
+  for (TensorShape& tensor : tensors) {
+    const std::uint64_t end = at + *tensor_bytes(tensor.dtype, tensor.shape);
+    layout.tensors.push_back(
+        {std::move(tensor.name), tensor.dtype, std::move(tensor.shape), at, end});
+    at = end;
+  }
+  const std::string header = header_text(layout.tensors, metadata);
   const std::uint64_t length = header.size();
-  file.append(std::as_bytes(std::span(&length, 1)));
-  file.append(header);
-  for (const TensorBytes& tensor : tensors) file.append(tensor.bytes);
+  layout.head.resize(kLengthBytes);
+  std::memcpy(layout.head.data(), &length, kLengthBytes);
+  layout.head += header;
+  return layout;
+}
+
+void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
+                       const Metadata& metadata) {
+  std::vector<TensorShape> shapes;
+  std::unordered_map<std::string_view, std::span<const std::byte>> bytes;
+  for (const TensorBytes& tensor : tensors) {
+    shapes.push_back({tensor.name, tensor.dtype, tensor.shape});
+    bytes.emplace(tensor.name, tensor.bytes);
+    const auto size = tensor_bytes(tensor.dtype, tensor.shape);
+    if (!size || *size != tensor.bytes.size())
+      refuse_to_write(tensor.name,
+                      fmt::format("it has {} bytes, which is not {} of {}", tensor.bytes.size(),
+                                  dtype_name(tensor.dtype), shape_text(tensor.shape)));
+  }
+  const SafetensorsLayout layout = lay_out_safetensors(std::move(shapes), metadata);
+  file.append(layout.head);
+  for (const TensorEntry& tensor : layout.tensors) file.append(bytes.at(tensor.name));
 }
 
 }  // namespace lockstep::io

@@ -115,8 +115,20 @@ struct TensorBytes {
   std::span<const std::byte> bytes;
 };
 
-// Puts the tensors into the format's order. UsageError, before a byte is written, for a name that
-// appears twice or is not UTF-8, and for bytes that do not fit dtype and shape.
+// Where each tensor of a file will be, before there are any bytes: what several processes need to
+// write one file together.
+struct SafetensorsLayout {
+  std::string head;                  // the file's first bytes, which the data part follows
+  std::vector<TensorEntry> tensors;  // in the order of their bytes
+  std::uint64_t bytes() const { return head.size() + (tensors.empty() ? 0 : tensors.back().end); }
+};
+
+// Puts the tensors into the format's order. UsageError for a name that appears twice or is not
+// UTF-8, and for a shape that no tensor can have.
+SafetensorsLayout lay_out_safetensors(std::vector<TensorShape> tensors,
+                                      const Metadata& metadata = {});
+
+// UsageError, before a byte is written, as above, and for bytes that do not fit dtype and shape.
 void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
                        const Metadata& metadata = {});
 

@@ -82,17 +82,18 @@ std::string index_text(const WeightMap& map, std::uint64_t total_bytes) {
 }
 
 // Consecutive runs of tensors, each within the limit (or one tensor that is not).
-std::vector<std::vector<TensorBytes>> deal(std::vector<TensorBytes> tensors,
-                                           std::uint64_t max_bytes) {
-  std::vector<std::vector<TensorBytes>> shards(1);
+std::vector<std::vector<TensorShape>> deal(std::vector<TensorShape> tensors,
+                                           std::uint64_t max_bytes, std::uint64_t& total_bytes) {
+  std::vector<std::vector<TensorShape>> shards(1);
   std::uint64_t bytes = 0;
-  for (TensorBytes& tensor : tensors) {
-    const std::uint64_t size = tensor.bytes.size();
+  for (TensorShape& tensor : tensors) {
+    const std::uint64_t size = tensor_bytes(tensor.dtype, tensor.shape).value_or(0);
     if (!shards.back().empty() && (size > max_bytes || bytes > max_bytes - size)) {
       shards.emplace_back();
       bytes = 0;
     }
     bytes += size;
+    total_bytes += size;
     shards.back().push_back(std::move(tensor));
   }
   return shards;
@@ -100,35 +101,52 @@ std::vector<std::vector<TensorBytes>> deal(std::vector<TensorBytes> tensors,
 
 }  // namespace
 
+SetLayout lay_out_safetensors_set(std::vector<TensorShape> tensors, const Metadata& metadata,
+                                  const ShardOptions& options) {
+  std::uint64_t total_bytes = 0;
+  auto shards = deal(std::move(tensors), options.max_shard_bytes, total_bytes);
+  SetLayout set;
+  WeightMap map;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const std::string name = shards.size() == 1 ? single_name(options.stem)
+                                                : fmt::format("{}-{:05}-of-{:05}.safetensors",
+                                                              options.stem, i + 1, shards.size());
+    for (const TensorShape& tensor : shards[i])
+      if (!map.emplace(tensor.name, name).second)
+        throw UsageError("safetensors", "tensor {} cannot be written: the name appears twice.",
+                         json_quote(tensor.name));
+    set.files.push_back({name, lay_out_safetensors(std::move(shards[i]), metadata)});
+  }
+  if (set.files.size() == 1) return set;
+  set.index_name = index_name(options.stem);
+  set.index = index_text(map, total_bytes);
+  return set;
+}
+
 std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<TensorBytes> tensors,
                                                const Metadata& metadata,
                                                const ShardOptions& options) {
-  std::uint64_t total_bytes = 0;
-  for (const TensorBytes& tensor : tensors) total_bytes += tensor.bytes.size();
-  auto shards = deal(std::move(tensors), options.max_shard_bytes);
-  if (shards.size() == 1) {
-    const std::string name = options.stem + ".safetensors";
-    dir.write(name, [&](FileWriter& file) {
-      write_safetensors(file, std::move(shards.front()), metadata);
-    });
-    return {name};
+  std::vector<TensorShape> shapes;
+  std::unordered_map<std::string, TensorBytes> by_name;
+  for (TensorBytes& tensor : tensors) {
+    shapes.push_back({tensor.name, tensor.dtype, tensor.shape});
+    by_name.emplace(tensor.name, std::move(tensor));
   }
+  const SetLayout set = lay_out_safetensors_set(std::move(shapes), metadata, options);
   std::vector<std::string> names;
-  WeightMap map;
-  for (std::size_t i = 0; i < shards.size(); ++i) {
-    names.push_back(
-        fmt::format("{}-{:05}-of-{:05}.safetensors", options.stem, i + 1, shards.size()));
-    for (const TensorBytes& tensor : shards[i])
-      if (!map.emplace(tensor.name, names.back()).second)
-        throw UsageError("safetensors", "tensor {} cannot be written: the name appears twice.",
-                         json_quote(tensor.name));
+  for (const SetLayout::File& each : set.files) {
+    std::vector<TensorBytes> its;
+    for (const TensorEntry& tensor : each.layout.tensors)
+      its.push_back(std::move(by_name.at(tensor.name)));
+    dir.write(each.name,
+              [&](FileWriter& file) { write_safetensors(file, std::move(its), metadata); });
+    names.push_back(each.name);
   }
-  for (std::size_t i = 0; i < shards.size(); ++i)
-    dir.write(names[i],
-              [&](FileWriter& file) { write_safetensors(file, std::move(shards[i]), metadata); });
   // Written last, so that every file it names exists as soon as the index does.
-  names.push_back(index_name(options.stem));
-  dir.write(names.back(), index_text(map, total_bytes));
+  if (!set.index.empty()) {
+    dir.write(set.index_name, set.index);
+    names.push_back(set.index_name);
+  }
   return names;
 }
 

@@ -25,7 +25,21 @@ struct ShardOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
 };
 
-// Tensors are dealt to files in the order given. Returns the names of the files written.
+// Which files there will be, and where each tensor is in them.
+struct SetLayout {
+  struct File {
+    std::string name;
+    SafetensorsLayout layout;
+  };
+  std::vector<File> files;
+  std::string index_name, index;  // the index and its text; empty where there is one file
+};
+
+// Tensors are dealt to files in the order given.
+SetLayout lay_out_safetensors_set(std::vector<TensorShape> tensors, const Metadata& metadata = {},
+                                  const ShardOptions& options = {});
+
+// As they are laid out. Returns the names of the files written.
 std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<TensorBytes> tensors,
                                                const Metadata& metadata = {},
                                                const ShardOptions& options = {});

@@ -1,7 +1,9 @@
 #include "lockstep/io/tensors.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -63,6 +65,17 @@ at::Tensor tensor_of(const SafetensorsFile& file, const TensorEntry& entry) {
   const auto bytes = file.bytes(entry);
   if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
   return tensor;
+}
+
+at::Tensor mapped_tensor(const SafetensorsFile& file, const TensorEntry& entry,
+                         std::shared_ptr<const void> owner) {
+  const auto bytes = file.bytes(entry);
+  const at::ScalarType type = scalar_type_of(entry.dtype);
+  if (bytes.empty() || reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(type) != 0)
+    return tensor_of(file, entry);
+  return at::from_blob(
+      const_cast<std::byte*>(bytes.data()), entry.shape, [owner = std::move(owner)](void*) {},
+      at::TensorOptions(type));
 }
 
 }  // namespace lockstep::io

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "lockstep/io/safetensors.h"
@@ -28,5 +29,11 @@ at::Tensor tensor_of(const SafetensorsFile& file, const TensorEntry& entry);
 inline at::Tensor tensor_of(const SafetensorsSet::Found& found) {
   return tensor_of(*found.file, *found.entry);
 }
+
+// The file's own memory where its place there allows it, and a copy otherwise: only to be read
+// from, while the file is open. What nobody reads is not loaded. The tensor holds `owner`, which
+// may be the file.
+at::Tensor mapped_tensor(const SafetensorsFile& file, const TensorEntry& entry,
+                         std::shared_ptr<const void> owner = nullptr);
 
 }  // namespace lockstep::io

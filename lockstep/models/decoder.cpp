@@ -392,9 +392,12 @@ Decoder::Decoder(const DecoderSpec& spec, const ParameterOptions& parameters) : 
   };
   if (!spec.embeddings_drawn_last) draw_embeddings();
   blocks_ = register_module(spec.blocks, torch::nn::ModuleList());
-  for (std::int64_t i = 0; i < spec.layers(); ++i)
-    blocks_->push_back(
-        std::make_shared<DecoderBlock>(spec, static_cast<std::size_t>(i), parameters));
+  for (std::int64_t i = 0; i < spec.layers(); ++i) {
+    const auto block =
+        std::make_shared<DecoderBlock>(spec, static_cast<std::size_t>(i), parameters);
+    block->to(parameters.device, parameters.dtype);  // as the others are in the end
+    blocks_->push_back(nn::made(block));
+  }
   last_norm_ = Norm(*this, spec.last);
   if (spec.embeddings_drawn_last) draw_embeddings();
 }

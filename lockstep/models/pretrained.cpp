@@ -2,26 +2,16 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/nn/divided.h"
 
 namespace lockstep::models {
 namespace {
-
-// The file's own memory where its place allows it; a copy otherwise.
-at::Tensor mapped(const io::SafetensorsSet::Found& found) {
-  const auto bytes = found.bytes();
-  const at::ScalarType type = io::scalar_type_of(found.entry->dtype);
-  if (bytes.empty() || reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(type) != 0)
-    return io::tensor_of(found);
-  // Only read from: the target of copy_() is another tensor.
-  return torch::from_blob(const_cast<std::byte*>(bytes.data()), found.entry->shape, type);
-}
 
 const char* dtype_text(at::ScalarType type) {
   if (type == at::kBFloat16) return "bfloat16";
@@ -45,7 +35,8 @@ CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& 
       make_causal_lm(config, {.dtype = options.dtype, .device = options.device, .draw = false});
   const torch::NoGradGuard no_grad;
   auto parameters = model->named_parameters();
-  for (const FoundWeight& weight : weights) parameters[weight.name].copy_(mapped(weight.file));
+  for (const FoundWeight& weight : weights)
+    nn::assign(parameters[weight.name], io::mapped_tensor(*weight.file.file, *weight.file.entry));
   model->eval();
   return model;
 }

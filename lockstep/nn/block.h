@@ -13,14 +13,24 @@
 //   using Layer = lockstep::nn::BlockOf<torch::nn::LinearImpl>;
 //   auto layer = register_module("layer", std::make_shared<Layer>(8, 8));
 //
+// A constructor says of each block that it is complete, so that a model need never be whole in
+// memory (ShardedConstruction in lockstep/parallel/fully_shard.h):
+//
+//   layers->push_back(lockstep::nn::made(std::make_shared<LayerImpl>()));
+//
 // One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep::nn {
 
@@ -38,6 +48,7 @@ class Block {
   // Null: run() calls the body.
   void run_with(Runner runner) { runner_ = std::move(runner); }
   bool has_runner() const { return runner_ != nullptr; }
+  const Runner& runner() const { return runner_; }
 
  private:
   Runner runner_;
@@ -61,5 +72,16 @@ class BlockOf : public Module, public Block {
                std::move(inputs));
   }
 };
+
+// What is told about blocks that this thread makes; returns the one before. Null: nothing.
+using BlockObserver = std::function<void(torch::nn::Module& block)>;
+BlockObserver observe_blocks(BlockObserver observer);
+void report_made(torch::nn::Module& block);
+
+template <typename Module>
+std::shared_ptr<Module> made(std::shared_ptr<Module> block) {
+  report_made(*block);
+  return block;
+}
 
 }  // namespace lockstep::nn

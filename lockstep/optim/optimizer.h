@@ -44,7 +44,6 @@
 namespace lockstep::optim {
 
 class AdamWPass;
-
 using TensorDict = std::map<std::string, at::Tensor>;
 // As module->named_parameters().pairs() gives them. The first name of a tensor counts.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
@@ -73,8 +72,9 @@ struct StepResult {
 };
 
 struct StateDictOptions {
-  bool wanted = true;  // false: this rank takes part, and gets nothing
-  bool copy = true;    // false: tensors may be the optimizer's own, valid until the next step()
+  bool wanted = true;    // false: this rank takes part, and gets nothing
+  bool copy = true;      // false: tensors may be the optimizer's own, valid until the next step()
+  bool divided = false;  // of FullyShard: divided tensors (lockstep/nn/divided.h), ungathered
 };
 
 class Optimizer : public torch::optim::Optimizer {

@@ -17,13 +17,6 @@ void own_memory(at::Tensor tensor) {
   tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
 }
 
-c10::Storage storage_that_throws(const at::Tensor& tensor, const std::string& message) {
-  c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(),
-                       c10::DataPtr(nullptr, tensor.device()));
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  return storage;
-}
-
 // Ranks are named by their place along `where`.
 void require_same(World& world, const std::string& component, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints) {

@@ -1,14 +1,12 @@
 // What ways to divide a model over ranks have in common (FullyShard, Pipeline). Internal.
 //
 //   own_memory(parameter);
-//   const c10::Storage freed = storage_that_throws(parameter, "[pipeline] parameter 'w' was ...");
 //   return step_divided(this, options, {.norm = ..., .scale = ..., .step = ...});
 //
 // Functions without state; which communicate is said.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
 
 #include <functional>
 #include <string>
@@ -21,9 +19,6 @@ namespace lockstep::parallel {
 // Gives a parameter memory that nothing else lies in, in the order of its rows, and lets its
 // storage be replaced. No graph holds the parameter yet.
 void own_memory(at::Tensor tensor);
-// A storage without memory for a parameter that has none: whoever reads it gets the message. It
-// claims the size, or a view, which is made before it is read, would be refused without a name.
-c10::Storage storage_that_throws(const at::Tensor& tensor, const std::string& message);
 
 // Throws CommError where a tensor is not the same on all ranks of `world`, which are along `where`.
 // Collective.

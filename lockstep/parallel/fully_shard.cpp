@@ -87,10 +87,55 @@ void check_mesh(const Mesh& mesh) {
                      mesh.text());
 }
 
-void check_blocks(const torch::nn::Module& module) {
+// A block that was divided while it was made, until FullyShard takes its unit over.
+struct Prepared {
+  struct Part {
+    Mesh mesh;
+    ShardUnit unit;
+    std::uint64_t values = 0;  // the fingerprint of what was drawn
+  };
+  std::shared_ptr<Part> part;
+
+  at::Tensor operator()(const nn::Block::Body&, const std::vector<at::Tensor>&) const {
+    throw UsageError(kFullyShard,
+                     "a block was called that was divided over ranks while it was made. Make a "
+                     "FullyShard of the model first.");
+  }
+  static Part* of(const nn::Block& block) {
+    const auto* const prepared = block.runner().target<Prepared>();
+    return prepared != nullptr ? prepared->part.get() : nullptr;
+  }
+};
+
+void prepare(torch::nn::Module& module, const Mesh& mesh) {
+  auto* const block = dynamic_cast<nn::Block*>(&module);
+  if (block == nullptr)
+    throw UsageError(kFullyShard,
+                     "nn::made() was called with a module that is no nn::Block. Derive it from "
+                     "nn::Block, and let its forward call run().");
+  ShardUnit::Named parameters;
+  std::uint64_t values = 0;
+  for (const auto& item : module.named_parameters()) {
+    if (nn::rows_of(item.value()) != nullptr) continue;  // of a block inside of this one
+    parameters.emplace_back(item.key(), item.value());
+    values = 31 * values + fingerprint(item.value().detach());
+  }
+  module.to(mesh.world().device());
+  block->run_with(Prepared{std::make_shared<Prepared::Part>(
+      Prepared::Part{mesh, ShardUnit("", parameters, mesh["shard"]), values})});
+}
+
+void check_blocks(const torch::nn::Module& module, const World& shard) {
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     const auto* const block = dynamic_cast<const nn::Block*>(item.value().get());
-    if (block != nullptr && block->has_runner())
+    if (block == nullptr || !block->has_runner()) continue;
+    const Prepared::Part* const prepared = Prepared::of(*block);
+    if (prepared != nullptr && &prepared->unit.shard() != &shard)
+      throw UsageError(kFullyShard,
+                       "block '{}' was divided along another mesh while it was made. Give "
+                       "ShardedConstruction and FullyShard the same Mesh.",
+                       item.key());
+    if (prepared == nullptr)
       throw UsageError(kFullyShard,
                        "block '{}' is run by something else already, probably by another "
                        "FullyShard of this module. Make one, and keep it.",
@@ -111,8 +156,14 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
   World& world = mesh_.world();
   const auto refusal = refusal_of([&] {
     check_mesh(mesh_);
-    check_blocks(module);
+    check_blocks(module, shard_);
     model_ = ModelTensors(parameters_of(module), buffers_of(module), {});
+    for (const auto& type : {options_.param_dtype, options_.reduce_dtype})
+      if (type && !at::isFloatingType(*type))
+        throw UsageError(kFullyShard,
+                         "param_dtype and reduce_dtype are floating-point types, and {} is none. "
+                         "Write torch::kBFloat16, or leave it out.",
+                         c10::toString(*type));
     if (model_.size() == 0)
       throw UsageError(kFullyShard, "the module has no parameters, so there is nothing to shard.");
   });
@@ -122,18 +173,29 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
   if (other)
     throw UsageError(kFullyShard,
                      "rank {} has '{}', but rank 0 has '{}'. Ranks hold parts of one model. Build "
-                     "the same one, with the same options, on every rank.",
+                     "the same one, with the same options and from the same seed, on every rank.",
                      other->rank, other->here, other->first);
   model_.broadcast(world, 0);
   make_units(module);
 }
 
 std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
-  std::string text = fmt::format("reshard_after_forward: {}\nreduce_every_backward: {}\n",
-                                 options_.reshard_after_forward, options_.reduce_every_backward);
+  const auto type = [](const std::optional<c10::ScalarType>& given) {
+    return given ? c10::toString(*given) : "own";
+  };
+  std::string text = fmt::format(
+      "reshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
+      "reduce_dtype: {}\n",
+      options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
+      type(options_.reduce_dtype));
   for (const auto& item : module.named_modules("", /*include_self=*/false))
-    if (dynamic_cast<const nn::Block*>(item.value().get()) != nullptr)
-      text += fmt::format("{}: block\n", item.key());
+    if (const auto* const block = dynamic_cast<const nn::Block*>(item.value().get())) {
+      const Prepared::Part* const prepared = Prepared::of(*block);
+      text += fmt::format("{}: block{}\n", item.key(),
+                          prepared == nullptr
+                              ? ""
+                              : fmt::format(" with values of fingerprint {:x}", prepared->values));
+    }
   for (const ModelParameter& p : model_.parameters())
     text +=
         fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
@@ -170,7 +232,17 @@ void FullyShardImpl::make_units(const torch::nn::Module& module) {
   for (const ModelParameter& p : model_.parameters())
     members[unit_of.at(p.tensor.unsafeGetTensorImpl())].emplace_back(p.name, p.tensor);
   names.emplace_back();
-  for (std::size_t i = 0; i <= root; ++i) units_.emplace_back(names[i], members[i], shard_);
+  for (std::size_t i = 0; i <= root; ++i) {
+    Prepared::Part* const prepared = i < root ? Prepared::of(*blocks_[i].block) : nullptr;
+    if (prepared == nullptr) {
+      units_.emplace_back(names[i], members[i], shard_);
+      continue;
+    }
+    units_.push_back(std::move(prepared->unit));
+    units_.back().complete(names[i], members[i]);
+  }
+  for (ShardUnit& unit : units_)
+    unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
 }
 
 std::vector<std::string> FullyShardImpl::unit_names() const {
@@ -256,7 +328,9 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
     if (unit + 1 < blocks_.size()) prefetch(unit + 1);
   }
   at::Tensor output = body(inputs);
-  if (options_.reshard_after_forward && !in_backward_ && !held()) units_[unit].free();
+  // Without a graph there is no backward that would free it.
+  if ((options_.reshard_after_forward || !makes_graph) && !in_backward_ && !held())
+    units_[unit].free();
   if (makes_graph && output.requires_grad()) output = BeforeBackward::apply(output, graph);
   return output;
 }
@@ -271,7 +345,7 @@ void FullyShardImpl::prefetch_before(std::size_t unit) {
 }
 
 std::shared_ptr<void> FullyShardImpl::gathered() {
-  for (ShardUnit& unit : units_) unit.gather();
+  for (ShardUnit& unit : units_) unit.gather_exactly();
   std::shared_ptr<void> held = held_.lock();
   if (!held) held_ = held = std::make_shared<int>();
   return held;
@@ -441,6 +515,10 @@ std::shared_ptr<void> FullyShard::gathered() {
   return impl_->gathered();
 }
 
+bool FullyShard::divided() const {
+  return impl_->shard().size() > 1;
+}
+
 void FullyShard::verify_parameters() {
   impl_->verify_parameters();
 }
@@ -457,6 +535,18 @@ void FullyShard::set_bucket_cap_mb(std::optional<double>) {
 
 std::vector<std::string> FullyShard::units() const {
   return impl_->unit_names();
+}
+
+ShardedConstruction::ShardedConstruction(Mesh mesh) {
+  parallel::check_mesh(mesh);
+  nn::BlockObserver take;
+  if (mesh.size("shard") > 1)
+    take = [mesh = std::move(mesh)](torch::nn::Module& block) { parallel::prepare(block, mesh); };
+  before_ = nn::observe_blocks(std::move(take));
+}
+
+ShardedConstruction::~ShardedConstruction() {
+  nn::observe_blocks(std::move(before_));
 }
 
 }  // namespace lockstep

@@ -21,6 +21,15 @@
 // before_forward() to the end of backward(). Along "data" ranks hold copies: a mesh of data x shard
 // divides the model inside a host and copies it between hosts.
 //
+// A model that is larger than a device's or a host's memory is divided while it is made:
+//
+//   const Mesh mesh(world, {{"shard", -1}});
+//   const ShardedConstruction divided(mesh);
+//   const auto net = models::load_pretrained("Llama-3.2-1B");
+//   FullyShard model(*net, mesh);
+//
+// Checkpoints are written and read in parts as well (lockstep/train/save_resume.h).
+//
 // Parameters keep their tensors and their names. `.grad` has the rows of this rank between
 // backwards. A parameter that is used while it is in parts throws an error with its name: the
 // block was called past its run(), or before_forward() was not called.
@@ -36,6 +45,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/nn/block.h"
 #include "lockstep/parallel/parallelism.h"
 
 namespace lockstep {
@@ -51,6 +61,14 @@ struct FullyShardOptions {
   // the last one they add up whole on this rank, as PyTorch's set_requires_gradient_sync(false);
   // WindowWeights::kOwnCounts needs it, which weighs what one rank has seen.
   bool reduce_every_backward = true;
+  // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
+  // MixedPrecisionPolicy: half as many bytes travel in bfloat16. Parameters, gradients and state
+  // keep their own type and the ranks their exact values; in forward and backward parameters have
+  // values that are rounded to `param_dtype`. The type of computation is autocasting's
+  // (optim::Autocast). gathered() gives the exact values. Unset: their own type; `reduce_dtype`:
+  // that of `param_dtype`.
+  std::optional<c10::ScalarType> param_dtype{};
+  std::optional<c10::ScalarType> reduce_dtype{};
 };
 
 class FullyShard final : public Parallelism {
@@ -74,6 +92,7 @@ class FullyShard final : public Parallelism {
   // optimizer's step frees it, held or not. Hold it before the end of FullyShard if the module is
   // used afterwards.
   std::shared_ptr<void> gathered() override;
+  bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
   void set_bucket_cap_mb(std::optional<double> mb) override;
@@ -83,6 +102,22 @@ class FullyShard final : public Parallelism {
 
  private:
   std::shared_ptr<parallel::FullyShardImpl> impl_;
+};
+
+// While it exists, each block that this thread makes (nn::made) is moved to the world's device,
+// divided along "shard" and freed, so that one block stands whole at a time. The parameters outside
+// of blocks stay whole until FullyShard. Every rank draws or reads the same values: seed generators
+// alike (optim::WithSeed). FullyShard compares what was drawn, and is made before the model is
+// used. No communication. A world of one: nothing is divided.
+class ShardedConstruction {
+ public:
+  explicit ShardedConstruction(Mesh mesh);
+  ~ShardedConstruction();
+  ShardedConstruction(const ShardedConstruction&) = delete;
+  ShardedConstruction& operator=(const ShardedConstruction&) = delete;
+
+ private:
+  nn::BlockObserver before_;
 };
 
 }  // namespace lockstep

@@ -53,6 +53,8 @@ class FullyShardOptimizer final : public optim::Optimizer {
   void scatter_whole(const Member& m) const;
   at::Tensor steps_taken(const TensorDict& mine) const;
   at::Tensor whole_state(const Member& m, const optim::StateSpec& spec, const TensorDict& mine);
+  at::Tensor divided_state(const Member& m, const optim::StateSpec& spec,
+                           const TensorDict& mine) const;
 
   std::shared_ptr<FullyShardImpl> model_;
   std::vector<Member> members_;  // in the order of the units
@@ -284,6 +286,20 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
   return whole;
 }
 
+// What this rank holds: its rows, or all of what it steps whole.
+at::Tensor FullyShardOptimizer::divided_state(const Member& m, const optim::StateSpec& spec,
+                                              const TensorDict& mine) const {
+  const at::Tensor& like = m.p->tensor;
+  const at::TensorOptions options =
+      like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
+  const auto found = mine.find(m.p->name + "." + spec.name);
+  const std::int64_t missing = m.owner < 0 ? m.p->shard.numel() : 0;
+  at::Tensor values =
+      found != mine.end() ? found->second.to(options).reshape({-1}) : at::zeros({missing}, options);
+  const std::int64_t begin = m.owner < 0 ? m.p->rows->begin : 0;
+  return nn::divided(spec.sizes, options, c10::make_intrusive<nn::Rows>(std::move(values), begin));
+}
+
 // One tensor at a time, so that a rank which wants none never holds more than one.
 TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& options) {
   const torch::NoGradGuard no_grad;
@@ -296,13 +312,18 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
     const auto taken = steps[static_cast<std::int64_t>(i)].item<double>();
     if (taken < 0) continue;
     for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->tensor.sizes())) {
+      if (options.divided && shard().size() > 1) {
+        all[m.p->name + "." + spec.name] = divided_state(m, spec, mine);
+        continue;
+      }
       at::Tensor whole = whole_state(m, spec, mine);
       if (!options.wanted) continue;
       // What a rank has alone may still be the optimizer's own memory.
       all[m.p->name + "." + spec.name] = whole.to(at::kCPU, whole.scalar_type(),
                                                   /*non_blocking=*/false, /*copy=*/options.copy);
     }
-    if (options.wanted) all[m.p->name + ".step"] = at::scalar_tensor(taken, at::kDouble);
+    if (options.wanted || options.divided)
+      all[m.p->name + ".step"] = at::scalar_tensor(taken, at::kDouble);
   }
   return all;
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <functional>
 #include <limits>
 #include <map>
@@ -561,6 +562,10 @@ TEST_P(FullyShardTest, ARankHoldsItsShareOfBytes) {
         const std::int64_t held = (step == 0 ? 2 : 4) * all / ranks;
         expect_soon(*count, held);
         EXPECT_LE(count->peak, held + (ranks > 1 ? 12 : 1) * block) << step;
+        if (step == 2 && mesh.world().is_leader())  // the table of docs/fully_shard.md
+          std::printf("%d ranks: %.1f blocks, and %.1f of a step's\n", static_cast<int>(ranks),
+                      static_cast<double>(held) / static_cast<double>(block),
+                      static_cast<double>(count->peak - held) / static_cast<double>(block));
         optimizer->step();
         optimizer->zero_grad();
         expect_soon(*count, 3 * all / ranks);

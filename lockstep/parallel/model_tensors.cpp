@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/divided.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -98,7 +99,8 @@ std::vector<at::Tensor> ModelTensors::buffer_tensors() const {
 
 void ModelTensors::broadcast(World& world, int root) {
   std::vector<at::Tensor> tensors = buffer_tensors();
-  for (const auto& p : parameters_) tensors.push_back(p.tensor);
+  for (const auto& p : parameters_)
+    if (nn::rows_of(p.tensor) == nullptr) tensors.push_back(p.tensor);
   broadcast_coalesced(world, tensors, root);
   if (world.size() > 1)
     for (const auto& t : tensors)

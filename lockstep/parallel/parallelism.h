@@ -84,6 +84,9 @@ class Parallelism {
   // Parameters are whole while it is held: evaluation, saving, export. Letting go of it is local,
   // on every rank before the same forward.
   virtual std::shared_ptr<void> gathered() { return nullptr; }
+  // Where gathered() is not held, parameters are divided tensors (lockstep/nn/divided.h), which are
+  // saved and loaded in parts, and a forward runs on all ranks or on none. No collective.
+  virtual bool divided() const { return false; }
   // Throw CommError with tensor and rank where ranks differ in what must be equal.
   virtual void verify_parameters() {}
   virtual void verify_buffers() {}

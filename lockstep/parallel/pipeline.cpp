@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/divided.h"
@@ -253,8 +254,9 @@ PipelineImpl::PipelineImpl(torch::nn::Module& module, Mesh mesh, PipelineOptions
   for (StagedParameter& p : parameters_) {
     if (p.mine) continue;
     own_memory(p.tensor);
-    p.freed = storage_that_throws(
-        p.tensor, fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. "
+    p.freed = nn::storage_that_throws(
+        p.tensor.nbytes(), p.tensor.device(),
+        fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. "
                               "Run forward and backward by run_window() or Accumulation, and hold "
                               "gathered() while you use parameters.",
                               kPipeline, p.name));

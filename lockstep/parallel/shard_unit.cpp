@@ -12,12 +12,14 @@
 namespace lockstep::parallel {
 namespace {
 
-std::string used_while_divided(const std::string& name) {
-  return fmt::format(
-      "[{}] parameter '{}' was used while its rows are divided over ranks. Its block was probably "
-      "called past nn::Block::run(), or the model without before_forward(). Call the block's "
-      "forward(), or hold gathered() while you use parameters.",
-      kFullyShard, name);
+c10::Storage storage_of(const std::string& name, const at::Tensor& tensor) {
+  return nn::storage_that_throws(
+      tensor.nbytes(), tensor.device(),
+      fmt::format(
+          "[{}] parameter '{}' was used while its rows are divided over ranks. Its block was "
+          "probably called past nn::Block::run(), or the model without before_forward(). Call the "
+          "block's forward(), or hold gathered() while you use parameters.",
+          kFullyShard, name));
 }
 
 // The parameter points at `from` before, and at `to` afterwards.
@@ -126,22 +128,54 @@ void empty_storage(const c10::Storage& storage) {
 ShardUnit::ShardUnit(std::string name, const Named& parameters, World& shard)
     : name_(std::move(name)), shard_(&shard) {
   const at::NoGradGuard no_grad;
-  for (const auto& [its_name, tensor] : parameters) {
-    own_memory(tensor);
-    parameters_.push_back(
-        {.name = its_name, .tensor = tensor, .cut = cut_rows(tensor.sizes(), shard.size())});
-    ShardedParameter& p = parameters_.back();
-    p.storage = tensor.storage();
-    p.freed = storage_that_throws(tensor, used_while_divided(its_name));
-    auto flat = std::ranges::find_if(flats_, [&](const Flat& each) {
-      const at::Tensor& first = parameters_[each.members[0]].tensor;
-      return first.scalar_type() == tensor.scalar_type() && first.device() == tensor.device();
-    });
-    if (flat == flats_.end()) flat = flats_.insert(flat, Flat{});
-    flat->members.push_back(parameters_.size() - 1);
-  }
+  for (const auto& [its_name, tensor] : parameters) add(its_name, tensor, 0);
   for (Flat& flat : flats_) lay_out(flat);
   free();
+}
+
+void ShardUnit::complete(std::string name, const Named& all) {
+  const at::NoGradGuard no_grad;
+  name_ = std::move(name);
+  const auto find = [](auto& list, const at::Tensor& tensor, auto of) {
+    return std::ranges::find_if(list, [&](const auto& e) { return of(e).is_same(tensor); });
+  };
+  for (ShardedParameter& p : parameters_) {
+    const auto found = find(all, p.tensor, [](const auto& named) { return named.second; });
+    if (found == all.end())
+      throw UsageError(kFullyShard,
+                       "parameter '{}' of block '{}' is shared with another block, and was divided "
+                       "with this one while the model was made. Make the model without "
+                       "ShardedConstruction.",
+                       p.name, name_);
+    p.name = found->first;
+    p.freed = storage_of(p.name, p.tensor);
+    if (!whole_) p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(p.freed);
+    p.shard.set_requires_grad(p.tensor.requires_grad());
+  }
+  const std::size_t members = parameters_.size(), flats = flats_.size();
+  for (const auto& [its_name, tensor] : all)
+    if (find(parameters_, tensor, [](const auto& p) { return p.tensor; }) == parameters_.end())
+      add(its_name, tensor, flats);
+  for (std::size_t f = flats; f < flats_.size(); ++f) lay_out(flats_[f]);
+  for (std::size_t i = members; !whole_ && i < parameters_.size(); ++i) free(parameters_[i]);
+}
+
+// Parameters of one type on one device travel together, from the `first_flat` on.
+void ShardUnit::add(const std::string& name, const at::Tensor& tensor, std::size_t first_flat) {
+  own_memory(tensor);
+  parameters_.push_back(
+      {.name = name, .tensor = tensor, .cut = cut_rows(tensor.sizes(), shard_->size())});
+  ShardedParameter& p = parameters_.back();
+  p.storage = tensor.storage();
+  p.freed = storage_of(name, tensor);
+  auto flat = std::find_if(flats_.begin() + static_cast<std::ptrdiff_t>(first_flat), flats_.end(),
+                           [&](const Flat& each) {
+                             const at::Tensor& first = parameters_[each.members[0]].tensor;
+                             return first.scalar_type() == tensor.scalar_type() &&
+                                    first.device() == tensor.device();
+                           });
+  if (flat == flats_.end()) flat = flats_.insert(flat, Flat{});
+  flat->members.push_back(parameters_.size() - 1);
 }
 
 // In a world of one the rows are the parameter itself.
@@ -151,24 +185,25 @@ void ShardUnit::lay_out(Flat& flat) {
   const at::TensorOptions options =
       parameters_[flat.members[0]].tensor.options().requires_grad(false);
   const bool alone = shard_->size() == 1;
+  const int rank = shard_->rank();
   if (!alone) flat.shard = at::zeros({length}, options);
   std::int64_t offset = 0;
   for (const std::size_t i : flat.members) {
     ShardedParameter& p = parameters_[i];
-    const std::int64_t rows = p.cut.count(shard_->rank());
-    const std::vector<std::int64_t> sizes = sizes_of_rows(p.tensor, rows);
     if (alone) {
       p.shard = alias_of(p.tensor.detach(), 0, p.tensor.sizes());
       p.padded = alias_of(p.tensor.detach(), 0, {p.tensor.numel()});
-      continue;
+    } else {
+      const std::int64_t rows = p.cut.count(rank);
+      p.padded = alias_of(flat.shard, offset, {p.cut.padded()});
+      p.shard = alias_of(flat.shard, offset, sizes_of_rows(p.tensor, rows));
+      p.rows = c10::make_intrusive<nn::Rows>(alias_of(flat.shard, offset, {rows * p.cut.row_size}),
+                                             p.cut.begin(rank) * p.cut.row_size);
+      offset += p.cut.padded();
+      take(p);
     }
-    p.padded = alias_of(flat.shard, offset, {p.cut.padded()});
-    p.shard = alias_of(flat.shard, offset, sizes);
-    offset += p.cut.padded();
+    p.shard.set_requires_grad(p.tensor.requires_grad());
   }
-  take_whole();
-  for (const std::size_t i : flat.members)
-    parameters_[i].shard.set_requires_grad(parameters_[i].tensor.requires_grad());
 }
 
 bool ShardUnit::trains() const {
@@ -178,25 +213,41 @@ bool ShardUnit::trains() const {
 void ShardUnit::take_whole() {
   if (shard_->size() == 1 || !whole_) return;
   const at::NoGradGuard no_grad;
-  for (ShardedParameter& p : parameters_) {
-    if (!p.padded.defined()) continue;  // it is not laid out yet
-    const int rank = shard_->rank();
-    const std::int64_t size = p.cut.count(rank) * p.cut.row_size;
-    p.padded.narrow(0, 0, size)
-        .copy_(p.tensor.detach().view({-1}).narrow(0, p.cut.begin(rank) * p.cut.row_size, size));
-  }
+  for (ShardedParameter& p : parameters_) take(p);
+}
+
+void ShardUnit::take(ShardedParameter& p) {
+  const at::Tensor& mine = p.rows->values;
+  mine.copy_(p.tensor.detach().view({-1}).narrow(0, p.rows->begin, mine.numel()));
 }
 
 // ---------------------------------------------------------------- gathering
 
 void ShardUnit::begin_gather() {
+  begin_gather_as(types_.gather);
+}
+
+void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
   if (whole_ || !gathers_.empty()) return;
   const at::NoGradGuard no_grad;
+  rounded_ = false;
   for (const Flat& flat : flats_) {
-    at::Tensor parts = at::empty({shard_->size(), flat.shard.numel()}, flat.shard.options());
-    Work work = shard_->all_gather(parts, flat.shard);
+    const at::ScalarType own = flat.shard.scalar_type();
+    const bool converts = type && *type != own && at::isFloatingType(own);
+    const at::Tensor sent = converts ? flat.shard.to(*type) : flat.shard;
+    rounded_ |= converts;
+    at::Tensor parts = at::empty({shard_->size(), sent.numel()}, sent.options());
+    Work work = shard_->all_gather(parts, sent);
     gathers_.push_back({std::move(parts), std::move(work)});
   }
+}
+
+void ShardUnit::gather_exactly() {
+  if (whole_ && !rounded_) return;
+  gathers_.clear();  // one that is under way ends by itself
+  free();
+  begin_gather_as(std::nullopt);
+  gather();
 }
 
 // The rows of a parameter lie apart in what arrives, so they are copied once.
@@ -214,6 +265,7 @@ void ShardUnit::gather() {
       offset += p.cut.padded();
       fill_storage(p.storage, std::move(fresh));
       set_storage(p, p.freed, p.storage);
+      nn::set_rows(p.tensor, nullptr);
     }
     gathers_[f].parts = at::Tensor();
   }
@@ -223,11 +275,14 @@ void ShardUnit::gather() {
 
 void ShardUnit::free() {
   if (shard_->size() == 1 || !whole_) return;
-  for (ShardedParameter& p : parameters_) {
-    set_storage(p, p.storage, p.freed);
-    empty_storage(p.storage);
-  }
+  for (ShardedParameter& p : parameters_) free(p);
   whole_ = false;
+}
+
+void ShardUnit::free(ShardedParameter& p) {
+  set_storage(p, p.storage, p.freed);
+  empty_storage(p.storage);
+  nn::set_rows(p.tensor, p.rows);
 }
 
 // ---------------------------------------------------------------- gradients
@@ -256,8 +311,10 @@ ShardUnit::Reduce ShardUnit::reduce(const Flat& flat) {
   }
   if (reduced.members.empty()) return reduced;
   const auto count = static_cast<std::int64_t>(reduced.members.size());
-  const at::TensorOptions options =
-      parameters_[flat.members[0]].tensor.options().requires_grad(false);
+  at::TensorOptions options = parameters_[flat.members[0]].tensor.options().requires_grad(false);
+  if (const auto type = types_.reduce ? types_.reduce : types_.gather;
+      type && at::isFloatingType(parameters_[flat.members[0]].tensor.scalar_type()))
+    options = options.dtype(*type);
   const at::Tensor parts = at::zeros({shard_->size(), length + count}, options);
   std::int64_t offset = 0;
   for (std::size_t m = 0; m < reduced.members.size(); ++m) {
@@ -298,7 +355,8 @@ void ShardUnit::add_reduced(const Reduce& reduced) {
       return reduced.mine[flags + static_cast<std::int64_t>(m)].item<double>() > 0;
     };
     if (!reduced.had_gradient[m] && !used()) continue;
-    const at::Tensor rows = alias_of(reduced.mine, here, p.shard.sizes());
+    const at::Tensor rows =
+        alias_of(reduced.mine, here, p.shard.sizes()).to(p.tensor.scalar_type());
     if (p.grad.defined())
       p.grad.add_(rows);
     else

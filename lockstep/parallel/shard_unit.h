@@ -19,11 +19,13 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/nn/divided.h"
 
 namespace lockstep::parallel {
 
@@ -56,6 +58,12 @@ struct ShardedParameter {
   at::Tensor grad{};       // of them, averaged, while a backward runs
   c10::Storage storage{};  // of `tensor` while it is whole
   c10::Storage freed{};    // and while it is not
+  nn::RowsPtr rows{};      // what others are told then
+};
+
+// The types in which parameters and gradients travel; unset: their own.
+struct TravelTypes {
+  std::optional<at::ScalarType> gather{}, reduce{};
 };
 
 class ShardUnit {
@@ -64,7 +72,12 @@ class ShardUnit {
   // Each parameter gets memory of its own if it had none. `shard` outlives this.
   ShardUnit(std::string name, const Named& parameters, World& shard);
 
+  // For a unit that was made before its module was part of a model: the names that it has there,
+  // and parameters that the module was given since. UsageError for one that `all` does not have.
+  void complete(std::string name, const Named& all);
+
   const std::string& name() const { return name_; }
+  const World& shard() const { return *shard_; }
   std::vector<ShardedParameter>& parameters() { return parameters_; }
   bool whole() const { return whole_; }
   bool trains() const;
@@ -79,6 +92,10 @@ class ShardUnit {
   }
   // The shards take over what is in the parameters. No collective.
   void take_whole();
+  // From here on, while nothing is under way. What is gathered is rounded to the type.
+  void travel_as(const TravelTypes& types) { types_ = types; }
+  // Whole, and with values that were not rounded.
+  void gather_exactly();
 
   void begin_reduce();
   void end_reduce(World& data);
@@ -99,7 +116,11 @@ class ShardUnit {
     at::Tensor mine;  // this rank's rows of each, and for each whether any rank had a gradient
     Work work;
   };
+  void add(const std::string& name, const at::Tensor& tensor, std::size_t first_flat);
   void lay_out(Flat& flat);
+  void begin_gather_as(const std::optional<at::ScalarType>& type);
+  void take(ShardedParameter& p);
+  static void free(ShardedParameter& p);
   Reduce reduce(const Flat& flat);
   void add_reduced(const Reduce& reduced);
 
@@ -109,7 +130,9 @@ class ShardUnit {
   std::vector<Flat> flats_;
   std::vector<Gather> gathers_;
   std::vector<Reduce> reduces_;
+  TravelTypes types_;
   bool whole_ = true;
+  bool rounded_ = false;  // what is whole
 };
 
 // Gives a storage the memory of `fresh`, and takes it away again.

@@ -54,6 +54,19 @@ std::vector<at::Tensor*> tensors_of(CheckpointContents& contents) {
 
 }  // namespace
 
+std::string delete_older(const SaverOptions& options, const std::string& durable,
+                         const std::string& keep) {
+  if (options.limit <= 0) return {};
+  io::RetainOptions retain{.limit = options.limit, .durable = durable};
+  if (!keep.empty()) retain.keep.push_back(keep);
+  try {
+    io::retain(options.output_dir, kCheckpointPrefix, retain);
+  } catch (const Error& error) {
+    return fmt::format("{} is durable, but older ones were not deleted: {}", durable, error.what());
+  }
+  return {};
+}
+
 struct AsyncSaver::Shared {
   SaverOptions options;
   TensorDict staging;
@@ -255,16 +268,7 @@ void AsyncSaver::run(Shared& shared, Job& job) {
   ++job.progress;
   job.outcome.committed = true;
   job.outcome.write_ms = ms_since(writing);
-  if (options.limit > 0) {
-    io::RetainOptions retain{.limit = options.limit, .durable = job.outcome.path};
-    if (!job.keep.empty()) retain.keep.push_back(job.keep);
-    try {
-      io::retain(options.output_dir, kCheckpointPrefix, retain);
-    } catch (const Error& error) {
-      job.outcome.alert = fmt::format("{} is durable, but older ones were not deleted: {}",
-                                      job.outcome.path, error.what());
-    }
-  }
+  job.outcome.alert = delete_older(options, job.outcome.path, job.keep);
 }
 
 void AsyncSaver::begin(CheckpointContents contents, std::string keep) {

@@ -52,6 +52,11 @@ struct SaveOutcome {
   double write_ms = 0;
 };
 
+// Deletes what `limit` does not retain beside a checkpoint that is durable; what went wrong, or
+// nothing.
+std::string delete_older(const SaverOptions& options, const std::string& durable,
+                         const std::string& keep);
+
 class AsyncSaver {
  public:
   explicit AsyncSaver(SaverOptions options);

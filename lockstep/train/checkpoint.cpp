@@ -16,17 +16,16 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/fingerprint.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
 namespace {
 
-constexpr const char* kOwnGpu = "cuda";     // its generator's name, whatever its number
-constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
+constexpr const char* kOwnGpu = "cuda";  // its generator's name, whatever its number
 
 // Dense and on the CPU. A tensor that already is both shares its memory.
 at::Tensor writable(const at::Tensor& tensor) {
@@ -68,10 +67,10 @@ std::uint64_t bytes_in(const NamedTensors& tensors) {
 }
 
 TensorDict read_tensors(const std::string& path) {
-  const io::SafetensorsFile file(path);
+  const auto file = std::make_shared<const io::SafetensorsFile>(path);
   TensorDict dict;
-  for (const io::TensorEntry& entry : file.tensors())
-    dict.emplace(entry.name, io::tensor_of(file, entry));
+  for (const io::TensorEntry& entry : file->tensors())
+    dict.emplace(entry.name, io::mapped_tensor(*file, entry, file));
   return dict;
 }
 
@@ -122,18 +121,21 @@ void write_checkpoint(const std::string& path, const CheckpointContents& content
         dir, bytes_of_all(contents.model, alive), {{"format", kModelFormat}},
         {.stem = contents.files.stem, .max_shard_bytes = options.max_shard_bytes});
   }
+  if (!contents.only_model) write_tensors(dir, kOptimizerFile, list_of(contents.optimizer));
+  write_small_files(dir, contents);
+  dir.commit();
+}
+
+void write_small_files(io::AtomicDir& dir, const CheckpointContents& contents) {
   dir.write("trainer_state.json", trainer_state_text(contents.state));
   if (!contents.model_config.empty()) dir.write(contents.files.config, contents.model_config);
   for (const auto& [name, text] : contents.files.texts) dir.write(name, text);
   if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
-  if (!contents.only_model) {
-    write_tensors(dir, "optimizer.safetensors", list_of(contents.optimizer));
-    write_tensors(dir, "rng_state.safetensors", rng_list(contents.rng));
-    dir.write("sampler.json", data_position_text(contents.position));
-    if (!contents.scheduler.empty()) dir.write("scheduler.json", contents.scheduler);
-    if (!contents.scaler.empty()) dir.write("scaler.json", contents.scaler);
-  }
-  dir.commit();
+  if (contents.only_model) return;
+  write_tensors(dir, "rng_state.safetensors", rng_list(contents.rng));
+  dir.write("sampler.json", data_position_text(contents.position));
+  if (!contents.scheduler.empty()) dir.write("scheduler.json", contents.scheduler);
+  if (!contents.scaler.empty()) dir.write("scaler.json", contents.scaler);
 }
 
 NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers) {
@@ -192,8 +194,8 @@ void load_weights(const std::string& folder, torch::nn::Module& module, const Mo
     shapes.push_back({.name = name, .shape = tensor.sizes().vec()});
   check_weights(folder, set, shapes);
   for (const auto& [name, tensor] : wanted) {
-    at::Tensor target = tensor;
-    target.copy_(io::tensor_of(set.at(name)));
+    const io::SafetensorsSet::Found found = set.at(name);
+    nn::assign(tensor, io::mapped_tensor(*found.file, *found.entry));
   }
 }
 
@@ -207,7 +209,7 @@ TensorDict Checkpoint::optimizer() const {
         "model.weights), or resume from another folder.",
         path_);
   }
-  return read_tensors(path_ + "/optimizer.safetensors");
+  return read_tensors(path_ + "/" + kOptimizerFile);
 }
 
 TensorDict Checkpoint::rng(int rank) const {

@@ -34,6 +34,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/optim/grad_scaler.h"
@@ -67,6 +68,9 @@ struct CheckpointContents {
   bool only_model = false;  // only weights and trainer_state.json: cannot be resumed from
 };
 
+inline constexpr const char* kModelFormat = "pt";  // what transformers looks for before it loads
+inline constexpr const char* kOptimizerFile = "optimizer.safetensors";
+
 struct WriteOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
   io::WriteProgress* progress = nullptr;
@@ -76,6 +80,8 @@ struct WriteOptions {
 // fails: an earlier folder stays unharmed.
 void write_checkpoint(const std::string& path, const CheckpointContents& contents,
                       const WriteOptions& options = {});
+// All its files but those of the model's and the optimizer's tensors.
+void write_small_files(io::AtomicDir& dir, const CheckpointContents& contents);
 // Bytes of tensors that such a checkpoint holds.
 std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
 
@@ -92,8 +98,9 @@ NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& fi
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag);
 
 // The weights of a folder with model.safetensors, whichever program wrote it. Every parameter and
-// buffer must be there, in its shape, and nothing else (UsageError). Copied in place. With `files`
-// the same of what they name.
+// buffer must be there, in its shape, and nothing else (UsageError). Copied in place, and of a
+// divided parameter (lockstep/nn/divided.h) only what this rank holds. With `files` the same of
+// what they name.
 void load_weights(const std::string& folder, torch::nn::Module& module,
                   const ModelFiles& files = {});
 
@@ -108,6 +115,7 @@ class Checkpoint {
   bool resumable() const { return resumable_; }
 
   void load_model(torch::nn::Module& module, const ModelFiles& files = {}) const;
+  // Memory of the file, to be copied from: what nobody looks at is not read.
   TensorDict optimizer() const;
   // The generators of this rank, for optim::set_rng_state; empty when none were saved. A rank that
   // the saved run did not have gets generators seeded with a checksum of its own number and of the

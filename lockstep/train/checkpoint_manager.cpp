@@ -11,6 +11,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/train/config_keys.h"
+#include "lockstep/train/divided_save.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/train_optimizer.h"
 
@@ -32,6 +33,10 @@ std::string beside(const std::string& checkpoint, const std::string& recorded) {
   return fs::is_directory(here, error) ? here.string() : recorded;
 }
 
+SaverOptions saver_options(const TrainingArguments& a) {
+  return {.output_dir = a.output_dir, .limit = static_cast<int>(a.save_total_limit.value_or(0))};
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- before the first step
@@ -48,8 +53,7 @@ void CheckpointManager::resume(const Checkpoint& checkpoint) {
 void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   if (!run_.writes()) return;
   const TrainingArguments& a = run_.arguments;
-  saver_ = std::make_unique<AsyncSaver>(SaverOptions{
-      .output_dir = a.output_dir, .limit = static_cast<int>(a.save_total_limit.value_or(0))});
+  saver_ = std::make_unique<AsyncSaver>(saver_options(a));
   CheckpointSize size{.optimizer = state_bytes(run_)};
   for (const auto& [name, tensor] :
        saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
@@ -120,15 +124,25 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
   const auto random = run_.mesh.batch().all_gather(pack_tensors(random_state(run_.world)));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
-  whole_ = run_.gathered();
+  // A model that is divided is written by all ranks together, before the next forward.
+  const bool divided = run_.parallelism->divided();
+  if (!divided) whole_ = run_.gathered();
   TensorDict optimizer_state;  // of a sharded optimizer every rank sends its share
-  if (!run_.arguments.save_only_model) optimizer_state = optimizer.state(saver_ != nullptr);
-  if (saver_) {
+  if (!run_.arguments.save_only_model)
+    optimizer_state = optimizer.state(saver_ != nullptr, divided);
+  if (saver_ || divided) {
     CheckpointContents all = contents(position, optimizer, random);
     all.optimizer = std::move(optimizer_state);
     all.state.num_input_tokens_seen += tokens_not_logged;
     const bool keep_best = run_.arguments.load_best_model_at_end && state.best_model_checkpoint;
-    saver_->begin(std::move(all), keep_best ? *state.best_model_checkpoint : std::string());
+    const std::string keep = keep_best ? *state.best_model_checkpoint : std::string();
+    if (!divided) {
+      saver_->begin(std::move(all), keep);
+    } else {
+      const SaveOutcome outcome =
+          write_divided(run_.mesh, std::move(all), saver_options(run_.arguments), keep);
+      if (saver_) take(outcome);
+    }
   }
   control_.notify(&Observer::on_save, {.path = &path});
 }
@@ -139,32 +153,33 @@ void CheckpointManager::best_found() {
 
 void CheckpointManager::collect() {
   if (!saver_) return;
+  while (const std::optional<SaveOutcome> ended = saver_->poll()) take(*ended);
+}
+
+void CheckpointManager::take(const SaveOutcome& ended) {
   TrainResult& result = run_.result;
   auto& best = run_.state.best_model_checkpoint;
-  while (const std::optional<SaveOutcome> ended = saver_->poll()) {
-    if (ended->committed) result.checkpoint = newest_ = ended->path;
-    result.lost_step = ended->committed ? -1 : ended->step;
-    if (ended->committed && !run_.arguments.save_only_model) result.durable_step = ended->step;
-    if (ended->path == best) {
-      // The best that was saved stays the best until a better one is durable.
-      if (ended->committed) durable_best_ = ended->path;
-      if (!durable_best_.empty()) best = durable_best_;
-    }
-    if (ended->alert.empty()) {
-      log::info("checkpoint",
-                "{} is durable (training waited {:.1f} ms; copied beside it in {:.0f} ms, written "
-                "in {:.0f} ms)",
-                ended->path, ended->waited_ms, ended->copy_ms, ended->write_ms);
-      continue;
-    }
-    // No save is tried after it.
-    const bool last = control_.over() && ended->step == run_.state.global_step;
-    control_.alert(ended->alert + (ended->committed ? ""
-                                   : last
-                                       ? "."
+  if (ended.committed) result.checkpoint = newest_ = ended.path;
+  result.lost_step = ended.committed ? -1 : ended.step;
+  if (ended.committed && !run_.arguments.save_only_model) result.durable_step = ended.step;
+  if (ended.path == best) {
+    // The best that was saved stays the best until a better one is durable.
+    if (ended.committed) durable_best_ = ended.path;
+    if (!durable_best_.empty()) best = durable_best_;
+  }
+  if (ended.alert.empty()) {
+    log::info("checkpoint",
+              "{} is durable (training waited {:.1f} ms; copied beside it in {:.0f} ms, written "
+              "in {:.0f} ms)",
+              ended.path, ended.waited_ms, ended.copy_ms, ended.write_ms);
+    return;
+  }
+  // No save is tried after it.
+  const bool last = control_.over() && ended.step == run_.state.global_step;
+  control_.alert(ended.alert + (ended.committed ? ""
+                                : last          ? "."
                                        : "; training continues. Free some space: the next save is "
                                          "tried as planned."));
-  }
 }
 
 // ---------------------------------------------------------------- the end

@@ -67,6 +67,7 @@ class CheckpointManager {
  private:
   void claim_output_dir(const std::string& checkpoint) const;
   std::chrono::duration<double> wait_for_saves(bool last);
+  void take(const SaveOutcome& ended);
   CheckpointContents contents(const DataPosition& position, TrainOptimizer& optimizer,
                               const std::vector<std::string>& random);
 

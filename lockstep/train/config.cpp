@@ -5,7 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <set>
+#include <sstream>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
@@ -225,6 +228,40 @@ class Resolver {
     const std::string cpu = text(kCpu);
     if (cpu == "true" || cpu == "True" || cpu == "1")
       insert(*find_key("use_cpu"), Origin::kLauncher, kCpu, bool_node(true));
+    const std::string fsdp = text("ACCELERATE_USE_FSDP");
+    if (candidates_.count("fsdp") == 0 && (fsdp == "true" || fsdp == "True" || fsdp == "1"))
+      add_fsdp(text);
+  }
+
+  // A training file that says `fsdp` has its own fsdp_config, or none.
+  template <typename Text>
+  void add_fsdp(const Text& text) {
+    const auto is = [&](const char* name, const char* expected) {
+      std::string value = text(name);
+      std::ranges::transform(value, value.begin(),
+                             [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+      return value == expected;
+    };
+    const char* kReshard = "FSDP_RESHARD_AFTER_FORWARD";
+    insert(*find_key("fsdp"), Origin::kLauncher, "ACCELERATE_USE_FSDP",
+           text_node(is(kReshard, "false") ? "shard_grad_op" : "full_shard"));
+    const std::string version = text("FSDP_VERSION");
+    if (!version.empty() && version != "2")
+      problems_.add(fmt::format(
+          "FSDP_VERSION: {} is not supported. Write fsdp_version: 2 into Accelerate's file.",
+          version));
+    NodeMembers members{{"version", integer_node(2)}};
+    for (const auto& [key, name] :
+         {std::pair("activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING"),
+          std::pair("cpu_offload", "FSDP_OFFLOAD_PARAMS")})
+      if (is(name, "true")) members.emplace_back(key, bool_node(true));
+    std::istringstream layers(text("FSDP_TRANSFORMER_CLS_TO_WRAP"));
+    std::vector<Node> names;
+    for (std::string layer; std::getline(layers, layer, ',');) names.push_back(text_node(layer));
+    if (!names.empty())
+      members.emplace_back("transformer_layer_cls_to_wrap", list_node(std::move(names)));
+    insert(*find_key("fsdp_config"), Origin::kLauncher, "ACCELERATE_USE_FSDP",
+           map_node(std::move(members)));
   }
 
   // mixed_precision sets bf16 or fp16; what they are given beside it is compared later.
@@ -366,7 +403,8 @@ Environment process_environment() {
     const std::string_view text = *entry;
     const std::size_t equals = text.find('=');
     if (equals == text.npos) continue;
-    if (text.rfind("LOCKSTEP_", 0) == 0 || text.rfind("ACCELERATE_", 0) == 0)
+    if (text.rfind("LOCKSTEP_", 0) == 0 || text.rfind("ACCELERATE_", 0) == 0 ||
+        text.rfind("FSDP_", 0) == 0)
       found.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   return found;

@@ -383,7 +383,7 @@ constexpr KeySpec kKeys[] = {
     {.name = "fsdp_config",
      .member = &A::fsdp_config,
      .help = "a map: version (2), reshard_after_forward, activation_checkpointing, "
-             "transformer_layer_cls_to_wrap",
+             "transformer_layer_cls_to_wrap, mixed_precision_policy",
      .unset = "as fsdp says"},
     {.name = "pipeline_parallel_degree",
      .member = &A::pipeline_parallel_degree,

@@ -28,6 +28,15 @@ struct Evaluator::Sums {
   std::map<std::string, at::Tensor> totals;
 };
 
+// A forward of a divided model runs on all ranks: one that has no batch takes the first sample.
+data::Batch Evaluator::stand_in() const {
+  auto one = data::loader(
+      run_.task.eval_data, World{},
+      {.batch_size = 1, .evaluation = true, .device = run_.world.device(), .check_ranks = false});
+  auto batches = one.epoch(0);
+  return batches.next().value();
+}
+
 // Ranks may differ by a batch, so each of them runs as many rounds as the longest has.
 Evaluator::Sums Evaluator::sum_up() {
   const auto zero = at::dtype(at::kDouble).device(run_.world.device());
@@ -47,6 +56,8 @@ Evaluator::Sums Evaluator::sum_up() {
         for (const auto& [name, total] : run_.task.totals(*batch, result.output)) add(name, total);
       sums.counts[0] += tokens;
       sums.counts[1] += static_cast<double>(batch->samples());
+    } else if (divided()) {
+      run_.forward(stand_in());
     }
     if (control_.stop_heard()) break;
   }
@@ -71,7 +82,8 @@ Metrics Evaluator::evaluate() {
   torch::nn::Module& module = *run_.task.module;
   const bool was_training = module.is_training();
   module.eval();
-  const std::shared_ptr<void> whole = run_.gathered();  // ranks may differ by a batch
+  std::shared_ptr<void> whole;
+  if (!divided()) whole = run_.gathered();  // ranks may differ by a batch
   Sums sums = run_.with_memory_advice([&] { return sum_up(); }, Phase::kEvaluation);
   module.train(was_training);
   // A rank without a batch does not know the names; the leader has at least as many as any.

@@ -31,6 +31,8 @@ class Evaluator {
  private:
   struct Sums;
   Sums sum_up();
+  bool divided() const { return run_.parallelism && run_.parallelism->divided(); }
+  data::Batch stand_in() const;
   double gain_of(double value) const;
 
   RunContext& run_;

@@ -68,6 +68,27 @@ Node without_prefix(const Node& config) {
   return plain;
 }
 
+// Accelerate's plugin has the map under this name, with PyTorch's fields.
+void read_types(const Node& policy, FsdpPlan& plan) {
+  MapReader keys(policy, "fsdp_config.mixed_precision_policy");
+  const auto type = [&](const char* key) {
+    std::string name = keys.text(key, "");
+    if (name.starts_with("torch.")) name = name.substr(6);
+    for (const auto& [brief, whole] : {std::pair("bf16", "bfloat16"), std::pair("fp16", "float16"),
+                                       std::pair("fp32", "float32")})
+      if (name == brief) name = whole;
+    if (!name.empty() && name != "bfloat16" && name != "float16" && name != "float32")
+      throw UsageError("config",
+                       "fsdp_config.mixed_precision_policy.{}: '{}' is none of bfloat16, float16 "
+                       "and float32.",
+                       key, name);
+    return name;
+  };
+  plan.param_dtype = type("param_dtype");
+  plan.reduce_dtype = type("reduce_dtype");
+  keys.finish();
+}
+
 void read_config(const Node& config, FsdpPlan& plan) {
   const Node plain = without_prefix(config);
   MapReader keys(plain, "fsdp_config");
@@ -90,6 +111,7 @@ void read_config(const Node& config, FsdpPlan& plan) {
     const std::vector<Node> one{*layers};
     for (const Node& layer : layers->is(NodeKind::kList) ? layers->items : one) check_layer(layer);
   }
+  if (const Node* policy = keys.node("mixed_precision_policy")) read_types(*policy, plan);
   keys.finish();
 }
 

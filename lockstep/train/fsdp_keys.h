@@ -1,7 +1,9 @@
 // What `fsdp` and `fsdp_config` of a training file ask for, with Hugging Face's words.
 //
 //   fsdp: full_shard auto_wrap                 # or [full_shard, auto_wrap]
-//   fsdp_config: {version: 2, reshard_after_forward: true}
+//   fsdp_config:
+//     reshard_after_forward: true
+//     mixed_precision_policy: {param_dtype: bfloat16, reduce_dtype: float32}
 //
 // Pure functions.
 #pragma once
@@ -18,6 +20,7 @@ struct FsdpPlan {
   bool hybrid = false;  // divided inside a host, copied between hosts
   bool reshard_after_forward = true;
   bool activation_checkpointing = false;
+  std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
 };
 
 // Throws UsageError with the key, or the word, that has no meaning here.

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/family.h"
@@ -31,6 +32,11 @@ TEST(Fsdp, IsReadAsHuggingFaceWritesIt) {
   EXPECT_TRUE(plan("full_shard").reshard_after_forward);
   EXPECT_FALSE(plan("auto_wrap shard_grad_op").reshard_after_forward);
   EXPECT_FALSE(plan("full_shard", R"({"reshard_after_forward": false})").reshard_after_forward);
+  EXPECT_EQ(plan("full_shard").param_dtype, "");
+  const FsdpPlan types = plan("full_shard", R"({"fsdp_mixed_precision_policy":
+      {"param_dtype": "torch.bfloat16", "reduce_dtype": "fp32"}})");
+  EXPECT_EQ(types.param_dtype, "bfloat16");
+  EXPECT_EQ(types.reduce_dtype, "float32");
   EXPECT_FALSE(plan("full_shard").hybrid);
   EXPECT_TRUE(plan("hybrid_shard").hybrid);
   EXPECT_TRUE(plan("hybrid_shard").reshard_after_forward);
@@ -76,6 +82,35 @@ TEST(Fsdp, CheckpointsActivationsByEitherKey) {
   EXPECT_TRUE(checkpoints_activations(a));
 }
 
+// What `accelerate launch` sets, and `lockstep run` from Accelerate's file.
+TEST(Fsdp, TheLauncherSaysItWhereTheTrainingFileDoesNot) {
+  const auto read = [](const std::string& yaml, Environment environment) {
+    environment.emplace("ACCELERATE_USE_FSDP", "true");
+    return fsdp_plan(
+        resolve_config({.file = parse_yaml(yaml, "t.yaml"), .environment = environment}).arguments);
+  };
+  EXPECT_TRUE(read("", {}).on);
+  EXPECT_TRUE(read("", {}).reshard_after_forward);
+  const FsdpPlan plan = read("", {{"FSDP_VERSION", "2"},
+                                  {"FSDP_RESHARD_AFTER_FORWARD", "False"},
+                                  {"FSDP_ACTIVATION_CHECKPOINTING", "true"},
+                                  {"FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block"}});
+  EXPECT_FALSE(plan.reshard_after_forward);
+  EXPECT_TRUE(plan.activation_checkpointing);
+  EXPECT_TRUE(read("fsdp: hybrid_shard\n", {{"FSDP_ACTIVATION_CHECKPOINTING", "true"}}).hybrid);
+  EXPECT_FALSE(read("fsdp: full_shard\n", {{"FSDP_ACTIVATION_CHECKPOINTING", "true"}})
+                   .activation_checkpointing);
+  for (const auto& [name, value, text] :
+       {std::tuple("FSDP_VERSION", "1", "FSDP_VERSION: 1 is not supported"),
+        std::tuple("FSDP_OFFLOAD_PARAMS", "true", "cpu_offload is not supported")})
+    try {
+      read("", {{name, value}});
+      ADD_FAILURE() << name;
+    } catch (const UsageError& e) {
+      EXPECT_THAT(e.what(), ::testing::HasSubstr(text));
+    }
+}
+
 struct Mistake {
   std::string yaml, text;
 };
@@ -102,6 +137,8 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "t.yaml:2:1: fsdp_config.reshard_after_forward: true contradicts shard_grad_op"},
            {"fsdp: full_shard\nfsdp_config: {transformer_layer_cls_to_wrap: BertLayer}\n",
             "t.yaml:2:1: fsdp_config.transformer_layer_cls_to_wrap: there is no 'BertLayer' here."},
+           {"fsdp: full_shard\nfsdp_config: {mixed_precision_policy: {param_dtype: int8}}\n",
+            "t.yaml:2:1: fsdp_config.mixed_precision_policy.param_dtype: 'int8' is none of"},
            {"fsdp: full_shard\nshard_optimizer: true\n",
             "t.yaml:1:1: fsdp divides the optimizer's state with the parameters."},
            {"fsdp: full_shard\ntune: bucket_cap_mb\n", "t.yaml:1:1: fsdp has no buckets"},

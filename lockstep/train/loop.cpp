@@ -56,6 +56,11 @@ std::shared_ptr<Parallelism> pipeline_of(const RunContext& run) {
   return pipeline;
 }
 
+std::optional<c10::ScalarType> type_named(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
+}
+
 std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
   const TrainingArguments& a = run.arguments;
@@ -74,7 +79,9 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   return std::make_shared<FullyShard>(
       *module, run.mesh,
       FullyShardOptions{.reshard_after_forward = plan.reshard_after_forward,
-                        .reduce_every_backward = !alone});
+                        .reduce_every_backward = !alone,
+                        .param_dtype = type_named(plan.param_dtype),
+                        .reduce_dtype = type_named(plan.reduce_dtype)});
 }
 
 const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
@@ -166,12 +173,12 @@ void Loop::capture_steps() {
   const bool automatic = asked == "auto", on_gpu = run_.world.device().is_cuda();
   if (asked == "false" || (automatic && !on_gpu)) return;
   std::string reason;
-  if (!on_gpu) {
-    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
-  } else if (fsdp_plan(run_.arguments).on) {
+  if (fsdp_plan(run_.arguments).on) {
     reason = "fsdp gathers and frees parameters inside a step";
   } else if (run_.parallelism->takes_windows()) {
     reason = "the stages of a pipeline exchange messages inside a step";
+  } else if (!on_gpu) {
+    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
   } else if (automatic && !run_.task.capturable) {
     reason =
         "the task does not say that its loss function may be recorded "

@@ -306,6 +306,20 @@ TEST(OwnMeshRefusals, AParallelismOfAnotherMesh) {
   });
 }
 
+TEST(OwnMeshRefusals, FsdpBesideAParallelismOfTheTask) {
+  const io::TemporaryDirectory folder;
+  testing::run_threads(2, [&](World& world) {
+    TrainerTask task = task_for(network(), dataset(45, 1), dataset(5, 2));
+    task.make_parallelism = naive_shard;
+    TrainingArguments a = arguments_in(folder.path());
+    a.fsdp = "full_shard";
+    a.shard_optimizer = "auto";
+    Trainer trainer(world, task, a);
+    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                ::testing::HasSubstr("fsdp is set, and TrainerTask::make_parallelism"));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Worlds, OwnParallelism,
     ::testing::Values(std::tuple(1, "auto", Way::kNaive), std::tuple(2, "shm", Way::kNaive),

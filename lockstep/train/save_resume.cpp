@@ -20,6 +20,7 @@
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/divided_save.h"
 #include "lockstep/train/folder_owner.h"
 
 namespace lockstep {
@@ -260,6 +261,36 @@ void check_same_folder(const std::string& path, const std::vector<std::string>& 
 
 // ---------------------------------------------------------------- save and resume
 
+namespace {
+
+void say_saved(const std::string& directory, std::int64_t step, const train::SaveOutcome& outcome) {
+  train::LoopDirectory::hold(directory).saved(step);
+  if (!outcome.alert.empty()) log::warning("checkpoint", "{}", outcome.alert);
+  log::info("checkpoint", "{} is durable (written in {:.0f} ms)", outcome.path, outcome.write_ms);
+}
+
+// Ranks exchange while rank 0 writes, so that the save's own progress bounds the wait and not the
+// timeout of one operation.
+void write_by_leader(World& world, const train::SaverOptions& saving, train::CheckpointContents all,
+                     const std::string& retain) {
+  const std::int64_t step = all.state.global_step;
+  std::optional<train::AsyncSaver> saver;
+  const auto write_for_a_while = [&]() -> std::string {
+    if (!world.is_leader()) return {};
+    if (!saver) saver.emplace(saving).begin(std::move(all), retain);
+    saver->wait_a_while(kSavePoll);
+    const std::optional<train::SaveOutcome> outcome = saver->poll();
+    if (!outcome) return "busy";
+    if (!outcome->committed) throw Error("checkpoint", outcome->alert + ".");
+    say_saved(saving.output_dir, step, *outcome);
+    return {};
+  };
+  while (!world.agree(write_for_a_while)[0].empty()) {
+  }
+}
+
+}  // namespace
+
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options) {
   World& world = mesh.world();
@@ -267,39 +298,36 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
       world.agree([&] { return contribution_of(parts, mesh, options); });
   check_same_step(ranks);
   const std::string path = train::checkpoint_path(directory, options.step);
+  const bool divided =
+      world.any(train::any_divided(train::saved_tensors(*parts.module, parts.model_files, false)));
   TensorDict state;
   if (parts.optimizer != nullptr) {
     parts.optimizer->name_parameters(parts.module->named_parameters().pairs());
-    world.agree([&] { state = parts.optimizer->state_dict({.wanted = world.is_leader()}); });
+    world.agree([&] {
+      state = parts.optimizer->state_dict({.wanted = world.is_leader(), .divided = divided});
+    });
   }
-  std::optional<train::AsyncSaver> saver;
-  // Ranks exchange while rank 0 writes, so that the save's own progress bounds the wait and not the
-  // timeout of one operation.
-  const auto write_for_a_while = [&]() -> std::string {
-    if (!world.is_leader()) return {};
-    if (!saver) {
-      clear_way(directory, path, options.step);
-      train::CheckpointContents all = contents_of(parts, mesh, options);
-      all.optimizer = std::move(state);
-      for (const std::string& rank : ranks) {
-        const std::string generators = rank.substr(rank.find('\n') + 1);
-        if (!generators.empty()) all.rng.push_back(train::unpack_tensors(generators));
-      }
-      saver.emplace(train::SaverOptions{
-          .output_dir = directory, .limit = options.save_total_limit, .copy = false});
-      saver->begin(std::move(all), options.retain);
+  train::CheckpointContents all;
+  world.agree([&] {
+    if (world.is_leader()) clear_way(directory, path, options.step);
+    if (!world.is_leader() && !divided) return;
+    all = contents_of(parts, mesh, options);
+    all.optimizer = std::move(state);
+    for (const std::string& rank : ranks) {
+      const std::string generators = rank.substr(rank.find('\n') + 1);
+      if (!generators.empty()) all.rng.push_back(train::unpack_tensors(generators));
     }
-    saver->wait_a_while(kSavePoll);
-    const std::optional<train::SaveOutcome> outcome = saver->poll();
-    if (!outcome) return "busy";
-    if (!outcome->committed) throw Error("checkpoint", outcome->alert + ".");
-    train::LoopDirectory::hold(directory).saved(options.step);
-    if (!outcome->alert.empty()) log::warning("checkpoint", "{}", outcome->alert);
-    log::info("checkpoint", "{} is durable (written in {:.0f} ms)", path, outcome->write_ms);
-    return {};
-  };
-  while (!world.agree(write_for_a_while)[0].empty()) {
+  });
+  const train::SaverOptions saving{
+      .output_dir = directory, .limit = options.save_total_limit, .copy = false};
+  if (!divided) {
+    write_by_leader(world, saving, std::move(all), options.retain);
+    return path;
   }
+  const train::SaveOutcome outcome =
+      train::write_divided(mesh, std::move(all), saving, options.retain);
+  if (!outcome.committed) throw Error("checkpoint", outcome.alert + ".");
+  if (world.is_leader()) say_saved(directory, options.step, outcome);
   return path;
 }
 

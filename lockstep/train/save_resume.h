@@ -14,7 +14,8 @@
 // The folder is out/checkpoint-<step>/, the Trainer's format (lockstep/train/checkpoint.h): it gets
 // its name when it is complete and on the disk, `lockstep checkpoint verify|show|diff` read it, and
 // any number of ranks resumes from it. Rank 0 writes, all ranks read: on several hosts `directory`
-// is on a shared file system.
+// is on a shared file system. A model that FullyShard has divided is written by all ranks, each its
+// own rows, and read in the same way: nothing is gathered, and the folder is the same.
 //
 // One run at a time: from its first save_checkpoint() or resume() on, the process of rank 0 holds
 // `directory` until it ends, and another run there is refused (UsageError). The process is the run:

@@ -61,8 +61,8 @@ class TrainOptimizer {
   // What a checkpoint holds of the optimizer, on ranks that ask for it. Where it is not sharded
   // this is its own memory, valid until the next step: the saver copies it while the next forward
   // and backward run.
-  TensorDict state(bool wanted) {
-    return optimizer_->state_dict({.wanted = wanted, .copy = false});
+  TensorDict state(bool wanted, bool divided = false) {
+    return optimizer_->state_dict({.wanted = wanted, .copy = false, .divided = divided});
   }
   // scheduler and scaler of `contents`.
   void save(CheckpointContents& contents) const;

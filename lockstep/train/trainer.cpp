@@ -78,7 +78,6 @@ class TrainerImpl {
  private:
   void prepare();
   void make_mesh();
-  static std::vector<MeshAxis> axes_of(const TrainingArguments& a, World& world);
   void finish(std::unique_ptr<monitor::RankRecorder> recorder);
   void load_best();
   void say_end();
@@ -115,40 +114,10 @@ void TrainerImpl::prepare() {
   if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
 }
 
-// On a plain world, where the keys ask for it. Of `fsdp` the same ranks see the same samples as
-// before: the model is divided over all of them, or over those of a host. Stages of a pipeline are
-// far from each other, as in torchtitan, so that copies of a stage are near.
 void TrainerImpl::make_mesh() {
-  World& world = run_.world;
-  if (run_.task.make_parallelism || run_.mesh.size("data") != world.size()) return;
-  std::vector<MeshAxis> axes = axes_of(run_.arguments, world);
-  if (axes.empty()) return;
+  if (run_.task.make_parallelism || run_.mesh.size("data") != run_.world.size()) return;
   given_ = run_.mesh;
-  run_.mesh = Mesh(world, std::move(axes));
-}
-
-std::vector<MeshAxis> TrainerImpl::axes_of(const TrainingArguments& a, World& world) {
-  const auto stages = static_cast<int>(a.pipeline_parallel_degree);
-  if (stages > 1 && world.size() % stages != 0)
-    throw UsageError("trainer",
-                     "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
-                     "it: each {} ranks hold one copy of the model.",
-                     stages, world.size(), stages);
-  if (stages > 1) return {{"pipeline", stages}, {"data", -1}};
-  const FsdpPlan plan = fsdp_plan(a);
-  if (!plan.on) return {};
-  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
-  if (plan.hybrid &&
-      !world.all(world.size() % world.local_size() == 0 &&
-                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
-    throw UsageError("trainer",
-                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
-                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
-                     "full_shard.",
-                     world.local_size(), world.size());
-  std::vector<MeshAxis> axes{{"shard", -1}};
-  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
-  return axes;
+  run_.mesh = mesh_for(run_.world, run_.arguments);
 }
 
 TrainResult TrainerImpl::train() {
@@ -188,7 +157,7 @@ void TrainerImpl::finish(std::unique_ptr<monitor::RankRecorder> recorder) {
   result.stop_signal = control_.stop_signal();
   control_.ignore_signals();  // the run ends by itself
   checkpoints_.finish();
-  run_.gathered();  // for those who use the model from here on
+  if (run_.task.whole_at_end) run_.gathered();  // for those who use the model from here on
   if (result.stop_signal != 0 && control_.received_signal() != 0)
     report_stop(
         fmt::format("stopped by {}, {}saved at step {}", signal_name(control_.received_signal()),
@@ -262,7 +231,9 @@ Metrics TrainerImpl::evaluate() {
     throw UsageError("trainer", "the task has no eval_data to evaluate on. Set it.");
   if (!loop_) run_.task.module->to(run_.world.device());
   control_.connect();
-  return evaluator_.evaluate();
+  const Metrics metrics = evaluator_.evaluate();
+  if (loop_ && run_.task.whole_at_end) run_.gathered();
+  return metrics;
 }
 
 }  // namespace train
@@ -273,6 +244,37 @@ WorldOptions world_options(const TrainingArguments& arguments) {
   options.timeout = std::chrono::seconds(arguments.ddp_timeout);
   if (arguments.use_cpu) options.device = c10::Device(c10::kCPU);
   return options;
+}
+
+// Under fsdp ranks see the same samples as in the plain world. Stages of a pipeline are far from each
+// other, as in torchtitan, so that copies of a stage are near.
+Mesh mesh_for(World world, const TrainingArguments& arguments) {
+  const auto stages = static_cast<int>(arguments.pipeline_parallel_degree);
+  if (stages > 1 && world.size() % stages != 0)
+    throw UsageError("trainer",
+                     "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
+                     "it: each {} ranks hold one copy of the model.",
+                     stages, world.size(), stages);
+  if (stages > 1) return Mesh(std::move(world), {{"pipeline", stages}, {"data", -1}});
+  const train::FsdpPlan plan = train::fsdp_plan(arguments);
+  if (!plan.on) return world;
+  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
+  if (plan.hybrid &&
+      !world.all(world.size() % world.local_size() == 0 &&
+                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
+    throw UsageError("trainer",
+                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
+                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
+                     "full_shard.",
+                     world.local_size(), world.size());
+  if (arguments.save_on_each_node && world.size() > world.local_size())
+    throw UsageError("trainer",
+                     "save_on_each_node writes the whole model on every host, and fsdp has it "
+                     "nowhere: all ranks write one folder together. Put output_dir on a file "
+                     "system that all hosts mount, and delete save_on_each_node.");
+  std::vector<MeshAxis> axes{{"shard", -1}};
+  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
+  return Mesh(std::move(world), std::move(axes));
 }
 
 Trainer::Trainer(Mesh mesh, TrainerTask task, TrainingArguments arguments)

@@ -38,6 +38,12 @@ class TrainerImpl;
 // What the arguments say about the world: ddp_backend, ddp_timeout, use_cpu.
 WorldOptions world_options(const TrainingArguments& arguments);
 
+// The mesh that `fsdp` asks for, over all ranks or over those of each host, or
+// `pipeline_parallel_degree`; a plain world where neither asks for one. A Trainer with a plain world makes it itself. Make it before, and the model under
+// ShardedConstruction (lockstep/parallel/fully_shard.h), if the model is never to stand whole.
+// Collective.
+Mesh mesh_for(World world, const TrainingArguments& arguments);
+
 class Trainer {
  public:
   // A World is a mesh too. Throws UsageError for arguments that contradict each other and a task

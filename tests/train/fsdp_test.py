@@ -119,6 +119,29 @@ class Fsdp(TrainCase):
             "{version: 2, activation_checkpointing: true, "
             "transformer_layer_cls_to_wrap: [GPT2Block]}", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(again))
+        _, said = self.run_with(2, "compiled", "--fsdp", "full_shard", "--compile_model", "true",
+                                "--max_steps", "1")
+        self.assertIn("steps run without a CUDA graph: fsdp gathers and frees", said)
+        half, _ = self.run_with(
+            2, "half", "--fsdp", "full_shard", "--fsdp_config",
+            "{mixed_precision_policy: {param_dtype: bfloat16, reduce_dtype: float32}}")
+        # Weights that are rounded to 8 bits: other losses, and nearly the same.
+        self.assertNotEqual(losses(plain), losses(half))
+        self.assert_close(plain, half, 2e-2)
+
+    # Parts of the blocks are read from the folder.
+    def test_begins_with_the_weights_of_a_folder(self):
+        self.write_gpt()
+        base, _ = self.run_with(2, "base", *NO_CLIPPING)
+        self.config.write_text(self.config.read_text().replace(
+            "vocab_size: 257", f"vocab_size: 257, weights: {self.newest(base)}"))
+        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
+        whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard", *NO_CLIPPING)
+        self.assertEqual(losses(plain), losses(whole))
+        self.assert_same(self.newest(plain), self.newest(whole))
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            self.assertEqual((self.newest(plain) / file).read_bytes(),
+                             (self.newest(whole) / file).read_bytes())
 
     # The base is frozen, so the first block has no input with a gradient.
     def test_adapters_and_bf16_and_the_best_model(self):
@@ -156,6 +179,8 @@ class Fsdp(TrainCase):
         for flags, text in (
                 (("--fsdp", "offload full_shard"), "'offload' is not supported"),
                 (("--fsdp", "full_shard", "--tune", "bucket_cap_mb"), "fsdp has no buckets"),
+                (("--fsdp", "full_shard", "--fsdp_config", "{activation_checkpointing: true}"),
+                 "fsdp_config.activation_checkpointing is for models of blocks"),
                 (("--fsdp", "full_shard", "--fsdp_config", "{backward_prefetch: backward_pre}"),
                  "backward_prefetch")):
             done = self.train(2, self.place / "refused", *flags, code=2)

@@ -1,0 +1,45 @@
+// Tensors whose elements are divided over ranks: a tensor in its whole shape without memory, and
+// the elements of it that this rank holds. FullyShard makes them; whoever reads or writes files
+// needs no more than this to do so in parts.
+//
+//   if (const nn::Rows* mine = nn::rows_of(parameter)) write_at(mine->begin, mine->values);
+//   nn::assign(parameter, values);       // of a divided one only what this rank holds
+//
+// A tensor is divided while it has no memory. One that is gathered is an ordinary one. Functions on
+// tensors; one thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <string>
+
+namespace lockstep::nn {
+
+// What this rank holds of a tensor: elements `begin` and on, in the order of a dense one.
+struct Rows final : c10::BackendMeta {
+  Rows(at::Tensor its_values, std::int64_t its_begin)
+      : values(std::move(its_values)), begin(its_begin) {}
+  at::Tensor values;  // flat, in the tensor's type and on its device; may be empty
+  std::int64_t begin;
+};
+using RowsPtr = c10::intrusive_ptr<Rows>;
+
+// Null: the tensor has its elements. Lives as long as the tensor is divided.
+const Rows* rows_of(const at::Tensor& tensor);
+void set_rows(const at::Tensor& tensor, const RowsPtr& rows);
+
+// Copies `values`, which are whole, into the tensor or into what this rank holds of it.
+void assign(const at::Tensor& tensor, const at::Tensor& values);
+
+// A divided tensor for what is written to a file.
+at::Tensor divided(at::IntArrayRef sizes, const at::TensorOptions& options, RowsPtr rows);
+
+// Memory of `bytes` that is not there: whoever reads it gets `message`. It claims the size, or a
+// view, which is made before it is read, would be refused without the message.
+c10::Storage storage_that_throws(std::size_t bytes, c10::Device device, const std::string& message);
+
+}  // namespace lockstep::nn
