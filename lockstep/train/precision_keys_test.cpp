@@ -41,7 +41,7 @@ TEST(PrecisionKeys, MistakesAreNamedWithPlaceAndRemedy) {
       {"mixed_precision: fp8\nfp8: {recipe: delayed}\n",
        "t.yaml:2:15: fp8.recipe must be tensorwise or rowwise"},
       {"mixed_precision: fp8\nfp8: rowwise\n",
-       "t.yaml:2:6: fp8 must be a map, and 'rowwise' is text. Write {recipe: rowwise}"},
+       "t.yaml:2:6: fp8 must be a map, and 'rowwise' is a string. Write {recipe: rowwise}"},
       {"mixed_precision: fp8\nfp8: {backend: TE}\n", "t.yaml:2:7: fp8 has no key 'backend'"}};
   for (const auto& [file, text] : mistakes) {
     try {
