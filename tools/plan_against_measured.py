@@ -25,11 +25,11 @@ LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermed
 GPT = "{{name: gpt, n_layer: {}, n_head: 4, n_embd: {}}}"
 # name, model, tokens of a sample, samples of a device, global batch
 CASES = [
-    ("GPT 4 x 256", GPT.format(4, 256), 64, 4, 8), ("GPT 4 x 256", GPT.format(4, 256), 128, 4, 16),
-    ("GPT 6 x 320", GPT.format(6, 320), 64, 2, 8), ("GPT 6 x 320", GPT.format(6, 320), 128, 4, 8),
-    ("GPT 2 x 512", GPT.format(2, 512), 64, 4, 8), ("GPT 8 x 128", GPT.format(8, 128), 64, 8, 16),
-    ("GPT 4 x 384", GPT.format(4, 384), 32, 4, 8), ("GPT 3 x 256", GPT.format(3, 256), 256, 2, 4),
-    ("Llama 4 x 256", "llama", 64, 4, 8), ("Llama 4 x 256", "llama", 128, 2, 8)]
+    ("GPT 4 x 256", GPT.format(4, 256), 64, 4, 8), ("GPT 4 x 256", GPT.format(4, 256), 32, 2, 8),
+    ("GPT 6 x 192", GPT.format(6, 192), 64, 2, 4), ("GPT 2 x 384", GPT.format(2, 384), 32, 4, 8),
+    ("GPT 2 x 512", GPT.format(2, 512), 32, 2, 4), ("GPT 8 x 128", GPT.format(8, 128), 32, 4, 8),
+    ("GPT 3 x 256", GPT.format(3, 256), 128, 2, 4), ("GPT 3 x 320", GPT.format(3, 320), 64, 2, 4),
+    ("Llama 4 x 256", "llama", 32, 4, 8), ("Llama 4 x 256", "llama", 64, 2, 4)]
 
 
 def plan(place, cache, case, ranks):
