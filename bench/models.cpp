@@ -120,10 +120,9 @@ Side* peer_of(Sides& sides) {
 
 json new_order(const ModelOptions& options, const Side& side) {
   const ModelSettings& s = options.settings;
-  return bench::new_order(side.ours() ? s.mode : side.name,
-                          s.lr * (options.corrupt == side.name ? 2 : 1),
-                          s.ddp && side.name != kBare,
-                          side.name == kOursInBf16 ? "bf16" : s.dtype, /*tf32=*/true);
+  return bench::new_order(
+      side.ours() ? s.mode : side.name, s.lr * (options.corrupt == side.name ? 2 : 1),
+      s.ddp && side.name != kBare, side.name == kOursInBf16 ? "bf16" : s.dtype, /*tf32=*/true);
 }
 
 // The order for the model that a bf16 run is compared with.

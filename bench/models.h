@@ -57,10 +57,9 @@ struct ModelSettings {
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ModelSettings, kind, model, device, mode, dtype, fp8_recipe,
                                    batch_size, sequence_length, vocab_size, n_layer, n_head, n_embd,
-                                   tied,
-                                   accumulation, residual_in_fp32, ddp, force_reducer, sharded,
-                                   alone, barrier, cached, clip, threads, exact, lr, lora_dropout,
-                                   peft, start)
+                                   tied, accumulation, residual_in_fp32, ddp, force_reducer,
+                                   sharded, alone, barrier, cached, clip, threads, exact, lr,
+                                   lora_dropout, peft, start)
 
 // The order for a model with the start's weights and a fresh optimizer.
 inline nlohmann::json new_order(const std::string& mode, double lr, bool ddp,

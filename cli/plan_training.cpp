@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "lockstep/train/config_keys.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
@@ -50,8 +49,9 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                                                      : "";
   training.state_bytes = train::state_bytes(arguments, plan::trained_tensors(model));
   training.device_map = task.model.device_map.has_value();
-  training.may_fp8 = train::find_key("mixed_precision") != nullptr;
-  training.may_pipeline = train::find_key("pipeline_parallel_degree") != nullptr;
+  training.fp8 = arguments.mixed_precision == "fp8";
+  training.may_fp8 = training.may_pipeline = true;
+  training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
   return training;
 }
 

@@ -257,9 +257,9 @@ PipelineImpl::PipelineImpl(torch::nn::Module& module, Mesh mesh, PipelineOptions
     p.freed = nn::storage_that_throws(
         p.tensor.nbytes(), p.tensor.device(),
         fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. "
-                              "Run forward and backward by run_window() or Accumulation, and hold "
-                              "gathered() while you use parameters.",
-                              kPipeline, p.name));
+                    "Run forward and backward by run_window() or Accumulation, and hold "
+                    "gathered() while you use parameters.",
+                    kPipeline, p.name));
   }
   free_others();
 }

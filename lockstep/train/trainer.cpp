@@ -246,8 +246,8 @@ WorldOptions world_options(const TrainingArguments& arguments) {
   return options;
 }
 
-// Under fsdp ranks see the same samples as in the plain world. Stages of a pipeline are far from each
-// other, as in torchtitan, so that copies of a stage are near.
+// Under fsdp ranks see the same samples as in the plain world. Stages of a pipeline are far from
+// each other, as in torchtitan, so that copies of a stage are near.
 Mesh mesh_for(World world, const TrainingArguments& arguments) {
   const auto stages = static_cast<int>(arguments.pipeline_parallel_degree);
   if (stages > 1 && world.size() % stages != 0)

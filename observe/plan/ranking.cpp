@@ -72,8 +72,8 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
     all.push_back({"mixed_precision", way.fp8 ? "fp8" : "bf16"});
   else if (way.half != file.half)
     all.push_back({"bf16", "true"});
-  if (c.strategy == Strategy::kPipeline)
-    all.push_back({"pipeline_parallel_degree", std::to_string(c.stages)});
+  if (const int stages = c.strategy == Strategy::kPipeline ? c.stages : 1; stages != file.pipeline)
+    all.push_back({"pipeline_parallel_degree", std::to_string(stages)});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});

@@ -108,6 +108,11 @@ TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
   ASSERT_TRUE(found != ways.end());
   EXPECT_EQ(std::ranges::count(found->settings, "pipeline_parallel_degree", &Setting::key), 1);
   EXPECT_GT(found->step->total_s(), ways.front().step->total_s());  // DDP fits, and waits for none
+  t.pipeline = 4;  // a file that has stages: other ways end them
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    const bool kept = way.choice.strategy == Strategy::kPipeline && way.choice.stages == 4;
+    EXPECT_EQ(std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key), !kept);
+  }
   EXPECT_FALSE(can_train(t, card, {6, Strategy::kPipeline, 4}));
   t.may_pipeline = false;
   EXPECT_FALSE(can_train(t, card, parts));

@@ -65,8 +65,9 @@ struct Training {
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
-  bool may_fp8 = false;                        // `lockstep train` has mixed_precision: fp8
+  bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree
+  int pipeline = 1;                            // the file's pipeline_parallel_degree
 };
 
 struct Choice {
