@@ -1,6 +1,5 @@
 // The linear layer in fp8 with its gradients.
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <mutex>
@@ -19,10 +18,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-std::string leaf_name(std::size_t i) {
-  return fmt::format("leaf{}", i);
-}
 
 Fp8Matrix rows_of(const Fp8Matrix& all, std::int64_t first, std::int64_t count) {
   return {all.values.narrow(0, first, count),
@@ -67,7 +62,7 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     const at::Tensor rows = detail::flat(x).contiguous();
     std::vector<std::int64_t> widths, types, transposed;
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      detail::remember_leaf(ctx, leaf_name(i), weights[i]);
+      detail::remember_leaf(ctx, detail::leaf_name(i), weights[i]);
       widths.push_back(weights[i].size(0));
       types.push_back(static_cast<std::int64_t>(weights[i].scalar_type()));
       transposed.push_back(stored_transposed(weights[i]));
@@ -140,7 +135,7 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
         dweight = dy.numel() == 0 ? at::zeros({widths[i], in}, dy.options().dtype(type))
                                   : weight_gradient(rows_of(grad, first, widths[i]), x, type,
                                                     transposed[i] != 0,
-                                                    detail::accumulation_target(ctx, leaf_name(i)));
+                                                    detail::accumulation_target(ctx, detail::leaf_name(i)));
       }
       result.push_back(dweight);
       first += widths[i];

@@ -1,7 +1,6 @@
 #include "lockstep/nn/grouped_linear.h"
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -53,10 +52,6 @@ std::vector<std::int64_t> on_host(const at::Tensor& ends) {
   return {data, data + host.numel()};
 }
 
-std::string leaf_name(std::size_t group) {
-  return fmt::format("weight_{}", group);
-}
-
 // All groups in one product. Backward makes the copy of the weights again: all experts of a model
 // would be there twice until then, and FullyShard could not free them.
 struct OneProduct {
@@ -95,7 +90,7 @@ struct ManyProducts {
     std::int64_t from = 0;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       saved.push_back(weights[i].detach().to(x.scalar_type()));
-      detail::remember_leaf(ctx, leaf_name(i), weights[i]);
+      detail::remember_leaf(ctx, detail::leaf_name(i), weights[i]);
       const std::int64_t rows = until[i] - from;
       at::Tensor part = y.narrow(0, from, rows);
       if (rows > 0) at::mm_out(part, x.narrow(0, from, rows), saved.back().t());
@@ -124,7 +119,7 @@ struct ManyProducts {
       if (ctx->needs_input_grad(i + 2))
         gradients[i + 2] =
             detail::weight_gradient(part, x.narrow(0, from, rows), saved[i + 1], wanted,
-                                    detail::accumulation_target(ctx, leaf_name(i)));
+                                    detail::accumulation_target(ctx, detail::leaf_name(i)));
       from = until[i];
     }
   }

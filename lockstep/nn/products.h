@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -31,5 +32,9 @@ at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::
 void remember_leaf(torch::autograd::AutogradContext* ctx, const std::string& name,
                    const at::Tensor& weight);
 at::Tensor accumulation_target(torch::autograd::AutogradContext* ctx, const std::string& name);
+// A name for one of several leaves.
+inline std::string leaf_name(std::size_t i) {
+  return "leaf" + std::to_string(i);
+}
 
 }  // namespace lockstep::nn::detail
