@@ -378,12 +378,13 @@ void add_ways(Report& report, bool here) {
     const auto next =
         std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
     if (next == end) break;
-    if (const auto seen = probe_way(request.file, *next, {.cpu = cpu}))
+    if (const auto seen = probe_way(request.file, *next, {.cpu = cpu})) {
       fresh.push_back(*seen);
-    else
+      save_ways(key, {*seen});  // at once: the next one may be interrupted
+    } else {
       report.ways.erase(next);
+    }
   }
-  if (!fresh.empty()) save_ways(key, fresh);
   for (const plan::Measurement& one : known)
     if (std::ranges::none_of(fresh, [&](const auto& other) { return one.is_like(other); }))
       fresh.push_back(one);

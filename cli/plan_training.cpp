@@ -49,6 +49,8 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                                                      : "";
   training.state_bytes = train::state_bytes(arguments, plan::trained_tensors(model));
   training.device_map = task.model.device_map.has_value();
+  training.built_whole =
+      task.lora || arguments.auto_find_batch_size || model.causal_lm() == nullptr;
   training.fp8 = arguments.mixed_precision == "fp8";
   training.may_fp8 = training.may_pipeline = true;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);

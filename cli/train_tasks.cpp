@@ -332,7 +332,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
                          const Mesh& mesh, std::optional<std::int64_t> end_of_text) {
   const ModelConfig& model = wanted.model;
   // Adapters convert the frozen base, and trials of batches run on one rank: both need it whole.
-  const bool whole = wanted.lora || a.auto_find_batch_size || a.elastic_gpu;
+  const bool whole = wanted.lora || a.auto_find_batch_size;
   std::optional<ShardedConstruction> divided;
   if (!whole && mesh.size("shard") > 1) divided.emplace(mesh);
   const models::CausalLmPtr net = make_net(model, end_of_text);

@@ -208,7 +208,7 @@ void AtomicDir::adopt(const std::string& name) {
     if (!fd) throw file_error("open", file, errno);
     while (::fsync(fd.get()) != 0)
       if (errno != EINTR) throw file_error("fsync", file, errno);
-    manifest_[name] = digest_file(file);
+    manifest_[name] = digest_file(file, options_.progress);
     bytes_ += manifest_[name].bytes;
   });
 }

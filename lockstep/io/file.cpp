@@ -166,8 +166,10 @@ void SharedFileWriter::make(const std::string& path, std::uint64_t bytes) {
   if (!fd) throw file_error("create", path, errno);
   const auto size = static_cast<off_t>(bytes);
   // A disk without room is an error here and not in the middle of the writing.
-  if (size > 0 && ::fallocate(fd.get(), 0, 0, size) != 0 && errno != EOPNOTSUPP && errno != ENOSYS)
-    throw file_error("write to", path, errno, bytes);
+  while (size > 0 && ::fallocate(fd.get(), 0, 0, size) != 0) {
+    if (errno == EOPNOTSUPP || errno == ENOSYS) break;
+    if (errno != EINTR) throw file_error("write to", path, errno, bytes);
+  }
   while (::ftruncate(fd.get(), size) != 0)
     if (errno != EINTR) throw file_error("write to", path, errno, bytes);
 }
@@ -193,10 +195,11 @@ void SharedFileWriter::write(std::uint64_t offset, std::span<const std::byte> by
 void SharedFileWriter::finish() {
   while (::fsync(fd_.get()) != 0)
     if (errno != EINTR) throw file_error("fsync", path_, errno);
+  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
   if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
 }
 
-FileDigest digest_file(const std::string& path) {
+FileDigest digest_file(const std::string& path, WriteProgress* progress) {
   // Not mapped: a file that is being shortened must be an error here, not a SIGBUS.
   const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) throw file_error("open", path, errno);
@@ -212,6 +215,7 @@ FileDigest digest_file(const std::string& path) {
     if (n == 0) break;
     sum.update(std::span(buffer.get(), static_cast<std::size_t>(n)));
     digest.bytes += static_cast<std::uint64_t>(n);
+    if (progress != nullptr) progress->fetch_add(1, std::memory_order_relaxed);
   }
   digest.sha256 = sum.finish();
   return digest;

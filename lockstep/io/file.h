@@ -93,8 +93,8 @@ class SharedFileWriter {
   Fd fd_;
 };
 
-// Size and SHA-256 of the whole file; throws SystemError when it cannot.
-FileDigest digest_file(const std::string& path);
+// Size and SHA-256 of the whole file; throws SystemError when it cannot. `progress` counts reads.
+FileDigest digest_file(const std::string& path, WriteProgress* progress = nullptr);
 
 // Read-only; spans into it live as long as it does. Any number of threads may read. A file that
 // somebody shortens while it is mapped raises SIGBUS on access: files here are replaced by rename,

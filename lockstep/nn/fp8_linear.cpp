@@ -132,10 +132,11 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
       const auto type = static_cast<at::ScalarType>(types[i]);
       at::Tensor dweight;
       if (ctx->needs_input_grad(1 + i)) {
-        dweight = dy.numel() == 0 ? at::zeros({widths[i], in}, dy.options().dtype(type))
-                                  : weight_gradient(rows_of(grad, first, widths[i]), x, type,
-                                                    transposed[i] != 0,
-                                                    detail::accumulation_target(ctx, detail::leaf_name(i)));
+        dweight =
+            dy.numel() == 0
+                ? at::zeros({widths[i], in}, dy.options().dtype(type))
+                : weight_gradient(rows_of(grad, first, widths[i]), x, type, transposed[i] != 0,
+                                  detail::accumulation_target(ctx, detail::leaf_name(i)));
       }
       result.push_back(dweight);
       first += widths[i];

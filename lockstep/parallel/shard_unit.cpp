@@ -212,6 +212,8 @@ bool ShardUnit::trains() const {
 
 void ShardUnit::take_whole() {
   if (shard_->size() == 1 || !whole_) return;
+  // What was written is in the rows, and rounded values are not to be taken for it.
+  if (rounded_) return free();
   const at::NoGradGuard no_grad;
   for (ShardedParameter& p : parameters_) take(p);
 }
@@ -265,7 +267,8 @@ void ShardUnit::gather() {
       offset += p.cut.padded();
       fill_storage(p.storage, std::move(fresh));
       set_storage(p, p.freed, p.storage);
-      nn::set_rows(p.tensor, nullptr);
+      // Rounded values are for computing alone: files get the rows.
+      nn::set_rows(p.tensor, rounded_ ? p.rows : nullptr);
     }
     gathers_[f].parts = at::Tensor();
   }

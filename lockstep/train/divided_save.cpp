@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thread_signals.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/safetensors_set.h"
 #include "lockstep/io/tensors.h"
@@ -49,6 +50,7 @@ struct Job {
   std::unique_ptr<io::AtomicDir> dir{};         // rank 0's
   SaveOutcome outcome{};
   io::WriteProgress progress{0};
+  bool abandoned = false;  // a thread that is stuck still uses all of this
 };
 using JobPtr = std::shared_ptr<Job>;
 
@@ -165,31 +167,33 @@ std::string report_of(std::future<void>& done) {
 }
 
 // Runs it on a thread, while ranks exchange whether all have ended. The first failure, the same on
-// every rank.
+// every rank. Nobody joins the thread: a peer that dies makes the exchange throw meanwhile.
 std::optional<Failure> run_together(World& world, const JobPtr& job,
                                     const std::function<void(Job&)>& stage) {
   std::promise<void> ended;
   std::future<void> done = ended.get_future();
-  std::thread thread([job, stage, ended = std::move(ended)]() mutable {
-    try {
-      stage(*job);
-      ended.set_value();
-    } catch (...) {
-      ended.set_exception(std::current_exception());
-    }
-  });
+  {
+    const SignalsBlocked blocked;
+    std::thread([job, stage, ended = std::move(ended)]() mutable {
+      try {
+        stage(*job);
+        ended.set_value();
+      } catch (...) {
+        ended.set_exception(std::current_exception());
+      }
+    }).detach();
+  }
   std::string mine = kBusy;
   std::uint64_t seen = 0;
   auto seen_at = Clock::now();
   for (;;) {
     if (mine == kBusy && done.wait_for(kListenEvery) == std::future_status::ready) {
       mine = report_of(done);
-      thread.join();
     } else if (mine == kBusy) {
       const std::uint64_t now = job->progress.load(std::memory_order_relaxed);
       if (now != std::exchange(seen, now)) seen_at = Clock::now();
       if (Clock::now() - seen_at > job->options.stall_limit) {
-        thread.detach();
+        job->abandoned = true;
         mine =
             "0 the writer has made no progress for too long. The disk or the network file system "
             "is probably stuck.";
@@ -230,7 +234,7 @@ SaveOutcome write_divided(const Mesh& mesh, CheckpointContents contents,
     failed = run_together(world, job, write_own);
   }
   if (!failed) failed = run_together(world, job, commit);
-  job->dir.reset();  // what was not committed goes
+  if (!job->abandoned) job->dir.reset();  // what was not committed goes
   SaveOutcome outcome = job->outcome;
   outcome.committed = !failed;
   outcome.write_ms = outcome.waited_ms =

@@ -146,8 +146,9 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
       moment("the division of the optimizer's state",
              o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
              gradients, 0, 0, 0),
-      // It is built whole on every rank, before there is an optimizer.
-      moment("the division of the model", whole.all, 0, 0, 0, 0),
+      // Before there is an optimizer: the whole model on every rank, or the root and a block.
+      moment("the division of the model", o.built_whole ? whole.all : whole.root + whole.block, 0,
+             0, 0, 0),
   };
   std::end(moments)[-1].optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);

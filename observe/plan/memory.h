@@ -38,6 +38,8 @@ struct MemoryOptions {
   int stages = 1;     // GPUs that the layers of one replica are divided over
   int in_flight = 1;  // micro-batches whose activations a stage of a pipeline holds at once
   bool cpu = false;   // no CUDA, no NCCL
+  // False: with fsdp the blocks are divided while the model is made (ShardedConstruction).
+  bool built_whole = true;
 };
 
 struct Memory {

@@ -262,6 +262,15 @@ TEST(MemoryBytes, AModelIsBuiltWholeBeforeItIsDivided) {
                                       .state_bytes = 0});
   EXPECT_EQ(m.moment, "the division of the model");
   EXPECT_GE(m.parameters, 4u * 3'821'079'552u);
+  // Or divided while it is made.
+  const Memory parts = memory_of(phi3(), {.batch = 1,
+                                          .half = true,
+                                          .checkpointing = true,
+                                          .ranks = 64,
+                                          .sharding = Sharding::kFull,
+                                          .state_bytes = 0,
+                                          .built_whole = false});
+  EXPECT_LT(parts.allocated(), m.allocated() / 4);
 }
 
 TEST(MemoryBytes, AFrozenBaseIsConverted) {

@@ -196,8 +196,8 @@ void use_measured(Cluster& cluster, const MeasuredLink& link) {
   const std::size_t between = assumed.rfind(", " + cluster.between.name);
   cluster.inside.name = link.backend;
   cluster.inside.bandwidth = link.bandwidth;
-  // All ranks of the measurement were at work, so what they share is in it.
-  cluster.shared_bandwidth = link.bandwidth * link.ranks;
+  // All ranks of the measurement were at work, so what they share is in it. NVLink is not shared.
+  if (cluster.shared_bandwidth > 0) cluster.shared_bandwidth = link.bandwidth * link.ranks;
   cluster.text = fmt::format("{} {:.1f} GB/s a rank, measured by lockstep doctor with {} ranks",
                              link.backend, link.bandwidth / kGiga, link.ranks);
   if (cluster.between.bandwidth > 0 && between != std::string::npos)

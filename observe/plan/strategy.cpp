@@ -142,7 +142,8 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .state_bytes = t.state_bytes,
                                       .stages = choice.stages,
                                       .in_flight = in_flight_of(choice),
-                                      .cpu = card.cpu});
+                                      .cpu = card.cpu,
+                                      .built_whole = t.built_whole});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
   choice.as_written =

@@ -64,6 +64,7 @@ struct Training {
   std::optional<Strategy> fsdp{};              // the file's
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
+  bool built_whole = true;                     // as in MemoryOptions
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
   bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree

@@ -32,7 +32,7 @@ class PlanProbe(TrainCase):
 
     def run_here(self, *args, code=0):
         done = subprocess.run([LOCKSTEP, *map(str, args)], capture_output=True, text=True,
-                              timeout=BOUND_S, check=False, stdin=subprocess.DEVNULL,
+                              timeout=3 * BOUND_S, check=False, stdin=subprocess.DEVNULL,
                               env=environment(LOCKSTEP_CACHE=str(self.cache)))
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
         return done
@@ -46,9 +46,9 @@ class PlanProbe(TrainCase):
     def test_what_was_measured_replaces_estimates_and_is_followed(self):
         before = self.plan("--gpus", "2xcpu")
         self.assertEqual(before["ways"], [])  # how fast a CPU computes is not known
-        plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-ways", "10")
+        plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-ways", "5")
         measured = [way for way in plan["ways"] if way["measured"]]
-        self.assertGreaterEqual(len(measured), 8, plan["ways"])
+        self.assertGreaterEqual(len(measured), 4, plan["ways"])
         self.assertEqual(len(self.record()["ways"]), len(measured))
         for way in measured:
             error = way["planned_memory_bytes"] / way["memory_bytes"] - 1
