@@ -360,16 +360,19 @@ void make_classifier(TrainerTask& task, std::shared_ptr<Module> net, const std::
 // ---------------------------------------------------------------- adapters
 
 // Call it after the model has its weights. Checkpoints then hold only the adapters.
-void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const TrainingArguments& a) {
+void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const TrainingArguments& a,
+                  c10::Device device) {
   torch::nn::Module& module = *task.module;
   models::add_lora(module, lora);
   // Autocasting computes with these bits anyway, but would hold the base twice.
   if (a.bf16) models::convert_frozen_weights(module, at::kBFloat16);
   if (a.fp16) models::convert_frozen_weights(module, at::kHalf);
-  // FullyShard divides the weights themselves, so they are cast in each step there.
-  const bool divided = a.fsdp && !a.fsdp->empty();
-  if (const std::string recipe = train::fp8_recipe_name(a); !recipe.empty() && !divided)
+  // FullyShard and Pipeline free the weights themselves, so they are cast in each step there.
+  const bool divided = train::fsdp_plan(a).on || a.pipeline_parallel_degree > 1;
+  if (const std::string recipe = train::fp8_recipe_name(a); !recipe.empty() && !divided) {
+    module.to(device);  // what is stored stays where it was made
     models::store_frozen_fp8(module, nn::fp8_recipe_of(recipe));
+  }
   task.model_config = models::adapter_config_text(module, lora);
   task.model_files = {
       .stem = models::kAdapterStem,
@@ -401,7 +404,7 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const Mesh&
     make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
   else
     make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
-  if (wanted.lora) add_adapters(task, *wanted.lora, a);
+  if (wanted.lora) add_adapters(task, *wanted.lora, a, world.device());
   if (data.format) task.model_files.texts = {{kPromptFormat, prompt_format_text(*data.format)}};
   // A split model waits for its other devices.
   task.capturable = !model.device_map;

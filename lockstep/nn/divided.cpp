@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "lockstep/core/error.h"
 #include "lockstep/nn/block.h"
 
 namespace lockstep::nn {
@@ -37,6 +38,10 @@ void set_rows(const at::Tensor& tensor, const RowsPtr& rows) {
 void assign(const at::Tensor& tensor, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const Rows* const rows = rows_of(tensor);
+  if (c10::isFloat8Type(tensor.scalar_type()) && values.scalar_type() != tensor.scalar_type())
+    throw UsageError("weights",
+                     "a weight is stored in fp8 with a scale, and other values do not fit it. Load "
+                     "weights before store_frozen_fp8().");
   if (rows == nullptr) {
     at::Tensor(tensor).copy_(values);
     return;

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 
@@ -388,7 +389,10 @@ void PipelineImpl::gather_others() {
     if (!p.mine)
       p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
           at::empty(p.tensor.sizes(), p.tensor.options()).storage());
-    from[static_cast<std::size_t>(p.holders[0])].push_back(p.tensor.detach());
+    // A copy of a weight that stages share stays as it is, so that verify_parameters() sees it.
+    const bool copy = p.mine && p.holders[0] != line_.rank();
+    from[static_cast<std::size_t>(p.holders[0])].push_back(copy ? at::empty_like(p.tensor)
+                                                                : p.tensor.detach());
   }
   for (int rank = 0; rank < line_.size(); ++rank)
     if (!from[static_cast<std::size_t>(rank)].empty())
@@ -505,26 +509,34 @@ void PipelineImpl::average_gradients() {
 }
 
 void PipelineImpl::verify_parameters() {
-  Fingerprints mine, shared;
+  Fingerprints mine;
   for (const StagedParameter& p : parameters_)
     if (p.mine) mine.add(p.name, p.tensor.detach());
   if (mesh_.batch().size() > 1)
     require_same(mesh_.batch(), kPipeline, "parameter", " along 'data'", mine);
-  const std::shared_ptr<void> whole = gathered();  // the first holder's values
-  std::string differs;
+  // Every rank sends the fingerprints of what it shares, and compares with the first holder's.
+  std::string sent;
   for (const StagedParameter& p : parameters_)
-    if (p.mine && p.holders.size() > 1)
-      for (std::size_t i = 0; i < mine.names.size(); ++i)
-        if (mine.names[i] == p.name && mine.values[i] != fingerprint(p.tensor.detach()))
-          differs = p.name;
-  line_.agree([&] {
-    if (!differs.empty())
-      throw CommError(kPipeline,
-                      fmt::format("the copies of '{}', which stages share, differ. Something "
-                                  "changed one of them outside the optimizer's step. Resume from a "
-                                  "checkpoint.",
-                                  differs));
-  });
+    if (p.holders.size() > 1)
+      sent += fmt::format("{} ", p.mine ? fingerprint(p.tensor.detach()) : 0);
+  const std::vector<std::string> all = line_.all_gather(sent);
+  std::vector<std::istringstream> words(all.begin(), all.end());
+  std::string differs;
+  for (const StagedParameter& p : parameters_) {
+    if (p.holders.size() < 2) continue;
+    std::vector<std::uint64_t> values(all.size());
+    for (std::size_t rank = 0; rank < all.size(); ++rank) words[rank] >> values[rank];
+    for (const int holder : p.holders)
+      if (values[static_cast<std::size_t>(holder)] !=
+          values[static_cast<std::size_t>(p.holders[0])])
+        differs = p.name;
+  }
+  if (!differs.empty())
+    throw CommError(kPipeline,
+                    fmt::format("the copies of '{}', which stages share, differ. Something "
+                                "changed one of them outside the optimizer's step. Resume from a "
+                                "checkpoint.",
+                                differs));
 }
 
 void PipelineImpl::verify_buffers() {

@@ -67,7 +67,7 @@ TEST(PipelineSchedule, HasTorchsOrders) {
   ASSERT_EQ(::pclose(pipe), 0);
   std::istringstream lines(said);
   int compared = 0;
-  for (std::string line; std::getline(lines, line); ++compared) {
+  for (std::string line; std::getline(lines, line);) {
     std::istringstream words(line);
     std::string schedule, theirs;
     PipelineShape shape;
@@ -77,6 +77,7 @@ TEST(PipelineSchedule, HasTorchsOrders) {
     std::getline(words, theirs);
     for (const PipelineSchedule ours : kAll)
       if (schedule == parallel::name(ours)) {
+        ++compared;
         ASSERT_EQ(parallel::show(compute_order(ours, shape, rank)), theirs) << line;
       }
   }
@@ -487,6 +488,12 @@ TEST(Pipeline, ARankHoldsItsStagesAlone) {
                 HasSubstr("was used on a rank"));
     const auto held = run.parallelism->gathered();
     EXPECT_NO_THROW(run.net->loss(samples(0, 0, 0)));
+    // A copy that somebody changed is found, also while the model is whole.
+    run.parallelism->verify_parameters();
+    const torch::NoGradGuard no_grad;
+    if (mesh.rank("pipeline") == 1) run.net->embed.add_(1);
+    EXPECT_THAT(message_of<CommError>([&] { run.parallelism->verify_parameters(); }),
+                HasSubstr("the copies of 'embed', which stages share, differ"));
   });
 }
 

@@ -258,15 +258,31 @@ TensorDict unpack_tensors(const std::string& bytes) {
   return tensors;
 }
 
-TensorDict random_state(const World& world) {
+int generator_rank(const Mesh& mesh) {
+  return mesh.batch().rank() + mesh.batch().size() * mesh.rank("pipeline");
+}
+
+std::string packed_random_state(const Mesh& mesh) {
+  if (mesh.rank("tensor") != 0) return {};
   const optim::RngState all = optim::rng_state();
   TensorDict mine{{"cpu", all.at("cpu")}};
-  if (!world.device().is_cpu()) mine.emplace(kOwnGpu, all.at(world.device().str()));
-  return mine;
+  const c10::Device device = mesh.world().device();
+  if (!device.is_cpu()) mine.emplace(kOwnGpu, all.at(device.str()));
+  return fmt::format("{} {}", generator_rank(mesh), pack_tensors(mine));
+}
+
+std::vector<TensorDict> unpack_random_states(const std::vector<std::string>& ranks) {
+  std::map<int, TensorDict> ordered;
+  for (const std::string& rank : ranks)
+    if (!rank.empty())
+      ordered.emplace(std::stoi(rank), unpack_tensors(rank.substr(rank.find(' ') + 1)));
+  std::vector<TensorDict> states;
+  for (auto& [rank, state] : ordered) states.push_back(std::move(state));
+  return states;
 }
 
 void restore_random_state(const Mesh& mesh, const Checkpoint& checkpoint) {
-  TensorDict mine = checkpoint.rng(mesh.batch().rank());
+  TensorDict mine = checkpoint.rng(generator_rank(mesh));
   const c10::Device device = mesh.world().device();
   if (auto gpu = mine.extract(kOwnGpu); gpu && !device.is_cpu()) {
     gpu.key() = device.str();

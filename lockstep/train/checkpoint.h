@@ -137,10 +137,15 @@ class Checkpoint {
 std::string pack_tensors(const TensorDict& tensors);
 TensorDict unpack_tensors(const std::string& bytes);
 
+// Which of the run's generators a rank has. Copies of a part of a model that see the same samples
+// have the same ones; stages of a pipeline compute other layers and have others.
+int generator_rank(const Mesh& mesh);
 // This rank's generators as a checkpoint has them: "cpu", and "cuda" for its own GPU, which may
-// have another number when the run continues.
-TensorDict random_state(const World& world);
-// Ranks that see the same samples get the same state.
+// have another number when the run continues. As bytes for the rank that writes; empty where
+// another rank sends them.
+std::string packed_random_state(const Mesh& mesh);
+// Those of all ranks, in the order of generator_rank().
+std::vector<TensorDict> unpack_random_states(const std::vector<std::string>& ranks);
 void restore_random_state(const Mesh& mesh, const Checkpoint& checkpoint);
 
 // Rank 0 warns when the number of intra-op threads differs from the saved run's, where the bits

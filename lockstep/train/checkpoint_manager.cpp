@@ -111,7 +111,7 @@ CheckpointContents CheckpointManager::contents(const DataPosition& position,
   all.only_model = run_.arguments.save_only_model;
   if (all.only_model) return all;
   optimizer.save(all);
-  for (const std::string& bytes : random) all.rng.push_back(unpack_tensors(bytes));
+  all.rng = unpack_random_states(random);
   all.position = position;
   return all;
 }
@@ -122,7 +122,7 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   TrainerState& state = run_.state;
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
-  const auto random = run_.mesh.batch().all_gather(pack_tensors(random_state(run_.world)));
+  const auto random = run_.world.all_gather(packed_random_state(run_.mesh));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   // A model that is divided is written by all ranks together, before the next forward.
   const bool divided = run_.parallelism->divided();
@@ -213,6 +213,7 @@ void CheckpointManager::load_best() {
     return;
   }
   const Checkpoint best(path);
+  const std::shared_ptr<void> whole = run_.parallelism->divided() ? nullptr : run_.gathered();
   best.load_model(*run_.task.module, run_.task.model_files);
   if (!leader) return;
   const std::string& metric = run_.arguments.metric_for_best_model;

@@ -71,6 +71,11 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "Keep one of them.",
                      plan.on ? "fsdp" : "pipeline_parallel_degree");
   if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
+  if (run.mesh.size("pipeline") != a.pipeline_parallel_degree)
+    throw UsageError("trainer",
+                     "the mesh has {} ranks along 'pipeline', and pipeline_parallel_degree is {}. "
+                     "Make them equal, or give the Trainer the world.",
+                     run.mesh.size("pipeline"), a.pipeline_parallel_degree);
   if (a.pipeline_parallel_degree > 1) return pipeline_of(run);
   if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
   // Weights by what one rank has seen are known when its window ends.

@@ -20,12 +20,9 @@ bool says_out_of_memory(const char* text) {
 }
 
 LossOutput RunContext::forward(const data::Batch& batch) const {
-  const std::string word = arguments.mixed_precision.value_or("");
-  const bool bf16 = arguments.bf16 || word == "bf16" || word == "fp8";
-  const bool fp16 = arguments.fp16 || word == "fp16";
-  const optim::Autocast autocast(world.device(), bf16   ? at::kBFloat16
-                                                 : fp16 ? at::kHalf
-                                                        : at::kFloat);
+  const optim::Autocast autocast(world.device(), arguments.bf16   ? at::kBFloat16
+                                                 : arguments.fp16 ? at::kHalf
+                                                                  : at::kFloat);
   const std::string recipe = fp8_recipe_name(arguments);
   const nn::Fp8Autocast fp8(recipe.empty() ? std::nullopt
                                            : std::optional(nn::fp8_recipe_of(recipe)));

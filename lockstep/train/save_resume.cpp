@@ -199,16 +199,14 @@ train::CheckpointContents contents_of(const CheckpointParts& parts, const Mesh& 
   return all;
 }
 
-// What a rank contributes: its step, then its generators. Ranks that see the same samples have the
-// same generators; the first of them contributes those.
+// What a rank contributes: its step, then its generators.
 std::string contribution_of(const CheckpointParts& parts, const Mesh& mesh,
                             const SaveOptions& options) {
   check_parts(parts);
   if (options.step < 0)
     throw UsageError("checkpoint", "step is {}, and must not be negative.", options.step);
   std::string text = fmt::format("{}\n", options.step);
-  const bool first = mesh.rank("pipeline") == 0 && mesh.rank("tensor") == 0;
-  if (parts.rng && first) text += train::pack_tensors(train::random_state(mesh.world()));
+  if (parts.rng) text += train::packed_random_state(mesh);
   return text;
 }
 
@@ -313,10 +311,9 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
     if (!world.is_leader() && !divided) return;
     all = contents_of(parts, mesh, options);
     all.optimizer = std::move(state);
-    for (const std::string& rank : ranks) {
-      const std::string generators = rank.substr(rank.find('\n') + 1);
-      if (!generators.empty()) all.rng.push_back(train::unpack_tensors(generators));
-    }
+    std::vector<std::string> generators;
+    for (const std::string& rank : ranks) generators.push_back(rank.substr(rank.find('\n') + 1));
+    all.rng = train::unpack_random_states(generators);
   });
   const train::SaverOptions saving{
       .output_dir = directory, .limit = options.save_total_limit, .copy = false};

@@ -46,14 +46,13 @@ void set_log_level(const TrainingArguments& a, const World& world) {
     log::set_level(level_of(name, log::Level::kWarning));
 }
 
-// Ranks that see the same samples draw the same numbers for them.
 void set_switches(const TrainingArguments& a, const Mesh& mesh) {
   set_log_level(a, mesh.world());
   const auto seed = static_cast<std::uint64_t>(a.seed);
   if (a.full_determinism) {
-    optim::full_determinism(seed, mesh.batch().rank());
+    optim::full_determinism(seed, generator_rank(mesh));
   } else {
-    optim::seed_everything(seed, mesh.batch().rank());
+    optim::seed_everything(seed, generator_rank(mesh));
   }
   if (a.tf32) optim::set_tf32(*a.tf32);
 }
@@ -65,6 +64,10 @@ class TrainerImpl {
  public:
   TrainerImpl(Mesh mesh, TrainerTask task, TrainingArguments arguments)
       : run_{std::move(mesh), std::move(task), std::move(arguments)} {
+    // As reading a file does. Everything else asks the flags.
+    TrainingArguments& a = run_.arguments;
+    a.bf16 |= a.mixed_precision == "bf16" || a.mixed_precision == "fp8";
+    a.fp16 |= a.mixed_precision == "fp16";
     check_arguments(run_.arguments);
     expand_paths(run_.arguments);
     check_task(run_.task);
@@ -115,7 +118,7 @@ void TrainerImpl::prepare() {
 }
 
 void TrainerImpl::make_mesh() {
-  if (run_.task.make_parallelism || run_.mesh.size("data") != run_.world.size()) return;
+  if (given_ || run_.task.make_parallelism || run_.mesh.size("data") != run_.world.size()) return;
   given_ = run_.mesh;
   run_.mesh = mesh_for(run_.world, run_.arguments);
 }
@@ -229,6 +232,7 @@ void TrainerImpl::say_end() {
 Metrics TrainerImpl::evaluate() {
   if (!run_.task.eval_data)
     throw UsageError("trainer", "the task has no eval_data to evaluate on. Set it.");
+  make_mesh();  // the samples are divided as in training
   if (!loop_) run_.task.module->to(run_.world.device());
   control_.connect();
   const Metrics metrics = evaluator_.evaluate();
