@@ -71,7 +71,7 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "Keep one of them.",
                      plan.on ? "fsdp" : "pipeline_parallel_degree");
   if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
-  if (run.mesh.size("pipeline") != a.pipeline_parallel_degree)
+  if (a.pipeline_parallel_degree > 1 && run.mesh.size("pipeline") != a.pipeline_parallel_degree)
     throw UsageError("trainer",
                      "the mesh has {} ranks along 'pipeline', and pipeline_parallel_degree is {}. "
                      "Make them equal, or give the Trainer the world.",
