@@ -20,7 +20,7 @@ install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${LOCKSTEP_CMAKE
 
 # The headers that docs/api.md lists; tests/style/api_test.py checks that they include no others.
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/docs/api.md)
-file(STRINGS ${CMAKE_SOURCE_DIR}/docs/api.md headers REGEX "^\\| `lockstep/[a-z_/]+[.]h` ")
+file(STRINGS ${CMAKE_SOURCE_DIR}/docs/api.md headers REGEX "^\\| `lockstep/[a-z0-9_/]+[.]h` ")
 foreach(header ${headers})
   string(REGEX REPLACE "^[^`]*`([^`]+)`.*" "\\1" header "${header}")
   get_filename_component(folder ${header} DIRECTORY)
