@@ -216,9 +216,11 @@ class Config(unittest.TestCase):
                                     r"step_plan|"
                                     r"train_optimizer|trainer)"
                                     r"\.(h|cpp)", name)]
-        # The checks look at every key; only this function of theirs is used by a run.
+        # The checks look at every key; only these functions of theirs are used by a run.
         with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:
-            text = re.search(r"update_size\(const .*?\n}", f.read(), re.DOTALL).group(0)
+            checks = f.read()
+        text = "".join(re.search(rf"{name}\(const .*?\n}}", checks, re.DOTALL).group(0)
+                       for name in ("update_size", "fp8_recipe_name"))
         for path in readers:
             with open(path, encoding="utf-8") as f:
                 text += f.read()
