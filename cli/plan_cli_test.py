@@ -99,7 +99,7 @@ class Plan(unittest.TestCase):
         plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
         ways = plan["ways"]
         self.assertEqual(ways[1:], sorted(ways[1:], key=lambda way: way["step_s"]))
-        # Of those within a hundredth the one with the fewest changes leads.
+        # Among those within a hundredth the one with the fewest changes leads.
         least = min(way["step_s"] for way in ways)
         self.assertLess(ways[0]["step_s"], 1.01 * least)
         self.assertEqual(ways[0]["gpus"], 2)  # 256 is no multiple of 3

@@ -25,7 +25,7 @@ struct Seen {
   std::uint64_t memory_bytes = 0;
 };
 
-// Of the slowest rank, and of the one that has the most.
+// The time of the slowest rank, and the memory of the one that has the most.
 std::optional<Seen> read_ranks(const std::string& folder, int ranks) {
   Seen all;
   for (int rank = 0; rank < ranks; ++rank) {

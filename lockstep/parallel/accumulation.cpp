@@ -131,7 +131,7 @@ struct Accumulation::Impl {
   double planned = 0;   // and of the whole window: what losses are divided by
   std::int64_t count = 0;
   at::Tensor loss_sum;
-  // Of a window that the parallelism takes as one.
+  // For a window that the parallelism takes as one.
   std::vector<std::pair<std::function<at::Tensor()>, MicroBatch>> queue;
 
   std::int64_t next_length() const {

@@ -76,7 +76,7 @@ class WindowRun {
     for (Work& send : sends_) wait_for(send);
   }
 
-  // Of all micro-batches, in double, on every rank of the pipeline.
+  // The losses of all micro-batches, in double, on every rank of the pipeline.
   std::vector<at::Tensor> losses() {
     const at::NoGradGuard no_grad;
     at::Tensor all = at::zeros({static_cast<std::int64_t>(passes_.size())},

@@ -76,7 +76,7 @@ PipelineOptimizer::PipelineOptimizer(std::shared_ptr<PipelineImpl> model,
 
 // ---------------------------------------------------------------- a step
 
-// Of all stages; a weight that several hold counts once. Ranks along "data" have the same one.
+// Over all stages; a weight that several hold counts once. Ranks along "data" have the same.
 at::Tensor PipelineOptimizer::norm() const {
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(line().device()));
   for (const StageMember& m : members_) {

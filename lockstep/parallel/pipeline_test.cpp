@@ -434,7 +434,7 @@ TEST(Pipeline, AveragesOverCopiesOfTheStages) {
           run.step(step);
           EXPECT_DOUBLE_EQ(run.loss, one.loss);
         }
-        // Of two terms there is one sum.
+        // Two terms have one sum.
         if (copies == 2)
           EXPECT_TENSOR_EQ(run.weights(), one.weights());
         else

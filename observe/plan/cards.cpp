@@ -18,7 +18,7 @@ constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr double kTera = 1e12;
 constexpr double kGiga = 1e9;
 constexpr int kMaxDevices = 1'000'000;
-// Of a core: what matrix products in float reach of its vector units, and bytes a second.
+// One core: what matrix products in float reach of its vector units, and bytes a second.
 constexpr double kCoreFlops = 40 * kGiga;
 constexpr double kCoreBandwidth = 10 * kGiga;
 
