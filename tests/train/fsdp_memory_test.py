@@ -67,10 +67,13 @@ class Limits:
                 group.mkdir()
                 self.groups.append(group)
                 (group / file).write_text(str(LIMIT), encoding="utf-8")
-                swap = group / "memory.swap.max"
-                if swap.exists():
-                    swap.write_text("0", encoding="utf-8")
-        except OSError:
+                for swap, most in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", LIMIT)):
+                    if (group / swap).exists():
+                        (group / swap).write_text(str(most), encoding="utf-8")
+                # Not every group takes processes.
+                subprocess.run(["sh", "-c", f"echo $$ > {group}/cgroup.procs"], check=True,
+                               stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError):
             self.remove()
             return False
         prefix = self.groups[0].as_posix()[:-1]
