@@ -177,7 +177,9 @@ class ProbeSteps : public Observer {
     if (!device_.is_cpu()) torch::cuda::synchronize(device_.index());
     const auto now = Clock::now();
     steps_.push_back(real_node(std::chrono::duration<double>(now - last_).count()));
-    last_ = now;
+    // Not at the end, where a rank that is ahead may have let go of its part.
+    if (tensors_) shared_ = shared_bytes();
+    last_ = Clock::now();
   }
   void on_train_end(Event& event) override {
     io::FileWriter file(fmt::format("{}/rank_{}.json", folder_, event.rank));
@@ -198,7 +200,7 @@ class ProbeSteps : public Observer {
     return 0;
   }
   std::int64_t peak_bytes() const {
-    if (tensors_) return tensors_->peak + shared_bytes();
+    if (tensors_) return tensors_->peak + shared_;
     return c10::getDeviceAllocator(device_.type())
         ->getDeviceStats(device_.index())
         .allocated_bytes[0]
@@ -209,6 +211,7 @@ class ProbeSteps : public Observer {
   std::string folder_;
   std::shared_ptr<CountTensors> tensors_;
   std::optional<c10::DebugInfoGuard> counting_;
+  std::int64_t shared_ = 0;
   Clock::time_point last_{};
   std::vector<Node> steps_;
 };
