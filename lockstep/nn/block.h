@@ -73,7 +73,7 @@ class BlockOf : public Module, public Block {
   }
 };
 
-// What is told about blocks that this thread makes; returns the one before. Null: nothing.
+// Is called with each block that this thread makes; returns the previous one. Null: none is.
 using BlockObserver = std::function<void(torch::nn::Module& block)>;
 BlockObserver observe_blocks(BlockObserver observer);
 void report_made(torch::nn::Module& block);

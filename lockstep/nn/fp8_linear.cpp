@@ -48,7 +48,7 @@ at::Tensor weight_gradient(const Fp8Matrix& dy, const Fp8Matrix& x, at::ScalarTy
   return {};
 }
 
-struct Wishes {
+struct Fp8LinearOptions {
   Fp8Recipe recipe;
   bool dx, dweight;  // which gradients may be asked for
 };
@@ -56,7 +56,7 @@ struct Wishes {
 class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
-                            const at::Tensor& bias_or_none, const Wishes& wishes) {
+                            const at::Tensor& bias_or_none, const Fp8LinearOptions& options) {
     const detail::NoAutocast no_autocast;
     const at::Tensor bias = detail::from_none(bias_or_none);
     const at::Tensor rows = detail::flat(x).contiguous();
@@ -72,14 +72,15 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     ctx->saved_data["types"] = types;
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["shape"] = x.sizes().vec();
-    ctx->saved_data["recipe"] = static_cast<std::int64_t>(wishes.recipe);
+    ctx->saved_data["recipe"] = static_cast<std::int64_t>(options.recipe);
     ctx->saved_data["bias_type"] =
         static_cast<std::int64_t>(bias.defined() ? bias.scalar_type() : at::kFloat);
     const at::Tensor y = at::empty({rows.size(0), out}, x.options());
     Fp8Pair in, weight;
     if (rows.numel() > 0) {
-      in = to_fp8({rows}, at::kFloat8_e4m3fn, wishes.recipe, {.transposed = wishes.dweight});
-      weight = to_fp8(weights.vec(), at::kFloat8_e4m3fn, wishes.recipe, {.transposed = wishes.dx});
+      in = to_fp8({rows}, at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dweight});
+      weight =
+          to_fp8(weights.vec(), at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dx});
       detail::fp8_product(
           in.matrix, weight.matrix, y,
           {.fast = true, .bias = bias.defined() ? bias.detach().to(x.scalar_type()) : bias});
@@ -194,7 +195,7 @@ at::Tensor fp8_linear(const at::Tensor& x, const std::vector<at::Tensor>& weight
   const bool differentiates = at::GradMode::is_enabled();
   return Fp8LinearFunction::apply(
       x, at::TensorList(weights), detail::or_none(bias),
-      Wishes{recipe, differentiates && x.requires_grad(), differentiates && trained});
+      Fp8LinearOptions{recipe, differentiates && x.requires_grad(), differentiates && trained});
 }
 
 }  // namespace lockstep::nn

@@ -561,7 +561,7 @@ const Mesh& Pipeline::mesh() const {
 }
 
 std::string Pipeline::text() const {
-  return fmt::format("of {} pipeline stage{} ({})", impl_->stages(),
+  return fmt::format("in {} pipeline stage{} ({})", impl_->stages(),
                      impl_->stages() == 1 ? "" : "s", parallel::name(impl_->options().schedule));
 }
 

@@ -58,7 +58,7 @@ struct ShardedParameter {
   at::Tensor grad{};       // of them, averaged, while a backward runs
   c10::Storage storage{};  // of `tensor` while it is whole
   c10::Storage freed{};    // and while it is not
-  nn::RowsPtr rows{};      // what others are told then
+  nn::RowsPtr rows{};      // what other code sees then
 };
 
 // The types in which parameters and gradients travel; unset: their own.

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <string>
 
-#include "lockstep/core/error.h"
+#include "observe/plan/plan_for_test.h"
 
 namespace lockstep::plan {
 namespace {
@@ -17,16 +17,6 @@ using ::testing::HasSubstr;
 
 Card h100() {
   return parse_devices("H100").card;
-}
-
-template <typename Body>
-std::string refusal(const Body& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 // ---------------------------------------------------------------- collectives
