@@ -61,7 +61,7 @@ constexpr const char* kDpParts[] = {"scatter", "replicate", "forward",   "gather
 // ---------------------------------------------------------------- a rank
 
 constexpr std::int64_t kClasses = 10;
-constexpr std::int64_t kDistinctBatches = 4;
+constexpr std::int64_t kDpBatches = 4;
 constexpr std::size_t kParts = std::size(kDpParts);
 
 // An image classifier of any kind.
@@ -116,7 +116,7 @@ class Worker {
  public:
   Worker(const DpSettings& settings, World& world) : settings_(settings), world_(world) {
     const std::int64_t rows = is_dp() ? settings.batch_size : settings.batch_size / settings.ranks;
-    for (std::int64_t k = 0; k < kDistinctBatches; ++k)
+    for (std::int64_t k = 0; k < kDpBatches; ++k)
       batches_.push_back(draw(settings, k, is_dp() ? 0 : rows * world.rank(), rows));
   }
 
@@ -287,7 +287,7 @@ namespace {
 // ---------------------------------------------------------------- the benchmark
 
 // Few, because batch norms over small batches let rounding errors grow from step to step.
-constexpr int kVerifiedSteps = 2;
+constexpr int kDpSteps = 2;
 constexpr int kBlock = 10;      // steps of one side before the other's turn
 constexpr int kPartSteps = 10;  // at most
 // The two sides may differ by the rounding of both, each about the difference between float32 and
@@ -348,11 +348,11 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 void verify(DpSide& dp, DpSide& ddp) {
   dp.begin("float64");
   const std::vector<double> start = dp.weights();
-  dp.train(kVerifiedSteps);
+  dp.train(kDpSteps);
   const std::vector<double> exact = dp.weights();
   const auto trained = [&](DpSide& side) {
     side.begin("float32");
-    side.train(kVerifiedSteps);
+    side.train(kDpSteps);
     return side.weights();
   };
   const std::vector<double> one = trained(dp), many = trained(ddp);
@@ -361,17 +361,17 @@ void verify(DpSide& dp, DpSide& ddp) {
   if (!(rounding <= kMaxRounding * moved))
     throw Error("bench", fmt::format("{} in float32 and float64 differ by {:.2g} of what {} steps "
                                      "moved the weights; nothing could be verified",
-                                     kDp, rounding / moved, kVerifiedSteps));
+                                     kDp, rounding / moved, kDpSteps));
   if (!(difference <= kRoundings * rounding))
     throw Error("bench",
                 fmt::format("{} and {} do not train the same: after {} steps the weights "
                             "are {:.3g} apart; rounding explains {:.3g}, and they moved "
                             "by {:.3g}",
-                            kDp, kDdp, kVerifiedSteps, difference, kRoundings * rounding, moved));
+                            kDp, kDdp, kDpSteps, difference, kRoundings * rounding, moved));
   fmt::print(stderr,
              "verified: after {} steps the weights of both are {:.2g} apart; they moved by {:.2g}, "
              "and rounding explains {:.2g}\n",
-             kVerifiedSteps, difference, moved, kRoundings * rounding);
+             kDpSteps, difference, moved, kRoundings * rounding);
 }
 
 void measure(DpSides& sides, int steps) {

@@ -68,6 +68,9 @@ inline nlohmann::json new_order(const std::string& mode, double lr, bool ddp,
           {"lr", lr},    {"ddp", ddp},     {"exact", false}};
 }
 
+// Whose losses are compared before anything is timed.
+inline constexpr int kVerifiedSteps = 3;
+
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};
 
