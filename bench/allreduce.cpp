@@ -164,7 +164,8 @@ std::vector<AllreduceSide> contenders_of(const std::vector<std::string>& backend
 // How many more turns fit into the time, judged by the first; the same on all ranks.
 int turns_left(World& own, double turn_s, double left_s, int max_turns, int min_turns) {
   const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
-  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), min_turns, max_turns)));
+  const int turns = std::clamp(static_cast<int>(fitting), min_turns, max_turns);
+  return static_cast<int>(all_reduce(own, turns, ReduceOp::kMin));
 }
 
 void measure_size(std::vector<AllreduceSide>& contenders, World& own, std::int64_t bytes,

@@ -17,7 +17,7 @@ namespace lockstep::dashboard {
 namespace {
 
 constexpr std::size_t kRanksShown = 64;
-constexpr int kLogLines = 8;
+constexpr int kOutputLines = 8;
 
 const Node& child(const Node& node, std::string_view key) {
   static const Node none;
@@ -291,7 +291,7 @@ class View {
     const auto& lines = log.find(chosen)->value.items;
     if (lines.empty()) return;
     line(fmt::format("output of rank {}", printable(chosen)), "2");
-    const std::size_t shown = std::min<std::size_t>(lines.size(), kLogLines);
+    const std::size_t shown = std::min<std::size_t>(lines.size(), kOutputLines);
     for (std::size_t i = lines.size() - shown; i < lines.size(); ++i)
       line("  " + printable(lines[i].text));
   }
