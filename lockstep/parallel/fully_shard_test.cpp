@@ -262,8 +262,9 @@ TEST_P(FullyShardTest, TrainsAsOneProcess) {
 
 // Each whole tensor is stepped by one rank, which gathers it.
 TEST_P(FullyShardTest, RulesForWholeTensorsTrainAsOneProcess) {
-  for (const optim::Rule& rule : {optim::Rule(optim::MuonOptions{.lr = 0.02}),
-                                  optim::Rule(optim::AdafactorOptions{.lr = 0.01})})
+  const bool kBits = true;  // but not where a matrix product's order may depend on addresses
+  for (const auto& [rule, exact] : {std::pair(optim::Rule(optim::MuonOptions{.lr = 0.02}), !kBits),
+                                    {optim::Rule(optim::AdafactorOptions{.lr = 0.01}), kBits}})
     on_ranks([&](const Mesh& mesh) {
       Reference one(mesh.world().size(), rule);
       Rank rank(mesh, rule);
@@ -274,7 +275,7 @@ TEST_P(FullyShardTest, RulesForWholeTensorsTrainAsOneProcess) {
       // Muon's five products and Adafactor's means of squares repeat a rounding of the gradient.
       const at::Tensor got = rank.weights(), expected = flat(one.net);
       EXPECT_TRUE(at::allclose(got, expected, 1e-3, 1e-4)) << (got - expected).abs().max();
-      if (mesh.world().size() <= 2) {
+      if (exact && mesh.world().size() <= 2) {
         EXPECT_TENSOR_EQ(got, expected);
       }
     });
