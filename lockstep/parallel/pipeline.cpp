@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/nn/divided.h"
@@ -519,7 +520,7 @@ void PipelineImpl::verify_parameters() {
   for (const StagedParameter& p : parameters_)
     if (p.holders.size() > 1)
       sent += fmt::format("{} ", p.mine ? fingerprint(p.tensor.detach()) : 0);
-  const std::vector<std::string> all = line_.all_gather(sent);
+  const std::vector<std::string> all = all_gather_bytes(line_, sent);
   std::vector<std::istringstream> words(all.begin(), all.end());
   std::string differs;
   for (const StagedParameter& p : parameters_) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
@@ -89,7 +90,7 @@ Metrics Evaluator::evaluate() {
   // A rank without a batch does not know the names; the leader has at least as many as any.
   std::string lines;
   for (const auto& [name, total] : sums.totals) lines += name + "\n";
-  std::istringstream names(world.broadcast(lines, 0));
+  std::istringstream names(broadcast_bytes(world, lines));
   std::vector<std::string> order;
   std::vector<at::Tensor> row{sums.counts};
   for (std::string name; std::getline(names, name); order.push_back(name)) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
@@ -264,8 +265,9 @@ Mesh mesh_for(World world, const TrainingArguments& arguments) {
   if (!plan.on) return world;
   const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
   if (plan.hybrid &&
-      !world.all(world.size() % world.local_size() == 0 &&
-                 world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
+      !all_ranks(world,
+                 world.size() % world.local_size() == 0 &&
+                     world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
     throw UsageError("trainer",
                      "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
                      "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
