@@ -267,8 +267,8 @@ TEST_P(FullyShardTest, RulesForWholeTensorsTrainAsOneProcess) {
     optim::Rule rule;
     bool bits;  // not where a matrix product's order of sums may depend on addresses
   };
-  for (const Case& each : {Case{optim::MuonOptions{.lr = 0.02}, false},
-                           Case{optim::AdafactorOptions{.lr = 0.01}, true}})
+  for (const Case& each : {Case{optim::Rule(optim::MuonOptions{.lr = 0.02}), false},
+                           Case{optim::Rule(optim::AdafactorOptions{.lr = 0.01}), true}})
     on_ranks([&](const Mesh& mesh) {
       Reference one(mesh.world().size(), each.rule);
       Rank rank(mesh, each.rule);
