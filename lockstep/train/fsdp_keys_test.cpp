@@ -111,12 +111,12 @@ TEST(Fsdp, TheLauncherSaysItWhereTheTrainingFileDoesNot) {
     }
 }
 
-struct FsdpMistake {
+struct Mistake {
   std::string yaml, text;
 };
 
 TEST(Fsdp, EveryMistakeIsNamed) {
-  for (const FsdpMistake& one : std::vector<FsdpMistake>{
+  for (const Mistake& one : std::vector<Mistake>{
            {"fsdp: full_shrd\n",
             "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard"},
            {"fsdp: [full_shard, offload]\n", "t.yaml:1:1: fsdp: 'offload' is not supported"},
