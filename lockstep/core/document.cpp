@@ -13,6 +13,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/utf8.h"
 
 namespace lockstep {
@@ -24,13 +25,6 @@ constexpr double kExactIntegers = 9007199254740992.0;
 
 bool all_of(std::string_view text, std::string_view alphabet) {
   return !text.empty() && text.find_first_not_of(alphabet) == text.npos;
-}
-
-std::string lower(std::string_view text) {
-  std::string out(text);
-  for (char& c : out)
-    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
-  return out;
 }
 
 // The schema spells its keywords in three ways: "true", "True" and "TRUE".
