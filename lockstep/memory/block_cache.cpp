@@ -193,7 +193,7 @@ void BlockCache::release_idle() {
   unmap_all(gone);
 }
 
-BlockCacheStats BlockCache::stats() const {
+CpuCacheStats BlockCache::stats() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
 }

@@ -98,9 +98,7 @@ void empty_cpu_cache() {
 }
 CpuCacheStats cpu_cache_stats() {
   auto* const allocator = CachingAllocator::if_installed();
-  if (allocator == nullptr) return {};
-  const BlockCacheStats stats = allocator->cache().stats();
-  return {.used = stats.used, .idle = stats.idle, .peak = stats.peak, .mapped = stats.mapped};
+  return allocator == nullptr ? CpuCacheStats{} : allocator->cache().stats();
 }
 
 }  // namespace lockstep
