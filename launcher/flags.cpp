@@ -16,6 +16,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 
@@ -127,9 +128,7 @@ T choice(const Given& given, const std::vector<std::pair<std::string, T>>& choic
     if (name == given.text) return value;
     names.push_back(name);
   }
-  const std::string last = names.back();
-  throw UsageError("run", "{}='{}' is not {} or {}.{}", given.origin, given.text,
-                   fmt::join(names.begin(), names.end() - 1, ", "), last,
+  throw UsageError("run", "{}='{}' is not {}.{}", given.origin, given.text, listed(names),
                    did_you_mean(given.text, names));
 }
 

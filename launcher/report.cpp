@@ -11,12 +11,12 @@
 #include <sstream>
 #include <string_view>
 
-#include "launcher/arguments.h"
 #include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/utf8.h"
 
 namespace lockstep::launch {
@@ -30,13 +30,6 @@ constexpr std::size_t kLastLinesOfExplained = 5;
 // A message with its remedy fits. The line for a control descriptor must fit a pipe in one write,
 // and those of all ranks one message to another host.
 constexpr std::size_t kLineBytes = 1000;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
 
 std::string shortened(std::string_view text, std::size_t max_bytes) {
   if (text.size() <= max_bytes) return std::string(text);
@@ -135,7 +128,7 @@ bool is_ordinary_log_line(std::string_view line) {
 
 // As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
 bool is_said_already(const RankFailure& failure, std::string_view line) {
-  constexpr std::size_t kCut = 500;  // by last_error_lines
+  constexpr std::size_t kCut = 500;  // by OutputStream::last_lines
   std::string text = trim(line);
   if (text.empty() || is_ordinary_log_line(text)) return true;
   if (text.rfind("... ", 0) == 0 && text.ends_with(" more frames")) return true;
@@ -155,19 +148,6 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
   if (lines.empty()) return;
   text += fmt::format("\n  {}:", title);
   for (const std::string& line : lines) text += fmt::format("\n    {}", line);
-}
-
-// "0, 2-5" of ranks in ascending order.
-std::string ranges_text(const std::vector<int>& ranks) {
-  std::string text;
-  for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[i]);
-    if (end - i > 1) text += fmt::format("-{}", ranks[end - 1]);
-    i = end;
-  }
-  return text;
 }
 
 // A message without what differs between ranks that say the same: their own rank number, and times.
