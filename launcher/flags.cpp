@@ -2,12 +2,11 @@
 
 #include <fmt/format.h>
 #include <signal.h>
-#include <sys/random.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <random>
 #include <utility>
 
 #include "launcher/accelerate_config.h"
@@ -214,17 +213,9 @@ int parse_nproc(const Values& values, const LaunchContext& context, const Launch
 
 // A version 4 UUID, as torchrun makes them.
 std::string random_run_id() {
-  std::array<unsigned char, 16> bytes{};
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw SystemError("run", "cannot make a random run id", errno);
-  bytes[6] = static_cast<unsigned char>((bytes[6] & 0x0f) | 0x40);
-  bytes[8] = static_cast<unsigned char>((bytes[8] & 0x3f) | 0x80);
-  std::string text;
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    text += fmt::format("{:02x}", bytes[i]);
-  }
-  return text;
+  std::random_device random;
+  return fmt::format("{:08x}-{:04x}-4{:03x}-{:04x}-{:04x}{:08x}", random(), random() & 0xffff,
+                     random() & 0xfff, 0x8000 | (random() & 0x3fff), random() & 0xffff, random());
 }
 
 struct Endpoint {
