@@ -193,7 +193,7 @@ void BlockCache::release_idle() {
   unmap_all(gone);
 }
 
-CpuCacheStats BlockCache::stats() const {
+BlockCacheStats BlockCache::stats() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
 }

@@ -25,13 +25,17 @@
 #include <thread>
 #include <unordered_map>
 
-#include "lockstep/memory/cpu_cache.h"
-
 namespace lockstep {
 
 struct BlockCacheOptions {
   std::size_t max_idle_bytes = SIZE_MAX;
   std::chrono::milliseconds max_idle_time{30000};
+};
+
+struct BlockCacheStats {
+  std::size_t used = 0, idle = 0;  // bytes of blocks
+  std::size_t peak = 0;            // peak of `used` since idle blocks were last released
+  std::uint64_t mapped = 0;        // blocks obtained from the kernel; all other requests were hits
 };
 
 class BlockCache {
@@ -46,7 +50,7 @@ class BlockCache {
 
   bool owns(const void* block) const;
   void release_idle();  // also resets the peak
-  CpuCacheStats stats() const;
+  BlockCacheStats stats() const;
 
   // Around fork(), so that the child does not inherit a locked mutex or a thread it does not have.
   void before_fork() { mutex_.lock(); }
@@ -73,7 +77,7 @@ class BlockCache {
 
   const BlockCacheOptions options_;
   mutable std::mutex mutex_;
-  CpuCacheStats stats_;
+  BlockCacheStats stats_;
   // Blocks move between the lists without allocating: a caller may be freeing memory because there
   // is none left.
   Blocks used_, idle_;  // idle: the last deallocated at the end

@@ -98,7 +98,9 @@ void empty_cpu_cache() {
 }
 CpuCacheStats cpu_cache_stats() {
   auto* const allocator = CachingAllocator::if_installed();
-  return allocator == nullptr ? CpuCacheStats{} : allocator->cache().stats();
+  if (allocator == nullptr) return {};
+  const BlockCacheStats stats = allocator->cache().stats();
+  return {.used = stats.used, .idle = stats.idle, .peak = stats.peak, .mapped = stats.mapped};
 }
 
 }  // namespace lockstep
