@@ -46,10 +46,10 @@ struct Addresses {
   std::shared_ptr<const addrinfo> first;
 };
 
-// The addresses of a name, without blocking the event loop: a name server that does not answer takes
-// many seconds, during which no signal and no rank would be heard. `done` runs in the loop, once, and
-// may destroy the object. Once it is destroyed `done` is not called; the asking thread ends when it
-// has its answer.
+// The addresses of a name, without blocking the event loop: a name server that does not answer
+// takes many seconds, during which no signal and no rank would be heard. `done` runs in the loop,
+// once, and may destroy the object. Once it is destroyed `done` is not called; the asking thread
+// ends when it has its answer.
 class Lookup {
  public:
   Lookup(EventLoop& loop, const std::string& host, int port,

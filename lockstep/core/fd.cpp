@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep {

@@ -9,9 +9,9 @@
 #include <string_view>
 #include <utility>
 
-#include "lockstep/core/deadline.h"
-
 namespace lockstep {
+
+class Deadline;
 
 class Fd {
  public:

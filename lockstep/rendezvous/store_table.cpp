@@ -14,8 +14,8 @@ using store::Command;
 
 namespace {
 
-// What each command of store::Command brings: a key, a value, an unsigned number of 32 or an integer
-// of 64 bits, counted Keys, or counted Pairs of a key and a value.
+// What each command of store::Command brings: a key, a value, an unsigned number of 32 or an
+// integer of 64 bits, counted Keys, or counted Pairs of a key and a value.
 constexpr std::string_view kArguments[] = {"u",  "kv", "kvv", "k", "ki", "K",  "K", "",  "k",
                                            "kv", "K",  "P",   "",  "u",  "kv", "k", "k", ""};
 static_assert(std::size(kArguments) == static_cast<std::size_t>(Command::kListKeys) + 1);
