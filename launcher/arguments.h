@@ -57,9 +57,6 @@ GivenArguments read_arguments(const std::vector<std::string>& args);
 // PET_ variables fill what the command line left open. Empty counts as unset.
 void fill_from_variables(Values& values, const Variables& variable);
 
-// Without spaces and tabs around it.
-std::string trim(std::string_view text);
-std::vector<std::string> split(std::string_view text, char separator);
 std::optional<int> to_int(std::string_view text);  // the whole text or nothing
 
 }  // namespace lockstep::launch

@@ -24,7 +24,7 @@ void EventLoop::watch(int fd, std::uint32_t events, OnEvent on_event) {
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
     throw SystemError("launch", fmt::format("cannot watch descriptor {}", fd), errno);
   ids_[fd] = id;
-  watches_[id] = std::make_shared<Watch>(Watch{fd, std::move(on_event)});
+  watches_[id] = std::make_shared<OnEvent>(std::move(on_event));
 }
 
 void EventLoop::change(int fd, std::uint32_t events) {
@@ -46,20 +46,9 @@ void EventLoop::forget(int fd) {
 EventLoop::TimerId EventLoop::after(std::chrono::milliseconds delay, Task task) {
   // A "forever" (milliseconds::max) must not overflow the clock.
   const auto bounded = std::min(delay, std::chrono::milliseconds(std::chrono::hours(24 * 365)));
-  const auto time = Clock::now() + bounded;
-  const TimerId timer = ++last_id_;
-  timers_.emplace(std::pair{time, timer}, std::move(task));
-  timer_times_.emplace(timer, time);
+  const TimerId timer(Clock::now() + bounded, ++last_id_);
+  timers_.emplace(timer, std::move(task));
   return timer;
-}
-
-void EventLoop::cancel(TimerId& timer) {
-  const auto found = timer_times_.find(timer);
-  if (found != timer_times_.end()) {
-    timers_.erase({found->second, timer});
-    timer_times_.erase(found);
-  }
-  timer = 0;
 }
 
 int EventLoop::next_timeout_ms() const {
@@ -79,9 +68,7 @@ void EventLoop::run_posted() {
 
 void EventLoop::run_timers(Clock::time_point due) {
   while (!timers_.empty() && timers_.begin()->first.first <= due) {
-    auto node = timers_.extract(timers_.begin());
-    timer_times_.erase(node.key().second);
-    node.mapped()();
+    timers_.extract(timers_.begin()).mapped()();
   }
 }
 
@@ -104,7 +91,7 @@ void EventLoop::run() {
         const auto found = watches_.find(events[static_cast<std::size_t>(i)].data.u64);
         if (found == watches_.end()) continue;
         const auto watch = found->second;  // stays alive while its callback forgets it
-        watch->on_event(events[static_cast<std::size_t>(i)].events);
+        (*watch)(events[static_cast<std::size_t>(i)].events);
       }
       if (count < static_cast<int>(events.size())) break;
       wait_ms = 0;

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 
 #include "lockstep/core/fd.h"
 
@@ -29,7 +30,7 @@ class EventLoop {
   using Clock = std::chrono::steady_clock;
   using OnEvent = std::function<void(std::uint32_t events)>;
   using Task = std::function<void()>;
-  using TimerId = std::uint64_t;  // 0 is never one
+  using TimerId = std::pair<Clock::time_point, std::uint64_t>;  // {}: none
 
   EventLoop();
   EventLoop(const EventLoop&) = delete;
@@ -42,7 +43,8 @@ class EventLoop {
   bool watching(int fd) const { return ids_.count(fd) != 0; }
 
   TimerId after(std::chrono::milliseconds delay, Task task);
-  void cancel(TimerId& timer);  // sets it to 0; no-op for 0 and for one that has fired
+  // Sets it to none; no-op for none and for one that has fired.
+  void cancel(TimerId& timer) { timers_.erase(std::exchange(timer, {})); }
 
   // Runs the task after the callbacks of the present batch, so that state changes do not nest.
   void post(Task task) { posted_.push_back(std::move(task)); }
@@ -51,11 +53,6 @@ class EventLoop {
   void stop() { stopped_ = true; }
 
  private:
-  struct Watch {
-    int fd;
-    OnEvent on_event;
-  };
-
   int next_timeout_ms() const;
   void run_posted();
   void run_timers(Clock::time_point due);
@@ -64,9 +61,8 @@ class EventLoop {
   bool stopped_ = false;
   std::uint64_t last_id_ = 0;
   std::unordered_map<int, std::uint64_t> ids_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<Watch>> watches_;
-  std::map<std::pair<Clock::time_point, TimerId>, Task> timers_;
-  std::unordered_map<TimerId, Clock::time_point> timer_times_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<OnEvent>> watches_;
+  std::map<TimerId, Task> timers_;
   std::deque<Task> posted_;
 };
 
@@ -82,16 +78,16 @@ class Timer {
   void start(std::chrono::milliseconds delay, EventLoop::Task task) {  // in place of an earlier one
     cancel();
     id_ = loop_.after(delay, [this, task = std::move(task)] {
-      id_ = 0;
+      id_ = {};
       task();
     });
   }
   void cancel() { loop_.cancel(id_); }
-  bool pending() const { return id_ != 0; }
+  bool pending() const { return id_.second != 0; }
 
  private:
   EventLoop& loop_;
-  EventLoop::TimerId id_ = 0;
+  EventLoop::TimerId id_;
 };
 
 }  // namespace lockstep::launch

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <cctype>
 #include <sstream>
 
@@ -16,112 +15,97 @@ constexpr auto kHonoured = Treatment::kHonoured;
 constexpr auto kIgnored = Treatment::kIgnored;
 constexpr auto kRefused = Treatment::kRefused;
 
-constexpr std::array kFlags = {
-    FlagSpec{"config-file", '\0', "FILE", kHonoured,
-             "Accelerate's YAML file; flags, then PET_ variables, take precedence", false},
-    FlagSpec{"nnodes", '\0', "N", kHonoured, "hosts; N or N:N (a real range is refused)"},
-    FlagSpec{"nproc-per-node", '\0', "N|auto|cpu|gpu", kHonoured,
-             "ranks on this host; auto: one per GPU, or per core without GPUs"},
-    FlagSpec{"standalone", '\0', "", kHonoured,
-             "one host, free port, random run id; overrides --rdzv-* and --master-*"},
-    FlagSpec{"rdzv-backend", '\0', "static|c10d", kHonoured,
-             "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
-    FlagSpec{"rdzv-endpoint", '\0', "HOST[:PORT]", kHonoured,
-             "where node 0 listens; beats --master-addr and --master-port"},
-    FlagSpec{"rdzv-id", '\0', "ID", kHonoured,
-             "run id, names the log directory (default: random on one host)"},
-    FlagSpec{"rdzv-conf", '\0', "K=V,...", kHonoured,
-             "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
-    FlagSpec{"node-rank", '\0', "N", kHonoured, "this host's number, 0 is the master"},
-    FlagSpec{"master-addr", '\0', "HOST", kHonoured, "address of host 0 (127.0.0.1)"},
-    FlagSpec{"master-port", '\0', "PORT", kHonoured,
-             "its port (one host: a free one; several: 29500)"},
-    FlagSpec{"local-addr", '\0', "ADDR", kHonoured,
-             "address at which other hosts reach this one (default: found by routing)"},
-    FlagSpec{"secret-file", '\0', "FILE", kHonoured,
-             "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
-             "contents on every host (default: LOCKSTEP_SECRET_FILE)",
-             false},
-    FlagSpec{"max-restarts", '\0', "N", kHonoured,
-             "start all ranks again after a failure or the loss of a host that comes back (0); not "
-             "after "
-             "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
-    FlagSpec{"shutdown-timeout", '\0', "SECONDS", kHonoured,
-             "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
-    FlagSpec{"stopped-timeout", '\0', "SECONDS", kHonoured,
-             "a rank stopped by SIGSTOP is failed after this (30)", false},
-    FlagSpec{
-        "stall-timeout", '\0', "SECONDS", kHonoured,
-        "when no rank moves for this, and for ten median steps, a table says where each rank "
-        "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
-        "--dashboard needs them",
-        false},
-    FlagSpec{"stall-action", '\0', "warn|stop", kHonoured,
-             "after that table: continue, or fail the run (warn)", false},
-    FlagSpec{"doctor", '\0', "", kHonoured,
-             "say on stderr what slows the ranks down, with the change that mends it, while they "
-             "run and at the end; any program, with less detail than one of ours",
-             false},
-    FlagSpec{"dashboard", '\0', "", kHonoured,
-             "serve a page that shows the ranks of this host while they run; its address, with the "
-             "token that opens it, is printed (a free port of 127.0.0.1)",
-             false, "[=[ADDRESS:]PORT]"},
-    FlagSpec{"record", '\0', "DIR", kHonoured,
-             "write what each rank's time and resources went to into DIR/monitor, for lockstep "
-             "doctor --run DIR and lockstep report DIR",
-             false},
-    FlagSpec{
-        "monitor-interval", '\0', "SECONDS", kHonoured,
-        "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
-        "the middle of its world is looked at again, and failed if others still run (1)"},
-    FlagSpec{"timeout", '\0', "SECONDS", kHonoured,
-             "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)",
-             false},
-    FlagSpec{"startup-timeout", '\0', "SECONDS", kHonoured,
-             "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
-             "for all ranks to connect (300)",
-             false},
-    FlagSpec{
-        "signals-to-handle", '\0', "SIG,...", kHonoured,
-        "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
-        "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
-    FlagSpec{"role", '\0', "NAME", kHonoured, "ROLE_NAME of the ranks (default)"},
-    FlagSpec{"module", 'm', "", kHonoured, "the program is a Python module, as in python -m"},
-    FlagSpec{"no-python", '\0', "", kHonoured, "execute the program directly, even a .py file"},
-    FlagSpec{"run-path", '\0', "", kHonoured,
-             "the program is a Python file whatever its name; beats --no-python"},
-    FlagSpec{
-        "log-dir", '\0', "DIR", kHonoured,
-        "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
-    FlagSpec{"redirects", 'r', "STREAMS", kHonoured,
-             "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2"},
-    FlagSpec{"tee", 't', "STREAMS", kHonoured, "to files and the console (same values)"},
-    FlagSpec{"line-prefix", '\0', "rank|role|none", kHonoured,
-             "prefix of each console line: [0], [role0]: or nothing (default: none with one "
-             "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
-             false},
-    FlagSpec{"local-ranks-filter", '\0', "R,...", kHonoured,
-             "only these local ranks reach the console"},
-    FlagSpec{"duplicate-stdout-filters", '\0', "WORD,...", kHonoured,
-             "copy stdout lines with any of these strings to one more file (',,' is a comma)"},
-    FlagSpec{"duplicate-stderr-filters", '\0', "WORD,...", kHonoured, "the same for stderr"},
-    FlagSpec{"numa-binding", '\0', "node|socket|exclusive|core-complex", kHonoured,
-             "bind each rank to CPUs near its GPU"},
-    FlagSpec{"virtual-local-rank", '\0', "", kHonoured,
-             "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
-    FlagSpec{"replace-gloo", '\0', "", kHonoured,
-             "Python ranks with the package lockstep_torch: groups that are asked for as gloo use "
-             "shared memory where all their ranks are on one host (LOCKSTEP_REPLACE_GLOO=1)",
-             false},
-    FlagSpec{"start-method", '\0', "spawn|fork|forkserver", kIgnored,
-             "ranks are programs of their own, started by fork and exec"},
-    FlagSpec{"event-log-handler", '\0', "NAME", kIgnored,
-             "event handlers are Python plug-ins; events are on stderr and in error.json"},
-    FlagSpec{"use-env", '\0', "", kIgnored,
-             "LOCAL_RANK is always in the environment, never an argument", false},
-    FlagSpec{"logs-specs", '\0', "NAME", kRefused,
-             "it names a Python plug-in that would replace the log files; use --log-dir with "
-             "--redirects or --tee"},
+constexpr FlagSpec kFlags[] = {
+    {"config-file", "FILE", "Accelerate's YAML file; flags, then PET_ variables, take precedence",
+     false},
+    {"nnodes", "N", "hosts; N or N:N (a real range is refused)"},
+    {"nproc-per-node", "N|auto|cpu|gpu",
+     "ranks on this host; auto: one per GPU, or per core without GPUs"},
+    {"standalone", "", "one host, free port, random run id; overrides --rdzv-* and --master-*"},
+    {"rdzv-backend", "static|c10d",
+     "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
+    {"rdzv-endpoint", "HOST[:PORT]", "where node 0 listens; beats --master-addr and --master-port"},
+    {"rdzv-id", "ID", "run id, names the log directory (default: random on one host)"},
+    {"rdzv-conf", "K=V,...",
+     "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
+    {"node-rank", "N", "this host's number, 0 is the master"},
+    {"master-addr", "HOST", "address of host 0 (127.0.0.1)"},
+    {"master-port", "PORT", "its port (one host: a free one; several: 29500)"},
+    {"local-addr", "ADDR",
+     "address at which other hosts reach this one (default: found by routing)"},
+    {"secret-file", "FILE",
+     "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
+     "contents on every host (default: LOCKSTEP_SECRET_FILE)",
+     false},
+    {"max-restarts", "N",
+     "start all ranks again after a failure or the loss of a host that comes back (0); not after "
+     "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
+    {"shutdown-timeout", "SECONDS", "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
+    {"stopped-timeout", "SECONDS", "a rank stopped by SIGSTOP is failed after this (30)", false},
+    {"stall-timeout", "SECONDS",
+     "when no rank moves for this, and for ten median steps, a table says where each rank "
+     "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
+     "--dashboard needs them",
+     false},
+    {"stall-action", "warn|stop", "after that table: continue, or fail the run (warn)", false},
+    {"doctor", "",
+     "say on stderr what slows the ranks down, with the change that mends it, while they "
+     "run and at the end; any program, with less detail than one of ours",
+     false},
+    {"dashboard", "",
+     "serve a page that shows the ranks of this host while they run; its address, with the "
+     "token that opens it, is printed (a free port of 127.0.0.1)",
+     false, '\0', kHonoured, "[=[ADDRESS:]PORT]"},
+    {"record", "DIR",
+     "write what each rank's time and resources went to into DIR/monitor, for lockstep "
+     "doctor --run DIR and lockstep report DIR",
+     false},
+    {"monitor-interval", "SECONDS",
+     "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
+     "the middle of its world is looked at again, and failed if others still run (1)"},
+    {"timeout", "SECONDS",
+     "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)", false},
+    {"startup-timeout", "SECONDS",
+     "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
+     "for all ranks to connect (300)",
+     false},
+    {"signals-to-handle", "SIG,...",
+     "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
+     "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
+    {"role", "NAME", "ROLE_NAME of the ranks (default)"},
+    {"module", "", "the program is a Python module, as in python -m", true, 'm'},
+    {"no-python", "", "execute the program directly, even a .py file"},
+    {"run-path", "", "the program is a Python file whatever its name; beats --no-python"},
+    {"log-dir", "DIR",
+     "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
+    {"redirects", "STREAMS", "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2",
+     true, 'r'},
+    {"tee", "STREAMS", "to files and the console (same values)", true, 't'},
+    {"line-prefix", "rank|role|none",
+     "prefix of each console line: [0], [role0]: or nothing (default: none with one "
+     "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
+     false},
+    {"local-ranks-filter", "R,...", "only these local ranks reach the console"},
+    {"duplicate-stdout-filters", "WORD,...",
+     "copy stdout lines with any of these strings to one more file (',,' is a comma)"},
+    {"duplicate-stderr-filters", "WORD,...", "the same for stderr"},
+    {"numa-binding", "node|socket|exclusive|core-complex", "bind each rank to CPUs near its GPU"},
+    {"virtual-local-rank", "", "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
+    {"replace-gloo", "",
+     "Python ranks with the package lockstep_torch: groups that are asked for as gloo use "
+     "shared memory where all their ranks are on one host (LOCKSTEP_REPLACE_GLOO=1)",
+     false},
+    {"start-method", "spawn|fork|forkserver",
+     "ranks are programs of their own, started by fork and exec", true, '\0', kIgnored},
+    {"event-log-handler", "NAME",
+     "event handlers are Python plug-ins; events are on stderr and in error.json", true, '\0',
+     kIgnored},
+    {"use-env", "", "LOCAL_RANK is always in the environment, never an argument", false, '\0',
+     kIgnored},
+    {"logs-specs", "NAME",
+     "it names a Python plug-in that would replace the log files; use --log-dir with "
+     "--redirects or --tee",
+     true, '\0', kRefused},
 };
 
 std::string spelling(const FlagSpec& flag) {

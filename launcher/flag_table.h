@@ -13,11 +13,11 @@ enum class Treatment { kHonoured, kIgnored, kRefused };
 
 struct FlagSpec {
   std::string_view name;        // "nproc-per-node"; underscores are accepted for the dashes
-  char letter;                  // 'r' for -r; '\0' without one
   std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
-  Treatment treatment;
-  std::string_view help;                 // for an ignored or refused flag: why
-  bool torchrun = true;                  // false: only ours
+  std::string_view help;        // for an ignored or refused flag: why
+  bool torchrun = true;         // false: only ours
+  char letter = '\0';           // 'r' for -r
+  Treatment treatment = Treatment::kHonoured;
   std::string_view optional_value = "";  // "[=PORT]": a switch that may have one, after '='
 
   bool is_switch() const { return value_name.empty(); }

@@ -2,12 +2,11 @@
 
 #include <fmt/format.h>
 #include <signal.h>
-#include <sys/random.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
 #include <filesystem>
+#include <random>
 #include <utility>
 
 #include "launcher/accelerate_config.h"
@@ -16,6 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 
@@ -127,9 +127,7 @@ T choice(const Given& given, const std::vector<std::pair<std::string, T>>& choic
     if (name == given.text) return value;
     names.push_back(name);
   }
-  const std::string last = names.back();
-  throw UsageError("run", "{}='{}' is not {} or {}.{}", given.origin, given.text,
-                   fmt::join(names.begin(), names.end() - 1, ", "), last,
+  throw UsageError("run", "{}='{}' is not {}.{}", given.origin, given.text, listed(names),
                    did_you_mean(given.text, names));
 }
 
@@ -215,17 +213,9 @@ int parse_nproc(const Values& values, const LaunchContext& context, const Launch
 
 // A version 4 UUID, as torchrun makes them.
 std::string random_run_id() {
-  std::array<unsigned char, 16> bytes{};
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw SystemError("run", "cannot make a random run id", errno);
-  bytes[6] = static_cast<unsigned char>((bytes[6] & 0x0f) | 0x40);
-  bytes[8] = static_cast<unsigned char>((bytes[8] & 0x3f) | 0x80);
-  std::string text;
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    text += fmt::format("{:02x}", bytes[i]);
-  }
-  return text;
+  std::random_device random;
+  return fmt::format("{:08x}-{:04x}-4{:03x}-{:04x}-{:04x}{:08x}", random(), random() & 0xffff,
+                     random() & 0xfff, 0x8000 | (random() & 0x3fff), random() & 0xffff, random());
 }
 
 struct Endpoint {

@@ -4,11 +4,9 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
-#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,14 +15,21 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <sstream>
+#include <nlohmann/json.hpp>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
+
+// How the child that asks the driver passes its answer on.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GpuModel, name, memory_bytes, multiprocessors, clock_khz,
+                                   capability_major, capability_minor)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Gpus, count, pci_addresses, models, reason, cuda_version)
+
 namespace {
 
 constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
@@ -57,107 +62,57 @@ std::string error_text(const Driver& driver, const char* call, int code) {
   return fmt::format("{} failed with {}", call, name);
 }
 
-// A line "<memory> <multiprocessors> <clock> <major> <minor> <name>"; "" when the driver refuses.
-std::string model_line(const Driver& driver, int device) {
-  constexpr int kAttributes[] = {16, 13, 75, 76};  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ...
-  std::size_t memory = 0;
+// Nothing when the driver refuses.
+std::optional<GpuModel> model_of(const Driver& driver, int device) {
+  GpuModel model;
   char name[256] = "";
-  if (driver.memory(&memory, device) != 0 || driver.name(name, sizeof name, device) != 0) return "";
-  std::string line = fmt::format("\n{}", memory);
-  for (const int attribute : kAttributes) {
-    int value = 0;
-    if (driver.attribute(&value, attribute, device) != 0) return "";
-    line += fmt::format(" {}", value);
-  }
-  return fmt::format("{} {}", line, name);
+  std::size_t memory = 0;
+  if (driver.memory(&memory, device) != 0 || driver.name(name, sizeof name, device) != 0)
+    return std::nullopt;
+  model.name = name;
+  model.memory_bytes = memory;
+  // Numbers of CUdevice_attribute: CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ...
+  for (const auto& [attribute, value] : {std::pair{16, &model.multiprocessors},
+                                         {13, &model.clock_khz},
+                                         {75, &model.capability_major},
+                                         {76, &model.capability_minor}})
+    if (driver.attribute(value, attribute, device) != 0) return std::nullopt;
+  return model;
 }
 
-// "<count> <CUDA version> <pci address>..." and a line for each device's model, or "! reason".
-std::string ask_driver(const std::string& path) {
+Gpus ask_driver(const std::string& path) {
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return fmt::format("! {} is not there (no NVIDIA driver)", path);
+  if (library == nullptr)
+    return {.reason = fmt::format("{} is not there (no NVIDIA driver)", path)};
   Driver driver;
   if (!load(library, "cuInit", driver.init) || !load(library, "cuDeviceGetCount", driver.count) ||
       !load(library, "cuDeviceGet", driver.device) ||
       !load(library, "cuDeviceGetPCIBusId", driver.pci))
-    return fmt::format("! {} is not a CUDA driver", path);
+    return {.reason = fmt::format("{} is not a CUDA driver", path)};
   load(library, "cuGetErrorName", driver.error_name);
   load(library, "cuDriverGetVersion", driver.version);
   const bool knows_models = load(library, "cuDeviceGetName", driver.name) &&
                             load(library, "cuDeviceTotalMem_v2", driver.memory) &&
                             load(library, "cuDeviceGetAttribute", driver.attribute);
-  if (const int code = driver.init(0); code != 0) return "! " + error_text(driver, "cuInit", code);
-  int count = 0;
-  if (const int code = driver.count(&count); code != 0)
-    return "! " + error_text(driver, "cuDeviceGetCount", code);
-  if (count == 0) return "! the driver shows no device";
+  if (const int code = driver.init(0); code != 0)
+    return {.reason = error_text(driver, "cuInit", code)};
+  Gpus gpus;
+  if (const int code = driver.count(&gpus.count); code != 0)
+    return {.reason = error_text(driver, "cuDeviceGetCount", code)};
+  if (gpus.count == 0) return {.reason = "the driver shows no device"};
   int version = 0;
-  if (driver.version != nullptr && driver.version(&version) != 0) version = 0;
-  std::string answer = fmt::format("{} {}", count, version);
-  std::string models;
-  for (int i = 0; i < count; ++i) {
+  if (driver.version != nullptr && driver.version(&version) == 0) gpus.cuda_version = version;
+  for (int i = 0; i < gpus.count; ++i) {
     int device = 0;
     char address[64] = "";
     const bool known = driver.device(&device, i) == 0;
     if (known) driver.pci(address, sizeof address, device);
-    if (known && knows_models) models += model_line(driver, device);
-    answer += fmt::format(" {}", *address != '\0' ? address : "?");
-  }
-  return answer + models;
-}
-
-// Everything the child wrote until it closed its end; nothing when the deadline came first.
-std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
-  std::string text;
-  char buffer[4096];
-  for (;;) {
-    pollfd waiting{fd, POLLIN, 0};
-    const int ready = ::poll(&waiting, 1, deadline.remaining_ms());
-    if (ready == 0) return std::nullopt;
-    if (ready < 0) {
-      if (errno == EINTR) continue;
-      throw SystemError("host", "cannot wait for the driver's answer", errno);
-    }
-    const ssize_t n = ::read(fd, buffer, sizeof buffer);
-    if (n == 0) return text;
-    if (n > 0) text.append(buffer, static_cast<std::size_t>(n));
-    if (n < 0 && errno != EINTR)
-      throw SystemError("host", "cannot read the driver's answer", errno);
-  }
-}
-
-// A child stuck inside the driver may outlive even SIGKILL, so its end is awaited only for a while.
-void reap(pid_t child) {
-  const Deadline deadline = Deadline::after(std::chrono::seconds(2));
-  while (::waitpid(child, nullptr, WNOHANG) == 0 && !deadline.expired()) ::usleep(500);
-}
-
-Gpus parse_answer(const std::string& answer) {
-  Gpus gpus;
-  if (answer.empty() || answer[0] == '!') {
-    gpus.reason = answer.size() > 2 ? answer.substr(2) : "the CUDA driver ended the process";
-    return gpus;
-  }
-  std::istringstream lines(answer);
-  std::string line;
-  std::getline(lines, line);
-  std::istringstream stream(line);
-  stream >> gpus.count >> gpus.cuda_version;
-  for (std::string address; stream >> address;) {
-    std::ranges::transform(address, address.begin(),
-                           [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-    gpus.pci_addresses.push_back(address);
-  }
-  while (std::getline(lines, line)) {
-    std::istringstream words(line);
-    GpuModel model;
-    words >> model.memory_bytes >> model.multiprocessors >> model.clock_khz >>
-        model.capability_major >> model.capability_minor >> std::ws;
-    std::getline(words, model.name);
-    gpus.models.push_back(std::move(model));
+    gpus.pci_addresses.push_back(*address != '\0' ? lower(address) : "?");
+    if (!known || !knows_models) continue;
+    if (const auto model = model_of(driver, device)) gpus.models.push_back(*model);
   }
   // A partial list is useless, since nobody knows which devices it describes.
-  if (gpus.models.size() != static_cast<std::size_t>(gpus.count)) gpus.models.clear();
+  if (gpus.models.size() != gpus.pci_addresses.size()) gpus.models.clear();
   return gpus;
 }
 
@@ -223,7 +178,7 @@ Gpus find_gpus(int timeout_ms, const std::string& driver) {
   if (child < 0) throw SystemError("host", "cannot start a process to ask the CUDA driver", errno);
   if (child == 0) {
     try {
-      write_all(pipe.write.get(), ask_driver(driver));
+      write_all(pipe.write.get(), nlohmann::json(ask_driver(driver)).dump());
     } catch (...) {
       ::_exit(1);
     }
@@ -232,14 +187,15 @@ Gpus find_gpus(int timeout_ms, const std::string& driver) {
   pipe.write.reset();
   const auto answer =
       read_until_closed(pipe.read.get(), Deadline::after(std::chrono::milliseconds(timeout_ms)));
-  if (!answer) ::kill(child, SIGKILL);
-  reap(child);
+  end_child(child);
   if (!answer)
     return {.reason = fmt::format("the CUDA driver did not answer within {} ms", timeout_ms)};
+  if (answer->empty()) return {.reason = "the CUDA driver ended the process"};
+  const auto gpus = nlohmann::json::parse(*answer).get<Gpus>();
   // A program that already uses CUDA cannot use it in a forked child, but then it may ask itself.
-  if (answer->find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
-    return parse_answer(ask_driver(driver));
-  return parse_answer(*answer);
+  if (gpus.reason.find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
+    return ask_driver(driver);
+  return gpus;
 }
 
 Interface interface_towards(const std::string& host) {
@@ -261,12 +217,10 @@ Interface interface_towards(const std::string& host) {
 }
 
 std::optional<int> signal_number(std::string_view name) {
-  std::string upper(name);
-  std::ranges::transform(upper, upper.begin(),
-                         [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
-  if (upper.rfind("SIG", 0) != 0) upper = "SIG" + upper;
+  std::string wanted = lower(name);
+  if (!wanted.starts_with("sig")) wanted = "sig" + wanted;
   for (int number = 1; number < SIGRTMAX; ++number) {
-    if (signal_name(number) == upper) return number;
+    if (lower(signal_name(number)) == wanted) return number;
   }
   return std::nullopt;
 }

@@ -11,6 +11,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/rendezvous/this_host.h"
 
@@ -96,8 +97,8 @@ void Hub::await_nodes(Fd listener) {
         "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
         "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
         "and check that the port can be reached.",
-        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(), missing_text(),
-        plan_.nnodes, plan_.master_addr, plan_.master_port));
+        guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(),
+        first_numbers(missing()), plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
   progress_timer_.start(kFirstProgress, [this] { report_progress(); });
 }
@@ -124,7 +125,7 @@ void Hub::on_connect() {
                            [this, number](const StoreFrame& frame) { on_frame(number, frame); },
                            [this, number](const Closing& closing) { on_closed(number, closing); }});
   guest.address = guest.connection->peer_address();
-  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
+  guest.deadline.start(kHandshakeTimeout, [this, number] { guests_.erase(number); });
 }
 
 void Hub::pause_accept() {
@@ -145,17 +146,8 @@ bool Hub::evict() {
       of_address, [](const auto& a, const auto& b) { return a.second.first < b.second.first; });
   if (busiest == of_address.end()) return false;
   ++unreported_;
-  drop(busiest->second.second);
+  guests_.erase(busiest->second.second);
   return true;
-}
-
-void Hub::drop(std::uint64_t number) {
-  const auto found = guests_.find(number);
-  if (found == guests_.end()) return;
-  // Posted: this may run inside a handler of the connection.
-  std::shared_ptr<Connection> last(std::move(found->second.connection));
-  loop_.post([last] {});
-  guests_.erase(found);
 }
 
 void Hub::on_message(std::uint64_t number, const Message& message) {
@@ -174,7 +166,7 @@ void Hub::on_message(std::uint64_t number, const Message& message) {
     refuse(number, message.text);
   } else {
     ++unreported_;
-    drop(number);
+    guests_.erase(number);
   }
 }
 
@@ -260,7 +252,7 @@ void Hub::refuse(std::uint64_t number, const std::string& reason) {
   guest.connection->send(
       Message{.kind = Message::Kind::kRefused, .code = 2, .text = secure_ ? reason : ""});
   // The peer hangs up once it has read that; if it does not, this does.
-  guest.deadline.start(kHandshakeTimeout, [this, number] { drop(number); });
+  guest.deadline.start(kHandshakeTimeout, [this, number] { guests_.erase(number); });
 }
 
 void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
@@ -293,7 +285,7 @@ void Hub::on_closed(std::uint64_t number, const Closing& closing) {
   const bool started = found->second.started;
   const std::string host = found->second.host;
   const std::string address = found->second.address;
-  drop(number);
+  guests_.erase(number);
   if (node < 0) {
     if (closing.secret == Closing::Secret::kFine) {
       ++unreported_;
@@ -330,22 +322,13 @@ std::vector<int> Hub::missing() const {
   return nodes;
 }
 
-std::string Hub::missing_text() const {
-  constexpr std::size_t kMaxNamed = 16;
-  const std::vector<int> nodes = missing();
-  const std::size_t named = std::min(nodes.size(), kMaxNamed);
-  std::string text = fmt::format("{}", fmt::join(nodes.begin(), nodes.begin() + named, ", "));
-  if (nodes.size() > named) text += fmt::format(" and {} more", nodes.size() - named);
-  return text;
-}
-
 void Hub::report_progress() {
   progress_timer_.start(kProgress, [this] { report_progress(); });
   std::string text = fmt::format(
       "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
       "of {} s).",
-      missing_text(), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1, plan_.nnodes,
-      seconds_since(started_), plan_.rendezvous_timeout.count());
+      first_numbers(missing()), plan_.master_addr, plan_.master_port, guest_of_node_.size() + 1,
+      plan_.nnodes, seconds_since(started_), plan_.rendezvous_timeout.count());
   broadcast({.kind = Message::Kind::kSay, .text = text});
   if (unreported_ > 0) text += fmt::format(" {} more connections were rejected.", unreported_);
   handlers_.say(text);

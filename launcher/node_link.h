@@ -99,11 +99,9 @@ class Hub {
   void on_handshake(std::uint64_t guest, const Message& handshake);
   void refuse(std::uint64_t guest, const std::string& reason);
   void on_closed(std::uint64_t guest, const Closing& closing);
-  void drop(std::uint64_t guest);
   std::string reason_to_refuse(const Message& handshake) const;
   std::string taken_text(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
-  std::string missing_text() const;
   void report(const std::string& rejection);
   void report_progress();
   void check_complete();

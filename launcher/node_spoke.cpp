@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <future>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,6 +39,57 @@ bool met_itself(int fd) {
 }
 
 }  // namespace
+
+// getaddrinfo's answer.
+struct Addresses {
+  int error = 0;
+  std::shared_ptr<const addrinfo> first;
+};
+
+// The addresses of a name, without blocking the event loop: a name server that does not answer
+// takes many seconds, during which no signal and no rank would be heard. `done` runs in the loop,
+// once, and may destroy the object. Once it is destroyed `done` is not called; the asking thread
+// ends when it has its answer.
+class Lookup {
+ public:
+  Lookup(EventLoop& loop, const std::string& host, int port,
+         std::function<void(const Addresses&)> done)
+      : loop_(loop) {
+    Pipe pipe = make_pipe();
+    ready_ = std::move(pipe.read);
+    std::promise<Addresses> promise;
+    answer_ = promise.get_future();
+    // Detached: nothing can cut a lookup short, and the launcher does not wait for it.
+    std::thread([host, port = std::to_string(port), promise = std::move(promise),
+                 end = std::move(pipe.write)]() mutable {
+      promise.set_value(ask(host, port));
+      end.reset();
+    }).detach();
+    loop_.watch(ready_.get(), EPOLLIN, [this, done = std::move(done)](std::uint32_t) {
+      loop_.forget(ready_.get());
+      const auto call = done;  // it may destroy this object
+      call(answer_.get());
+    });
+  }
+  ~Lookup() { loop_.forget(ready_.get()); }
+  Lookup(const Lookup&) = delete;
+  Lookup& operator=(const Lookup&) = delete;
+
+ private:
+  static Addresses ask(const std::string& host, const std::string& port) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    Addresses result;
+    result.error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+    if (result.error == 0) result.first = {found, [found](auto) { ::freeaddrinfo(found); }};
+    return result;
+  }
+
+  EventLoop& loop_;
+  Fd ready_;  // at end of file when the answer is there
+  std::future<Addresses> answer_;
+};
 
 Spoke::Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers)
     : loop_(loop),
@@ -96,7 +149,7 @@ void Spoke::try_later(const std::string& why) {
   answer_timer_.cancel();
   if (pending_) loop_.forget(pending_.get());
   pending_.reset();
-  disconnect();
+  connection_.reset();
   retry_timer_.start(kRetryDelay, [this] { try_now(); });
 }
 
@@ -157,14 +210,9 @@ void Spoke::on_connected(Fd socket) {
                             .flags = flags_of_the_run(plan_)});
 }
 
-void Spoke::disconnect() {
-  std::shared_ptr<Connection> last(std::move(connection_));
-  loop_.post([last] {});  // this may run inside one of its handlers
-}
-
 void Spoke::on_closed(const Closing& closing) {
   if (!connection_) return;
-  disconnect();
+  connection_.reset();
   if (welcome_ && !begun_ && first_attempt_ > 0) {  // as is the one that came back, or its place
     expect_node_zero();
     return try_later(closing.why);

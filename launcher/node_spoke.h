@@ -12,12 +12,14 @@
 #include <string>
 
 #include "launcher/event_loop.h"
-#include "launcher/lookup.h"
 #include "launcher/node_connection.h"
 #include "launcher/node_message.h"
 #include "launcher/plan.h"
 
 namespace lockstep::launch {
+
+struct Addresses;
+class Lookup;
 
 class Spoke {
  public:
@@ -45,7 +47,6 @@ class Spoke {
   void try_now();
   void try_addresses(const Addresses& found);
   void on_connected(Fd socket);
-  void disconnect();
   void on_closed(const Closing& closing);
   void try_later(const std::string& why);
   void on_message(const Message& message);

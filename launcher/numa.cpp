@@ -8,6 +8,7 @@
 #include "launcher/host.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/kernel_files.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {
@@ -197,15 +198,7 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
 }
 
 std::string cpu_list_text(const std::vector<int>& cpus) {
-  std::string text;
-  for (std::size_t i = 0; i < cpus.size();) {
-    std::size_t end = i;
-    while (end + 1 < cpus.size() && cpus[end + 1] == cpus[end] + 1) ++end;
-    if (!text.empty()) text += ',';
-    text += end == i ? fmt::format("{}", cpus[i]) : fmt::format("{}-{}", cpus[i], cpus[end]);
-    i = end + 1;
-  }
-  return text;
+  return ranges_text(cpus, ",");
 }
 
 std::vector<int> parse_cpu_list(const std::string& text) {

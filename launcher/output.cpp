@@ -12,6 +12,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {
@@ -241,34 +242,13 @@ void OutputStream::close_now() {
   finish();
 }
 
-std::string OutputStream::tail() const {
+std::vector<std::string> OutputStream::last_lines(std::size_t most) const {
+  constexpr std::size_t kLineBytes = 500;
   const StreamRoute& route = options_.route;
-  return route.direct() ? end_of_file(route.file, kTailBytes) : tail_;
-}
-
-RankOutput::RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes)
-    : out_(loop, console, {Console::kOut, routes.source, routes.out}),
-      err_(loop, console, {Console::kErr, routes.source + 1, routes.err}) {}
-
-void RankOutput::close_child_ends() {
-  out_.close_child_end();
-  err_.close_child_end();
-}
-
-void RankOutput::close_now() {
-  out_.close_now();
-  err_.close_now();
-}
-
-std::vector<std::string> RankOutput::last_error_lines(std::size_t most) const {
-  const std::string text = err_.tail();
-  std::vector<std::string> lines;
-  std::size_t start = 0;
-  while (start < text.size()) {
-    const std::size_t end = std::min(text.find('\n', start), text.size());
-    if (end > start) lines.push_back(text.substr(start, std::min<std::size_t>(end - start, 500)));
-    start = end + 1;
-  }
+  std::vector<std::string> lines =
+      lines_of(route.direct() ? end_of_file(route.file, kTailBytes) : tail_);
+  std::erase(lines, "");
+  for (std::string& line : lines) line.resize(std::min(line.size(), kLineBytes));
   if (lines.size() > most) lines.erase(lines.begin(), lines.end() - static_cast<long>(most));
   return lines;
 }

@@ -6,11 +6,11 @@
 // beginning (a prompt, a progress bar) is shown after a moment of silence, and if another rank has
 // something to print meanwhile, it gets a line of its own.
 //
-//   RankOutput output(loop, console, {.source = 2, .out = {.console = true, .prefix = "[1] "}});
-//   start_process({.stdout_fd = output.child_out(), ...}); output.close_child_ends();
-//   output.close_now();                       // when nobody is left who could write
+//   OutputStream out(loop, console, {Console::kOut, 2, {.console = true, .prefix = "[1] "}});
+//   start_process({.stdout_fd = out.child_end(), ...}); out.close_child_end();
+//   out.close_now();                          // when nobody is left who could write
 //
-// Owned by the worker group, one per rank and attempt; one thread.
+// Owned by a worker, two per rank and attempt; one thread.
 #pragma once
 
 #include <chrono>
@@ -44,12 +44,6 @@ struct StreamRoute {
   bool direct() const { return !file.empty() && !console && filters.empty(); }
 };
 
-struct OutputRoutes {
-  int source = 0;  // two numbers for the console's accounting: source and source + 1
-  StreamRoute out;
-  StreamRoute err;
-};
-
 // One pipe (or one file) of one rank.
 class OutputStream {
  public:
@@ -66,10 +60,12 @@ class OutputStream {
   int child_end() const { return child_end_.get(); }
   void close_child_end() { child_end_.reset(); }
   const StreamRoute& route() const { return options_.route; }
+  // The file that the rank itself writes; empty: it writes to a pipe.
+  std::string direct_file() const { return route().direct() ? route().file : ""; }
   // Takes what is in the pipe now and closes it, whoever may still hold the other end.
   void close_now();
-  // The last bytes that went through, for the failure report.
-  std::string tail() const;
+  // The last lines that went through, at most `most`, for the failure report.
+  std::vector<std::string> last_lines(std::size_t most) const;
 
   static constexpr std::size_t kTailBytes = 16u << 10;
   static constexpr std::size_t kLongestLineBytes = 4u << 20;
@@ -108,26 +104,6 @@ class OutputStream {
   bool file_failed_ = false;                              // at some time
   std::size_t file_lost_ = 0;                             // bytes, since it cannot be written
   std::shared_ptr<int> alive_ = std::make_shared<int>();  // for a resumption that comes too late
-};
-
-class RankOutput {
- public:
-  RankOutput(EventLoop& loop, Console& console, const OutputRoutes& routes);
-
-  int child_out() const { return out_.child_end(); }
-  int child_err() const { return err_.child_end(); }
-  const StreamRoute& out_route() const { return out_.route(); }
-  // The file that the rank itself writes; empty: it writes to a pipe.
-  std::string out_file() const { return out_.route().direct() ? out_.route().file : ""; }
-  std::string err_file() const { return err_.route().direct() ? err_.route().file : ""; }
-  void close_child_ends();
-  void close_now();
-  // The last lines of stderr, at most `most`.
-  std::vector<std::string> last_error_lines(std::size_t most) const;
-
- private:
-  OutputStream out_;
-  OutputStream err_;
 };
 
 // As --line-prefix says. Without it: with --tee, torchrun's mark for what is teed and none for the

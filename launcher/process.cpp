@@ -1,6 +1,5 @@
 #include "launcher/process.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
@@ -13,6 +12,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -22,6 +22,8 @@
 
 namespace lockstep::launch {
 namespace {
+
+namespace fs = std::filesystem;
 
 std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
   std::vector<char*> pointers;
@@ -104,13 +106,11 @@ Stat read_stat(pid_t pid) {
 
 std::vector<pid_t> children_by_scan(pid_t parent) {
   std::vector<pid_t> children;
-  DIR* directory = ::opendir("/proc");
-  if (directory == nullptr) return children;
-  while (const dirent* entry = ::readdir(directory)) {
-    const pid_t pid = static_cast<pid_t>(std::strtol(entry->d_name, nullptr, 10));
+  std::error_code gone;
+  for (fs::directory_iterator at("/proc", gone), end; !gone && at != end; at.increment(gone)) {
+    const auto pid = static_cast<pid_t>(std::atoi(at->path().filename().c_str()));
     if (pid > 0 && read_stat(pid).parent == parent) children.push_back(pid);
   }
-  ::closedir(directory);
   return children;
 }
 
@@ -216,18 +216,15 @@ bool can_see_processes() {
 }
 
 std::vector<pid_t> children_of(pid_t parent) {
-  const std::string tasks = fmt::format("/proc/{}/task", parent);
-  DIR* directory = ::opendir(tasks.c_str());
-  if (directory == nullptr) return {};
   std::vector<pid_t> children;
   bool readable = true;
-  while (const dirent* entry = ::readdir(directory)) {
-    if (entry->d_name[0] == '.') continue;
-    std::ifstream file(fmt::format("{}/{}/children", tasks, entry->d_name));
+  std::error_code gone;  // a process may end while it is read
+  for (fs::directory_iterator at(fmt::format("/proc/{}/task", parent), gone), end;
+       !gone && at != end; at.increment(gone)) {
+    std::ifstream file(at->path() / "children");
     if (!file) readable = false;
     for (pid_t child; file >> child;) children.push_back(child);
   }
-  ::closedir(directory);
   // A kernel without CONFIG_PROC_CHILDREN has no such file.
   if (!readable && children.empty()) return children_by_scan(parent);
   return children;

@@ -19,32 +19,12 @@
 
 namespace lockstep::launch {
 
-// Which stops are reported at once.
-class RankPauses {
+class PauseWatch {
  public:
   using Clock = EventLoop::Clock;
   static constexpr int kFirst = 3;
   static constexpr std::chrono::seconds kEvery{60};
 
-  // Whether this stop is reported now; if so, the caller then calls report().
-  bool stopped(Clock::time_point now);
-  // Whether the stop before was reported, so that its end is news.
-  bool continued() { return std::exchange(reported_, false); }
-  // What the line says about the stops before; empty: nothing.
-  std::string report(Clock::time_point now);
-
-  bool reported() const { return reported_; }
-  int stops() const { return stops_; }
-
- private:
-  bool reported_ = false;
-  int stops_ = 0;
-  int unreported_ = 0;
-  Clock::time_point last_{};
-};
-
-class PauseWatch {
- public:
   struct Handlers {
     // `earlier` belongs behind the signal's name, `note` to the end of the line.
     std::function<void(int signal, const std::string& earlier, const std::string& note)> report;
@@ -57,18 +37,21 @@ class PauseWatch {
   PauseWatch(EventLoop& loop, std::chrono::milliseconds bound, Handlers handlers)
       : bound_(bound), handlers_(std::move(handlers)), timer_(loop) {}
 
-  void stopped(int signal);
+  void stopped(int signal, Clock::time_point now = Clock::now());
   void continued();
   void cancel() { timer_.cancel(); }
-  int stops() const { return pauses_.stops(); }
+  int stops() const { return stops_; }
 
  private:
-  void report(int signal);
+  void report(int signal, Clock::time_point now);
   void await(int signal, std::chrono::milliseconds time);
 
   std::chrono::milliseconds bound_;
   Handlers handlers_;
-  RankPauses pauses_;
+  bool reported_ = false;  // this stop, so that its end is news
+  int stops_ = 0;
+  int unreported_ = 0;
+  Clock::time_point last_{};  // the time of the last line
   Timer timer_;
 };
 

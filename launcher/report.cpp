@@ -8,15 +8,15 @@
 #include <cctype>
 #include <cmath>
 #include <cstdlib>
-#include <sstream>
+#include <regex>
 #include <string_view>
 
-#include "launcher/arguments.h"
 #include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/utf8.h"
 
 namespace lockstep::launch {
@@ -30,13 +30,6 @@ constexpr std::size_t kLastLinesOfExplained = 5;
 // A message with its remedy fits. The line for a control descriptor must fit a pipe in one write,
 // and those of all ranks one message to another host.
 constexpr std::size_t kLineBytes = 1000;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
 
 std::string shortened(std::string_view text, std::size_t max_bytes) {
   if (text.size() <= max_bytes) return std::string(text);
@@ -125,17 +118,14 @@ bool is_mismatch(const RankFailure& failure) {
 }
 
 // "2026-11-17 07:08:08.087 info rank 0 [world] ...", as core/log.h writes it.
-bool is_ordinary_log_line(std::string_view line) {
-  constexpr std::size_t kTimeBytes = 24;
-  if (line.size() < kTimeBytes || line[4] != '-' || line[10] != ' ' || line[19] != '.')
-    return false;
-  line.remove_prefix(kTimeBytes);
-  return line.starts_with("info ") || line.starts_with("debug ") || line.starts_with("trace ");
+bool is_ordinary_log_line(const std::string& line) {
+  static const std::regex kBeginning(R"(^\d{4}-[^ ]{5} [^ ]{8}\.\d{3} (info|debug|trace) )");
+  return std::regex_search(line, kBeginning, std::regex_constants::match_continuous);
 }
 
 // As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
 bool is_said_already(const RankFailure& failure, std::string_view line) {
-  constexpr std::size_t kCut = 500;  // by last_error_lines
+  constexpr std::size_t kCut = 500;  // by OutputStream::last_lines
   std::string text = trim(line);
   if (text.empty() || is_ordinary_log_line(text)) return true;
   if (text.rfind("... ", 0) == 0 && text.ends_with(" more frames")) return true;
@@ -157,43 +147,10 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
   for (const std::string& line : lines) text += fmt::format("\n    {}", line);
 }
 
-// "0, 2-5" of ranks in ascending order.
-std::string ranges_text(const std::vector<int>& ranks) {
-  std::string text;
-  for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[i]);
-    if (end - i > 1) text += fmt::format("-{}", ranks[end - 1]);
-    i = end;
-  }
-  return text;
-}
-
 // A message without what differs between ranks that say the same: their own rank number, and times.
 std::string essence(const std::string& message, int rank) {
-  const std::string line = first_line(message);
-  const std::string own = fmt::format("rank {}", rank);
-  std::string text;
-  for (std::size_t i = 0; i < line.size();) {
-    std::size_t end = i;
-    while (end < line.size() && std::isdigit(static_cast<unsigned char>(line[end])) != 0) ++end;
-    const std::string_view rest = std::string_view(line).substr(i);
-    const bool names_itself =
-        rest.starts_with(own) && (rest.size() == own.size() ||
-                                  std::isdigit(static_cast<unsigned char>(rest[own.size()])) == 0);
-    if (names_itself) {
-      text += "this rank";
-      i += own.size();
-    } else if (end > i) {
-      const bool time = std::string_view(line).substr(end).starts_with(" ms");
-      text += time ? "some" : line.substr(i, end - i);
-      i = end;
-    } else {
-      text += line[i++];
-    }
-  }
-  return text;
+  const std::regex differs(fmt::format("rank {}(?![0-9])|[0-9]+(?= ms)", rank));
+  return std::regex_replace(first_line(message), differs, "#");
 }
 
 bool say_the_same(const LaterFailure& a, const LaterFailure& b) {

@@ -5,11 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <sstream>
 #include <utility>
 
 #include "launcher/process.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {
@@ -36,16 +36,14 @@ pid_t process_of(const WatchedRank& rank) {
 std::vector<std::string> python_lines(const std::string& path) {
   std::vector<std::string> lines;
   try {
-    std::istringstream text(read_file(path, kPythonStackBytes));
-    for (std::string line; std::getline(text, line);)
-      if (!line.empty()) lines.push_back(line);
+    lines = lines_of(read_file(path, kPythonStackBytes));
+    std::erase(lines, "");
   } catch (const std::exception&) {  // none was written
   }
   return lines;
 }
 
-}  // namespace
-
+// What can be seen of a rank now, without its stack.
 RankView view_of(const WatchedRank& rank) {
   RankView view;
   view.ledger = rank.ledger->read();
@@ -54,6 +52,8 @@ RankView view_of(const WatchedRank& rank) {
   view.process = read_rank_state(pid, view.ledger.thread > 0 ? view.ledger.thread : pid);
   return view;
 }
+
+}  // namespace
 
 StallWatch::StallWatch(EventLoop& loop, const StallOptions& options, StallEvents events)
     : options_(options), events_(std::move(events)), quiet_since_(Clock::now()), timer_(loop) {

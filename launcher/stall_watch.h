@@ -47,9 +47,6 @@ struct WatchedRank {
   std::string python_stack = {};
 };
 
-// What can be seen of a rank now, without its stack.
-RankView view_of(const WatchedRank& rank);
-
 class StallWatch {
  public:
   StallWatch(EventLoop& loop, const StallOptions& options, StallEvents events);

@@ -384,7 +384,7 @@ bool StoreServer::carry_out(StoreTable::Client client) {
 
 // How many bytes at the front of the input were taken: a command, or what could be forwarded.
 std::size_t StoreServer::feed(Connection& connection, std::string_view input) {
-  if (!node_zero_) return table_.feed_one(connection.client, input);
+  if (!node_zero_) return table_.feed(connection.client, input);
   if (!connection.forwarded) {
     if (input.size() < kHandshakeBytes) return 0;
     if (!is_handshake(input))

@@ -68,7 +68,7 @@ TEST(EventLoop, TimersFireInOrderAndCancelledOnesDoNot) {
   loop.after(milliseconds(10), [&] { fired.push_back(1); });
   EventLoop::TimerId never = loop.after(milliseconds(20), [&] { fired.push_back(2); });
   loop.cancel(never);
-  EXPECT_EQ(never, 0u);
+  EXPECT_EQ(never, EventLoop::TimerId());
   loop.cancel(never);
   loop.after(milliseconds::max(), [] {});  // must not overflow into the past
   loop.after(milliseconds(60), [&] { loop.stop(); });

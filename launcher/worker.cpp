@@ -32,11 +32,11 @@ Worker::~Worker() {
 
 // Only rank 0 draws a progress bar, where a person sees it. The prefix takes some columns.
 std::string Worker::terminal() const {
-  const StreamRoute& route = output->out_route();
+  const StreamRoute& route = out->route();
   if (record.rank != 0 || !route.console || !route.file.empty() || !route.filters.empty())
     return {};
   const int columns = terminal::columns(STDOUT_FILENO) - static_cast<int>(route.prefix.size());
-  return terminal::describe_pipe(output->child_out(), columns);
+  return terminal::describe_pipe(out->child_end(), columns);
 }
 
 std::vector<std::string> Worker::environment(int control_fd, int store_fd) const {
@@ -57,28 +57,24 @@ std::vector<std::string> Worker::environment(int control_fd, int store_fd) const
                                        .terminal = terminal()}));
 }
 
-OutputRoutes Worker::routes(const std::string& directory, const Fd* filtered) {
+StreamRoute Worker::route(OutputKind kind, const std::string& directory, int filtered_fd) {
   const LaunchPlan& plan = setup_.plan;
-  OutputRoutes all;
-  all.source = 2 * record.local_rank;
-  const auto fill = [&](StreamRoute& route, Streams stream, OutputKind kind, const char* file,
-                        const std::vector<std::string>& filters) {
-    route = route_for(plan, record.rank, record.local_rank, stream, directory + file);
-    route.filters = filters;
-    route.filtered_fd = filtered[kind == OutputKind::kOut ? 0 : 1].get();
-    if (!setup_.observed) return;
-    const auto pass_on = [this, kind, number = record.rank](auto function) {
-      return [this, kind, number, function](std::string_view line) {
-        setup_.observed.notify(
-            [&](RunObserver& observer) { (observer.*function)(number, kind, line); });
-      };
+  const bool is_out = kind == OutputKind::kOut;
+  StreamRoute route =
+      route_for(plan, record.rank, record.local_rank, is_out ? Streams::kOut : Streams::kErr,
+                directory + (is_out ? "/stdout.log" : "/stderr.log"));
+  route.filters = is_out ? plan.duplicate_stdout_filters : plan.duplicate_stderr_filters;
+  route.filtered_fd = filtered_fd;
+  if (!setup_.observed) return route;
+  const auto pass_on = [this, kind](auto function) {
+    return [this, kind, function](std::string_view line) {
+      setup_.observed.notify(
+          [&](RunObserver& observer) { (observer.*function)(record.rank, kind, line); });
     };
-    route.on_line = pass_on(&RunObserver::output_line);
-    route.on_progress = pass_on(&RunObserver::output_progress);
   };
-  fill(all.out, Streams::kOut, OutputKind::kOut, "/stdout.log", plan.duplicate_stdout_filters);
-  fill(all.err, Streams::kErr, OutputKind::kErr, "/stderr.log", plan.duplicate_stderr_filters);
-  return all;
+  route.on_line = pass_on(&RunObserver::output_line);
+  route.on_progress = pass_on(&RunObserver::output_progress);
+  return route;
 }
 
 void Worker::start(const Fd* filtered, bool with_ledger, std::function<void()> on_exit) {
@@ -86,7 +82,14 @@ void Worker::start(const Fd* filtered, bool with_ledger, std::function<void()> o
   const std::string directory = fmt::format("{}/{}", place_.directory, record.local_rank);
   make_directories(directory);
   record.error_file = directory + "/error.json";
-  output = std::make_unique<RankOutput>(setup_.loop, setup_.console, routes(directory, filtered));
+  const auto open = [&](std::optional<OutputStream>& stream, OutputKind kind, int index) {
+    stream.emplace(
+        setup_.loop, setup_.console,
+        OutputStream::Options{static_cast<Console::Target>(index), 2 * record.local_rank + index,
+                              route(kind, directory, filtered[index].get())});
+  };
+  open(out, OutputKind::kOut, Console::kOut);
+  open(err, OutputKind::kErr, Console::kErr);
   Pipe control = make_pipe();
   set_nonblocking(control.write.get());
   const Fd store = place_.store->open_channel(record.rank);
@@ -94,8 +97,8 @@ void Worker::start(const Fd* filtered, bool with_ledger, std::function<void()> o
   ProcessRequest request;
   request.argv = plan.command;
   request.environment = environment(control.read.get(), store.get());
-  request.stdout_fd = output->child_out();
-  request.stderr_fd = output->child_err();
+  request.stdout_fd = out->child_end();
+  request.stderr_fd = err->child_end();
   request.pass_fds = {control.read.get(), store.get()};
   if (ledger) request.pass_fds.push_back(ledger->fd());
   if (!setup_.cpus.empty())
@@ -105,14 +108,15 @@ void Worker::start(const Fd* filtered, bool with_ledger, std::function<void()> o
   process = start_process(request);
   record.pid = process.pid();
   record.life.move(RankLife::kRunning);
-  output->close_child_ends();
+  out->close_child_end();
+  err->close_child_end();
   control_ = std::move(control.write);
   if (ledger) ledger->close_fd();
   setup_.loop.watch(process.pidfd(), EPOLLIN,
                     [on_exit = std::move(on_exit)](std::uint32_t) { on_exit(); });
   setup_.observed.notify([&](RunObserver& observer) {
-    observer.rank_started({record.rank, record.local_rank, record.pid, ledger, output->out_file(),
-                           output->err_file()});
+    observer.rank_started({record.rank, record.local_rank, record.pid, ledger, out->direct_file(),
+                           err->direct_file()});
   });
 }
 

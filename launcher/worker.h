@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -70,11 +71,11 @@ class Worker {
   RankRecord& record;
   PauseWatch pauses;
   Process process{};
-  std::unique_ptr<RankOutput> output{};
+  std::optional<OutputStream> out{}, err{};
   std::shared_ptr<ledger::File> ledger{};  // null: none
 
  private:
-  OutputRoutes routes(const std::string& directory, const Fd* filtered);
+  StreamRoute route(OutputKind kind, const std::string& directory, int filtered_fd);
   std::string terminal() const;
   std::vector<std::string> environment(int control_fd, int store_fd) const;
   void make_ledger();

@@ -3,10 +3,10 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "launcher/arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/terminal.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {

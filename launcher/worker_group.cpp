@@ -395,7 +395,8 @@ void WorkerGroup::finish() {
   spared_timer_.cancel();
   left_timer_.cancel();
   for (const auto& worker : workers_)
-    if (worker->output) worker->output->close_now();
+    for (auto* stream : {&worker->out, &worker->err})
+      if (*stream) (*stream)->close_now();
   setup_.loop.post([this] { events_.ended(); });
 }
 
@@ -424,8 +425,8 @@ std::optional<RankFailure> WorkerGroup::outcome() const {
   }
   failure.standing = standing_of(views, failure.rank, ledger::monotonic_ns());
   const auto index = static_cast<std::size_t>(failure.local_rank);
-  if (index < workers_.size() && workers_[index]->output && !failure.stopped)
-    add_last_lines(failure, workers_[index]->output->last_error_lines(kTailLines), kLastLines);
+  if (index < workers_.size() && workers_[index]->err && !failure.stopped)
+    add_last_lines(failure, workers_[index]->err->last_lines(kTailLines), kLastLines);
   add_others(failure, ranks_);
   return failure;
 }

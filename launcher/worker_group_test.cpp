@@ -183,21 +183,6 @@ TEST_F(StopSequenceTest, GivesUpWhatSigkillDoesNotEnd) {
 
 // ---------------------------------------------------------------- pauses
 
-TEST(RankPauses, ReportsTheFirstThenOneAMinuteWithACount) {
-  RankPauses pauses;
-  auto now = EventLoop::Clock::now();
-  for (int i = 0; i < RankPauses::kFirst; ++i) {
-    ASSERT_TRUE(pauses.stopped(now));
-    EXPECT_EQ(pauses.report(now), "");
-    EXPECT_TRUE(pauses.continued());
-  }
-  EXPECT_FALSE(pauses.stopped(now));
-  EXPECT_FALSE(pauses.continued());
-  EXPECT_FALSE(pauses.stopped(now += std::chrono::seconds(59)));
-  EXPECT_TRUE(pauses.stopped(now += std::chrono::seconds(1)));
-  EXPECT_EQ(pauses.report(now), " (and 2 times since the last such line)");
-}
-
 class PauseWatchTest : public ::testing::Test {
  protected:
   PauseWatch watch(milliseconds bound) {
@@ -215,6 +200,25 @@ class PauseWatchTest : public ::testing::Test {
   std::vector<std::string> said_;
   bool news_ = false;
 };
+
+TEST_F(PauseWatchTest, ReportsTheFirstThenOneAMinuteWithACount) {
+  PauseWatch pauses = watch(milliseconds(40));
+  auto now = EventLoop::Clock::now();
+  const auto said_at = [&](std::chrono::seconds later) {
+    said_.clear();
+    pauses.stopped(19, now += later);
+    pauses.continued();
+    return said_;
+  };
+  for (int i = 1; i < PauseWatch::kFirst; ++i)
+    EXPECT_THAT(said_at(std::chrono::seconds(0)), ElementsAre("19", "continues"));
+  EXPECT_THAT(said_at(std::chrono::seconds(0)),
+              ElementsAre("19. Later ones are reported once a minute.", "continues"));
+  EXPECT_THAT(said_at(std::chrono::seconds(0)), IsEmpty());
+  EXPECT_THAT(said_at(std::chrono::seconds(59)), IsEmpty());
+  EXPECT_THAT(said_at(std::chrono::seconds(1)),
+              ElementsAre("19 (and 2 times since the last such line)", "continues"));
+}
 
 TEST_F(PauseWatchTest, AStoppedRankIsReportedAndThenOverdue) {
   PauseWatch pauses = watch(milliseconds(40));
@@ -242,7 +246,7 @@ TEST_F(PauseWatchTest, NewsThatHasNotBeenTakenYetComesFirst) {
 
 TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
   PauseWatch pauses = watch(milliseconds(40));
-  for (int i = 0; i < RankPauses::kFirst; ++i) {
+  for (int i = 0; i < PauseWatch::kFirst; ++i) {
     pauses.stopped(19);
     pauses.continued();
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/core/text.h"
 #include "lockstep/core/utf8.h"
 
 namespace lockstep {
@@ -158,25 +159,18 @@ class Folded {
  public:
   void add(std::string_view owner) {
     ++count_;
-    if (std::find(owners_.begin(), owners_.end(), owner) == owners_.end()) owners_.push_back(owner);
+    if (std::ranges::find(owners_, owner) == owners_.end()) owners_.emplace_back(owner);
   }
   void move_to(std::vector<std::string>& lines) {
     if (count_ == 0) return;
-    std::string names;
-    for (std::size_t i = 0; i < owners_.size(); ++i)
-      names += fmt::format("{}{}",
-                           i == 0                    ? ""
-                           : i + 1 == owners_.size() ? " and "
-                                                     : ", ",
-                           owners_[i]);
-    lines.push_back(
-        fmt::format("... {} {} of {}", count_, count_ == 1 ? "frame" : "frames", names));
+    lines.push_back(fmt::format("... {} {} of {}", count_, count_ == 1 ? "frame" : "frames",
+                                listed(owners_, "and")));
     *this = {};
   }
 
  private:
   int count_ = 0;
-  std::vector<std::string_view> owners_;
+  std::vector<std::string> owners_;
 };
 
 }  // namespace

@@ -4,19 +4,10 @@
 #include <cstdlib>
 
 #include "lockstep/core/kernel_files.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 namespace {
-
-std::vector<std::string> split(const std::string& text, char at) {
-  std::vector<std::string> parts;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(at, begin), text.size());
-    if (end > begin) parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
 
 struct CgroupMount {
   bool unified = false;  // v2
@@ -44,10 +35,12 @@ std::vector<CgroupMount> cgroup_mounts(const HostFiles& files, const std::string
   return mounts;
 }
 
+}  // namespace
+
 // Lines of /proc/PID/cgroup: "0::/path" for v2, "4:cpu,cpuacct:/path" for v1.
-std::optional<std::string> path_in(const std::string& groups, bool unified,
-                                   const std::string& controller) {
-  for (const std::string& line : split(groups, '\n')) {
+std::optional<std::string> cgroup_in(const std::string& text, bool unified,
+                                     const std::string& controller) {
+  for (const std::string& line : split(text, '\n')) {
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
@@ -58,26 +51,43 @@ std::optional<std::string> path_in(const std::string& groups, bool unified,
   return std::nullopt;
 }
 
-}  // namespace
-
 std::vector<CgroupDirectory> cgroup_directories(const std::string& controller,
                                                 const HostFiles& files, pid_t pid) {
   const std::string process = pid == 0 ? "self" : std::to_string(pid);
   const std::string groups = text_or_empty(files.proc + "/" + process + "/cgroup");
   std::vector<CgroupDirectory> found;
   for (const CgroupMount& mount : cgroup_mounts(files, controller)) {
-    std::string path = path_in(groups, mount.unified, controller).value_or("/");
+    const std::string own = cgroup_in(groups, mount.unified, controller).value_or("/");
+    std::string path = own;
     // Inside a container the mount may show a subtree: what lies above it cannot be read.
     if (mount.root != "/" && path.rfind(mount.root, 0) == 0) path = path.substr(mount.root.size());
     if (path.find("..") != std::string::npos) path.clear();
+    const std::string above = own.substr(0, own.size() - path.size());
     for (;;) {
       while (!path.empty() && path.back() == '/') path.pop_back();
-      found.push_back({mount.unified, mount.point + path});
+      found.push_back({mount.unified, mount.point + path, above + path});
       if (path.empty()) break;
       path.erase(path.rfind('/'));
     }
   }
   return found;
+}
+
+CgroupMemory memory_of(const CgroupDirectory& group) {
+  const auto number_in = [&](const char* version1, const char* version2) {
+    return leading_number(text_or_empty(group.path + "/" + (group.unified ? version2 : version1)));
+  };
+  CgroupMemory memory{.limit = number_in("memory.limit_in_bytes", "memory.max"),
+                      .used = number_in("memory.usage_in_bytes", "memory.current"),
+                      .cache = std::nullopt};
+  // Version 1 says "none" with a number near the end of the address space.
+  if (memory.limit > (std::uint64_t{1} << 60)) memory.limit.reset();
+  const std::string stat = text_or_empty(group.path + "/memory.stat");
+  const std::string prefix = group.unified ? "" : "total_";
+  const auto inactive = number_after(stat, prefix + "inactive_file");
+  const auto active = number_after(stat, prefix + "active_file");
+  if (inactive || active) memory.cache = inactive.value_or(0) + active.value_or(0);
+  return memory;
 }
 
 std::optional<double> cpu_quota_cores(const CgroupDirectory& group) {

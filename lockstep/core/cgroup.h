@@ -7,6 +7,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ namespace lockstep {
 struct CgroupDirectory {
   bool unified = false;  // version 2
   std::string path;
+  std::string group;  // as /proc/PID/cgroup names it; empty for the root
 };
 
 // The group of the process in each hierarchy with this controller of version 1 ("cpu", "memory")
@@ -25,6 +27,17 @@ struct CgroupDirectory {
 // them holds. `pid` 0: this process.
 std::vector<CgroupDirectory> cgroup_directories(const std::string& controller,
                                                 const HostFiles& files = {}, pid_t pid = 0);
+
+// The group of this controller in the text of a /proc/PID/cgroup; nothing when it has none there.
+std::optional<std::string> cgroup_in(const std::string& text, bool unified,
+                                     const std::string& controller);
+
+// What this one group has of memory, in bytes; nothing where there is no limit or no counter.
+struct CgroupMemory {
+  std::optional<std::uint64_t> limit, used;
+  std::optional<std::uint64_t> cache;  // part of `used` that is given back when it is asked for
+};
+CgroupMemory memory_of(const CgroupDirectory& group);
 
 // The CPU quota written in this one group, in cores; nothing when it has none.
 std::optional<double> cpu_quota_cores(const CgroupDirectory& group);

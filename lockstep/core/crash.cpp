@@ -140,35 +140,24 @@ void write_readable(const Report& report) noexcept {
 
 // ---------------------------------------------------------------- the report of a signal handler
 
-// Text in a fixed place, by functions that a signal handler may call.
+// Text in a fixed place: fmt neither allocates nor locks for numbers and strings.
 class PlainText {
  public:
-  PlainText& add(const char* text) {
-    while (*text != '\0' && length_ < sizeof data_) data_[length_++] = *text++;
+  template <typename... Args>
+  PlainText& add(fmt::format_string<Args...> format, Args&&... args) {
+    const std::size_t room = sizeof data_ - length_;
+    const auto made = fmt::format_to_n(data_ + length_, room, format, std::forward<Args>(args)...);
+    length_ += std::min(made.size, room);
     return *this;
   }
   PlainText& add_escaped(const char* text) {
     for (; *text != '\0'; ++text) {
       const auto c = static_cast<unsigned char>(*text);
-      const char plain[2] = {*text, '\0'};
-      if (c == '"' || c == '\\') add("\\");
-      add(c < 0x20 || c > 0x7e ? "?" : plain);
+      add("{}{}", c == '"' || c == '\\' ? "\\" : "", c < 0x20 || c > 0x7e ? '?' : *text);
     }
     return *this;
   }
-  PlainText& add_number(std::uint64_t value, unsigned base = 10) {
-    char digits[24];
-    int n = 0;
-    do {
-      digits[n++] = "0123456789abcdef"[value % base];
-      value /= base;
-    } while (value != 0);
-    while (n > 0) {
-      const char digit[2] = {digits[--n], '\0'};
-      add(digit);
-    }
-    return *this;
-  }
+  std::string_view view() const { return {data_, length_}; }
   void write_to(int fd) const { (void)!::write(fd, data_, length_); }
 
  private:
@@ -177,38 +166,29 @@ class PlainText {
 };
 
 struct Crash {
-  const char* signal_name;  // without its SIG
-  std::uint64_t address;
-  bool has_address;
+  PlainText message;
   void* frames[kFrames];
   int depth;
 };
 
-template <typename Text>
-void add_message(Text& text, const Crash& crash) {
-  text.add("killed by SIG").add(crash.signal_name);
-  if (crash.has_address) text.add(" at address 0x").add_number(crash.address, 16);
-}
-
 void write_plain_file(const Crash& crash) {
   if (*g_error_file == '\0') return;
   static PlainText text;
-  text.add(R"({"message": {"message": ")");
-  add_message(text, crash);
-  text.add(R"(", "extraInfo": {"timestamp": ")").add_number(std::time(nullptr)).add("\"");
-  if (const int rank = g_rank; rank >= 0) text.add(R"(, "rank": )").add_number(rank);
+  text.add(R"({{"message": {{"message": "{}", "extraInfo": {{"timestamp": "{}")",
+           crash.message.view(), std::time(nullptr));
+  if (const int rank = g_rank; rank >= 0) text.add(R"(, "rank": {})", rank);
   text.add(R"(, "cpp_stack": [)");
   for (int i = 0; i < crash.depth; ++i) {
     Dl_info info{};
     const bool known = ::dladdr(static_cast<char*>(crash.frames[i]) - 1, &info) != 0;
     const auto value = reinterpret_cast<std::uintptr_t>(crash.frames[i]);
     const auto base = reinterpret_cast<std::uintptr_t>(known ? info.dli_fbase : nullptr);
-    text.add(i == 0 ? "\"" : ", \"");
+    text.add("{}", i == 0 ? "\"" : ", \"");
     if (known && info.dli_sname != nullptr) text.add_escaped(info.dli_sname).add(" ");
-    text.add("(").add_escaped(known ? base_name(info.dli_fname) : "?").add("+0x");
-    text.add_number(value - base, 16).add(")\"");
+    text.add("(").add_escaped(known ? base_name(info.dli_fname) : "?");
+    text.add("+{:#x})\"", value - base);
   }
-  text.add("]}}}");
+  text.add("]}}}}}}");
   const int fd = ::open(g_error_file, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd < 0) return;
   text.write_to(fd);
@@ -218,10 +198,8 @@ void write_plain_file(const Crash& crash) {
 void write_plain_line(const Crash& crash) {
   static PlainText text;
   text.add("lockstep: ");
-  if (const int rank = g_rank; rank >= 0) text.add("rank ").add_number(rank).add(": ");
-  add_message(text, crash);
-  text.add("\n");
-  text.write_to(STDERR_FILENO);
+  if (const int rank = g_rank; rank >= 0) text.add("rank {}: ", rank);
+  text.add("{}\n", crash.message.view()).write_to(STDERR_FILENO);
 }
 
 // In the forked copy: may allocate and lock, and may hang or crash over what the signal broke. It
@@ -235,16 +213,19 @@ void write_plain_line(const Crash& crash) {
   for (const int fault : kFaultSignals) std::signal(fault, SIG_DFL);
   std::signal(SIGALRM, SIG_DFL);
   ::alarm(kReadableReportSeconds);
-  std::string message = fmt::format("killed by SIG{}", crash.signal_name);
-  if (crash.has_address) message += fmt::format(" at address {:#x}", crash.address);
-  write_readable(
-      {message, frame_texts({crash.frames, static_cast<std::size_t>(crash.depth)}), false});
+  write_readable({std::string(crash.message.view()),
+                  frame_texts({crash.frames, static_cast<std::size_t>(crash.depth)}), false});
   ::_exit(0);
 }
 
-void sleep_5_ms() {
-  const timespec pause{0, 5'000'000};
-  ::nanosleep(&pause, nullptr);
+template <typename Done>
+bool await(unsigned seconds, const Done& done) {
+  constexpr timespec kPause{0, 5'000'000};
+  for (unsigned waited_ms = 0; waited_ms < seconds * 1000; waited_ms += 5) {
+    if (done()) return true;
+    ::nanosleep(&kPause, nullptr);
+  }
+  return false;
 }
 
 // True when a copy of this process has written the readable report in time.
@@ -253,21 +234,14 @@ bool fork_readable(const Crash& crash) {
   const long child = ::syscall(SYS_clone, 0, nullptr, nullptr, nullptr, nullptr);
   if (child == 0) write_readable_and_leave(crash);
   if (child < 0) return false;
-  for (unsigned waited_ms = 0; waited_ms < (kReadableReportSeconds + 1) * 1000; waited_ms += 5) {
-    int status = 0;
-    if (::waitpid(static_cast<pid_t>(child), &status, __WALL | WNOHANG) == child)
-      return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-    sleep_5_ms();
-  }
+  int status = 0;
+  const auto ended = [&] {
+    return ::waitpid(static_cast<pid_t>(child), &status, __WALL | WNOHANG) == child;
+  };
+  if (await(kReadableReportSeconds + 1, ended))
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
   ::kill(static_cast<pid_t>(child), SIGKILL);
   return false;
-}
-
-void wait_for_report() {
-  for (unsigned waited_ms = 0; waited_ms < (kReadableReportSeconds + 2) * 1000; waited_ms += 5) {
-    if (g_crash_reported) return;
-    sleep_5_ms();
-  }
 }
 
 // The program counter is behind the instruction that trapped: int3, but not brk.
@@ -329,15 +303,16 @@ void on_fatal_signal(int number, siginfo_t* info, void* context) {
   if (!g_reported.exchange(true)) {
     g_crashed_thread = self;
     static Crash crash;
-    crash.signal_name = ::sigabbrev_np(number);  // a table: safe here
-    crash.has_address = info->si_code > 0 && (number == SIGSEGV || number == SIGBUS);
-    crash.address = reinterpret_cast<std::uint64_t>(info->si_addr);
+    crash.message.add("killed by SIG{}", ::sigabbrev_np(number));  // a table: safe here
+    if (info->si_code > 0 && (number == SIGSEGV || number == SIGBUS))
+      crash.message.add(" at address {:#x}", reinterpret_cast<std::uintptr_t>(info->si_addr));
     take_frames(crash, context, kTrapsAreCompleted && number == SIGTRAP && info->si_code > 0);
     write_plain_file(crash);
     if (!fork_readable(crash)) write_plain_line(crash);
     g_crash_reported = true;
   } else if (g_crashed_thread != 0 && g_crashed_thread != self) {
-    wait_for_report();  // two threads crashed: the first one's report must be finished
+    // Two threads crashed: the first one's report must be finished.
+    await(kReadableReportSeconds + 2, [] { return g_crash_reported.load(); });
   }
   ::sigaction(number, &g_before[index], nullptr);
   // A fault happens again when its instruction does; a signal that was sent, or after which the

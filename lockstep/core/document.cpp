@@ -13,6 +13,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/utf8.h"
 
 namespace lockstep {
@@ -24,13 +25,6 @@ constexpr double kExactIntegers = 9007199254740992.0;
 
 bool all_of(std::string_view text, std::string_view alphabet) {
   return !text.empty() && text.find_first_not_of(alphabet) == text.npos;
-}
-
-std::string lower(std::string_view text) {
-  std::string out(text);
-  for (char& c : out)
-    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
-  return out;
 }
 
 // The schema spells its keywords in three ways: "true", "True" and "TRUE".
@@ -55,32 +49,6 @@ bool set_integer(Node& node, std::string_view digits, int base, bool negative) {
   return true;
 }
 
-// [-+]? ( \.[0-9]+ | [0-9]+ ( \.[0-9]* )? ) ( [eE] [-+]? [0-9]+ )?
-bool is_real(std::string_view text) {
-  constexpr std::string_view kDigits = "0123456789";
-  const auto digits = [&] {
-    const std::size_t count = std::min(text.find_first_not_of(kDigits), text.size());
-    text.remove_prefix(count);
-    return count;
-  };
-  const auto sign = [&] {
-    if (!text.empty() && (text[0] == '-' || text[0] == '+')) text.remove_prefix(1);
-  };
-  sign();
-  const std::size_t whole = digits();
-  std::size_t fraction = 0;
-  if (!text.empty() && text[0] == '.') {
-    text.remove_prefix(1);
-    fraction = digits();
-  }
-  if (whole + fraction == 0) return false;
-  if (text.empty()) return true;
-  if (text[0] != 'e' && text[0] != 'E') return false;
-  text.remove_prefix(1);
-  sign();
-  return digits() > 0 && text.empty();
-}
-
 bool set_number(Node& node, std::string_view text) {
   const bool negative = text[0] == '-';
   const std::string_view body =
@@ -99,13 +67,15 @@ bool set_number(Node& node, std::string_view text) {
     value = kInfinity;
   } else if (text == ".nan" || text == ".NaN" || text == ".NAN") {
     value = std::numeric_limits<double>::quiet_NaN();
-  } else if (is_real(text)) {
+  } else {
+    // C's decimal numbers, without the words and the hexadecimals that it has as well.
     const auto [stop, error] = std::from_chars(body.data(), body.data() + body.size(), value);
+    if (!all_of(body, "0123456789.eE+-") || body[0] == '-' || body[0] == '+' ||
+        error == std::errc::invalid_argument || stop != body.data() + body.size())
+      return false;
     // Out of range is too large, unless the exponent is negative: then it is nearly nothing.
     if (error == std::errc::result_out_of_range)
       value = body.find("e-") != body.npos || body.find("E-") != body.npos ? 0 : kInfinity;
-  } else {
-    return false;
   }
   node.kind = NodeKind::kReal;
   node.real = negative ? -value : value;

@@ -1,11 +1,10 @@
 #include "lockstep/core/env.h"
 
-#include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <cstdlib>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::env {
 
@@ -31,11 +30,9 @@ std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_
 }
 
 bool parse_bool(std::string_view text, std::string_view what) {
-  std::string lower(text);
-  std::transform(lower.begin(), lower.end(), lower.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  if (lower == "1" || lower == "true" || lower == "yes" || lower == "on") return true;
-  if (lower == "0" || lower == "false" || lower == "no" || lower == "off") return false;
+  const std::string word = lower(text);
+  if (word == "1" || word == "true" || word == "yes" || word == "on") return true;
+  if (word == "0" || word == "false" || word == "no" || word == "off") return false;
   throw UsageError("env", "{}='{}' is neither true nor false. Use 1 or 0.", what, text);
 }
 

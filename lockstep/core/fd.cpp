@@ -5,11 +5,14 @@
 #include <poll.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep {
@@ -102,6 +105,27 @@ std::string read_file(const std::string& path, std::size_t limit) {
     if (data.size() > limit)
       throw UsageError("fd", "{} is larger than {} bytes. Is it the right file?", path, limit);
   }
+}
+
+std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
+  std::string text;
+  char block[4096];
+  for (;;) {
+    pollfd waits{fd, POLLIN, 0};
+    const int ready = ::poll(&waits, 1, deadline.remaining_ms());
+    if (ready == 0 || deadline.expired()) return std::nullopt;
+    if (ready < 0) continue;  // a signal: a read now might wait forever
+    const ssize_t count = ::read(fd, block, sizeof block);
+    if (count == 0) return text;
+    if (count < 0 && errno != EINTR) return std::nullopt;
+    if (count > 0) text.append(block, static_cast<std::size_t>(count));
+  }
+}
+
+void end_child(pid_t child) {
+  constexpr int kTries = 2000;
+  ::kill(child, SIGKILL);
+  for (int i = 0; i < kTries && ::waitpid(child, nullptr, WNOHANG) == 0; ++i) ::usleep(500);
 }
 
 void write_file_atomically(const std::string& path, std::string_view data) {

@@ -20,7 +20,6 @@
 #include <mutex>
 
 #include "lockstep/core/ledger_layout.h"
-#include "lockstep/core/ledger_resume.h"
 
 namespace lockstep::ledger {
 namespace {

@@ -72,6 +72,12 @@ void ended(Ticket ticket, End end) noexcept;
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
 std::int64_t step() noexcept;  // the one that ended last; -1: not known
+// Resumed: the next step that is counted is the one after this. Counts no step as ended; a negative
+// number does nothing.
+void continue_at(std::int64_t step) noexcept;
+// So many steps have been taken. Where nothing counts them (one rank without Accumulation), all
+// since the last one that was named have ended; otherwise only the number is corrected.
+void reach_step(std::int64_t step) noexcept;
 
 // Where the run writes its metrics and checkpoints, for the launcher. An absolute path; one that
 // does not fit (4 KiB) is not noted, since a shortened one would be another folder.

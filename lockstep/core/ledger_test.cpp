@@ -27,7 +27,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger_file.h"
 #include "lockstep/core/ledger_layout.h"
-#include "lockstep/core/ledger_resume.h"
 
 namespace lockstep::ledger {
 namespace {

@@ -7,20 +7,9 @@
 #include "lockstep/core/document_text.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
-namespace {
-
-// "a, b or c".
-std::string listed(const std::vector<std::string>& names) {
-  std::string text;
-  for (std::size_t i = 0; i < names.size(); ++i)
-    text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
-  return text;
-}
-
-}  // namespace
-
 MapReader::MapReader(const Node& map, std::string what, Problems* problems)
     : map_(map), what_(std::move(what)), problems_(problems) {
   if (!map_.is(NodeKind::kNull)) as_map(map_, what_);

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/core/host_files.h"
+
 namespace lockstep {
 
 struct MemoryNeed {
@@ -23,11 +25,11 @@ struct MemoryNeed {
 };
 
 // The control groups that may limit this process's memory, as in /proc/self/cgroup.
-std::string memory_groups(const std::string& root = "");
+std::string memory_groups(const HostFiles& files = {});
 
 // A sentence that says what is needed and what is there, or nothing. Looks at the limits of this
 // process's control groups (versions 1 and 2, with all groups above), at RLIMIT_AS and at the
-// host's available memory. What cannot be read does not count. `root` is put before /proc and /sys.
-std::string lacking_memory(const MemoryNeed& need, const std::string& root = "");
+// host's available memory. What cannot be read does not count.
+std::string lacking_memory(const MemoryNeed& need, const HostFiles& files = {});
 
 }  // namespace lockstep

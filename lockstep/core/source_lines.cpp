@@ -2,27 +2,19 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <poll.h>
 #include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
-#include <optional>
 #include <sstream>
-#include <thread>
 
 #include "lockstep/core/fd.h"
 #include "lockstep/core/symbols.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::chrono::milliseconds kLookAgain{5};
 
 struct SpawnActions {
   SpawnActions() {
@@ -65,31 +57,6 @@ pid_t start(const std::vector<std::string>& command, int out) {
   return problem == 0 ? pid : -1;
 }
 
-// Reads until the other end is closed; nothing when time runs out, as half an answer may be wrong.
-std::optional<std::string> read_until_closed(int fd, const Deadline& deadline) {
-  std::string text;
-  char block[4096];
-  for (;;) {
-    pollfd waits{fd, POLLIN, 0};
-    const int ready = ::poll(&waits, 1, deadline.remaining_ms());
-    if (ready == 0 || deadline.expired()) return std::nullopt;
-    if (ready < 0) continue;  // a signal: a read now might wait forever
-    const ssize_t count = ::read(fd, block, sizeof block);
-    if (count == 0) return text;
-    if (count < 0 && errno != EINTR) return std::nullopt;
-    if (count > 0) text.append(block, static_cast<std::size_t>(count));
-  }
-}
-
-// It has closed its output or takes too long, so it may be killed in either case. One that the
-// kernel does not release is left.
-void end_process(pid_t pid) {
-  constexpr int kTries = 200;
-  ::kill(pid, SIGKILL);
-  for (int i = 0; i < kTries && ::waitpid(pid, nullptr, WNOHANG) == 0; ++i)
-    std::this_thread::sleep_for(kLookAgain);
-}
-
 // "/src/train.cpp:41 (discriminator 2)", "??:0", "/src/train.cpp:?"
 std::string location_of(std::string line) {
   if (const auto note = line.find(" (discriminator"); note != line.npos) line.erase(note);
@@ -124,7 +91,7 @@ std::vector<std::string> source_lines(const std::string& file,
     if (pid < 0) continue;  // it is not installed
     pipe.write.reset();
     const auto text = read_until_closed(pipe.read.get(), deadline);
-    end_process(pid);
+    end_child(pid);
     return text ? locations_in(*text, addresses.size()) : unknown;
   }
   return unknown;

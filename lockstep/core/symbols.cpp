@@ -57,41 +57,69 @@ class MappedFile {
   std::span<const char> bytes_;
 };
 
-std::optional<Symbol> search(const MappedFile& file, const ElfW(Shdr) & table,
-                             std::span<const ElfW(Shdr)> sections, std::uint64_t address) {
-  if (table.sh_link >= sections.size()) return std::nullopt;
-  const auto names =
-      file.at<char>(sections[table.sh_link].sh_offset, sections[table.sh_link].sh_size);
-  for (const auto& symbol :
-       file.at<ElfW(Sym)>(table.sh_offset, table.sh_size / sizeof(ElfW(Sym)))) {
-    if (ELF64_ST_TYPE(symbol.st_info) != STT_FUNC || symbol.st_shndx == SHN_UNDEF) continue;
-    if (address < symbol.st_value || address >= symbol.st_value + symbol.st_size) continue;
-    if (symbol.st_name >= names.size()) continue;
-    const char* name = names.data() + symbol.st_name;
-    return Symbol{std::string(name, ::strnlen(name, names.size() - symbol.st_name)),
-                  address - symbol.st_value};
+// The sections of an ELF file; none where it is not one.
+class ElfFile {
+ public:
+  explicit ElfFile(const char* path) : file_(path) {
+    const auto header = file_.at<ElfW(Ehdr)>(0, 1);
+    if (header.empty() || std::memcmp(header[0].e_ident, ELFMAG, SELFMAG) != 0) return;
+    sections_ = file_.at<ElfW(Shdr)>(header[0].e_shoff, header[0].e_shnum);
+    names_ = bytes_of(header[0].e_shstrndx);
   }
-  return std::nullopt;
-}
 
-// `address` is relative to the file, not to where it was loaded.
-std::optional<Symbol> find_in_file(const char* path, std::uint64_t address,
-                                   ElfW(Word) table = SHT_SYMTAB) {
-  const MappedFile file(path);
-  const auto header = file.at<ElfW(Ehdr)>(0, 1);
-  if (header.empty() || std::memcmp(header[0].e_ident, ELFMAG, SELFMAG) != 0) return std::nullopt;
-  const auto sections = file.at<ElfW(Shdr)>(header[0].e_shoff, header[0].e_shnum);
-  for (const auto& section : sections) {
-    if (section.sh_type != table) continue;
-    if (auto found = search(file, section, sections, address)) return found;
+  // The function of this table that the address, relative to the file, is in.
+  std::optional<Symbol> find(std::uint64_t address, ElfW(Word) table) const {
+    for (const auto& section : sections_) {
+      if (section.sh_type != table) continue;
+      const auto names = bytes_of(section.sh_link);
+      for (const auto& symbol :
+           file_.at<ElfW(Sym)>(section.sh_offset, section.sh_size / sizeof(ElfW(Sym)))) {
+        if (ELF64_ST_TYPE(symbol.st_info) != STT_FUNC || symbol.st_shndx == SHN_UNDEF) continue;
+        if (address < symbol.st_value || address >= symbol.st_value + symbol.st_size) continue;
+        if (symbol.st_name >= names.size()) continue;
+        return Symbol{text_at(names, symbol.st_name), address - symbol.st_value};
+      }
+    }
+    return std::nullopt;
   }
-  return std::nullopt;
-}
 
-bool is_named(std::span<const char> names, std::uint32_t at, std::string_view name) {
-  return at < names.size() &&
-         std::string_view(names.data() + at, ::strnlen(names.data() + at, names.size() - at)) ==
-             name;
+  bool has_section(std::string_view name) const {
+    return std::any_of(sections_.begin(), sections_.end(), [&](const ElfW(Shdr) & section) {
+      return text_at(names_, section.sh_name) == name;
+    });
+  }
+
+ private:
+  std::span<const char> bytes_of(std::size_t section) const {
+    if (section >= sections_.size()) return {};
+    return file_.at<char>(sections_[section].sh_offset, sections_[section].sh_size);
+  }
+  static std::string text_at(std::span<const char> names, std::size_t at) {
+    if (at >= names.size()) return {};
+    return std::string(names.data() + at, ::strnlen(names.data() + at, names.size() - at));
+  }
+
+  MappedFile file_;
+  std::span<const ElfW(Shdr)> sections_;
+  std::span<const char> names_;
+};
+
+// The file that an address of this process was loaded from.
+struct Loaded {
+  std::string name;
+  bool program = false;  // its name may be relative to where it was started
+  std::uint64_t bias = 0;
+};
+
+std::optional<Loaded> loaded_at(void* return_address) {
+  Dl_info info{};
+  link_map* map = nullptr;
+  // A return address may be the first byte after a function that never returns.
+  char* inside = static_cast<char*>(return_address) - 1;
+  if (::dladdr1(inside, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0 ||
+      info.dli_fname == nullptr || map == nullptr)
+    return std::nullopt;
+  return Loaded{info.dli_fname, map->l_name[0] == '\0', map->l_addr};
 }
 
 // A path that another process can open. A program that was replaced while it runs has none.
@@ -113,6 +141,16 @@ std::string readable(const char* symbol) {
   return name;
 }
 
+// `address` is relative to the file, not to where it was loaded.
+std::string text_of(const char* path, std::string_view name, std::uint64_t address) {
+  const std::string where = fmt::format("({}+{:#x})", name.substr(name.rfind('/') + 1), address);
+  const ElfFile file(path);
+  auto symbol = file.find(address - 1, SHT_SYMTAB);
+  if (!symbol) symbol = file.find(address - 1, SHT_DYNSYM);  // a stripped file has nothing else
+  if (!symbol) return where;
+  return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);
+}
+
 }  // namespace
 
 std::string demangle(const char* name) {
@@ -123,64 +161,26 @@ std::string demangle(const char* name) {
 }
 
 std::string frame_text(void* return_address) {
-  Dl_info info{};
-  link_map* map = nullptr;
-  // A return address may be the first byte after a function that never returns.
-  char* inside = static_cast<char*>(return_address) - 1;
-  if (::dladdr1(inside, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0 ||
-      info.dli_fname == nullptr) {
-    return fmt::format("{}", return_address);
-  }
-  const auto value = reinterpret_cast<std::uintptr_t>(return_address);
-  const auto loaded_at = map != nullptr ? static_cast<std::uintptr_t>(map->l_addr) : 0;
-  // The program's own name may be relative to where it was started.
-  const bool is_program = map != nullptr && map->l_name[0] == '\0';
-  const std::string_view path = info.dli_fname;
-  const std::string where =
-      fmt::format("({}+{:#x})", path.substr(path.rfind('/') + 1), value - loaded_at);
-  const char* file = is_program ? "/proc/self/exe" : info.dli_fname;
-  if (const auto symbol = find_in_file(file, value - 1 - loaded_at)) {
-    return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);
-  }
-  if (info.dli_sname == nullptr) return where;
-  return fmt::format("{}+{:#x} {}", readable(info.dli_sname),
-                     value - reinterpret_cast<std::uintptr_t>(info.dli_saddr), where);
+  const auto loaded = loaded_at(return_address);
+  if (!loaded) return fmt::format("{}", return_address);
+  return text_of(loaded->program ? "/proc/self/exe" : loaded->name.c_str(), loaded->name,
+                 reinterpret_cast<std::uintptr_t>(return_address) - loaded->bias);
 }
 
 std::string frame_text(const std::string& file, std::uint64_t return_address, std::uint64_t bias) {
-  const std::uint64_t address = return_address - bias;
-  const std::string where = fmt::format("({}+{:#x})", file.substr(file.rfind('/') + 1), address);
-  auto symbol = find_in_file(file.c_str(), address - 1);
-  // A stripped file has nothing else; in the file's own process dladdr() reads it.
-  if (!symbol) symbol = find_in_file(file.c_str(), address - 1, SHT_DYNSYM);
-  if (!symbol) return where;
-  return fmt::format("{}+{:#x} {}", readable(symbol->name.c_str()), symbol->offset + 1, where);
+  return text_of(file.c_str(), file, return_address - bias);
 }
 
 Place place_of(void* return_address) {
-  Dl_info info{};
-  link_map* map = nullptr;
-  char* inside = static_cast<char*>(return_address) - 1;
-  if (::dladdr1(inside, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0 ||
-      info.dli_fname == nullptr || map == nullptr)
-    return {};
-  const auto address = reinterpret_cast<std::uintptr_t>(inside) - map->l_addr;
-  if (map->l_name[0] == '\0') return {program_file(), address};
-  return {info.dli_fname, address};
+  const auto loaded = loaded_at(return_address);
+  if (!loaded) return {};
+  return {loaded->program ? program_file() : loaded->name,
+          reinterpret_cast<std::uintptr_t>(return_address) - 1 - loaded->bias};
 }
 
 bool has_line_numbers(const std::string& path) {
-  const MappedFile file(path.c_str());
-  const auto header = file.at<ElfW(Ehdr)>(0, 1);
-  if (header.empty() || std::memcmp(header[0].e_ident, ELFMAG, SELFMAG) != 0) return false;
-  const auto sections = file.at<ElfW(Shdr)>(header[0].e_shoff, header[0].e_shnum);
-  if (header[0].e_shstrndx >= sections.size()) return false;
-  const ElfW(Shdr)& table = sections[header[0].e_shstrndx];
-  const auto names = file.at<char>(table.sh_offset, table.sh_size);
-  return std::any_of(sections.begin(), sections.end(), [&](const ElfW(Shdr) & section) {
-    return is_named(names, section.sh_name, ".debug_line") ||
-           is_named(names, section.sh_name, ".gnu_debuglink");
-  });
+  const ElfFile file(path.c_str());
+  return file.has_section(".debug_line") || file.has_section(".gnu_debuglink");
 }
 
 }  // namespace lockstep::symbols

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <optional>
 #include <random>
+#include <regex>
 
 #include "lockstep/core/log.h"
 #include "lockstep/core/utf8.h"
@@ -22,7 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kTemporaryMark = ".tmp-";
-constexpr std::size_t kRandomDigits = 16;
 constexpr int kAttempts = 100;
 // linux/fs.h has them, but it and the C library's headers define other things twice.
 constexpr unsigned kNoReplace = 1;
@@ -117,17 +117,9 @@ std::string strip_slashes(std::string path) {
 
 }  // namespace
 
-bool is_temporary_name(std::string_view path) {
-  const std::string_view name = path.substr(path.rfind('/') + 1);
-  const std::size_t mark = name.rfind(kTemporaryMark);
-  if (mark == std::string_view::npos || mark == 0) return false;
-  const std::string_view rest = name.substr(mark + kTemporaryMark.size());
-  const std::size_t dash = rest.find('-');
-  if (dash == std::string_view::npos || dash == 0) return false;
-  const std::string_view random = rest.substr(dash + 1);
-  return rest.substr(0, dash).find_first_not_of("0123456789") == std::string_view::npos &&
-         random.size() == kRandomDigits &&
-         random.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+bool is_temporary_name(const std::string& path) {
+  static const std::regex kEnd(R"([^/]\.tmp-[0-9]+-[0-9a-f]{16}$)");
+  return std::regex_search(path, kEnd);
 }
 
 AtomicDir::AtomicDir(std::string final_path, AtomicDirOptions options)

@@ -89,6 +89,6 @@ struct SweepResult {
 SweepResult sweep(const std::string& parent);
 
 // Whether the last component is <something>.tmp-<pid>-<16 hexadecimal digits>.
-bool is_temporary_name(std::string_view path);
+bool is_temporary_name(const std::string& path);
 
 }  // namespace lockstep::io

@@ -20,10 +20,6 @@ namespace {
 
 using Count = std::optional<std::uint64_t>;
 
-Count number_in(const std::string& path) {
-  return leading_number(text_or_empty(path));
-}
-
 // ------------------------------------------------------------------ one process
 
 // Numbers of proc_pid_stat(5).
@@ -58,14 +54,6 @@ std::optional<double> per_second(const Count& before, const Count& after, double
 
 // ------------------------------------------------------------------ control groups
 
-Count memory_limit_in(const CgroupDirectory& group) {
-  const Count limit =
-      number_in(group.path + (group.unified ? "/memory.max" : "/memory.limit_in_bytes"));
-  // Version 1 says "none" with a number near the end of the address space.
-  if (limit && *limit > (std::uint64_t{1} << 60)) return std::nullopt;
-  return limit;
-}
-
 // The group with the smallest limit; without one the first that has the controller's counters.
 template <typename Limit>
 const CgroupDirectory* binding_group(const std::vector<CgroupDirectory>& groups, Limit limit_in,
@@ -98,14 +86,10 @@ void add_cpu(const CgroupDirectory& group, CgroupSample& sample) {
 }
 
 void add_memory(const CgroupDirectory& group, CgroupSample& sample) {
-  sample.memory_limit_bytes = memory_limit_in(group);
-  sample.memory_used_bytes =
-      number_in(group.path + (group.unified ? "/memory.current" : "/memory.usage_in_bytes"));
-  const std::string stat = text_or_empty(group.path + "/memory.stat");
-  const std::string prefix = group.unified ? "" : "total_";
-  const Count inactive = number_after(stat, prefix + "inactive_file");
-  const Count active = number_after(stat, prefix + "active_file");
-  if (inactive || active) sample.memory_cache_bytes = inactive.value_or(0) + active.value_or(0);
+  const CgroupMemory memory = memory_of(group);
+  sample.memory_limit_bytes = memory.limit;
+  sample.memory_used_bytes = memory.used;
+  sample.memory_cache_bytes = memory.cache;
 }
 
 }  // namespace
@@ -169,8 +153,9 @@ CgroupSample read_cgroup(pid_t pid, const HostFiles& files) {
   if (const auto* group = binding_group(cpu, cpu_quota_cores, "/cpu.stat", "/cpu.stat"))
     add_cpu(*group, sample);
   const auto memory = cgroup_directories("memory", files, pid);
+  const auto limit_in = [](const CgroupDirectory& group) { return memory_of(group).limit; };
   if (const auto* group =
-          binding_group(memory, memory_limit_in, "/memory.usage_in_bytes", "/memory.current"))
+          binding_group(memory, limit_in, "/memory.usage_in_bytes", "/memory.current"))
     add_memory(*group, sample);
   return sample;
 }

@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <set>
 
+#include "lockstep/core/text.h"
+
 namespace lockstep::detail {
 
 namespace {
@@ -45,10 +47,7 @@ std::string list_groups(const Groups& groups, const Phrase& phrase) {
   if (skipped > 0)
     return fmt::format("{} and {} more rank{} likewise", fmt::join(phrases, ", "), skipped,
                        skipped == 1 ? "" : "s");
-  const std::string last = phrases.back();
-  phrases.pop_back();
-  if (phrases.empty()) return last;
-  return fmt::format("{} and {}", fmt::join(phrases, ", "), last);
+  return listed(phrases, "and");
 }
 
 std::string who_and_value(const std::vector<int>& ranks, const std::string& value) {

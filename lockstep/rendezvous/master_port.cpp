@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <map>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -21,6 +20,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/text.h"
 #include "lockstep/rendezvous/key_value_store.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/unix_socket.h"
@@ -39,6 +39,12 @@ Fd unix_socket() {
   return fd;
 }
 
+void limit_waits(int fd, milliseconds time) {
+  const timeval limit{time.count() / 1000, (time.count() % 1000) * 1000};
+  ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+}
+
 std::optional<std::string> receive(int fd) {
   char buffer[kMessageBytes];
   ssize_t n = -1;
@@ -55,14 +61,7 @@ void send(int fd, const std::string& text) {
 }
 
 std::string rank_list(const std::set<int>& ranks) {
-  constexpr std::size_t kShown = 16;
-  std::string text;
-  std::size_t shown = 0;
-  for (const int rank : ranks) {
-    if (shown == kShown) return text + fmt::format(" and {} more", ranks.size() - kShown);
-    text += fmt::format("{}{}", shown++ == 0 ? "" : ", ", rank);
-  }
-  return text;
+  return first_numbers(std::vector<int>(ranks.begin(), ranks.end()));
 }
 
 // A listening socket on a free port of the loopback interface.
@@ -139,21 +138,14 @@ class Host {
       throw SystemError("rank", "cannot listen on the rendezvous name", errno);
   }
 
+  // A guest sends its name at once; one that does not is not waited for.
   void step(int port, int timeout_ms) {
-    std::vector<pollfd> fds{{listener_.get(), POLLIN, 0}};
-    for (const auto& [fd, guest] : guests_) fds.push_back({fd, POLLIN, 0});
-    if (::poll(fds.data(), fds.size(), timeout_ms) <= 0) return;
-    for (std::size_t i = 1; i < fds.size(); ++i) {
-      if (fds[i].revents == 0) continue;
-      if (const auto handshake = receive(fds[i].fd)) answer(fds[i].fd, *handshake, port);
-      guests_.erase(fds[i].fd);
-    }
-    if (fds[0].revents == 0) return;
-    Fd guest(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (guest && peer_uid(guest.get()) == ::geteuid()) {
-      const int raw = guest.get();
-      guests_.emplace(raw, std::move(guest));
-    }
+    pollfd waits{listener_.get(), POLLIN, 0};
+    if (::poll(&waits, 1, timeout_ms) <= 0) return;
+    const Fd guest(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!guest || peer_uid(guest.get()) != ::geteuid()) return;
+    limit_waits(guest.get(), milliseconds(1000));
+    if (const auto handshake = receive(guest.get())) answer(guest.get(), *handshake, port);
   }
 
   void answer(int fd, const std::string& handshake, int port) {
@@ -175,7 +167,6 @@ class Host {
   Deadline deadline_;
   Fd listener_ = unix_socket();
   std::set<int> missing_;
-  std::map<int, Fd> guests_;
 };
 
 // ---------------------------------------------------------------- the others
@@ -183,10 +174,7 @@ class Host {
 // One attempt: the port, or nothing when rank 0 is not there (yet, or not any more).
 std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadline& deadline) {
   const Fd fd = unix_socket();
-  const int left_ms = std::max(1, deadline.remaining_ms());
-  const timeval limit{left_ms / 1000, (left_ms % 1000) * 1000};
-  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-  ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  limit_waits(fd.get(), std::max(milliseconds(1), deadline.remaining()));
   if (connect_abstract(fd.get(), name) != 0) return std::nullopt;
   const auto uid = peer_uid(fd.get());
   if (uid != ::geteuid()) {

@@ -34,45 +34,58 @@ void warn_once(const std::string& text) {
   if (said->insert(text).second) log::warning("rank", "{}", text);
 }
 
-std::optional<int> number(const std::string& name, int min = 0) {
-  const auto value = env::get_int(name, min, INT_MAX);
-  if (!value) return std::nullopt;
-  return static_cast<int>(*value);
+// Nothing without a name, too.
+std::optional<int> number(const char* name) {
+  const auto value = name != nullptr ? env::get_int(name, 0, INT_MAX) : std::nullopt;
+  return value ? std::optional(static_cast<int>(*value)) : std::nullopt;
 }
 
-// What one launcher says, with the names of the variables it used.
+// The variables in which a launcher says who a process is.
+struct Names {
+  const char *rank, *size, *local_rank, *local_size;
+};
+
+// What one launcher says.
 struct RankInfo {
+  RankInfo(std::string launcher, const Names& variables)
+      : source(std::move(launcher)),
+        names(variables),
+        rank(*number(names.rank)),
+        size(number(names.size).value_or(kUnset)),
+        local_rank(number(names.local_rank)),
+        local_size(number(names.local_size)) {}
+
+  static constexpr int kUnset = -1;
   std::string source;
-  std::string rank_name, size_name, local_rank_name, local_size_name;
-  int rank = 0;
-  int size = 1;
+  Names names;
+  int rank, size;
   std::optional<int> local_rank, local_size, node;
 };
 
 void check(const RankInfo& info) {
   if (info.size < 1) {
-    throw UsageError("rank", "{}={} is not a world. A world has at least one rank.", info.size_name,
-                     info.size);
+    throw UsageError("rank", "{}={} is not a world. A world has at least one rank.",
+                     info.names.size, info.size);
   }
   if (info.rank >= info.size) {
     throw UsageError("rank",
                      "{}={} does not exist in a world of {}={}: ranks count from 0. Correct one "
                      "of the two variables.",
-                     info.rank_name, info.rank, info.size_name, info.size);
+                     info.names.rank, info.rank, info.names.size, info.size);
   }
   if (info.local_size && (*info.local_size < 1 || *info.local_size > info.size)) {
     throw UsageError("rank",
                      "{}={} contradicts {}={}: a host runs between one and all ranks. Correct one "
                      "of the two variables.",
-                     info.local_size_name, *info.local_size, info.size_name, info.size);
+                     info.names.local_size, *info.local_size, info.names.size, info.size);
   }
   const int most = info.local_size.value_or(info.size);
   if (info.local_rank && *info.local_rank >= most) {
     throw UsageError("rank",
                      "{}={} does not exist among {}={} ranks: local ranks count from 0. Correct "
                      "one of the two variables.",
-                     info.local_rank_name, *info.local_rank,
-                     info.local_size ? info.local_size_name : info.size_name, most);
+                     info.names.local_rank, *info.local_rank,
+                     info.local_size ? info.names.local_size : info.names.size, most);
   }
 }
 
@@ -117,38 +130,21 @@ bool takes_master_variables(RankEnv& env) {
 
 // ---------------------------------------------------------------- MPI
 
-struct MpiNames {
-  const char *rank, *size, *local_rank, *local_size;
-};
-
 std::optional<RankInfo> mpi_rank() {
   // MPICH and Intel MPI share PMI's names, and their own names for the local rank are equal too.
-  constexpr MpiNames kFamilies[] = {
+  constexpr Names kFamilies[] = {
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
       {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
        "MV2_COMM_WORLD_LOCAL_SIZE"},
       {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
   };
-  for (const MpiNames& names : kFamilies) {
-    const auto rank = number(names.rank);
-    if (!rank) continue;
-    const auto size = number(names.size);
-    if (!size) {
-      throw UsageError("rank", "{}={} is set but {} is not. Start the program with mpirun.",
-                       names.rank, *rank, names.size);
-    }
-    RankInfo info{.source = "mpirun",
-                  .rank_name = names.rank,
-                  .size_name = names.size,
-                  .local_rank_name = names.local_rank,
-                  .local_size_name = names.local_size,
-                  .rank = *rank,
-                  .size = *size,
-                  .local_rank = number(names.local_rank),
-                  .local_size = number(names.local_size),
-                  .node = std::nullopt};
-    return info;
+  for (const Names& names : kFamilies) {
+    if (!number(names.rank)) continue;
+    RankInfo info("mpirun", names);
+    if (info.size != RankInfo::kUnset) return info;
+    throw UsageError("rank", "{}={} is set but {} is not. Start the program with mpirun.",
+                     names.rank, info.rank, names.size);
   }
   return std::nullopt;
 }
@@ -210,7 +206,7 @@ RankEnv from_mpi(const RankInfo& info) {
         "mpirun started {} ranks on several hosts (rank {} says {}={}), and MASTER_ADDR is not "
         "set: the ranks have no rendezvous address. Pass it along, for example "
         "mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT={} ..., or use lockstep run --nnodes.",
-        env.world_size, env.rank, info.local_size_name,
+        env.world_size, env.rank, info.names.local_size,
         env.local_size_known ? fmt::to_string(env.local_world_size) : "(unset)", kDefaultPort);
   }
   env.master_addr = "127.0.0.1";
@@ -232,26 +228,18 @@ bool in_srun_task() {
 
 std::optional<RankInfo> slurm_rank() {
   if (!in_srun_task()) return std::nullopt;
-  RankInfo info{.source = "srun",
-                .rank_name = "SLURM_PROCID",
-                .size_name = "SLURM_STEP_NUM_TASKS",
-                .local_rank_name = "SLURM_LOCALID",
-                .local_size_name = "SLURM_STEP_TASKS_PER_NODE",
-                .rank = *number("SLURM_PROCID"),
-                .size = 1,
-                .local_rank = number("SLURM_LOCALID"),
-                .local_size = std::nullopt,
-                .node = number("SLURM_NODEID")};
-  auto size = number(info.size_name);
-  if (!size) size = number(info.size_name = "SLURM_NTASKS");
-  if (!size) {
+  RankInfo info("srun", {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nullptr});
+  info.names.local_size = "SLURM_STEP_TASKS_PER_NODE";  // a list
+  info.node = number("SLURM_NODEID");
+  if (info.size == RankInfo::kUnset)
+    info.size = number(info.names.size = "SLURM_NTASKS").value_or(RankInfo::kUnset);
+  if (info.size == RankInfo::kUnset) {
     throw UsageError("rank",
                      "SLURM_PROCID={} is set but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS "
                      "is. Start the program with srun.",
                      info.rank);
   }
-  info.size = *size;
-  if (const auto tasks = env::get(info.local_size_name)) {
+  if (const auto tasks = env::get(info.names.local_size)) {
     info.local_size = detail::tasks_on_node(*tasks, info.node.value_or(0));
   } else if (number("SLURM_STEP_NUM_NODES").value_or(0) == 1) {
     info.local_size = info.size;
@@ -302,23 +290,14 @@ void refuse_missing_launcher() {
 }
 
 RankInfo environment_rank() {
-  const auto size = number("WORLD_SIZE");
-  if (!size) {
+  RankInfo info("environment", {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
+  if (info.size == RankInfo::kUnset) {
     throw UsageError("rank",
                      "RANK={} is set but WORLD_SIZE is not. Set WORLD_SIZE to the number of ranks, "
                      "or unset RANK for a world of one.",
-                     *number("RANK"));
+                     info.rank);
   }
-  RankInfo info{.source = "environment",
-                .rank_name = "RANK",
-                .size_name = "WORLD_SIZE",
-                .local_rank_name = "LOCAL_RANK",
-                .local_size_name = "LOCAL_WORLD_SIZE",
-                .rank = *number("RANK"),
-                .size = *size,
-                .local_rank = number("LOCAL_RANK"),
-                .local_size = number("LOCAL_WORLD_SIZE"),
-                .node = number("GROUP_RANK")};
+  info.node = number("GROUP_RANK");
   if (!info.node) info.node = number("NODE_RANK");
   if (under_elastic_launcher()) {
     info.source = under_lockstep_run() ? "lockstep run" : "torchrun";
@@ -344,8 +323,8 @@ void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
     throw UsageError("rank",
                      "RANK={} and WORLD_SIZE={} are set, but mpirun says {}={} and {}={}. Unset "
                      "RANK and WORLD_SIZE, or unset {} where they are meant.",
-                     info.rank, info.size, launcher->rank_name, launcher->rank, launcher->size_name,
-                     launcher->size, launcher->rank_name);
+                     info.rank, info.size, launcher->names.rank, launcher->rank,
+                     launcher->names.size, launcher->size, launcher->names.rank);
   }
   warn_once(
       fmt::format("RANK={} and WORLD_SIZE={} are used; srun says rank {} of {}. Unset them "
@@ -423,16 +402,10 @@ std::optional<RankEnv> from_pet() {
   const auto node_rank = number("PET_NODE_RANK");
   if (!nodes || *nodes == "1" || !node_rank) return std::nullopt;
   refuse_missing_launcher();
-  RankInfo info{.source = "environment",
-                .rank_name = "PET_NODE_RANK",
-                .size_name = "PET_NNODES",
-                .local_rank_name = "LOCAL_RANK",
-                .local_size_name = "LOCAL_WORLD_SIZE",
-                .rank = *node_rank,
-                .size = static_cast<int>(env::parse_int(*nodes, "PET_NNODES", 1, INT_MAX)),
-                .local_rank = 0,
-                .local_size = 1,
-                .node = *node_rank};
+  RankInfo info("environment", {"PET_NODE_RANK", "PET_NNODES", "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
+  info.local_rank = 0;
+  info.local_size = 1;
+  info.node = info.rank;
   RankEnv env = to_env(info);
   const auto address = env::get("PET_MASTER_ADDR");
   if (!address) {
@@ -472,7 +445,7 @@ void compare_size(const RankInfo& info) {
   throw UsageError("rank",
                    "WORLD_SIZE={} is set, but {} started {}={} ranks. Unset WORLD_SIZE or start "
                    "that many.",
-                   *size, info.source, info.size_name, info.size);
+                   *size, info.source, info.names.size, info.size);
 }
 
 }  // namespace
@@ -492,7 +465,7 @@ RankEnv read_rank_env() {
   const auto slurm = slurm_rank();
   // srun --mpi=pmi2 sets PMI's variables too and knows more. When they differ from SLURM's, it is
   // MPICH's proxy that srun started, one per node.
-  if (mpi && slurm && mpi->rank_name == "PMI_RANK" && mpi->rank == slurm->rank &&
+  if (mpi && slurm && std::string_view(mpi->names.rank) == "PMI_RANK" && mpi->rank == slurm->rank &&
       mpi->size == slurm->size) {
     mpi.reset();
   }

@@ -16,6 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 namespace {
@@ -34,13 +35,6 @@ constexpr char kSalt[] = "lockstep launch link 1";
     ERR_error_string_n(error, text, sizeof text);
   throw UsageError("launch", "OpenSSL cannot {} ({}). Check its configuration (OPENSSL_CONF).",
                    what, text);
-}
-
-std::string_view trimmed(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\r\n\v\f";
-  const auto first = text.find_first_not_of(kSpace);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
 }
 
 // Checks the descriptor that is then read, so that the file cannot be replaced in between.
@@ -112,7 +106,7 @@ SecretKey SecretKey::from_file(const std::string& path) {
     if (n == 0) break;
     size += static_cast<std::size_t>(n);
   }
-  const std::string_view secret = trimmed({contents.data(), size});
+  std::string secret = trim({contents.data(), size});
   if (size > kMaxSecretBytes || secret.size() < kMinSecretBytes)
     throw UsageError("launch",
                      "--secret-file={} holds {} bytes; a secret has {} to {}. A short one can be "
@@ -121,6 +115,7 @@ SecretKey SecretKey::from_file(const std::string& path) {
                      kMinSecretBytes, kMaxSecretBytes);
   const SecretKey key(secret);
   OPENSSL_cleanse(contents.data(), contents.size());
+  OPENSSL_cleanse(secret.data(), secret.size());
   return key;
 }
 

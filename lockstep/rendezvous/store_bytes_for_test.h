@@ -7,6 +7,7 @@
 #include <string>
 
 #include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep {
 
@@ -21,5 +22,16 @@ inline std::string command(store::Command which, const std::string& rest = "") {
   return std::string(1, static_cast<char>(which)) + rest;
 }
 inline const std::string kHandshake = command(store::Command::kValidate, number(store::kMagic));
+
+// Carries out the commands that are complete; returns how many bytes they had.
+inline std::size_t feed_all(StoreTable& table, StoreTable::Client client, std::string_view input) {
+  std::size_t used = 0;
+  while (used < input.size()) {
+    const std::size_t size = table.feed(client, input.substr(used));
+    if (size == 0) break;
+    used += size;
+  }
+  return used;
+}
 
 }  // namespace lockstep

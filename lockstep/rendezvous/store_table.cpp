@@ -14,6 +14,12 @@ using store::Command;
 
 namespace {
 
+// What each command of store::Command brings: a key, a value, an unsigned number of 32 or an
+// integer of 64 bits, counted Keys, or counted Pairs of a key and a value.
+constexpr std::string_view kArguments[] = {"u",  "kv", "kvv", "k", "ki", "K",  "K", "",  "k",
+                                           "kv", "K",  "P",   "",  "u",  "kv", "k", "k", ""};
+static_assert(std::size(kArguments) == static_cast<std::size_t>(Command::kListKeys) + 1);
+
 // What a deque with one element and its node in a map take, besides the key and the element.
 constexpr std::size_t kDequeBytes = 640;
 
@@ -35,6 +41,13 @@ void append_value(std::string& to, std::string_view value) {
 
 }  // namespace
 
+// What a command brings, whatever it is.
+struct StoreTable::Arguments {
+  std::vector<std::string> keys;
+  std::vector<std::string_view> values;
+  std::int64_t number = 0;
+};
+
 // Reads from the front of the bytes that have come. Past their end everything reads as empty and
 // incomplete() is true: the command is then tried again when there are more.
 class StoreTable::Input {
@@ -43,6 +56,23 @@ class StoreTable::Input {
 
   bool incomplete() const { return incomplete_; }
   std::size_t used() const { return used_; }
+
+  Arguments arguments(Command command) {
+    const auto index = static_cast<std::size_t>(command);
+    if (index == 0 || index >= std::size(kArguments))
+      refuse(fmt::format(
+          "command {} is not known. The client's PyTorch is probably newer than this launcher",
+          index));
+    Arguments got;
+    for (const char kind : kArguments[index]) {
+      if (kind == 'k') got.keys.push_back(key());
+      if (kind == 'v') got.values.push_back(value());
+      if (kind == 'u') got.number = number<std::uint32_t>();
+      if (kind == 'i') got.number = number<std::int64_t>();
+      if (kind == 'K' || kind == 'P') keys(got, kind == 'P');
+    }
+    return got;
+  }
 
   template <typename T>
   T number() {
@@ -53,15 +83,13 @@ class StoreTable::Input {
   }
   std::string key() { return std::string(piece(store::kMaxKeyBytes, "key")); }
   std::string_view value() { return piece(store::kMaxValueBytes, "value"); }
-  std::uint64_t count() {
-    const auto keys = number<std::uint64_t>();
-    if (keys > store::kMaxKeys) refuse(fmt::format("{} keys in one command are too many", keys));
-    return keys;
-  }
-  std::vector<std::string> keys() {
-    std::vector<std::string> keys;
-    for (auto left = count(); left > 0 && !incomplete_; --left) keys.push_back(key());
-    return keys;
+  void keys(Arguments& to, bool with_values) {
+    const auto count = number<std::uint64_t>();
+    if (count > store::kMaxKeys) refuse(fmt::format("{} keys in one command are too many", count));
+    for (auto left = count; left > 0 && !incomplete_; --left) {
+      to.keys.push_back(key());
+      if (with_values) to.values.push_back(value());
+    }
   }
 
  private:
@@ -86,16 +114,6 @@ class StoreTable::Input {
 };
 
 std::size_t StoreTable::feed(Client client, std::string_view input) {
-  std::size_t used = 0;
-  while (used < input.size()) {
-    const std::size_t command = feed_one(client, input.substr(used));
-    if (command == 0) break;
-    used += command;
-  }
-  return used;
-}
-
-std::size_t StoreTable::feed_one(Client client, std::string_view input) {
   Input in(input);
   if (carry_out(client, in)) return in.used();
   if (input.size() > limits_.command_bytes)
@@ -121,107 +139,61 @@ bool StoreTable::carry_out(Client client, Input& in) {
     if (magic != store::kMagic) refuse("the first message is not from a TCPStore client");
     return state.validated = true;
   }
+  // All of it is read before anything is done.
+  Arguments got = in.arguments(command);
+  if (in.incomplete()) return false;
+  obey(client, command, got);
+  return true;
+}
+
+void StoreTable::obey(Client client, Command command, Arguments& got) {
+  const std::string& key = got.keys.empty() ? std::string() : got.keys.front();
+  const auto reply_number = [&](std::size_t number) {
+    reply_(client, bytes_of(static_cast<std::int64_t>(number)));
+  };
   switch (command) {
-    case Command::kPing: {
-      const auto nonce = in.number<std::uint32_t>();
-      if (in.incomplete()) return false;
-      reply_(client, bytes_of(nonce));
-      return true;
-    }
+    case Command::kPing:
+      return reply_(client, bytes_of(static_cast<std::uint32_t>(got.number)));
     case Command::kNumKeys:
-      reply_(client, bytes_of<std::int64_t>(static_cast<std::int64_t>(values_.size())));
-      return true;
+      return reply_number(values_.size());
     case Command::kListKeys:
-      list(client);
-      return true;
+      return list(client);
     case Command::kCancelWait:
       stop_waiting(client);
-      reply_(client, std::string_view(&store::kWaitCanceled, 1));
-      return true;
-    case Command::kCheck:
+      return reply_(client, std::string_view(&store::kWaitCanceled, 1));
+    case Command::kCheck: {
+      const bool all = std::ranges::all_of(got.keys, [this](const auto& k) { return present(k); });
+      return reply_(client, std::string_view(all ? &store::kReady : &store::kNotReady, 1));
+    }
     case Command::kWait:
-    case Command::kMultiGet:
-    case Command::kMultiSet:
-      return carry_out_on_keys(client, command, in);
-    default:
-      return carry_out_on_key(client, command, in);
-  }
-}
-
-bool StoreTable::carry_out_on_key(Client client, Command command, Input& in) {
-  switch (command) {
-    case Command::kSet:
-    case Command::kAppend:
-    case Command::kQueuePush: {
-      const std::string key = in.key();
-      const std::string_view value = in.value();
-      if (in.incomplete()) return false;
-      if (command == Command::kSet) put(key, std::string(value));
-      if (command == Command::kAppend) append(key, value);
-      if (command == Command::kQueuePush) push(key, value);
-      return true;
-    }
-    case Command::kCompareSet: {
-      const std::string key = in.key();
-      const std::string_view expected = in.value();
-      const std::string_view desired = in.value();
-      if (in.incomplete()) return false;
-      compare_set(client, key, expected, desired);
-      return true;
-    }
-    case Command::kAdd: {
-      const std::string key = in.key();
-      const auto amount = in.number<std::int64_t>();
-      if (in.incomplete()) return false;
-      add(client, key, amount);
-      return true;
-    }
+      return wait(client, std::move(got.keys));
     case Command::kGet:
-    case Command::kDeleteKey:
+    case Command::kMultiGet:
+      return reply_(client, value_reply(got.keys));
+    case Command::kSet:
+    case Command::kMultiSet:
+      for (std::size_t i = 0; i < got.keys.size(); ++i)
+        put(got.keys[i], std::string(got.values[i]));
+      return;
+    case Command::kAppend:
+      return append(key, got.values[0]);
+    case Command::kQueuePush:
+      return push(key, got.values[0]);
     case Command::kQueuePop:
+      return pop(client, key);
     case Command::kQueueLen: {
-      const std::string key = in.key();
-      if (in.incomplete()) return false;
-      if (command == Command::kGet) reply_(client, value_reply({key}));
-      if (command == Command::kDeleteKey) reply_(client, bytes_of<std::int64_t>(erase(key)));
-      if (command == Command::kQueuePop) pop(client, key);
-      if (command == Command::kQueueLen) {
-        const auto queue = queues_.find(key);
-        reply_(
-            client,
-            bytes_of(static_cast<std::int64_t>(queue == queues_.end() ? 0 : queue->second.size())));
-      }
-      return true;
+      const auto queue = queues_.find(key);
+      return reply_number(queue == queues_.end() ? 0 : queue->second.size());
     }
-    default:
-      refuse(fmt::format(
-          "command {} is not known. The client's PyTorch is probably newer than this launcher",
-          static_cast<int>(command)));
+    case Command::kCompareSet:
+      return compare_set(client, key, got.values[0], got.values[1]);
+    case Command::kAdd:
+      return add(client, key, got.number);
+    case Command::kDeleteKey:
+      return reply_number(erase(key));
+    case Command::kValidate:
+      return;
   }
-}
-
-bool StoreTable::carry_out_on_keys(Client client, Command command, Input& in) {
-  if (command == Command::kMultiSet) {
-    std::vector<std::pair<std::string, std::string_view>> pairs;
-    for (auto left = in.count(); left > 0 && !in.incomplete(); --left) {
-      std::string key = in.key();
-      pairs.emplace_back(std::move(key), in.value());
-    }
-    if (in.incomplete()) return false;
-    for (const auto& [key, value] : pairs) put(key, std::string(value));
-    return true;
-  }
-  std::vector<std::string> keys = in.keys();
-  if (in.incomplete()) return false;
-  if (command == Command::kWait) {
-    wait(client, std::move(keys));
-  } else if (command == Command::kMultiGet) {
-    reply_(client, value_reply(keys));
-  } else {
-    const bool all = std::ranges::all_of(keys, [this](const auto& key) { return present(key); });
-    reply_(client, std::string_view(all ? &store::kReady : &store::kNotReady, 1));
-  }
-  return true;
 }
 
 // ---------------------------------------------------------------- values
@@ -259,7 +231,7 @@ void StoreTable::append(const std::string& key, std::string_view value) {
   found->second += value;
 }
 
-std::int64_t StoreTable::erase(const std::string& key) {
+std::size_t StoreTable::erase(const std::string& key) {
   const auto found = values_.find(key);
   if (found == values_.end()) return 0;
   reserve(0, key.size() + found->second.size());

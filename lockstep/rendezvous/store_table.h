@@ -2,12 +2,12 @@
 // (rendezvous/store_channel.h lists the commands).
 //
 //   StoreTable table([&](auto client, auto bytes) { send(client, bytes); });
-//   input.erase(0, table.feed(client, input));   // carries out the commands that are complete
+//   input.erase(0, table.feed(client, input));   // carries out the first command
 //
 // Bytes in, bytes out: it knows no sockets. The keys, values, queues and awaited keys that clients
 // make it hold are counted and bounded; input that is not complete and replies that are not sent
 // belong to the caller. One command costs at most what its own bytes and its reply allow
-// (StoreLimits::command_bytes), so a caller that must not stall feeds one command at a time.
+// (StoreLimits::command_bytes).
 // Owned and called by one thread.
 #pragma once
 
@@ -40,16 +40,15 @@ class StoreTable {
   explicit StoreTable(Reply reply, StoreLimits limits = {})
       : reply_(std::move(reply)), limits_(limits) {}
 
-  // Returns how many bytes at the front of `input` were used; the rest is the beginning of a
-  // command. Throws CommError where a client breaks the protocol or a limit: drop it then.
+  // Carries out the first command of the input, and returns its size; 0 when it is not complete.
+  // Throws CommError where a client breaks the protocol or a limit: drop it then.
   std::size_t feed(Client client, std::string_view input);
-  // The same for only the first command; 0 when it is not complete.
-  std::size_t feed_one(Client client, std::string_view input);
   // Forgets the client and what it waits for. Its keys stay.
   void drop(Client client);
 
  private:
   class Input;
+  struct Arguments;
   struct State {
     bool validated = false;
     std::vector<std::string> awaited;  // keys that were missing when the wait began
@@ -58,13 +57,12 @@ class StoreTable {
   };
 
   bool carry_out(Client client, Input& in);
-  bool carry_out_on_key(Client client, store::Command command, Input& in);
-  bool carry_out_on_keys(Client client, store::Command command, Input& in);
+  void obey(Client client, store::Command command, Arguments& got);
   void reserve(std::size_t added, std::size_t removed);
   void check_reply(std::size_t bytes) const;
   void put(const std::string& key, std::string value);
   void append(const std::string& key, std::string_view value);
-  std::int64_t erase(const std::string& key);
+  std::size_t erase(const std::string& key);
   std::string value_reply(const std::vector<std::string>& keys) const;
   void add(Client client, const std::string& key, std::int64_t amount);
   void compare_set(Client client, const std::string& key, std::string_view expected,

@@ -24,9 +24,9 @@ struct Table {
       : table([this](auto client, auto bytes) { replies[client] += bytes; }, limits) {}
 
   std::string say(StoreTable::Client client, const std::string& bytes) {
-    if (introduced.insert(client).second) table.feed(client, kHandshake);
+    if (introduced.insert(client).second) feed_all(table, client, kHandshake);
     replies[client].clear();
-    EXPECT_EQ(table.feed(client, bytes), bytes.size());
+    EXPECT_EQ(feed_all(table, client, bytes), bytes.size());
     return replies[client];
   }
   std::string error(StoreTable::Client client, const std::string& bytes) {
@@ -52,7 +52,7 @@ TEST(StoreTable, ACommandInPiecesIsCarriedOutWhenItIsComplete) {
   for (const char byte : all) {
     EXPECT_EQ(t.replies[1], "");
     input += byte;
-    input.erase(0, t.table.feed(1, input));
+    input.erase(0, feed_all(t.table, 1, input));
   }
   EXPECT_EQ(input, "");
   EXPECT_EQ(t.replies[1], piece("value"));
@@ -60,9 +60,9 @@ TEST(StoreTable, ACommandInPiecesIsCarriedOutWhenItIsComplete) {
 
 TEST(StoreTable, WhoeverIsNotAClientIsRefused) {
   Table t;
-  EXPECT_THROW(t.table.feed(1, "GET / HTTP/1.1\r\n"), CommError);
-  EXPECT_THROW(t.table.feed(2, command(Command::kNumKeys, "12345")), CommError);
-  EXPECT_THROW(t.table.feed(3, command(Command::kValidate, "zzzz")), CommError);
+  EXPECT_THROW(feed_all(t.table, 1, "GET / HTTP/1.1\r\n"), CommError);
+  EXPECT_THROW(feed_all(t.table, 2, command(Command::kNumKeys, "12345")), CommError);
+  EXPECT_THROW(feed_all(t.table, 3, command(Command::kValidate, "zzzz")), CommError);
   EXPECT_THAT(t.error(4, "\xff"), HasSubstr("command 255 is not known"));
   EXPECT_THAT(t.error(4, command(Command::kGet, number<std::uint64_t>(1u << 20))),
               HasSubstr("a key of 1048576 bytes is too long"));
@@ -106,8 +106,8 @@ TEST(StoreTable, EverythingThatItHoldsIsBounded) {
   Table commands({.command_bytes = 100});
   const std::string half = command(Command::kSet, piece("k") + number<std::uint64_t>(1000));
   commands.say(1, command(Command::kPing, number<std::uint32_t>(7)));
-  EXPECT_EQ(commands.table.feed(1, half), 0u);
-  EXPECT_THROW(commands.table.feed(1, half + std::string(200, 'v')), CommError);
+  EXPECT_EQ(feed_all(commands.table, 1, half), 0u);
+  EXPECT_THROW(feed_all(commands.table, 1, half + std::string(200, 'v')), CommError);
 }
 
 TEST(StoreTable, AQueueAndAnAwaitedKeyCountWithTheMemoryThatTheyTake) {

@@ -7,6 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/fsdp_keys.h"
 
@@ -15,26 +16,12 @@ namespace {
 
 // The table writes the accepted values as "no|steps|epoch".
 std::vector<std::string> split_choices(std::string_view choices) {
-  std::vector<std::string> values(choices.empty() ? 0 : 1);
-  for (const char c : choices) {
-    if (c == '|') {
-      values.emplace_back();
-    } else {
-      values.back() += c;
-    }
-  }
-  return values;
+  return choices.empty() ? std::vector<std::string>() : split(choices, '|');
 }
 
 // "no, steps or epoch"
 std::string choices_text(std::string_view choices) {
-  const std::vector<std::string> values = split_choices(choices);
-  std::string text;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (i > 0) text += i + 1 == values.size() ? " or " : ", ";
-    text += values[i];
-  }
-  return text;
+  return listed(split_choices(choices));
 }
 
 template <typename... Args>

@@ -14,7 +14,7 @@
 #include "lockstep/comm/agree.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/ledger_resume.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/train/folder_owner.h"

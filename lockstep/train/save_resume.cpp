@@ -13,7 +13,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/ledger_resume.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/checksum.h"

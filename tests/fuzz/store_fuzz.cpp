@@ -5,7 +5,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/store_table.h"
+#include "lockstep/rendezvous/store_bytes_for_test.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
@@ -28,7 +28,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
     data += 1 + count;
     size -= 1 + count;
     try {
-      const std::size_t used = table.feed(client, input);
+      const std::size_t used = feed_all(table, client, input);
       require(used <= input.size(), "more was used than came");
       input.erase(0, used);
     } catch (const CommError& error) {

@@ -130,6 +130,10 @@ class FakeRoot {
     path_ = ::mkdtemp(pattern);
     write("/proc/meminfo", "MemTotal: 100 kB\nMemAvailable:    8192 kB\n");
     write("/proc/self/statm", "100 10 10 1 0 10 0\n");
+    const std::string groups = path_ + "/sys/fs/cgroup";
+    write("/proc/self/mountinfo", "31 23 0:28 / " + groups + " rw - cgroup2 cgroup2 rw\n" +
+                                      "32 31 0:29 / " + groups +
+                                      "/memory rw - cgroup cgroup rw,memory\n");
   }
   ~FakeRoot() { std::filesystem::remove_all(path_); }
   void write(const std::string& name, const std::string& text) const {
@@ -139,7 +143,7 @@ class FakeRoot {
   // `groups`: those of all ranks, this one included.
   std::string lack(std::size_t mib, const std::vector<std::string>& groups = {}) const {
     return lacking_memory({.own_bytes = mib << 20, .host_bytes = mib << 20, .groups = groups},
-                          path_);
+                          {.proc = path_ + "/proc", .sys = path_ + "/sys"});
   }
 
  private:
