@@ -336,14 +336,15 @@ void place_parts(models::CausalLm& net, const ModelConfig& model, const World& w
 void make_language_model(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a,
                          const Mesh& mesh, std::optional<std::int64_t> end_of_text) {
   const ModelConfig& model = wanted.model;
-  // Adapters convert the frozen base, and trials of batches run on one rank: both need it whole.
-  const bool whole = wanted.lora || a.auto_find_batch_size;
+  // In half precision adapters convert the frozen base, and trials of batches run on one rank: both
+  // need it whole.
+  const bool whole = (wanted.lora && (a.bf16 || a.fp16)) || a.auto_find_batch_size;
   std::optional<ShardedConstruction> divided;
   std::optional<PipelinedConstruction> split;
   if (!whole && mesh.size("pipeline") > 1)
-    split.emplace(mesh, layers_of(model),
-                  PipelineOptions{.schedule =
-                                      parallel::schedule_named(a.pipeline_parallel_schedule)});
+    split.emplace(
+        mesh, layers_of(model),
+        PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule)});
   else if (!whole && mesh.size("shard") > 1)
     divided.emplace(mesh);
   const models::CausalLmPtr net = make_net(model, end_of_text);

@@ -157,8 +157,8 @@ void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine) {
     if (part->unit) break;
     own_memory(tensor);
     if (mine)  // of one rank's stage: no other rank has values to send
-      nn::set_rows(tensor, c10::make_intrusive<nn::Rows>(
-                               alias_of(tensor.detach(), 0, {tensor.numel()}), 0));
+      nn::set_rows(
+          tensor, c10::make_intrusive<nn::Rows>(alias_of(tensor.detach(), 0, {tensor.numel()}), 0));
     else
       make_absent(tensor, absent_storage(name, tensor), no_rows(tensor));
   }
@@ -509,8 +509,7 @@ void FullyShardImpl::gather_absent() {
 void FullyShardImpl::free_absent() {
   if (line_.size() == 1 || !std::exchange(absent_here_, false)) return;
   for (const ShardedParameter& p : absent_) parallel::make_absent(p.tensor, p.freed, p.rows);
-  if (!divides())
-    each_parameter([](ShardedParameter& p) { nn::set_rows(p.tensor, p.rows); });
+  if (!divides()) each_parameter([](ShardedParameter& p) { nn::set_rows(p.tensor, p.rows); });
 }
 
 void FullyShardImpl::take_whole() {

@@ -74,8 +74,7 @@ class Parallelism {
       before_forward();
       const at::Tensor loss = watch(pass.forward());
       losses.push_back(loss.detach());
-      if (c10::GradMode::is_enabled())
-        backward(pass.weigh(loss), losses.size() == passes.size());
+      if (c10::GradMode::is_enabled()) backward(pass.weigh(loss), losses.size() == passes.size());
     }
     return losses;
   }

@@ -357,10 +357,10 @@ std::string PipelineImpl::describe(const torch::nn::Module& module) const {
   for (const ModelParameter& p : model_.parameters()) {
     const auto held = holders_.find(p.tensor.unsafeGetTensorImpl());
     if (held == holders_.end()) break;  // it was refused
-    text += fmt::format("{}: {}, shape [{}]{}, rank {}\n", p.name,
-                        c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
-                        p.tensor.requires_grad() ? "" : ", frozen",
-                        fmt::join(held->second, " and "));
+    text +=
+        fmt::format("{}: {}, shape [{}]{}, rank {}\n", p.name,
+                    c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
+                    p.tensor.requires_grad() ? "" : ", frozen", fmt::join(held->second, " and "));
   }
   return text + model_.describe_buffers() + describe_prepared(module);
 }
@@ -415,9 +415,10 @@ const std::vector<PipelineStep>& PipelineImpl::program(std::size_t micro_batches
   const bool trains = at::GradMode::is_enabled();
   std::vector<PipelineStep>& steps = programs_[{micro_batches, trains}];
   if (!steps.empty()) return steps;
-  auto all = pipeline_programs(options_.schedule, {.ranks = line_.size(),
-                                                   .stages_per_rank = options_.stages_per_rank,
-                                                   .micro_batches = static_cast<int>(micro_batches)});
+  auto all =
+      pipeline_programs(options_.schedule, {.ranks = line_.size(),
+                                            .stages_per_rank = options_.stages_per_rank,
+                                            .micro_batches = static_cast<int>(micro_batches)});
   steps = std::move(all[static_cast<std::size_t>(line_.rank())]);
   if (!trains)
     std::erase_if(steps, [](const PipelineStep& step) {
@@ -570,8 +571,7 @@ std::vector<std::string> Pipeline::parameter_names() const {
 PipelinedConstruction::PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options) {
   const int ranks = mesh.size("pipeline");
   const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
-  const int stages =
-      ranks * (options.stages_per_rank == 0 ? interleaved : options.stages_per_rank);
+  const int stages = ranks * (options.stages_per_rank == 0 ? interleaved : options.stages_per_rank);
   nn::BlockObserver take;
   // With fewer blocks than stages there is no pipeline: it says so.
   if (blocks >= stages && mesh.world().size() > 1)

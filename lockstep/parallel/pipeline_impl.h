@@ -62,7 +62,7 @@ class PipelineImpl : public std::enable_shared_from_this<PipelineImpl> {
   PipelineOptions options_;
   nn::Staged* staged_;
   ModelTensors model_;
-  std::vector<int> begins_;                              // split_blocks()
+  std::vector<int> begins_;                               // split_blocks()
   std::map<int, std::vector<at::Tensor>> stage_tensors_;  // of this rank's stages
   Holders holders_;
   std::shared_ptr<FullyShardImpl> shards_;

@@ -15,6 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/llama.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/staged.h"
@@ -30,9 +31,9 @@
 namespace lockstep::pipeline_shard {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::Count;
 using testing::CountingAllocator;
+using ::testing::HasSubstr;
 using testing::message_of;
 using testing::this_rank;
 
@@ -64,9 +65,9 @@ at::Tensor text(int k, int rank) {
   return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
 }
 
-struct Run {
-  Run(models::CausalLmPtr model, std::shared_ptr<Parallelism> parallelism,
-      const optim::Rule& rule = kAdamW)
+struct Trained {
+  Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> parallelism,
+          const optim::Rule& rule = kAdamW)
       : net(std::move(model)),
         way(std::move(parallelism)),
         optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
@@ -102,22 +103,22 @@ struct Run {
   std::unique_ptr<optim::Optimizer> optimizer;
 };
 
-Run piped(const Mesh& mesh, const PipelineOptions& options, bool tied,
-          const optim::Rule& rule = kAdamW) {
+Trained piped(const Mesh& mesh, const PipelineOptions& options, bool tied,
+              const optim::Rule& rule = kAdamW) {
   // Rank 0's values count.
   const auto net = make(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));
   return {net, std::make_shared<Pipeline>(*net, mesh, options), rule};
 }
 
 // The same samples without stages. The ranks of a stage are a world, which is divided alike.
-Run unpiped(const Mesh& mesh, const FullyShardOptions& options, bool tied,
-            const optim::Rule& rule = kAdamW) {
+Trained unpiped(const Mesh& mesh, const FullyShardOptions& options, bool tied,
+                const optim::Rule& rule = kAdamW) {
   const auto net = make(tied);
   const Mesh ranks(mesh.batch(), {{"data", mesh.size("data")}, {"shard", mesh.size("shard")}});
   return {net, std::make_shared<FullyShard>(*net, ranks, options), rule};
 }
 
-Run replicated(const Mesh& mesh, bool tied) {
+Trained replicated(const Mesh& mesh, bool tied) {
   const auto net = make(tied);
   return {net, std::make_shared<DataParallel>(*net, Mesh(mesh.batch()))};
 }
@@ -146,10 +147,10 @@ TEST(PipelineShard, HasTheBitsOfFullyShard) {
           if (schedule == PipelineSchedule::kInterleaved1F1B && mesh.size("pipeline") > 2) continue;
           const FullyShardOptions sharding{.reshard_after_forward = reshard,
                                            .reduce_every_backward = every};
-          Run run = piped(mesh, {.schedule = schedule, .shard = sharding}, /*tied=*/false);
-          Run one = unpiped(mesh, sharding, /*tied=*/false);
-          EXPECT_THAT(run.way->text(), HasSubstr(fmt::format("fully sharded over {} ranks",
-                                                             mesh.size("shard"))));
+          Trained run = piped(mesh, {.schedule = schedule, .shard = sharding}, /*tied=*/false);
+          Trained one = unpiped(mesh, sharding, /*tied=*/false);
+          EXPECT_THAT(run.way->text(),
+                      HasSubstr(fmt::format("fully sharded over {} ranks", mesh.size("shard"))));
           ASSERT_EQ(run.train(3), one.train(3)) << parallel::name(schedule) << reshard << every;
           ASSERT_TRUE(testing::tensors_equal(run.weights(), one.weights()));
           run.way->verify_parameters();
@@ -162,7 +163,7 @@ TEST(PipelineShard, HasTheBitsOfFullyShard) {
 // a weight by 0.02, and what is lost in a sum of 16 terms is less than 1e-5 of it.
 TEST(PipelineShard, SharedWeightsClippingAndMicroBatchesWithoutTargets) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
-    Run run = piped(mesh, {}, /*tied=*/true), one = replicated(mesh, /*tied=*/true);
+    Trained run = piped(mesh, {}, /*tied=*/true), one = replicated(mesh, /*tied=*/true);
     const auto got = run.train(3, 0.5, /*empty=*/true);
     const auto expected = one.train(3, 0.5, /*empty=*/true);
     for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-4);
@@ -175,13 +176,13 @@ TEST(PipelineShard, SharedWeightsClippingAndMicroBatchesWithoutTargets) {
 TEST(PipelineShard, TheStateIsThatOfTheWholeModel) {
   for (const optim::Rule& rule : {kAdamW, optim::Rule(optim::MuonOptions{.lr = 0.01})})
     on_meshes(kMeshes, [&](const Mesh& mesh) {
-      Run run = piped(mesh, {}, /*tied=*/false, rule), one = unpiped(mesh, {}, false, rule);
+      Trained run = piped(mesh, {}, /*tied=*/false, rule), one = unpiped(mesh, {}, false, rule);
       run.train(2);
       one.train(2);
       const auto got = run.optimizer->state_dict(), expected = one.optimizer->state_dict();
       ASSERT_EQ(got.size(), expected.size());
       for (const auto& [key, value] : expected) EXPECT_TENSOR_EQ(got.at(key), value) << key;
-      Run other = piped(mesh, {}, /*tied=*/false, rule);
+      Trained other = piped(mesh, {}, /*tied=*/false, rule);
       other.optimizer->load_state_dict(got);
       for (const auto& [key, value] : other.optimizer->state_dict())
         EXPECT_TENSOR_EQ(value, expected.at(key)) << key;
@@ -192,7 +193,7 @@ TEST(PipelineShard, TheStateIsThatOfTheWholeModel) {
 // What the ranks say that they hold covers the model, and no rank has another one's rows.
 TEST(PipelineShard, EveryRowIsHeldAndMarked) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
-    Run run = piped(mesh, {}, /*tied=*/false);
+    Trained run = piped(mesh, {}, /*tied=*/false);
     run.train(1);
     EXPECT_EQ(run.way->divided(), true);
     double mine = 0, all = 0;
@@ -216,12 +217,13 @@ TEST(PipelineShard, EveryRowIsHeldAndMarked) {
 
 // Nothing is gathered and no graph is kept; the function sees the last stage's output.
 TEST(PipelineEvaluation, RunsThroughTheStages) {
-  const std::vector<Axes> meshes{{{"pipeline", 2}}, {{"pipeline", 4}}, {{"pipeline", 2}, {"shard", 2}}};
+  const std::vector<Axes> meshes{
+      {{"pipeline", 2}}, {{"pipeline", 4}}, {{"pipeline", 2}, {"shard", 2}}};
   on_meshes(meshes, [](const Mesh& mesh) {
     for (const PipelineSchedule schedule :
          {PipelineSchedule::k1F1B, PipelineSchedule::kInterleaved1F1B}) {
       if (schedule == PipelineSchedule::kInterleaved1F1B && mesh.size("pipeline") > 2) continue;
-      Run run = piped(mesh, {.schedule = schedule}, /*tied=*/true);
+      Trained run = piped(mesh, {.schedule = schedule}, /*tied=*/true);
       run.train(2);
       const torch::NoGradGuard no_grad;
       std::vector<Parallelism::Pass> passes;
@@ -242,7 +244,7 @@ TEST(PipelineEvaluation, RunsThroughTheStages) {
       for (std::size_t k = 0; last && k < 5; ++k) EXPECT_EQ(seen[k], losses[k].item<double>());
       EXPECT_EQ(run.train(2).size(), 2u);  // with the borders of training
       // As one process after the same steps; the shared weight's gradient has another order.
-      Run same = replicated(mesh, /*tied=*/true);
+      Trained same = replicated(mesh, /*tied=*/true);
       same.train(2);
       const at::Tensor ids = text(0, 0);
       const at::Tensor expected = same.net->loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8));
@@ -325,17 +327,16 @@ TEST(PipelinedConstructionTest, HasTheValuesOfAWholeModelAndAPartOfItsMemory) {
     torch::manual_seed(5);
     return body();
   };
-  const models::CausalLmConfig config{.model = models::GptConfig{.n_layer = 8,
-                                                                 .n_head = 2,
-                                                                 .n_embd = 64,
-                                                                 .vocab_size = kVocabulary,
-                                                                 .n_positions = 12}};
+  const models::CausalLmConfig config{
+      .model = models::GptConfig{
+          .n_layer = 8, .n_head = 2, .n_embd = 64, .vocab_size = kVocabulary, .n_positions = 12}};
   const auto whole = drawn([&] { return models::make_causal_lm(config); });
   std::int64_t blocks = 0, root = 0;
   for (const auto& item : whole->named_parameters())
     (item.key().find(".h.") != std::string::npos ? blocks : root) +=
         static_cast<std::int64_t>(item.value().nbytes());
-  const std::vector<Axes> meshes{{{"pipeline", 2}}, {{"pipeline", 4}}, {{"pipeline", 2}, {"shard", 2}}};
+  const std::vector<Axes> meshes{
+      {{"pipeline", 2}}, {{"pipeline", 4}}, {{"pipeline", 2}, {"shard", 2}}};
   on_meshes(meshes, [&](const Mesh& mesh) {
     this_rank = std::make_shared<Count>();
     const std::shared_ptr<Count> count = this_rank;

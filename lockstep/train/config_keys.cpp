@@ -387,7 +387,8 @@ constexpr KeySpec kKeys[] = {
      .unset = "as fsdp says"},
     {.name = "data_parallel_shard_degree",
      .member = &A::data_parallel_shard_degree,
-     .help = "ranks over which fsdp divides the model; the others hold copies and see other samples",
+     .help =
+         "ranks over which fsdp divides the model; the others hold copies and see other samples",
      .check = &kCount,
      .ours = true,
      .unset = "all ranks that hold the same stage"},

@@ -37,9 +37,9 @@
 namespace lockstep::train {
 namespace {
 
+using ::testing::AllOf;
 using testing::Count;
 using testing::CountingAllocator;
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::this_rank;
 
@@ -268,7 +268,8 @@ TEST(DividedSaveFaults, ARankThatIsKilledInASaveLeavesTheOlderCheckpoint) {
           std::thread([] {  // the disk clears it when the file is there and its fsync has begun
             while (disk().slow_for != nullptr) std::this_thread::yield();
             std::cout << "writes" << std::endl;
-          }).detach();
+          })
+              .detach();
         }
         save_checkpoint(folder, mesh, run.parts, {.step = 2});
       },

@@ -57,9 +57,8 @@ std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& 
   const TrainingArguments& a = run.arguments;
   const int stages = run.mesh.size("pipeline");
   const std::int64_t passes = accumulation_steps(a, run.batch_ranks());
-  const PipelineOptions options{
-      .schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
-      .shard = shard_options(run, plan)};
+  const PipelineOptions options{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
+                                .shard = shard_options(run, plan)};
   const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
   auto pipeline = std::make_shared<Pipeline>(*run.task.module, run.mesh, options);
   const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
