@@ -14,6 +14,7 @@
 #include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/run.h"
@@ -133,7 +134,7 @@ double measure_limit(Contender& contender, World& barrier_world) {
   const auto start = Clock::now();
   contender.limit(slices);
   const double own_us = since_us(start);
-  return barrier_world.max(own_us);
+  return all_reduce(barrier_world, own_us, ReduceOp::kMax);
 }
 
 double measure(Contender& contender, World& barrier_world, std::int64_t bytes) {

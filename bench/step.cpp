@@ -12,6 +12,7 @@
 #include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/norm.h"
 #include "lockstep/optim/adamw.h"
@@ -392,7 +393,7 @@ void verify_all(std::vector<Contender>& contenders, World& world, const StepSett
 double measure_ms(Contender& contender, World& world, int round) {
   contender.bind();
   write_gradients(contender.grads, world.rank(), round);
-  world.sum(0);  // all start together
+  all_reduce(world, 0);  // all start together
   const auto start = Deadline::Clock::now();
   contender.run();
   return 1e3 * seconds_since(start);

@@ -19,6 +19,7 @@
 
 #include "cli/train_commands.h"
 #include "lockstep/comm/device.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -157,7 +158,7 @@ Node all_reduce(World& world) {
   x.fill_(world.rank() + 1);
   world.all_reduce(x).wait();
   const int sum = world.size() * (world.size() + 1) / 2;
-  const bool right = world.all(x.eq(sum).all().item<bool>());
+  const bool right = all_ranks(world, x.eq(sum).all().item<bool>());
   std::vector<double> times;
   for (int i = 0; i < kRepetitions; ++i) {
     world.barrier();
@@ -166,7 +167,7 @@ Node all_reduce(World& world) {
     x[0].item<float>();  // on a GPU wait() is for the stream, and this for the host
     times.push_back(ms_since(start));
   }
-  const double ms = world.max(median(std::move(times)));
+  const double ms = all_reduce(world, median(std::move(times)), ReduceOp::kMax);
   const double bytes = static_cast<double>(elements) * sizeof(float);
   const double rate = bytes / ms / 1e6;
   return map_node({{"bytes", integer_node(static_cast<std::int64_t>(bytes))},

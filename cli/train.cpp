@@ -24,6 +24,7 @@
 #include "cli/train_commands.h"
 #include "cli/train_tasks.h"
 #include "launcher/accelerate_config.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -142,7 +143,7 @@ TrainerTask make_task_everywhere(const Mesh& mesh, const Prepared& read) {
     mine = std::current_exception();
     said = fmt::format("on {} cannot begin: {}", host_name(), e.what());
   }
-  const std::vector<std::string> all = world.all_gather(said);
+  const std::vector<std::string> all = all_gather_bytes(world, said);
   if (mine) std::rethrow_exception(mine);
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     if (!all[rank].empty()) throw UsageError("train", "rank {} {}", rank, all[rank]);
@@ -226,7 +227,7 @@ std::optional<plan::Measurement> agreed_way(World& world, const plan::Training& 
                                      training, world.size()))
       mine = measurement_text(*way);
   }
-  return parse_measurement(world.all_gather(mine).front());
+  return parse_measurement(all_gather_bytes(world, mine).front());
 }
 
 // elastic_gpu: batch, accumulation and sharding that fit the smallest device. Called before the
@@ -241,7 +242,7 @@ void follow_plan(World& world, Prepared& read) {
           ? 0.0
           : static_cast<double>(
                 c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
-  card.memory_bytes = static_cast<std::uint64_t>(world.min(free_bytes));
+  card.memory_bytes = static_cast<std::uint64_t>(all_reduce(world, free_bytes, ReduceOp::kMin));
   const plan::Training training = training_of(arguments, read.task);
   const std::string chosen =
       apply_plan(arguments, training, card, world.size(), agreed_way(world, training));

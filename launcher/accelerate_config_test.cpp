@@ -120,17 +120,17 @@ TEST(AccelerateConfig, SwitchesAndDevices) {
   EXPECT_THAT(read("").flags, IsEmpty());
 }
 
-struct Mistake {
+struct AccelerateMistake {
   const char* name;
   std::string text;
   std::string expected;
 };
-class AccelerateMistake : public ::testing::TestWithParam<Mistake> {};
+class AccelerateMistake : public ::testing::TestWithParam<AccelerateMistake> {};
 TEST_P(AccelerateMistake, IsNamedWithPlaceAndRemedy) {
   EXPECT_THAT(message_of(GetParam().text), HasSubstr("[config] acc.yaml:" + GetParam().expected));
 }
 
-const Mistake kMistakes[] = {
+const AccelerateMistake kMistakes[] = {
     {"TrainingKey", "num_processes: 2\nlearning_rate: 1e-4\n",
      "2:1: learning_rate belongs in the training file (`lockstep train FILE`), not in the "
      "launcher's. Move it there."},

@@ -40,14 +40,14 @@ int bound_port(int fd) {
              : ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
-struct Request {
+struct PortRequest {
   int port;
   Reach reach;
   bool reuse;
 };
 
 // None, with errno, where it cannot be bound.
-Fd bind_socket(int family, const Request& request) {
+Fd bind_socket(int family, const PortRequest& request) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return fd;
   if (request.reuse) allow_reuse(fd.get());
@@ -80,7 +80,7 @@ bool is_missing_family(int error) {
 }
 
 // Every address of the reach at one port; none of them, with errno, where one is taken.
-std::vector<Fd> bind_sockets(Request request) {
+std::vector<Fd> bind_sockets(PortRequest request) {
   std::vector<Fd> sockets;
   const bool network = request.reach == Reach::kNetwork;
   Fd first = bind_socket(network ? AF_INET6 : AF_INET, request);

@@ -17,7 +17,7 @@ using testing::Pair;
 
 using Environment = std::map<std::string, std::string>;
 
-Variables variables(Environment environment) {
+Variables variables_of(Environment environment) {
   return [environment](const std::string& name) -> std::optional<std::string> {
     const auto found = environment.find(name);
     if (found == environment.end()) return std::nullopt;
@@ -55,23 +55,24 @@ WorkerInfo third() {
 TEST(WorkerEnvironment, WhatTheFileSaysYieldsToWhatIsSet) {
   LaunchPlan plan = two_by_four();
   plan.environment = {{"CUDA_VISIBLE_DEVICES", "4,5,6,7"}, {"LOCKSTEP_DEBUG", "1"}};
-  const Environment set = worker_environment(plan, third(), variables({{"LOCKSTEP_DEBUG", "0"}}));
+  const Environment set =
+      worker_environment(plan, third(), variables_of({{"LOCKSTEP_DEBUG", "0"}}));
   EXPECT_THAT(set, Contains(Pair("CUDA_VISIBLE_DEVICES", "4,5,6,7")));
   EXPECT_THAT(set, Not(Contains(Key("LOCKSTEP_DEBUG"))));
   plan.virtual_local_rank = true;
-  EXPECT_EQ(worker_environment(plan, third(), variables({})).at("CUDA_VISIBLE_DEVICES"), "6");
+  EXPECT_EQ(worker_environment(plan, third(), variables_of({})).at("CUDA_VISIBLE_DEVICES"), "6");
 }
 
 TEST(WorkerEnvironment, GlooIsReplacedWhereItIsAskedForAndInheritedElsewhere) {
   LaunchPlan plan = two_by_four();
-  const auto off = variables({{"LOCKSTEP_REPLACE_GLOO", "0"}});
+  const auto off = variables_of({{"LOCKSTEP_REPLACE_GLOO", "0"}});
   EXPECT_THAT(worker_environment(plan, third(), off), Not(Contains(Key("LOCKSTEP_REPLACE_GLOO"))));
   plan.replace_gloo = true;
   EXPECT_EQ(worker_environment(plan, third(), off).at("LOCKSTEP_REPLACE_GLOO"), "1");
 }
 
 TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
-  const Environment set = worker_environment(two_by_four(), third(), variables({}));
+  const Environment set = worker_environment(two_by_four(), third(), variables_of({}));
   const Environment expected = {{"RANK", "6"},
                                 {"LOCAL_RANK", "2"},
                                 {"ROLE_RANK", "3"},
@@ -104,7 +105,7 @@ TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
 
 TEST(WorkerEnvironment, OverridesStaleIdentity) {
   const Environment stale = {{"RANK", "99"}, {"WORLD_SIZE", "99"}, {"MASTER_PORT", "1"}};
-  const Environment set = worker_environment(two_by_four(), third(), variables(stale));
+  const Environment set = worker_environment(two_by_four(), third(), variables_of(stale));
   EXPECT_THAT(set, Contains(Pair("RANK", "6")));
   EXPECT_THAT(set, Contains(Pair("WORLD_SIZE", "8")));
   EXPECT_THAT(set, Contains(Pair("MASTER_PORT", "1234")));
@@ -115,10 +116,10 @@ TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
                               {"GLOO_SOCKET_IFNAME", "ib0"},
                               {"NCCL_SOCKET_IFNAME", "ib"},
                               {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"}};
-  const Environment set = worker_environment(two_by_four(), third(), variables(chosen));
+  const Environment set = worker_environment(two_by_four(), third(), variables_of(chosen));
   for (const auto& [name, value] : chosen) EXPECT_THAT(set, Not(Contains(Key(name)))) << name;
   // Set to nothing counts as not set.
-  EXPECT_THAT(worker_environment(two_by_four(), third(), variables({{"OMP_NUM_THREADS", ""}})),
+  EXPECT_THAT(worker_environment(two_by_four(), third(), variables_of({{"OMP_NUM_THREADS", ""}})),
               Contains(Pair("OMP_NUM_THREADS", "6")));
 }
 
@@ -128,7 +129,7 @@ TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
   place.ledger = "";
   place.interface = "";
   place.threads = 0;
-  const Environment set = worker_environment(two_by_four(), place, variables({}));
+  const Environment set = worker_environment(two_by_four(), place, variables_of({}));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_CONTROL_FD", "")));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_FD", "")));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_LEDGER", "")));
@@ -139,16 +140,16 @@ TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
 TEST(WorkerEnvironment, VirtualLocalRankShowsOneDevice) {
   LaunchPlan plan = two_by_four();
   plan.virtual_local_rank = true;
-  const Environment plain = worker_environment(plan, third(), variables({}));
+  const Environment plain = worker_environment(plan, third(), variables_of({}));
   EXPECT_THAT(plain, Contains(Pair("LOCAL_RANK", "0")));
   EXPECT_THAT(plain, Contains(Pair("RANK", "6")));
   EXPECT_THAT(plain, Contains(Pair("CUDA_VISIBLE_DEVICES", "2")));
   const Environment visible = {{"CUDA_VISIBLE_DEVICES", "4, GPU-abc ,7"}};
-  EXPECT_THAT(worker_environment(plan, third(), variables(visible)),
+  EXPECT_THAT(worker_environment(plan, third(), variables_of(visible)),
               Contains(Pair("CUDA_VISIBLE_DEVICES", "7")));
   for (const char* few : {"4,5", ""}) {
     try {
-      worker_environment(plan, third(), variables({{"CUDA_VISIBLE_DEVICES", few}}));
+      worker_environment(plan, third(), variables_of({{"CUDA_VISIBLE_DEVICES", few}}));
       FAIL() << "accepted '" << few << "'";
     } catch (const UsageError& error) {
       EXPECT_THAT(error.what(), HasSubstr("--virtual-local-rank: local rank 2 has no GPU"));
@@ -160,18 +161,18 @@ TEST(WorkerEnvironment, TimeoutsAreSetWhereTheyWereGiven) {
   LaunchPlan plan = two_by_four();
   plan.timeout = std::chrono::seconds(60);
   const Environment callers = {{"LOCKSTEP_TIMEOUT_S", "7"}, {"LOCKSTEP_STARTUP_TIMEOUT_S", "8"}};
-  const Environment set = worker_environment(plan, third(), variables(callers));
+  const Environment set = worker_environment(plan, third(), variables_of(callers));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_TIMEOUT_S", "60")));
   EXPECT_THAT(set, Not(Contains(Key("LOCKSTEP_STARTUP_TIMEOUT_S"))));
   plan.startup_timeout = std::chrono::seconds(20);
-  EXPECT_THAT(worker_environment(plan, third(), variables(callers)),
+  EXPECT_THAT(worker_environment(plan, third(), variables_of(callers)),
               Contains(Pair("LOCKSTEP_STARTUP_TIMEOUT_S", "20")));
 }
 
 TEST(WorkerEnvironment, SignalsAreGivenByName) {
   LaunchPlan plan = two_by_four();
   plan.signals_to_handle = {SIGTERM, SIGUSR1};
-  EXPECT_THAT(worker_environment(plan, third(), variables({})),
+  EXPECT_THAT(worker_environment(plan, third(), variables_of({})),
               Contains(Pair("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")));
 }
 

@@ -51,7 +51,7 @@ void collectives(lockstep::World& world) {
 
   // A metric averaged over ranks, to be printed once.
   const double loss = 0.25 * (rank + 1);
-  const double mean = world.mean(loss);
+  const double mean = lockstep::all_reduce(world, loss, lockstep::ReduceOp::kAvg);
   if (world.is_leader()) say(fmt::format("average loss across all ranks: {:.4f}", mean));
 }
 

@@ -68,7 +68,8 @@ void train(lockstep::World& world, const Flags& flags) {
       ++i;
     }
     // Over the samples of all ranks, not only of this one.
-    const double mean = world.sum(loss_sum) / world.sum(samples);
+    const double mean =
+        lockstep::all_reduce(world, loss_sum) / lockstep::all_reduce(world, samples);
     if (world.is_leader()) std::printf("Epoch %d completed, Average Loss: %.4f\n", epoch, mean);
   }
   model.verify_replicas();  // throws unless all ranks hold the same bits

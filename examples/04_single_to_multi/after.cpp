@@ -54,7 +54,7 @@ void train(lockstep::World& world) {
       optimizer.step();
       sum += loss.item<double>() * x.size(0);
     }
-    sum = world.sum(sum);
+    sum = lockstep::all_reduce(world, sum);
     if (!world.is_leader()) continue;
     std::printf("Epoch %d: loss %.4f\n", epoch, sum / kSamples);
   }

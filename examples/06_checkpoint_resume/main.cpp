@@ -57,7 +57,8 @@ void train(lockstep::World& world, const std::string& directory, std::int64_t st
       optimizer.step();
       optimizer.zero_grad();
       if (++step % kSaveEvery == 0) {
-        const double mean = world.mean(loss.item<double>());
+        const double mean =
+            lockstep::all_reduce(world, loss.item<double>(), lockstep::ReduceOp::kAvg);
         best = std::min(best, mean);
         run_log.log({{"loss", mean}}, step);
         lockstep::save_checkpoint(

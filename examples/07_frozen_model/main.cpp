@@ -69,7 +69,8 @@ void train(lockstep::World& world) {
       sum += loss.item<double>();
       ++step;
     }
-    const double mean = world.mean(sum / static_cast<double>(loader.batches_per_epoch()));
+    const double mean = lockstep::all_reduce(
+        world, sum / static_cast<double>(loader.batches_per_epoch()), lockstep::ReduceOp::kAvg);
     if (world.is_leader()) std::printf("epoch %d: loss %.4f\n", static_cast<int>(epoch), mean);
   }
   encoder.verify_replicas();

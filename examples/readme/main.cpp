@@ -16,7 +16,7 @@ void train(lockstep::World& world) {
     loss.backward();  // gradients are averaged over the ranks while this runs
     optimizer.step();
     optimizer.zero_grad();
-    const double mean = world.mean(loss.item<double>());
+    const double mean = lockstep::all_reduce(world, loss.item<double>(), lockstep::ReduceOp::kAvg);
     if (step % 20 == 0 && world.is_leader()) std::printf("step %3d: loss %.4f\n", step, mean);
   }
   model.verify_replicas();  // throws, naming tensor and rank, if two ranks differ in one bit

@@ -8,6 +8,7 @@
 #include <map>
 #include <utility>
 
+#include "lockstep/comm/agree.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 
@@ -107,7 +108,7 @@ Mesh::Mesh(World world)
 }
 
 Mesh::Mesh(World world, std::vector<MeshAxis> axes) : impl_(std::make_shared<Impl>()) {
-  const std::vector<std::string> all = world.agree([&] {
+  const std::vector<std::string> all = agree(world, [&] {
     axes = complete(std::move(axes), world.size());
     return text_of(axes);
   });

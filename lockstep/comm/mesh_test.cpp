@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -45,7 +46,7 @@ TEST_P(MeshTest, OneRankHasEveryAxis) {
       EXPECT_EQ(mesh.size(axis), 1) << axis;
       EXPECT_EQ(mesh.rank(axis), 0) << axis;
     }
-    EXPECT_EQ(mesh.batch().sum(2), 2);
+    EXPECT_EQ(all_reduce(mesh.batch(), 2), 2);
     EXPECT_EQ(mesh.text(), "data 1 x tensor 1");
   });
 }
@@ -56,8 +57,8 @@ TEST_P(MeshTest, WorldIsAMeshOfData) {
     EXPECT_EQ(mesh.text(), "data 3");
     EXPECT_EQ(mesh.size("data"), 3);
     EXPECT_EQ(mesh.rank("data"), world.rank());
-    EXPECT_EQ(mesh.batch().sum(1), 3);
-    EXPECT_EQ(mesh["tensor"].sum(1), 1);
+    EXPECT_EQ(all_reduce(mesh.batch(), 1), 3);
+    EXPECT_EQ(all_reduce(mesh["tensor"], 1), 1);
     EXPECT_EQ(mesh["tensor"].device(), world.device());
     EXPECT_EQ(mesh.flatten({"pipeline", "tensor"}).size(), 1);
   });
@@ -92,7 +93,7 @@ TEST_P(MeshTest, BatchHasTheRanksThatSeeOtherSamples) {
     EXPECT_EQ(members(mesh, mesh.batch()), rank % 2 == 0 ? (Ranks{0, 2}) : (Ranks{1, 3}));
     EXPECT_EQ(mesh.batch().rank(), rank / 2);
     // Every sample once: two ranks of "tensor" have the same one.
-    EXPECT_EQ(mesh.batch().sum(10 + mesh.rank("data")), 21);
+    EXPECT_EQ(all_reduce(mesh.batch(), 10 + mesh.rank("data")), 21);
     const Mesh outside(world, {{"tensor", 2}, {"data", 2}});
     EXPECT_EQ(members(outside, outside.batch()), rank < 2 ? (Ranks{0, 1}) : (Ranks{2, 3}));
   });
@@ -118,7 +119,7 @@ TEST_P(MeshTest, RefusesAxesThatDifferOverRanks) {
     } catch (const UsageError& e) {
       EXPECT_THAT(e.what(), HasSubstr("rank 1 makes a mesh of shard 2, but rank 0 one of data 2"));
     }
-    EXPECT_EQ(world.sum(1), 2);  // the world is unharmed
+    EXPECT_EQ(all_reduce(world, 1), 2);  // the world is unharmed
   });
 }
 

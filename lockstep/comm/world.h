@@ -3,7 +3,8 @@
 //   lockstep::World world = lockstep::World::from_env();   // a world of one when nothing is set
 //   auto x = torch::ones({4}, world.device());
 //   world.all_reduce(x).wait();                            // x is now the sum over ranks
-//   double loss = world.mean(local_loss);                  // numbers, not tensors
+//
+// numbers.h does the same with numbers and strings, agree.h with what can fail on one rank alone.
 //
 // Every rank must call the same operations in the same order. LOCKSTEP_DEBUG=1 checks it and prints
 // both sides of a mismatch instead of hanging.
@@ -17,11 +18,9 @@
 #include <c10/core/Device.h>
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "lockstep/comm/types.h"  // IWYU pragma: export
@@ -74,28 +73,12 @@ class World {
   Work recv(at::Tensor tensor, int peer);
   Work batch_isend_irecv(std::vector<P2p> messages);
 
-  // For programs that launch CUDA graphs with collectives in them. recording(): what is started on
-  // the device now goes into a graph. after_stream(): ends when the current stream reaches it, so
-  // that a graph has a deadline and a line in the ledger, as a collective has. All ranks call it.
-  bool recording() const;
-  Work after_stream(const char* name);
-
   // Blocking conveniences.
   std::vector<at::Tensor> all_gather(const at::Tensor& input);    // equal shapes
   std::vector<at::Tensor> all_gather_v(const at::Tensor& input);  // first dimension may differ
   // Returns when every rank has arrived; at the deadline throws TimeoutError naming the ranks that
   // did not. Operations whose handles nobody waited for may still be under way.
   void barrier(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
-
-  // Numbers and bytes.
-  double sum(double value);
-  double mean(double value);
-  double min(double value);
-  double max(double value);
-  bool any(bool value);
-  bool all(bool value);
-  std::string broadcast(const std::string& bytes, int root = 0);
-  std::vector<std::string> all_gather(const std::string& bytes);
 
   // Memory that all ranks of one host map: reducing a tensor that lies in it moves no byte twice.
   // Collective, with equal sizes. symmetric() is every rank's tensor as this process sees it, and
@@ -108,23 +91,6 @@ class World {
   // none.
   std::optional<World> split(int color, int key = 0);
 
-  // The leader runs `body` first, the others after it has finished (download once, read cached).
-  // A leader that throws releases the others, which throw as in agree().
-  void leader_first(const std::function<void()>& body);
-
-  // Runs `body` on every rank, for what can fail on one of them alone: a file, memory, a setting.
-  // When it throws on any rank, all ranks throw: that rank its own exception, the others an error
-  // of the same kind (UsageError, SystemError, CommError, TimeoutError, InternalError; Error for
-  // any other exception) with its rank and message. A report names that rank as the cause. Returns
-  // what the ranks' bodies returned (a string or nothing), in rank order. Collective.
-  template <typename Body>
-  auto agree(const Body& body) {
-    if constexpr (std::is_void_v<std::invoke_result_t<Body>>)
-      agree_on_texts([&] { return body(), std::string(); });
-    else
-      return agree_on_texts(body);
-  }
-
   // The end of a successful run: waits until every rank is here, so that none loses a peer, or the
   // store that rank 0 hosts, while it still works. run() calls it.
   void finish(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
@@ -134,8 +100,6 @@ class World {
 
  private:
   friend struct detail::Access;
-  std::vector<std::string> agree_on_texts(const std::function<std::string()>& body);
-
   std::shared_ptr<detail::WorldImpl> impl_;
 };
 

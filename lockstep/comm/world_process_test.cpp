@@ -14,6 +14,7 @@
 
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -81,7 +82,8 @@ TEST(ProcessWorld, ConnectsFromTheEnvironment) {
     expect_success(run_processes(size,
                                  [size](World& world) {
                                    EXPECT_EQ(world.size(), size);
-                                   EXPECT_EQ(world.sum(world.rank() + 1), size * (size + 1) / 2.0);
+                                   EXPECT_EQ(all_reduce(world, world.rank() + 1),
+                                             size * (size + 1) / 2.0);
                                    EXPECT_EQ(world.local_rank(), world.rank());
                                    EXPECT_EQ(world.device(), c10::Device(c10::kCPU));
                                  },
@@ -124,7 +126,7 @@ TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
                                 }
                                 World world = World::from_env();
                                 EXPECT_EQ(world.backend(), "gloo");
-                                EXPECT_EQ(world.sum(1), 3);
+                                EXPECT_EQ(all_reduce(world, 1), 3);
                                 auto pair = world.split(world.rank() == 1 ? 1 : 0);
                                 EXPECT_EQ(pair->backend(), world.rank() == 1 ? "single" : "shm");
                                 EXPECT_EQ(pair->sum(1), world.rank() == 1 ? 1 : 2);
@@ -159,7 +161,7 @@ TEST(ProcessWorld, TwoWorldsInOneProcess) {
   expect_success(run_processes(3, [](World& world) {
     World second = World::from_env();
     EXPECT_EQ(second.sum(1), 3);
-    EXPECT_EQ(world.sum(2), 6);
+    EXPECT_EQ(all_reduce(world, 2), 6);
   }));
 }
 
@@ -167,7 +169,7 @@ TEST(ProcessWorld, OneAfterTheOther) {
   expect_success(run_bare_processes(2, [] {
     for (int i = 0; i < 3; ++i) {
       World world = World::from_env();
-      EXPECT_EQ(world.sum(1), 2);
+      EXPECT_EQ(all_reduce(world, 1), 2);
     }
     // The last use of the store is over when this returns on every rank.
     World::from_env().finish();
@@ -199,7 +201,7 @@ TEST(ProcessWorld, LateRankIsWaitedFor) {
     expect_success(run_bare_processes(2, [late] {
       if (env::get_int("RANK") == late) std::this_thread::sleep_for(milliseconds(1500));
       World world = World::from_env();
-      EXPECT_EQ(world.sum(1), 2);
+      EXPECT_EQ(all_reduce(world, 1), 2);
       world.finish();
     }));
   }
@@ -344,7 +346,7 @@ std::vector<RankResult> kill_one_of_three(bool control, const std::string& annou
           say_whom("first", error);
         }
         try {
-          world.sum(1);
+          all_reduce(world, 1);
         } catch (const CommError& error) {
           say_whom("later", error);
         }
@@ -490,7 +492,7 @@ TEST(ProcessWorld, LaunchersReportEndsStartUp) {
 TEST(ProcessWorld, DebugModePrintsBothSides) {
   const auto ranks = run_processes(3,
                                    [](World& world) {
-                                     world.sum(1);
+                                     all_reduce(world, 1);
                                      at::Tensor x = at::ones({4, 2});
                                      at::Tensor y = at::ones({4, 3});
                                      if (world.rank() == 1) {
@@ -511,11 +513,11 @@ TEST(ProcessWorld, DebugModePrintsBothSides) {
 TEST(ProcessWorld, DebugModeLetsEqualCallsPass) {
   expect_success(run_processes(2,
                                [](World& world) {
-                                 EXPECT_EQ(world.sum(1), 2);
+                                 EXPECT_EQ(all_reduce(world, 1), 2);
                                  at::Tensor x = at::ones({3});
                                  world.all_reduce(x).wait();
                                  world.barrier();
-                                 EXPECT_EQ(world.all_gather(std::string("ab")).size(), 2u);
+                                 EXPECT_EQ(all_gather_bytes(world, "ab").size(), 2u);
                                },
                                {.env = {{"LOCKSTEP_DEBUG", "1"}}}));
 }

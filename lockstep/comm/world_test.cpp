@@ -13,7 +13,9 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "lockstep/comm/agree.h"
 #include "lockstep/comm/device.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -116,7 +118,7 @@ TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
                     AllOf(HasSubstr("cannot make a symmetric block"), HasSubstr("needed")));
         EXPECT_THAT(thrown([&] { world.symmetric_empty({int64_t{1} << 48}); }),
                     HasSubstr("cannot make a symmetric block"));
-        EXPECT_EQ(world.sum(1), 2);
+        EXPECT_EQ(all_reduce(world, 1), 2);
         EXPECT_EQ(world.symmetric({10}).size(), 2u);
       },
       over("shm"));
@@ -187,8 +189,9 @@ TEST(World, KnowsItsPlace) {
 }
 
 TEST(World, SeveralLiveSideBySide) {
-  std::thread other([] { run_threads(2, [](World& world) { EXPECT_EQ(world.sum(10), 20); }); });
-  run_threads(3, [](World& world) { EXPECT_EQ(world.sum(1), 3); });
+  std::thread other(
+      [] { run_threads(2, [](World& world) { EXPECT_EQ(all_reduce(world, 10), 20); }); });
+  run_threads(3, [](World& world) { EXPECT_EQ(all_reduce(world, 1), 3); });
   other.join();
 }
 
@@ -199,7 +202,7 @@ TEST(World, GoneWithoutThreadsOrDescriptors) {
   };
   const auto round = [] {
     run_threads(3, [](World& world) {
-      world.sum(1);
+      all_reduce(world, 1);
       auto pair = world.split(world.rank() == 0 ? 0 : 1);
       if (pair) pair->sum(1);
       world.barrier();
@@ -220,7 +223,7 @@ TEST(World, GoneWithoutThreadsOrDescriptors) {
 
 TEST(World, NoCudaLibraryOnAMachineWithoutGpu) {
   if (::access("/dev/nvidiactl", F_OK) == 0) GTEST_SKIP() << "this machine has a GPU";
-  run_threads(2, [](World& world) { world.sum(1); });
+  run_threads(2, [](World& world) { all_reduce(world, 1); });
   EXPECT_THAT(read_file("/proc/self/maps"), ::testing::Not(HasSubstr("libtorch_cuda")));
 }
 
@@ -234,7 +237,7 @@ TEST(World, MakingOneLeavesTheEnvironmentAlone) {
   };
   const std::vector<std::string> before = snapshot();
   for (const char* backend : {"shm", "gloo"})
-    run_threads(2, [](World& world) { EXPECT_EQ(world.sum(1), 2); }, over(backend));
+    run_threads(2, [](World& world) { EXPECT_EQ(all_reduce(world, 1), 2); }, over(backend));
   EXPECT_EQ(snapshot(), before);
 }
 
@@ -310,7 +313,7 @@ TEST(World, MessagesMayCross) {
 TEST(World, LeaderFirst) {
   std::atomic<bool> leader_done{false};
   run_threads(3, [&](World& world) {
-    world.leader_first([&] {
+    leader_first(world, [&] {
       if (world.is_leader()) {
         std::this_thread::sleep_for(milliseconds(50));
         leader_done = true;
@@ -322,7 +325,7 @@ TEST(World, LeaderFirst) {
   std::atomic<int> others{0};
   run_threads(3, [&](World& world) {
     const auto fail = [&] {
-      world.leader_first([&] {
+      leader_first(world, [&] {
         if (world.is_leader()) throw std::runtime_error("disk full");
         ++others;
       });
@@ -332,17 +335,17 @@ TEST(World, LeaderFirst) {
     } else {
       EXPECT_EQ(thrown<Error>(fail), "[world] rank 0: disk full");
     }
-    EXPECT_EQ(world.sum(1), 3) << "the world itself is well";
+    EXPECT_EQ(all_reduce(world, 1), 3) << "the world itself is well";
   });
   EXPECT_EQ(others, 0);
 }
 
 TEST(World, AgreeFailsOnAllRanksWhenOneFails) {
   run_threads(3, [](World& world) {
-    const auto names = world.agree([&] { return std::to_string(world.rank()); });
+    const auto names = agree(world, [&] { return std::to_string(world.rank()); });
     EXPECT_EQ(names, (std::vector<std::string>{"0", "1", "2"}));
     const auto fail = [&] {
-      world.agree([&] {
+      agree(world, [&] {
         if (world.rank() == 1) throw std::runtime_error("disk full");
       });
     };
@@ -351,10 +354,10 @@ TEST(World, AgreeFailsOnAllRanksWhenOneFails) {
     } else {
       EXPECT_EQ(thrown<Error>(fail), "[world] rank 1: disk full");
     }
-    EXPECT_EQ(world.sum(1), 3) << "the world itself still works";
+    EXPECT_EQ(all_reduce(world, 1), 3) << "the world itself still works";
   });
   World alone;
-  EXPECT_EQ(alone.agree([] { return std::string("x"); }), std::vector<std::string>{"x"});
+  EXPECT_EQ(agree(alone, [] { return std::string("x"); }), std::vector<std::string>{"x"});
 }
 
 // So that all ranks catch the same, and a report knows whose error it was.
@@ -366,7 +369,7 @@ void expect_same_kind(const Kind& error) {
         if (world.rank() == who) throw error;
       };
       try {
-        who == 0 ? world.leader_first(body) : world.agree(body);
+        who == 0 ? leader_first(world, body) : agree(world, body);
         ADD_FAILURE() << "rank " << world.rank() << " did not throw";
       } catch (const Kind& caught) {
         const auto* of_peer = dynamic_cast<const detail::FromPeer*>(&caught);
@@ -393,9 +396,9 @@ TEST(World, SubWorldsOfSubWorlds) {
     auto one = half->split(half->rank());
     ASSERT_TRUE(one);
     EXPECT_EQ(one->size(), 1);
-    EXPECT_EQ(half->sum(world.rank()), world.rank() < 2 ? 1 : 5);
+    EXPECT_EQ(all_reduce(*half, world.rank()), world.rank() < 2 ? 1 : 5);
     EXPECT_EQ(one->sum(3), 3);
-    EXPECT_EQ(world.sum(1), 4);
+    EXPECT_EQ(all_reduce(world, 1), 4);
   });
 }
 
@@ -420,7 +423,7 @@ TEST(Testing, DelayedAllReduceDoesNotBlock) {
       EXPECT_TENSOR_EQ(a, at::full({8}, 2.0f));
       EXPECT_TENSOR_EQ(b, at::full({8}, 2.0f));
       held_up = false;
-      for (const auto& late : world.all_gather(std::string(issued < milliseconds(900) ? "" : "x")))
+      for (const auto& late : all_gather_bytes(world, issued < milliseconds(900) ? "" : "x"))
         held_up |= !late.empty();
     }
     EXPECT_FALSE(held_up) << "the caller waited for the delay";
@@ -468,7 +471,7 @@ TEST(World, TimeoutNamesTheOperation) {
           EXPECT_EQ(e.context().rank, 0);
           EXPECT_GE(e.context().elapsed, milliseconds(300));
           checked = true;
-          EXPECT_THAT(thrown<CommError>([&] { world.sum(1); }),
+          EXPECT_THAT(thrown<CommError>([&] { all_reduce(world, 1); }),
                       AllOf(HasSubstr("all_reduce cannot start, because this world has failed"),
                             HasSubstr("all_reduce #2")));
           throw;
@@ -582,7 +585,7 @@ TEST(WorldRefuses, WhatHasNoMeaning) {
   EXPECT_THAT(thrown([&] { world.all_gather_v(at::scalar_tensor(1)); }),
               HasSubstr("all_gather_v: the tensor needs a first dimension"));
   // A refusal leaves the world usable.
-  EXPECT_EQ(world.sum(1), 1);
+  EXPECT_EQ(all_reduce(world, 1), 1);
 }
 
 TEST(WorldRefuses, ListsWhereTheyDoNotBelong) {
@@ -594,7 +597,7 @@ TEST(WorldRefuses, ListsWhereTheyDoNotBelong) {
       EXPECT_THAT(thrown([&] { world.scatter(x, {x, x}, 0).wait(); }),
                   HasSubstr("scatter: rank 1 gave 2 inputs, but only root 0 sends"));
     }
-    EXPECT_EQ(world.sum(1), 2);
+    EXPECT_EQ(all_reduce(world, 1), 2);
   });
 }
 
@@ -605,7 +608,7 @@ TEST(WorldRefuses, TensorsThatAreElsewhere) {
                 HasSubstr(fmt::format("[world] rank {}: the tensor is on meta, but this rank's "
                                       "device is cpu. Move it there",
                                       world.rank())));
-    EXPECT_EQ(world.sum(1), 2) << "a refusal leaves the world usable";
+    EXPECT_EQ(all_reduce(world, 1), 2) << "a refusal leaves the world usable";
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "lockstep/comm/agree.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
@@ -459,8 +460,8 @@ Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
   };
   if (!check) return make(), Loader(std::move(impl));
   // A rank whose options are refused must not leave the others waiting for it.
-  const std::vector<std::string> all = world.agree(make);
-  world.agree([&] { detail::check_ranks(all); });
+  const std::vector<std::string> all = agree(world, make);
+  agree(world, [&] { detail::check_ranks(all); });
   return Loader(std::move(impl));
 }
 

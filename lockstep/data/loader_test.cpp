@@ -15,6 +15,7 @@
 #include <random>
 #include <thread>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/data/loader_impl.h"
 #include "lockstep/data/profile.h"
@@ -628,8 +629,8 @@ TEST(Loader, RanksOfAWorldShareTheSamples) {
       sum += batch.data.sum().item().toDouble();
       count += static_cast<double>(batch.samples());
     }
-    EXPECT_EQ(world.sum(sum), 435);
-    EXPECT_EQ(world.sum(count), 30);
+    EXPECT_EQ(all_reduce(world, sum), 435);
+    EXPECT_EQ(all_reduce(world, count), 30);
     // A single rank: a world of one, in which nobody else needs to take part.
     if (world.is_leader()) {
       Loader alone = loader(numbers(4), World{}, {});

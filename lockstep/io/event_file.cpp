@@ -15,7 +15,7 @@
 namespace lockstep::io {
 namespace {
 
-constexpr std::size_t kBufferBytes = 64u << 10;
+constexpr std::size_t kEventBufferBytes = 64u << 10;
 
 // Field numbers of tensorflow.Event, Summary, Summary.Value and SessionLog, as (number << 3 | wire
 // type).
@@ -128,7 +128,7 @@ void EventFile::record(std::string_view event) {
   put_fixed(buffer_, masked_crc(length));
   buffer_ += event;
   put_fixed(buffer_, masked_crc(event));
-  if (buffer_.size() >= kBufferBytes) flush();
+  if (buffer_.size() >= kEventBufferBytes) flush();
 }
 
 void EventFile::flush() {

@@ -20,7 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMostBytes = 1u << 30;  // of one file
+constexpr std::size_t kMostFileBytes = 1u << 30;  // of one file
 constexpr const char* kCheckpoints = "checkpoint-";
 
 bool there(const fs::path& path) {
@@ -29,7 +29,7 @@ bool there(const fs::path& path) {
 }
 
 std::string text_of(const fs::path& path) {
-  return read_file(path.string(), kMostBytes);
+  return read_file(path.string(), kMostFileBytes);
 }
 
 // ---------------------------------------------------------------- checkpoints

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/step_totals.h"
@@ -119,7 +120,8 @@ struct Accumulation::Impl {
     if (expected > 0) return;
     const auto mine = static_cast<double>(first);
     const bool alone = options.weights == WindowWeights::kOwnCounts;
-    expected = alone ? mine : std::max(1.0, parallelism->mesh().world().max(mine));
+    expected =
+        alone ? mine : std::max(1.0, all_reduce(parallelism->mesh().world(), mine, ReduceOp::kMax));
   }
 
   // Ranks that see different samples; the others count none of their own.
@@ -337,8 +339,8 @@ void Accumulation::begin_epoch(std::int64_t batches) {
                      impl_->done, impl_->length);
   World& world = impl_->parallelism->mesh().world();
   if (world.size() > 1) {
-    const double most = world.max(static_cast<double>(batches));
-    const double least = world.min(static_cast<double>(batches));
+    const double most = all_reduce(world, static_cast<double>(batches), ReduceOp::kMax);
+    const double least = all_reduce(world, static_cast<double>(batches), ReduceOp::kMin);
     if (most != least)
       throw UsageError(kWho,
                        "ranks have between {} and {} micro-batches in this epoch. One would step "

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
@@ -634,7 +635,7 @@ void FullyShardImpl::verify_shared() {
   for (const ShardedParameter* const p : all_)
     if (p->holders.size() > 1) sent += fmt::format("{} ", p->absent ? 0 : fingerprint(p->padded));
   if (line_.size() == 1 || sent.empty()) return;
-  const std::vector<std::string> all = line_.all_gather(sent);
+  const std::vector<std::string> all = all_gather_bytes(line_, sent);
   std::vector<std::istringstream> words(all.begin(), all.end());
   std::string differs;
   for (const ShardedParameter* const p : all_) {

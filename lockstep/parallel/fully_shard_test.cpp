@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/models/gpt.h"
@@ -189,7 +190,7 @@ struct Rank {
   optim::StepResult step(int number, const optim::StepOptions& options = {}) {
     model.before_forward();
     at::Tensor its_loss = loss_of(net, mine(number));
-    loss = model.mesh().batch().mean(its_loss.item<double>());
+    loss = all_reduce(model.mesh().batch(), its_loss.item<double>(), ReduceOp::kAvg);
     if (options.scaler != nullptr) its_loss = options.scaler->scale(its_loss);
     model.backward(its_loss * factor);
     const optim::StepResult result = optimizer->step(options);

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/graph.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/parallel/oversubscription.h"
@@ -73,7 +75,8 @@ void ReducerImpl::choose_overlap() {
   overlap_ = options_.overlap.value_or(!world_.shares_memory());
   if (!options_.overlap && !overlap_) {
     const int cores = cores_of_ranks(world_);
-    overlap_ = !world_.all(oversubscribed(world_.local_size(), at::get_num_threads(), cores));
+    overlap_ =
+        !all_ranks(world_, oversubscribed(world_.local_size(), at::get_num_threads(), cores));
   }
 }
 
@@ -160,7 +163,7 @@ void ReducerImpl::start_pass() {
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
   pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && strategy_ == nullptr);
-  pass_.recorded = world_.recording();
+  pass_.recorded = recording(world_);
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) plan_again();

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::parallel {
@@ -90,7 +91,7 @@ std::optional<LineDifference> find_other_line(World& world, const Check& check,
     same &= entry[1] == all[0].const_data_ptr<std::int64_t>()[1];
   }
   if (same) return std::nullopt;
-  const auto texts = world.all_gather(text);
+  const auto texts = all_gather_bytes(world, text);
   const auto first = lines_of(texts[0]);
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
     const auto other = lines_of(texts[rank]);
@@ -111,7 +112,7 @@ std::optional<Difference> find_difference(World& world, const Check& check,
   };
   std::string mine(1, check.refusal ? 1 : 0);
   for (const std::uint64_t value : fingerprints.values) mine += bytes_of(value);
-  const auto all = world.all_gather(mine);
+  const auto all = all_gather_bytes(world, mine);
   for (const std::string& each : all)
     if (each.front() != 0) refuse_together(world, check);
   // A rank with other names has other fingerprints, or another number of them.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/replicas.h"
@@ -153,7 +154,7 @@ void ShardedImpl::return_parameters() {
   };
   bool any = false;
   for (const auto& member : members_) any |= away(member);
-  if (!world_.any(any)) return;
+  if (!any_rank(world_, any)) return;
   for (const auto& member : members_)
     if (away(member) && (!shared_ || world_.is_leader())) place_of(member).copy_(member.tensor);
   synchronize_ranks();
@@ -170,7 +171,7 @@ std::vector<optim::StateSpec> ShardedImpl::state_of(const Member& member) const 
 // Every element's state is on its owner; all send theirs to the ranks that want the whole.
 optim::TensorDict ShardedImpl::gather_state(bool wanted) {
   std::vector<bool> to;
-  for (const std::string& answer : world_.all_gather(std::string(wanted ? "+" : "")))
+  for (const std::string& answer : all_gather_bytes(world_, wanted ? "+" : ""))
     to.push_back(!answer.empty());
   std::size_t most = 0;
   for (const Member& member : members_) most = std::max(most, state_of(member).size());

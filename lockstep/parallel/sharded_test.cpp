@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -285,7 +286,7 @@ TEST_P(Sharded, GroupsClippedAccumulatedAndSkippedBitForBit) {
       reference.set_lr(1, 0.01 * (step + 1));
       const torch::NoGradGuard no_grad;
       for (auto& p : plain->parameters()) {
-        const bool used = world.any(p.grad().defined());
+        const bool used = any_rank(world, p.grad().defined());
         if (used && !p.grad().defined()) p.mutable_grad() = at::zeros_like(p);
         if (used) average(world, p.grad());
       }
@@ -439,7 +440,7 @@ TEST(ShardedState, IsDividedByTheNumberOfRanks) {
     ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
     model(batch_of(world.rank(), 0)).sum().backward();
     optimizer.step();
-    const double total = world.sum(static_cast<double>(optimizer.state_bytes()));
+    const double total = all_reduce(world, static_cast<double>(optimizer.state_bytes()));
     std::int64_t trained = net->a->weight.numel() + net->a->bias.numel() + net->b->weight.numel() +
                            net->b->bias.numel();
     EXPECT_EQ(total, static_cast<double>(trained) * 8);

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/sharded_for_test.h"
@@ -194,7 +195,7 @@ TEST(ShardedDebug, AWriteThroughAPointerIsFoundByTheOwner) {
     const std::string text = step();
     EXPECT_THAT(text, HasSubstr("of parameter 'a.weight' were written between steps"));
     const bool mine = text.find("refused this step") == text.npos;
-    EXPECT_EQ(world.sum(mine ? 1 : 0), 1) << text;
+    EXPECT_EQ(all_reduce(world, mine ? 1 : 0), 1) << text;
     optimizer.sync_from_model();
     EXPECT_EQ(step(), "(nothing thrown)");
   });

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/parallelism.h"
@@ -110,7 +111,7 @@ class NaiveShard final : public Parallelism {
     for (const Part& part : all_) {
       if (!part.tensor.requires_grad()) continue;
       at::Tensor& grad = part.tensor.mutable_grad();
-      if (!mesh_.world().any(grad.defined())) continue;  // none of them used it
+      if (!any_rank(mesh_.world(), grad.defined())) continue;  // none of them used it
       if (!grad.defined()) grad = at::zeros_like(part.tensor);
       mesh_.batch().all_reduce(grad, ReduceOp::kAvg).wait();
       if (part.owner != owners_.rank()) grad = at::Tensor();
@@ -167,7 +168,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
     const std::vector<char> bytes = torch::pickle_save(mine);
     optim::TensorDict all;
     for (const std::string& part :
-         parallelism_.owners().all_gather(std::string(bytes.begin(), bytes.end()))) {
+         all_gather_bytes(parallelism_.owners(), std::string(bytes.begin(), bytes.end()))) {
       const auto state = torch::pickle_load({part.begin(), part.end()}).toGenericDict();
       for (const auto& entry : state)
         if (options.wanted) all.emplace(entry.key().toStringRef(), entry.value().toTensor());

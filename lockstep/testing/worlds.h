@@ -1,6 +1,6 @@
 // Worlds for tests: ranks as threads of this process, or as processes.
 //
-//   testing::run_threads(3, [](World& world) { EXPECT_EQ(world.sum(1), 3); });
+//   testing::run_threads(3, [](World& world) { EXPECT_EQ(all_reduce(world, 1), 3); });
 //
 // Threads are cheap (milliseconds) and see each other's variables; processes are for everything
 // with faults, signals or exits. An exception in one rank aborts the others, so no test hangs on

@@ -18,6 +18,8 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/graph.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
@@ -224,7 +226,8 @@ struct CapturedStep::Impl {
       mine = Choice::kRecord;
     }
     if (!shared()) return mine;
-    return static_cast<Choice>(static_cast<int>(world().min(static_cast<int>(mine))));
+    return static_cast<Choice>(
+        static_cast<int>(all_reduce(world(), static_cast<int>(mine), ReduceOp::kMin)));
   }
 
   // False: no rank has a graph or will have one.
@@ -233,7 +236,7 @@ struct CapturedStep::Impl {
     unavailable = optimizer.unavailable_for_capture(options.step);
     const bool ran = unavailable.empty();
     if (ran) unavailable = try_to_record(entry, variant);
-    if (shared() && !world().all(unavailable.empty()) && unavailable.empty())
+    if (shared() && !all_ranks(world(), unavailable.empty()) && unavailable.empty())
       unavailable = "another rank could not record it";
     if (unavailable.empty()) {
       entry.gradients = gradients_now();
@@ -312,7 +315,7 @@ struct CapturedStep::Impl {
   // Applies the world's deadline to a replay, which no collective on the host represents.
   void watch_replay() {
     while (!under_way.empty() && under_way.front().done()) under_way.pop_front();
-    under_way.push_back(world().after_stream("captured_step"));
+    under_way.push_back(after_stream(world(), "captured_step"));
   }
 
   Tensors replay(Entry& entry) {
@@ -344,7 +347,7 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
     impl_->unavailable = cuda::unavailable_reason();
   }
   const bool here = impl_->unavailable.empty();
-  if (impl_->shared() && !impl_->world().all(here) && here)
+  if (impl_->shared() && !all_ranks(impl_->world(), here) && here)
     impl_->unavailable = "another rank cannot record one";
   if (!impl_->unavailable.empty()) impl_->say(impl_->unavailable);
 }

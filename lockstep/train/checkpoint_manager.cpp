@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/manifest.h"
@@ -122,7 +123,7 @@ void CheckpointManager::save(const DataPosition& position, TrainOptimizer& optim
   TrainerState& state = run_.state;
   saved_step_ = state.global_step;
   const std::string path = checkpoint_path(run_.arguments.output_dir, state.global_step);
-  const auto random = run_.world.all_gather(packed_random_state(run_.mesh));
+  const auto random = all_gather_bytes(run_.world, packed_random_state(run_.mesh));
   if (state.best_global_step == state.global_step) state.best_model_checkpoint = path;
   // A model that is divided is written by all ranks together, before the next forward.
   const bool divided = run_.parallelism->divided();
@@ -190,22 +191,22 @@ void CheckpointManager::finish() {
   wait_for_saves(/*last=*/true);
   control_.report_last_alerts();
   const double durable = saver_ ? static_cast<double>(result.durable_step) : INFINITY;
-  result.durable_step = static_cast<std::int64_t>(run_.world.min(durable));
-  result.lost_step =
-      static_cast<std::int64_t>(run_.world.max(static_cast<double>(result.lost_step)));
+  result.durable_step = static_cast<std::int64_t>(all_reduce(run_.world, durable, ReduceOp::kMin));
+  result.lost_step = static_cast<std::int64_t>(
+      all_reduce(run_.world, static_cast<double>(result.lost_step), ReduceOp::kMax));
 }
 
 // The leader looks: all load what it names, or none does.
 void CheckpointManager::load_best() {
   const TrainerState& state = run_.state;
   const bool leader = run_.world.is_leader();
-  const std::string path = run_.world.broadcast(*state.best_model_checkpoint, 0);
+  const std::string path = broadcast_bytes(run_.world, *state.best_model_checkpoint);
   std::string wrong;
   if (leader) {
     const auto damage = io::damage_of(path);
     if (!damage.empty()) wrong = io::describe(damage);
   }
-  wrong = run_.world.broadcast(wrong, 0);
+  wrong = broadcast_bytes(run_.world, wrong);
   if (!wrong.empty()) {
     if (leader)
       log::warning("trainer", "the best model, {}, cannot be loaded: {}. The last weights stay.",

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/io/atomic_dir.h"
@@ -28,7 +29,7 @@ namespace lockstep::train {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::milliseconds kListenEvery{50};
+constexpr std::chrono::milliseconds kDividedListenEvery{50};
 constexpr const char* kBusy = "busy";
 
 struct File {
@@ -187,7 +188,7 @@ std::optional<Failure> run_together(World& world, const JobPtr& job,
   std::uint64_t seen = 0;
   auto seen_at = Clock::now();
   for (;;) {
-    if (mine == kBusy && done.wait_for(kListenEvery) == std::future_status::ready) {
+    if (mine == kBusy && done.wait_for(kDividedListenEvery) == std::future_status::ready) {
       mine = report_of(done);
     } else if (mine == kBusy) {
       const std::uint64_t now = job->progress.load(std::memory_order_relaxed);
@@ -199,7 +200,7 @@ std::optional<Failure> run_together(World& world, const JobPtr& job,
             "is probably stuck.";
       }
     }
-    const std::vector<std::string> all = world.all_gather(mine);
+    const std::vector<std::string> all = all_gather_bytes(world, mine);
     if (std::ranges::find(all, kBusy) != all.end()) continue;
     for (std::size_t rank = 0; rank < all.size(); ++rank)
       if (!all[rank].empty())
@@ -230,7 +231,7 @@ SaveOutcome write_divided(const Mesh& mesh, CheckpointContents contents,
   lay_out(*job);
   std::optional<Failure> failed = run_together(world, job, make_files);
   if (!failed) {
-    job->folder = world.broadcast(job->folder, 0);
+    job->folder = broadcast_bytes(world, job->folder);
     failed = run_together(world, job, write_own);
   }
   if (!failed) failed = run_together(world, job, commit);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
@@ -130,7 +131,7 @@ Metrics Evaluator::evaluate() {
   const int last = in_windows() ? line.size() - 1 : 0;
   std::string lines;
   for (const auto& [name, total] : sums.totals) lines += name + "\n";
-  std::istringstream names(line.broadcast(run_.mesh.batch().broadcast(lines, 0), last));
+  std::istringstream names(broadcast_bytes(line, broadcast_bytes(run_.mesh.batch(), lines), last));
   std::vector<std::string> order;
   std::vector<at::Tensor> row{sums.counts};
   for (std::string name; std::getline(names, name); order.push_back(name)) {

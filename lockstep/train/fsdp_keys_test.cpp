@@ -111,12 +111,12 @@ TEST(Fsdp, TheLauncherSaysItWhereTheTrainingFileDoesNot) {
     }
 }
 
-struct Mistake {
+struct FsdpMistake {
   std::string yaml, text;
 };
 
 TEST(Fsdp, EveryMistakeIsNamed) {
-  for (const Mistake& one : std::vector<Mistake>{
+  for (const FsdpMistake& one : std::vector<FsdpMistake>{
            {"fsdp: full_shrd\n",
             "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard"},
            {"fsdp: [full_shard, offload]\n", "t.yaml:1:1: fsdp: 'offload' is not supported"},

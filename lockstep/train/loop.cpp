@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
@@ -321,7 +322,7 @@ void Loop::open(const std::string& resumed_from) {
   state.save_steps = static_cast<double>(plan_.save_steps);
   run_.result.first_step = state.global_step;
   // It may refuse; then an earlier run is still in its place.
-  if (run_.world.any(run_.arguments.tune.has_value()))
+  if (any_rank(run_.world, run_.arguments.tune.has_value()))
     tuner_ = BucketTuner::make(run_, plan_.max_steps - state.global_step);
   control_.listen();
   checkpoints_.open(resumed_from, saves_at_the_end_alone());

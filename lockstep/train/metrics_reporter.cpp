@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rank_recorder.h"
@@ -198,7 +199,7 @@ Metrics MetricsReporter::recorded_summary() {
     const auto recorded = newest_with(file_->path(), "train_loss");
     if (recorded && recorded->step == run_.state.global_step) line = log_entry_json(*recorded);
   }
-  line = run_.world.broadcast(line, 0);
+  line = broadcast_bytes(run_.world, line);
   if (!line.empty()) return parse_log_entry(line, "metrics.jsonl").values;
   // Its last call was stopped, or the file is gone: the checkpoint has the losses that were logged.
   double sum = 0;

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
 
@@ -105,7 +106,7 @@ void RunControl::alert(std::string text) {
 void RunControl::report_alerts() {
   std::string mine;
   for (const std::string& text : std::exchange(alerts_, {})) mine += text + '\0';
-  for (const std::string& texts : run_.world.all_gather(mine)) {
+  for (const std::string& texts : all_gather_bytes(run_.world, mine)) {
     for (std::size_t at = 0; at < texts.size();) {
       const std::string text = texts.substr(at, texts.find('\0', at) - at);
       at += text.size() + 1;
@@ -120,7 +121,7 @@ void RunControl::report_last_alerts() {
 
 std::string RunControl::stopped_by() {
   std::vector<int> ranks;
-  const auto signals = run_.world.all_gather(std::to_string(signals_->requested()));
+  const auto signals = all_gather_bytes(run_.world, std::to_string(signals_->requested()));
   for (std::size_t rank = 0; rank < signals.size(); ++rank)
     if (signals[rank] != "0") ranks.push_back(static_cast<int>(rank));
   std::string text = signal_name(stop_signal_);

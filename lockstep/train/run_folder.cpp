@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -47,7 +49,7 @@ void resume_restarted(RunContext& run) {
       log::info("trainer", "no attempt of this run has begun in {} ({})", folder, e.what());
     }
   }
-  if (run.world.broadcast(answer, 0).empty()) return;
+  if (broadcast_bytes(run.world, answer).empty()) return;
   run.arguments.resume_from_checkpoint = "auto";
   if (run.world.is_leader())
     log::info("trainer",
@@ -69,7 +71,7 @@ std::string newest_on_all(RunContext& run) {
   const std::string& folder = run.arguments.output_dir;
   std::optional<io::Newest> mine;
   for (std::int64_t most = std::numeric_limits<std::int64_t>::max();;) {
-    const auto answers = run.world.agree([&]() -> std::string {
+    const auto answers = agree(run.world, [&]() -> std::string {
       if (!run.writes()) return {};
       if (!mine || mine->step > most) mine = newest_up_to(folder, most);
       return fmt::format("{} {}", mine->step, mine->path);
@@ -110,14 +112,14 @@ io::FolderLock CheckpointManager::lock() {
   io::FolderLock lock;
   World& world = run_.world;
   const std::string& folder = run_.arguments.output_dir;
-  const auto tokens = world.agree([&]() -> std::string {
+  const auto tokens = agree(world, [&]() -> std::string {
     if (!world.is_leader()) return {};
     const std::string token = new_lock_token();
     lock = lock_output_dir(folder, token);
     return token;
   });
   if (!run_.arguments.save_on_each_node) return lock;
-  world.agree([&] {
+  agree(world, [&] {
     if (run_.writes() && !world.is_leader()) lock = lock_output_dir(folder, tokens[0]);
   });
   return lock;
@@ -129,7 +131,7 @@ std::string CheckpointManager::choose() {
   const std::string flag = run_.arguments.resume_from_checkpoint.value_or("never");
   if (flag == "never") return {};
   if (flag == "auto") return newest_on_all(run_);
-  run_.world.agree([&] {
+  agree(run_.world, [&] {
     if (run_.writes()) find_checkpoint(run_.arguments.output_dir, flag);
   });
   return flag;

@@ -11,6 +11,7 @@
 #include <exception>
 #include <thread>
 
+#include "lockstep/comm/agree.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger_resume.h"
@@ -177,7 +178,7 @@ void RunLog::Impl::end() {
 
 RunLog::RunLog(const std::string& directory, World world, const RunLogOptions& options)
     : impl_(std::make_unique<Impl>(Impl{world, directory, options})) {
-  world.agree([&] {
+  agree(world, [&] {
     if (world.is_leader()) impl_->take_directory();
   });
   monitor::RunFacts facts = train::world_facts(world);

@@ -7,7 +7,8 @@
 //   run_log.log({{"eval_loss", eval_loss}}, step);
 //
 // Make it and call it on every rank; rank 0's values are written. Nothing is averaged: the loss of
-// Accumulation::last_window() is that of all ranks; pass any other loss through world.mean() first.
+// Accumulation::last_window() is that of all ranks; pass any other loss through
+// all_reduce(world, loss, ReduceOp::kAvg) first (comm/numbers.h).
 // A tensor on a GPU is not waited for: its line is written with the next log() or at the end.
 //
 //   out/metrics.jsonl    one line for each call, every number in full

@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <system_error>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -70,12 +72,12 @@ Recording start_recording(World& world, const std::string& folder, const monitor
   // bound to a core of their own together have more cores than one of them may use.
   const bool one_host = world.local_size() == world.size();
   facts.cores = one_host ? parallel::cores_of_ranks(world) : allowed_cores();
-  facts.hosts = static_cast<int>(world.max(world.node_rank())) + 1;
+  facts.hosts = static_cast<int>(all_reduce(world, world.node_rank(), ReduceOp::kMax)) + 1;
   // A launcher may start this rank again.
   facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
   // After this exchange the folder is this run's on every rank: the ranks that write have moved
   // away what an earlier run left there.
-  world.agree([&] {
+  agree(world, [&] {
     if (!world.is_leader() || !record) return;
     try {
       monitor::write_facts(folder, facts);

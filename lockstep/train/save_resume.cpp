@@ -9,6 +9,8 @@
 #include <chrono>
 #include <utility>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger_resume.h"
@@ -283,7 +285,7 @@ void write_by_leader(World& world, const train::SaverOptions& saving, train::Che
     say_saved(saving.output_dir, step, *outcome);
     return {};
   };
-  while (!world.agree(write_for_a_while)[0].empty()) {
+  while (!agree(world, write_for_a_while)[0].empty()) {
   }
 }
 
@@ -293,20 +295,20 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
                             const SaveOptions& options) {
   World& world = mesh.world();
   const std::vector<std::string> ranks =
-      world.agree([&] { return contribution_of(parts, mesh, options); });
+      agree(world, [&] { return contribution_of(parts, mesh, options); });
   check_same_step(ranks);
   const std::string path = train::checkpoint_path(directory, options.step);
-  const bool divided =
-      world.any(train::any_divided(train::saved_tensors(*parts.module, parts.model_files, false)));
+  const bool divided = any_rank(
+      world, train::any_divided(train::saved_tensors(*parts.module, parts.model_files, false)));
   TensorDict state;
   if (parts.optimizer != nullptr) {
     parts.optimizer->name_parameters(parts.module->named_parameters().pairs());
-    world.agree([&] {
+    agree(world, [&] {
       state = parts.optimizer->state_dict({.wanted = world.is_leader(), .divided = divided});
     });
   }
   train::CheckpointContents all;
-  world.agree([&] {
+  agree(world, [&] {
     if (world.is_leader()) clear_way(directory, path, options.step);
     if (!world.is_leader() && !divided) return;
     all = contents_of(parts, mesh, options);
@@ -331,7 +333,7 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
 std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                               const ResumeOptions& options) {
   World& world = mesh.world();
-  const std::string path = world.agree([&]() -> std::string {
+  const std::string path = agree(world, [&]() -> std::string {
     check_parts(parts);
     if (!world.is_leader()) return {};
     train::LoopDirectory& own = train::LoopDirectory::hold(directory);
@@ -342,23 +344,23 @@ std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const Che
   if (path.empty()) return std::nullopt;
 
   std::optional<train::Checkpoint> checkpoint;
-  check_same_folder(path, world.agree([&] {
-    checkpoint.emplace(path);
-    return io::manifest_digest(path);
-  }));
+  check_same_folder(path, agree(world, [&] {
+                      checkpoint.emplace(path);
+                      return io::manifest_digest(path);
+                    }));
   TensorDict state;
-  world.agree([&] {
+  agree(world, [&] {
     checkpoint->load_model(*parts.module, parts.model_files);
     if (parts.optimizer != nullptr) state = checkpoint->optimizer();
   });
   if (parts.optimizer != nullptr) {
     parts.optimizer->name_parameters(parts.module->named_parameters().pairs());
-    world.agree([&] {
+    agree(world, [&] {
       parts.optimizer->sync_from_model();
       parts.optimizer->load_state_dict(state);
     });
   }
-  world.agree([&] {
+  agree(world, [&] {
     restore_schedule(parts, *checkpoint, world.is_leader());
     if (parts.loader != nullptr) restore_loader(*parts.loader, *checkpoint);
     if (parts.scaler != nullptr) {

@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
@@ -279,7 +281,7 @@ TEST(SaveResume, DamagedFoldersAreSkipped) {
     const at::Tensor saved = flat(*loop.net).clone();
     loop.train_to(4);
     const std::string newest = loop.save(dir.path());
-    world.leader_first([&] {
+    leader_first(world, [&] {
       if (world.is_leader()) std::filesystem::resize_file(newest + "/model.safetensors", 100);
     });
     OwnLoop second(world);
@@ -630,7 +632,7 @@ TEST(SaveResumeFolder, IsRefusedOnAllRanksWhileAnotherRunHasIt) {
     OwnLoop loop(world);
     EXPECT_THAT(io::message_of<UsageError>([&] { loop.save(dir.path()); }), expected);
     EXPECT_THAT(io::message_of<UsageError>([&] { loop.resume_from(dir.path()); }), expected);
-    world.leader_first([&] {
+    leader_first(world, [&] {
       if (world.is_leader()) other = io::FolderLock();
     });
     EXPECT_FALSE(loop.resume_from(dir.path()));
@@ -666,7 +668,7 @@ TEST(SaveResume, WhatOneRankCannotDoFailsOnAll) {
                 }),
                 HasSubstr("rank 0 saves step 5 and rank 1 step 6"));
     // The world still works.
-    EXPECT_EQ(world.sum(1), 3);
+    EXPECT_EQ(all_reduce(world, 1), 3);
     EXPECT_TRUE(loop.resume_from(dir.path()));
   });
 }
@@ -722,7 +724,7 @@ TEST(SaveResume, ARefusalOfTheOptimizersStateIsEverybodys) {
     EXPECT_THAT(
         io::message_of<UsageError>([&] { save_checkpoint(dir.path(), world, parts, {.step = 1}); }),
         HasSubstr("has no name"));
-    EXPECT_EQ(world.sum(1), 3);
+    EXPECT_EQ(all_reduce(world, 1), 3);
   });
 }
 

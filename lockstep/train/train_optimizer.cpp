@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -49,7 +50,7 @@ ShardFacts shard_facts(RunContext& run) {
     return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
-  facts.tune = run.world.any(run.arguments.tune.has_value());
+  facts.tune = any_rank(run.world, run.arguments.tune.has_value());
   std::string unable;
   try {
     run.parallelism->check_shardable();
@@ -57,8 +58,9 @@ ShardFacts shard_facts(RunContext& run) {
     unable = e.what();
   }
   facts.share_memory = run.world.device().is_cpu() && run.mesh.batch().shares_memory();
-  facts.lack_room = !facts.share_memory && run.world.any(lacks_room(run.world, state_bytes(run)));
-  facts.unable = run.world.any(!unable.empty());
+  facts.lack_room =
+      !facts.share_memory && any_rank(run.world, lacks_room(run.world, state_bytes(run)));
+  facts.unable = any_rank(run.world, !unable.empty());
   if (run.world.is_leader() && !unable.empty() && (facts.share_memory || facts.lack_room))
     log::info("trainer", "shard_optimizer: auto cannot shard this model: {}", unable);
   return facts;

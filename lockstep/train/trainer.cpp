@@ -9,6 +9,7 @@
 #include <numeric>
 #include <optional>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
@@ -257,8 +258,9 @@ namespace {
 // The ranks of a stage that divide it: of one host they never reach into another.
 int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan& plan, int ranks) {
   const auto local = world.local_size();
-  if (plan.hybrid && !world.all(world.size() % local == 0 &&
-                                world.node_rank() * local + world.local_rank() == world.rank()))
+  if (plan.hybrid &&
+      !all_ranks(world, world.size() % local == 0 &&
+                            world.node_rank() * local + world.local_rank() == world.rank()))
     throw UsageError("trainer",
                      "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
                      "numbers of ranks (this one {}, all {}). Start equally many on each, or use "

@@ -10,13 +10,11 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/spelling.h"
+#include "observe/plan/units.h"
 
 namespace lockstep::plan {
 namespace {
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
-constexpr double kTera = 1e12;
-constexpr double kGiga = 1e9;
 constexpr int kMaxDevices = 1'000'000;
 // One core: what matrix products in float reach of its vector units, and bytes a second.
 constexpr double kCoreFlops = 40 * kGiga;

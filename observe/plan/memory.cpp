@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <limits>
 
+#include "observe/plan/units.h"
+
 namespace lockstep::plan {
 namespace {
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 // A CUDA context with LibTorch's kernels, and NCCL's buffers beside it: what nvidia-smi shows of a
 // process that has allocated nothing.
 constexpr std::uint64_t kContext = 550 * kMiB;

@@ -8,11 +8,11 @@
 #include <limits>
 
 #include "lockstep/core/error.h"
+#include "observe/plan/units.h"
 
 namespace lockstep::plan {
 namespace {
 
-constexpr double kGiga = 1e9;
 constexpr double kMicro = 1e-6;
 // NCCL's tuning table (src/graph/tuning.cc): it counts on 235 of the 300 GB/s of an A100's links;
 // trees reach 0.9 of a ring, and 0.92 of that in the LL128 protocol; hops and the start of a

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/testing/worlds.h"
@@ -88,7 +89,7 @@ int run_environment_mode(SuiteOptions options) {
     const Report report = run_suite(world, c10::Device(c10::kCPU), options);
     judge(report, world, options, outcome);
   }
-  const double failures = world.sum(outcome.failures);
+  const double failures = all_reduce(world, outcome.failures);
   world.finish();
   if (world.is_leader()) print(failures == 0 ? "conformance: passed" : "conformance: FAILED");
   return outcome.failures == 0 ? 0 : 1;

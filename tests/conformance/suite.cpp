@@ -9,6 +9,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/testing/matchers.h"
 #include "table.h"
@@ -368,17 +370,17 @@ class Suite {
 
   void numbers_and_bytes() {
     const double n = size();
-    expect(world_.sum(rank()) == n * (n - 1) / 2, "sum of numbers");
-    expect(world_.mean(rank()) == (n - 1) / 2, "mean of numbers");
-    expect(world_.min(rank() + 1) == 1, "min of numbers");
-    expect(world_.max(rank()) == n - 1, "max of numbers");
-    expect(world_.any(rank() == root()), "any");
-    expect(world_.all(rank() == root()) == (size() == 1), "all");
-    expect(world_.all(true) && !world_.any(false), "all true, any false");
+    expect(all_reduce(world_, rank()) == n * (n - 1) / 2, "sum of numbers");
+    expect(all_reduce(world_, rank(), ReduceOp::kAvg) == (n - 1) / 2, "mean of numbers");
+    expect(all_reduce(world_, rank() + 1, ReduceOp::kMin) == 1, "min of numbers");
+    expect(all_reduce(world_, rank(), ReduceOp::kMax) == n - 1, "max of numbers");
+    expect(any_rank(world_, rank() == root()), "any");
+    expect(all_ranks(world_, rank() == root()) == (size() == 1), "all");
+    expect(all_ranks(world_, true) && !any_rank(world_, false), "all true, any false");
     const std::string text("a\0b", 3);
-    expect(world_.broadcast(rank() == root() ? text : "other", root()) == text, "bytes");
-    expect(world_.broadcast("", 0).empty(), "no bytes");
-    const auto all = world_.all_gather(std::string(static_cast<std::size_t>(rank()), 'x'));
+    expect(broadcast_bytes(world_, rank() == root() ? text : "other", root()) == text, "bytes");
+    expect(broadcast_bytes(world_, "").empty(), "no bytes");
+    const auto all = all_gather_bytes(world_, std::string(static_cast<std::size_t>(rank()), 'x'));
     for (std::size_t from = 0; from < all.size(); ++from)
       expect(all[from] == std::string(from, 'x'), "gathered bytes");
     // Ranks contribute 0, 1, 2, ... rows.
@@ -403,7 +405,7 @@ class Suite {
     expect(x, at::full({3}, static_cast<float>(members)), "split: all_reduce");
     expect(world_.split(rank() == 0 ? -1 : 3).has_value() == (rank() != 0), "split: none");
     int runs = 0;
-    world_.leader_first([&] { ++runs; });
+    leader_first(world_, [&] { ++runs; });
     expect(runs == 1, "leader_first");
     report_.extra += 6;
   }

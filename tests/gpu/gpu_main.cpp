@@ -60,7 +60,7 @@ void train_gpt(World& world, bool checkpointed) {
     if (guard) continue;
     optimizer.step();
     optimizer.zero_grad();
-    last = world.mean(loss.item<double>());
+    last = all_reduce(world, loss.item<double>(), ReduceOp::kAvg);
     if (step == 0) first = last;
   }
   require(last < first - 0.1, "the loss falls");
@@ -222,7 +222,7 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
     require(world.size() <= 2 ? ours.equal(theirs) : at::allclose(ours, theirs, 0, tolerance),
             "the sharded step is the replicated one");
   }
-  const double state = world.sum(static_cast<double>(optimizer.state_bytes()));
+  const double state = all_reduce(world, static_cast<double>(optimizer.state_bytes()));
   require(state ==
               2.0 * (40 * 300 + 300 + 300 * 50 + 50) * static_cast<double>(c10::elementSize(dtype)),
           "every element's state is held once");
@@ -493,14 +493,14 @@ int stuck_in_a_graph(World& world) {
   for (int i = 0; i < 8; ++i) step.run({drawn_ids(world, i, 32)})[0].item<double>();
   require(step.replayed(), "steps are replayed");
   if (world.rank() != 0) {
-    world.min(2);  // as a rank that replays
+    all_reduce(world, 2, ReduceOp::kMin);  // as a rank that replays
     std::this_thread::sleep_for(3 * world.timeout());
     return 0;
   }
   try {
     const auto outputs = step.run({drawn_ids(world, 8, 32)});
     std::printf("gpu: loss %f\n", outputs[0].item<double>());  // until the graph is left
-    world.sum(1);
+    all_reduce(world, 1);
   } catch (const lockstep::CommError& e) {
     std::printf("gpu: left a graph: %s\n", e.what());
     return std::string_view(e.what()).find("captured_step") != std::string_view::npos ? 0 : 1;

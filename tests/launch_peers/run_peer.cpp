@@ -27,6 +27,8 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/control.h"
@@ -80,7 +82,7 @@ int fails(const std::string& how, int who) {
 }
 
 void agree(World& world, int who) {
-  world.agree([&] {
+  agree(world, [&] {
     if (world.rank() == who) throw lockstep::SystemError("peer", "cannot write", ENOSPC);
   });
 }

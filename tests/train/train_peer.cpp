@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/optim/determinism.h"
@@ -83,7 +84,7 @@ void run_loop(World& world, const std::string& folder, std::int64_t steps) {
   train::CheckpointContents contents;
   contents.model = train::model_tensors(*net, /*copy_buffers=*/true);
   contents.state.global_step = step;
-  for (const std::string& bytes : world.all_gather(train::pack_tensors(optim::rng_state())))
+  for (const std::string& bytes : all_gather_bytes(world, train::pack_tensors(optim::rng_state())))
     contents.rng.push_back(train::unpack_tensors(bytes));
   if (world.is_leader()) write_checkpoint(train::checkpoint_path(folder, step), contents);
   world.barrier();

@@ -28,7 +28,6 @@ namespace {
 using namespace for_test;
 using testing::HasSubstr;
 
-constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
 constexpr std::uint64_t kNoEnd = std::uint64_t{1} << 40;
 
 // Rank 0.

@@ -26,7 +26,6 @@ using namespace for_test;
 using Bytes = std::vector<std::byte>;
 
 // Small enough that a few kilobytes are many chunks.
-constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
 constexpr int kSizes[] = {1, 2, 3, 4, 7};
 
 void put(std::byte* to, const Bytes& bytes) {

@@ -18,8 +18,6 @@ namespace {
 using namespace for_test;
 using testing::HasSubstr;
 
-constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
-
 Deadline within_ms(int ms) {
   return Deadline::after(std::chrono::milliseconds(ms));
 }

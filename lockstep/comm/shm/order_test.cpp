@@ -180,8 +180,8 @@ constexpr EngineOptions kForms[] = {
     // What just fits into a chunk: divided among the ranks it may need a second one.
     {.small_bytes = 4096, .chunk_bytes = 4096, .ring_bytes = 4096},
     {}};
-constexpr std::size_t kSizes[][2] = {{0, 0},      {100, 100},       {0, 50'000},
-                                     {100, 5000}, {100, 3'000'000}, {6000, 6000}};
+constexpr std::size_t kFewAndMany[][2] = {{0, 0},      {100, 100},       {0, 50'000},
+                                          {100, 5000}, {100, 3'000'000}, {6000, 6000}};
 
 void finish_before_the_odd_rank(Engine& first, Engine& second, const Operation& operation,
                                 const Shape& shape) {
@@ -200,7 +200,7 @@ TEST(Order, ARankThatIsElsewhereHoldsNobodyUp) {
         in_two_engines(form, [&](Engine& first, Engine& second, std::string& case_name) {
           for (const Operation& operation : operations()) {
             const bool sized = operation.name.find(" of ") == std::string::npos;
-            for (const auto& [few, many] : kSizes) {
+            for (const auto& [few, many] : kFewAndMany) {
               if (!sized && many != 0) continue;
               for (int odd = 0; odd < kRanks; ++odd) {
                 case_name = operation.name + ", " + std::to_string(few) + " and " +

@@ -22,6 +22,9 @@
 
 namespace lockstep::shm::for_test {
 
+// Rings and chunks that a few kilobytes fill.
+inline constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};
+
 // A store in this process's memory.
 class MapStore final : public KeyValueStore {
  public:
