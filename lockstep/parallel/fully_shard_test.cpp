@@ -275,7 +275,8 @@ TEST_P(FullyShardTest, RulesForWholeTensorsTrainAsOneProcess) {
       // Muon's five products and Adafactor's means of squares repeat a rounding of the gradient.
       const at::Tensor got = rank.weights(), expected = flat(one.net);
       EXPECT_TRUE(at::allclose(got, expected, 1e-3, 1e-4)) << (got - expected).abs().max();
-      if (mesh.world().size() <= 2) {
+      // With two ranks whether the sums have one order is up to the BLAS.
+      if (mesh.world().size() == 1) {
         EXPECT_TENSOR_EQ(got, expected);
       }
     });

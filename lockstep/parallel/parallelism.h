@@ -66,8 +66,8 @@ class Parallelism {
   // different ones at a time (Pipeline). backward() throws UsageError then. No collective.
   virtual bool takes_windows() const { return false; }
   // All passes before a step, after which every gradient is what the step needs. Returns their
-  // losses, without gradients, on every rank. In no-grad mode (evaluation) there is no backward, and
-  // `weigh` is not called.
+  // losses, without gradients, on every rank. In no-grad mode (evaluation) there is no backward,
+  // and `weigh` is not called.
   virtual std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) {
     std::vector<at::Tensor> losses;
     for (const Pass& pass : passes) {

@@ -20,7 +20,7 @@
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/staged.h"
-#include "lockstep/optim/muon.h"
+#include "lockstep/optim/adafactor.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
@@ -145,7 +145,9 @@ TEST(PipelineShard, HasTheBitsOfFullyShard) {
          {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleaved1F1B})
       for (const bool reshard : {true, false})
         for (const bool every : {true, false}) {
+          const bool usual = schedule == PipelineSchedule::k1F1B;
           if (schedule == PipelineSchedule::kInterleaved1F1B && mesh.size("pipeline") > 2) continue;
+          if ((!reshard || !every) && (!usual || reshard == every)) continue;  // one at a time
           const FullyShardOptions sharding{.reshard_after_forward = reshard,
                                            .reduce_every_backward = every};
           Trained run = piped(mesh, {.schedule = schedule, .shard = sharding}, /*tied=*/false);
@@ -175,7 +177,7 @@ TEST(PipelineShard, SharedWeightsClippingAndMicroBatchesWithoutTargets) {
 }
 
 TEST(PipelineShard, TheStateIsThatOfTheWholeModel) {
-  for (const optim::Rule& rule : {kAdamW, optim::Rule(optim::MuonOptions{.lr = 0.01})})
+  for (const optim::Rule& rule : {kAdamW, optim::Rule(optim::AdafactorOptions{.lr = 0.01})})
     on_meshes(kMeshes, [&](const Mesh& mesh) {
       Trained run = piped(mesh, {}, /*tied=*/false, rule), one = unpiped(mesh, {}, false, rule);
       run.train(2);
@@ -226,7 +228,6 @@ TEST(PipelineEvaluation, RunsThroughTheStages) {
       if (schedule == PipelineSchedule::kInterleaved1F1B && mesh.size("pipeline") > 2) continue;
       Trained run = piped(mesh, {.schedule = schedule}, /*tied=*/true);
       run.train(2);
-      const torch::NoGradGuard no_grad;
       std::vector<Parallelism::Pass> passes;
       std::vector<double> seen;
       for (int k = 0; k < 5; ++k)
@@ -239,7 +240,10 @@ TEST(PipelineEvaluation, RunsThroughTheStages) {
                                 return y;
                               },
                           .weigh = {}});
-      const auto losses = run.way->run_window(passes);
+      const auto losses = [&] {
+        const torch::NoGradGuard no_grad;
+        return run.way->run_window(passes);
+      }();
       const bool last = mesh.rank("pipeline") == mesh.size("pipeline") - 1;
       ASSERT_EQ(seen.size(), last ? 5u : 0u);
       for (std::size_t k = 0; last && k < 5; ++k) EXPECT_EQ(seen[k], losses[k].item<double>());

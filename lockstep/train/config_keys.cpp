@@ -390,8 +390,8 @@ constexpr KeySpec kKeys[] = {
      .help =
          "ranks over which fsdp divides the model; the others hold copies and see other samples",
      .check = &kCount,
-     .ours = true,
-     .unset = "all ranks that hold the same stage"},
+     .unset = "all ranks that hold the same stage",
+     .ours = true},
     {.name = "pipeline_parallel_degree",
      .member = &A::pipeline_parallel_degree,
      .help = "ranks that hold a stage of the model each; gradient_accumulation_steps are the "

@@ -36,12 +36,11 @@ AXES = {
 }
 SAMPLES = ("data", "shard")  # ranks along these see samples of their own
 MOST = 4
-# What differs is the order of sums: 8 terms for each sample's gradient, and the parts of a tied
-# weight. Of a mean of 8 losses in float, each rounded to 6e-8 of it, 1e-6 remains in the first step;
-# AdamW divides by the gradient's own size, so that a weight whose gradient is all rounding moves by
-# up to the learning rate in either direction: 1e-3 of a step, in few weights. 1e-4 of the loss has
-# held with a factor of ten to spare, and a sample that is lost or counted twice moves the loss by
-# more than 1e-3 of it.
+# What differs is the order of sums. A mean of 12 losses in float, each rounded to 6e-8 of it,
+# differs by less than 1e-6 in the first step. AdamW divides by the gradient's own size, so that a
+# weight whose gradient is all rounding moves by up to the learning rate, 1e-3, in either direction;
+# there are few of them, and what they add to a loss is of second order in that. A sample that is
+# lost or counted twice moves the loss by more than 1e-3 of it.
 TOLERANCE = 1e-4
 
 
