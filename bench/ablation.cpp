@@ -12,7 +12,6 @@
 #include "bench/train_runs.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/cores.h"
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/safetensors.h"
 #include "lockstep/optim/adam.h"
@@ -59,11 +58,6 @@ using Stages = std::vector<Stage>;
 
 constexpr const char* kCaches[] = {"LOCKSTEP_CPU_CACHE_MAX_BYTES",
                                    "LOCKSTEP_GRAD_INPLACE_MIN_BYTES"};
-
-bool on_cpu(const TrainingArguments& arguments) {
-  return arguments.use_cpu || env::get("LOCKSTEP_DEVICE").value_or("") == "cpu" ||
-         cuda_device_count() == 0;
-}
 
 // The file on one rank, without its settings for speed.
 Stage baseline_of(const AblationOptions& options, bool cpu) {

@@ -80,7 +80,7 @@ int repetitions(std::int64_t bytes) {
 
 // ---------------------------------------------------------------- a rank
 
-struct Contender {
+struct AllreduceSide {
   std::string name;
   World world;
   void (*limit)(const Slices&) = nullptr;  // instead of an all-reduce
@@ -108,7 +108,7 @@ void fill(const at::Tensor& tensor, int rank) {
     std::copy_n(pattern.data(), std::min(kPattern, tensor.numel() - i), data + i);
 }
 
-void verify(const Contender& contender) {
+void verify(const AllreduceSide& contender) {
   const int n = contender.world.size(), rank = contender.world.rank();
   const bool copies = contender.limit == &copy_slices;
   const int summed = copies ? 1 : n;
@@ -124,7 +124,7 @@ void verify(const Contender& contender) {
 
 // A contender among the others, so that it finds the caches as they do. It waits for no other rank,
 // so the slowest rank's time counts.
-double measure_limit(Contender& contender, World& barrier_world) {
+double measure_limit(AllreduceSide& contender, World& barrier_world) {
   std::vector<float*> arrays;
   for (const auto& part : contender.parts) arrays.push_back(part.mutable_data_ptr<float>());
   const std::int64_t n = barrier_world.size(), own = barrier_world.rank(),
@@ -137,7 +137,7 @@ double measure_limit(Contender& contender, World& barrier_world) {
   return all_reduce(barrier_world, own_us, ReduceOp::kMax);
 }
 
-double measure(Contender& contender, World& barrier_world, std::int64_t bytes) {
+double measure(AllreduceSide& contender, World& barrier_world, std::int64_t bytes) {
   fill(contender.tensor, barrier_world.rank());
   if (contender.limit != nullptr) return measure_limit(contender, barrier_world);
   if (bytes >= kBarrierFirstBytes) barrier_world.barrier();
@@ -146,8 +146,8 @@ double measure(Contender& contender, World& barrier_world, std::int64_t bytes) {
   return since_us(start);
 }
 
-std::vector<Contender> contenders_of(const std::vector<std::string>& backends, World& own) {
-  std::vector<Contender> contenders;
+std::vector<AllreduceSide> contenders_of(const std::vector<std::string>& backends, World& own) {
+  std::vector<AllreduceSide> contenders;
   for (const auto& backend : backends) {
     if (backend == "mpi") continue;  // a job of its own
     World world = own.backend() == backend ? own : World::from_env({.backend = backend});
@@ -164,10 +164,11 @@ std::vector<Contender> contenders_of(const std::vector<std::string>& backends, W
 // How many more turns fit into the time, judged by the first; the same on all ranks.
 int turns_left(World& own, double turn_s, double left_s, int max_turns, int min_turns) {
   const double fitting = std::clamp(left_s / std::max(turn_s, 1e-6), 0.0, 1e6);
-  return static_cast<int>(own.min(std::clamp(static_cast<int>(fitting), min_turns, max_turns)));
+  const int turns = std::clamp(static_cast<int>(fitting), min_turns, max_turns);
+  return static_cast<int>(all_reduce(own, turns, ReduceOp::kMin));
 }
 
-void measure_size(std::vector<Contender>& contenders, World& own, std::int64_t bytes,
+void measure_size(std::vector<AllreduceSide>& contenders, World& own, std::int64_t bytes,
                   double budget_s, Samples& samples) {
   const auto start = Clock::now();
   for (auto& contender : contenders) {
@@ -235,7 +236,7 @@ int allreduce_rank(const json& description, const std::string& orders) {
       auto chosen = contenders;
       // What fits into the cores' own caches says nothing about memory.
       if (bytes < kLimitFromBytes)
-        std::erase_if(chosen, [](const Contender& each) { return each.limit != nullptr; });
+        std::erase_if(chosen, [](const AllreduceSide& each) { return each.limit != nullptr; });
       measure_size(chosen, own, bytes, job.budget_s / static_cast<double>(job.sizes.size()),
                    samples);
     }
@@ -252,7 +253,7 @@ namespace {
 
 // ---------------------------------------------------------------- the benchmark
 
-struct Settings {
+struct AllreduceSettings {
   int ranks = 2;
   int rounds = 3;
   double budget_s = 60;
@@ -282,7 +283,7 @@ void read_mpi(const std::string& path, Samples& samples) {
 }
 
 // Empty when there is no MPI here; the reason is printed. With goals that need it, UsageError.
-std::string mpi_command(const Settings& settings, const Scratch& scratch,
+std::string mpi_command(const AllreduceSettings& settings, const Scratch& scratch,
                         const std::vector<Goal>& wanted) {
   if (!among(split(settings.backends), "mpi")) return "";
   const std::string program = scratch.file("allreduce_mpi");
@@ -310,7 +311,7 @@ std::string mpi_command(const Settings& settings, const Scratch& scratch,
 // Small operations of each backend run in processes of their own, as Open MPI's do: gloo's threads
 // stay awake between its operations, and where ranks fill the cores they would delay the others.
 // Large ones are measured in turn in the same processes, because the memory's speed changes.
-std::vector<Job> jobs_of(const Settings& settings) {
+std::vector<Job> jobs_of(const AllreduceSettings& settings) {
   std::vector<std::int64_t> small, large;
   for (const std::int64_t bytes : parse_sizes(settings.sizes))
     (bytes <= kRunsUpToBytes ? small : large).push_back(bytes);
@@ -333,7 +334,7 @@ void run_command(const std::string& command) {
   if (std::system(command.c_str()) != 0) throw Error("bench", fmt::format("'{}' failed", command));
 }
 
-Samples collect(const Settings& settings, const std::vector<Goal>& wanted) {
+Samples collect(const AllreduceSettings& settings, const std::vector<Goal>& wanted) {
   const Scratch scratch;
   Samples samples;
   const std::string mpi = mpi_command(settings, scratch, wanted);
@@ -422,7 +423,7 @@ Goal goal_of(const std::string& text) {
 }
 
 // Before anything is measured.
-std::vector<Goal> goals_of(const std::string& text, const Settings& settings) {
+std::vector<Goal> goals_of(const std::string& text, const AllreduceSettings& settings) {
   const auto backends = split(settings.backends);
   const auto sizes = parse_sizes(settings.sizes);
   std::vector<Goal> goals;
@@ -458,7 +459,7 @@ int judge(const std::vector<Goal>& wanted, const Samples& samples) {
   return goals.exit_code();
 }
 
-std::string svg_of(const Samples& samples, const Settings& settings) {
+std::string svg_of(const Samples& samples, const AllreduceSettings& settings) {
   report::LineChart time{.title = fmt::format("Time of an all-reduce, {} ranks", settings.ranks),
                          .x_label = "size",
                          .y_label = "microseconds",
@@ -485,7 +486,7 @@ std::string svg_of(const Samples& samples, const Settings& settings) {
 }  // namespace
 
 int allreduce_main(int argc, char** argv) {
-  Settings settings;
+  AllreduceSettings settings;
   std::string require, svg;
   Options options("Time and bandwidth of an all-reduce over size, backends by turns");
   options.number("--ranks", settings.ranks, 2, 64, "processes of this host");

@@ -4,7 +4,7 @@ import os
 import unittest
 from xml.etree import ElementTree
 
-from bench_case import Case, bench
+from bench_case_for_test import Case, bench
 
 ALLREDUCE = ["allreduce", "--backends", "shm,gloo", "--sizes", "4K,1M", "--rounds", "1",
              "--budget-s", "2"]

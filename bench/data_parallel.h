@@ -58,7 +58,17 @@ class ReplicaThreads {
   c10::ThreadPool pool_;
 };
 
-enum class DpPart { kScatter, kReplicate, kForward, kGather, kLoss, kBackward, kReduce };
+// The parts of a step, in its order. The update is the caller's.
+enum DpPart : std::size_t {
+  kScatterPart,
+  kReplicatePart,
+  kForwardPart,
+  kGatherPart,
+  kLossPart,
+  kBackwardPart,
+  kReducePart,
+  kUpdatePart
+};
 
 template <typename Net>
 class DataParallel {
@@ -78,32 +88,32 @@ class DataParallel {
 
   at::Tensor forward(const at::Tensor& batch) {
     const std::vector<at::Tensor> inputs = scatter(batch);
-    reached(DpPart::kScatter);
+    reached(kScatterPart);
     replicate();
-    reached(DpPart::kReplicate);
+    reached(kReplicatePart);
     outputs_.assign(devices_.size(), {});
     threads_.run([&](std::size_t i) {
       const c10::DeviceGuard guard(devices_[i]);
       outputs_[i] = replicas_[i]->forward(inputs[i]);
     });
-    reached(DpPart::kForward);
+    reached(kForwardPart);
     gathered_ = gather().requires_grad_();
-    reached(DpPart::kGather);
+    reached(kGatherPart);
     return gathered_;
   }
 
   void backward(const at::Tensor& loss) {
     loss.backward();
-    reached(DpPart::kLoss);
+    reached(kLossPart);
     const std::vector<at::Tensor> gradients = scatter(gathered_.grad());
     threads_.run([&](std::size_t i) {
       const c10::DeviceGuard guard(devices_[i]);
       outputs_[i].backward(gradients[i]);
     });
     outputs_.clear();
-    reached(DpPart::kBackward);
+    reached(kBackwardPart);
     reduce();
-    reached(DpPart::kReduce);
+    reached(kReducePart);
   }
 
  private:

@@ -13,16 +13,14 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kVerifiedSteps = 3;
-
 struct DdpOptions {
   int blocks = 30;
   int steps = 10;
   ModelSettings model;
 };
 
-struct Side {
-  Side(const std::string& program, const ModelSettings& settings, bool wraps)
+struct WrapperSide {
+  WrapperSide(const std::string& program, const ModelSettings& settings, bool wraps)
       : wrapped(wraps), crew({.name = program, .rank = program, .settings = settings}) {}
 
   // A model with the start's weights. Returns its first losses.
@@ -48,7 +46,7 @@ struct Side {
 // Wrapped / bare for each pair of blocks. The order alternates too: what drifts over time must not
 // favour one side.
 std::vector<double> ratios_of(const std::string& program, const DdpOptions& o, bool writes) {
-  Side sides[] = {{program, o.model, false}, {program, o.model, true}};
+  WrapperSide sides[] = {{program, o.model, false}, {program, o.model, true}};
   if (writes) sides[0].crew.ask({{"do", "write"}});
   const json bare = sides[0].begin(o.model), wrapped = sides[1].begin(o.model);
   // Verified before timed: the wrapper must not change a bit.
@@ -63,7 +61,7 @@ std::vector<double> ratios_of(const std::string& program, const DdpOptions& o, b
     fmt::print(stderr, "{} {}/{}: bare {:.1f} ms/step, wrapped {:.1f}, ratio {:.4f}\n", program,
                pair + 1, o.blocks / 2, ms[0] / o.steps, ms[1] / o.steps, ratios.back());
   }
-  for (Side& side : sides) side.crew.finish();
+  for (WrapperSide& side : sides) side.crew.finish();
   return ratios;
 }
 

@@ -55,13 +55,26 @@ struct DpSettings {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DpSettings, contender, model, device, ranks, threads, batch_size,
                                    image_size, lr)
 
-constexpr const char* kDpParts[] = {"scatter", "replicate", "forward",   "gather",
-                                    "loss",    "backward",  "gradients", "update"};
+// By DpPart.
+struct DpPartWords {
+  const char* name;
+  const char* what;       // DataParallel does there
+  bool overhead = false;  // DistributedDataParallel does none of it, or does it while it computes
+};
+constexpr DpPartWords kDpParts[] = {
+    {"scatter", "copies parts of the batch to the replicas", true},
+    {"replicate", "copies all weights to the replicas", true},
+    {"forward", "all replicas at once"},
+    {"gather", "copies the outputs to device 0", true},
+    {"loss", "on device 0, the others wait"},
+    {"backward", "all replicas at once"},
+    {"gradients", "adds the replicas' on device 0 (DDP: exposed all-reduce)", true},
+    {"update", "on device 0, the others wait"}};
 
 // ---------------------------------------------------------------- a rank
 
 constexpr std::int64_t kClasses = 10;
-constexpr std::int64_t kDistinctBatches = 4;
+constexpr std::int64_t kDpBatches = 4;
 constexpr std::size_t kParts = std::size(kDpParts);
 
 // An image classifier of any kind.
@@ -103,20 +116,11 @@ Images draw(const DpSettings& settings, std::int64_t k, std::int64_t first, std:
   return {data.narrow(0, first, rows).contiguous(), target.narrow(0, first, rows).contiguous()};
 }
 
-// The order of kDpParts.
-enum Part : std::size_t {
-  kForwardPart = 2,
-  kLossPart = 4,
-  kBackwardPart,
-  kReducePart,
-  kUpdatePart
-};
-
 class Worker {
  public:
   Worker(const DpSettings& settings, World& world) : settings_(settings), world_(world) {
     const std::int64_t rows = is_dp() ? settings.batch_size : settings.batch_size / settings.ranks;
-    for (std::int64_t k = 0; k < kDistinctBatches; ++k)
+    for (std::int64_t k = 0; k < kDpBatches; ++k)
       batches_.push_back(draw(settings, k, is_dp() ? 0 : rows * world.rank(), rows));
   }
 
@@ -152,7 +156,7 @@ class Worker {
     if (is_dp()) {
       dp_.emplace(drawn, replica_devices());
       net_ = dp_->module();
-      dp_->on_part([this](DpPart part) { reached(static_cast<std::size_t>(part)); });
+      dp_->on_part([this](DpPart part) { reached(part); });
     } else {
       net_ = drawn();
       ddp_.emplace(net_, world_);
@@ -181,7 +185,7 @@ class Worker {
   }
 
   // Marks the end of a part while a breakdown is measured.
-  void reached(std::size_t part) {
+  void reached(DpPart part) {
     if (!timed_) return;
     const Clock::time_point time = now();
     part_ms_[part] = std::chrono::duration<double, std::milli>(time - part_begin_).count();
@@ -287,7 +291,7 @@ namespace {
 // ---------------------------------------------------------------- the benchmark
 
 // Few, because batch norms over small batches let rounding errors grow from step to step.
-constexpr int kVerifiedSteps = 2;
+constexpr int kDpSteps = 2;
 constexpr int kBlock = 10;      // steps of one side before the other's turn
 constexpr int kPartSteps = 10;  // at most
 // The two sides may differ by the rounding of both, each about the difference between float32 and
@@ -348,11 +352,11 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 void verify(DpSide& dp, DpSide& ddp) {
   dp.begin("float64");
   const std::vector<double> start = dp.weights();
-  dp.train(kVerifiedSteps);
+  dp.train(kDpSteps);
   const std::vector<double> exact = dp.weights();
   const auto trained = [&](DpSide& side) {
     side.begin("float32");
-    side.train(kVerifiedSteps);
+    side.train(kDpSteps);
     return side.weights();
   };
   const std::vector<double> one = trained(dp), many = trained(ddp);
@@ -361,17 +365,17 @@ void verify(DpSide& dp, DpSide& ddp) {
   if (!(rounding <= kMaxRounding * moved))
     throw Error("bench", fmt::format("{} in float32 and float64 differ by {:.2g} of what {} steps "
                                      "moved the weights; nothing could be verified",
-                                     kDp, rounding / moved, kVerifiedSteps));
+                                     kDp, rounding / moved, kDpSteps));
   if (!(difference <= kRoundings * rounding))
     throw Error("bench",
                 fmt::format("{} and {} do not train the same: after {} steps the weights "
                             "are {:.3g} apart; rounding explains {:.3g}, and they moved "
                             "by {:.3g}",
-                            kDp, kDdp, kVerifiedSteps, difference, kRoundings * rounding, moved));
+                            kDp, kDdp, kDpSteps, difference, kRoundings * rounding, moved));
   fmt::print(stderr,
              "verified: after {} steps the weights of both are {:.2g} apart; they moved by {:.2g}, "
              "and rounding explains {:.2g}\n",
-             kVerifiedSteps, difference, moved, kRoundings * rounding);
+             kDpSteps, difference, moved, kRoundings * rounding);
 }
 
 void measure(DpSides& sides, int steps) {
@@ -391,12 +395,10 @@ void measure(DpSides& sides, int steps) {
   }
 }
 
-// Time spent on what DistributedDataParallel does not do at all, or does while it computes.
 double overhead_ms(const DpSide& dp) {
   double sum = 0;
   for (std::size_t i = 0; i < dp.parts.size(); ++i)
-    for (const char* part : {"scatter", "replicate", "gather", "gradients"})
-      if (std::strcmp(kDpParts[i], part) == 0) sum += dp.parts[i];
+    if (kDpParts[i].overhead) sum += dp.parts[i];
   return sum;
 }
 
@@ -410,7 +412,7 @@ Report steps_report(const DpSides& sides, const DpSettings& s, int steps) {
   for (const DpSide& side : sides) {
     json parts = json::object();
     for (std::size_t i = 0; i < kParts; ++i)
-      if (side.parts[i] >= 0) parts[kDpParts[i]] = side.parts[i];
+      if (side.parts[i] >= 0) parts[kDpParts[i].name] = side.parts[i];
     report
         .row(side.name == kDp ? fmt::format("DataParallel, 1 process, {} replicas", s.ranks)
                               : fmt::format("DistributedDataParallel, {} processes", s.ranks))
@@ -430,20 +432,12 @@ Report steps_report(const DpSides& sides, const DpSettings& s, int steps) {
 // Timed in separate steps, with a wait for the devices after each part.
 Report parts_report(const DpSides& sides) {
   Report report("dp-vs-ddp", "ms of a step");
-  static const char* const notes[] = {"copies parts of the batch to the replicas",
-                                      "copies all weights to the replicas",
-                                      "all replicas at once",
-                                      "copies the outputs to device 0",
-                                      "on device 0, the others wait",
-                                      "all replicas at once",
-                                      "adds the replicas' on device 0 (DDP: exposed all-reduce)",
-                                      "on device 0, the others wait"};
   const auto part = [](double ms) { return ms < 0 ? std::nullopt : std::optional(ms); };
   for (std::size_t i = 0; i < kParts; ++i)
-    report.row(kDpParts[i])
+    report.row(kDpParts[i].name)
         .number("DataParallel", part(sides[0].parts[i]), 2)
         .number("DistributedDataParallel", part(sides[1].parts[i]), 2)
-        .text("what DP does there", notes[i]);
+        .text("what DP does there", kDpParts[i].what);
   return report;
 }
 

@@ -13,14 +13,14 @@
 namespace lockstep::bench {
 namespace {
 
-struct Contender {
+struct LaunchSide {
   std::string name;
   std::string command;
   std::vector<double> seconds{};
 };
 
 // Runs a command, checks that rank 0 printed the right sum, and returns its wall time.
-double timed(const Contender& contender, int ranks) {
+double timed(const LaunchSide& contender, int ranks) {
   const auto start = Deadline::Clock::now();
   FILE* pipe = ::popen((contender.command + " 2>&1").c_str(), "r");
   if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
@@ -37,7 +37,7 @@ double timed(const Contender& contender, int ranks) {
   return seconds;
 }
 
-std::vector<Contender> contenders_for(int ranks) {
+std::vector<LaunchSide> contenders_for(int ranks) {
   const std::string script = peer("allreduce_once.py");
   const std::string ours = program_beside("../bin/lockstep");
   const std::string flags = fmt::format("--standalone --nproc-per-node={}", ranks);
@@ -65,7 +65,7 @@ int launch_main(int argc, char** argv) {
 
   auto contenders = contenders_for(ranks);
   for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies
-  by_turns({.rounds = rounds, .unit = "s"}, contenders, [&](Contender& contender) {
+  by_turns({.rounds = rounds, .unit = "s"}, contenders, [&](LaunchSide& contender) {
     return contender.seconds.emplace_back(timed(contender, ranks));
   });
   Report report("launch", fmt::format("one all-reduce, {} ranks", ranks), {{"ranks", ranks}});

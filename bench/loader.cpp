@@ -28,7 +28,7 @@ using data::Example;
 using data::SampleRandom;
 using Milliseconds = std::chrono::duration<double, std::milli>;
 
-struct Settings {
+struct LoaderSettings {
   std::string tokens;
   std::int64_t batches = 100;
   std::int64_t batch_size = 8;
@@ -38,7 +38,7 @@ struct Settings {
   std::string device = "cpu";
 };
 
-DatasetPtr sleeping(const Settings& settings) {
+DatasetPtr sleeping(const LoaderSettings& settings) {
   // This is the time of a whole batch: its first sample takes all of it.
   const auto load = Milliseconds(settings.load_ms);
   const std::int64_t batch = settings.batch_size;
@@ -48,7 +48,7 @@ DatasetPtr sleeping(const Settings& settings) {
   });
 }
 
-DatasetPtr make_source(const Settings& settings) {
+DatasetPtr make_source(const LoaderSettings& settings) {
   if (!settings.tokens.empty())
     return std::make_shared<data::TokenShards>(data::token_files(settings.tokens, "train"), 1024);
   return sleeping(settings);
@@ -82,7 +82,7 @@ Report report_of(const data::LoaderProfile& profile) {
 }
 
 // PyTorch's loader with the same sleeps prints a line.
-void run_python(const Settings& settings) {
+void run_python(const LoaderSettings& settings) {
   const std::string command =
       fmt::format("'{}' '{}' {} {} {} {} {}", python(), peer("loader.py"), settings.batches,
                   settings.batch_size, settings.workers, settings.load_ms, settings.step_ms);
@@ -94,7 +94,7 @@ void run_python(const Settings& settings) {
 }  // namespace
 
 int loader_main(int argc, char** argv) {
-  Settings s;
+  LoaderSettings s;
   bool python = true;
   double require_wait = 0, require_p99_ms = 0;
   Options options("Load, collate, copy and wait times of a batch, beside PyTorch's DataLoader");

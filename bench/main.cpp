@@ -17,9 +17,8 @@
 #include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 
+namespace lockstep::bench {
 namespace {
-
-using namespace lockstep::bench;
 
 struct Benchmark {
   std::string name;
@@ -70,7 +69,7 @@ double seconds_of(const timeval& time) {
 // CPU seconds of all programs on the cores that this process may use; 0 where the kernel does not
 // say, and then there is no note.
 double busy_s() {
-  const auto cpus = lockstep::allowed_cpus();
+  const auto cpus = allowed_cpus();
   std::ifstream file("/proc/stat");
   double ticks = 0;
   for (std::string line; std::getline(file, line);) {
@@ -92,8 +91,8 @@ class OtherPrograms {
  public:
   // A line if others used 10 % of the cores while nearly all cores were busy; otherwise nothing.
   std::string note() const {
-    const auto cores = static_cast<double>(lockstep::allowed_cpus().size());
-    const double seconds = lockstep::seconds_since(begin_);
+    const auto cores = static_cast<double>(allowed_cpus().size());
+    const double seconds = seconds_since(begin_);
     if (seconds < kShortest_s) return "";
     const double all = (busy_s() - all_s_) / seconds;
     const double others = all - (own_s() - own_s_) / seconds;
@@ -116,11 +115,11 @@ class OtherPrograms {
     return sum;
   }
 
-  const lockstep::Deadline::Clock::time_point begin_ = lockstep::Deadline::Clock::now();
+  const Deadline::Clock::time_point begin_ = Deadline::Clock::now();
   const double all_s_ = busy_s(), own_s_ = own_s();
 };
 
-int bench(int argc, char** argv) {
+int run_benchmark(int argc, char** argv) {
   const std::string name = argc >= 2 ? argv[1] : "";
   for (const Benchmark& benchmark : kBenchmarks) {
     if (name != benchmark.name) continue;
@@ -139,16 +138,20 @@ int bench(int argc, char** argv) {
   return asked ? 0 : 2;
 }
 
+int command_main(int argc, char** argv) {
+  const std::string command = argc >= 2 ? argv[1] : "";
+  if (command == "bench") return run_benchmark(argc - 1, argv + 1);
+  if (command == "_allreduce-once") return allreduce_once_main();
+  if (command == "_rank" && argc == 5)
+    return kRanks.at(argv[2])(nlohmann::json::parse(argv[3]), argv[4]);
+  fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+  return 2;
+}
+
 }  // namespace
+}  // namespace lockstep::bench
 
 int main(int argc, char** argv) {
-  return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
-    const std::string command = argc >= 2 ? argv[1] : "";
-    if (command == "bench") return bench(argc - 1, argv + 1);
-    if (command == "_allreduce-once") return allreduce_once_main();
-    if (command == "_rank" && argc == 5)
-      return kRanks.at(argv[2])(nlohmann::json::parse(argv[3]), argv[4]);
-    fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
-    return 2;
-  }));
+  return lockstep::cli::end_at_once(
+      lockstep::cli::guarded([&] { return lockstep::bench::command_main(argc, argv); }));
 }

@@ -40,91 +40,51 @@ using nlohmann::json;
 
 constexpr std::uint64_t kSeed = 42;
 
-[[noreturn]] void unknown_model(const ModelSettings& settings) {
+// ---------------------------------------------------------------- sizes
+
+const ModelPreset& preset_of(const ModelSettings& settings) {
+  for (const ModelPreset& preset : kPresets)
+    if (preset.kind == settings.kind && preset.name == settings.model) return preset;
   throw UsageError("bench", "{} has no model '{}'.", settings.kind, settings.model);
 }
 
-// ---------------------------------------------------------------- sizes
-
 models::GptConfig gpt_config(const ModelSettings& settings) {
-  const auto made = [&](std::int64_t layers, std::int64_t heads, std::int64_t width,
-                        std::int64_t vocabulary) {
-    return models::GptConfig{.n_layer = layers,
-                             .n_head = heads,
-                             .n_embd = width,
-                             .vocab_size = vocabulary,
-                             .n_positions = settings.sequence_length};
-  };
-  if (settings.model == "124m") return made(12, 12, 768, settings.vocab_size);
-  if (settings.model == "350m") return made(24, 16, 1024, settings.vocab_size);
-  if (settings.model == "774m") return made(36, 20, 1280, settings.vocab_size);
-  if (settings.model == "1.3b") return made(24, 16, 2048, settings.vocab_size);
-  if (settings.model == "tiny") return made(2, 4, 32, 128);
-  if (settings.model != "small") unknown_model(settings);
-  auto small = made(settings.n_layer, settings.n_head, settings.n_embd, settings.vocab_size);
-  small.tie_word_embeddings = settings.tied;
-  return small;
+  if (settings.model == "small")
+    return {.n_layer = settings.n_layer,
+            .n_head = settings.n_head,
+            .n_embd = settings.n_embd,
+            .vocab_size = settings.vocab_size,
+            .n_positions = settings.sequence_length,
+            .tie_word_embeddings = settings.tied};
+  const ModelPreset& preset = preset_of(settings);
+  return {.n_layer = preset.layers,
+          .n_head = preset.heads,
+          .n_embd = preset.width,
+          .vocab_size = preset.vocabulary > 0 ? preset.vocabulary : settings.vocab_size,
+          .n_positions = settings.sequence_length};
 }
 
-// As Llama 3.2 has them, with one weight for embedding and head.
+// As Llama 3.2 has them, with one weight for embedding and head; those with adapters as Phi-3.
 models::LlamaConfig llama_config(const ModelSettings& settings) {
-  const auto made = [](std::int64_t layers, std::int64_t heads, std::int64_t width) {
-    return models::LlamaConfig{.vocab_size = 128256,
-                               .hidden_size = width,
-                               .intermediate_size = 8192,
-                               .num_hidden_layers = layers,
-                               .num_attention_heads = heads,
-                               .num_key_value_heads = 8,
-                               .rms_norm_eps = 1e-5,
-                               .tie_word_embeddings = true};
-  };
-  models::LlamaConfig c = made(16, 32, 2048);
-  if (settings.model == "3b") c = made(28, 24, 3072);
-  if (settings.model == "tiny") {
-    c = made(2, 4, 32);
-    c.vocab_size = 128;
-    c.intermediate_size = 48;
-    c.num_key_value_heads = 2;
-  } else if (settings.model != "1b" && settings.model != "3b") {
-    unknown_model(settings);
-  }
-  c.max_position_embeddings = settings.sequence_length;
-  c.rope.rope_theta = 500000;
-  return c;
-}
-
-models::LlamaConfig phi3_config(const ModelSettings& settings) {
-  models::LlamaConfig c{.vocab_size = 32064,
-                        .hidden_size = 3072,
-                        .intermediate_size = 8192,
-                        .num_hidden_layers = 32,
-                        .num_attention_heads = 32,
+  const ModelPreset& preset = preset_of(settings);
+  const bool llama = settings.kind == "llama";
+  models::LlamaConfig c{.vocab_size = preset.vocabulary,
+                        .hidden_size = preset.width,
+                        .intermediate_size = preset.inner,
+                        .num_hidden_layers = preset.layers,
+                        .num_attention_heads = preset.heads,
+                        .num_key_value_heads = preset.keys,
+                        .max_position_embeddings = settings.sequence_length,
                         .rms_norm_eps = 1e-5,
-                        .fused_projections = true};
-  if (settings.model == "phi3-mini") return c;
-  if (settings.model == "llama3-8b") {
-    c.vocab_size = 128256;
-    c.hidden_size = 4096;
-    c.intermediate_size = 14336;
-    c.num_key_value_heads = 8;
-    c.rope.rope_theta = 500000;
-    return c;
-  }
-  if (settings.model != "tiny") unknown_model(settings);
-  c.vocab_size = 128;
-  c.hidden_size = 32;
-  c.intermediate_size = 48;
-  c.num_hidden_layers = 2;
-  c.num_attention_heads = 4;
-  c.num_key_value_heads = 2;
-  c.max_position_embeddings = settings.sequence_length;
+                        .tie_word_embeddings = llama,
+                        .fused_projections = !llama};
+  if (llama || settings.model == "llama3-8b") c.rope.rope_theta = 500000;
   return c;
 }
 
 models::CausalLmConfig lm_config(const ModelSettings& settings) {
   if (settings.kind == "gpt") return {.model = gpt_config(settings)};
-  if (settings.kind == "llama") return {.model = llama_config(settings)};
-  return {.model = phi3_config(settings)};
+  return {.model = llama_config(settings)};
 }
 
 models::LoraConfig lora_config(const ModelSettings& settings) {
@@ -137,7 +97,6 @@ models::LoraConfig lora_config(const ModelSettings& settings) {
 models::ResNetConfig resnet_config(const ModelSettings& settings) {
   if (settings.model == "resnet50") return {.depth = 50};
   if (settings.model == "resnet18") return {.depth = 18};
-  if (settings.model != "tiny") unknown_model(settings);
   return {.depth = 18, .num_classes = 10};
 }
 
@@ -351,8 +310,7 @@ class ModelStep {
   // The contents of its checkpoint, as the Trainer saves it; tensors are the model's own.
   train::CheckpointContents contents(std::int64_t step);
 
-  double parameters() const;
-  double trainable() const;
+  double parameters(bool trainable = false) const;  // all, or those
   // Floating-point operations of a step with settings.batch_size samples, forward and backward:
   //   gpt      6 N + 12 L T C for a token (N parameters, L layers, T tokens, C channels)
   //   lora     4 N + 6 n + 12 L T C (N frozen, n trained: a frozen weight has no gradient)
@@ -440,17 +398,10 @@ train::CheckpointContents ModelStep::contents(std::int64_t step) {
   return all;
 }
 
-double ModelStep::parameters() const {
+double ModelStep::parameters(bool trainable) const {
   double count = 0;
   for (const at::Tensor& parameter : net_.module->parameters())
-    count += static_cast<double>(parameter.numel());
-  return count;
-}
-
-double ModelStep::trainable() const {
-  double count = 0;
-  for (const at::Tensor& parameter : net_.module->parameters())
-    if (parameter.requires_grad()) count += static_cast<double>(parameter.numel());
+    if (!trainable || parameter.requires_grad()) count += static_cast<double>(parameter.numel());
   return count;
 }
 
@@ -462,9 +413,9 @@ double ModelStep::flops() const {
   const models::CausalLmConfig config = lm_config(settings_);
   const auto length = static_cast<double>(settings_.sequence_length);
   const auto width = static_cast<double>(config.spec().width);
-  const double frozen = parameters() - trainable();
+  const double trained = parameters(true), frozen = parameters() - trained;
   const double token =
-      4 * frozen + 6 * trainable() + 12 * static_cast<double>(config.layers()) * length * width;
+      4 * frozen + 6 * trained + 12 * static_cast<double>(config.layers()) * length * width;
   return batch * length * token;
 }
 
@@ -540,7 +491,7 @@ class Trainee {
     trained_ = 0;
     if (device_.is_cuda()) c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(device_.index());
     return {{"parameters", model_->parameters()},
-            {"trainable", model_->trainable()},
+            {"trainable", model_->parameters(true)},
             {"flops", model_->flops()},
             {"device", device_.is_cuda() ? cuda_name(device_.index()) : "cpu"}};
   }

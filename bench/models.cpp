@@ -26,7 +26,6 @@ constexpr const char* kUs = "lockstep";
 constexpr const char* kBare = "bare";  // ours without the wrapper
 constexpr const char* kOursInBf16 = "bf16";
 
-constexpr int kVerifiedSteps = 3;
 // Relative tolerances for fp32 losses: sums in another order, then AdamW steps on gradients that
 // differ by as much. Twice the learning rate shows as 6e-4 in the second step of the tiny GPT, and
 // as more in larger ones.
@@ -53,8 +52,8 @@ struct ModelOptions {
 };
 
 // One side: our worker, or PyTorch in one mode.
-struct Side {
-  Side(const std::string& key, const ModelSettings& settings)
+struct ModelSide {
+  ModelSide(const std::string& key, const ModelSettings& settings)
       : name(key),
         crew({.name = key,
               .rank = ours() ? "model" : settings.kind + "_peer.py",
@@ -82,7 +81,7 @@ struct Side {
   }
   bool measured() const { return !failed && !rounds.empty(); }
 };
-using Sides = std::deque<Side>;
+using ModelSides = std::deque<ModelSide>;
 
 std::vector<double> losses_of(const json& answer) {
   std::vector<double> losses;
@@ -93,7 +92,7 @@ std::vector<double> losses_of(const json& answer) {
 
 // A peer that fails, for example out of memory, is reported and skipped from then on.
 template <typename Body>
-void attempt(Side& side, const Body& body) {
+void attempt(ModelSide& side, const Body& body) {
   if (side.failed) return;
   try {
     body(side);
@@ -105,35 +104,35 @@ void attempt(Side& side, const Body& body) {
 }
 
 template <typename Body>
-void for_each(Sides& sides, const Body& body) {
-  for (Side& side : sides) attempt(side, body);
+void for_each(ModelSides& sides, const Body& body) {
+  for (ModelSide& side : sides) attempt(side, body);
 }
 
 // The first of PyTorch's sides that works.
-Side* peer_of(Sides& sides) {
-  for (Side& side : sides)
+ModelSide* peer_of(ModelSides& sides) {
+  for (ModelSide& side : sides)
     if (!side.ours() && !side.failed) return &side;
   return nullptr;
 }
 
 // ---------------------------------------------------------------- start and verification
 
-json new_order(const ModelOptions& options, const Side& side) {
+json timed_order(const ModelOptions& options, const ModelSide& side) {
   const ModelSettings& s = options.settings;
-  return bench::new_order(
-      side.ours() ? s.mode : side.name, s.lr * (options.corrupt == side.name ? 2 : 1),
-      s.ddp && side.name != kBare, side.name == kOursInBf16 ? "bf16" : s.dtype, /*tf32=*/true);
+  return new_order(side.ours() ? s.mode : side.name, s.lr * (options.corrupt == side.name ? 2 : 1),
+                   s.ddp && side.name != kBare, side.name == kOursInBf16 ? "bf16" : s.dtype,
+                   /*tf32=*/true);
 }
 
 // The order for the model that a bf16 run is compared with.
-json fp32_order(const ModelOptions& options, const Side& side) {
-  json order = new_order(options, side);
+json fp32_order(const ModelOptions& options, const ModelSide& side) {
+  json order = timed_order(options, side);
   order.update({{"dtype", "fp32"}, {"tf32", false}, {"mode", "eager"}});
   return order;
 }
 
 // The order for the same model without anything that is allowed to differ.
-json exact_order(const ModelOptions& options, const Side& side) {
+json exact_order(const ModelOptions& options, const ModelSide& side) {
   json order = fp32_order(options, side);
   order["exact"] = true;
   return order;
@@ -144,8 +143,8 @@ json train_order(std::int64_t steps, std::int64_t batch_size) {
 }
 
 // The largest relative difference; Error if it exceeds the tolerances.
-double compare(const Side& side, const std::vector<double>& ours, const std::vector<double>& other,
-               double first, double later) {
+double compare(const ModelSide& side, const std::vector<double>& ours,
+               const std::vector<double>& other, double first, double later) {
   double worst = 0;
   for (std::size_t step = 0; step < ours.size(); ++step) {
     const double difference = std::abs(ours[step] - other.at(step)) / std::abs(ours[step]);
@@ -161,14 +160,14 @@ double compare(const Side& side, const std::vector<double>& ours, const std::vec
 }
 
 // In fp32 and without compiling, on a small batch: in all modes the peer is the same program.
-void verify(Sides& sides, const ModelOptions& options) {
-  const auto peer =
-      std::find_if(sides.begin() + 1, sides.end(), [](const Side& side) { return !side.failed; });
+void verify(ModelSides& sides, const ModelOptions& options) {
+  const auto peer = std::find_if(sides.begin() + 1, sides.end(),
+                                 [](const ModelSide& side) { return !side.failed; });
   if (peer == sides.end()) return;
   // A batch norm needs several samples.
   const std::int64_t most = options.settings.kind == "resnet" ? 8 : 2;
   const std::int64_t batch = std::min(options.settings.batch_size, most);
-  const auto train = [&](Side& side) {
+  const auto train = [&](ModelSide& side) {
     side.crew.ask(exact_order(options, side));
     const auto losses = losses_of(side.crew.ask(train_order(kVerifiedSteps, batch)));
     if (options.one_at_a_time) side.crew.ask({{"do", "drop"}});
@@ -180,23 +179,23 @@ void verify(Sides& sides, const ModelOptions& options) {
              kUs, worst);
 }
 
-void begin_timed(Side& side, const ModelOptions& options) {
-  side.facts = side.crew.ask(new_order(options, side));
+void begin_timed(ModelSide& side, const ModelOptions& options) {
+  side.facts = side.crew.ask(timed_order(options, side));
   side.first_losses =
       losses_of(side.crew.ask(train_order(kVerifiedSteps, options.settings.batch_size)));
   fmt::print(stderr, "{}: first losses {:.5f}\n", side.name, fmt::join(side.first_losses, " "));
 }
 
-void compare_first(const Sides& sides, const ModelOptions& options) {
+void compare_first(const ModelSides& sides, const ModelOptions& options) {
   const double allowed = options.settings.dtype == "fp8" ? kFp8Tolerance : kTimedTolerance;
-  for (const Side& side : sides)
+  for (const ModelSide& side : sides)
     if (!side.failed)
       compare(side, sides.front().first_losses, side.first_losses, allowed, allowed);
 }
 
 // ---------------------------------------------------------------- measurement
 
-void measure_once(Side& side, const ModelOptions& options) {
+void measure_once(ModelSide& side, const ModelOptions& options) {
   const json answer =
       side.crew.ask({{"do", "time"}, {"warmup", options.warmup}, {"steps", options.steps}});
   if (!answer.at("loss").is_number())
@@ -205,22 +204,22 @@ void measure_once(Side& side, const ModelOptions& options) {
   side.memory = answer;
 }
 
-void break_down(Side& side, const ModelOptions& options) {
+void break_down(ModelSide& side, const ModelOptions& options) {
   side.breakdown =
       side.crew.ask({{"do", "breakdown"}, {"steps", std::min(options.steps, kBreakdownSteps)}});
 }
 
-void measure(Sides& sides, const ModelOptions& options) {
-  by_turns(options.turns, sides, [&](Side& side) {
+void measure(ModelSides& sides, const ModelOptions& options) {
+  by_turns(options.turns, sides, [&](ModelSide& side) {
     const std::size_t before = side.rounds.size();
-    attempt(side, [&](Side&) { measure_once(side, options); });
+    attempt(side, [&](ModelSide&) { measure_once(side, options); });
     return side.rounds.size() > before ? median(side.rounds.back()) : NAN;
   });
-  for_each(sides, [&](Side& side) { break_down(side, options); });
+  for_each(sides, [&](ModelSide& side) { break_down(side, options); });
 }
 
 // Shows the kernels that take most of a step.
-void show_kernels(Side& side, const ModelOptions& options) {
+void show_kernels(ModelSide& side, const ModelOptions& options) {
   const json answer = side.crew.ask({{"do", "kernels"}, {"steps", kBreakdownSteps}});
   std::vector<json> all = answer.at("kernels");
   const auto ms = [](const json& kernel) { return kernel.at("ms").get<double>(); };
@@ -238,8 +237,8 @@ void show_kernels(Side& side, const ModelOptions& options) {
 }
 
 // For models of which a GPU holds one: all rounds of a side, then it gives the memory back.
-void measure_in_turn(Sides& sides, const ModelOptions& options) {
-  for_each(sides, [&](Side& side) {
+void measure_in_turn(ModelSides& sides, const ModelOptions& options) {
+  for_each(sides, [&](ModelSide& side) {
     begin_timed(side, options);
     for (int round = 0; round < options.turns.rounds; ++round) {
       measure_once(side, options);
@@ -252,13 +251,13 @@ void measure_in_turn(Sides& sides, const ModelOptions& options) {
   compare_first(sides, options);
 }
 
-void measure_saves(Sides& sides, const Scratch& scratch) {
-  for_each(sides, [&](Side& side) {
+void measure_saves(ModelSides& sides, const Scratch& scratch) {
+  for_each(sides, [&](ModelSide& side) {
     const json answer = side.crew.ask(
         {{"do", "save"}, {"folder", scratch.file("saves-" + side.name)}, {"saves", kSaves}});
     side.stalls = answer.at("stalls");
   });
-  for (const Side& side : sides)
+  for (const ModelSide& side : sides)
     for (std::size_t i = 0; i < side.stalls.size(); ++i) {
       const json& stall = side.stalls[i];
       fmt::print(
@@ -289,7 +288,7 @@ double per_step(const ModelSettings& s) {
   return s.kind == "resnet" ? samples : samples * static_cast<double>(s.sequence_length);
 }
 
-std::string long_name(const Side& side, const ModelSettings& s) {
+std::string long_name(const ModelSide& side, const ModelSettings& s) {
   const char* wrapper = s.ddp && side.name != kBare ? "DDP" : "no DDP";
   const bool fp8 = s.dtype == "fp8" && side.name != kOursInBf16;
   if (side.ours()) return fmt::format("Lockstep, {}, {}{}", wrapper, s.mode, fp8 ? ", fp8" : "");
@@ -299,7 +298,7 @@ std::string long_name(const Side& side, const ModelSettings& s) {
   return fmt::format("PyTorch, {}, {}", wrapper, mode);
 }
 
-Report report_of(const Sides& sides, const ModelSettings& s) {
+Report report_of(const ModelSides& sides, const ModelSettings& s) {
   const json& facts = sides.front().facts;
   const double peak = peak_flops(s, facts.at("device"));
   json all{{"settings", s}};
@@ -310,7 +309,7 @@ Report report_of(const Sides& sides, const ModelSettings& s) {
       fmt::format("{} {}, {} x {}, {}", s.kind, s.model, s.batch_size, s.sequence_length, s.dtype),
       std::move(all));
   const std::string unit = s.kind == "resnet" ? "samples/s" : "tokens/s";
-  for (const Side& side : sides) {
+  for (const ModelSide& side : sides) {
     if (!side.measured()) continue;
     const std::vector<double> ms = side.all_ms();
     const double p50 = median(ms), bytes = side.memory.at("peak_bytes");
@@ -344,21 +343,21 @@ Report report_of(const Sides& sides, const ModelSettings& s) {
 
 // The loss of every step: for each side as it would be timed, and for the same steps in fp32
 // without compiling. PyTorch's eager run is made twice, because ours is compared with its spread.
-void write_losses(Sides& sides, const ModelOptions& options) {
+void write_losses(ModelSides& sides, const ModelOptions& options) {
   std::vector<std::string> names;
   std::vector<std::vector<double>> columns;
-  const auto add = [&](Side& side, const std::string& name, const json& order) {
+  const auto add = [&](ModelSide& side, const std::string& name, const json& order) {
     side.crew.ask(order);
     const json steps = train_order(options.steps, options.settings.batch_size);
     columns.push_back(losses_of(side.crew.ask(steps)));
     names.push_back(name);
   };
-  for_each(sides, [&](Side& side) {
-    add(side, side.name, new_order(options, side));
-    if (!side.ours() && side.name == "eager") add(side, "eager again", new_order(options, side));
+  for_each(sides, [&](ModelSide& side) {
+    add(side, side.name, timed_order(options, side));
+    if (!side.ours() && side.name == "eager") add(side, "eager again", timed_order(options, side));
   });
-  Side* peer = peer_of(sides);
-  Side& reference = peer != nullptr ? *peer : sides.front();
+  ModelSide* peer = peer_of(sides);
+  ModelSide& reference = peer != nullptr ? *peer : sides.front();
   add(reference, "fp32", fp32_order(options, reference));
 
   Report all("losses", "step");
@@ -393,13 +392,13 @@ int run_sides(const ModelOptions& options, const Options& output,
   ModelSettings settings = options.settings;
   if (options.bare || options.bf16 || !options.peer.empty() || !options.losses.empty())
     settings.start = scratch.file("start");
-  Sides sides;
+  ModelSides sides;
   sides.emplace_back(kUs, settings);
   if (options.bare) sides.emplace_back(kBare, settings);
   if (options.bf16) sides.emplace_back(kOursInBf16, settings);
   if (!options.peer.empty())
     for (const std::string& mode : options.peer_modes) sides.emplace_back(mode, settings);
-  for_each(sides, [](Side& side) { side.crew.wait_ready(); });
+  for_each(sides, [](ModelSide& side) { side.crew.wait_ready(); });
   if (!settings.start.empty()) sides.front().crew.ask({{"do", "write"}});
   verify(sides, options);
   if (!options.losses.empty()) {
@@ -408,17 +407,18 @@ int run_sides(const ModelOptions& options, const Options& output,
     if (options.one_at_a_time) {
       measure_in_turn(sides, options);
     } else {
-      for_each(sides, [&](Side& side) { begin_timed(side, options); });
+      for_each(sides, [&](ModelSide& side) { begin_timed(side, options); });
       compare_first(sides, options);
       measure(sides, options);
-      if (options.kernels > 0) for_each(sides, [&](Side& side) { show_kernels(side, options); });
+      if (options.kernels > 0)
+        for_each(sides, [&](ModelSide& side) { show_kernels(side, options); });
     }
     if (options.save_stall) measure_saves(sides, scratch);
     report_of(sides, options.settings).publish(output);
   }
   Goals goals(settings.kind);
   bool failed = false;
-  for (Side& side : sides) {
+  for (ModelSide& side : sides) {
     failed |= side.failed;
     if (!side.failed) side.crew.finish();
     if (const auto found = wanted.find(side.name); found != wanted.end())

@@ -68,6 +68,9 @@ inline nlohmann::json new_order(const std::string& mode, double lr, bool ddp,
           {"lr", lr},    {"ddp", ddp},     {"exact", false}};
 }
 
+// Whose losses are compared before anything is timed.
+inline constexpr int kVerifiedSteps = 3;
+
 // How our side takes a step: as one CUDA graph, as it is written, or without fused operations.
 inline constexpr const char* kModes[] = {"captured", "eager", "plain"};
 
@@ -89,14 +92,26 @@ struct ModelPreset {
   const char* kind;
   const char* name;
   std::int64_t batch_size, sequence_length;
+  // Of a language model; keys: heads for keys and values, 0: as many as for queries. The vocabulary
+  // of a gpt is the settings', but for `tiny`.
+  std::int64_t layers = 0, heads = 0, width = 0, inner = 0, keys = 0, vocabulary = 0;
 };
-// The first of each kind is the default on a GPU, `tiny` on a CPU.
+// The first of each kind is the default on a GPU, `tiny` on a CPU. Llamas are those of Llama 3.
 inline constexpr ModelPreset kPresets[] = {
-    {"gpt", "124m", 64, 1024},        {"gpt", "350m", 32, 1024}, {"gpt", "774m", 16, 1024},
-    {"gpt", "1.3b", 8, 2048},         {"gpt", "tiny", 4, 32},    {"lora", "phi3-mini", 16, 512},
-    {"lora", "llama3-8b", 4, 2048},   {"llama", "3b", 4, 2048},  {"llama", "1b", 8, 2048},
-    {"llama", "tiny", 4, 32},         {"lora", "tiny", 4, 32},   {"resnet", "resnet50", 256, 224},
-    {"resnet", "resnet18", 256, 224}, {"resnet", "tiny", 8, 64},
+    {"gpt", "124m", 64, 1024, 12, 12, 768},
+    {"gpt", "350m", 32, 1024, 24, 16, 1024},
+    {"gpt", "774m", 16, 1024, 36, 20, 1280},
+    {"gpt", "1.3b", 8, 2048, 24, 16, 2048},
+    {"gpt", "tiny", 4, 32, 2, 4, 32, 0, 0, 128},
+    {"lora", "phi3-mini", 16, 512, 32, 32, 3072, 8192, 0, 32064},
+    {"lora", "llama3-8b", 4, 2048, 32, 32, 4096, 14336, 8, 128256},
+    {"lora", "tiny", 4, 32, 2, 4, 32, 48, 2, 128},
+    {"llama", "3b", 4, 2048, 28, 24, 3072, 8192, 8, 128256},
+    {"llama", "1b", 8, 2048, 16, 32, 2048, 8192, 8, 128256},
+    {"llama", "tiny", 4, 32, 2, 4, 32, 48, 2, 128},
+    {"resnet", "resnet50", 256, 224},
+    {"resnet", "resnet18", 256, 224},
+    {"resnet", "tiny", 8, 64},
 };
 
 // AdamW's settings, on all sides.

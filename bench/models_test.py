@@ -8,7 +8,7 @@ import statistics
 import sys
 import unittest
 
-from bench_case import Case, bench
+from bench_case_for_test import Case, bench
 
 sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "bench", "peers"))
 import peer_loop  # noqa: E402

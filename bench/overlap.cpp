@@ -21,7 +21,7 @@ namespace {
 
 using Clock = Deadline::Clock;
 
-struct Settings {
+struct OverlapSettings {
   int ranks = 2;
   int steps = 10;
   double delay_ms = 10;
@@ -51,7 +51,7 @@ CommHook slow_wire(double delay_ms) {
   };
 }
 
-void observe(World& world, const Settings& settings, Observed& observed) {
+void observe(World& world, const OverlapSettings& settings, Observed& observed) {
   torch::manual_seed(0);
   world.barrier();
   models::Gpt net(models::GptConfig{
@@ -85,7 +85,7 @@ void observe(World& world, const Settings& settings, Observed& observed) {
 }  // namespace
 
 int overlap_main(int argc, char** argv) {
-  Settings settings;
+  OverlapSettings settings;
   double require_hidden = 0;
   Options options("Share of an injected delay that backward hides (gloo, 4-layer GPT)");
   options.number("--ranks", settings.ranks, 2, 16, "threads of this process, one rank each");

@@ -18,7 +18,7 @@ namespace {
 
 // Relative tolerance for a run's mean loss: the same samples, added in another order. A different
 // effective batch shows as several per cent.
-constexpr double kLossTolerance = 1e-3;
+constexpr double kMeanLossTolerance = 1e-3;
 
 struct PresetOptions {
   int ranks = 2;
@@ -106,7 +106,7 @@ void verify(const PresetRuns& runs) {
   for (const PresetRun& run : runs) {
     for (const double loss : run.losses) {
       const double difference = std::abs(loss - reference) / std::abs(reference);
-      if (!(difference <= kLossTolerance))
+      if (!(difference <= kMeanLossTolerance))
         throw Error("bench", fmt::format("{} and {} do not train the same: their mean losses are "
                                          "{:.6g} and {:.6g}",
                                          runs.front().name, run.name, reference, loss));

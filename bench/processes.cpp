@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 
 #include <cerrno>
-#include <cstdlib>
+#include <filesystem>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
@@ -75,18 +75,6 @@ void stop(launch::Process& process) {
     if (signal != 0) process.signal_group(signal);
     if (ended(process, std::chrono::seconds(10))) process.reap();
   }
-}
-
-Scratch::Scratch() {
-  std::string path = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
-  if (::mkdtemp(path.data()) == nullptr)
-    throw SystemError("bench", "cannot make a temporary directory", errno);
-  path_ = path;
-}
-
-Scratch::~Scratch() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
 }
 
 }  // namespace lockstep::bench

@@ -7,11 +7,11 @@
 #pragma once
 
 #include <chrono>
-#include <filesystem>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "cli/scratch_folder.h"
 #include "launcher/process.h"
 
 namespace lockstep::bench {
@@ -34,17 +34,9 @@ bool ended(const launch::Process& process, std::chrono::milliseconds limit);
 // Ends it if it is still running: a request first, then by force.
 void stop(launch::Process& process);
 
-// A directory for the files of one benchmark run, removed at its end.
-class Scratch {
- public:
-  Scratch();
-  ~Scratch();
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  std::string file(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
+// For the files of one benchmark run.
+struct Scratch : cli::ScratchFolder {
+  Scratch() : ScratchFolder("bench") {}
 };
 
 }  // namespace lockstep::bench

@@ -48,7 +48,7 @@ struct RecipeOptions {
 };
 
 // `lockstep train`, the step benchmark, or PyTorch in one mode.
-struct Side {
+struct RecipeSide {
   std::string name;
   std::unique_ptr<Crew> crew{};  // none: lockstep train
   std::vector<double> ms{};      // per update, a median for each round
@@ -123,15 +123,15 @@ std::int64_t accumulation_of(const Recipe& recipe, const RecipeOptions& options)
                                   : std::min<std::int64_t>(recipe.accumulation, 8);
 }
 
-std::vector<Side> start_sides(const Recipe& recipe, const RecipeOptions& options,
-                              const Scratch& scratch) {
+std::vector<RecipeSide> start_sides(const Recipe& recipe, const RecipeOptions& options,
+                                    const Scratch& scratch) {
   ModelSettings settings = settings_of(recipe, accumulation_of(recipe, options));
   // Where PyTorch finds our initial weights.
   if (!options.peers.empty()) settings.start = scratch.file("start");
   auto step =
       std::make_unique<Crew>(CrewOptions{.name = kStep, .rank = "model", .settings = settings});
   if (!options.peers.empty()) step->ask({{"do", "write"}});
-  std::vector<Side> sides;
+  std::vector<RecipeSide> sides;
   sides.push_back({.name = kTrain});
   // Our step benchmark takes one batch per step.
   if (settings.accumulation == 1) sides.push_back({.name = kStep, .crew = std::move(step)});
@@ -140,7 +140,7 @@ std::vector<Side> start_sides(const Recipe& recipe, const RecipeOptions& options
     sides.push_back({.name = mode,
                      .crew = std::make_unique<Crew>(CrewOptions{
                          .name = mode, .rank = settings.kind + "_peer.py", .settings = settings})});
-  for (Side& side : sides) {
+  for (RecipeSide& side : sides) {
     const std::string ours = on_gpu() ? "captured" : "eager";
     if (side.crew)
       side.crew->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, true, "bf16", true));
@@ -148,10 +148,10 @@ std::vector<Side> start_sides(const Recipe& recipe, const RecipeOptions& options
   return sides;
 }
 
-std::vector<Side> run_recipe(const Recipe& recipe, const RecipeOptions& options) {
+std::vector<RecipeSide> run_recipe(const Recipe& recipe, const RecipeOptions& options) {
   const Scratch scratch;
   const std::int64_t accumulation = accumulation_of(recipe, options);
-  std::vector<Side> sides = start_sides(recipe, options, scratch);
+  std::vector<RecipeSide> sides = start_sides(recipe, options, scratch);
   const TrainJob job{.name = recipe.name,
                      .file = fmt::format("{}/{}.yaml", options.configs, recipe.name),
                      .flags = train_flags(recipe, options, accumulation, scratch)};
@@ -160,12 +160,12 @@ std::vector<Side> run_recipe(const Recipe& recipe, const RecipeOptions& options)
   by_turns({.rounds = options.rounds,
             .unit = "ms an update",
             .what = fmt::format("{}, round", recipe.name)},
-           sides, [&](Side& side) {
+           sides, [&](RecipeSide& side) {
              return side.ms.emplace_back(
                  side.crew ? median(side.crew->ask(order).at("ms").get<std::vector<double>>())
                            : 1e3 * samples / run_train(job, scratch.file("out")).settled_rate());
            });
-  for (Side& side : sides)
+  for (RecipeSide& side : sides)
     if (side.crew) side.crew->finish();
   return sides;
 }
@@ -209,11 +209,11 @@ int recipes_main(int argc, char** argv) {
   Goals goals("recipes");
   for (const Recipe& recipe : kRecipes) {
     if (std::find(o.recipes.begin(), o.recipes.end(), recipe.name) == o.recipes.end()) continue;
-    const std::vector<Side> sides = run_recipe(recipe, o);
+    const std::vector<RecipeSide> sides = run_recipe(recipe, o);
     const std::int64_t accumulation = accumulation_of(recipe, o);
     const auto tokens =
         static_cast<double>(recipe.batch_size * recipe.sequence_length * accumulation);
-    for (const Side& side : sides) {
+    for (const RecipeSide& side : sides) {
       const double ratio = over(side.ms, sides.front().ms).p50;
       report.row(recipe.name)
           .text("side", side.name == kTrain  ? side.name

@@ -11,7 +11,6 @@
 #include "bench/harness.h"
 #include "bench/train_runs.h"
 #include "launcher/accelerate_config.h"
-#include "launcher/host.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -57,11 +56,6 @@ TrainingArguments arguments_of(const Request& request, const std::vector<std::st
   std::vector<std::string> flags = request.flags;
   flags.insert(flags.end(), more.begin(), more.end());
   return train::load_config(request.file, flags, launch::launcher_keys()).arguments;
-}
-
-bool on_cpu(const TrainingArguments& arguments) {
-  return arguments.use_cpu || env::get("LOCKSTEP_DEVICE") == "cpu" ||
-         launch::find_gpus().count == 0;
 }
 
 // The global batch is the file's with the fewest ranks.

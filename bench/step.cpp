@@ -50,7 +50,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepSettings, ranks, params, clip, corrupt)
 
 const optim::AdamWOptions kOptions{.lr = 1e-3};
 constexpr double kMaxNorm = 1;  // far below the norm of the gradients: clipping always bites
-constexpr int kVerifiedSteps = 3;
+constexpr int kStepsVerified = 3;
 constexpr std::int64_t kBucketElements = 25 * 1024 * 1024 / 4;  // DDP's default bucket
 
 // ---------------------------------------------------------------- parameters and gradients
@@ -136,7 +136,7 @@ double clip_by_blocks(const Tensors& grads) {
 
 // ---------------------------------------------------------------- the contenders
 
-struct Contender {
+struct StepContender {
   std::string key;
   Tensors params;
   Tensors grads;
@@ -240,7 +240,7 @@ struct Sharded {
   std::unique_ptr<ShardedOptimizer> optimizer;
 };
 
-std::vector<Contender> make_contenders(World& shm, const StepSettings& settings) {
+std::vector<StepContender> make_contenders(World& shm, const StepSettings& settings) {
   auto sharded = std::make_shared<Sharded>(shm, settings);
   auto replica = std::make_shared<Replica>(settings.params);
   Tensors slots;
@@ -283,7 +283,7 @@ std::vector<Contender> make_contenders(World& shm, const StepSettings& settings)
 
 // What the machine allows for the fused step, measured in turn with it, on arrays laid out like its
 // own: gradients and parameters in memory that all ranks map, AdamW's state in a rank's own.
-std::vector<Contender> make_limits(World& shm, const StepSettings& settings) {
+std::vector<StepContender> make_limits(World& shm, const StepSettings& settings) {
   const std::int64_t count = settings.params, n = shm.size(), own = shm.rank();
   const std::int64_t begin = count * own / n, end = count * (own + 1) / n;
   const Tensors grads = shm.symmetric({count}, at::kFloat);
@@ -317,7 +317,7 @@ Expected expect(const StepSettings& settings) {
   Expected expected{reference.params, {}};
   Tensors grads;
   for (const auto& param : reference.params) grads.push_back(at::empty_like(param));
-  for (int step = 0; step < kVerifiedSteps; ++step) {
+  for (int step = 0; step < kStepsVerified; ++step) {
     write_mean_gradients(grads, settings.ranks, step);
     expected.norms.push_back(settings.clip ? clip_by_blocks(grads) : -1);
     reference.step(grads);
@@ -333,10 +333,11 @@ constexpr double kNormError = 1e-4;
 // so at most some four times as wrong; rounding the parameter adds 2^-24 of it per step and side.
 double tolerance(const StepSettings& settings, double parameter) {
   const double gradient = settings.ranks * 0x1p-24 + (settings.clip ? kNormError : 0);
-  return kVerifiedSteps * (4 * kOptions.lr * gradient + std::abs(parameter) * 0x1p-23);
+  return kStepsVerified * (4 * kOptions.lr * gradient + std::abs(parameter) * 0x1p-23);
 }
 
-void compare(const Contender& contender, const Expected& expected, const StepSettings& settings) {
+void compare(const StepContender& contender, const Expected& expected,
+             const StepSettings& settings) {
   std::int64_t first = 0;
   for (std::size_t i = 0; i < contender.params.size(); ++i) {
     const float* is = contender.params[i].const_data_ptr<float>();
@@ -350,17 +351,17 @@ void compare(const Contender& contender, const Expected& expected, const StepSet
       throw Error("bench",
                   fmt::format("{} is wrong: parameter {} is {:.9g} after {} steps, not "
                               "{:.9g} (allowed: {:.2g})",
-                              contender.key, first + k, is[k], kVerifiedSteps, right[k], allowed));
+                              contender.key, first + k, is[k], kStepsVerified, right[k], allowed));
     }
     first += count;
   }
 }
 
-void verify(Contender& contender, const Expected& expected, World& world,
+void verify(StepContender& contender, const Expected& expected, World& world,
             const StepSettings& settings) {
   const bool averages = contender.key != kAlone.key;
   contender.bind();
-  for (int step = 0; step < kVerifiedSteps; ++step) {
+  for (int step = 0; step < kStepsVerified; ++step) {
     if (averages) {
       write_gradients(contender.grads, world.rank(), step);
     } else {
@@ -377,7 +378,8 @@ void verify(Contender& contender, const Expected& expected, World& world,
   compare(contender, expected, settings);
 }
 
-void verify_all(std::vector<Contender>& contenders, World& world, const StepSettings& settings) {
+void verify_all(std::vector<StepContender>& contenders, World& world,
+                const StepSettings& settings) {
   const Expected expected = expect(settings);
   for (auto& contender : contenders) {
     contender.reset();
@@ -390,7 +392,7 @@ void verify_all(std::vector<Contender>& contenders, World& world, const StepSett
 
 // ---------------------------------------------------------------- a rank
 
-double measure_ms(Contender& contender, World& world, int round) {
+double measure_ms(StepContender& contender, World& world, int round) {
   contender.bind();
   write_gradients(contender.grads, world.rank(), round);
   all_reduce(world, 0);  // all start together
@@ -411,7 +413,7 @@ int step_rank(const json& description, const std::string& orders) {
     if (!settings.clip)
       for (auto& limit : make_limits(world, settings)) contenders.push_back(std::move(limit));
     serve(orders, world.rank(), [&](const json& order) -> json {
-      for (Contender& contender : contenders)
+      for (StepContender& contender : contenders)
         if (contender.key == order.at("contender").get<std::string>())
           return {{"ms", measure_ms(contender, world, order.at("round"))}};
       throw InternalError("bench", "no such contender");
@@ -424,7 +426,7 @@ namespace {
 
 // ---------------------------------------------------------------- the benchmark
 
-struct Side {
+struct StepSide {
   std::string name;
   const char* long_name;
   std::vector<double> ms{};
@@ -438,13 +440,13 @@ std::int64_t parse_count(const std::string& text) {
   return std::llround(count);
 }
 
-std::vector<Side> measure(const StepSettings& settings, const Turns& turns) {
-  std::vector<Side> sides;
+std::vector<StepSide> measure(const StepSettings& settings, const Turns& turns) {
+  std::vector<StepSide> sides;
   for (const Tail& tail : {kFused, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
     if (!settings.clip || !std::string(tail.long_name).starts_with("limit"))
       sides.push_back({tail.key, tail.long_name});
   Crew crew({.name = "step", .ranks = settings.ranks, .rank = "step", .settings = settings});
-  by_turns(turns, sides, [&](Side& side) {
+  by_turns(turns, sides, [&](StepSide& side) {
     const json order{{"contender", side.name}, {"round", side.ms.size()}};
     double slowest = 0;  // a step is over when the last rank is done
     for (const json& answer : crew.ask_all(order))
@@ -484,7 +486,7 @@ int step_main(int argc, char** argv) {
     throw UsageError("bench",
                      "--require-limit: the limit is that of one pass, and --clip needs two. "
                      "Drop one of them.");
-  const std::vector<Side> sides = measure(settings, turns);
+  const std::vector<StepSide> sides = measure(settings, turns);
   const auto& fused = sides.front().ms;
   std::map<std::string, double> times;  // that of fused
   Report report(
@@ -492,7 +494,7 @@ int step_main(int argc, char** argv) {
       fmt::format("step tail of {} ranks with {:.4g} M parameters{}", settings.ranks,
                   static_cast<double>(settings.params) / 1e6, settings.clip ? " and clipping" : ""),
       {{"ranks", settings.ranks}, {"parameters", settings.params}, {"clip", settings.clip}});
-  for (const Side& side : sides) {
+  for (const StepSide& side : sides) {
     const Summary ratio = over(side.ms, fused);
     times[side.name] = ratio.p50;
     report.row(side.long_name)

@@ -27,7 +27,7 @@ using monitor::ChromeTrace;
 using nlohmann::json;
 
 constexpr int kDevices = 2;
-constexpr int kWarmup = 3;
+constexpr int kWarmupSteps = 3;
 
 struct TimelineOptions {
   std::string output;
@@ -174,7 +174,7 @@ class DdpRun {
 // Its milliseconds per step.
 template <typename Run>
 double take_steps(Run&& run, const TimelineOptions& options, World& world) {
-  for (int i = 0; i < kWarmup; ++i) run.step(false);
+  for (int i = 0; i < kWarmupSteps; ++i) run.step(false);
   world.barrier();
   const auto start = Clock::now();
   for (int i = 0; i < options.steps; ++i) run.step(true);

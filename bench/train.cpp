@@ -23,13 +23,13 @@ constexpr const char* kCached = "cached";  // as alone, with the memory cache of
 constexpr const char* kMet = "met";        // as cached, with a barrier after every step
 constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
 
-constexpr int kVerifiedSteps = 4;
+constexpr int kFirstSteps = 4;
 // Both sides call the same kernels, so losses mostly agree in every bit; gloo adds over more than
 // two ranks in another order. Twice the learning rate shows as 1e-3.
 constexpr double kLossTolerance = 1e-4;
 
-struct Contender {
-  Contender(const std::string& key, int ranks, ModelSettings settings, double lr)
+struct TrainSide {
+  TrainSide(const std::string& key, int ranks, ModelSettings settings, double lr)
       : name(key),
         lr(lr),
         crew({.name = key,
@@ -63,8 +63,8 @@ struct Contender {
   std::vector<double> first_losses(bool same) {
     begin();
     std::vector<double> all;
-    for (const json& answer : crew.ask_all(
-             {{"do", "train"}, {"steps", kVerifiedSteps}, {"batch_size", 1}, {"same", same}}))
+    for (const json& answer :
+         crew.ask_all({{"do", "train"}, {"steps", kFirstSteps}, {"batch_size", 1}, {"same", same}}))
       for (const json& loss : answer.at("losses"))
         all.push_back(loss.is_number() ? loss.get<double>() : NAN);
     return all;
@@ -87,7 +87,7 @@ struct Contender {
   Crew crew;
   std::map<int, std::vector<double>> rates{};  // by batch size, one per round
 };
-using Contenders = std::deque<Contender>;
+using TrainSides = std::deque<TrainSide>;
 
 // ---------------------------------------------------------------- verification
 
@@ -101,7 +101,7 @@ double compare_losses(const std::vector<double>& a, const std::vector<double>& b
       throw Error("bench",
                   fmt::format("{} and {} do not train the same: on {} the loss of rank {} "
                               "in step {} is {:.9g} and {:.9g}",
-                              kOurs, who, on, i / kVerifiedSteps, i % kVerifiedSteps, a[i], b[i]));
+                              kOurs, who, on, i / kFirstSteps, i % kFirstSteps, a[i], b[i]));
   }
   return worst;
 }
@@ -109,11 +109,11 @@ double compare_losses(const std::vector<double>& a, const std::vector<double>& b
 // From the same weights every contender must compute the same. With tokens of their own, ranks that
 // average agree with PyTorch's; with the same tokens on every rank, averaging changes nothing, and
 // ranks that do not communicate must agree too.
-void verify(Contenders& contenders) {
+void verify(TrainSides& contenders) {
   const auto own = contenders.front().first_losses(false),
              same = contenders.front().first_losses(true);
   for (std::size_t i = 1; i < contenders.size(); ++i) {
-    Contender& other = contenders[i];
+    TrainSide& other = contenders[i];
     double worst = compare_losses(same, other.first_losses(true), other.name, "the same tokens");
     if (other.name == kPython)
       worst =
@@ -124,7 +124,7 @@ void verify(Contenders& contenders) {
 }
 
 // How many times faster ours is, round by round.
-Summary speedup(const Contenders& contenders, const Contender& other, int batch) {
+Summary speedup(const TrainSides& contenders, const TrainSide& other, int batch) {
   return over(contenders.front().rates.at(batch), other.rates.at(batch));
 }
 
@@ -137,12 +137,12 @@ struct TrainOptions {
   std::string corrupt{};
 };
 
-Report report_of(const Contenders& contenders, const TrainOptions& o, double parameters) {
+Report report_of(const TrainSides& contenders, const TrainOptions& o, double parameters) {
   Report report("train",
                 fmt::format("{} ranks training {:.3g} M parameters", o.ranks, parameters / 1e6),
                 {{"ranks", o.ranks}, {"parameters", parameters}, {"steps_per_block", o.steps}});
   for (const int batch : o.batches)
-    for (const Contender& each : contenders) {
+    for (const TrainSide& each : contenders) {
       const auto& rates = each.rates.at(batch);
       std::vector<double> ms;
       for (const double rate : rates) ms.push_back(1e3 * o.ranks * batch / rate);
@@ -164,26 +164,26 @@ using Wanted = std::map<std::string, std::map<std::string, double>>;
 int train(TrainOptions o, const Options& output, const Wanted& wanted) {
   const Scratch scratch;
   o.model.start = scratch.file("start");
-  Contenders contenders;
+  TrainSides contenders;
   for (const std::string& key : o.contenders)
     contenders.emplace_back(key, o.ranks, o.model, o.model.lr * (o.corrupt == key ? 2 : 1));
   contenders.front().crew.ask_all({{"do", "write"}});
   verify(contenders);
   double parameters = 0;
-  for (Contender& each : contenders) parameters = each.begin();
+  for (TrainSide& each : contenders) parameters = each.begin();
   o.turns.seconds /= static_cast<double>(o.batches.size());
   for (const int batch : o.batches) {
-    for (Contender& each : contenders) each.block(batch, 2);
+    for (TrainSide& each : contenders) each.block(batch, 2);
     o.turns.what = fmt::format("batch {}, round", batch);
-    by_turns(o.turns, contenders, [&](Contender& each) {
+    by_turns(o.turns, contenders, [&](TrainSide& each) {
       return each.rates[batch].emplace_back(each.block(batch, o.steps));
     });
-    for (Contender& each : contenders) each.crew.check_idle();
+    for (TrainSide& each : contenders) each.crew.check_idle();
   }
-  for (Contender& each : contenders) each.crew.finish();
+  for (TrainSide& each : contenders) each.crew.finish();
   report_of(contenders, o, parameters).publish(output);
   Goals goals("train");
-  for (const Contender& each : contenders)
+  for (const TrainSide& each : contenders)
     if (wanted.contains(each.name))
       for (const auto& [batch, ratio] : wanted.at(each.name))
         goals.at_least(fmt::format("ours / {} at batch {}", each.name, batch),

@@ -8,6 +8,8 @@
 #include <filesystem>
 
 #include "bench/harness.h"
+#include "lockstep/comm/device.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/train/trainer_state.h"
@@ -69,6 +71,10 @@ std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_step
           "--elastic_gpu=false",
           "--tune=none",
           "--resume_from_checkpoint=never"};
+}
+
+bool on_cpu(const TrainingArguments& arguments) {
+  return arguments.use_cpu || env::get("LOCKSTEP_DEVICE") == "cpu" || cuda_device_count() == 0;
 }
 
 TrainFigures run_train(const TrainJob& job, const std::string& folder) {

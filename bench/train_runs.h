@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bench/processes.h"
+#include "lockstep/train/arguments.h"
 
 namespace lockstep::bench {
 
@@ -38,6 +39,9 @@ struct TrainFigures {
 // its steps, would change the batch between them, or makes no sense for so few (a schedule). Later
 // flags override them.
 std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps);
+
+// Whether a run of that file trains on the CPU of this machine.
+bool on_cpu(const TrainingArguments& arguments);
 
 // `folder` becomes output_dir. Error with the last lines of its output when it fails.
 TrainFigures run_train(const TrainJob& job, const std::string& folder);

@@ -74,12 +74,7 @@ Request parse_arguments(const Args& args) {
   flags.toggle("--launcher", request.launcher);
   flags.toggle("--own-program", request.own_program);
   flags.toggle("--markdown", request.markdown);
-  flags.value(
-      "--world-size",
-      [&](const std::string& text) {
-        request.world_size = static_cast<int>(env::parse_int(text, "--world-size", 1, 100'000));
-      },
-      "a value. Write --world-size=N");
+  flags.integer("--world-size", request.world_size, 1, 100'000, "a value. Write --world-size=N");
   for (const std::string& arg : flags.read(Args(args.begin() + 1, args.end()), /*keys=*/true))
     (arg.starts_with("--") || !request.flags.empty() ? request.flags : request.names)
         .push_back(arg);

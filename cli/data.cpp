@@ -11,7 +11,6 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "lockstep/core/deadline.h"
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"
@@ -78,10 +77,6 @@ class ProgressBar {
   Clock::time_point start_ = Clock::now();
 };
 
-std::uint64_t count_of(const std::string& text, const char* flag) {
-  return static_cast<std::uint64_t>(env::parse_int(text, flag, 0));
-}
-
 // The id of the token that --end-of-text names.
 std::optional<std::int64_t> end_of_text(const std::string& token,
                                         const std::optional<data::Tokenizer>& tokenizer) {
@@ -102,13 +97,9 @@ int tokenize(const Args& args) {
   flags.value("--format", [&](const auto& v) { options.format = data::token_format(v); });
   flags.value("--suffix", [&](const auto& v) { options.suffixes.push_back(v); });
   flags.text("--name", options.name);
-  flags.value("--shard-tokens",
-              [&](const auto& v) { options.shard_tokens = count_of(v, "--shard-tokens"); });
-  flags.value("--val-tokens",
-              [&](const auto& v) { options.val_tokens = count_of(v, "--val-tokens"); });
-  flags.value("--workers", [&](const auto& v) {
-    options.workers = static_cast<int>(env::parse_int(v, "--workers", 0, 1024));
-  });
+  flags.integer("--shard-tokens", options.shard_tokens, 0, INT64_MAX);
+  flags.integer("--val-tokens", options.val_tokens, 0, INT64_MAX);
+  flags.integer("--workers", options.workers, 0, 1024);
   flags.toggle("--force", options.replace);
   options.inputs = flags.read(Args(args.begin() + 1, args.end()));
   if (options.output.empty())
@@ -237,7 +228,7 @@ int inspect(const Args& args) {
   Inspection how;
   Flags flags("data");
   flags.value("--format", [&](const auto& v) { how.format = data::token_format(v); });
-  flags.value("--show", [&](const auto& v) { how.show = count_of(v, "--show"); });
+  flags.integer("--show", how.show, 0, INT64_MAX);
   flags.value("--tokenizer", [&](const auto& v) {
     how.tokenizer = data::Tokenizer::from_file(expand_home(v, "--tokenizer"));
   });

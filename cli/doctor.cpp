@@ -47,12 +47,6 @@ constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver 
 DoctorRequest parse(const Args& args) {
   DoctorRequest request;
   Flags flags("doctor");
-  const auto number = [&](const char* names, int most, auto& to) {
-    const std::string name = names;
-    flags.value(names, [&to, name = name.substr(0, name.find(',')), most](const std::string& text) {
-      to = static_cast<int>(env::parse_int(text, name, 1, most));
-    });
-  };
   bool no_probe = false;
   flags.toggle("--json", request.json);
   flags.toggle("--no-probe,--no_probe", no_probe);
@@ -62,9 +56,9 @@ DoctorRequest parse(const Args& args) {
       request.ranks = static_cast<int>(env::parse_int(text, "--nproc-per-node", 1, 4096));
   });
   flags.text("--master-addr,--master_addr", request.master_addr);
-  number("--master-port,--master_port", 65535, request.master_port);
+  flags.integer("--master-port,--master_port", request.master_port, 1, 65535);
   flags.text("--output-dir,--output_dir", request.output_dir);
-  number("--probe-timeout,--probe_timeout", 3600, request.probe_timeout_s);
+  flags.integer("--probe-timeout,--probe_timeout", request.probe_timeout_s, 1, 3600);
   for (const std::string& name : flags.read(args))
     throw UsageError("doctor", "'{}' is no flag. 'lockstep doctor --help' lists them.", name);
   request.probe = !no_probe;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "launcher/host.h"
@@ -29,6 +30,20 @@ struct Check {
   std::string remedy{};              // what to change; empty when there is nothing to do
   NodeMembers data{};                // the same figures for JSON
   std::vector<std::string> lines{};  // more evidence, such as the end of a program's stderr
+
+  // How a check ends that has something to say: `return check.warn("Set ulimit -l unlimited.")`.
+  Check& judge(Status found, std::string change) {
+    status = found;
+    remedy = std::move(change);
+    return *this;
+  }
+  Check& warn(std::string change) { return judge(Status::kWarn, std::move(change)); }
+  Check& fail(std::string change) { return judge(Status::kFail, std::move(change)); }
+  Check& skip(std::string why) {
+    status = Status::kSkip;
+    value = std::move(why);
+    return *this;
+  }
 };
 
 struct DoctorRequest {

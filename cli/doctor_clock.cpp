@@ -201,20 +201,15 @@ std::string own_clock() {
 
 Check check_clock(const std::string& address) {
   Check check{.name = "clock"};
-  check.value = "this host's clock is " + own_clock();
-  if (address.empty()) {
-    check.status = Status::kSkip;
-    check.value += "; there is no other host to compare with";
-    return check;
-  }
+  const std::string own = "this host's clock is " + own_clock();
+  if (address.empty()) return check.skip(own + "; there is no other host to compare with");
   Skew skew = ask_icmp(address);
   const std::string first = skew.problem;
   if (!skew.seconds) skew = ask_ntp(address);
   if (!skew.seconds) {
-    check.status = Status::kSkip;
-    check.value += fmt::format("; {} does not say its time ({}; {})", address, first, skew.problem);
     check.remedy = "Compare date +%s.%N on both hosts, or look at chronyc tracking on each.";
-    return check;
+    return check.skip(
+        fmt::format("{}; {} does not say its time ({}; {})", own, address, first, skew.problem));
   }
   check.value = fmt::format(
       "the master's clock is {:.3f} s {} (round trip {:.1f} ms); this host's "
@@ -224,11 +219,9 @@ Check check_clock(const std::string& address) {
   check.data = {{"skew_s", real_node(*skew.seconds)},
                 {"round_trip_s", real_node(skew.round_trip_s)}};
   if (std::abs(*skew.seconds) - skew.round_trip_s < kSkew_s) return check;
-  check.status = Status::kWarn;
-  check.remedy =
+  return check.warn(
       "Lines and events of the hosts cannot be put in order. Start chrony or "
-      "systemd-timesyncd on both.";
-  return check;
+      "systemd-timesyncd on both.");
 }
 
 }  // namespace lockstep::cli

@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kMemoryInUse = 1u << 30;
 
 Check no_gpu(const char* name) {
-  return {.name = name, .status = Status::kSkip, .value = "no GPU"};
+  return Check{.name = name}.skip("no GPU");
 }
 
 // A card that CUDA_VISIBLE_DEVICES hides belongs to somebody else.
@@ -91,21 +91,16 @@ Check check_devices(const Machine& machine) {
     return check;
   }
   const bool hidden = machine.variable("CUDA_VISIBLE_DEVICES").value_or("x").empty();
-  check.value = fmt::format("no GPU is visible ({}): ranks run on the CPU",
-                            hidden ? "CUDA_VISIBLE_DEVICES is empty" : machine.gpus.reason);
-  if (hidden || (installed == 0 && !module)) {
-    check.status = Status::kSkip;
-    return check;
-  }
-  check.status = Status::kFail;
+  if (hidden || (installed == 0 && !module))
+    return check.skip(fmt::format("no GPU is visible ({}): ranks run on the CPU",
+                                  hidden ? "CUDA_VISIBLE_DEVICES is empty" : machine.gpus.reason));
   check.value = fmt::format("CUDA sees no GPU ({}), but {}", machine.gpus.reason,
                             installed > 0 ? fmt::format("NVML lists {}", installed)
                                           : "the kernel's NVIDIA driver is loaded");
-  check.remedy =
+  return check.fail(
       "Compare with nvidia-smi. In a container start it with --gpus all; otherwise the "
       "driver's libraries do not match its kernel module: reboot after an update. "
-      "LOCKSTEP_DEVICE=cpu does without GPUs.";
-  return check;
+      "LOCKSTEP_DEVICE=cpu does without GPUs.");
 }
 
 Check check_driver(const Machine& machine) {
@@ -120,17 +115,13 @@ Check check_driver(const Machine& machine) {
   check.data = {{"version", text_node(library)},
                 {"module", text_node(module)},
                 {"cuda", integer_node(machine.gpus.cuda_version)}};
-  if (!module.empty() && !library.empty() && module != library) {
-    check.status = Status::kFail;
-    check.remedy =
+  if (!module.empty() && !library.empty() && module != library)
+    return check.fail(
         "Library and kernel module are of different drivers, as after an update without "
-        "a reboot. Reboot, or reload the modules.";
-  } else if (!machine.nvml.problem.empty()) {
-    check.status = Status::kWarn;
-    check.value += "; " + machine.nvml.problem;
-    check.remedy = "Compare with nvidia-smi: without NVML nothing watches the GPUs.";
-  }
-  return check;
+        "a reboot. Reboot, or reload the modules.");
+  if (machine.nvml.problem.empty()) return check;
+  check.value += "; " + machine.nvml.problem;
+  return check.warn("Compare with nvidia-smi: without NVML nothing watches the GPUs.");
 }
 
 Check check_gpu_errors(const Machine& machine) {
@@ -161,10 +152,8 @@ Check check_gpu_errors(const Machine& machine) {
           "Results of that GPU cannot be trusted. Reset it (nvidia-smi -r) and run "
           "nvidia-smi -q -d ECC,ROW_REMAPPER; replace the card when errors return.";
   }
-  if (corrected > 0 && check.status == Status::kOk) {
-    check.status = Status::kWarn;
-    check.remedy = "Corrected errors do no harm; watch whether they grow (nvidia-smi -q -d ECC).";
-  }
+  if (corrected > 0 && check.status == Status::kOk)
+    check.warn("Corrected errors do no harm; watch whether they grow (nvidia-smi -q -d ECC).");
   check.value =
       fmt::format("{} GPU{} asked; ECC errors since the driver was loaded: {}", all.size(),
                   all.size() == 1 ? "" : "s",
@@ -195,11 +184,10 @@ Check check_xid(const Machine& machine) {
           ? fmt::format("{} now (this user may not read the kernel log)", machine.nvml.xids.size())
           : fmt::format("{} now, {} in the kernel log", machine.nvml.xids.size(), logged);
   if (check.lines.empty()) return check;
-  check.status = machine.nvml.xids.empty() ? Status::kWarn : Status::kFail;
-  check.remedy =
+  return check.judge(
+      machine.nvml.xids.empty() ? Status::kWarn : Status::kFail,
       "The driver reported critical errors. NVIDIA's list of Xid numbers has the cause; "
-      "48, 63, 79, 94 and 95 are the card, 13, 31 and 43 often a program.";
-  return check;
+      "48, 63, 79, 94 and 95 are the card, 13, 31 and 43 often a program.");
 }
 
 Check check_throttling(const Machine& machine) {
@@ -209,17 +197,15 @@ Check check_throttling(const Machine& machine) {
   for (const Seen& seen : all) {
     const std::uint64_t reasons = seen.reading->clock_reasons.value_or(0);
     if (!monitor::is_throttled(reasons)) continue;
-    check.status = Status::kWarn;
     check.lines.push_back(fmt::format("GPU {}: {} ({})", seen.gpu->index,
                                       fmt::join(monitor::clock_reason_words(reasons), ", "),
                                       monitor::reading_text(*seen.reading)));
   }
   check.value = fmt::format("{} of {} GPUs are slowed down now", check.lines.size(), all.size());
-  if (!check.lines.empty())
-    check.remedy =
-        "Heat: check fans and air flow. Power: raise the limit (nvidia-smi -pl) or the "
-        "supply. One slow GPU slows down all ranks.";
-  return check;
+  if (check.lines.empty()) return check;
+  return check.warn(
+      "Heat: check fans and air flow. Power: raise the limit (nvidia-smi -pl) or the "
+      "supply. One slow GPU slows down all ranks.");
 }
 
 Check check_gpu_memory(const Machine& machine) {
@@ -241,41 +227,32 @@ Check check_gpu_memory(const Machine& machine) {
   check.value = fmt::format("at most {} of a GPU in use before the run", bytes_text(most));
   check.data = {{"most_used_bytes", integer_node(static_cast<std::int64_t>(most))}};
   if (check.lines.empty()) return check;
-  check.status = Status::kWarn;
-  check.remedy =
+  return check.warn(
       "Another program uses the GPU. Wait for it or end it, or choose other GPUs with "
-      "CUDA_VISIBLE_DEVICES.";
-  return check;
+      "CUDA_VISIBLE_DEVICES.");
 }
 
 Check check_gpu_per_rank(const Machine& machine) {
   Check check{.name = "gpu_per_rank"};
   check.data = {{"ranks", integer_node(machine.ranks)}, {"gpus", integer_node(machine.gpus.count)}};
   if (!machine.on_gpu) {
-    check.status = Status::kSkip;
-    check.value = fmt::format("{} ranks on the CPU", machine.ranks);
-    return check;
+    return check.skip(fmt::format("{} ranks on the CPU", machine.ranks));
   }
   for (int rank = 0; rank < machine.ranks; ++rank) {
     const DeviceRule rule = apply_device_rule(
         {.local_rank = rank, .visible_gpus = [&machine] { return machine.gpus.count; }});
     if (rule.problem.empty()) continue;
-    check.status = Status::kFail;
     check.value = rule.problem;
-    check.remedy = fmt::format("Start {} ranks: --nproc-per-node=gpu.", machine.gpus.count);
-    return check;
+    return check.fail(fmt::format("Start {} ranks: --nproc-per-node=gpu.", machine.gpus.count));
   }
   check.value = fmt::format("{} ranks on {} visible GPUs", machine.ranks, machine.gpus.count);
   if (machine.ranks == machine.gpus.count) return check;
-  check.status = Status::kWarn;
-  check.remedy = machine.ranks < machine.gpus.count
-                     ? fmt::format(
-                           "{} GPUs stay idle. Start one rank per GPU: "
-                           "--nproc-per-node=gpu.",
-                           machine.gpus.count - machine.ranks)
-                     : "Ranks share a GPU (LOCKSTEP_SHARE_DEVICE=1), which is for tests: it is "
-                       "slower than one rank per GPU.";
-  return check;
+  return check.warn(machine.ranks < machine.gpus.count
+                        ? fmt::format("{} GPUs stay idle. Start one rank per GPU: "
+                                      "--nproc-per-node=gpu.",
+                                      machine.gpus.count - machine.ranks)
+                        : "Ranks share a GPU (LOCKSTEP_SHARE_DEVICE=1), which is for tests: it is "
+                          "slower than one rank per GPU.");
 }
 
 Check check_cudnn(const Machine& machine) {
@@ -288,14 +265,12 @@ Check check_cudnn(const Machine& machine) {
     const std::string file = folder + "/libcudnn.so.9";
     if (folder.empty() || !std::filesystem::exists(file, ignored)) continue;
     if (folder.find("/nvidia/cudnn/") != std::string::npos) continue;  // the wheel's
-    check.status = Status::kWarn;
     check.value = fmt::format(
         "LD_LIBRARY_PATH holds {}, which the loader may take instead of LibTorch's own", file);
-    check.remedy = fmt::format(
-        "LibTorch may then lack cuDNN's attention, the fastest on H100 and "
-        "later. Remove {} from LD_LIBRARY_PATH.",
-        folder);
-    return check;
+    return check.warn(
+        fmt::format("LibTorch may then lack cuDNN's attention, the fastest on H100 and "
+                    "later. Remove {} from LD_LIBRARY_PATH.",
+                    folder));
   }
   return check;
 }

@@ -115,12 +115,10 @@ Check check_cores(const Machine& machine) {
                   machine.quota ? fmt::format("{:.2f} cores", *machine.quota) : "none");
   check.data = {{"cores", real_node(machine.cores())}, {"ranks", integer_node(machine.ranks)}};
   if (machine.ranks <= machine.cores()) return check;
-  check.status = Status::kWarn;
-  check.remedy = fmt::format(
+  return check.warn(fmt::format(
       "Ranks take turns on a core. Start at most {} (--nproc-per-node), or allow more cores: "
       "taskset, docker --cpus and --cpuset-cpus, srun --cpus-per-task.",
-      static_cast<int>(machine.cores()));
-  return check;
+      static_cast<int>(machine.cores())));
 }
 
 Check check_threads(const Machine& machine) {
@@ -136,22 +134,18 @@ Check check_threads(const Machine& machine) {
   }
   const auto threads = leading_number(text);
   if (!threads || *threads == 0) {
-    check.status = Status::kWarn;
     check.value = fmt::format("OMP_NUM_THREADS='{}' is not a number of threads", text);
-    check.remedy = fmt::format("Unset it (lockstep run then sets {}), or set a number.", fair);
-    return check;
+    return check.warn(fmt::format("Unset it (lockstep run then sets {}), or set a number.", fair));
   }
   const double all = static_cast<double>(*threads) * machine.ranks;
   check.data = {{"per_rank", integer_node(static_cast<std::int64_t>(*threads))}};
   check.value = fmt::format("OMP_NUM_THREADS={} in {} rank{}: {:g} threads on {:g} cores", *threads,
                             machine.ranks, machine.ranks == 1 ? "" : "s", all, machine.cores());
   if (all <= std::max(machine.cores(), static_cast<double>(machine.ranks))) return check;
-  check.status = Status::kWarn;
-  check.remedy = fmt::format(
+  return check.warn(fmt::format(
       "More threads than cores wait for each other in every operator. Set OMP_NUM_THREADS={}, or "
       "unset it: lockstep run then chooses that.",
-      fair);
-  return check;
+      fair));
 }
 
 Check check_numa(const Machine& machine) {
@@ -164,15 +158,13 @@ Check check_numa(const Machine& machine) {
   }
   check.lines = nodes;
   const std::string problem = binding_problem(machine);
-  check.status = Status::kWarn;
   check.value = fmt::format("{} NUMA nodes, and ranks are bound to none of them", nodes.size());
-  check.remedy =
-      "Start with lockstep run --numa-binding=node: each rank then runs on the node of "
-      "its GPU, or the ranks are spread over the nodes.";
-  if (problem.empty()) return check;
+  if (problem.empty())
+    return check.warn(
+        "Start with lockstep run --numa-binding=node: each rank then runs on the node of "
+        "its GPU, or the ranks are spread over the nodes.");
   check.value += "; " + problem;
-  check.remedy = "Allow CPUs of every node that has a GPU (taskset, docker --cpuset-cpus).";
-  return check;
+  return check.warn("Allow CPUs of every node that has a GPU (taskset, docker --cpuset-cpus).");
 }
 
 Check check_memory(const Machine& machine) {
@@ -197,17 +189,15 @@ Check check_memory(const Machine& machine) {
   check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
                 {"total_bytes", integer_node(static_cast<std::int64_t>(host.memory_total_bytes))}};
   if (machine.address_space != kUnlimited) {
-    check.status = Status::kWarn;
     check.value +=
         fmt::format("; address space limited to {} (ulimit -v)", bytes_text(machine.address_space));
-    check.remedy = "CUDA and shared memory map far more than they use. Set ulimit -v unlimited.";
+    check.warn("CUDA and shared memory map far more than they use. Set ulimit -v unlimited.");
   }
   if (share >= kMemoryPerRank) return check;
-  check.status = share < kLeastMemoryPerRank ? Status::kFail : Status::kWarn;
-  check.remedy =
+  return check.judge(
+      share < kLeastMemoryPerRank ? Status::kFail : Status::kWarn,
       "A rank that finds no memory is killed. Start fewer ranks, end other programs, or "
-      "raise the limit (docker --memory, srun --mem).";
-  return check;
+      "raise the limit (docker --memory, srun --mem).");
 }
 
 Check check_shm(const Machine& machine) {
@@ -217,10 +207,10 @@ Check check_shm(const Machine& machine) {
                          : "Lockstep's shared memory needs none of it; Python's DataLoader does";
   struct statvfs room {};
   if (::statvfs(machine.shm.c_str(), &room) != 0) {
-    check.status = nccl ? Status::kFail : Status::kWarn;
     check.value = fmt::format("there is no {} ({})", machine.shm, who);
-    check.remedy = "Mount one: mount -t tmpfs -o size=1g tmpfs /dev/shm, or docker --shm-size=1g.";
-    return check;
+    return check.judge(
+        nccl ? Status::kFail : Status::kWarn,
+        "Mount one: mount -t tmpfs -o size=1g tmpfs /dev/shm, or docker --shm-size=1g.");
   }
   const std::uint64_t free = std::uint64_t{room.f_bavail} * room.f_frsize;
   const std::uint64_t total = std::uint64_t{room.f_blocks} * room.f_frsize;
@@ -229,11 +219,9 @@ Check check_shm(const Machine& machine) {
   check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
                 {"total_bytes", integer_node(static_cast<std::int64_t>(total))}};
   if (free > (nccl ? kShmForNccl - 1 : kShmOfDocker)) return check;
-  check.status = nccl && free <= kShmOfDocker ? Status::kFail : Status::kWarn;
-  check.remedy =
-      "Make it larger: docker --shm-size=1g (or --ipc=host), or mount -o "
-      "remount,size=1g /dev/shm; remove what ended programs left there.";
-  return check;
+  return check.judge(nccl && free <= kShmOfDocker ? Status::kFail : Status::kWarn,
+                     "Make it larger: docker --shm-size=1g (or --ipc=host), or mount -o "
+                     "remount,size=1g /dev/shm; remove what ended programs left there.");
 }
 
 // The launcher raises its own limit to the hard one; ranks start with the soft one.
@@ -253,12 +241,12 @@ Check check_open_files(const Machine& machine) {
                 {"launcher_needs", integer_node(static_cast<std::int64_t>(launcher))}};
   const bool enough = machine.open_files >= rank && machine.open_files_max >= launcher;
   if (enough && machine.open_files >= kUsualOpenFiles) return check;
-  check.status = enough ? Status::kWarn : Status::kFail;
-  check.remedy = machine.open_files_max >= std::max(launcher, kUsualOpenFiles)
-                     ? "Set ulimit -n 65536 (or as much as the hard limit allows) before the run."
-                     : "Raise the hard limit: /etc/security/limits.conf (nofile), docker --ulimit "
-                       "nofile=65536, LimitNOFILE of a systemd unit.";
-  return check;
+  return check.judge(
+      enough ? Status::kWarn : Status::kFail,
+      machine.open_files_max >= std::max(launcher, kUsualOpenFiles)
+          ? "Set ulimit -n 65536 (or as much as the hard limit allows) before the run."
+          : "Raise the hard limit: /etc/security/limits.conf (nofile), docker --ulimit "
+            "nofile=65536, LimitNOFILE of a systemd unit.");
 }
 
 Check check_processes(const Machine& machine) {
@@ -276,11 +264,9 @@ Check check_processes(const Machine& machine) {
                 {"cgroup_left", limit_node(left)},
                 {"needed", integer_node(static_cast<std::int64_t>(need))}};
   if (std::min(limit, left) >= need) return check;
-  check.status = Status::kFail;
-  check.remedy = left < need ? "Raise the cgroup's limit (docker --pids-limit, TasksMax of a "
-                               "systemd unit), or start fewer ranks and threads."
-                             : "Set ulimit -u higher, or start fewer ranks and threads.";
-  return check;
+  return check.fail(left < need ? "Raise the cgroup's limit (docker --pids-limit, TasksMax of a "
+                                  "systemd unit), or start fewer ranks and threads."
+                                : "Set ulimit -u higher, or start fewer ranks and threads.");
 }
 
 Check check_locked_memory(const Machine& machine) {
@@ -294,11 +280,9 @@ Check check_locked_memory(const Machine& machine) {
       infiniband ? "this host has InfiniBand" : "no InfiniBand here, which would need more");
   check.data = {{"limit_bytes", limit_node(machine.locked_memory)}};
   if (!infiniband || machine.locked_memory == kUnlimited) return check;
-  check.status = Status::kWarn;
-  check.remedy =
+  return check.warn(
       "NCCL registers its buffers with the card. Set ulimit -l unlimited, or docker "
-      "--ulimit memlock=-1.";
-  return check;
+      "--ulimit memlock=-1.");
 }
 
 // Tries to make a folder there: neither permissions nor free space show it for /proc and the like.
@@ -314,8 +298,7 @@ std::string write_problem(const fs::path& place) {
 
 Check check_disk(const Machine& machine) {
   Check check{.name = "disk"};
-  if (machine.request.output_dir.empty())
-    return {.name = "disk", .status = Status::kSkip, .value = "no --output-dir was given"};
+  if (machine.request.output_dir.empty()) return check.skip("no --output-dir was given");
   std::error_code ignored;
   fs::path place = fs::absolute(machine.request.output_dir, ignored).lexically_normal();
   while (!fs::exists(place, ignored) && place != place.parent_path()) place = place.parent_path();
@@ -323,20 +306,17 @@ Check check_disk(const Machine& machine) {
   std::string problem = write_problem(place);
   if (problem.empty() && ::statvfs(place.c_str(), &room) != 0) problem = std::strerror(errno);
   if (!problem.empty()) {
-    check.status = Status::kFail;
     check.value = fmt::format("{} cannot be written: {}", machine.request.output_dir, problem);
-    check.remedy = "Choose another output_dir, or change its owner or mode.";
-    return check;
+    return check.fail("Choose another output_dir, or change its owner or mode.");
   }
   const std::uint64_t free = std::uint64_t{room.f_bavail} * room.f_frsize;
   check.value = fmt::format("{} free at {}", bytes_text(free), place.string());
   check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))}};
   if (free >= kDisk) return check;
-  check.status = free < kLeastDisk ? Status::kFail : Status::kWarn;
-  check.remedy =
+  return check.judge(
+      free < kLeastDisk ? Status::kFail : Status::kWarn,
       "A checkpoint with AdamW takes 12 bytes a parameter, and save_total_limit of them "
-      "stay. Make room, or lower save_total_limit.";
-  return check;
+      "stay. Make room, or lower save_total_limit.");
 }
 
 }  // namespace lockstep::cli

@@ -79,41 +79,32 @@ Check check_master(const Machine& machine, const Way& way) {
   Check check{.name = "master"};
   const std::string& host = machine.request.master_addr;
   if (way.master.address.empty()) {
-    check.status = Status::kFail;
     check.value = fmt::format("'{}' does not resolve ({})", host, way.master.problem);
-    check.remedy =
+    return check.fail(
         "Check the spelling, add the name to DNS or /etc/hosts on every host, or give "
-        "an IP address with --master-addr.";
-    return check;
+        "an IP address with --master-addr.");
   }
   check.value = fmt::format("{} is {}{} (resolved in {:.0f} ms)", host, way.master.address,
                             way.this_host ? ", this host" : "", way.master.seconds * 1e3);
   check.data = {{"address", text_node(way.master.address)},
                 {"this_host", bool_node(way.this_host)},
                 {"seconds", real_node(way.master.seconds)}};
-  if (is_loopback(way.master.address) && !is_loopback(host)) {
-    check.status = Status::kWarn;
-    check.remedy =
+  if (is_loopback(way.master.address) && !is_loopback(host))
+    return check.warn(
         "The name leads to the loopback interface, which other hosts cannot reach. Give "
-        "this host's address on the network with --master-addr, or mend /etc/hosts.";
-  } else if (way.master.seconds > kSlowResolve_s) {
-    check.status = Status::kWarn;
-    check.remedy =
-        "The name server is slow: every rank asks it at the start. Add the name to "
-        "/etc/hosts, or give an IP address.";
-  }
-  return check;
+        "this host's address on the network with --master-addr, or mend /etc/hosts.");
+  if (way.master.seconds <= kSlowResolve_s) return check;
+  return check.warn(
+      "The name server is slow: every rank asks it at the start. Add the name to "
+      "/etc/hosts, or give an IP address.");
 }
 
 Check check_interface(const Way& way) {
   Check check{.name = "interface"};
-  if (way.master.address.empty())
-    return {.name = "interface", .status = Status::kSkip, .value = "the master does not resolve"};
+  if (way.master.address.empty()) return check.skip("the master does not resolve");
   if (!way.problem.empty()) {
-    check.status = Status::kFail;
     check.value = way.problem;
-    check.remedy = "Compare with ip route get " + way.master.address + ".";
-    return check;
+    return check.fail("Compare with ip route get " + way.master.address + ".");
   }
   const bool open = is_public_address(way.interface.address);
   check.value =
@@ -125,12 +116,10 @@ Check check_interface(const Way& way) {
                 {"address", text_node(way.interface.address)},
                 {"public", bool_node(open)}};
   if (!open) return check;
-  check.status = Status::kWarn;
-  check.remedy =
+  return check.warn(
       "Tensors travel unencrypted, and ports of gloo and NCCL are open to everybody. Use "
       "an address of a private network as --master-addr, a firewall, or a VPN; give "
-      "lockstep run --secret-file.";
-  return check;
+      "lockstep run --secret-file.");
 }
 
 // Ports that the kernel gives to outgoing connections.
@@ -148,9 +137,7 @@ Check check_port(const Machine& machine, const std::optional<Way>& way) {
   const auto reach =
       !way || way->interface.loopback ? launch::Reach::kLoopback : launch::Reach::kNetwork;
   if (way && !way->this_host) {
-    check.status = Status::kSkip;
-    check.value = "the master is another host: run lockstep doctor there";
-    return check;
+    return check.skip("the master is another host: run lockstep doctor there");
   }
   try {
     if (port == 0) {
@@ -161,25 +148,20 @@ Check check_port(const Machine& machine, const std::optional<Way>& way) {
     }
     launch::HeldPort::exactly(port, reach).listener();
   } catch (const Error& error) {
-    check.status = Status::kFail;
     check.value = error.what();
-    check.remedy = port == 0 ? "Too many ports are in use (ss -s)."
-                             : fmt::format(
-                                   "ss -ltnp 'sport = :{}' shows who listens. Choose "
-                                   "another --master-port on every host.",
-                                   port);
-    return check;
+    return check.fail(port == 0 ? "Too many ports are in use (ss -s)."
+                                : fmt::format("ss -ltnp 'sport = :{}' shows who listens. Choose "
+                                              "another --master-port on every host.",
+                                              port));
   }
   check.value = fmt::format("{} is free", port);
   const auto [low, high] = ephemeral_ports(machine.files);
   if (port < low || port > high) return check;
-  check.status = Status::kWarn;
   check.value += fmt::format(", but in the range {}-{} of outgoing connections", low, high);
-  check.remedy = fmt::format(
-      "Any program may be given it before the run. Choose a --master-port "
-      "below {}.",
-      low);
-  return check;
+  return check.warn(
+      fmt::format("Any program may be given it before the run. Choose a --master-port "
+                  "below {}.",
+                  low));
 }
 
 }  // namespace
@@ -209,10 +191,8 @@ bool is_public_address(const std::string& address) {
 std::vector<Check> network_checks(const Machine& machine) {
   if (machine.request.master_addr.empty()) {
     constexpr const char* kOneHost = "no --master-addr: one host, over loopback";
-    return {{.name = "master", .status = Status::kSkip, .value = kOneHost},
-            {.name = "interface", .status = Status::kSkip, .value = kOneHost},
-            check_port(machine, std::nullopt),
-            check_clock("")};
+    return {Check{.name = "master"}.skip(kOneHost), Check{.name = "interface"}.skip(kOneHost),
+            check_port(machine, std::nullopt), check_clock("")};
   }
   const Way way = way_to(machine.request.master_addr);
   return {check_master(machine, way), check_interface(way), check_port(machine, way),

@@ -64,23 +64,19 @@ Check check_libtorch(const Machine& machine, const Node& found) {
   if (runtime == 0) {
     check.value += "; its CUDA part is not loaded";
     if (!machine.on_gpu) return check;
-    check.status = Status::kWarn;
-    check.remedy =
+    return check.warn(
         "GPUs are visible, but these programs were built without CUDA and run on the CPU. Build "
-        "them with nvcc and a LibTorch for CUDA.";
-    return check;
+        "them with nvcc and a LibTorch for CUDA.");
   }
   check.value += fmt::format(", built for CUDA {}.{}; NCCL {}", runtime / 1000, runtime % 1000 / 10,
                              text(found, "nccl"));
   // Within a major version older drivers run newer programs.
   if (driver == 0 || runtime / 1000 <= driver / 1000) return check;
-  check.status = Status::kFail;
   check.value += fmt::format("; the driver has CUDA {}.{}", driver / 1000, driver % 1000 / 10);
-  check.remedy = fmt::format(
-      "Install a driver for CUDA {}.x or later, or a LibTorch that was built "
-      "for CUDA {}.x.",
-      runtime / 1000, driver / 1000);
-  return check;
+  return check.fail(
+      fmt::format("Install a driver for CUDA {}.x or later, or a LibTorch that was built "
+                  "for CUDA {}.x.",
+                  runtime / 1000, driver / 1000));
 }
 
 // A wheel's cuDNN lies beside its torch; one from elsewhere may lack what LibTorch asks for.
@@ -98,13 +94,11 @@ std::optional<Check> check_loaded_cudnn(const Node& found) {
                 {"compiled", integer_node(compiled)},
                 {"library", text_node(library)}};
   if (library.starts_with(root.string() + "/") && loaded >= compiled) return check;
-  check.status = Status::kWarn;
-  check.remedy = fmt::format(
-      "LibTorch may lack cuDNN's attention, the fastest on H100 and later. "
-      "Remove {} from LD_LIBRARY_PATH and the loader's configuration, so "
-      "that LibTorch finds its own.",
-      fs::path(library).parent_path().string());
-  return check;
+  return check.warn(
+      fmt::format("LibTorch may lack cuDNN's attention, the fastest on H100 and later. "
+                  "Remove {} from LD_LIBRARY_PATH and the loader's configuration, so "
+                  "that LibTorch finds its own.",
+                  fs::path(library).parent_path().string()));
 }
 
 Check check_compute(const Machine& machine, const std::vector<Node>& ranks) {
@@ -122,37 +116,32 @@ Check check_compute(const Machine& machine, const std::vector<Node>& ranks) {
     if (ms > slowest) slow = who;
     slowest = std::max(slowest, ms);
     if (is_right(rank)) continue;
-    check.status = Status::kFail;
     check.lines.push_back(who + " computed a wrong gradient");
-    check.remedy =
+    check.fail(
         "That device or its memory is faulty. Leave it out, and run its own diagnosis "
-        "(dcgmi diag -r 3, memtest).";
+        "(dcgmi diag -r 3, memtest).");
   }
   check.data = {{"ms", list_node(std::move(times))}};
   check.value =
       fmt::format("{} of {} ranks computed alone on their devices, in {:.2f} to {:.2f} ms",
                   ranks.size(), machine.ranks, fastest, slowest);
-  if (static_cast<int>(ranks.size()) < machine.ranks) {
-    check.status = Status::kFail;
-    if (check.remedy.empty())
-      check.remedy =
-          "A rank alone does not work. Run the program with one rank first: it is then "
-          "a world of one.";
-  } else if (check.status == Status::kOk && slowest > kSlowRank * fastest) {
-    check.status = Status::kWarn;
-    check.value += "; slowest: " + slow;
-    check.remedy =
-        "One slow rank slows down all. See whether another program uses its device or "
-        "cores, and whether it is throttled.";
-  }
-  return check;
+  if (check.status != Status::kOk) return check;
+  if (static_cast<int>(ranks.size()) < machine.ranks)
+    return check.fail(
+        "A rank alone does not work. Run the program with one rank first: it is then "
+        "a world of one.");
+  if (slowest <= kSlowRank * fastest) return check;
+  check.value += "; slowest: " + slow;
+  return check.warn(
+      "One slow rank slows down all. See whether another program uses its device or "
+      "cores, and whether it is throttled.");
 }
 
 Check check_p2p(const Node& world) {
   Check check{.name = "p2p"};
   const Entry* pairs = world.find("p2p");
   if (pairs == nullptr || pairs->value.items.empty())
-    return {.name = "p2p", .status = Status::kSkip, .value = "fewer than two GPUs in use"};
+    return check.skip("fewer than two GPUs in use");
   double slowest = 1e30;
   std::size_t wrong = 0;
   for (const Node& pair : pairs->value.items) {
@@ -166,18 +155,15 @@ Check check_p2p(const Node& world) {
                             pairs->value.items.size(), wrong, slowest);
   check.data = {{"slowest_gb_per_s", real_node(slowest)}, {"pairs", pairs->value}};
   if (wrong == 0) return check;
-  check.status = Status::kFail;
-  check.remedy =
+  return check.fail(
       "Copies between GPUs arrive damaged, often because of the IOMMU or PCIe ACS. Set "
-      "NCCL_P2P_DISABLE=1 for now; disable ACS or boot with iommu=pt.";
-  return check;
+      "NCCL_P2P_DISABLE=1 for now; disable ACS or boot with iommu=pt.");
 }
 
 Check check_all_reduce(const Machine& machine, const Node& world) {
   Check check{.name = "all_reduce"};
   const Entry* found = world.find("all_reduce");
-  if (found == nullptr)
-    return {.name = "all_reduce", .status = Status::kSkip, .value = "one rank has no peer"};
+  if (found == nullptr) return check.skip("one rank has no peer");
   const std::string backend = text(world, "backend");
   const double rate = number(found->value, "gb_per_s");
   check.value = fmt::format(
@@ -188,17 +174,15 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
   check.data = members(found->value);
   check.data.emplace_back("backend", text_node(backend));
   if (!is_right(found->value)) {
-    check.status = Status::kFail;
     check.value += "; the sum is wrong";
-    check.remedy = "A sum over ranks must be exact here. Test devices and memory (compute, p2p).";
-  } else if (rate < (backend == "nccl" ? kSlowNccl : kSlowShm)) {
-    check.status = Status::kWarn;
-    check.remedy = backend == "nccl"
-                       ? "NCCL probably uses sockets between GPUs of one host: "
-                         "NCCL_DEBUG=INFO says which way it takes."
-                       : "The cores are busy with something else, or ranks share one.";
+    return check.fail(
+        "A sum over ranks must be exact here. Test devices and memory (compute, p2p).");
   }
-  return check;
+  if (rate >= (backend == "nccl" ? kSlowNccl : kSlowShm)) return check;
+  return check.warn(backend == "nccl"
+                        ? "NCCL probably uses sockets between GPUs of one host: "
+                          "NCCL_DEBUG=INFO says which way it takes."
+                        : "The cores are busy with something else, or ranks share one.");
 }
 
 // For `lockstep plan` on this host.
@@ -246,7 +230,7 @@ std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
 
 std::vector<Check> probe_checks(const Machine& machine) {
   const auto skipped = [](const std::string& why) {
-    return std::vector<Check>{{.name = "probe", .status = Status::kSkip, .value = why}};
+    return std::vector<Check>{Check{.name = "probe"}.skip(why)};
   };
   if (!machine.request.probe) return skipped("--no-probe: no ranks were started");
   if (check_gpu_per_rank(machine).status == Status::kFail)

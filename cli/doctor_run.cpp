@@ -105,9 +105,9 @@ Node row_node(const monitor::BudgetRow& row) {
   }
   if (row.collective_share)
     members.emplace_back("collective_share", real_node(*row.collective_share));
-  members.emplace_back("cores", real_node(row.cores.value_or(0)));
+  members.emplace_back("cores", real_node(row.process() ? row.process()->cores : 0));
   members.emplace_back("resident_bytes",
-                       integer_node(static_cast<std::int64_t>(row.resident_bytes)));
+                       integer_node(static_cast<std::int64_t>(row.all.resident_bytes)));
   return map_node(std::move(members));
 }
 

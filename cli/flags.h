@@ -9,12 +9,14 @@
 // `lockstep run` has torchrun's grammar and a reader of its own (launcher/arguments.h).
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cli/commands.h"
+#include "lockstep/core/env.h"
 
 namespace CLI {
 class App;
@@ -35,6 +37,15 @@ class Flags {
              const char* what = "a value");
   void text(const std::string& names, std::string& to, const char* what = "a value");
   void toggle(const std::string& name, bool& on);
+  // A whole number in these bounds, for an integer or an optional of one.
+  template <typename T>
+  void integer(const std::string& names, T& to, std::int64_t least, std::int64_t most,
+               const char* what = "a value") {
+    const auto read = [=, &to, name = names.substr(0, names.find(','))](const std::string& text) {
+      to = env::parse_int(text, name, least, most);
+    };
+    value(names, read, what);
+  }
 
   // Throws UsageError. With `keys` unknown flags belong to somebody else, such as a training file,
   // and stay in the result.

@@ -9,7 +9,6 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "launcher/stall_table.h"
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger_file.h"
@@ -36,12 +35,7 @@ struct Request {
 Request parse(const Args& args) {
   Request request;
   Flags flags("ledger");
-  flags.value(
-      "--records",
-      [&](const std::string& text) {
-        request.records = static_cast<std::size_t>(env::parse_int(text, "--records", 0, 1024));
-      },
-      "a number");
+  flags.integer("--records", request.records, 0, 1024, "a number");
   request.paths = flags.read(args);
   if (request.paths.empty())
     throw UsageError("ledger", "no file or directory was given. Name a log directory of a run.");

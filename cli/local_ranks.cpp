@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <sstream>
@@ -70,19 +69,6 @@ bool read_all(int fd, std::string& text, const Deadline& deadline) {
 }
 
 }  // namespace
-
-ScratchFolder::ScratchFolder(const std::string& name) {
-  const char* base = std::getenv("TMPDIR");
-  path_ =
-      fmt::format("{}/lockstep_{}_XXXXXX", base != nullptr && *base != '\0' ? base : "/tmp", name);
-  if (::mkdtemp(path_.data()) == nullptr)
-    throw SystemError(name, "cannot make a folder " + path_, errno);
-}
-
-ScratchFolder::~ScratchFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
 
 std::string train_program() {
   const fs::path self = fs::read_symlink("/proc/self/exe");

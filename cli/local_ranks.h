@@ -11,22 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "cli/scratch_folder.h"  // IWYU pragma: export
 #include "launcher/process.h"
 
 namespace lockstep::cli {
-
-// A folder in TMPDIR that is removed at the end.
-class ScratchFolder {
- public:
-  explicit ScratchFolder(const std::string& name);
-  ~ScratchFolder();
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // libexec/lockstep-train beside this program; empty: this build has no LibTorch.
 std::string train_program();

@@ -109,22 +109,17 @@ Request parse_arguments(const Args& args) {
         name, [=, &to](const std::string& text) { to = parse_number(text, name, min, max); },
         "a value. `lockstep plan --help` has examples");
   };
-  const auto integer = [&](const char* name, int max, auto& to) {
-    flags.value(name, [=, &to](const std::string& text) {
-      to = static_cast<int>(env::parse_int(text, name, 1, max));
-    });
-  };
   flags.toggle("--json", request.json);
   flags.toggle("--unfused", request.unfused);
   flags.toggle("--probe", request.probe);
-  integer("--probe-ways", 100, request.probe_ways);
+  flags.integer("--probe-ways", request.probe_ways, 1, 100);
   flags.text("--gpus", request.gpus, "a value. `lockstep plan --help` has examples");
   number("--tokens", 1, 1e18, request.tokens);
   flags.value("--scale", [&](const std::string& text) { request.scale = parse_counts(text); });
   flags.text("--link", request.link);
-  integer("--gpus-per-node", 1024, request.per_node);
+  flags.integer("--gpus-per-node", request.per_node, 1, 1024);
   flags.text("--write", request.write);
-  integer("--way", 1000, request.way);
+  flags.integer("--way", request.way, 1, 1000);
   number("--mfu", 0.001, 1, request.speed.utilisation);
   number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
   for (const std::string& arg : flags.read(args, /*keys=*/true)) {

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <sstream>
 #include <utility>
 
 #include "lockstep/core/document.h"
@@ -79,6 +78,40 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
   }
 }
 
+NodeMembers members_of(const plan::Measurement& way) {
+  return {{"gpus", integer_node(way.gpus)},
+          {"strategy", integer_node(static_cast<int>(way.strategy))},
+          {"strategy_text", text_node(strategy_text(way.strategy, way.gpus, way.stages))},
+          {"stages", integer_node(way.stages)},
+          {"per_device_train_batch_size", integer_node(way.batch)},
+          {"gradient_accumulation_steps", integer_node(way.accumulation)},
+          {"gradient_checkpointing", bool_node(way.checkpointing)},
+          {"half", bool_node(way.half)},
+          {"fp8", bool_node(way.fp8)},
+          {"step_s", real_node(way.step_s)},
+          {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))}};
+}
+
+// Nothing for one whose text does not belong to its number: it is from another version.
+std::optional<plan::Measurement> measurement_in(const Node& node) {
+  const auto integer = [&](const char* key) {
+    return static_cast<std::int64_t>(number_of(node, key));
+  };
+  const plan::Measurement way{.gpus = static_cast<int>(integer("gpus")),
+                              .strategy = static_cast<plan::Strategy>(integer("strategy")),
+                              .stages = static_cast<int>(integer("stages")),
+                              .batch = integer("per_device_train_batch_size"),
+                              .accumulation = integer("gradient_accumulation_steps"),
+                              .checkpointing = flag_of(node, "gradient_checkpointing"),
+                              .half = flag_of(node, "half"),
+                              .fp8 = flag_of(node, "fp8"),
+                              .step_s = number_of(node, "step_s"),
+                              .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes"))};
+  const std::string text = strategy_text(way.strategy, way.gpus, way.stages);
+  if (text_of(node, "strategy_text") != text || !(way.step_s > 0)) return std::nullopt;
+  return way;
+}
+
 }  // namespace
 
 std::string plan_record_path() {
@@ -126,21 +159,12 @@ std::string training_key(const plan::Training& t, const std::string& device, int
 
 void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways) {
   std::vector<Node> nodes;
-  for (const plan::Measurement& way : ways)
-    nodes.push_back(
-        map_node({{"host", text_node(host_name())},
-                  {"training", text_node(training)},
-                  {"gpus", integer_node(way.gpus)},
-                  {"strategy", integer_node(static_cast<int>(way.strategy))},
-                  {"strategy_text", text_node(strategy_text(way.strategy, way.gpus, way.stages))},
-                  {"stages", integer_node(way.stages)},
-                  {"per_device_train_batch_size", integer_node(way.batch)},
-                  {"gradient_accumulation_steps", integer_node(way.accumulation)},
-                  {"gradient_checkpointing", bool_node(way.checkpointing)},
-                  {"half", bool_node(way.half)},
-                  {"fp8", bool_node(way.fp8)},
-                  {"step_s", real_node(way.step_s)},
-                  {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))}}));
+  for (const plan::Measurement& way : ways) {
+    NodeMembers members = members_of(way);
+    members.emplace_back("host", text_node(host_name()));
+    members.emplace_back("training", text_node(training));
+    nodes.push_back(map_node(std::move(members)));
+  }
   replace("ways",
           {"host", "training", "gpus", "strategy", "stages", "per_device_train_batch_size",
            "gradient_checkpointing", "half", "fp8"},
@@ -151,24 +175,7 @@ std::vector<plan::Measurement> saved_ways(const std::string& training) {
   std::vector<plan::Measurement> ways;
   for (const Node& node : entries_of(read_record(), "ways")) {
     if (text_of(node, "host") != host_name() || text_of(node, "training") != training) continue;
-    const auto integer = [&](const char* key) {
-      return static_cast<std::int64_t>(number_of(node, key));
-    };
-    plan::Measurement way{.gpus = static_cast<int>(integer("gpus")),
-                          .strategy = static_cast<plan::Strategy>(integer("strategy")),
-                          .stages = static_cast<int>(integer("stages")),
-                          .batch = integer("per_device_train_batch_size"),
-                          .accumulation = integer("gradient_accumulation_steps"),
-                          .checkpointing = flag_of(node, "gradient_checkpointing"),
-                          .half = flag_of(node, "half"),
-                          .fp8 = flag_of(node, "fp8"),
-                          .step_s = number_of(node, "step_s"),
-                          .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes"))};
-    // One whose text does not belong to its number is from another version.
-    const bool known =
-        text_of(node, "strategy_text") == strategy_text(way.strategy, way.gpus, way.stages) &&
-        way.step_s > 0;
-    if (known) ways.push_back(way);
+    if (const auto way = measurement_in(node)) ways.push_back(*way);
   }
   return ways;
 }
@@ -192,21 +199,13 @@ std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement
   return best;
 }
 
-std::string measurement_text(const plan::Measurement& w) {
-  return fmt::format("{} {} {} {} {} {} {} {}", w.gpus, static_cast<int>(w.strategy), w.batch,
-                     w.accumulation, w.checkpointing ? 1 : 0, w.half ? 1 : 0, w.step_s,
-                     w.memory_bytes);
+std::string measurement_text(const plan::Measurement& way) {
+  return to_json(map_node(members_of(way)));
 }
 
 std::optional<plan::Measurement> parse_measurement(const std::string& text) {
-  std::istringstream in(text);
-  plan::Measurement w;
-  int strategy = 0;
-  if (!(in >> w.gpus >> strategy >> w.batch >> w.accumulation >> w.checkpointing >> w.half >>
-        w.step_s >> w.memory_bytes))
-    return std::nullopt;
-  w.strategy = static_cast<plan::Strategy>(strategy);
-  return w;
+  if (text.empty()) return std::nullopt;
+  return measurement_in(parse_json(text, "a measurement"));
 }
 
 }  // namespace lockstep::cli

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "cli/plan_record.h"
+
 namespace lockstep::cli {
 namespace {
 
@@ -32,6 +34,21 @@ Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer
   const plan::Card card{.name = "a card", .memory_bytes = gib << 30};
   planned.said = apply_plan(planned.arguments, training, card, ranks, measured);
   return planned;
+}
+
+TEST(Measurements, TravelBetweenRanksWhole) {
+  const plan::Measurement way{.gpus = 4,
+                              .strategy = plan::Strategy::kPipeline,
+                              .stages = 2,
+                              .batch = 3,
+                              .accumulation = 5,
+                              .checkpointing = true,
+                              .half = true,
+                              .fp8 = true,
+                              .step_s = 0.1,
+                              .memory_bytes = 123};
+  EXPECT_EQ(parse_measurement(measurement_text(way)), way);
+  EXPECT_EQ(parse_measurement(""), std::nullopt);
 }
 
 TEST(ElasticGpu, TakesTheFileAsItIsWhereItFits) {

@@ -96,10 +96,4 @@ std::string task_keys_markdown() {
   return text;
 }
 
-std::vector<std::string> task_key_names() {
-  std::vector<std::string> names;
-  for (const TaskKey& key : kKeys) names.push_back(key.full_name());
-  return names;
-}
-
 }  // namespace lockstep::cli

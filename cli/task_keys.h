@@ -8,7 +8,6 @@
 
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace lockstep::cli {
 
@@ -16,6 +15,5 @@ namespace lockstep::cli {
 std::string task_keys_help(std::string_view part = "");
 // The rows of a table.
 std::string task_keys_markdown();
-std::vector<std::string> task_key_names();
 
 }  // namespace lockstep::cli

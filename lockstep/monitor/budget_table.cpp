@@ -28,17 +28,8 @@ BudgetRow budget_row(const RankRecord& rank, double from_unix_s) {
   row.collective_share = mean_collective_share(rank, from_unix_s);
   for (const Phase phase : kParts)
     row.shares.emplace_back(phase_key(phase), row.budget.share(phase));
-  Interval all;
   for (const Interval& interval : rank.intervals)
-    if (interval.unix_time_s >= from_unix_s) join(all, interval);
-  row.resident_bytes = all.resident_bytes;
-  row.threads = all.threads;
-  row.cpu_limit_cores = all.cpu_limit_cores;
-  row.throttled_share = all.throttled_share;
-  if (const auto& process = row.budget.steps > 0 ? row.budget.process : all.process) {
-    row.cores = process->cores;
-    row.minor_faults_per_s = process->minor_faults_per_s;
-  }
+    if (interval.unix_time_s >= from_unix_s) join(row.all, interval);
   return row;
 }
 
@@ -90,18 +81,24 @@ Table budget_table(const std::vector<BudgetRow>& rows) {
   }
   if (any([](const BudgetRow& row) { return row.collective_share.has_value(); }))
     add("in collectives", [&](const BudgetRow& row) { return percent(row.collective_share); });
-  add("cores", [](const BudgetRow& row) { return fmt::format("{:.2f}", row.cores.value_or(0)); });
+  const auto rate = [](const BudgetRow& row, double ProcessRates::*of) {
+    return row.process() ? (*row.process()).*of : 0;
+  };
+  add("cores",
+      [&](const BudgetRow& row) { return fmt::format("{:.2f}", rate(row, &ProcessRates::cores)); });
   add("memory", [](const BudgetRow& row) {
-    return fmt::format("{:.2f} GiB", static_cast<double>(row.resident_bytes) / kGiB);
+    return fmt::format("{:.2f} GiB", static_cast<double>(row.all.resident_bytes) / kGiB);
   });
-  add("threads", [](const BudgetRow& row) { return std::to_string(row.threads); });
-  add("page faults/s",
-      [](const BudgetRow& row) { return fmt::format("{:.0f}", row.minor_faults_per_s); });
-  if (any([](const BudgetRow& row) { return row.cpu_limit_cores.has_value(); })) {
+  add("threads", [](const BudgetRow& row) { return std::to_string(row.all.threads); });
+  add("page faults/s", [&](const BudgetRow& row) {
+    return fmt::format("{:.0f}", rate(row, &ProcessRates::minor_faults_per_s));
+  });
+  if (any([](const BudgetRow& row) { return row.all.cpu_limit_cores.has_value(); })) {
     add("CPU limit", [](const BudgetRow& row) {
-      return row.cpu_limit_cores ? fmt::format("{:.2f}", *row.cpu_limit_cores) : std::string("-");
+      const auto& limit = row.all.cpu_limit_cores;
+      return limit ? fmt::format("{:.2f}", *limit) : std::string("-");
     });
-    add("stopped by it", [&](const BudgetRow& row) { return percent(row.throttled_share); });
+    add("stopped by it", [&](const BudgetRow& row) { return percent(row.all.throttled_share); });
   }
   return table;
 }

@@ -29,16 +29,15 @@ std::string table_text(const Table& table);
 struct BudgetRow {
   int rank = 0;
   Interval budget{};
+  Interval all{};  // of all of its time, not of its steps alone
   // The phases in a step's order, "other" at last; they add up to 1 (budget.h).
   std::vector<std::pair<const char*, double>> shares{};
-  std::optional<double>
-      cores{};  // mean while it made steps; over all of its time where no step was seen
-  double minor_faults_per_s = 0;
-  std::uint64_t resident_bytes = 0;          // most
-  int threads = 0;                           // most
-  std::optional<double> cpu_limit_cores{};   // of its control group
-  std::optional<double> throttled_share{};   // of the group's periods, in which it was stopped
   std::optional<double> collective_share{};  // of a rank that counts no steps
+
+  // Means while it made steps; over all of its time where no step was seen.
+  const std::optional<ProcessRates>& process() const {
+    return budget.steps > 0 ? budget.process : all.process;
+  }
 };
 BudgetRow budget_row(const RankRecord& rank, double from_unix_s = 0);
 std::vector<BudgetRow> budget_rows(const RunRecord& run);

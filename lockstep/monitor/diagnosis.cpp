@@ -13,18 +13,19 @@ namespace {
 struct Listed {
   detail::Rule rule;
   bool compares = false;  // ranks with each other: nothing follows from a part of them
+  bool by_steps = true;   // where there are enough on every rank
 };
 constexpr Listed kRules[] = {
-    {detail::not_launched},
-    {detail::unbalanced_gpus},
-    {detail::straggler, true},
+    {.rule = detail::not_launched, .by_steps = false},
+    {.rule = detail::unbalanced_gpus, .by_steps = false},
+    {.rule = detail::straggler, .compares = true, .by_steps = false},
     {detail::loader_bound},
-    {detail::communication_bound, true},
+    {.rule = detail::communication_bound, .compares = true},
     {detail::accumulation_synchronises},
-    {detail::micro_batch_too_small, true},
+    {.rule = detail::micro_batch_too_small, .compares = true},
     {detail::logging_too_often},
     {detail::saving_too_often},
-    {detail::find_unused_parameters, true},
+    {.rule = detail::find_unused_parameters, .compares = true},
     {detail::float32},
     {detail::unfused_optimizer},
     {detail::replicated_optimizer},
@@ -41,9 +42,9 @@ std::vector<Finding> diagnose(const RunRecord& run) {
   const detail::View view = detail::make_view(run);
   std::vector<Finding> findings;
   const bool all_ranks = is_complete(run);
-  for (const auto& [rule, compares] : kRules) {
-    if (compares && !all_ranks) continue;
-    if (auto finding = rule(view)) findings.push_back(std::move(*finding));
+  for (const Listed& listed : kRules) {
+    if ((listed.compares && !all_ranks) || (listed.by_steps && !view.enough)) continue;
+    if (auto finding = listed.rule(view)) findings.push_back(std::move(*finding));
   }
   // Where every rank waits for a core, chance decides whose steps take longest, unless one waits
   // far more than the others.

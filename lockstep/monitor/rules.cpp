@@ -111,6 +111,15 @@ double delay_share(const RankView& rank) {
   });
 }
 
+double throttled_share(const RankView& rank) {
+  return median_of(rank, [](const Interval& window) { return window.throttled_share.value_or(0); });
+}
+
+double rate(const RankView& rank, double ProcessRates::*which) {
+  return median_of(
+      rank, [&](const Interval& window) { return window.process ? (*window.process).*which : 0; });
+}
+
 double least_share(const View& view, Phase phase) {
   const auto shares = of_ranks(view, [&](const RankView& rank) { return share(rank, phase); });
   return shares.empty() ? 0 : *std::min_element(shares.begin(), shares.end());

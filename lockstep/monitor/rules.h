@@ -84,7 +84,9 @@ double share(const RankView& rank, ledger::Phase phase);
 // What a change of the host's work can save: no more than the device's idle time, where that is
 // known.
 double bounded_gain(const RankView& rank, double gain);
-double delay_share(const RankView& rank);  // in which its main thread could run and had no core
+double delay_share(const RankView& rank);      // in which its main thread could run and had no core
+double throttled_share(const RankView& rank);  // of its control group's periods
+double rate(const RankView& rank, double ProcessRates::*which);  // median
 
 template <typename Figure>
 std::vector<double> of_ranks(const View& view, Figure figure) {

@@ -160,11 +160,6 @@ std::optional<double> delayed_s(const RankView& rank) {
   });
 }
 
-double rate_of(const RankView& rank, double ProcessRates::*rate) {
-  return median_of(
-      rank, [&](const Interval& window) { return window.process ? (*window.process).*rate : 0; });
-}
-
 template <typename Figure>
 double median_of_others(const View& view, const RankView& rank, Figure figure) {
   std::vector<double> values;
@@ -201,14 +196,10 @@ bool is_steady(const Slow& slow) {
   return static_cast<double>(slower) >= kSteadyShare * static_cast<double>(windows.size());
 }
 
-double group_throttled_share(const RankView& rank) {
-  return median_of(rank, [](const Interval& window) { return window.throttled_share.value_or(0); });
-}
-
 // A limit of its control group, or the scheduler's own figure.
 bool waits_for_a_core(const View& view, const Slow& slow) {
   const RankView& rank = *slow.rank;
-  if (group_throttled_share(rank) >= kThrottledGroupShare) return true;
+  if (throttled_share(rank) >= kThrottledGroupShare) return true;
   const auto delayed = delayed_s(rank);
   if (!delayed) return false;
   const double others = median_of_others(
@@ -221,8 +212,8 @@ bool seems_cpu_starved(const Slow& slow) {
   const RankView& rank = *slow.rank;
   if (delayed_s(rank)) return false;
   const double busy = own_s(rank) / step_s(rank);
-  const double switches = rate_of(rank, &ProcessRates::involuntary_switches_per_s);
-  return rank.sum.process && rate_of(rank, &ProcessRates::cores) < kStarvedYield * busy &&
+  const double switches = rate(rank, &ProcessRates::involuntary_switches_per_s);
+  return rank.sum.process && rate(rank, &ProcessRates::cores) < kStarvedYield * busy &&
          switches >= kStarvedSwitches;
 }
 
@@ -334,19 +325,19 @@ std::string straggler_evidence(const Slow& slow, const std::string& cause, doubl
     text += fmt::format("; {:.1f} ms of it waiting for data, {:.1f} ms on the others",
                         1e3 * data_s(rank), 1e3 * others_data);
   if (rank.sum.process)
-    text += fmt::format("; {:.2f} cores in use", rate_of(rank, &ProcessRates::cores));
+    text += fmt::format("; {:.2f} cores in use", rate(rank, &ProcessRates::cores));
   if (const auto delayed = delayed_s(rank); delayed && cause == "cpu-starved")
     text += fmt::format(", {:.1f} ms of a step ready to run without one", 1e3 * *delayed);
-  if (group_throttled_share(rank) > 0)
-    text += fmt::format(", its group stopped in {:.0f} % of its periods",
-                        100 * group_throttled_share(rank));
+  if (throttled_share(rank) > 0)
+    text +=
+        fmt::format(", its group stopped in {:.0f} % of its periods", 100 * throttled_share(rank));
   return text + ".";
 }
 
 }  // namespace
 
 std::optional<Finding> communication_bound(const View& view) {
-  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  if (view.run.facts.world_size < 2) return std::nullopt;
   const RankView& rank = least_waiting(view);
   const double exposed = share(rank, Phase::kCommunication) - longest_delay_share(view);
   if (exposed < kCommunicationShare) return std::nullopt;
@@ -389,7 +380,7 @@ std::optional<Finding> straggler(const View& view) {
 }
 
 std::optional<Finding> find_unused_parameters(const View& view) {
-  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  if (view.run.facts.world_size < 2) return std::nullopt;
   std::uint64_t searches = 0;
   for (const RankView& rank : view.ranks) {
     if (count(rank, Counter::kUnusedFound) > 0) return std::nullopt;
@@ -410,7 +401,7 @@ std::optional<Finding> replicated_optimizer(const View& view) {
   const RunFacts& facts = view.run.facts;
   // In shared memory the reduction and the step are one pass. Over other backends sharding saves
   // memory, not time.
-  if (!view.enough || facts.world_size < 2 || facts.backend != "shm" ||
+  if (facts.world_size < 2 || facts.backend != "shm" ||
       facts.optimizer.find("replicated") == std::string::npos ||
       facts.optimizer.find("custom") != std::string::npos)
     return std::nullopt;

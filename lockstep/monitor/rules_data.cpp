@@ -164,7 +164,6 @@ std::optional<Finding> device_waits_for_host(const View& view) {
 }  // namespace
 
 std::optional<Finding> loader_bound(const View& view) {
-  if (!view.enough) return std::nullopt;
   // Where ranks lack cores, so do their loaders: what they wait for then is a core.
   const double waiting = usual_share(view, Phase::kData) - starved_share(view).value_or(0);
   if (waiting < kDataShare) return std::nullopt;
@@ -183,7 +182,6 @@ std::optional<Finding> loader_bound(const View& view) {
 }
 
 std::optional<Finding> logging_too_often(const View& view) {
-  if (!view.enough) return std::nullopt;
   const auto habit = habit_of(view, Phase::kLogging, Counter::kLogs, kLoggingTarget);
   if (!habit || habit->share < kLoggingShare) return std::nullopt;
   const RankView& rank = view.ranks.front();
@@ -201,7 +199,6 @@ std::optional<Finding> logging_too_often(const View& view) {
 }
 
 std::optional<Finding> saving_too_often(const View& view) {
-  if (!view.enough) return std::nullopt;
   const auto habit = habit_of(view, Phase::kSaving, Counter::kSaves, kSavingTarget);
   if (!habit || habit->share < kSavingShare) return std::nullopt;
   return Finding{.rule = "saving-too-often",
@@ -213,7 +210,6 @@ std::optional<Finding> saving_too_often(const View& view) {
 }
 
 std::optional<Finding> micro_batch_too_small(const View& view) {
-  if (!view.enough) return std::nullopt;
   if (view.ranks.front().on_device) return device_waits_for_host(view);
   const double optimizer = least_share(view, Phase::kOptimizer);
   const double communication = least_share(view, Phase::kCommunication);
@@ -237,7 +233,7 @@ std::optional<Finding> micro_batch_too_small(const View& view) {
 }
 
 std::optional<Finding> accumulation_synchronises(const View& view) {
-  if (!view.enough || view.run.facts.world_size < 2) return std::nullopt;
+  if (view.run.facts.world_size < 2) return std::nullopt;
   const RankView& rank = view.ranks.front();
   const auto updates = static_cast<double>(count(rank, Counter::kUpdates));
   const auto synchronised = static_cast<double>(count(rank, Counter::kSynchronisedPasses));

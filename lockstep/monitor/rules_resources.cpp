@@ -233,11 +233,6 @@ std::optional<Finding> unbalanced_on(const View& view, const HostGpus& host) {
 
 // ------------------------------------------------------------------ processes
 
-double rate(const RankView& rank, double ProcessRates::*which) {
-  return median_of(
-      rank, [&](const Interval& window) { return window.process ? (*window.process).*which : 0; });
-}
-
 double faults_per_step(const RankView& rank) {
   return median_of(rank, [](const Interval& window) {
     return window.process ? window.process->minor_faults_per_s * window.seconds /
@@ -298,7 +293,7 @@ std::optional<Finding> unbalanced_gpus(const View& view) {
 
 std::optional<Finding> float32(const View& view) {
   const RunFacts& facts = view.run.facts;
-  if (!view.enough || !on_cuda(view) || facts.parameters < kLargeModel || view.gpus.empty() ||
+  if (!on_cuda(view) || facts.parameters < kLargeModel || view.gpus.empty() ||
       view.gpus.front().gpus.empty())
     return std::nullopt;
   if (flag_argument(view, "tf32").value_or(false)) return std::nullopt;
@@ -321,7 +316,7 @@ std::optional<Finding> float32(const View& view) {
 
 std::optional<Finding> unfused_optimizer(const View& view) {
   const std::string& optimizer = view.run.facts.optimizer;
-  if (!view.enough || optimizer.empty() || optimizer.find("fused") != std::string::npos ||
+  if (optimizer.empty() || optimizer.find("fused") != std::string::npos ||
       optimizer.find("custom") != std::string::npos)
     return std::nullopt;
   const double taken = usual_share(view, Phase::kOptimizer);
@@ -337,7 +332,6 @@ std::optional<Finding> unfused_optimizer(const View& view) {
 }
 
 std::optional<Finding> page_faults(const View& view) {
-  if (!view.enough) return std::nullopt;
   const RankView* worst = nullptr;
   for (const RankView& rank : view.ranks)
     if (!grows(rank) && (worst == nullptr || faults_per_step(rank) > faults_per_step(*worst)))
@@ -370,8 +364,7 @@ std::optional<Finding> too_many_threads(const View& view) {
   const RunFacts& facts = view.run.facts;
   const int threads = std::max(facts.threads_per_rank, 1) * std::max(facts.ranks_on_host, 1);
   // On several hosts the cores are those of one rank, which may be bound to some of them.
-  if (!view.enough || facts.hosts != 1 || facts.cores <= 0 || threads <= facts.cores)
-    return std::nullopt;
+  if (facts.hosts != 1 || facts.cores <= 0 || threads <= facts.cores) return std::nullopt;
   // Threads that are not used do no harm.
   double in_use = 0, wanted = 0, switches = 0;
   const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));
@@ -421,9 +414,7 @@ std::optional<Finding> cpu_starved(const View& view) {
   double in_use = 0;
   for (const RankView& rank : view.ranks) in_use += rate(rank, &ProcessRates::cores);
   const Interval& first = view.ranks.front().sum;
-  const double throttled = lower_median(of_ranks(view, [](const RankView& rank) {
-    return median_of(rank, [](const Interval& w) { return w.throttled_share.value_or(0); });
-  }));
+  const double throttled = lower_median(of_ranks(view, throttled_share));
   // On several hosts the cores are those of one rank, which may be bound to some of them.
   finding.evidence = facts.hosts == 1 && facts.cores > 0
                          ? fmt::format("the ranks had {:.1f} of {} cores.", in_use, facts.cores)

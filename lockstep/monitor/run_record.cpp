@@ -119,6 +119,14 @@ void visit_reading(Reading& reading, Visit& visit) {
   visit("ecc_uncorrected", reading.ecc_uncorrected);
 }
 
+// Seconds are those of a phase, counts those of a counter.
+const char* element_name(double, std::size_t i) {
+  return phase_key(static_cast<ledger::Phase>(i));
+}
+const char* element_name(std::uint64_t, std::size_t i) {
+  return ledger::name(static_cast<ledger::Counter>(i));
+}
+
 // ------------------------------------------------------------------ writing
 
 class Writer {
@@ -149,17 +157,12 @@ class Writer {
   void operator()(const char* name, const Node& node) {
     if (!node.is(NodeKind::kNull)) put(name, node);
   }
-  void operator()(const char* name, const PhaseSeconds& seconds) {
-    Writer phases;
-    for (std::size_t i = 0; i < seconds.size(); ++i)
-      if (seconds[i] > 0) phases(phase_key(static_cast<ledger::Phase>(i)), seconds[i]);
-    if (!phases.members_.empty()) put(name, phases.take());
-  }
-  void operator()(const char* name, const Counts& counts) {
-    Writer counters;
-    for (std::size_t i = 0; i < counts.size(); ++i)
-      if (counts[i] > 0) counters(ledger::name(static_cast<ledger::Counter>(i)), counts[i]);
-    if (!counters.members_.empty()) put(name, counters.take());
+  template <typename T, std::size_t N>
+  void operator()(const char* name, const std::array<T, N>& values) {
+    Writer elements;
+    for (std::size_t i = 0; i < N; ++i)
+      if (values[i] > 0) elements(element_name(values[i], i), values[i]);
+    if (!elements.members_.empty()) put(name, elements.take());
   }
   void operator()(const char* name, const ProcessRates& rates) {
     Writer fields;
@@ -216,19 +219,12 @@ class Reader {
   void operator()(const char* name, Node& value) {
     if (const Node* node = find(name)) value = as_map(*node, name);
   }
-  void operator()(const char* name, PhaseSeconds& seconds) {
+  template <typename T, std::size_t N>
+  void operator()(const char* name, std::array<T, N>& values) {
     const Node* node = find(name);
     if (node == nullptr) return;
-    Reader phases(as_map(*node, name));
-    for (std::size_t i = 0; i < seconds.size(); ++i)
-      phases(phase_key(static_cast<ledger::Phase>(i)), seconds[i]);
-  }
-  void operator()(const char* name, Counts& counts) {
-    const Node* node = find(name);
-    if (node == nullptr) return;
-    Reader counters(as_map(*node, name));
-    for (std::size_t i = 0; i < counts.size(); ++i)
-      counters(ledger::name(static_cast<ledger::Counter>(i)), counts[i]);
+    Reader elements(as_map(*node, name));
+    for (std::size_t i = 0; i < N; ++i) elements(element_name(values[i], i), values[i]);
   }
   void operator()(const char* name, ProcessRates& rates) {
     const Node* node = find(name);

@@ -458,7 +458,8 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     const double scaling = ctx->saved_data["scaling"].toDouble();
     const Dropout dropout{mask, 1 / (1 - ctx->saved_data["dropout"].toDouble())};
     at::Tensor dx, dweight, dbias, da, db;
-    const at::Tensor dnarrow = at::mm(dy, high).mul_(scaling);
+    at::Tensor dnarrow = at::empty({dy.size(0), high.size(1)}, dy.options());
+    at::addmm_out(dnarrow, dnarrow, dy, high, /*beta=*/0, scaling);
     if (ctx->needs_input_grad(0)) {
       dx = dropped_product(dnarrow, low, dropout);
       LoraBase::from(saved, 5).add_backward(dx, dy);

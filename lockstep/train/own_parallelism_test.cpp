@@ -218,7 +218,7 @@ TEST_P(OwnMesh, CountsTheGlobalBatchOverTheBatchAxis) {
     a.global_batch_size = 32;
     run_trainer(mesh, a, own());
     mesh.world().barrier();
-    const DataPosition& saved = Checkpoint(folder / "checkpoint-4").position();
+    const DataPosition saved = Checkpoint(folder / "checkpoint-4").position();
     EXPECT_EQ(saved.world_size, mesh.batch().size());
     EXPECT_EQ(saved.world_size * saved.batch_size * saved.accumulation, 32);
     mesh.world().barrier();

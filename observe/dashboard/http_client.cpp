@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <cctype>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -30,12 +29,6 @@ constexpr std::size_t kMaxBody = 64u << 20;  // of one answer, or of one event
   throw CommError("monitor", fmt::format("{} {}. Is that address a dashboard's, and does its run "
                                          "still last?",
                                          where, what));
-}
-
-std::string lower_case(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
 }
 
 void wait_for(int fd, short events, const Deadline& deadline, const std::string& where) {
@@ -85,7 +78,8 @@ HttpStream::HttpStream(const DashboardUrl& url, const std::string& path, const D
     : where_(fmt::format("http://{}:{}", url.host, url.port)) {
   connect(url, deadline);
   const bool v6 = url.host.find(':') != std::string::npos;
-  std::string request = fmt::format("GET {} HTTP/1.1\r\nHost: {}:{}\r\nConnection: close\r\n", path,
+  // By HTTP/1.1 the server would cut its answer into chunks.
+  std::string request = fmt::format("GET {} HTTP/1.0\r\nHost: {}:{}\r\n", path,
                                     v6 ? "[" + url.host + "]" : url.host, url.port);
   if (!url.token.empty()) request += fmt::format("Authorization: Bearer {}\r\n", url.token);
   send(request + "\r\n", deadline);
@@ -137,7 +131,7 @@ bool HttpStream::fill(const Deadline& deadline) {
   while (true) {
     const ssize_t got = ::recv(socket_.get(), buffer, sizeof(buffer), 0);
     if (got > 0) {
-      raw_.append(buffer, static_cast<std::size_t>(got));
+      received_.append(buffer, static_cast<std::size_t>(got));
       return true;
     }
     if (got == 0) return false;
@@ -148,28 +142,27 @@ bool HttpStream::fill(const Deadline& deadline) {
   }
 }
 
-std::string HttpStream::raw_line(const Deadline& deadline) {
+std::optional<std::string> HttpStream::line(std::size_t most, const Deadline& deadline) {
   std::size_t end;
-  while ((end = raw_.find("\r\n")) == std::string::npos) {
-    if (raw_.size() > kMaxHeaders) broken(where_, "sent a line that is too long");
-    if (!fill(deadline)) broken(where_, "closed the connection in the middle of an answer");
+  while ((end = received_.find('\n')) == std::string::npos) {
+    if (received_.size() > most) broken(where_, "sent more than a dashboard does");
+    if (!fill(deadline)) return std::nullopt;
   }
-  const std::string line = raw_.substr(0, end);
-  raw_.erase(0, end + 2);
+  std::string line = received_.substr(0, end);
+  received_.erase(0, end + 1);
+  if (line.ends_with('\r')) line.pop_back();
   return line;
 }
 
 void HttpStream::read_headers(const Deadline& deadline) {
-  const std::string status = raw_line(deadline);
+  const std::string status = line(kMaxHeaders, deadline).value_or("");
   if (!status.starts_with("HTTP/1.") || status.size() < 12) broken(where_, "does not speak HTTP");
-  std::size_t bytes = 0;
-  while (true) {
-    const std::string line = raw_line(deadline);
-    if (line.empty()) break;
-    bytes += line.size();
+  for (std::size_t bytes = 0;;) {
+    const auto header = line(kMaxHeaders, deadline);
+    if (!header) broken(where_, "closed the connection in the middle of an answer");
+    if (header->empty()) break;
+    bytes += header->size();
     if (bytes > kMaxHeaders) broken(where_, "sent too many headers");
-    if (lower_case(line).starts_with("transfer-encoding:"))
-      chunked_ = lower_case(line).find("chunked") != std::string::npos;
   }
   const std::string code = status.substr(9, 3);
   if (code == "200") return;
@@ -181,46 +174,14 @@ void HttpStream::read_headers(const Deadline& deadline) {
   broken(where_, fmt::format("answered with status {}", status.substr(9)));
 }
 
-bool HttpStream::decode(const Deadline& deadline) {
-  if (over_) return false;
-  if (!chunked_) {
-    if (raw_.empty() && !fill(deadline)) over_ = true;
-    body_ += std::exchange(raw_, {});
-    return !over_;
-  }
-  const std::string line = raw_line(deadline);
-  std::size_t size = 0;
-  const auto [stop, error] = std::from_chars(line.data(), line.data() + line.size(), size, 16);
-  if (error != std::errc() || stop == line.data() || size > kMaxBody)
-    broken(where_, "sent a chunk without a size");
-  while (raw_.size() < size + 2)
-    if (!fill(deadline)) broken(where_, "closed the connection in the middle of an answer");
-  body_.append(raw_, 0, size);
-  raw_.erase(0, size + 2);
-  over_ = size == 0;
-  return !over_;
-}
-
-std::optional<std::string> HttpStream::body_line(const Deadline& deadline) {
-  std::size_t end;
-  while ((end = body_.find('\n')) == std::string::npos) {
-    if (body_.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
-    if (!decode(deadline)) return std::nullopt;
-  }
-  std::string line = body_.substr(0, end);
-  body_.erase(0, end + 1);
-  if (line.ends_with('\r')) line.pop_back();
-  return line;
-}
-
 std::optional<std::string> HttpStream::next_event(const Deadline& deadline) {
   std::string type;
   std::string data;
-  while (const auto line = body_line(deadline)) {
-    if (line->starts_with("event: ")) type = line->substr(7);
-    if (line->starts_with("data: ")) data += line->substr(6);
+  while (const auto next = line(kMaxBody, deadline)) {
+    if (next->starts_with("event: ")) type = next->substr(7);
+    if (next->starts_with("data: ")) data += next->substr(6);
     if (data.size() > kMaxBody) broken(where_, "sent more than a dashboard does");
-    if (!line->empty()) continue;
+    if (!next->empty()) continue;
     if (type == "end") {
       ended_ = true;
       return std::nullopt;

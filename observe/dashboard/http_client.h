@@ -1,4 +1,4 @@
-// Reads from a dashboard: one answer, or its stream of events. HTTP/1.1 over a socket, no TLS.
+// Reads from a dashboard: one answer, or its stream of events. HTTP/1.0 over a socket, no TLS.
 //
 //   const DashboardUrl url = parse_dashboard_url("http://127.0.0.1:8080/?token=...");
 //   HttpStream events(url, "/events", Deadline::after(std::chrono::seconds(10)));
@@ -38,17 +38,13 @@ class HttpStream {
   void connect(const DashboardUrl& url, const Deadline& deadline);
   void send(std::string_view text, const Deadline& deadline);
   bool fill(const Deadline& deadline);  // false at the end of the connection
-  std::string raw_line(const Deadline& deadline);
+  // Without its end; nothing at the end of the connection.
+  std::optional<std::string> line(std::size_t most, const Deadline& deadline);
   void read_headers(const Deadline& deadline);
-  bool decode(const Deadline& deadline);  // more of the body; false at its end
-  std::optional<std::string> body_line(const Deadline& deadline);
 
   std::string where_;
   Fd socket_;
-  std::string raw_;   // received, not decoded
-  std::string body_;  // decoded, not taken
-  bool chunked_ = false;
-  bool over_ = false;
+  std::string received_;  // and not taken
   bool ended_ = false;
 };
 

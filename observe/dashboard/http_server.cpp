@@ -1,9 +1,9 @@
 #include "observe/dashboard/http_server.h"
 
-#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <microhttpd.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -117,27 +117,17 @@ struct Reply {
   std::vector<std::pair<const char*, std::string>> headers{};
 };
 
-struct AddressBytes {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-};
+using Address = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-AddressBytes bytes_of(const ListenAddress& where) {
-  AddressBytes bytes;
-  if (where.address.find(':') != std::string::npos) {
-    auto* v6 = reinterpret_cast<sockaddr_in6*>(&bytes.storage);
-    v6->sin6_family = AF_INET6;
-    v6->sin6_port = htons(static_cast<std::uint16_t>(where.port));
-    ::inet_pton(AF_INET6, where.address.c_str(), &v6->sin6_addr);
-    bytes.size = sizeof(sockaddr_in6);
-  } else {
-    auto* v4 = reinterpret_cast<sockaddr_in*>(&bytes.storage);
-    v4->sin_family = AF_INET;
-    v4->sin_port = htons(static_cast<std::uint16_t>(where.port));
-    ::inet_pton(AF_INET, where.address.c_str(), &v4->sin_addr);
-    bytes.size = sizeof(sockaddr_in);
-  }
-  return bytes;
+Address address_of(const ListenAddress& where) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(where.port);
+  const int failed = ::getaddrinfo(where.address.c_str(), port.c_str(), &hints, &found);
+  LOCKSTEP_ASSERT(failed == 0);  // parse_listen_address() takes numbers alone
+  return {found, &::freeaddrinfo};
 }
 
 int port_of(int socket) {
@@ -502,14 +492,13 @@ void HttpServer::Impl::stop() {
 HttpEndpoint http_listen(const std::string& where, const std::string& flag) {
   HttpEndpoint endpoint{.socket = {}, .where = parse_listen_address(where, flag)};
   mhd();  // a library that is missing is known now
-  const AddressBytes bytes = bytes_of(endpoint.where);
+  const Address address = address_of(endpoint.where);
   endpoint.socket.reset(
-      ::socket(bytes.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      ::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!endpoint.socket) throw SystemError("dashboard", "cannot make a socket", errno);
   const int on = 1;
   ::setsockopt(endpoint.socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (::bind(endpoint.socket.get(), reinterpret_cast<const sockaddr*>(&bytes.storage),
-             bytes.size) != 0 ||
+  if (::bind(endpoint.socket.get(), address->ai_addr, address->ai_addrlen) != 0 ||
       ::listen(endpoint.socket.get(), 128) != 0) {
     const int error = errno;
     throw UsageError("dashboard", "{}: cannot listen on {} ({}). {}", flag,

@@ -17,17 +17,12 @@ namespace lockstep::dashboard {
 namespace {
 
 constexpr std::size_t kRanksShown = 64;
-constexpr int kLogLines = 8;
-
-const Node* member(const Node& node, std::string_view key) {
-  const Entry* entry = node.is(NodeKind::kMap) ? node.find(key) : nullptr;
-  return entry == nullptr ? nullptr : &entry->value;
-}
+constexpr int kOutputLines = 8;
 
 const Node& child(const Node& node, std::string_view key) {
   static const Node none;
-  const Node* found = member(node, key);
-  return found == nullptr ? none : *found;
+  const Entry* entry = node.is(NodeKind::kMap) ? node.find(key) : nullptr;
+  return entry == nullptr ? none : entry->value;
 }
 
 std::optional<double> number(const Node& node) {
@@ -103,17 +98,6 @@ std::vector<std::string> wrapped(const std::string& text, std::string_view gap,
   return lines;
 }
 
-class Painter {
- public:
-  explicit Painter(bool on) : on_(on) {}
-  std::string operator()(const char* code, const std::string& text) const {
-    return on_ ? fmt::format("\033[{}m{}\033[0m", code, text) : text;
-  }
-
- private:
-  bool on_;
-};
-
 // Null while ranks move.
 std::optional<double> stall_seconds(const Node& snapshot) {
   return number(child(snapshot, "stall"), "seconds");
@@ -185,7 +169,7 @@ std::string shares_of(const Node& rank) {
 class View {
  public:
   View(const Node& snapshot, const TerminalOptions& options)
-      : snapshot_(snapshot), options_(options), paint_(options.colour) {}
+      : snapshot_(snapshot), options_(options) {}
 
   std::string text() {
     head();
@@ -204,7 +188,8 @@ class View {
   // `code` colours the whole line, which is cut before.
   void line(const std::string& text, const char* code = nullptr) {
     const std::string shown = cut(text, static_cast<std::size_t>(options_.columns));
-    lines_.push_back(code == nullptr ? shown : paint_(code, shown));
+    const bool painted = code != nullptr && options_.colour;
+    lines_.push_back(painted ? fmt::format("\033[{}m{}\033[0m", code, shown) : shown);
   }
 
   // Sentences, which nobody understands when they are cut.
@@ -306,14 +291,13 @@ class View {
     const auto& lines = log.find(chosen)->value.items;
     if (lines.empty()) return;
     line(fmt::format("output of rank {}", printable(chosen)), "2");
-    const std::size_t shown = std::min<std::size_t>(lines.size(), kLogLines);
+    const std::size_t shown = std::min<std::size_t>(lines.size(), kOutputLines);
     for (std::size_t i = lines.size() - shown; i < lines.size(); ++i)
       line("  " + printable(lines[i].text));
   }
 
   const Node& snapshot_;
   const TerminalOptions& options_;
-  const Painter paint_;
   std::vector<std::string> lines_;
 };
 

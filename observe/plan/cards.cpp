@@ -123,10 +123,6 @@ Card card_of(const FoundGpu& gpu) {
 
 }  // namespace
 
-std::span<const Card> known_cards() {
-  return kCards;
-}
-
 Devices parse_devices(std::string_view text) {
   Devices devices;
   std::string_view name = text;

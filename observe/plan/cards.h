@@ -37,8 +37,6 @@ struct Devices {
   Card card{};
 };
 
-std::span<const Card> known_cards();
-
 // "H100-80GB", "4xH100", "2xRTX4090", "8xA100-40GB", "cpu", "4xcpu"; capitals do not matter.
 // UsageError for a card that is not in the table, and for one that comes with several sizes of
 // memory when none is given. A cpu's memory is filled by the caller, who knows the host.

@@ -294,7 +294,6 @@ TEST(Cards, AreParsed) {
   EXPECT_EQ(parse_devices("2xRTX 4090").card.memory_bytes, 24'564ull << 20);
   EXPECT_EQ(parse_devices("8xa100-40gb").card.name, "A100-40GB");
   EXPECT_TRUE(parse_devices("4xcpu").card.cpu);
-  EXPECT_GE(known_cards().size(), 8u);
 }
 
 TEST(Cards, ThatAreNotKnownAreRefused) {

@@ -77,10 +77,6 @@ std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
   return all;
 }
 
-}  // namespace
-
-namespace {
-
 bool is_fsdp(Strategy strategy) {
   return !fsdp_word(strategy).empty();
 }
@@ -119,53 +115,6 @@ bool is_written(const Training& t, Strategy strategy) {
   return strategy != Strategy::kShardedOptimizer || t.sharded_optimizer || t.may_shard;
 }
 
-}  // namespace
-
-Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
-  Choice choice{.gpus = parts.gpus,
-                .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
-                .stages = parts.gpus / parts.replicas()};
-  const int replicas = choice.replicas();
-  const Batches batches = batches_of(t, replicas, batch);
-  choice.batch = batches.batch;
-  choice.accumulation = batches.accumulation;
-  choice.global_batch = batches.global;
-  choice.same_global_batch = batches.same;
-  choice.memory = memory_of(t.model, {.batch = batches.batch,
-                                      .accumulation = batches.accumulation,
-                                      .half = t.half,
-                                      .checkpointing = t.checkpointing,
-                                      .fused = is_fused(t, card, choice),
-                                      .ranks = replicas,
-                                      .sharding = sharding_of(choice.strategy),
-                                      .shard_ranks = shard_ranks_of(t, parts),
-                                      .state_bytes = t.state_bytes,
-                                      .stages = choice.stages,
-                                      .in_flight = in_flight_of(choice),
-                                      .cpu = card.cpu,
-                                      .built_whole = t.built_whole});
-  choice.fits = fits(choice.memory, card);
-  choice.smaller_batch = batch < micro_batches(t, replicas).front();
-  choice.as_written =
-      choice.fits && is_written(t, choice.strategy) && (!choice.smaller_batch || !t.adapts.empty());
-  return choice;
-}
-
-bool can_train(const Training& t, const Card& card, const Parts& parts) {
-  const auto [gpus, strategy, degree] = parts;
-  const std::int64_t blocks = t.model.blocks();
-  if (gpus == 1) return strategy == Strategy::kSingle;
-  if (strategy == Strategy::kPipeline)
-    return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
-  if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
-  // Units are a model's blocks: without them it would be whole in every step.
-  if (is_fsdp(strategy) && blocks == 0) return false;
-  if (strategy == Strategy::kHybridShard) return gpus > t.node_gpus && gpus % t.node_gpus == 0;
-  return strategy != Strategy::kSingle;
-}
-
-namespace {
-
 // The largest micro-batch that fits, or the smallest one.
 Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   Choice choice;
@@ -182,60 +131,6 @@ Strategy written_strategy(const Training& t, const Card& card, int gpus) {
   if (t.device_map && can_train(t, card, {gpus, Strategy::kSplit})) return Strategy::kSplit;
   return t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
 }
-
-}  // namespace
-
-std::string_view fsdp_word(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::kFullShard:
-      return "full_shard";
-    case Strategy::kShardGradOp:
-      return "shard_grad_op";
-    case Strategy::kHybridShard:
-      return "hybrid_shard";
-    default:
-      return "";
-  }
-}
-
-std::string strategy_text(Strategy strategy, int gpus, int stages) {
-  switch (strategy) {
-    case Strategy::kSingle:
-      return "single GPU";
-    case Strategy::kDdp:
-      return "DDP";
-    case Strategy::kShardedOptimizer:
-      return "DDP, sharded optimizer";
-    case Strategy::kSplit:
-      return fmt::format("one rank, device_map over {}", gpus);
-    case Strategy::kPipeline:
-      return fmt::format("pipeline of {} stages", stages);
-    default:
-      return fmt::format("fsdp: {}", fsdp_word(strategy));
-  }
-}
-
-Choice choose(const Training& training, const Card& card, int gpus) {
-  if (gpus < 1) throw UsageError("plan", "{} GPUs do not exist. Give 1 or more.", gpus);
-  if (training.global_batch && *training.global_batch < gpus)
-    throw UsageError("plan",
-                     "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
-                     "or use fewer GPUs.",
-                     *training.global_batch, gpus);
-  const Strategy written = written_strategy(training, card, gpus);
-  const Choice plain = best_of(training, card, {gpus, written});
-  if (plain.fits || written == Strategy::kSplit) return plain;
-  for (const Strategy next :
-       {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
-    // A fully sharded model's optimizer is sharded already.
-    if (next < written || next == written || !can_train(training, card, {gpus, next})) continue;
-    const Choice other = best_of(training, card, {gpus, next});
-    if (other.fits) return other;
-  }
-  return plain;
-}
-
-namespace {
 
 // Changes in their order, each alone and on top of those before it.
 class Changes {
@@ -309,52 +204,6 @@ void add_smaller_batch(const Training& training, int gpus, Changes& all) {
           });
 }
 
-}  // namespace
-
-std::vector<Change> changes(const Training& training, const Card& card, int gpus) {
-  using State = Changes::State;
-  Changes all(training, card, gpus);
-  if (training.model.blocks() > 0 && !training.checkpointing)
-    all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
-            [](State& state) { state.training.checkpointing = true; });
-  const Strategy written = all.together().strategy;
-  const bool mapped = written == Strategy::kSplit;
-  add_smaller_batch(training, mapped ? 1 : gpus, all);
-  if (written == Strategy::kDdp)
-    all.add("shard_optimizer: true", "the update waits for its collectives",
-            [](State& state) { state.strategy = Strategy::kShardedOptimizer; });
-  if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
-    all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
-            [](State& state) { state.strategy = Strategy::kFullShard; });
-  const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
-  if (!training.half)
-    all.add(half,
-            card.bfloat16 ? "products with 8 bits of mantissa"
-                          : "products with 11 bits of mantissa, and the loss is scaled",
-            [](State& state) { state.training.half = true; });
-  if (training.model.causal_lm() != nullptr && !training.model.lora)
-    all.add(fmt::format("{}lora: {{r: 16, target_modules: all-linear}}",
-                        all.together().training.half ? "" : std::string(half) + " and "),
-            "trains adapters instead of the model's weights", [](State& state) {
-              state.training.half = true;
-              models::LoraConfig lora{.r = 16, .lora_alpha = 32};
-              lora.target_modules = models::ModuleNames(models::kAllLinear);
-              state.training.model.lora = std::move(lora);
-            });
-  if (!mapped && can_train(training, card, {gpus, Strategy::kSplit}))
-    all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
-            "the GPUs work one after another",
-            [](State& state) { state.strategy = Strategy::kSplit; });
-  return all.take();
-}
-
-double peak_flops(const Training& t, const Card& card) {
-  if (t.half && (card.bfloat16 || !t.bf16)) return card.flops;
-  return t.tf32 && !t.half && card.bfloat16 ? card.flops / 2 : card.float_flops;
-}
-
-namespace {
-
 // Operations of a micro-batch, including what is computed again.
 double operations_of(const Training& t, std::int64_t batch) {
   const double again = t.checkpointing ? forward_flops_per_token(t.model) : 0;
@@ -410,16 +259,6 @@ double device_s(const Training& t, const Card& card, std::int64_t batch, bool fu
          (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth;
 }
 
-}  // namespace
-
-double utilisation_of(const Training& t, const Card& card) {
-  const double peak = peak_flops(t, card);
-  if (peak <= 0) return 0;
-  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, {}));
-}
-
-namespace {
-
 // The host launches a micro-batch's kernels in no less than this, however small the batch is.
 double launch_s(const Training& t, const Choice& choice, const Card& card) {
   double blocks = std::max<double>(1, static_cast<double>(t.model.blocks()));
@@ -435,6 +274,147 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
 }
 
 }  // namespace
+
+Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
+  Choice choice{.gpus = parts.gpus,
+                .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
+                .stages = parts.gpus / parts.replicas()};
+  const int replicas = choice.replicas();
+  const Batches batches = batches_of(t, replicas, batch);
+  choice.batch = batches.batch;
+  choice.accumulation = batches.accumulation;
+  choice.global_batch = batches.global;
+  choice.same_global_batch = batches.same;
+  choice.memory = memory_of(t.model, {.batch = batches.batch,
+                                      .accumulation = batches.accumulation,
+                                      .half = t.half,
+                                      .checkpointing = t.checkpointing,
+                                      .fused = is_fused(t, card, choice),
+                                      .ranks = replicas,
+                                      .sharding = sharding_of(choice.strategy),
+                                      .shard_ranks = shard_ranks_of(t, parts),
+                                      .state_bytes = t.state_bytes,
+                                      .stages = choice.stages,
+                                      .in_flight = in_flight_of(choice),
+                                      .cpu = card.cpu,
+                                      .built_whole = t.built_whole});
+  choice.fits = fits(choice.memory, card);
+  choice.smaller_batch = batch < micro_batches(t, replicas).front();
+  choice.as_written =
+      choice.fits && is_written(t, choice.strategy) && (!choice.smaller_batch || !t.adapts.empty());
+  return choice;
+}
+
+bool can_train(const Training& t, const Card& card, const Parts& parts) {
+  const auto [gpus, strategy, degree] = parts;
+  const std::int64_t blocks = t.model.blocks();
+  if (gpus == 1) return strategy == Strategy::kSingle;
+  if (strategy == Strategy::kPipeline)
+    return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
+  if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
+  // Units are a model's blocks: without them it would be whole in every step.
+  if (is_fsdp(strategy) && blocks == 0) return false;
+  if (strategy == Strategy::kHybridShard) return gpus > t.node_gpus && gpus % t.node_gpus == 0;
+  return strategy != Strategy::kSingle;
+}
+
+std::string_view fsdp_word(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::kFullShard:
+      return "full_shard";
+    case Strategy::kShardGradOp:
+      return "shard_grad_op";
+    case Strategy::kHybridShard:
+      return "hybrid_shard";
+    default:
+      return "";
+  }
+}
+
+std::string strategy_text(Strategy strategy, int gpus, int stages) {
+  switch (strategy) {
+    case Strategy::kSingle:
+      return "single GPU";
+    case Strategy::kDdp:
+      return "DDP";
+    case Strategy::kShardedOptimizer:
+      return "DDP, sharded optimizer";
+    case Strategy::kSplit:
+      return fmt::format("one rank, device_map over {}", gpus);
+    case Strategy::kPipeline:
+      return fmt::format("pipeline of {} stages", stages);
+    default:
+      return fmt::format("fsdp: {}", fsdp_word(strategy));
+  }
+}
+
+Choice choose(const Training& training, const Card& card, int gpus) {
+  if (gpus < 1) throw UsageError("plan", "{} GPUs do not exist. Give 1 or more.", gpus);
+  if (training.global_batch && *training.global_batch < gpus)
+    throw UsageError("plan",
+                     "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
+                     "or use fewer GPUs.",
+                     *training.global_batch, gpus);
+  const Strategy written = written_strategy(training, card, gpus);
+  const Choice plain = best_of(training, card, {gpus, written});
+  if (plain.fits || written == Strategy::kSplit) return plain;
+  for (const Strategy next :
+       {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
+    // A fully sharded model's optimizer is sharded already.
+    if (next < written || next == written || !can_train(training, card, {gpus, next})) continue;
+    const Choice other = best_of(training, card, {gpus, next});
+    if (other.fits) return other;
+  }
+  return plain;
+}
+
+std::vector<Change> changes(const Training& training, const Card& card, int gpus) {
+  using State = Changes::State;
+  Changes all(training, card, gpus);
+  if (training.model.blocks() > 0 && !training.checkpointing)
+    all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
+            [](State& state) { state.training.checkpointing = true; });
+  const Strategy written = all.together().strategy;
+  const bool mapped = written == Strategy::kSplit;
+  add_smaller_batch(training, mapped ? 1 : gpus, all);
+  if (written == Strategy::kDdp)
+    all.add("shard_optimizer: true", "the update waits for its collectives",
+            [](State& state) { state.strategy = Strategy::kShardedOptimizer; });
+  if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
+    all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
+            [](State& state) { state.strategy = Strategy::kFullShard; });
+  const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
+  if (!training.half)
+    all.add(half,
+            card.bfloat16 ? "products with 8 bits of mantissa"
+                          : "products with 11 bits of mantissa, and the loss is scaled",
+            [](State& state) { state.training.half = true; });
+  if (training.model.causal_lm() != nullptr && !training.model.lora)
+    all.add(fmt::format("{}lora: {{r: 16, target_modules: all-linear}}",
+                        all.together().training.half ? "" : std::string(half) + " and "),
+            "trains adapters instead of the model's weights", [](State& state) {
+              state.training.half = true;
+              models::LoraConfig lora{.r = 16, .lora_alpha = 32};
+              lora.target_modules = models::ModuleNames(models::kAllLinear);
+              state.training.model.lora = std::move(lora);
+            });
+  if (!mapped && can_train(training, card, {gpus, Strategy::kSplit}))
+    all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
+            "the GPUs work one after another",
+            [](State& state) { state.strategy = Strategy::kSplit; });
+  return all.take();
+}
+
+double peak_flops(const Training& t, const Card& card) {
+  if (t.half && (card.bfloat16 || !t.bf16)) return card.flops;
+  return t.tf32 && !t.half && card.bfloat16 ? card.flops / 2 : card.float_flops;
+}
+
+double utilisation_of(const Training& t, const Card& card) {
+  const double peak = peak_flops(t, card);
+  if (peak <= 0) return 0;
+  return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, {}));
+}
 
 std::optional<Work> work_of(const Training& t, const Choice& choice, const Card& card,
                             const Speed& speed) {

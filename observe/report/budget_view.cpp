@@ -192,9 +192,9 @@ std::optional<double> mean_gpu_percent(const RunRecord& run) {
 std::optional<double> mean_cores(const RunRecord& run) {
   double sum = 0;
   for (const RankRecord& rank : run.ranks) {
-    const auto cores = monitor::budget_row(rank).cores;
-    if (!cores) return std::nullopt;
-    sum += *cores;
+    const auto process = monitor::budget_row(rank).process();
+    if (!process) return std::nullopt;
+    sum += process->cores;
   }
   if (run.ranks.empty()) return std::nullopt;
   return sum / static_cast<double>(run.ranks.size());

@@ -157,6 +157,12 @@ Drawing finished(const std::string& title, const Plot& plot, std::string body,
   return {title, kWidth, legend_top - 8 + legend, std::move(body)};
 }
 
+Drawing without_values(const std::string& title, const Plot& plot, const std::string& body) {
+  const std::string text = text_at((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2 + 4,
+                                   "middle", "there are no values");
+  return finished(title, plot, body + frame(plot) + text, {});
+}
+
 // ---------------------------------------------------------------- lines
 
 struct Point {
@@ -294,8 +300,6 @@ std::vector<Tick> x_ticks_of(const LineChart& chart, const Axis& x, const Ranges
   return found;
 }
 
-constexpr const char* kNothing = "there are no values";
-
 }  // namespace
 
 Drawing draw(const LineChart& chart) {
@@ -314,11 +318,7 @@ Drawing draw(const LineChart& chart) {
   x.to = plot.right - label_width(chart.lines);
   std::string body = title_of(chart.title) + axis_titles(plot, chart.x_label, chart.y_label);
   std::vector<Entry> entries;
-  if (ranges.xs.empty()) {
-    body += frame(plot) +
-            text_at((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2, "middle", kNothing);
-    return finished(chart.title, plot, std::move(body), entries);
-  }
+  if (ranges.xs.empty()) return without_values(chart.title, plot, body);
   body += y_ticks(plot, y, rows) + x_ticks(plot, x, x_ticks_of(chart, x, ranges)) + frame(plot) +
           draw_marks(chart.marks, plot, x);
   std::string labels;
@@ -381,11 +381,7 @@ Drawing draw(const BarChart& chart) {
   x.from = plot.left;
   x.to = plot.right;
   std::string body = title_of(chart.title) + axis_titles(plot, chart.x_label, "");
-  if (chart.bars.empty() || largest <= 0) {
-    body += frame(plot) + text_at((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2 + 4,
-                                  "middle", kNothing);
-    return finished(chart.title, plot, std::move(body), {});
-  }
+  if (chart.bars.empty() || largest <= 0) return without_values(chart.title, plot, body);
   const auto columns = ticks(x, 6, false);
   for (const Tick& tick : columns)
     body += grid_line(x.place(tick.value), plot.top, x.place(tick.value), plot.bottom);
@@ -410,11 +406,7 @@ Drawing draw(const ColumnChart& chart) {
   x.from = plot.left;
   x.to = plot.right;
   std::string body = title_of(chart.title) + axis_titles(plot, chart.x_label, "");
-  if (ends.empty()) {
-    body += frame(plot) +
-            text_at((plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2, "middle", kNothing);
-    return finished(chart.title, plot, std::move(body), {});
-  }
+  if (ends.empty()) return without_values(chart.title, plot, body);
   std::vector<std::string> paths(chart.parts.size());
   for (const Column& column : chart.columns) {
     double sum = 0, before = 0;

@@ -90,8 +90,9 @@ std::vector<Mark> marks_of(const RunView& run) {
   return marks;
 }
 
-LineChart over_steps(const std::string& title, const std::string& y_label) {
-  return {.title = title, .x_label = "step", .y_label = y_label, .whole_x = true};
+LineChart over_steps(const std::string& title, const std::string& y_label, bool zero = false) {
+  return {
+      .title = title, .x_label = "step", .y_label = y_label, .y_from_zero = zero, .whole_x = true};
 }
 
 void add_series(LineChart& chart, const std::string& name, const RunView& run,
@@ -106,42 +107,36 @@ const char* throughput_metric(const RunView& run) {
                                                             : "tokens_per_second";
 }
 
+LineChart throughput_over_steps(const std::string& metric) {
+  return over_steps("Throughput of all ranks",
+                    metric == "tokens_per_second" ? "tokens/s" : "samples/s", true);
+}
+
 std::string training_html(const RunView& run) {
   if (run.metrics.empty()) return paragraph("Nothing was logged.");
   const auto marks = marks_of(run);
   std::vector<Drawing> drawings;
-  const auto add = [&](LineChart chart) {
+  const auto add = [&](LineChart chart, const std::string& name, const std::string& metric,
+                       bool marked = false) {
+    add_series(chart, name, run, metric, marked);
     if (chart.lines.empty()) return;
     chart.marks = marks;
     drawings.push_back(draw(chart));
   };
+  const std::string rate = throughput_metric(run);
   LineChart loss = over_steps("Loss", "loss");
   add_series(loss, "training", run, "loss");
-  add_series(loss, "evaluation", run, "eval_loss", true);
-  add(loss);
-  const std::string rate = throughput_metric(run);
-  LineChart throughput =
-      over_steps("Throughput of all ranks", rate == "tokens_per_second" ? "tokens/s" : "samples/s");
-  throughput.y_from_zero = true;
-  add_series(throughput, rate, run, rate);
-  add(throughput);
-  LineChart lr = over_steps("Learning rate", "learning rate");
-  lr.y_from_zero = true;
-  add_series(lr, "learning rate", run, "learning_rate");
-  add(lr);
-  LineChart norm = over_steps("Gradient norm before clipping", "norm");
-  norm.y_from_zero = true;
-  add_series(norm, "gradient norm", run, "grad_norm");
-  add(norm);
+  add(loss, "evaluation", "eval_loss", true);
+  add(throughput_over_steps(rate), rate, rate);
+  add(over_steps("Learning rate", "learning rate", true), "learning rate", "learning_rate");
+  add(over_steps("Gradient norm before clipping", "norm", true), "gradient norm", "grad_norm");
   std::string out = figures(drawings);
   drawings.clear();
   for (const std::string& name : metric_names(run.metrics)) {
     const bool shown = name == "loss" || name == "eval_loss" || name == rate ||
                        name == "learning_rate" || name == "grad_norm" || name == "skipped_steps";
-    if (shown || drawings.size() == kMostOtherMetrics) continue;
-    LineChart chart = over_steps(name, name);
-    add_series(chart, name, run, name, true);
-    add(chart);
+    if (!shown && drawings.size() < kMostOtherMetrics)
+      add(over_steps(name, name), name, name, true);
   }
   if (!drawings.empty()) out += details("Other metrics", figures(drawings));
   return out;
@@ -337,10 +332,7 @@ std::string curves_html(const Pair& runs) {
       !curve_of(runs.b.metrics, "eval_loss").empty())
     drawings.push_back(overlaid(runs, over_steps("Evaluation loss", "loss"), "eval_loss"));
   const std::string rate = throughput_metric(runs.a);
-  LineChart throughput =
-      over_steps("Throughput of all ranks", rate == "tokens_per_second" ? "tokens/s" : "samples/s");
-  throughput.y_from_zero = true;
-  drawings.push_back(overlaid(runs, throughput, rate));
+  drawings.push_back(overlaid(runs, throughput_over_steps(rate), rate));
   drawings.push_back(overlaid(runs, over_steps("Learning rate", "learning rate"), "learning_rate"));
   return figures(drawings);
 }

@@ -62,7 +62,7 @@ void add_recorded(const RunView& run, std::vector<Figure>& figures) {
     }
     busy = utilisation(*run.record);
     for (const RankRecord& rank : run.record->ranks)
-      if (const std::uint64_t bytes = monitor::budget_row(rank).resident_bytes; bytes > 0)
+      if (const std::uint64_t bytes = monitor::budget_row(rank).all.resident_bytes; bytes > 0)
         resident = std::max(resident.value_or(0), static_cast<double>(bytes));
   }
   figures.push_back({"time per step", step_s, Unit::kSeconds});

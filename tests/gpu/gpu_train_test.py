@@ -3,6 +3,7 @@
     gpu_train_test.py                  on cuda:0; skipped (77) without a GPU
     gpu_train_test.py --device cpu     the same for what a CPU can do, in a smaller run
     gpu_train_test.py -v               with the output of every check
+    gpu_train_test.py --only captured  the checks whose name has this word
 
 One line per check. Everything under full_determinism, so that a run that was killed or stopped must
 end with the bits of one that never was.
@@ -50,6 +51,10 @@ GPT_FLAGS = ["--full_determinism", "true", "--logging_steps", "1", "--report_to"
              "--max_steps", str(STEPS), "--save_steps", str(EVERY)]
 # The second save waits for the first, so one is durable there.
 BREAK_AT = 2 * EVERY + EVERY // 2
+# Without a weight that two stages share: their terms are added up in each stage first.
+LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 96,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "max_position_embeddings": 64, "tie_word_embeddings": False}
 MLP_STEPS = 520
 # Dropout draws from the device's generator, batch norm has buffers; 13 steps an epoch.
 MLP = train_case.CONFIG.replace("use_cpu: true", "full_determinism: true")
@@ -171,6 +176,14 @@ def expect_same(one, other):
                           check=False)
     expect(done.returncode == 0, done.stdout + done.stderr)
     expect(losses(one.output) == losses(other.output), "losses differ")
+
+
+def expect_same_weights(one, other):
+    """Weights, optimizer and losses; ranks that hold other parts have other generators."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        expect((one.newest() / name).read_bytes() == (other.newest() / name).read_bytes(),
+               f"{other.place.name}: {name} differs")
+    expect(losses(one.output) == losses(other.output), f"{other.place.name}: losses differ")
 
 
 def expect_learned(run, least):
@@ -325,6 +338,30 @@ def two_ranks(place):
     return "resumed: the same bits; a stop signal is 143 and a checkpoint"
 
 
+def divided(place):
+    """Two ranks that hold half of the model each: stages of a pipeline, whose sums have the order of
+    one process, and rows of every parameter, whose averages NCCL rounds in another place than those
+    of two data parallel ranks: 3e-5 after 50 steps."""
+    model = place / "config.json"
+    model.write_text(json.dumps(LLAMA))
+    flags = GPT_FLAGS + ["--model", f"{{config: {model}}}", "--max_steps", str(STEPS // 8),
+                         "--gradient_accumulation_steps", "4", "--max_grad_norm", "0",
+                         "--compile_model", "false"]
+    one = Run(place / "one", GPT, flags).train()
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B"):
+        stages = ["--pipeline_parallel_degree", "2", "--pipeline_parallel_schedule", schedule]
+        run = Run(place / schedule, GPT, flags + stages, ranks=2).train()
+        expect(f"pipeline stages ({schedule})" in run.log(), "there are no stages")
+        expect_same_weights(one, run)
+    ddp = Run(place / "ddp", GPT, flags + ["--shard_optimizer", "false"], ranks=2).train()
+    rows = Run(place / "fsdp", GPT, flags + ["--fsdp", "full_shard"], ranks=2).train()
+    expect("fully sharded over 2 ranks" in rows.log(), "it is not sharded")
+    expected, got = losses(ddp.output), losses(rows.output)
+    apart = max(abs(got[step] - loss) / loss for step, loss in expected.items())
+    expect(apart < 1e-3, f"fsdp: losses are {apart:.1e} apart")
+    return f"pipelines have the bits of one process; fsdp is {apart:.0e} from data parallel ranks"
+
+
 def other_device(place):
     """A checkpoint of the GPU is resumed on the CPU, and one of the CPU on the GPU."""
     flags = ["--max_steps", "20", "--save_steps", "10"]
@@ -388,12 +425,16 @@ def main():
               ("tiny GPT in fp16", fp16)]
     if ON_GPU or "--all" in sys.argv:  # tests/train has these on the CPU, where fp8 is slow
         checks += [("tiny GPT in fp32", fp32), ("tiny GPT in fp8", fp8),
-                   ("MLP with dropout", dropout), ("two ranks of lockstep train", two_ranks)]
+                   ("MLP with dropout", dropout), ("two ranks of lockstep train", two_ranks),
+                   ("Llama in stages and in rows", divided)]
     if ON_GPU:
         checks += [("resumed on another device", other_device),
                    ("tiny GPT on a GPU and the CPU", split), ("tiny GPT, captured", captured),
                    ("tiny GPT, captured with accumulation and ranks", captured_windows)]
     checks += [("Trainer's parts, two ranks", program(2))]
+    if "--only" in sys.argv:
+        word = sys.argv[sys.argv.index("--only") + 1]
+        checks = [one for one in checks if word in one[0]]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
         results = [attempt(label, check, pathlib.Path(folder) / str(i))
                    for i, (label, check) in enumerate(checks)]

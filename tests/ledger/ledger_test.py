@@ -162,7 +162,8 @@ class Others(LedgerCase):
     def test_shared_memory_refuses_swapped_calls_and_the_report_names_their_places(self):
         code, _, err = self.finish(self.start_peer("swap", 1))
         self.assertEqual(code, 1, err)
-        self.assertNotIn(TITLE, err)
+        # By the ranks themselves; on a busy machine a slow start may be reported as a stall before.
+        self.assertIn("ranks disagree on collective", err)
         self.assertRegex(err, r"first call that differs: #6\n +ranks 0, 2: #6 all_reduce .* at "
                          r"first_of_two\(.*\n +rank 1: #6 broadcast .* at second_of_two\(")
 

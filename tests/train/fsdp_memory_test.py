@@ -87,6 +87,7 @@ class Limits:
         self.groups = []
 
 
+@unittest.skipIf("SANITIZED" in os.environ, "a sanitizer needs memory of its own")
 class FsdpMemory(TrainCase):
     def setUp(self):
         super().setUp()

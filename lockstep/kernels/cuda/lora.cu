@@ -1,8 +1,8 @@
 // An adapter with dropout. Its forward draws a bit for each element of the input, writes the bits
 // and multiplies what stays with the narrow weight: the input is read once, and no dropped copy of
 // it is written. Its backward is a product of rank 8 or 16 that is masked as it is written, and the
-// gradient of the narrow weight from an input that is masked as it is read; there a thread has four
-// columns of the narrow matrix in registers and goes down the rows.
+// gradient of the narrow weight from an input that is masked as it is read. All three are matrix
+// instructions on values that a lane loads or stores eight at a time.
 #include <type_traits>
 
 #include "lockstep/kernels/cuda/launch.h"
@@ -11,41 +11,16 @@
 namespace lockstep::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kColumns = 4;  // per thread
-constexpr int kTile = kThreads * kColumns;
-constexpr int kRows = 64;  // their narrow values are in shared memory at a time
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kRows = 64;  // of a block of the product
 
-template <typename T>
-struct alignas(sizeof(T) * 4) Vector4 {
-  typename PairOf<T>::Pair pair[2];
-};
-
-template <typename T>
-__device__ __forceinline__ void load4(const void* from, std::int64_t at, float (&to)[4]) {
-  const auto four = *reinterpret_cast<const Vector4<T>*>(static_cast<const T*>(from) + at);
+// Zeroes the elements of eight, as four pairs of 16 bits, whose bit is 0.
+__device__ __forceinline__ void keep(uint4& values, unsigned bits) {
+  unsigned* const pairs = &values.x;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 two = to_floats(four.pair[i]);
-    to[2 * i] = two.x;
-    to[2 * i + 1] = two.y;
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store4(void* to, std::int64_t at, const float (&from)[4]) {
-  Vector4<T> four;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) four.pair[i] = PairOf<T>::make(from[2 * i], from[2 * i + 1]);
-  *reinterpret_cast<Vector4<T>*>(static_cast<T*>(to) + at) = four;
-}
-
-// The factors of four elements: `scale` where the bit is 1, else 0.
-__device__ __forceinline__ void load_mask(const std::uint8_t* bits, std::int64_t at, float scale,
-                                          float (&to)[4]) {
-  const unsigned four = bits[at / 8] >> (at % 8);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[i] = (four >> i & 1) != 0 ? scale : 0.0f;
+  for (int i = 0; i < 4; ++i)
+    pairs[i] &= ((bits >> (2 * i) & 1) != 0 ? 0xffffu : 0u) |
+                ((bits >> (2 * i) & 2) != 0 ? 0xffff0000u : 0u);
 }
 
 // ---------------------------------------------------------------- forward
@@ -71,14 +46,13 @@ __device__ __forceinline__ unsigned drop8(std::uint64_t counter, std::uint64_t k
                                           uint4& values) {
   const uint4 drawn = random_bits(counter, key);
   const unsigned words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-  unsigned* const pairs = &values.x;
   unsigned bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const bool low = (words[i] & 0xffffu) < stays, high = (words[i] >> 16) < stays;
-    pairs[i] &= (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
     bits |= (low ? 1u : 0u) << (2 * i) | (high ? 2u : 0u) << (2 * i);
   }
+  keep(values, bits);
   return bits;
 }
 
@@ -98,14 +72,15 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsig
   }
 }
 
-constexpr int kInputRows = 32;  // per block: two tiles of 16
-constexpr int kInputWarps = 8;  // each has every eighth chunk of 32 columns
+// Few rows per block, so that a batch of some thousand tokens fills a GPU.
+constexpr int kInputRows = 16;
+constexpr int kInputWarps = 16;  // each has every sixteenth chunk of 32 columns
 
 // A matrix instruction takes 16 columns in an order of its own; the sum does not depend on the
 // order as long as x and low have the same. So a lane takes eight neighbouring columns of a row in
 // one access: lanes 4g to 4g + 3 have a chunk of 32 columns of row g.
 template <typename T, int kRank>
-__global__ void __launch_bounds__(kInputWarps* kWarpSize, 2)
+__global__ void __launch_bounds__(kInputWarps* kWarpSize, 1)
     dropped_input_kernel(DroppedInput args, unsigned stays) {
   constexpr int kTiles = kInputRows / 16, kParts = kRank / 8;
   __shared__ float sums[kInputWarps][kInputRows][kRank + 1];
@@ -170,91 +145,148 @@ __global__ void __launch_bounds__(kInputWarps* kWarpSize, 2)
 
 // ---------------------------------------------------------------- backward
 
-// narrow[first .. first + count) to shared memory as floats.
-template <typename T, int kRank>
-__device__ __forceinline__ void share_rows(const void* narrow, std::int64_t first, int count,
-                                           float (&shared)[kRows][kRank]) {
-  __syncthreads();
-  const T* const from = static_cast<const T*>(narrow) + first * kRank;
-  for (int i = threadIdx.x; i < count * kRank; i += kThreads)
-    (&shared[0][0])[i] = static_cast<float>(from[i]);
-  __syncthreads();
+__device__ __forceinline__ unsigned pair_of(unsigned short first, unsigned short second) {
+  return first | static_cast<unsigned>(second) << 16;
 }
 
+// A warp multiplies rows of `narrow`, 16 at a time, with 32 columns of `low`, which stay in its
+// registers, in four instructions of eight columns. Which columns an instruction takes is free:
+// instruction t has 8 q + 2 t and 8 q + 2 t + 1 of all q, so that lane 4 g + q ends with the columns
+// 8 q to 8 q + 7 of rows g and g + 8: one byte of bits and one access.
 template <typename T, int kRank>
-__global__ void __launch_bounds__(kThreads, 2) dropped_product_kernel(DroppedProduct args) {
-  __shared__ alignas(16) float shared[kRows][kRank];
+__global__ void __launch_bounds__(kThreads) dropped_product_kernel(DroppedProduct args) {
+  const int lane = threadIdx.x % kWarpSize, group = lane / 4, quarter = lane % 4;
+  const int strip = (blockIdx.y * kWarps + threadIdx.x / kWarpSize) * 32;
+  if (strip >= args.columns) return;
+  const auto* const low = static_cast<const unsigned short*>(args.low);
+  const auto* const narrow = static_cast<const unsigned short*>(args.narrow);
+  unsigned weights[4][kRank / 8];
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int half = 0; half < kRank / 8; ++half) {
+      const std::int64_t at = std::int64_t{8 * half + 2 * quarter} * args.columns + strip +
+                              group / 2 * 8 + 2 * t + group % 2;
+      weights[t][half] = pair_of(low[at], low[at + args.columns]);
+    }
   const std::int64_t first = std::int64_t{blockIdx.x} * kRows;
-  const int count = static_cast<int>(args.rows - first < kRows ? args.rows - first : kRows);
-  share_rows<T, kRank>(args.narrow, first, count, shared);
-  const int column = blockIdx.y * kTile + threadIdx.x * kColumns;
-  if (column >= args.columns) return;
-  float low[kRank][kColumns];
 #pragma unroll
-  for (int r = 0; r < kRank; ++r)
-    load4<T>(args.low, std::int64_t{r} * args.columns + column, low[r]);
-#pragma unroll 4
-  for (int row = 0; row < count; ++row) {
-    const std::int64_t at = (first + row) * args.columns + column;
-    float factor[kColumns], sum[kColumns] = {};
-    load_mask(args.bits, at, args.scale, factor);
+  for (int step = 0; step < kRows; step += 16) {
+    unsigned left[4] = {};  // rows g, g + 8; then their upper half of the rank
+    unsigned bits[2] = {};
 #pragma unroll
-    for (int r = 0; r < kRank; ++r)
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t row = first + step + group + 8 * i;
+      if (row >= args.rows) continue;
+      bits[i] = args.bits[(row * args.columns + strip) / 8 + quarter];
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) sum[k] += shared[row][r] * low[r][k];
+      for (int half = 0; half < kRank / 8; ++half)
+        left[2 * half + i] =
+            *reinterpret_cast<const unsigned*>(narrow + row * kRank + 8 * half + 2 * quarter);
+    }
+    float sum[4][4] = {};
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) sum[k] *= factor[k];
-    store4<T>(args.to, at, sum);
+    for (int t = 0; t < 4; ++t)
+      multiply_add<T>(sum[t], left[0], left[1], left[2], left[3], weights[t][0],
+                      kRank == 16 ? weights[t][kRank / 8 - 1] : 0u);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t row = first + step + group + 8 * i;
+      if (row >= args.rows) continue;
+      float out[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        out[k] = (bits[i] >> k & 1) != 0 ? sum[k / 2][2 * i + k % 2] * args.scale : 0.0f;
+      store8(static_cast<T*>(args.to), (row * args.columns + strip) / 8 + quarter, pack8<T>(out));
+    }
   }
 }
 
+constexpr int kStrip = 64;  // columns of a block of the gradient
+
+// A block has 64 columns and some rows, of which its warps take 16 by turns: lane 4 g + q loads the
+// columns 8 g to 8 g + 7 of rows 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Instruction t multiplies with
+// the columns 8 g + t of all g.
 template <typename T, int kRank>
 __global__ void __launch_bounds__(kThreads, 2)
     dropped_gradient_kernel(DroppedGradient args, std::int64_t rows_of_block) {
-  __shared__ alignas(16) float shared[kRows][kRank];
-  const int column = blockIdx.y * kTile + threadIdx.x * kColumns;
-  const bool mine = column < args.columns;
+  __shared__ alignas(16) float sums[kWarps][kRank][kStrip];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int group = lane / 4, quarter = lane % 4;
+  const int column = blockIdx.y * kStrip + group * 8;
   const std::int64_t begin = blockIdx.x * rows_of_block;
   const std::int64_t end = begin + rows_of_block < args.rows ? begin + rows_of_block : args.rows;
-  float sum[kRank][kColumns] = {};
-  for (std::int64_t first = begin; first < end; first += kRows) {
-    const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
-    share_rows<T, kRank>(args.narrow, first, count, shared);
-    if (!mine) continue;
-#pragma unroll 4
-    for (int row = 0; row < count; ++row) {
-      const std::int64_t at = (first + row) * args.columns + column;
-      float factor[kColumns], x[kColumns];
-      load_mask(args.bits, at, args.scale, factor);
-      load4<T>(args.x, at, x);
+  const auto* const narrow = static_cast<const unsigned short*>(args.narrow);
+  const auto* const x = static_cast<const T*>(args.x);
+  float sum[8][4] = {};
+#pragma unroll 2
+  for (std::int64_t first = begin + 16 * warp; first < end; first += 16 * kWarps) {
+    uint4 values[4] = {};
+    unsigned short left[4][kRank / 8] = {};
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) x[k] *= factor[k];
+    for (int i = 0; i < 4; ++i) {
+      const std::int64_t row = first + 2 * quarter + i / 2 * 8 + i % 2;
+      if (row >= end) continue;
 #pragma unroll
-      for (int r = 0; r < kRank; ++r)
+      for (int half = 0; half < kRank / 8; ++half)
+        left[i][half] = narrow[row * kRank + 8 * half + group];
+      if (column >= args.columns) continue;
+      const std::int64_t at = row * args.columns + column;
+      values[i] = *reinterpret_cast<const uint4*>(x + at);
+      keep(values[i], args.bits[at / 8]);
+    }
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) sum[r][k] += shared[row][r] * x[k];
+    for (int t = 0; t < 8; ++t) {
+      const unsigned select = t % 2 == 0 ? 0x5410u : 0x7632u;
+      const auto word = [&](int i) { return (&values[i].x)[t / 2]; };
+      multiply_add<T>(sum[t], pair_of(left[0][0], left[1][0]),
+                      kRank == 16 ? pair_of(left[0][kRank / 8 - 1], left[1][kRank / 8 - 1]) : 0u,
+                      pair_of(left[2][0], left[3][0]),
+                      kRank == 16 ? pair_of(left[2][kRank / 8 - 1], left[3][kRank / 8 - 1]) : 0u,
+                      __byte_perm(word(0), word(1), select), __byte_perm(word(2), word(3), select));
     }
   }
-  if (!mine) return;
-  float* const to = args.partials + std::int64_t{blockIdx.x} * kRank * args.columns;
 #pragma unroll
-  for (int r = 0; r < kRank; ++r)
-    store4<float>(to, std::int64_t{r} * args.columns + column, sum[r]);
+  for (int t = 0; t < 8; ++t)
+#pragma unroll
+    for (int k = 0; k < 2 * (kRank / 8); ++k)
+      sums[warp][group + k / 2 * 8][16 * quarter + k % 2 * 8 + t] = sum[t][k];
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRank * kStrip; i += kThreads) {
+    const int row = i / kStrip, at = blockIdx.y * kStrip + i % kStrip;
+    if (at >= args.columns) continue;
+    float total = 0;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) total += sums[k][row][i % kStrip];
+    args.partials[(std::int64_t{blockIdx.x} * kRank + row) * args.columns + at] =
+        total * args.scale;
+  }
+}
+
+// to = the sum of a few parts of `vectors` times four floats.
+__global__ void add_few_kernel(const float4* parts, int count, int vectors, float4* to) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= vectors) return;
+  float4 sum = parts[i];
+  for (int part = 1; part < count; ++part) {
+    const float4 next = parts[std::int64_t{part} * vectors + i];
+    sum = {sum.x + next.x, sum.y + next.y, sum.z + next.z, sum.w + next.w};
+  }
+  to[i] = sum;
 }
 
 bool covered(std::int64_t columns, int rank, Type type) {
   return columns % 32 == 0 && (rank == 8 || rank == 16) && type != Type::kFloat;
 }
 
-// Blocks of rows are the grid's x dimension, since y is limited to 65535.
-int tiles(int columns) {
-  return (columns + kTile - 1) / kTile;
+int strips(int columns) {
+  return (columns + kStrip - 1) / kStrip;
 }
 
 // Two blocks fit a multiprocessor; more would only write more partial sums.
 std::int64_t row_blocks(std::int64_t rows, int columns) {
-  const std::int64_t wanted = 2 * multiprocessors() / tiles(columns);
-  const std::int64_t most = (rows + kRows - 1) / kRows;
+  const std::int64_t wanted = 2 * multiprocessors() / strips(columns);
+  const std::int64_t most = (rows + 16 * kWarps - 1) / (16 * kWarps);
   return wanted < 1 ? 1 : wanted < most ? wanted : most;
 }
 
@@ -290,8 +322,9 @@ cudaError_t dropped_input(const DroppedInput& args, cudaStream_t stream) {
 
 cudaError_t dropped_product(const DroppedProduct& args, cudaStream_t stream) {
   if (!covered(args.columns, args.rank, args.type)) return cudaErrorInvalidValue;
+  // Rows are the grid's x dimension, since y is limited to 65535.
   const dim3 grid(static_cast<unsigned>((args.rows + kRows - 1) / kRows),
-                  static_cast<unsigned>(tiles(args.columns)));
+                  static_cast<unsigned>((args.columns + 32 * kWarps - 1) / (32 * kWarps)));
   return with_half(args.type, [&](auto type) {
     return with_rank(args.rank, [&](auto rank) {
       dropped_product_kernel<decltype(type), rank.value><<<grid, kThreads, 0, stream>>>(args);
@@ -307,8 +340,8 @@ std::int64_t dropped_gradient_partials(std::int64_t rows, int columns, int rank)
 cudaError_t dropped_gradient(const DroppedGradient& args, cudaStream_t stream) {
   if (!covered(args.columns, args.rank, args.type)) return cudaErrorInvalidValue;
   const std::int64_t blocks = row_blocks(args.rows, args.columns);
-  const std::int64_t rows_of_block = (args.rows + blocks - 1) / blocks;
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles(args.columns)));
+  const std::int64_t rows_of_block = ((args.rows + blocks - 1) / blocks + 15) / 16 * 16;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(strips(args.columns)));
   const cudaError_t status = with_half(args.type, [&](auto type) {
     return with_rank(args.rank, [&](auto rank) {
       dropped_gradient_kernel<decltype(type), rank.value>
@@ -317,8 +350,11 @@ cudaError_t dropped_gradient(const DroppedGradient& args, cudaStream_t stream) {
     });
   });
   if (status != cudaSuccess) return status;
-  return add_parts(args.partials, static_cast<int>(blocks), args.rank * args.columns, 1,
-                   {{args.to, nullptr, nullptr}}, stream);
+  const int vectors = args.rank * args.columns / 4;
+  add_few_kernel<<<(vectors + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+      reinterpret_cast<const float4*>(args.partials), static_cast<int>(blocks), vectors,
+      reinterpret_cast<float4*>(args.to));
+  return cudaGetLastError();
 }
 
 }  // namespace lockstep::kernels::cuda

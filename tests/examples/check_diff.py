@@ -1,6 +1,6 @@
 """The ```diff block in an example's README is the difference of its before.cpp and after.cpp.
 
-    python3 examples/check_diff.py examples/04_single_to_multi [--write]
+    python3 tests/examples/check_diff.py examples/04_single_to_multi [--write]
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """Runs the commands of an example's README and compares what they print.
 
-    python3 examples/check_readme.py examples/01_hello_world/README.md
+    python3 tests/examples/check_readme.py examples/01_hello_world/README.md
 
 A ```console block is a `$ command` (continued by a trailing backslash), run from the root of the
 repository, and the standard output it must have. `...` in an expected line stands for any text, a

@@ -1,6 +1,6 @@
 """The ```cpp example blocks of a document are excerpts of an example's source.
 
-    python3 examples/check_excerpts.py docs/own_loop.md examples/05_own_loop/main.cpp
+    python3 tests/examples/check_excerpts.py docs/own_loop.md examples/05_own_loop/main.cpp
 
 Each block must be a run of whole lines of the source; the order of the blocks is free.
 """
