@@ -28,6 +28,7 @@
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
@@ -297,6 +298,10 @@ models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_
   return net;
 }
 
+int layers_of(const ModelConfig& model) {
+  return static_cast<int>(model.hugging_face ? model.hugging_face->layers() : model.n_layer);
+}
+
 // The devices that auto and balanced spread a model over.
 std::vector<std::string> devices_of(const World& world) {
   if (world.device().is_cpu()) return {"cpu"};
@@ -331,10 +336,17 @@ void place_parts(models::CausalLm& net, const ModelConfig& model, const World& w
 void make_language_model(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a,
                          const Mesh& mesh, std::optional<std::int64_t> end_of_text) {
   const ModelConfig& model = wanted.model;
-  // Adapters convert the frozen base, and trials of batches run on one rank: both need it whole.
-  const bool whole = wanted.lora || a.auto_find_batch_size;
+  // In half precision adapters convert the frozen base, and trials of batches run on one rank: both
+  // need it whole.
+  const bool whole = (wanted.lora && (a.bf16 || a.fp16)) || a.auto_find_batch_size;
   std::optional<ShardedConstruction> divided;
-  if (!whole && mesh.size("shard") > 1) divided.emplace(mesh);
+  std::optional<PipelinedConstruction> split;
+  if (!whole && mesh.size("pipeline") > 1)
+    split.emplace(
+        mesh, layers_of(model),
+        PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule)});
+  else if (!whole && mesh.size("shard") > 1)
+    divided.emplace(mesh);
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, mesh.world());
   net->use_fp32_residual(a.residual_in_fp32);

@@ -4,8 +4,8 @@
 //   const Mesh mesh = mesh_for(world, arguments);
 //   TrainerTask task = make_task(read_task(arguments), arguments, mesh);
 //
-// Under fsdp a language model is divided while it is made. UsageError for what only the files'
-// contents show. Every rank calls it, with the same arguments.
+// Under fsdp and in a pipeline a language model is divided while it is made. UsageError for what
+// only the files' contents show. Every rank calls it, with the same arguments.
 #pragma once
 
 #include "cli/task_config.h"

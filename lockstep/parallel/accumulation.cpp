@@ -1,7 +1,6 @@
 #include "lockstep/parallel/accumulation.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,53 +15,13 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
+#include "lockstep/parallel/finite_backward.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
 namespace {
 
 constexpr const char* kWho = "Accumulation";
-
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-
-struct OnlyFinite : torch::autograd::FunctionPostHook {
-  variable_list operator()(const variable_list& gradients, const variable_list&) override {
-    variable_list finite = gradients;
-    for (at::Tensor& g : finite)
-      if (g.defined()) g = at::nan_to_num(g, 0.0, 0.0, 0.0);
-    return finite;
-  }
-};
-
-// While it lives, a backward from `loss` passes on what is finite alone. A mean over nothing is
-// 0 / 0, and zero times its derivative is not a number either; somewhere behind it the derivative
-// of nothing is zero again. The graph still has to be walked to its end: what synchronises in it
-// waits for every rank, and a SyncBatchNorm brings gradients of the other ranks' losses, which are
-// not zero.
-class FiniteBackward {
- public:
-  explicit FiniteBackward(const at::Tensor& loss) {
-    std::unordered_set<const Node*> seen;
-    std::vector<std::shared_ptr<Node>> open{loss.grad_fn()};
-    while (!open.empty()) {
-      const std::shared_ptr<Node> node = std::move(open.back());
-      open.pop_back();
-      // An accumulator leads nowhere, and what comes to it is finite already.
-      if (!node || node->num_outputs() == 0 || !seen.insert(node.get()).second) continue;
-      for (const auto& edge : node->next_edges()) open.push_back(edge.function);
-      hooks_.emplace_back(node, node->add_post_hook(std::make_unique<OnlyFinite>()));
-    }
-  }
-  ~FiniteBackward() {
-    for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
-  }
-  FiniteBackward(const FiniteBackward&) = delete;
-  FiniteBackward& operator=(const FiniteBackward&) = delete;
-
- private:
-  std::vector<std::pair<std::shared_ptr<Node>, std::uintptr_t>> hooks_;
-};
 
 void check_options(const AccumulationOptions& options) {
   if (options.steps < 1)
@@ -202,7 +161,7 @@ struct Accumulation::Impl {
         empty ? loss * 0.0
               : (numbers.weight == 1 ? loss : times(loss, number(numbers, kWeight, micro)));
     if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
-    std::optional<FiniteBackward> finite;
+    std::optional<parallel::FiniteBackward> finite;
     if (empty) finite.emplace(weighed);
     parallelism->backward(weighed, /*last=*/ends);
   }

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
@@ -87,19 +89,19 @@ void check_mesh(const Mesh& mesh) {
                      mesh.text());
 }
 
-// A block that was divided while it was made, until FullyShard takes its unit over.
+// A block that was divided or freed while it was made, until its unit is taken over.
 struct Prepared {
   struct Part {
     Mesh mesh;
-    ShardUnit unit;
-    std::uint64_t values = 0;  // the fingerprint of what was drawn
+    std::optional<ShardUnit> unit;  // none where this rank has the block whole, or not at all
+    std::uint64_t values = 0;       // the fingerprint of what was drawn
   };
   std::shared_ptr<Part> part;
 
   at::Tensor operator()(const nn::Block::Body&, const std::vector<at::Tensor>&) const {
     throw UsageError(kFullyShard,
                      "a block was called that was divided over ranks while it was made. Make a "
-                     "FullyShard of the model first.");
+                     "FullyShard or a Pipeline of the model first.");
   }
   static Part* of(const nn::Block& block) {
     const auto* const prepared = block.runner().target<Prepared>();
@@ -107,7 +109,34 @@ struct Prepared {
   }
 };
 
-void prepare(torch::nn::Module& module, const Mesh& mesh) {
+template <typename Visit>
+void each_block(const torch::nn::Module& module, const Visit& visit) {
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (auto* const block = dynamic_cast<nn::Block*>(item.value().get()))
+      visit(item.key(), item.value(), *block);
+}
+
+c10::Storage absent_storage(const std::string& name, const at::Tensor& tensor) {
+  return nn::storage_that_throws(
+      tensor.nbytes(), tensor.device(),
+      fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. Run forward "
+                  "and backward by run_window() or Accumulation, and hold gathered() while you use "
+                  "parameters.",
+                  kPipeline, name));
+}
+
+void make_absent(const at::Tensor& tensor, const c10::Storage& freed, const nn::RowsPtr& rows) {
+  tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(freed);
+  nn::set_rows(tensor, rows);
+}
+
+nn::RowsPtr no_rows(const at::Tensor& tensor) {
+  return c10::make_intrusive<nn::Rows>(at::empty({0}, tensor.options().requires_grad(false)), 0);
+}
+
+}  // namespace
+
+void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine) {
   auto* const block = dynamic_cast<nn::Block*>(&module);
   if (block == nullptr)
     throw UsageError(kFullyShard,
@@ -121,42 +150,65 @@ void prepare(torch::nn::Module& module, const Mesh& mesh) {
     values = 31 * values + fingerprint(item.value().detach());
   }
   module.to(mesh.world().device());
-  block->run_with(Prepared{std::make_shared<Prepared::Part>(
-      Prepared::Part{mesh, ShardUnit("", parameters, mesh["shard"]), values})});
+  const auto part = std::make_shared<Prepared::Part>(Prepared::Part{mesh, std::nullopt, values});
+  World& shard = mesh["shard"];
+  if (mine && shard.size() > 1) part->unit.emplace("", parameters, shard);
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : parameters) {
+    if (part->unit) break;
+    own_memory(tensor);
+    if (mine)  // of one rank's stage: no other rank has values to send
+      nn::set_rows(
+          tensor, c10::make_intrusive<nn::Rows>(alias_of(tensor.detach(), 0, {tensor.numel()}), 0));
+    else
+      make_absent(tensor, absent_storage(name, tensor), no_rows(tensor));
+  }
+  block->run_with(Prepared{part});
 }
 
-void check_blocks(const torch::nn::Module& module, const World& shard) {
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    const auto* const block = dynamic_cast<const nn::Block*>(item.value().get());
-    if (block == nullptr || !block->has_runner()) continue;
-    const Prepared::Part* const prepared = Prepared::of(*block);
-    if (prepared != nullptr && &prepared->unit.shard() != &shard)
-      throw UsageError(kFullyShard,
-                       "block '{}' was divided along another mesh while it was made. Give "
-                       "ShardedConstruction and FullyShard the same Mesh.",
-                       item.key());
+std::string describe_prepared(const torch::nn::Module& module) {
+  std::string text;
+  each_block(module, [&](const std::string& name, const auto&, const nn::Block& block) {
+    const Prepared::Part* const prepared = Prepared::of(block);
+    text += fmt::format("{}: block{}\n", name,
+                        prepared == nullptr
+                            ? ""
+                            : fmt::format(" with values of fingerprint {:x}", prepared->values));
+  });
+  return text;
+}
+
+void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char* component) {
+  each_block(module, [&](const std::string& name, const auto&, const nn::Block& block) {
+    if (!block.has_runner()) return;
+    const Prepared::Part* const prepared = Prepared::of(block);
+    if (prepared != nullptr && &prepared->mesh.world() != &mesh.world())
+      throw UsageError(component,
+                       "block '{}' was divided along another mesh while it was made. Make the "
+                       "model and the parallelism with the same Mesh.",
+                       name);
     if (prepared == nullptr)
-      throw UsageError(kFullyShard,
+      throw UsageError(component,
                        "block '{}' is run by something else already, probably by another "
                        "FullyShard of this module. Make one, and keep it.",
-                       item.key());
-  }
+                       name);
+  });
 }
-
-}  // namespace
 
 FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
                                FullyShardOptions options)
     : mesh_(std::move(mesh)),
       shard_(mesh_["shard"]),
       data_(mesh_["data"]),
+      line_(mesh_["pipeline"]),
+      of_pipeline_(false),
       options_(options),
       alone_(mesh_.batch().size() == 1),
       local_(alone_) {
   World& world = mesh_.world();
   const auto refusal = refusal_of([&] {
     check_mesh(mesh_);
-    check_blocks(module, shard_);
+    check_blocks(module, mesh_, kFullyShard);
     model_ = ModelTensors(parameters_of(module), buffers_of(module), {});
     for (const auto& type : {options_.param_dtype, options_.reduce_dtype})
       if (type && !at::isFloatingType(*type))
@@ -176,7 +228,25 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
                      "the same one, with the same options and from the same seed, on every rank.",
                      other->rank, other->here, other->first);
   model_.broadcast(world, 0);
-  make_units(module);
+  make_units(module, {});
+  stage_ = &stages_[0];
+  stage_->units.assign(units_.size(), true);
+}
+
+// Buffers are the pipeline's.
+FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
+                               FullyShardOptions options, const Holders& holders)
+    : mesh_(std::move(mesh)),
+      shard_(mesh_["shard"]),
+      data_(mesh_["data"]),
+      line_(mesh_["pipeline"]),
+      of_pipeline_(true),
+      options_(options),
+      model_(parameters_of(module), {}, {}),
+      alone_(mesh_.batch().size() == 1),
+      local_(alone_) {
+  make_units(module, holders);
+  free_absent();
 }
 
 std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
@@ -188,14 +258,7 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
       "reduce_dtype: {}\n",
       options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
       type(options_.reduce_dtype));
-  for (const auto& item : module.named_modules("", /*include_self=*/false))
-    if (const auto* const block = dynamic_cast<const nn::Block*>(item.value().get())) {
-      const Prepared::Part* const prepared = Prepared::of(*block);
-      text += fmt::format("{}: block{}\n", item.key(),
-                          prepared == nullptr
-                              ? ""
-                              : fmt::format(" with values of fingerprint {:x}", prepared->values));
-    }
+  text += describe_prepared(module);
   for (const ModelParameter& p : model_.parameters())
     text +=
         fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
@@ -204,15 +267,14 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
 }
 
 // A parameter belongs to the innermost block around it, and to the root where it is in none. One
-// that is tied across units is the root's, which is whole while any of them computes.
-void FullyShardImpl::make_units(const torch::nn::Module& module) {
+// that is tied across units is the root's, which is whole while any of them computes. A block of
+// another rank's stages is a unit without parameters.
+void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& holders) {
   std::vector<std::string> names;
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    auto* const block = dynamic_cast<nn::Block*>(item.value().get());
-    if (block == nullptr) continue;
-    names.push_back(item.key());
-    blocks_.push_back({item.value(), block});
-  }
+  each_block(module, [&](const std::string& name, const auto& of_block, nn::Block& block) {
+    names.push_back(name);
+    blocks_.push_back({of_block, &block});
+  });
   const std::size_t root = blocks_.size();
   const auto innermost = [&](const std::string& parameter) {
     std::size_t found = root;
@@ -229,20 +291,63 @@ void FullyShardImpl::make_units(const torch::nn::Module& module) {
     if (!fresh && found->second != unit) found->second = root;
   }
   std::vector<ShardUnit::Named> members(root + 1);
-  for (const ModelParameter& p : model_.parameters())
-    members[unit_of.at(p.tensor.unsafeGetTensorImpl())].emplace_back(p.name, p.tensor);
+  for (const ModelParameter& p : model_.parameters()) {
+    at::TensorImpl* const tensor = p.tensor.unsafeGetTensorImpl();
+    const auto held = holders.find(tensor);
+    if (held == holders.end() || std::ranges::count(held->second, line_.rank()) > 0)
+      members[unit_of.at(tensor)].emplace_back(p.name, p.tensor);
+    else
+      absent_.push_back(make_absent(p));
+  }
   names.emplace_back();
   for (std::size_t i = 0; i <= root; ++i) {
     Prepared::Part* const prepared = i < root ? Prepared::of(*blocks_[i].block) : nullptr;
-    if (prepared == nullptr) {
+    if (prepared == nullptr || !prepared->unit) {
       units_.emplace_back(names[i], members[i], shard_);
       continue;
     }
-    units_.push_back(std::move(prepared->unit));
+    units_.push_back(std::move(*prepared->unit));
     units_.back().complete(names[i], members[i]);
   }
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
+  list_parameters(holders);
+}
+
+ShardedParameter FullyShardImpl::make_absent(const ModelParameter& p) const {
+  const at::NoGradGuard no_grad;
+  if (nn::rows_of(p.tensor) == nullptr) own_memory(p.tensor);  // not freed while it was made
+  return {.name = p.name,
+          .tensor = p.tensor,
+          .cut = cut_rows(p.tensor.sizes(), shard_.size()),
+          .freed = absent_storage(p.name, p.tensor),
+          .rows = no_rows(p.tensor),
+          .absent = true};
+}
+
+// From here on none of them moves.
+void FullyShardImpl::list_parameters(const Holders& holders) {
+  std::unordered_map<at::TensorImpl*, ShardedParameter*> found;
+  const auto find = [&](ShardedParameter& p) { found[p.tensor.unsafeGetTensorImpl()] = &p; };
+  each_parameter(find);
+  std::ranges::for_each(absent_, find);
+  for (const ModelParameter& p : model_.parameters()) {
+    at::TensorImpl* const tensor = p.tensor.unsafeGetTensorImpl();
+    all_.push_back(found.at(tensor));
+    if (const auto held = holders.find(tensor); held != holders.end())
+      all_.back()->holders = held->second;
+  }
+}
+
+void FullyShardImpl::add_stage(int stage, const std::vector<at::Tensor>& parameters) {
+  stage_ = &stages_[stage];
+  std::vector<bool>& has = stage_->units;
+  has.assign(units_.size(), false);
+  for (std::size_t i = 0; i < units_.size(); ++i)
+    has[i] = std::ranges::any_of(units_[i].parameters(), [&](const ShardedParameter& p) {
+      return std::ranges::any_of(parameters,
+                                 [&](const at::Tensor& each) { return each.is_same(p.tensor); });
+    });
 }
 
 std::vector<std::string> FullyShardImpl::unit_names() const {
@@ -260,12 +365,16 @@ void FullyShardImpl::each_parameter(const std::function<void(ShardedParameter&)>
 // need.
 void FullyShardImpl::install() {
   const std::weak_ptr<FullyShardImpl> self = weak_from_this();
-  for (std::size_t i = 0; i < blocks_.size(); ++i)
-    blocks_[i].block->run_with(
-        [self, i](const nn::Block::Body& body, std::vector<at::Tensor> inputs) {
-          const auto alive = self.lock();
-          return alive ? alive->run_block(i, body, std::move(inputs)) : body(inputs);
-        });
+  const bool runs = !of_pipeline_ || divides();  // otherwise nothing comes and goes
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    nn::Block::Runner runner;
+    if (runs)
+      runner = [self, i](const nn::Block::Body& body, std::vector<at::Tensor> inputs) {
+        const auto alive = self.lock();
+        return alive ? alive->run_block(i, body, std::move(inputs)) : body(inputs);
+      };
+    blocks_[i].block->run_with(std::move(runner));
+  }
   each_parameter([&](ShardedParameter& p) {
     if (!p.tensor.requires_grad()) return;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
@@ -286,6 +395,12 @@ void FullyShardImpl::uninstall() {
 
 void FullyShardImpl::check_backward(const std::string& parameter) const {
   if (in_backward_) return;
+  if (of_pipeline_)
+    throw UsageError(kPipeline,
+                     "a backward reached parameter '{}' past run_window(), which adds up and "
+                     "averages gradients at its end. Give Accumulation::backward() a function that "
+                     "computes the loss, or call run_window().",
+                     parameter);
   throw UsageError(kFullyShard,
                    "a backward reached parameter '{}' past FullyShard::backward(), which averages "
                    "and divides gradients at its end. Call model.backward(loss) instead of "
@@ -295,9 +410,20 @@ void FullyShardImpl::check_backward(const std::string& parameter) const {
 
 // ---------------------------------------------------------------- forward
 
-void FullyShardImpl::before_forward() {
-  order_.clear();
-  if (!held() && options_.reshard_after_forward)
+void FullyShardImpl::begin_window() {
+  if (!held()) free_all();
+  in_window_ = true;
+}
+
+void FullyShardImpl::end_window() {
+  in_window_ = false;
+  if (!held()) free_all();
+}
+
+void FullyShardImpl::before_forward(int stage) {
+  stage_ = &stages_.at(stage);
+  stage_->order.clear();
+  if (!held() && !in_window_ && options_.reshard_after_forward)
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
   units_.back().gather();
 }
@@ -324,8 +450,8 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
   if (in_backward_) {
     prefetch_before(unit);
   } else {
-    order_.push_back(unit);
-    if (unit + 1 < blocks_.size()) prefetch(unit + 1);
+    stage_->order.push_back(unit);
+    if (unit + 1 < blocks_.size() && stage_->units[unit + 1]) prefetch(unit + 1);
   }
   at::Tensor output = body(inputs);
   // Without a graph there is no backward that would free it.
@@ -340,12 +466,14 @@ void FullyShardImpl::prefetch(std::size_t unit) {
 }
 
 void FullyShardImpl::prefetch_before(std::size_t unit) {
-  const auto used = std::ranges::find(order_.rbegin(), order_.rend(), unit);
-  if (used != order_.rend() && used + 1 != order_.rend()) prefetch(*(used + 1));
+  const std::vector<std::size_t>& order = stage_->order;
+  const auto used = std::ranges::find(order.rbegin(), order.rend(), unit);
+  if (used != order.rend() && used + 1 != order.rend()) prefetch(*(used + 1));
 }
 
 std::shared_ptr<void> FullyShardImpl::gathered() {
   for (ShardUnit& unit : units_) unit.gather_exactly();
+  if (line_.size() > 1) gather_absent();
   std::shared_ptr<void> held = held_.lock();
   if (!held) held_ = held = std::make_shared<int>();
   return held;
@@ -356,6 +484,33 @@ void FullyShardImpl::free_all() {
     unit.forget_work();  // a gather that nobody wanted would bring values of before the step
     unit.free();
   }
+  free_absent();
+}
+
+void FullyShardImpl::gather_absent() {
+  if (std::exchange(absent_here_, true)) return;
+  const at::NoGradGuard no_grad;
+  std::vector<std::vector<at::Tensor>> from(static_cast<std::size_t>(line_.size()));
+  for (const ShardedParameter* const p : all_) {
+    if (p->absent)
+      p->tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
+          at::empty(p->tensor.sizes(), p->tensor.options()).storage());
+    nn::set_rows(p->tensor, nullptr);
+    // A copy of a weight that stages share stays as it is, so that verify_parameters() sees it.
+    const bool copy = !p->absent && p->holders[0] != line_.rank();
+    from[static_cast<std::size_t>(p->holders[0])].push_back(copy ? at::empty_like(p->tensor)
+                                                                 : p->tensor.detach());
+  }
+  for (int rank = 0; rank < line_.size(); ++rank)
+    if (!from[static_cast<std::size_t>(rank)].empty())
+      broadcast_coalesced(line_, from[static_cast<std::size_t>(rank)], rank);
+}
+
+// What this rank has whole is written by it, too, and so has its rows.
+void FullyShardImpl::free_absent() {
+  if (line_.size() == 1 || !std::exchange(absent_here_, false)) return;
+  for (const ShardedParameter& p : absent_) parallel::make_absent(p.tensor, p.freed, p.rows);
+  if (!divides()) each_parameter([](ShardedParameter& p) { nn::set_rows(p.tensor, p.rows); });
 }
 
 void FullyShardImpl::take_whole() {
@@ -364,15 +519,16 @@ void FullyShardImpl::take_whole() {
 
 // ---------------------------------------------------------------- backward
 
-void FullyShardImpl::backward(const at::Tensor& loss, bool last) {
+void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int stage) {
   if (in_backward_)
     throw UsageError(kFullyShard,
                      "backward() was called inside a backward. Call it once per loss.");
   last_ = last;
+  stage_ = &stages_.at(stage);
   units_.back().gather();  // a graph may be walked a second time
   begin_pass();
   try {
-    loss.backward();
+    walk();
     end_pass();
   } catch (...) {
     in_backward_ = false;
@@ -402,7 +558,7 @@ void FullyShardImpl::before_unit_backward(std::size_t unit) {
 
 void FullyShardImpl::after_unit_backward(std::size_t unit) {
   reduce(unit);
-  if (!held()) units_[unit].free();
+  if (!held() && (!in_window_ || options_.reshard_after_forward)) units_[unit].free();
 }
 
 // One reduction is under way at a time, so that the gradients of two units exist at most.
@@ -428,9 +584,10 @@ void FullyShardImpl::begin_pass() {
 }
 
 // A unit whose inputs need no gradient has no node that ends its backward, and the root has none.
+// Gradients that are averaged once are those of all stages of this rank.
 void FullyShardImpl::end_pass() {
   for (std::size_t unit = units_.size(); unit-- > 0;)
-    if (!reduced_[unit]) reduce(unit);
+    if (!reduced_[unit] && (stage_->units[unit] || !options_.reduce_every_backward)) reduce(unit);
   end_pending_reduce();
   if (reduces()) check_late_gradients();
   in_backward_ = false;
@@ -438,7 +595,13 @@ void FullyShardImpl::end_pass() {
   if (!local_) show_gradients();
   if (last_) model_.broadcast_buffers(mesh_.world(), 0);
   for (ShardUnit& unit : units_) unit.forget_work();
-  if (!held()) free_all();
+  if (!held()) free_pass();
+}
+
+void FullyShardImpl::free_pass() {
+  if (!in_window_) return free_all();
+  if (!options_.reshard_after_forward) return;
+  for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();
 }
 
 // What reaches a parameter after its unit was reduced would be lost.
@@ -462,11 +625,38 @@ void FullyShardImpl::show_gradients() {
 void FullyShardImpl::verify_parameters() {
   Fingerprints shards;
   each_parameter([&](ShardedParameter& p) { shards.add(p.name, p.padded); });
-  require_same(data_, kFullyShard, "parameter", " along 'data'", shards);
+  require_same(data_, component(), "parameter", " along 'data'", shards);
+  verify_shared();
+}
+
+// Every rank sends the fingerprints of what stages share, and compares with the first holder's.
+void FullyShardImpl::verify_shared() {
+  std::string sent;
+  for (const ShardedParameter* const p : all_)
+    if (p->holders.size() > 1) sent += fmt::format("{} ", p->absent ? 0 : fingerprint(p->padded));
+  if (line_.size() == 1 || sent.empty()) return;
+  const std::vector<std::string> all = all_gather_bytes(line_, sent);
+  std::vector<std::istringstream> words(all.begin(), all.end());
+  std::string differs;
+  for (const ShardedParameter* const p : all_) {
+    if (p->holders.size() < 2) continue;
+    std::vector<std::uint64_t> values(all.size());
+    for (std::size_t rank = 0; rank < all.size(); ++rank) words[rank] >> values[rank];
+    for (const int holder : p->holders)
+      if (values[static_cast<std::size_t>(holder)] !=
+          values[static_cast<std::size_t>(p->holders[0])])
+        differs = p->name;
+  }
+  if (!differs.empty())
+    throw CommError(component(),
+                    fmt::format("the copies of '{}', which stages share, differ. Something "
+                                "changed one of them outside the optimizer's step. Resume from a "
+                                "checkpoint.",
+                                differs));
 }
 
 void FullyShardImpl::verify_buffers() {
-  require_same(mesh_.world(), kFullyShard, "buffer", "", model_.buffer_fingerprints());
+  require_same(mesh_.world(), component(), "buffer", "", model_.buffer_fingerprints());
 }
 
 }  // namespace lockstep::parallel
@@ -508,7 +698,7 @@ void FullyShard::before_forward() {
 }
 
 void FullyShard::backward(const at::Tensor& loss, bool last) {
-  impl_->backward(loss, last);
+  impl_->backward([&] { loss.backward(); }, last);
 }
 
 std::shared_ptr<void> FullyShard::gathered() {
@@ -541,7 +731,9 @@ ShardedConstruction::ShardedConstruction(Mesh mesh) {
   parallel::check_mesh(mesh);
   nn::BlockObserver take;
   if (mesh.size("shard") > 1)
-    take = [mesh = std::move(mesh)](torch::nn::Module& block) { parallel::prepare(block, mesh); };
+    take = [mesh = std::move(mesh)](torch::nn::Module& block) {
+      parallel::prepare_block(block, mesh, /*mine=*/true);
+    };
   before_ = nn::observe_blocks(std::move(take));
 }
 

@@ -1,5 +1,9 @@
 // FullyShardImpl: the units of a FullyShard and when they are gathered, freed and reduced.
 //
+// A Pipeline has one of what its rank holds: `Holders` says of each parameter which ranks along
+// "pipeline" have it, the others have it `absent`, and passes are those of one stage each. There
+// may be one rank along "shard", which has all rows: then it knows averages and states alone.
+//
 // Blocks hold it weakly through their runner, and so do the nodes that it puts into a graph. One
 // thread at a time: the training thread, or that of its backward while it waits.
 #pragma once
@@ -9,9 +13,11 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "lockstep/nn/block.h"
@@ -21,20 +27,45 @@
 
 namespace lockstep::parallel {
 
+// The ranks along "pipeline" that hold a parameter, in order.
+using Holders = std::unordered_map<at::TensorImpl*, std::vector<int>>;
+
+// A block that has been made: divided, or freed where it is of another rank's stage, until a
+// FullyShard or a Pipeline of the model takes it over. No collective.
+void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine);
+// A line for each prepared block of the module, with the fingerprint of what was drawn.
+std::string describe_prepared(const torch::nn::Module& module);
+// UsageError for a block that something else runs, or that was made for another mesh.
+void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char* component);
+
 class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
  public:
   FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options);
+  // Of a pipeline, which has compared the ranks' modules and has sent rank 0's values.
+  FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options,
+                 const Holders& holders);
   // After the constructor, when somebody holds this.
   void install();
   void uninstall();
 
   const Mesh& mesh() const { return mesh_; }
   World& shard() const { return shard_; }
+  World& line() const { return line_; }  // the ranks along "pipeline"
+  const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
+  // What this rank holds, unit by unit; and all of the module in its order.
   void each_parameter(const std::function<void(ShardedParameter&)>& visit);
+  const std::vector<ShardedParameter*>& parameters() const { return all_; }
 
-  void before_forward();
-  void backward(const at::Tensor& loss, bool last);
+  // A stage is what the passes of a pipeline compute; FullyShard has the one stage 0 with all
+  // units. The root is whole in a window, and with reshard_after_forward = false blocks are, too.
+  void add_stage(int stage, const std::vector<at::Tensor>& parameters);
+  void begin_window();
+  void end_window();
+
+  void before_forward(int stage = 0);
+  // `walk` runs the backward, or nothing.
+  void backward(const std::function<void()>& walk, bool last, int stage = 0);
   std::shared_ptr<void> gathered();
   void free_all();
   // Whether gradients of this rank alone wait for the last backward.
@@ -59,7 +90,17 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
     std::shared_ptr<torch::nn::Module> module;
     nn::Block* block = nullptr;
   };
-  void make_units(const torch::nn::Module& module);
+  struct Stage {
+    std::vector<bool> units;         // that it has
+    std::vector<std::size_t> order;  // of blocks in its last forward
+  };
+  void make_units(const torch::nn::Module& module, const Holders& holders);
+  ShardedParameter make_absent(const ModelParameter& p) const;
+  void list_parameters(const Holders& holders);
+  void gather_absent();
+  void free_absent();
+  void free_pass();
+  void verify_shared();
   std::string describe(const torch::nn::Module& module) const;
   bool divides() const { return shard_.size() > 1; }
   bool held() const { return !held_.expired(); }
@@ -76,18 +117,25 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   Mesh mesh_;
   World& shard_;
   World& data_;
+  World& line_;
+  bool of_pipeline_;
   FullyShardOptions options_;
   ModelTensors model_;
   std::vector<ShardUnit> units_;  // the root is the last
   std::vector<Used> blocks_;      // of the units before it
+  std::vector<ShardedParameter> absent_;
+  std::vector<ShardedParameter*> all_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
-  std::vector<std::size_t> order_;      // of blocks in the last forward
+  std::map<int, Stage> stages_;
+  Stage* stage_ = nullptr;              // that of the pass
   std::vector<bool> reduced_;           // in this backward
   std::optional<std::size_t> pending_;  // the unit whose gradients are under way
   std::weak_ptr<void> held_;
   bool alone_;  // nobody else has gradients
   bool local_;  // .grad has whole gradients of this rank alone
+  bool in_window_ = false;
   bool in_backward_ = false;
+  bool absent_here_ = true;  // what other stages hold
   bool failed_ = false;
   bool last_ = true;
 };

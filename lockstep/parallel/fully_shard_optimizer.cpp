@@ -1,5 +1,5 @@
-// The optimizer of a FullyShard: steps the rows that this rank holds, and whole tensors for rules
-// that need them.
+// The optimizer of a FullyShard and of a Pipeline: steps the rows that this rank holds of what its
+// stages have, and whole tensors for rules that need them.
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
@@ -41,6 +41,8 @@ class FullyShardOptimizer final : public optim::Optimizer {
 
  private:
   World& shard() const { return model_->shard(); }
+  World& line() const { return model_->line(); }
+  bool divides() const { return shard().size() > 1 || line().size() > 1; }
   void deal_whole_tensors();
   void make_parts(const std::vector<optim::ParamGroup>& groups);
   bool holds_rows(const Member& m) const;
@@ -57,7 +59,7 @@ class FullyShardOptimizer final : public optim::Optimizer {
                            const TensorDict& mine) const;
 
   std::shared_ptr<FullyShardImpl> model_;
-  std::vector<Member> members_;  // in the order of the units
+  std::vector<Member> members_;  // of all ranks, in the module's order
   std::unique_ptr<optim::Optimizer> rows_;
   std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
 };
@@ -71,17 +73,17 @@ FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
   for (std::size_t g = 0; g < groups.size(); ++g)
     for (const at::Tensor& param : groups[g].params)
       if (group_of.emplace(param.unsafeGetTensorImpl(), g).first->second != g)
-        throw UsageError(kFullyShard,
+        throw UsageError(model_->component(),
                          "a parameter of shape [{}] is in two groups. Put it into one.",
                          fmt::join(param.sizes(), ", "));
-  model_->each_parameter([&](ShardedParameter& p) {
-    const auto found = group_of.find(p.tensor.unsafeGetTensorImpl());
-    if (found != group_of.end()) members_.push_back({&p, found->second});
-  });
+  for (ShardedParameter* const p : model_->parameters()) {
+    const auto found = group_of.find(p->tensor.unsafeGetTensorImpl());
+    if (found != group_of.end()) members_.push_back({p, found->second});
+  }
   if (members_.size() != group_of.size())
-    throw UsageError(kFullyShard,
-                     "{} of {} parameters in the groups are not the sharded model's. Take them "
-                     "from the module that FullyShard was made with.",
+    throw UsageError(model_->component(),
+                     "{} of {} parameters in the groups are not the divided model's. Take them "
+                     "from the module that it was made with.",
                      group_of.size() - members_.size(), group_of.size());
   deal_whole_tensors();
   make_parts(groups);
@@ -95,7 +97,7 @@ void FullyShardOptimizer::deal_whole_tensors() {
   std::vector<double> costs;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     const optim::Rule& rule = Optimizer::options(members_[i].group);
-    if (rule->granularity() != optim::Granularity::kTensors) continue;
+    if (members_[i].p->absent || rule->granularity() != optim::Granularity::kTensors) continue;
     dealt.push_back(i);
     sizes.push_back(members_[i].p->tensor.numel());
     costs.push_back(rule->cost(members_[i].p->tensor.sizes()));
@@ -115,7 +117,7 @@ void FullyShardOptimizer::deal_whole_tensors() {
 }
 
 bool FullyShardOptimizer::holds_rows(const Member& m) const {
-  return m.owner < 0 && (m.p->shard.numel() > 0 || m.p->tensor.numel() == 0);
+  return m.owner < 0 && !m.p->absent && (m.p->shard.numel() > 0 || m.p->tensor.numel() == 0);
 }
 
 bool FullyShardOptimizer::steps_here(const Member& m) const {
@@ -147,35 +149,39 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 // What backward has left in .grad of the model's parameters: this rank's rows of the average.
 void FullyShardOptimizer::take_gradients() {
   if (model_->failed())
-    throw UsageError(kFullyShard,
+    throw UsageError(model_->component(),
                      "step() came after a backward that failed, so that gradients are incomplete. "
                      "Call zero_grad() and run the passes of the step again.");
   if (model_->unreduced())
-    throw UsageError(kFullyShard,
+    throw UsageError(model_->component(),
                      "step() found gradients of this rank alone. Call the last backward() before a "
                      "step with last = true, and zero_grad() where there is none.");
-  for (Member& m : members_) {
-    m.p->shard.set_requires_grad(m.p->tensor.requires_grad());
-    m.p->shard.mutable_grad() = m.p->tensor.grad();
-  }
+  model_->each_parameter([](ShardedParameter& p) {
+    p.shard.set_requires_grad(p.tensor.requires_grad());
+    p.shard.mutable_grad() = p.tensor.grad();
+  });
 }
 
-// The norm of all gradients, on their device. Ranks along "data" have the same ones.
+// The norm of all gradients, on their device. Ranks along "data" have the same ones, and so have
+// stages of a weight that they share, which counts once.
 at::Tensor FullyShardOptimizer::norm() const {
   const c10::Device device = members_.empty() ? c10::kCPU : members_[0].p->tensor.device();
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
   for (const Member& m : members_) {
+    if (m.p->holders[0] != line().rank()) continue;
     const at::Tensor& grad = m.p->shard.grad();
     if (!grad.defined() || grad.numel() == 0) continue;
     squares +=
         at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
   }
-  if (shard().size() > 1) shard().all_reduce(squares).wait();
+  for (World* const ranks : {&shard(), &line()})
+    if (ranks->size() > 1) ranks->all_reduce(squares).wait();
   return squares.sqrt().reshape({});
 }
 
 void FullyShardOptimizer::scale(const at::Tensor& factor) {
   for (const Member& m : members_) {
+    if (m.p->absent) continue;
     at::Tensor grad = m.p->shard.grad();
     if (grad.defined()) grad.mul_(factor.to(grad.device(), grad.scalar_type()));
   }
@@ -193,7 +199,8 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
                     .step = [this](const optim::StepOptions& of_parts) { step_parts(of_parts); }});
   // A graph that was kept across the step must not be walked with the new values.
   for (const Member& m : members_)
-    if (m.p->shard.grad().defined()) m.p->tensor.unsafeGetTensorImpl()->bump_version();
+    if (!m.p->absent && m.p->shard.grad().defined())
+      m.p->tensor.unsafeGetTensorImpl()->bump_version();
   model_->free_all();
   return result;
 }
@@ -249,7 +256,7 @@ void FullyShardOptimizer::scatter_whole(const Member& m) const {
 }
 
 void FullyShardOptimizer::zero_grad() {
-  for (const Member& m : members_) m.p->shard.mutable_grad() = at::Tensor();
+  model_->each_parameter([](ShardedParameter& p) { p.shard.mutable_grad() = at::Tensor(); });
   model_->forget_gradients();
 }
 
@@ -262,10 +269,10 @@ at::Tensor FullyShardOptimizer::steps_taken(const TensorDict& mine) const {
     const auto found = mine.find(members_[i].p->name + ".step");
     if (found != mine.end()) steps[static_cast<std::int64_t>(i)] = found->second.item<double>();
   }
-  if (shard().size() > 1) {
-    steps = steps.to(shard().device());
-    shard().all_reduce(steps, ReduceOp::kMax).wait();
-  }
+  if (!divides()) return steps;
+  steps = steps.to(shard().device());
+  for (World* const ranks : {&shard(), &line()})
+    if (ranks->size() > 1) ranks->all_reduce(steps, ReduceOp::kMax).wait();
   return steps.cpu();
 }
 
@@ -275,25 +282,28 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
   const at::TensorOptions options =
       like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
   const auto found = mine.find(m.p->name + "." + spec.name);
-  if (m.owner < 0 && shard().size() > 1) {
+  at::Tensor whole;
+  if (m.owner < 0 && shard().size() > 1 && !m.p->absent) {
     const at::Tensor rows = found != mine.end() ? found->second.to(options).reshape({-1})
                                                 : at::zeros({m.p->shard.numel()}, options);
-    return at::cat(shard().all_gather_v(rows)).view(like.sizes());
+    whole = at::cat(shard().all_gather_v(rows)).view(like.sizes());
+  } else {
+    whole = found != mine.end() ? found->second.to(options).contiguous()
+                                : at::zeros(spec.sizes, options);
+    if (m.owner >= 0) shard().broadcast(whole, m.owner).wait();
   }
-  at::Tensor whole =
-      found != mine.end() ? found->second.to(options).contiguous() : at::zeros(spec.sizes, options);
-  if (m.owner >= 0) shard().broadcast(whole, m.owner).wait();
+  if (line().size() > 1) line().broadcast(whole, m.p->holders[0]).wait();
   return whole;
 }
 
-// What this rank holds: its rows, or all of what it steps whole.
+// What this rank holds: its rows, or all of what it steps whole. Other stages' is empty.
 at::Tensor FullyShardOptimizer::divided_state(const Member& m, const optim::StateSpec& spec,
                                               const TensorDict& mine) const {
   const at::Tensor& like = m.p->tensor;
   const at::TensorOptions options =
       like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
   const auto found = mine.find(m.p->name + "." + spec.name);
-  const std::int64_t missing = m.owner < 0 ? m.p->shard.numel() : 0;
+  const std::int64_t missing = m.owner < 0 && !m.p->absent ? m.p->shard.numel() : 0;
   at::Tensor values =
       found != mine.end() ? found->second.to(options).reshape({-1}) : at::zeros({missing}, options);
   const std::int64_t begin = m.owner < 0 ? m.p->rows->begin : 0;
@@ -312,7 +322,7 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
     const auto taken = steps[static_cast<std::int64_t>(i)].item<double>();
     if (taken < 0) continue;
     for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->tensor.sizes())) {
-      if (options.divided && shard().size() > 1) {
+      if (options.divided && divides()) {
         all[m.p->name + "." + spec.name] = divided_state(m, spec, mine);
         continue;
       }
@@ -330,7 +340,7 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
 
 // The same checks on every rank, also of what it does not hold, so that all refuse or none.
 void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
-  optim::detail::StateReader reader(kFullyShard, state);
+  optim::detail::StateReader reader(model_->component(), state);
   TensorDict rows, tensors;
   for (const Member& m : members_) {
     const std::string& name = m.p->name;

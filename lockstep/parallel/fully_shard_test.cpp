@@ -730,7 +730,7 @@ TEST_P(FullyShardTest, MeansWhatTheMeshMeans) {
                 HasSubstr("run by something else already"));
     const at::Tensor foreign = torch::ones({2}, torch::requires_grad());
     EXPECT_THAT(message_of<UsageError>([&] { rank.model.make_optimizer({{{foreign}, kAdamW}}); }),
-                HasSubstr("1 of 1 parameters in the groups are not the sharded model's"));
+                HasSubstr("1 of 1 parameters in the groups are not the divided model's"));
   });
 }
 

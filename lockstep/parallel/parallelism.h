@@ -13,6 +13,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -65,14 +66,15 @@ class Parallelism {
   // different ones at a time (Pipeline). backward() throws UsageError then. No collective.
   virtual bool takes_windows() const { return false; }
   // All passes before a step, after which every gradient is what the step needs. Returns their
-  // losses, without gradients, on every rank.
+  // losses, without gradients, on every rank. In no-grad mode (evaluation) there is no backward,
+  // and `weigh` is not called.
   virtual std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) {
     std::vector<at::Tensor> losses;
     for (const Pass& pass : passes) {
       before_forward();
       const at::Tensor loss = watch(pass.forward());
       losses.push_back(loss.detach());
-      backward(pass.weigh(loss), losses.size() == passes.size());
+      if (c10::GradMode::is_enabled()) backward(pass.weigh(loss), losses.size() == passes.size());
     }
     return losses;
   }

@@ -4,17 +4,14 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <sstream>
-#include <unordered_map>
+#include <optional>
 #include <utility>
 
-#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/nn/divided.h"
-#include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/finite_backward.h"
 #include "lockstep/parallel/pipeline_impl.h"
 
 namespace lockstep::parallel {
@@ -66,14 +63,23 @@ void wait_for(Work& work) {
 }
 
 // Runs this rank's steps. Of each stage and micro-batch that is under way it has the input, as a
-// leaf of the graph, and the output.
+// leaf of the graph, and the output; without gradients until the output has gone on.
 class WindowRun {
  public:
   WindowRun(PipelineImpl& model, const std::vector<PipelineImpl::Pass>& passes)
-      : model_(model), passes_(passes), line_(model.line()), losses_(passes.size()) {}
+      : model_(model),
+        passes_(passes),
+        line_(model.line()),
+        trains_(at::GradMode::is_enabled()),
+        losses_(passes.size()) {}
 
   void run(const std::vector<PipelineStep>& steps) {
-    for (const PipelineStep& step : steps) run(step);
+    const auto is_backward = [](const PipelineStep& step) { return step.kind == Kind::kBackward; };
+    auto backwards = std::ranges::count_if(steps, is_backward);
+    for (const PipelineStep& step : steps) {
+      last_backward_ = is_backward(step) && --backwards == 0;
+      run(step);
+    }
     for (Work& send : sends_) wait_for(send);
   }
 
@@ -94,6 +100,7 @@ class WindowRun {
   struct Flight {
     at::Tensor input, output, output_gradient, input_gradient;
     Work input_arrives, gradient_arrives;
+    bool adds_nothing = false;  // a micro-batch without targets
   };
 
   void run(const PipelineStep& step) {
@@ -127,18 +134,29 @@ class WindowRun {
       here.input.set_requires_grad(model_.border(step.stage - 1, pass(step).sizes)->needs_gradient);
     const ledger::PhaseScope phase(ledger::Phase::kForward);
     const StageScope scope(model_.module(), model_.stage(step.stage, here.input));
+    model_.shards()->before_forward(step.stage);
     here.output = pass(step).forward();
     if (is_last(step.stage)) {
-      if (here.output.numel() != 1)
-        throw UsageError(kPipeline,
-                         "the loss has {} elements. It must be the mean over the micro-batch.",
-                         here.output.numel());
-      losses_[static_cast<std::size_t>(step.micro_batch)] = here.output.detach();
-      here.output = pass(step).weigh(here.output);
+      take_loss(step);
     } else {
       settle_border(step);
       if (line_.size() == 1) flight(step.stage + 1, step.micro_batch).input = here.output.detach();
     }
+    if (!trains_ && (is_last(step.stage) || line_.size() == 1))
+      flights_.erase({step.stage, step.micro_batch});
+  }
+
+  void take_loss(const PipelineStep& step) {
+    Flight& here = flight(step);
+    if (here.output.numel() != 1)
+      throw UsageError(kPipeline,
+                       "the loss has {} elements. It must be the mean over the micro-batch.",
+                       here.output.numel());
+    losses_[static_cast<std::size_t>(step.micro_batch)] = here.output.detach();
+    if (!trains_) return;
+    const at::Tensor weighed = pass(step).weigh(here.output);
+    here.adds_nothing = !weighed.defined();
+    here.output = here.adds_nothing ? here.output * 0.0 : weighed;
   }
 
   // The first output for samples of a size says what the next stage has to expect.
@@ -164,16 +182,20 @@ class WindowRun {
     Flight& here = flight(step);
     wait_for(here.gradient_arrives);
     const ledger::PhaseScope phase(ledger::Phase::kBackward);
-    if (is_last(step.stage)) {
-      if (here.output.defined()) here.output.backward();
-    } else if (here.output.requires_grad()) {
-      torch::autograd::backward({here.output}, {here.output_gradient});
-    }
+    // Ranks along "shard" walk it together, so that one without targets walks it, too.
+    model_.shards()->backward(
+        [&] {
+          std::optional<FiniteBackward> finite;
+          if (here.adds_nothing) finite.emplace(here.output);
+          if (here.output.requires_grad())
+            torch::autograd::backward({here.output}, {here.output_gradient});
+        },
+        last_backward_, step.stage);
     Flight done = std::move(here);
     flights_.erase({step.stage, step.micro_batch});
     if (step.stage == 0 || !done.input.requires_grad()) return;
     at::Tensor gradient = done.input.grad();
-    // A micro-batch without targets, or a stage that does not use its input.
+    // A stage that does not use its input.
     if (!gradient.defined()) gradient = at::zeros_like(done.input);
     if (line_.size() == 1)
       flight(step.stage - 1, step.micro_batch).output_gradient = gradient;
@@ -186,6 +208,7 @@ class WindowRun {
     if (new_border_)
       send(to_header(*model_.border(step.stage, pass(step).sizes), line_.device()), step.peer);
     send(output, step.peer);
+    if (!trains_) flights_.erase({step.stage, step.micro_batch});
   }
 
   void receive_input(const PipelineStep& step) {
@@ -225,6 +248,8 @@ class WindowRun {
   PipelineImpl& model_;
   const std::vector<PipelineImpl::Pass>& passes_;
   World& line_;
+  bool trains_;
+  bool last_backward_ = false;  // of this rank in the window
   std::vector<at::Tensor> losses_;
   std::map<std::pair<int, int>, Flight> flights_;  // by stage and micro-batch
   std::vector<Work> sends_;
@@ -245,25 +270,21 @@ PipelineImpl::PipelineImpl(torch::nn::Module& module, Mesh mesh, PipelineOptions
   const auto refusal = refusal_of([&] { check(module); });
   const auto other = find_other_line(
       mesh_.world(), {.component = kPipeline, .what = "this module", .refusal = refusal},
-      describe());
+      describe(module));
   if (other)
     throw UsageError(kPipeline,
                      "rank {} has '{}', but rank 0 has '{}'. Ranks hold stages of one model. Build "
                      "the same one, with the same options, on every rank.",
                      other->rank, other->here, other->first);
   model_.broadcast(mesh_.world(), 0);
-  const at::NoGradGuard no_grad;
-  for (StagedParameter& p : parameters_) {
-    if (p.mine) continue;
-    own_memory(p.tensor);
-    p.freed = nn::storage_that_throws(
-        p.tensor.nbytes(), p.tensor.device(),
-        fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. "
-                    "Run forward and backward by run_window() or Accumulation, and hold "
-                    "gathered() while you use parameters.",
-                    kPipeline, p.name));
-  }
-  free_others();
+  buffers_ = buffers_of(module);
+  buffers_agreed_ = model_.buffer_fingerprints().values;
+  // One rank along "shard": gradients are averaged once, in the order of data parallelism.
+  FullyShardOptions sharding = options_.shard;
+  sharding.reduce_every_backward &= mesh_.size("shard") > 1;
+  shards_ = std::make_shared<FullyShardImpl>(module, mesh_, sharding, holders_);
+  for (const auto& [index, tensors] : stage_tensors_) shards_->add_stage(index, tensors);
+  shards_->install();
 }
 
 void PipelineImpl::check(torch::nn::Module& module) {
@@ -272,11 +293,12 @@ void PipelineImpl::check(torch::nn::Module& module) {
                      "the module {} cannot be computed in stages. Derive it from nn::Staged "
                      "(lockstep/nn/staged.h), as the bundled language models are.",
                      module.name());
-  if (mesh_.size("shard") > 1 || mesh_.size("tensor") > 1)
+  if (mesh_.size("tensor") > 1)
     throw UsageError(kPipeline,
-                     "the mesh ({}) has ranks along axes other than 'data' and 'pipeline'. Leave "
-                     "them out.",
+                     "the mesh ({}) has ranks along 'tensor'. Leave them out: stages are copied "
+                     "along 'data' and divided along 'shard'.",
                      mesh_.text());
+  check_blocks(module, mesh_, kPipeline);
   const bool interleaves = options_.schedule == PipelineSchedule::kInterleaved1F1B;
   if (options_.stages_per_rank < 1 || (options_.stages_per_rank > 1 && !interleaves))
     throw UsageError(kPipeline,
@@ -293,23 +315,20 @@ void PipelineImpl::check(torch::nn::Module& module) {
                      interleaves ? ", fewer stages_per_rank, or the schedule 1F1B" : "");
   model_ = ModelTensors(parameters_of(module), buffers_of(module), {});
   begins_ = split_blocks(blocks, stages());
-  assign_parts(parts);
+  holders_ = assign_parts(parts);
 }
 
-void PipelineImpl::assign_parts(const nn::Staged::Parts& parts) {
-  std::unordered_map<at::TensorImpl*, std::size_t> index;
-  for (const ModelParameter& p : model_.parameters()) {
-    index.emplace(p.tensor.unsafeGetTensorImpl(), parameters_.size());
-    parameters_.push_back({.name = p.name, .tensor = p.tensor});
-  }
+Holders PipelineImpl::assign_parts(const nn::Staged::Parts& parts) {
+  Holders holders;
   const auto give = [&](const std::vector<at::Tensor>& tensors, int stage) {
+    const int rank = stage % line_.size();
     for (const at::Tensor& tensor : tensors) {
-      const auto found = index.find(tensor.unsafeGetTensorImpl());
-      if (found == index.end()) continue;  // a buffer
-      std::vector<int>& holders = parameters_[found->second].holders;
-      const int rank = stage % line_.size();
-      if (std::ranges::find(holders, rank) == holders.end()) holders.push_back(rank);
+      std::vector<int>& held = holders[tensor.unsafeGetTensorImpl()];
+      if (std::ranges::find(held, rank) == held.end()) held.push_back(rank);
     }
+    if (rank != line_.rank()) return;
+    std::vector<at::Tensor>& own = stage_tensors_[stage];
+    own.insert(own.end(), tensors.begin(), tensors.end());
   };
   give(parts.first, 0);
   for (int stage = 0; stage < stages(); ++stage)
@@ -317,43 +336,33 @@ void PipelineImpl::assign_parts(const nn::Staged::Parts& parts) {
          i < begins_[static_cast<std::size_t>(stage) + 1]; ++i)
       give(parts.blocks[static_cast<std::size_t>(i)], stage);
   give(parts.last, stages() - 1);
-  for (StagedParameter& p : parameters_) {
-    if (p.holders.empty())
+  for (auto& [tensor, held] : holders) std::ranges::sort(held);
+  for (const ModelParameter& p : model_.parameters())
+    if (!holders.contains(p.tensor.unsafeGetTensorImpl()))
       throw UsageError(kPipeline,
                        "parameter '{}' is in none of the module's parts(). Name what computes with "
                        "it: first, a block, or last.",
                        p.name);
-    std::ranges::sort(p.holders);
-    p.mine = std::ranges::find(p.holders, line_.rank()) != p.holders.end();
-  }
+  return holders;
 }
 
-std::string PipelineImpl::describe() const {
-  std::string text = fmt::format("schedule: {}\nstages_per_rank: {}\n", name(options_.schedule),
-                                 options_.stages_per_rank);
-  for (const StagedParameter& p : parameters_)
-    text += fmt::format("{}: {}, shape [{}]{}, rank {}\n", p.name,
-                        c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
-                        p.tensor.requires_grad() ? "" : ", frozen", fmt::join(p.holders, " and "));
-  return text + model_.describe_buffers();
-}
-
-// The hooks refuse functions that look at all gradients, such as clip_grad_norm_: a rank has those
-// of its stages.
-void PipelineImpl::install() {
-  if (line_.size() == 1) return;
-  const std::weak_ptr<PipelineImpl> self = weak_from_this();
-  using Variables = std::vector<at::Tensor>;
-  for (const StagedParameter& p : parameters_) {
-    if (!p.mine || !p.tensor.requires_grad()) continue;
-    accumulators_.push_back(torch::autograd::impl::grad_accumulator(p.tensor));
-    accumulators_.back()->add_post_hook(std::make_unique<optim::GradientHook>(
-        [](const Variables& outputs, const Variables&) -> Variables { return outputs; },
-        [self] {
-          const auto alive = self.lock();
-          return alive && !alive->stepping;
-        }));
+std::string PipelineImpl::describe(const torch::nn::Module& module) const {
+  const FullyShardOptions& sharding = options_.shard;
+  std::string text = fmt::format(
+      "schedule: {}\nstages_per_rank: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\n",
+      name(options_.schedule), options_.stages_per_rank, sharding.reshard_after_forward,
+      sharding.reduce_every_backward);
+  for (const auto& type : {sharding.param_dtype, sharding.reduce_dtype})
+    text += fmt::format("travels as: {}\n", type ? c10::toString(*type) : "its own type");
+  for (const ModelParameter& p : model_.parameters()) {
+    const auto held = holders_.find(p.tensor.unsafeGetTensorImpl());
+    if (held == holders_.end()) break;  // it was refused
+    text +=
+        fmt::format("{}: {}, shape [{}]{}, rank {}\n", p.name,
+                    c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
+                    p.tensor.requires_grad() ? "" : ", frozen", fmt::join(held->second, " and "));
   }
+  return text + model_.describe_buffers() + describe_prepared(module);
 }
 
 nn::Staged::Stage PipelineImpl::stage(int index, at::Tensor input) const {
@@ -366,45 +375,12 @@ nn::Staged::Stage PipelineImpl::stage(int index, at::Tensor input) const {
 }
 
 const Border* PipelineImpl::border(int index, const std::vector<std::int64_t>& sizes) const {
-  const auto found = borders_.find({index, sizes});
+  const auto found = borders_.find({index, at::GradMode::is_enabled(), sizes});
   return found == borders_.end() ? nullptr : &found->second;
 }
 
 void PipelineImpl::agree(int index, const std::vector<std::int64_t>& sizes, Border border) {
-  borders_.insert_or_assign({index, sizes}, std::move(border));
-}
-
-// ---------------------------------------------------------------- memory
-
-void PipelineImpl::free_others() {
-  if (!std::exchange(whole_, false)) return;
-  for (const StagedParameter& p : parameters_)
-    if (!p.mine) p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(p.freed);
-}
-
-void PipelineImpl::gather_others() {
-  if (std::exchange(whole_, true)) return;
-  const at::NoGradGuard no_grad;
-  std::vector<std::vector<at::Tensor>> from(static_cast<std::size_t>(line_.size()));
-  for (const StagedParameter& p : parameters_) {
-    if (!p.mine)
-      p.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
-          at::empty(p.tensor.sizes(), p.tensor.options()).storage());
-    // A copy of a weight that stages share stays as it is, so that verify_parameters() sees it.
-    const bool copy = p.mine && p.holders[0] != line_.rank();
-    from[static_cast<std::size_t>(p.holders[0])].push_back(copy ? at::empty_like(p.tensor)
-                                                                : p.tensor.detach());
-  }
-  for (int rank = 0; rank < line_.size(); ++rank)
-    if (!from[static_cast<std::size_t>(rank)].empty())
-      broadcast_coalesced(line_, from[static_cast<std::size_t>(rank)], rank);
-}
-
-std::shared_ptr<void> PipelineImpl::gathered() {
-  if (line_.size() > 1) gather_others();
-  std::shared_ptr<void> held = held_.lock();
-  if (!held) held_ = held = std::make_shared<int>();
-  return held;
+  borders_.insert_or_assign({index, at::GradMode::is_enabled(), sizes}, std::move(border));
 }
 
 // ---------------------------------------------------------------- a window's passes and its end
@@ -412,19 +388,12 @@ std::shared_ptr<void> PipelineImpl::gathered() {
 std::vector<at::Tensor> PipelineImpl::run_window(const std::vector<Pass>& passes) {
   if (passes.empty())
     throw UsageError(kPipeline, "a window without micro-batches. Give run_window() at least one.");
-  if (held_.expired()) free_others();
-  const auto found = programs_.find(passes.size());
-  if (found == programs_.end()) {
-    auto programs =
-        pipeline_programs(options_.schedule, {.ranks = line_.size(),
-                                              .stages_per_rank = options_.stages_per_rank,
-                                              .micro_batches = static_cast<int>(passes.size())});
-    programs_[passes.size()] = std::move(programs[static_cast<std::size_t>(line_.rank())]);
-  }
+  const bool trains = at::GradMode::is_enabled();
   std::vector<at::Tensor> losses;
+  shards_->begin_window();
   try {
     WindowRun window(*this, passes);
-    window.run(programs_[passes.size()]);
+    window.run(program(passes.size()));
     losses = window.losses();
   } catch (const std::exception& error) {
     // The others wait for messages that will not come.
@@ -432,23 +401,44 @@ std::vector<at::Tensor> PipelineImpl::run_window(const std::vector<Pass>& passes
       line_.abort(fmt::format("stage {} failed: {}", line_.rank(), error.what()));
     throw;
   }
+  shards_->end_window();
+  if (!trains) return losses;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const at::NoGradGuard no_grad;
   add_shared_gradients();
-  average_gradients();
+  sync_buffers();
   return losses;
+}
+
+// Without gradients: the forwards, and their messages in the order that they have.
+const std::vector<PipelineStep>& PipelineImpl::program(std::size_t micro_batches) {
+  const bool trains = at::GradMode::is_enabled();
+  std::vector<PipelineStep>& steps = programs_[{micro_batches, trains}];
+  if (!steps.empty()) return steps;
+  auto all =
+      pipeline_programs(options_.schedule, {.ranks = line_.size(),
+                                            .stages_per_rank = options_.stages_per_rank,
+                                            .micro_batches = static_cast<int>(micro_batches)});
+  steps = std::move(all[static_cast<std::size_t>(line_.rank())]);
+  if (!trains)
+    std::erase_if(steps, [](const PipelineStep& step) {
+      return step.kind == Kind::kBackward || step.kind == Kind::kSendGradient ||
+             step.kind == Kind::kRecvGradient;
+    });
+  return steps;
 }
 
 // Every holder adds the gradients of all, in rank order, so that their copies stay the same.
 void PipelineImpl::add_shared_gradients() {
   std::vector<P2p> messages;
   std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>> sums;
-  for (const StagedParameter& p : parameters_) {
-    if (!p.mine || p.holders.size() == 1 || !p.tensor.requires_grad()) continue;
-    at::Tensor own = p.tensor.grad();
-    if (!own.defined()) own = at::zeros_like(p.tensor);
-    auto& terms = sums.emplace_back(p.tensor, std::vector<at::Tensor>{}).second;
-    for (const int holder : p.holders) {
+  for (const ShardedParameter* const p : shards_->parameters()) {
+    if (p->absent || p->holders.size() == 1 || !p->tensor.requires_grad()) continue;
+    if (p->shard.numel() == 0) continue;  // on all holders: they divide it alike
+    at::Tensor own = p->tensor.grad();
+    if (!own.defined()) own = at::zeros(p->shard.sizes(), p->shard.options().requires_grad(false));
+    auto& terms = sums.emplace_back(p->tensor, std::vector<at::Tensor>{}).second;
+    for (const int holder : p->holders) {
       const bool here = holder == line_.rank();
       terms.push_back(here ? own.contiguous() : at::empty_like(own, at::MemoryFormat::Contiguous));
       if (here) continue;
@@ -465,79 +455,39 @@ void PipelineImpl::add_shared_gradients() {
   }
 }
 
-// Over the ranks that hold copies of these stages, several parameters at a time. A parameter that
-// some of them did not use counts as zero there.
-void PipelineImpl::average_gradients() {
-  World& copies = mesh_.batch();
-  if (copies.size() == 1) return;
-  std::vector<at::Tensor> mine;
-  for (const StagedParameter& p : parameters_)
-    if (p.mine && p.tensor.requires_grad()) mine.push_back(p.tensor);
-  if (mine.empty()) return;
-  at::Tensor used = at::zeros({static_cast<std::int64_t>(mine.size())}, at::kFloat);
-  for (std::size_t i = 0; i < mine.size(); ++i)
-    used[static_cast<std::int64_t>(i)] = mine[i].grad().defined() ? 1 : 0;
-  used = used.to(copies.device());
-  copies.all_reduce(used, ReduceOp::kMax).wait();
-  used = used.cpu();
-  constexpr std::int64_t kElements = std::int64_t{1} << 23;
-  std::vector<at::Tensor> bucket;
-  std::int64_t elements = 0;
-  const auto reduce = [&] {
-    if (bucket.empty()) return;
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& grad : bucket) flat.push_back(grad.reshape({-1}));
-    const at::Tensor all = at::cat(flat);
-    copies.all_reduce(all, ReduceOp::kAvg).wait();
-    std::int64_t offset = 0;
-    for (const at::Tensor& grad : bucket) {
-      grad.copy_(all.narrow(0, offset, grad.numel()).view(grad.sizes()));
-      offset += grad.numel();
+// Along "data" and "shard" the first rank's count, as in data parallelism. Nobody says which stage
+// a buffer is of: it is of the one that has changed it.
+void PipelineImpl::sync_buffers() {
+  if (buffers_.empty()) return;
+  model_.broadcast_buffers(mesh_.batch(), 0);
+  if (line_.size() == 1) return;
+  const std::vector<std::uint64_t> now = model_.buffer_fingerprints().values;
+  const at::Tensor mine = at::zeros({static_cast<std::int64_t>(now.size()), 2}, at::kLong);
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    mine[static_cast<std::int64_t>(i)][0] = now[i] != buffers_agreed_[i];
+    mine[static_cast<std::int64_t>(i)][1] = static_cast<std::int64_t>(now[i]);
+  }
+  const std::vector<at::Tensor> all = line_.all_gather(mine.to(line_.device()));
+  std::map<int, std::vector<at::Tensor>> from;
+  for (std::size_t i = 0; i < now.size(); ++i) {
+    const auto at = static_cast<std::int64_t>(i);
+    std::vector<int> changed;
+    bool differ = false;
+    for (int rank = 0; rank < line_.size(); ++rank) {
+      const at::Tensor row = all[static_cast<std::size_t>(rank)][at].cpu();
+      if (row[0].item<std::int64_t>() == 0) continue;
+      changed.push_back(rank);
+      const auto value = static_cast<std::uint64_t>(row[1].item<std::int64_t>());
+      differ |= std::exchange(buffers_agreed_[i], value) != value && changed.size() > 1;
     }
-    bucket.clear();
-    elements = 0;
-  };
-  for (std::size_t i = 0; i < mine.size(); ++i) {
-    if (used[static_cast<std::int64_t>(i)].item<float>() == 0) continue;
-    at::Tensor& grad = mine[i].mutable_grad();
-    if (!grad.defined()) grad = at::zeros_like(mine[i]);
-    if (!bucket.empty() && bucket[0].scalar_type() != grad.scalar_type()) reduce();
-    bucket.push_back(grad);
-    elements += grad.numel();
-    if (elements >= kElements) reduce();
+    if (differ)
+      throw UsageError(kPipeline,
+                       "buffer '{}' was changed by the stages of {} to different values, so that "
+                       "nobody knows which to save. Let one block change it.",
+                       buffers_[i].name, show_ranks(changed));
+    if (!changed.empty()) from[changed[0]].push_back(buffers_[i].tensor);
   }
-  reduce();
-}
-
-void PipelineImpl::verify_parameters() {
-  Fingerprints mine;
-  for (const StagedParameter& p : parameters_)
-    if (p.mine) mine.add(p.name, p.tensor.detach());
-  if (mesh_.batch().size() > 1)
-    require_same(mesh_.batch(), kPipeline, "parameter", " along 'data'", mine);
-  // Every rank sends the fingerprints of what it shares, and compares with the first holder's.
-  std::string sent;
-  for (const StagedParameter& p : parameters_)
-    if (p.holders.size() > 1)
-      sent += fmt::format("{} ", p.mine ? fingerprint(p.tensor.detach()) : 0);
-  const std::vector<std::string> all = all_gather_bytes(line_, sent);
-  std::vector<std::istringstream> words(all.begin(), all.end());
-  std::string differs;
-  for (const StagedParameter& p : parameters_) {
-    if (p.holders.size() < 2) continue;
-    std::vector<std::uint64_t> values(all.size());
-    for (std::size_t rank = 0; rank < all.size(); ++rank) words[rank] >> values[rank];
-    for (const int holder : p.holders)
-      if (values[static_cast<std::size_t>(holder)] !=
-          values[static_cast<std::size_t>(p.holders[0])])
-        differs = p.name;
-  }
-  if (!differs.empty())
-    throw CommError(kPipeline,
-                    fmt::format("the copies of '{}', which stages share, differ. Something "
-                                "changed one of them outside the optimizer's step. Resume from a "
-                                "checkpoint.",
-                                differs));
+  for (const auto& [rank, tensors] : from) broadcast_coalesced(line_, tensors, rank);
 }
 
 void PipelineImpl::verify_buffers() {
@@ -551,25 +501,27 @@ void PipelineImpl::verify_buffers() {
 namespace lockstep {
 
 Pipeline::Pipeline(torch::nn::Module& module, Mesh mesh, PipelineOptions options)
-    : impl_(std::make_shared<parallel::PipelineImpl>(module, std::move(mesh), options)) {
-  impl_->install();
-}
+    : impl_(std::make_shared<parallel::PipelineImpl>(module, std::move(mesh), options)) {}
 
-Pipeline::~Pipeline() = default;
+Pipeline::~Pipeline() {
+  impl_->shards()->uninstall();
+}
 
 const Mesh& Pipeline::mesh() const {
   return impl_->mesh();
 }
 
 std::string Pipeline::text() const {
-  return fmt::format("in {} pipeline stage{} ({})", impl_->stages(),
-                     impl_->stages() == 1 ? "" : "s", parallel::name(impl_->options().schedule));
+  const int ranks = mesh().size("shard");
+  return fmt::format("in {} pipeline stage{} ({}){}", impl_->stages(),
+                     impl_->stages() == 1 ? "" : "s", parallel::name(impl_->options().schedule),
+                     ranks > 1 ? fmt::format(", fully sharded over {} ranks", ranks) : "");
 }
 
 std::unique_ptr<optim::Optimizer> Pipeline::make_optimizer(std::vector<optim::ParamGroup> groups,
                                                            bool sharded) {
   if (sharded) check_shardable();
-  return parallel::make_pipeline_optimizer(impl_, std::move(groups));
+  return parallel::make_fully_shard_optimizer(impl_->shards(), std::move(groups));
 }
 
 void Pipeline::check_shardable() const {
@@ -589,11 +541,15 @@ void Pipeline::backward(const at::Tensor&, bool) {
 }
 
 std::shared_ptr<void> Pipeline::gathered() {
-  return impl_->gathered();
+  return impl_->shards()->gathered();
+}
+
+bool Pipeline::divided() const {
+  return mesh().size("pipeline") > 1 || mesh().size("shard") > 1;
 }
 
 void Pipeline::verify_parameters() {
-  impl_->verify_parameters();
+  impl_->shards()->verify_parameters();
 }
 
 void Pipeline::verify_buffers() {
@@ -607,9 +563,34 @@ void Pipeline::set_bucket_cap_mb(std::optional<double>) {
 
 std::vector<std::string> Pipeline::parameter_names() const {
   std::vector<std::string> names;
-  for (const parallel::StagedParameter& p : impl_->parameters())
-    if (p.mine) names.push_back(p.name);
+  for (const parallel::ShardedParameter* const p : impl_->shards()->parameters())
+    if (!p->absent) names.push_back(p->name);
   return names;
+}
+
+PipelinedConstruction::PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options) {
+  const int ranks = mesh.size("pipeline");
+  const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
+  const int stages = ranks * (options.stages_per_rank == 0 ? interleaved : options.stages_per_rank);
+  nn::BlockObserver take;
+  // With fewer blocks than stages there is no pipeline: it says so.
+  if (blocks >= stages && mesh.world().size() > 1)
+    take = [mesh, ranks, begins = parallel::split_blocks(blocks, stages),
+            next = 0](torch::nn::Module& block) mutable {
+      if (next == begins.back())
+        throw UsageError(parallel::kPipeline,
+                         "the model has more blocks than the {} that PipelinedConstruction was "
+                         "made for. Give it their number.",
+                         next);
+      const auto after = std::ranges::upper_bound(begins, next++);
+      const auto stage = static_cast<int>(after - begins.begin()) - 1;
+      parallel::prepare_block(block, mesh, stage % ranks == mesh.rank("pipeline"));
+    };
+  before_ = nn::observe_blocks(std::move(take));
+}
+
+PipelinedConstruction::~PipelinedConstruction() {
+  nn::observe_blocks(std::move(before_));
 }
 
 }  // namespace lockstep

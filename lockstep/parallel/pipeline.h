@@ -20,11 +20,18 @@
 // (lockstep/nn/staged.h; the bundled language models are such). While the pipeline calls `loss`,
 // the model computes one stage, and the function returns what the next stage takes, or on the last
 // one the loss; CausalLm::loss() does. Ranks along "pipeline" see the same samples. Ranks along
-// "data" hold copies of a stage, whose gradients are averaged when a window ends.
+// "data" hold copies of a stage, whose gradients are averaged when a window ends. Ranks along
+// "shard" divide what their stage has by rows, as FullyShard does: a mesh of pipeline x data x
+// shard, as torchtitan's.
 //
 // Parameters keep their tensors and their names; those of other stages have no memory. Gradients
 // of a weight that two stages share are added up between them. With m micro-batches on p stages a
 // rank waits (p - 1) / (m + p - 1) of the time; interleaving v stages on a rank divides p - 1 by v.
+// Evaluation runs through the stages, by run_window() without gradients, and checkpoints are
+// written and read in parts. A model that is larger than one memory is split while it is made:
+//
+//   const PipelinedConstruction split(mesh, config.layers());
+//   const auto net = models::make_causal_lm(config);
 //
 // Refers to the module, which outlives it. Everything is a collective, unless it is said otherwise.
 // One thread.
@@ -37,6 +44,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/parallelism.h"
 #include "lockstep/parallel/pipeline_schedule.h"
 
@@ -49,13 +57,16 @@ class PipelineImpl;
 struct PipelineOptions {
   PipelineSchedule schedule = PipelineSchedule::k1F1B;
   int stages_per_rank = 0;  // 0: 2 with kInterleaved1F1B, otherwise 1
+  // With ranks along "shard". A block is gathered for each micro-batch; reshard_after_forward =
+  // false keeps those of a stage whole in a window.
+  FullyShardOptions shard{};
 };
 
 class Pipeline final : public Parallelism {
  public:
   // Rank 0's parameters and buffers go to the others, whose memory for other stages is freed.
   // UsageError on every rank for a module that is no nn::Staged or has fewer blocks than there are
-  // stages, a mesh with axes other than "data" and "pipeline", and modules that differ over ranks.
+  // stages, a mesh with ranks along "tensor", and modules that differ over ranks.
   Pipeline(torch::nn::Module& module, Mesh mesh, PipelineOptions options = {});
   ~Pipeline() override;
 
@@ -67,11 +78,14 @@ class Pipeline final : public Parallelism {
   void check_shardable() const override;
   bool takes_windows() const override { return true; }
   // The passes of all ranks along "pipeline" are of the same samples. An output of a stage has the
-  // same shape and type for all passes with the same Pass::sizes.
+  // same shape and type for all passes with the same Pass::sizes. A buffer that a forward has
+  // changed is brought from its stage to the others. In no-grad mode passes have no backward, and
+  // Pass::weigh is not called.
   std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) override;
   void backward(const at::Tensor& loss, bool last) override;  // UsageError
   // The next window frees what was gathered.
   std::shared_ptr<void> gathered() override;
+  bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
   void set_bucket_cap_mb(std::optional<double> mb) override;
@@ -80,6 +94,20 @@ class Pipeline final : public Parallelism {
 
  private:
   std::shared_ptr<parallel::PipelineImpl> impl_;
+};
+
+// While it exists, each block that this thread makes (nn::made) is moved to the world's device, and
+// freed where it is of another rank's stages, or divided along "shard" where that has several
+// ranks. `blocks` is how many there will be. Otherwise as ShardedConstruction.
+class PipelinedConstruction {
+ public:
+  PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options = {});
+  ~PipelinedConstruction();
+  PipelinedConstruction(const PipelinedConstruction&) = delete;
+  PipelinedConstruction& operator=(const PipelinedConstruction&) = delete;
+
+ private:
+  nn::BlockObserver before_;
 };
 
 }  // namespace lockstep

@@ -135,6 +135,14 @@ const char* name(PipelineSchedule schedule) {
   return "Interleaved1F1B";
 }
 
+PipelineSchedule schedule_named(const std::string& text) {
+  for (const PipelineSchedule each :
+       {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleaved1F1B})
+    if (text == name(each)) return each;
+  throw UsageError("pipeline", "'{}' is none of the schedules GPipe, 1F1B and Interleaved1F1B.",
+                   text);
+}
+
 std::vector<PipelineStep> compute_order(PipelineSchedule schedule, const PipelineShape& shape,
                                         int rank) {
   if (schedule == PipelineSchedule::kInterleaved1F1B) return interleaved(shape, rank);

@@ -36,6 +36,7 @@ namespace parallel {
 
 // "GPipe", "1F1B", "Interleaved1F1B", as torchtitan writes them.
 const char* name(PipelineSchedule schedule);
+PipelineSchedule schedule_named(const std::string& name);  // UsageError for another one
 
 // The forwards and backwards of a rank. Interleaved 1F1B takes micro-batches in rounds of about as
 // many as there are ranks. Where they do not fill whole rounds, as in an epoch's last window, the

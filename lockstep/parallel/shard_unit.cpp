@@ -193,6 +193,7 @@ void ShardUnit::lay_out(Flat& flat) {
     if (alone) {
       p.shard = alias_of(p.tensor.detach(), 0, p.tensor.sizes());
       p.padded = alias_of(p.tensor.detach(), 0, {p.tensor.numel()});
+      p.rows = c10::make_intrusive<nn::Rows>(p.padded, 0);
     } else {
       const std::int64_t rows = p.cut.count(rank);
       p.padded = alias_of(flat.shard, offset, {p.cut.padded()});

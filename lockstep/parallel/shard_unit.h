@@ -29,7 +29,9 @@
 
 namespace lockstep::parallel {
 
-inline constexpr const char* kFullyShard = "fully_shard";  // in errors
+// In errors.
+inline constexpr const char* kFullyShard = "fully_shard";
+inline constexpr const char* kPipeline = "pipeline";
 
 // How rows are divided over ranks: equally many each, fewer or none for the last ones.
 struct RowCut {
@@ -59,6 +61,10 @@ struct ShardedParameter {
   c10::Storage storage{};  // of `tensor` while it is whole
   c10::Storage freed{};    // and while it is not
   nn::RowsPtr rows{};      // what other code sees then
+  // The ranks along "pipeline" whose stages read it, in order; the first one's copy counts and is
+  // gathered. `absent`: this rank is none of them, and holds no rows.
+  std::vector<int> holders{0};
+  bool absent = false;
 };
 
 // The types in which parameters and gradients travel; unset: their own.

@@ -125,6 +125,8 @@ struct TrainingArguments {
   // FullyShard (fsdp_keys.h), instead of DistributedDataParallel.
   std::optional<std::string> fsdp{};  // "full_shard", "shard_grad_op", "hybrid_shard"
   std::shared_ptr<const Node> fsdp_config{};
+  // With torchtitan's name: ranks that divide a model; unset: all of a stage, or of a host.
+  std::optional<std::int64_t> data_parallel_shard_degree{};
 
   // Pipeline (lockstep/parallel/pipeline.h), with torchtitan's names; 1: the model is not split.
   std::int64_t pipeline_parallel_degree = 1;

@@ -228,6 +228,10 @@ class Checker {
     }
     if (a.pipeline_parallel_degree > 1) pipeline(plan);
     if (!plan.on) return;
+    if (plan.hybrid && a.data_parallel_shard_degree)
+      add({"fsdp", "data_parallel_shard_degree"},
+          "hybrid_shard divides the model over the ranks of a host, and data_parallel_shard_degree "
+          "says another number. Write full_shard, or delete data_parallel_shard_degree.");
     if (a.shard_optimizer == "true")
       add({"fsdp", "shard_optimizer"},
           "fsdp divides the optimizer's state with the parameters. Delete shard_optimizer.");
@@ -242,14 +246,10 @@ class Checker {
   void pipeline(const FsdpPlan& plan) {
     const TrainingArguments& a = arguments_;
     constexpr const char* kKey = "pipeline_parallel_degree";
-    if (plan.on)
-      add({kKey, "fsdp"},
-          "pipeline_parallel_degree splits the model by blocks, and fsdp every parameter. Keep "
-          "one.");
-    if (a.shard_optimizer == "true")
+    if (a.shard_optimizer == "true" && !plan.on)
       add({kKey, "shard_optimizer"},
           "each stage of a pipeline has its optimizer's state. Delete shard_optimizer.");
-    if (a.tune)
+    if (a.tune && !plan.on)
       add({kKey, "tune"}, "a pipeline has no buckets whose size could be measured. Delete tune.");
     if (a.auto_find_batch_size || a.elastic_gpu)
       add({kKey, a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size"},
@@ -418,7 +418,8 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"warmup_steps", a.lr_scheduler_type == "constant",
        "lr_scheduler_type is constant (constant_with_warmup has one)"},
       {"ignore_data_skip", !resumes, "resume_from_checkpoint is unset"},
-      {"fsdp_config", !a.fsdp || a.fsdp->empty(), "fsdp is unset"},
+      {"fsdp_config", !fully, "fsdp is unset"},
+      {"data_parallel_shard_degree", !fully, "fsdp is unset"},
       {"pipeline_parallel_schedule", !stages, "pipeline_parallel_degree is 1"},
       {"ddp_find_unused_parameters", fully || stages, why},
       {"ddp_bucket_cap_mb", fully || stages, why},

@@ -385,6 +385,13 @@ constexpr KeySpec kKeys[] = {
      .help = "a map: version (2), reshard_after_forward, activation_checkpointing, "
              "transformer_layer_cls_to_wrap, mixed_precision_policy",
      .unset = "as fsdp says"},
+    {.name = "data_parallel_shard_degree",
+     .member = &A::data_parallel_shard_degree,
+     .help =
+         "ranks over which fsdp divides the model; the others hold copies and see other samples",
+     .check = &kCount,
+     .unset = "all ranks that hold the same stage",
+     .ours = true},
     {.name = "pipeline_parallel_degree",
      .member = &A::pipeline_parallel_degree,
      .help = "ranks that hold a stage of the model each; gradient_accumulation_steps are the "

@@ -244,7 +244,8 @@ SaveOutcome write_divided(const Mesh& mesh, CheckpointContents contents,
   if (failed->error_number != ENOSPC && failed->error_number != EDQUOT)
     throw Error("checkpoint", fmt::format("rank {} could not save {}: {}", failed->rank,
                                           outcome.path, failed->text));
-  outcome.alert = fmt::format("{} {} was not saved", failed->text, outcome.path);
+  outcome.alert =
+      fmt::format("rank {}: {} {} was not saved", failed->rank, failed->text, outcome.path);
   return outcome;
 }
 

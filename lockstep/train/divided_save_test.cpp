@@ -7,9 +7,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,12 +22,14 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/manifest.h"
+#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/adafactor.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/disk_for_test.h"
 #include "lockstep/train/save_resume.h"
@@ -30,6 +37,7 @@
 namespace lockstep::train {
 namespace {
 
+using ::testing::AllOf;
 using testing::Count;
 using testing::CountingAllocator;
 using ::testing::HasSubstr;
@@ -207,6 +215,83 @@ TEST_P(DividedSave, AFullOrBrokenDiskIsSaidOnEveryRank) {
       mesh.world().barrier();
     });
   }
+}
+
+// ---------------------------------------------------------------- faults of one rank
+
+// Ranks as processes, each with a disk of its own; the folder is one.
+constexpr const char* kFolder = "LOCKSTEP_TEST_FOLDER";
+
+std::vector<testing::RankResult> on_processes(
+    const io::TemporaryDirectory& folder,
+    const std::function<void(const Mesh&, const std::string& folder)>& body,
+    const std::function<void(testing::RunningRanks&)>& meanwhile = {}) {
+  return testing::run_processes(
+      3, [&](World& world) { body(Mesh(world, {{"shard", 3}}), std::getenv(kFolder)); },
+      {.env = {{kFolder, folder.path()}}, .meanwhile = meanwhile});
+}
+
+TEST(DividedSaveFaults, AFullOrBrokenDiskOfOneRankIsSaidOnEveryRank) {
+  for (const int error : {ENOSPC, EIO}) {
+    const io::TemporaryDirectory place;
+    const auto ranks = on_processes(place, [&](const Mesh& mesh, const std::string& folder) {
+      Rank run(mesh, kAdamW);
+      save_checkpoint(folder, mesh, run.parts, {.step = 1});
+      disk().error = error;
+      if (mesh.world().rank() == 2) disk().fails_for = "/checkpoint-2.";
+      EXPECT_THAT(
+          io::message_of<Error>([&] { save_checkpoint(folder, mesh, run.parts, {.step = 2}); }),
+          AllOf(HasSubstr("rank 2"), HasSubstr("checkpoint-2"), HasSubstr(std::strerror(error))));
+      disk().fails_for = nullptr;
+      mesh.world().barrier();
+      EXPECT_EQ(io::newest_valid(folder, "checkpoint-").step, 1);
+      mesh.world().barrier();
+      save_checkpoint(folder, mesh, run.parts, {.step = 3});
+      EXPECT_EQ(io::newest_valid(folder, "checkpoint-").step, 3);
+    });
+    for (const auto& rank : ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
+  }
+}
+
+// A rank that is killed while the others write, or wait for it to have written.
+TEST(DividedSaveFaults, ARankThatIsKilledInASaveLeavesTheOlderCheckpoint) {
+  const io::TemporaryDirectory place;
+  const auto ranks = on_processes(
+      place,
+      [](const Mesh& mesh, const std::string& folder) {
+        Rank run(mesh, kAdamW);
+        run.step();
+        save_checkpoint(folder, mesh, run.parts, {.step = 1});
+        disk().slow_ms = 600'000;
+        if (mesh.world().rank() == 1) {
+          disk().slow_for = "/checkpoint-2.";
+          std::thread([] {  // the disk clears it when the file is there and its fsync has begun
+            while (disk().slow_for != nullptr) std::this_thread::yield();
+            std::cout << "writes" << std::endl;
+          })
+              .detach();
+        }
+        save_checkpoint(folder, mesh, run.parts, {.step = 2});
+      },
+      [](testing::RunningRanks& running) {
+        ASSERT_TRUE(running.wait_for(1, "writes"));
+        running.kill(1, SIGKILL);
+      });
+  EXPECT_EQ(ranks[1].signal, SIGKILL);
+  for (const int other : {0, 2}) {
+    EXPECT_EQ(ranks[other].exit_code, 1) << ranks[other].output;
+    EXPECT_THAT(ranks[other].output, HasSubstr("rank 1"));
+  }
+  EXPECT_EQ(io::newest_valid(place.path(), "checkpoint-").step, 1);
+  const auto again = on_processes(place, [](const Mesh& mesh, const std::string& folder) {
+    Rank run(mesh, kAdamW, /*value=*/3);
+    const auto resumed = resume(folder, mesh, run.parts);
+    ASSERT_TRUE(resumed.has_value());
+    EXPECT_EQ(resumed->step, 1);
+    save_checkpoint(folder, mesh, run.parts, {.step = 2});
+    EXPECT_TRUE(io::verify(folder + "/checkpoint-2").empty());
+  });
+  for (const auto& rank : again) EXPECT_EQ(rank.exit_code, 0) << rank.output;
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, DividedSave,

@@ -2,8 +2,10 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <sstream>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/nn/staged.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
@@ -42,27 +45,62 @@ data::Batch Evaluator::stand_in() const {
 Evaluator::Sums Evaluator::sum_up() {
   const auto zero = at::dtype(at::kDouble).device(run_.world.device());
   Sums sums{.counts = at::zeros({2}, zero), .totals = {{"loss", at::zeros({}, zero)}}};
-  const auto add = [&](const std::string& name, const at::Tensor& value) {
-    sums.totals.try_emplace(name, at::zeros({}, zero)).first->second +=
-        value.detach().to(zero).sum();
-  };
+  if (in_windows()) {
+    sum_up_windows(sums);
+    return sums;
+  }
   auto batches = loader_->epoch(0);
   for (std::int64_t i = 0; i < loader_->batches_per_epoch(); ++i) {
     if (const auto batch = batches.next()) {
-      const LossOutput result = run_.forward(*batch);
-      const auto tokens = static_cast<double>(batch->tokens);
-      // The mean over nothing is not a number, and neither is zero times that.
-      if (tokens > 0) add("loss", result.loss.to(at::kDouble) * tokens);
-      if (run_.task.totals)
-        for (const auto& [name, total] : run_.task.totals(*batch, result.output)) add(name, total);
-      sums.counts[0] += tokens;
-      sums.counts[1] += static_cast<double>(batch->samples());
+      add(sums, *batch, run_.forward(*batch));
     } else if (divided()) {
       run_.forward(stand_in());
     }
     if (control_.stop_heard()) break;
   }
   return sums;
+}
+
+void Evaluator::add(Sums& sums, const data::Batch& batch, const LossOutput& result) const {
+  const at::TensorOptions type = sums.counts.options();
+  const auto add_to = [&](const std::string& name, const at::Tensor& value) {
+    sums.totals.try_emplace(name, at::zeros({}, type)).first->second +=
+        value.detach().to(type).sum();
+  };
+  const auto tokens = static_cast<double>(batch.tokens);
+  // The mean over nothing is not a number, and neither is zero times that.
+  if (tokens > 0) add_to("loss", result.loss.to(at::kDouble) * tokens);
+  if (run_.task.totals)
+    for (const auto& [name, total] : run_.task.totals(batch, result.output)) add_to(name, total);
+  sums.counts[0] += tokens;
+  sums.counts[1] += static_cast<double>(batch.samples());
+}
+
+// Several batches are under way in the stages of a pipeline. What the last stage returns is summed
+// up on its rank, in the order of the batches.
+void Evaluator::sum_up_windows(Sums& sums) {
+  const auto* const staged = dynamic_cast<const nn::Staged*>(run_.task.module.get());
+  const std::int64_t most = 4 * run_.mesh.size("pipeline");  // they wait 20 % of the time at most
+  auto batches = loader_->epoch(0);
+  for (std::int64_t left = loader_->batches_per_epoch(); left > 0; left -= most) {
+    std::vector<Parallelism::Pass> passes;
+    for (std::int64_t i = 0; i < std::min(left, most); ++i) {
+      const std::optional<data::Batch> own = batches.next();
+      const data::Batch batch = own ? *own : stand_in();
+      const bool counts = own.has_value();
+      passes.push_back({.forward =
+                            [this, &sums, staged, batch, counts] {
+                              const LossOutput result = run_.forward(batch);
+                              if (counts && (staged == nullptr || staged->stage().last))
+                                add(sums, batch, result);
+                              return result.loss;
+                            },
+                        .weigh = {},
+                        .sizes = batch.data.sizes().vec()});
+    }
+    run_.parallelism->run_window(passes);
+    if (control_.stop_heard()) break;
+  }
 }
 
 Metrics Evaluator::evaluate() {
@@ -87,10 +125,13 @@ Metrics Evaluator::evaluate() {
   if (!divided()) whole = run_.gathered();  // ranks may differ by a batch
   Sums sums = run_.with_memory_advice([&] { return sum_up(); }, Phase::kEvaluation);
   module.train(was_training);
-  // A rank without a batch does not know the names; the leader has at least as many as any.
+  // A rank without a batch does not know the names; the first has at least as many as any. Of a
+  // pipeline the ranks of the last stage know them.
+  World& line = run_.mesh["pipeline"];
+  const int last = in_windows() ? line.size() - 1 : 0;
   std::string lines;
   for (const auto& [name, total] : sums.totals) lines += name + "\n";
-  std::istringstream names(broadcast_bytes(world, lines));
+  std::istringstream names(broadcast_bytes(line, broadcast_bytes(run_.mesh.batch(), lines), last));
   std::vector<std::string> order;
   std::vector<at::Tensor> row{sums.counts};
   for (std::string name; std::getline(names, name); order.push_back(name)) {
@@ -99,6 +140,7 @@ Metrics Evaluator::evaluate() {
   }
   at::Tensor all = at::cat(row);
   if (run_.batch_ranks() > 1) run_.mesh.batch().all_reduce(all).wait();
+  if (line.size() > 1) line.broadcast(all, last).wait();
   // What follows from it (the best step, an early stop) is decided on every rank.
   if (run_.batch_ranks() < world.size()) world.broadcast(all, 0).wait();
   all = all.cpu();

@@ -31,7 +31,10 @@ class Evaluator {
  private:
   struct Sums;
   Sums sum_up();
+  void sum_up_windows(Sums& sums);
+  void add(Sums& sums, const data::Batch& batch, const LossOutput& result) const;
   bool divided() const { return run_.parallelism && run_.parallelism->divided(); }
+  bool in_windows() const { return divided() && run_.parallelism->takes_windows(); }
   data::Batch stand_in() const;
   double gain_of(double value) const;
 

@@ -38,14 +38,28 @@ DdpOptions ddp_options(const TrainingArguments& a) {
   return options;
 }
 
-std::shared_ptr<Parallelism> pipeline_of(const RunContext& run) {
+std::optional<c10::ScalarType> type_named(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
+}
+
+// Weights by what one rank has seen are known when its window ends; a pipeline knows them before.
+FullyShardOptions shard_options(const RunContext& run, const FsdpPlan& plan) {
+  const TrainingArguments& a = run.arguments;
+  const bool alone = !a.average_tokens_across_devices && a.pipeline_parallel_degree == 1 &&
+                     accumulation_steps(a, run.batch_ranks()) > 1;
+  return {.reshard_after_forward = plan.reshard_after_forward,
+          .reduce_every_backward = !alone,
+          .param_dtype = type_named(plan.param_dtype),
+          .reduce_dtype = type_named(plan.reduce_dtype)};
+}
+
+std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& plan) {
   const TrainingArguments& a = run.arguments;
   const int stages = run.mesh.size("pipeline");
   const std::int64_t passes = accumulation_steps(a, run.batch_ranks());
-  PipelineOptions options;
-  for (const PipelineSchedule each :
-       {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleaved1F1B})
-    if (a.pipeline_parallel_schedule == parallel::name(each)) options.schedule = each;
+  const PipelineOptions options{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
+                                .shard = shard_options(run, plan)};
   const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
   auto pipeline = std::make_shared<Pipeline>(*run.task.module, run.mesh, options);
   const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
@@ -55,11 +69,6 @@ std::shared_ptr<Parallelism> pipeline_of(const RunContext& run) {
               "time, less with more micro-batches (gradient_accumulation_steps)",
               stages, passes, waits);
   return pipeline;
-}
-
-std::optional<c10::ScalarType> type_named(const std::string& name) {
-  if (name.empty()) return std::nullopt;
-  return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
 
 std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
@@ -77,17 +86,9 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "the mesh has {} ranks along 'pipeline', and pipeline_parallel_degree is {}. "
                      "Make them equal, or give the Trainer the world.",
                      run.mesh.size("pipeline"), a.pipeline_parallel_degree);
-  if (a.pipeline_parallel_degree > 1) return pipeline_of(run);
+  if (a.pipeline_parallel_degree > 1) return pipeline_of(run, plan);
   if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
-  // Weights by what one rank has seen are known when its window ends.
-  const bool alone =
-      !a.average_tokens_across_devices && accumulation_steps(a, run.batch_ranks()) > 1;
-  return std::make_shared<FullyShard>(
-      *module, run.mesh,
-      FullyShardOptions{.reshard_after_forward = plan.reshard_after_forward,
-                        .reduce_every_backward = !alone,
-                        .param_dtype = type_named(plan.param_dtype),
-                        .reduce_dtype = type_named(plan.reduce_dtype)});
+  return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
 }
 
 const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {

@@ -75,8 +75,8 @@ struct TrainerTask {
   std::string model_config{};
   // Where checkpoints hold a part of the module, such as its adapters.
   ModelFiles model_files{};
-  // After train() the module is whole on every rank. False: under fsdp it stays divided, for models
-  // that do not fit one; its checkpoints have it.
+  // After train() the module is whole on every rank. False: under fsdp and in a pipeline it stays
+  // divided, for models that do not fit one; its checkpoints have it.
   bool whole_at_end = true;
 };
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "lockstep/comm/numbers.h"
@@ -251,8 +252,35 @@ WorldOptions world_options(const TrainingArguments& arguments) {
   return options;
 }
 
+namespace train {
+namespace {
+
+// The ranks of a stage that divide it: of one host they never reach into another.
+int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan& plan, int ranks) {
+  const auto local = world.local_size();
+  if (plan.hybrid &&
+      !all_ranks(world, world.size() % local == 0 &&
+                            world.node_rank() * local + world.local_rank() == world.rank()))
+    throw UsageError("trainer",
+                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
+                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
+                     "full_shard.",
+                     local, world.size());
+  if (plan.hybrid) return std::gcd(ranks, local);
+  const auto asked = static_cast<int>(arguments.data_parallel_shard_degree.value_or(ranks));
+  if (ranks % asked != 0)
+    throw UsageError("trainer",
+                     "data_parallel_shard_degree is {}, and {} ranks hold the same stage. Start a "
+                     "multiple of it: the others hold copies.",
+                     asked, ranks);
+  return asked;
+}
+
+}  // namespace
+}  // namespace train
+
 // Under fsdp ranks see the same samples as in the plain world. Stages of a pipeline are far from
-// each other, as in torchtitan, so that copies of a stage are near.
+// each other, as in torchtitan, so that copies and parts of a stage are near.
 Mesh mesh_for(World world, const TrainingArguments& arguments) {
   const auto stages = static_cast<int>(arguments.pipeline_parallel_degree);
   if (stages > 1 && world.size() % stages != 0)
@@ -260,26 +288,20 @@ Mesh mesh_for(World world, const TrainingArguments& arguments) {
                      "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
                      "it: each {} ranks hold one copy of the model.",
                      stages, world.size(), stages);
-  if (stages > 1) return Mesh(std::move(world), {{"pipeline", stages}, {"data", -1}});
   const train::FsdpPlan plan = train::fsdp_plan(arguments);
-  if (!plan.on) return world;
-  const int hosts = plan.hybrid ? world.size() / world.local_size() : 1;
-  if (plan.hybrid &&
-      !all_ranks(world,
-                 world.size() % world.local_size() == 0 &&
-                     world.node_rank() * world.local_size() + world.local_rank() == world.rank()))
-    throw UsageError("trainer",
-                     "fsdp: hybrid_shard divides the model inside a host, and hosts have different "
-                     "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
-                     "full_shard.",
-                     world.local_size(), world.size());
+  if (!plan.on && stages == 1) return world;
+  const int ranks = world.size() / stages;
+  const int shard = plan.on ? train::shard_ranks(world, arguments, plan, ranks) : 1;
   if (arguments.save_on_each_node && world.size() > world.local_size())
     throw UsageError("trainer",
-                     "save_on_each_node writes the whole model on every host, and fsdp has it "
+                     "save_on_each_node writes the whole model on every host, and {} has it "
                      "nowhere: all ranks write one folder together. Put output_dir on a file "
-                     "system that all hosts mount, and delete save_on_each_node.");
-  std::vector<MeshAxis> axes{{"shard", -1}};
-  if (plan.hybrid) axes.insert(axes.begin(), {"data", hosts});
+                     "system that all hosts mount, and delete save_on_each_node.",
+                     plan.on ? "fsdp" : "a pipeline");
+  std::vector<MeshAxis> axes;
+  if (stages > 1) axes.push_back({"pipeline", stages});
+  if (!plan.on || plan.hybrid || shard < ranks) axes.push_back({"data", ranks / shard});
+  if (plan.on) axes.push_back({"shard", shard});
   return Mesh(std::move(world), std::move(axes));
 }
 
