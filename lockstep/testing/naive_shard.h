@@ -149,7 +149,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
     for (const auto& [name, param] : names_)
       if (param.grad().defined())
         squares += param.grad().to(at::kDouble).square().sum().item<double>();
-    const double norm = std::sqrt(parallelism_.owners().sum(squares));
+    const double norm = std::sqrt(all_reduce(parallelism_.owners(), squares));
     const bool skipped = options.skip_non_finite && !std::isfinite(norm);
     const double clip = options.max_grad_norm > 0 ? options.max_grad_norm / (norm + 1e-6) : 1;
     for (const auto& [name, param] : names_)
