@@ -25,13 +25,16 @@
 namespace lockstep::cli {
 namespace {
 
-// Ranks that hold stages of one pipeline see the same samples.
+// Ranks that hold stages of one pipeline, or slices of one layer, see the same samples.
 std::string batch_text(const TrainingArguments& a, int world_size) {
-  const auto stages = static_cast<int>(a.pipeline_parallel_degree);
-  if (world_size % stages != 0)
-    throw UsageError("config", "pipeline_parallel_degree is {}, and a world of {} is no multiple.",
-                     stages, world_size);
-  return train::effective_batch_text(a, world_size / stages);
+  const bool slices = a.tensor_parallel_degree > 1;
+  const auto degree =
+      static_cast<int>(slices ? a.tensor_parallel_degree : a.pipeline_parallel_degree);
+  if (world_size % degree != 0)
+    throw UsageError("config", "{} is {}, and a world of {} is no multiple.",
+                     slices ? "tensor_parallel_degree" : "pipeline_parallel_degree", degree,
+                     world_size);
+  return train::effective_batch_text(a, world_size / degree);
 }
 
 constexpr const char* kHelp =

@@ -395,6 +395,32 @@ bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   return false;
 }
 
+// `right`: the model has no mistakes so far.
+void check_degrees(const TaskConfig& task, const TrainingArguments& a, Problems& problems,
+                   bool right) {
+  const bool slices = a.tensor_parallel_degree > 1;
+  if (!slices && a.pipeline_parallel_degree <= 1) return;
+  const char* const key = slices ? "tensor_parallel_degree" : "pipeline_parallel_degree";
+  if (task.model.device_map)
+    return problems.add(
+        fmt::format("model.device_map splits the model over the devices of one rank, and {} over "
+                    "ranks. Keep one.",
+                    key));
+  if (!has_tokens(task.data))
+    return problems.add(
+        fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.", key,
+                    task.model.name));
+  if (slices && a.lora)
+    problems.add(
+        "tensor_parallel_degree does not divide adapters. Delete lora, or use fsdp or "
+        "pipeline_parallel_degree.");
+  if (slices && right)
+    problems.attempt([&] {
+      models::tensor_cuts(causal_lm_config(task.model).spec(),
+                          static_cast<int>(a.tensor_parallel_degree));
+    });
+}
+
 void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, Problems& problems) {
   ModelConfig& model = task.model;
   const Node node = map_of(a.model, "model", problems);
@@ -427,13 +453,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
                        "model.device_map splits the model over the devices of one rank, and fsdp "
                        "divides it over ranks. Keep one.");
   });
-  if (a.pipeline_parallel_degree > 1 && (model.device_map || !has_tokens(task.data)))
-    problems.add(model.device_map
-                     ? "model.device_map splits the model over the devices of one rank, and "
-                       "pipeline_parallel_degree over ranks. Keep one."
-                     : fmt::format("pipeline_parallel_degree is for models of blocks, and {} has "
-                                   "none. Delete it, or train a gpt.",
-                                   model.name));
+  check_degrees(task, a, problems, /*right=*/problems.size() == before);
   if (!has_tokens(task.data) && train::checkpoints_activations(a))
     problems.add(
         fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.",

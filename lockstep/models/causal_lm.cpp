@@ -4,6 +4,9 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
+#include <map>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -53,7 +56,8 @@ at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
                             .fused = cache == nullptr && fused_on(ids.device()),
                             .residual_in_fp32 = residual_in_fp32_,
                             .router_logits = router_logits,
-                            .stage = &stage()});
+                            .stage = &stage(),
+                            .tensor = tensor_group()});
 }
 
 nn::Staged::Parts CausalLm::parts() const {
@@ -62,6 +66,29 @@ nn::Staged::Parts CausalLm::parts() const {
       head_ != nullptr ? head_->parameters() : std::vector{decoder_->token_weight()};
   parts.last.insert(parts.last.end(), head.begin(), head.end());
   return parts;
+}
+
+std::vector<nn::Sliced::Cut> CausalLm::cuts(int ranks) const {
+  constexpr const char* kWho = "tensor_parallel";
+  if (placement_)
+    throw UsageError(kWho,
+                     "a device map has split the model over the devices of this rank. Use one of "
+                     "the two.");
+  std::map<std::string, TensorCut> by_name;
+  for (TensorCut& cut : tensor_cuts(config_.spec(), ranks)) by_name.emplace(cut.name, cut);
+  std::set<std::string> known;
+  for (const io::TensorShape& tensor : tensors_of(config_.spec())) known.insert(tensor.name);
+  std::vector<Cut> cuts;
+  for (const auto& item : named_parameters()) {
+    if (!known.contains(item.key()))
+      throw UsageError(kWho,
+                       "parameter '{}' is not the model's own, and adapters are not divided. "
+                       "Train without adapters, or with fsdp or a pipeline.",
+                       item.key());
+    if (const auto cut = by_name.find(item.key()); cut != by_name.end())
+      cuts.push_back({item.value(), cut->second.dimension, cut->second.parts});
+  }
+  return cuts;
 }
 
 bool CausalLm::fused_on(c10::Device device) const {
@@ -93,9 +120,15 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
 
 at::Tensor CausalLm::cross_entropy(const at::Tensor& hidden, const at::Tensor& targets) {
   const at::Tensor* const weight = head_weight();
-  if (!fused_on(hidden.device()) || weight == nullptr)
-    return next_token_loss(logits(hidden), targets);
+  const bool fused = fused_on(hidden.device()) && weight != nullptr;
   const double cap = config_.spec().logit_soft_cap;
+  if (tensor_group()) {
+    const at::Tensor in = nn::enter(hidden, tensor_group());
+    return nn::sliced_cross_entropy(
+        fused ? soft_capped(nn::linear(in, *weight, {}), cap) : own_logits(in), targets,
+        config_.vocab_size(), tensor_group());
+  }
+  if (!fused) return next_token_loss(logits(hidden), targets);
   if (cap > 0)  // which the loss in chunks does not know
     return next_token_loss(soft_capped(nn::linear(hidden, *weight, {}), cap), targets);
   return nn::linear_cross_entropy(hidden, *weight, targets.to(hidden.device()));
@@ -106,8 +139,13 @@ at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
   if (placement_ && placement_->copy_to_head)
     in = in.to(in.options().device(*placement_->copy_to_head), /*non_blocking=*/false,
                /*copy=*/true);
+  return nn::join_columns(own_logits(nn::enter(in, tensor_group())), config_.vocab_size(),
+                          tensor_group());
+}
+
+at::Tensor CausalLm::own_logits(const at::Tensor& hidden) {
   return soft_capped(
-      head_ != nullptr ? head_->forward(in) : torch::linear(in, decoder_->token_weight()),
+      head_ != nullptr ? head_->forward(hidden) : torch::linear(hidden, decoder_->token_weight()),
       config_.spec().logit_soft_cap);
 }
 

@@ -21,6 +21,7 @@
 #include "lockstep/models/kv_cache.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/nn/staged.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
 
@@ -32,7 +33,7 @@ class CausalLm;
 struct DeviceMap;
 void place(CausalLm& model, const DeviceMap& map);
 
-class CausalLm : public torch::nn::Module, public nn::Staged {
+class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced {
  public:
   // The options' type and device apply where nothing is drawn; make_causal_lm() converts.
   explicit CausalLm(CausalLmConfig config, const ParameterOptions& options = {});
@@ -67,6 +68,9 @@ class CausalLm : public torch::nn::Module, public nn::Staged {
 
   // For Pipeline: as one of its stages, forward() and loss() return what the next stage takes.
   Parts parts() const override;
+  // For TensorParallel: with slices of its weights forward() and loss() return the same as ever, on
+  // every rank; loss() holds a slice of the logits alone.
+  std::vector<Cut> cuts(int ranks) const override;
 
   // A model that place() has split over devices stays where it is; its type is converted.
   using torch::nn::Module::to;
@@ -80,6 +84,8 @@ class CausalLm : public torch::nn::Module, public nn::Staged {
   bool fused_on(c10::Device device) const;
   at::Tensor decode(const at::Tensor& ids, KvCache* cache, std::vector<at::Tensor>* router_logits);
   at::Tensor cross_entropy(const at::Tensor& hidden, const at::Tensor& targets);
+  // What the head computes with the weight, or slice of it, that there is.
+  at::Tensor own_logits(const at::Tensor& hidden);
   // [vocabulary, width]; null where an adapter is added to the product with it.
   const at::Tensor* head_weight() const;
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "lockstep/core/error.h"
 #include "lockstep/models/experts.h"
 #include "lockstep/nn/capped_attention.h"
 #include "lockstep/nn/functional.h"
@@ -36,6 +37,19 @@ at::Tensor fp8_input(const at::Tensor& x) {
 at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
   if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
   return pass.fused ? layer->forward_fused(x, with_bias) : layer->forward(x);
+}
+
+// What ranks have computed with their slices is added up, and the bias to the sum.
+at::Tensor leave(const at::Tensor& y, const at::Tensor& bias, const Pass& pass) {
+  const at::Tensor sum = nn::leave(y, pass.tensor);
+  return bias.defined() ? sum + bias.to(sum.scalar_type()) : sum;
+}
+
+// By the last layer of a branch, whose inputs a TensorGroup divides.
+at::Tensor project_out(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias) {
+  if (!pass.tensor) return project(layer, x, pass, with_bias);
+  const at::Tensor y = pass.fused ? layer->forward_fused(x, false) : layer->forward(x, false);
+  return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
 }
 
 // Whether fp8 computes several projections as one product, for which their input is cast once.
@@ -69,19 +83,22 @@ std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
                                     const std::vector<Projection>& specs, const at::Tensor& x,
                                     const Pass& pass) {
   std::vector<at::Tensor> all;
+  const auto add_widths = [&](std::vector<std::int64_t>& widths, const Projection& spec) {
+    for (const std::int64_t part : spec.parts) widths.push_back(nn::local_size(part, pass.tensor));
+  };
   if (are_joined(layers, pass)) {
     std::vector<std::int64_t> widths;
-    for (const Projection& spec : specs)
-      widths.insert(widths.end(), spec.parts.begin(), spec.parts.end());
+    for (const Projection& spec : specs) add_widths(widths, spec);
     return project_joined(layers, x, pass).split_with_sizes(widths, -1);
   }
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const at::Tensor y = project(layers[i], x, pass);
-    if (specs[i].parts.size() == 1)
+    std::vector<std::int64_t> widths;
+    add_widths(widths, specs[i]);
+    if (widths.size() == 1)
       all.push_back(y);
     else
-      for (at::Tensor& part : y.split_with_sizes(specs[i].parts, -1))
-        all.push_back(std::move(part));
+      for (at::Tensor& part : y.split_with_sizes(widths, -1)) all.push_back(std::move(part));
   }
   return all;
 }
@@ -171,15 +188,17 @@ class DecoderAttention : public torch::nn::Module {
     for (const Projection& one : spec.in)
       in_.push_back(register_module(one.name, make_linear(one, parameters)));
     out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
-    if (spec.query_norm) query_norm_ = Norm(*this, *spec.query_norm);
-    if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm);
+    if (spec.query_norm) query_norm_ = Norm(*this, *spec.query_norm, /*of_heads=*/true);
+    if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm, /*of_heads=*/true);
   }
 
   at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
-    const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);
-    at::Tensor q = in_heads(parts[0], spec_.heads);
-    at::Tensor k = in_heads(parts[1], spec_.key_value_heads);
-    const at::Tensor v = in_heads(parts[2], spec_.key_value_heads).transpose(1, 2);
+    const std::vector<at::Tensor> parts =
+        project_all(in_, spec_.in, nn::enter(x, pass.tensor), pass);
+    const std::int64_t shared = nn::local_size(spec_.key_value_heads, pass.tensor);
+    at::Tensor q = in_heads(parts[0], nn::local_size(spec_.heads, pass.tensor));
+    at::Tensor k = in_heads(parts[1], shared);
+    const at::Tensor v = in_heads(parts[2], shared).transpose(1, 2);
     if (query_norm_) q = query_norm_.forward(q, pass);
     if (key_norm_) k = key_norm_.forward(k, pass);
     q = q.transpose(1, 2), k = k.transpose(1, 2);
@@ -188,8 +207,8 @@ class DecoderAttention : public torch::nn::Module {
     else if (pass.cos.defined())
       q = rotated(q, pass), k = rotated(k, pass);
     const at::Tensor y = attend(q, k, v, pass);
-    return project(out_, y.transpose(1, 2).reshape({x.size(0), x.size(1), spec_.queries()}), pass,
-                   with_bias);
+    return project_out(out_, y.transpose(1, 2).reshape({x.size(0), x.size(1), parts[0].size(2)}),
+                       pass, with_bias);
   }
 
   const at::Tensor& last_bias() const { return out_->bias; }
@@ -234,21 +253,25 @@ class DecoderMlp : public torch::nn::Module {
     out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
   }
 
-  at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
+  at::Tensor forward(const at::Tensor& stream, const Pass& pass, bool with_bias) {
+    const at::Tensor x = nn::enter(stream, pass.tensor);
     const Linear& first = in_.front();
     const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
     if ((one || joined) && spec_.gated() && spec_.activation == Activation::kSilu) {
       const at::Tensor both = joined ? project_joined(in_, x, pass) : project(first, x, pass);
-      return project(out_, nn::swiglu(both), pass, with_bias);
+      return project_out(out_, nn::swiglu(both), pass, with_bias);
     }
+    const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
-        first->bias.defined() && !first->has_lora() && !out_->has_lora())
-      return nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
-                          with_bias ? out_->bias : at::Tensor());
+        first->bias.defined() && !first->has_lora() && !out_->has_lora()) {
+      const at::Tensor y = nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
+                                        pass.tensor ? at::Tensor() : bias);
+      return pass.tensor ? leave(y, bias, pass) : y;
+    }
     const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);
     at::Tensor y = activate(spec_.activation, parts[0]);
     if (spec_.gated()) y = y * parts[1];
-    return project(out_, y, pass, with_bias);
+    return project_out(out_, y, pass, with_bias);
   }
 
   const at::Tensor& last_bias() const { return out_->bias; }
@@ -261,8 +284,8 @@ class DecoderMlp : public torch::nn::Module {
 
 // ---------------------------------------------------------------- norms
 
-Norm::Norm(torch::nn::Module& parent, const NormSpec& spec)
-    : kind_(spec.kind), epsilon_(spec.epsilon) {
+Norm::Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads)
+    : of_heads_(of_heads), kind_(spec.kind), epsilon_(spec.epsilon) {
   if (kind_ == NormKind::kLayer) {
     layer_ = parent.register_module(
         spec.name, torch::nn::LayerNorm(torch::nn::LayerNormOptions({spec.width}).eps(epsilon_)));
@@ -274,23 +297,33 @@ Norm::Norm(torch::nn::Module& parent, const NormSpec& spec)
   rms_ = rms;
 }
 
-at::Tensor Norm::plain(const at::Tensor& x) const {
+at::Tensor Norm::weight(const Pass& pass) const {
+  const at::Tensor& own = kind_ == NormKind::kLayer ? layer_->weight : weight_;
+  return of_heads_ ? nn::enter(own, pass.tensor) : own;
+}
+
+at::Tensor Norm::bias(const Pass& pass) const {
+  return of_heads_ ? nn::enter(layer_->bias, pass.tensor) : layer_->bias;
+}
+
+at::Tensor Norm::plain(const at::Tensor& x, const Pass& pass) const {
+  const at::Tensor own = weight(pass);
   if (kind_ == NormKind::kLayer)
-    return torch::layer_norm(x, layer_->options.normalized_shape(), layer_->weight, layer_->bias,
-                             epsilon_);
+    return torch::layer_norm(x, layer_->options.normalized_shape(), own, bias(pass), epsilon_);
   const at::Tensor wide = x.to(at::kFloat);
   const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
   const at::Tensor normed = wide * torch::rsqrt(variance + epsilon_);
   if (kind_ == NormKind::kRmsPlusOne)
-    return (normed * (1 + weight_.to(at::kFloat))).to(x.scalar_type());
-  return weight_ * normed.to(x.scalar_type());
+    return (normed * (1 + own.to(at::kFloat))).to(x.scalar_type());
+  return own * normed.to(x.scalar_type());
 }
 
 // The kernels take a weight that is float or has the norm's type.
-at::Tensor Norm::rms_weight(at::ScalarType type) const {
-  if (kind_ == NormKind::kRmsPlusOne) return 1 + weight_.to(at::kFloat);
-  const bool fits = weight_.scalar_type() == at::kFloat || weight_.scalar_type() == type;
-  return fits ? weight_ : weight_.to(type);
+at::Tensor Norm::rms_weight(const Pass& pass) const {
+  const at::Tensor own = weight(pass);
+  if (kind_ == NormKind::kRmsPlusOne) return 1 + own.to(at::kFloat);
+  const bool fits = own.scalar_type() == at::kFloat || own.scalar_type() == pass.type;
+  return fits ? own : own.to(pass.type);
 }
 
 at::Tensor Norm::forward(const at::Tensor& x, const Pass& pass) const {
@@ -299,15 +332,14 @@ at::Tensor Norm::forward(const at::Tensor& x, const Pass& pass) const {
 }
 
 at::Tensor Norm::forward(Stream& x, const Pass& pass) const {
-  if (!pass.fused) return plain(x.sum);
+  if (!pass.fused) return plain(x.sum, pass);
   const bool layer = kind_ == NormKind::kLayer;
   if (!x.delta.defined())
-    return layer ? nn::layer_norm(x.sum, layer_->weight, layer_->bias, epsilon_, pass.type)
-                 : nn::rms_norm(x.sum, rms_weight(pass.type), epsilon_, pass.type);
+    return layer ? nn::layer_norm(x.sum, weight(pass), bias(pass), epsilon_, pass.type)
+                 : nn::rms_norm(x.sum, rms_weight(pass), epsilon_, pass.type);
   auto [sum, normed] =
-      layer
-          ? nn::add_layer_norm(x.sum, x.delta, x.delta_bias, layer_->weight, layer_->bias, epsilon_)
-          : nn::add_rms_norm(x.sum, x.delta, x.delta_bias, rms_weight(pass.type), epsilon_);
+      layer ? nn::add_layer_norm(x.sum, x.delta, x.delta_bias, weight(pass), bias(pass), epsilon_)
+            : nn::add_rms_norm(x.sum, x.delta, x.delta_bias, rms_weight(pass), epsilon_);
   x = {.sum = sum};
   return normed;
 }
@@ -404,8 +436,15 @@ Decoder::Decoder(const DecoderSpec& spec, const ParameterOptions& parameters) : 
 
 Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_type) {
   const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
-  Pass pass{.fused = run.fused, .cache = run.cache, .router_logits = run.router_logits != nullptr};
+  Pass pass{.fused = run.fused,
+            .cache = run.cache,
+            .router_logits = run.router_logits != nullptr,
+            .tensor = run.tensor};
   if (run.cache == nullptr) pass.fp8 = nn::Fp8Autocast::current();
+  if (pass.fp8 && pass.tensor)
+    throw UsageError("tensor_parallel",
+                     "fp8 scales a matrix by its largest element, and ranks have slices of it. "
+                     "Train in bf16, or without tensor parallelism.");
   const bool masked = spec_.block.attention.soft_cap > 0;
   for (const std::int64_t window : spec_.windows)
     if (!pass.sights.contains(window)) pass.sights[window] = sight_of(ids, past, window, masked);
@@ -419,14 +458,15 @@ Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_
 
 at::Tensor Decoder::embedded(const at::Tensor& ids, const Run& run, at::ScalarType residual) {
   at::Tensor x;
-  if (run.fused) {
+  if (run.fused && !run.tensor) {
     x = nn::embedding(ids, tokens_->weight, positions_ ? positions_->weight : at::Tensor(),
                       {.dtype = residual, .padding_index = spec_.padding_id});
   } else {
-    x = torch::embedding(tokens_->weight, ids, spec_.padding_id);
+    x = nn::sliced_embedding(ids, tokens_->weight, spec_.vocabulary, spec_.padding_id, run.tensor);
     const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
     if (positions_)
       x = x + positions_->forward(torch::arange(past, past + ids.size(1), ids.options()));
+    if (run.fused) x = x.to(residual);
   }
   // The factor is rounded to the weight's type first, as in transformers.
   if (spec_.embedding_scale != 1)

@@ -39,7 +39,8 @@ struct Stream {
 class Norm {
  public:
   Norm() = default;
-  Norm(torch::nn::Module& parent, const NormSpec& spec);
+  // `of_heads`: of some heads where a TensorGroup divides them, so that ranks add up its gradient.
+  Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads = false);
 
   explicit operator bool() const { return layer_ || rms_ != nullptr; }
   NormKind kind() const { return kind_; }
@@ -48,9 +49,12 @@ class Norm {
   at::Tensor forward(Stream& x, const Pass& pass) const;
 
  private:
-  at::Tensor plain(const at::Tensor& x) const;
-  at::Tensor rms_weight(at::ScalarType type) const;
+  at::Tensor plain(const at::Tensor& x, const Pass& pass) const;
+  at::Tensor weight(const Pass& pass) const;
+  at::Tensor bias(const Pass& pass) const;  // of layer_
+  at::Tensor rms_weight(const Pass& pass) const;
 
+  bool of_heads_ = false;
   NormKind kind_ = NormKind::kRms;
   double epsilon_ = 0;
   torch::nn::LayerNorm layer_{nullptr};
@@ -98,6 +102,7 @@ class Decoder : public torch::nn::Module {
     bool residual_in_fp32 = false;
     std::vector<at::Tensor>* router_logits = nullptr;  // of each block, if they are wanted
     const nn::Staged::Stage* stage = nullptr;          // null: all of it
+    nn::TensorGroupPtr tensor{};                       // null: parameters are whole
   };
   // Hidden states [batch, time, width] after the last norm; of a stage that is not the last, after
   // its last block.

@@ -36,8 +36,8 @@ LinearImpl::LinearImpl(const LinearOptions& given)
     bias = register_parameter("bias", torch::zeros({options.out_features()}, options.tensors()));
 }
 
-at::Tensor LinearImpl::forward(const at::Tensor& x) {
-  const at::Tensor y = base_forward(x);
+at::Tensor LinearImpl::forward(const at::Tensor& x, bool with_bias) {
+  const at::Tensor y = base_forward(x, with_bias);
   if (!has_lora() || merged()) return y;
   const bool autocast = autocasts(x);
   const at::ScalarType type = lora_A->weight.scalar_type();
@@ -50,17 +50,18 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   return torch::addmm(rows, middle.reshape({-1, lora_.r}), lora_B->weight.t()).view(y.sizes());
 }
 
-at::Tensor LinearImpl::base_forward(at::Tensor x) {
-  at::Tensor own_bias = bias;
+// The sizes are the weight's own, which may be a slice of the options' (nn::Sliced).
+at::Tensor LinearImpl::base_forward(at::Tensor x, bool with_bias) {
+  at::Tensor own_bias = with_bias ? bias : at::Tensor();
   const at::Tensor own = usable_weight();
   if (!autocasts(x)) {
     x = x.to(own.scalar_type());
-    if (bias.defined()) own_bias = bias.to(own.scalar_type());
+    if (own_bias.defined()) own_bias = own_bias.to(own.scalar_type());
   }
   if (options.layout() == WeightLayout::kOutIn) return torch::linear(x, own, own_bias);
   auto shape = x.sizes().vec();
-  shape.back() = options.out_features();
-  const auto rows = x.reshape({-1, options.in_features()});
+  shape.back() = own.size(1);
+  const auto rows = x.reshape({-1, own.size(0)});
   const auto y = own_bias.defined() ? torch::addmm(own_bias, rows, own) : torch::mm(rows, own);
   return y.view(shape);
 }

@@ -49,10 +49,10 @@ class LinearImpl : public torch::nn::Module {
   explicit LinearImpl(const LinearOptions& options);
 
   // x: [..., in_features], with any leading dimensions. Returns [..., out_features]. A weight of
-  // another type than x (a frozen one in bf16) decides the type of the result.
-  at::Tensor forward(const at::Tensor& x);
+  // another type than x (a frozen one in bf16) decides the type of the result. `with_bias` false
+  // leaves the bias to the caller.
+  at::Tensor forward(const at::Tensor& x, bool with_bias = true);
   // The same by lockstep::nn, in x's type and without autocasting: a float weight is converted.
-  // `with_bias` false leaves the bias to the caller.
   at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true);
   // The same with the weight's products in fp8; an adapter's are in x's type.
   at::Tensor forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias = true);
@@ -82,7 +82,7 @@ class LinearImpl : public torch::nn::Module {
   torch::nn::Linear lora_B{nullptr};  // [out_features, r]
 
  private:
-  at::Tensor base_forward(at::Tensor x);
+  at::Tensor base_forward(at::Tensor x, bool with_bias);
   // The weight in its layout, and in a type that can be multiplied.
   at::Tensor usable_weight() const;
   const nn::Fp8Pair& stored() const;

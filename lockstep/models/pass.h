@@ -17,6 +17,7 @@
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/nn/fp8.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models::detail {
 
@@ -37,6 +38,7 @@ struct Pass {
   bool router_logits = false;              // blocks with experts leave theirs in the stream
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: FullyShard gathers and frees the parameters
+  nn::TensorGroupPtr tensor{};             // null: parameters are whole
 };
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.

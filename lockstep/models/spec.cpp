@@ -4,6 +4,8 @@
 
 #include <numeric>
 
+#include "lockstep/core/error.h"
+
 namespace lockstep::models {
 namespace {
 
@@ -60,6 +62,39 @@ void add_block(Tensors& all, const std::string& above, const BlockSpec& b) {
 
 std::string block_name(const DecoderSpec& spec, std::int64_t layer) {
   return fmt::format("{}.{}.{}", spec.prefix, spec.blocks, layer);
+}
+
+void check_divides(const DecoderSpec& spec, int ranks) {
+  constexpr const char* kWho = "tensor_parallel";
+  const AttentionSpec& attention = spec.block.attention;
+  if (spec.block.mlp.experts)
+    throw UsageError(kWho,
+                     "{} has a mixture of experts, which tensor parallelism does not divide. "
+                     "Use fsdp, or a pipeline.",
+                     spec.family);
+  if (attention.heads % ranks != 0 || attention.key_value_heads % ranks != 0)
+    throw UsageError(kWho,
+                     "{} attention heads and {} heads of keys and values are not divided by a "
+                     "degree of {}: every rank computes as many. Choose a degree that divides "
+                     "both.",
+                     attention.heads, attention.key_value_heads, ranks);
+  for (const std::int64_t width : {spec.vocabulary, spec.block.mlp.out.in})
+    if (width < ranks)
+      throw UsageError(kWho,
+                       "a vocabulary of {} and a perceptron of width {} leave some of {} ranks "
+                       "without a slice. Choose a lower degree.",
+                       spec.vocabulary, spec.block.mlp.out.in, ranks);
+}
+
+// "Column parallel": each rank computes some of the outputs.
+void cut_outputs(std::vector<TensorCut>& all, const std::string& name, const Projection& one) {
+  all.push_back({name + ".weight", one.layout == WeightLayout::kInOut ? 1 : 0, one.parts});
+  if (one.bias) all.push_back({name + ".bias", 0, one.parts});
+}
+
+// "Row parallel": each rank takes some of the inputs. The bias is added to the sum, on every rank.
+void cut_inputs(std::vector<TensorCut>& all, const std::string& name, const Projection& one) {
+  all.push_back({name + ".weight", one.layout == WeightLayout::kInOut ? 0 : 1, {one.in}});
 }
 
 }  // namespace
@@ -122,6 +157,23 @@ std::vector<std::string> routers_and_experts(const DecoderSpec& spec) {
                       names.push_back(module + one.name);
                     });
   return names;
+}
+
+std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks) {
+  check_divides(spec, ranks);
+  std::vector<TensorCut> all;
+  all.push_back({fmt::format("{}.{}.weight", spec.prefix, spec.embedding), 0, {spec.vocabulary}});
+  for (std::int64_t i = 0; i < spec.layers(); ++i) {
+    const BlockSpec& b = spec.block;
+    const std::string attention = fmt::format("{}.{}.", block_name(spec, i), b.attention.name);
+    const std::string mlp = fmt::format("{}.{}.", block_name(spec, i), b.mlp.name);
+    for (const Projection& one : b.attention.in) cut_outputs(all, attention + one.name, one);
+    cut_inputs(all, attention + b.attention.out.name, b.attention.out);
+    for (const Projection& one : b.mlp.in) cut_outputs(all, mlp + one.name, one);
+    cut_inputs(all, mlp + b.mlp.out.name, b.mlp.out);
+  }
+  if (!spec.tied) cut_outputs(all, spec.head.name, spec.head);
+  return all;
 }
 
 std::int64_t unused_by_a_token(const DecoderSpec& spec) {

@@ -47,7 +47,8 @@ struct Projection {
   std::int64_t out() const;
 };
 
-// The parts of `in`, in this order: queries, keys, values; of one matrix or of several.
+// The parts of `in`, in this order: queries, keys, values; of one matrix or of several. Tensor
+// parallelism cuts `in` by heads of its outputs, and `out` by heads of its inputs.
 struct AttentionSpec {
   std::string name;
   std::int64_t heads = 0;
@@ -77,7 +78,8 @@ struct ExpertsSpec {
   std::int64_t count() const { return router.out(); }
 };
 
-// The parts of `in`: gate and what it multiplies, or one alone.
+// The parts of `in`: gate and what it multiplies, or one alone. Tensor parallelism cuts each of
+// them by its outputs, and `out` by its inputs.
 struct MlpSpec {
   std::string name;
   std::vector<Projection> in{};  // with experts: of each of them
@@ -143,6 +145,14 @@ std::vector<std::string> embedding_names(const DecoderSpec& spec);
 // What adapters can be attached to, by full name: not to routers and experts.
 std::vector<std::string> linear_layers(const DecoderSpec& spec);
 std::vector<std::string> routers_and_experts(const DecoderSpec& spec);
+// What tensor parallelism cuts, by full name: each of `parts` along `dimension`, over `ranks`. What
+// is not listed is on every rank. UsageError where the model cannot be divided so.
+struct TensorCut {
+  std::string name;
+  std::int64_t dimension = 0;
+  std::vector<std::int64_t> parts{};
+};
+std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks);
 // Elements of the experts that a token does not go to, of all blocks.
 std::int64_t unused_by_a_token(const DecoderSpec& spec);
 

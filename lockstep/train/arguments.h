@@ -131,6 +131,9 @@ struct TrainingArguments {
   // Pipeline (lockstep/parallel/pipeline.h), with torchtitan's names; 1: the model is not split.
   std::int64_t pipeline_parallel_degree = 1;
   std::string pipeline_parallel_schedule = "1F1B";
+  // TensorParallel (lockstep/parallel/tensor_parallel.h), with torchtitan's name; 1: layers are not
+  // divided.
+  std::int64_t tensor_parallel_degree = 1;
 
   // DistributedDataParallel.
   std::optional<std::string> ddp_backend{};

@@ -59,6 +59,9 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   for (const auto& [name, tensor] :
        saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
     size.model += tensor.nbytes();
+  // Parameters are slices, and a checkpoint has the whole.
+  size.model *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
+  size.optimizer *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
   // Older checkpoints are deleted after the new one is durable, so with a limit two exist side by
   // side; without one their number is unknown.
   const bool has_one = run_.result.durable_step >= 0;  // and it goes when there are two more

@@ -227,6 +227,7 @@ class Checker {
       return found_.push_back(text);
     }
     if (a.pipeline_parallel_degree > 1) pipeline(plan);
+    if (a.tensor_parallel_degree > 1) tensor(plan);
     if (!plan.on) return;
     if (plan.hybrid && a.data_parallel_shard_degree)
       add({"fsdp", "data_parallel_shard_degree"},
@@ -254,6 +255,33 @@ class Checker {
     if (a.auto_find_batch_size || a.elastic_gpu)
       add({kKey, a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size"},
           "batches are tried on the whole model, which a pipeline does not hold. Delete one.");
+  }
+
+  void tensor(const FsdpPlan& plan) {
+    const TrainingArguments& a = arguments_;
+    constexpr const char* kKey = "tensor_parallel_degree";
+    const auto refuse = [&](bool on, const char* key, const char* text) {
+      if (on) add({kKey, key}, text);
+    };
+    refuse(plan.on, "fsdp",
+           "tensor_parallel_degree and fsdp both divide the parameters of a layer. Keep one.");
+    refuse(a.pipeline_parallel_degree > 1, "pipeline_parallel_degree",
+           "tensor_parallel_degree is not combined with pipeline_parallel_degree. Keep one.");
+    refuse(a.shard_optimizer == "true", "shard_optimizer",
+           "each tensor parallel rank has the optimizer's state of its slices. Delete "
+           "shard_optimizer.");
+    refuse(a.tune.has_value(), "tune",
+           "tensor parallel ranks send activations too, which tune does not measure. Delete tune.");
+    refuse(a.auto_find_batch_size || a.elastic_gpu,
+           a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size",
+           "batches are tried on the whole model, of which tensor parallel ranks hold slices. "
+           "Delete one.");
+    refuse(a.mixed_precision == "fp8", "mixed_precision",
+           "fp8 scales a matrix by its largest element, and tensor parallel ranks have slices of "
+           "it. Use bf16.");
+    refuse(a.optim == "muon" || a.optim == "adafactor", "optim",
+           "muon and adafactor step whole matrices, and tensor parallel ranks have slices of them. "
+           "Use adamw, adam, lion or sgd.");
   }
 
   void scheduler() {

@@ -404,6 +404,12 @@ constexpr KeySpec kKeys[] = {
              "each rank",
      .choices = "GPipe|1F1B|Interleaved1F1B",
      .ours = true},
+    {.name = "tensor_parallel_degree",
+     .member = &A::tensor_parallel_degree,
+     .help = "ranks that hold a slice of each layer and compute it together; it divides the "
+             "attention heads, those of keys and values too",
+     .check = &kCount,
+     .ours = true},
     {.name = "ddp_backend",
      .member = &A::ddp_backend,
      .help = "how ranks talk",

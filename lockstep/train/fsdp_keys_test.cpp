@@ -145,7 +145,20 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"gradient_checkpointing: true\nfsdp: full_shard\n"
             "fsdp_config: {activation_checkpointing: true}\n",
             "t.yaml:1:1: gradient_checkpointing and fsdp_config.activation_checkpointing are the "
-            "same."}}) {
+            "same."},
+           {"tensor_parallel_degree: 2\nfsdp: full_shard\n",
+            "t.yaml:1:1: tensor_parallel_degree and fsdp both divide the parameters of a layer."},
+           {"tensor_parallel_degree: 2\npipeline_parallel_degree: 2\n",
+            "t.yaml:1:1: tensor_parallel_degree is not combined with pipeline_parallel_degree."},
+           {"tensor_parallel_degree: 2\nshard_optimizer: true\n", "Delete shard_optimizer."},
+           {"tensor_parallel_degree: 2\ntune: bucket_cap_mb\n", "Delete tune."},
+           {"tensor_parallel_degree: 2\nauto_find_batch_size: true\n",
+            "batches are tried on the whole model, of which tensor parallel ranks hold slices."},
+           {"tensor_parallel_degree: 2\nelastic_gpu: true\n", "batches are tried on the whole"},
+           {"tensor_parallel_degree: 2\nmixed_precision: fp8\n",
+            "fp8 scales a matrix by its largest element"},
+           {"tensor_parallel_degree: 2\noptim: muon\n", "muon and adafactor step whole matrices"},
+           {"tensor_parallel_degree: 0\n", "tensor_parallel_degree"}}) {
     std::string said = "(nothing thrown)";
     try {
       resolve_config({.file = parse_yaml(one.yaml, "t.yaml")});

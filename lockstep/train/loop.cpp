@@ -21,6 +21,7 @@
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
@@ -75,11 +76,15 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
   const std::shared_ptr<torch::nn::Module>& module = run.task.module;
   const TrainingArguments& a = run.arguments;
   const FsdpPlan plan = fsdp_plan(a);
-  if (run.task.make_parallelism && (plan.on || a.pipeline_parallel_degree > 1))
+  const char* const asked = plan.on                          ? "fsdp"
+                            : a.pipeline_parallel_degree > 1 ? "pipeline_parallel_degree"
+                            : a.tensor_parallel_degree > 1   ? "tensor_parallel_degree"
+                                                             : nullptr;
+  if (run.task.make_parallelism && asked != nullptr)
     throw UsageError("trainer",
                      "{} is set, and TrainerTask::make_parallelism makes another parallelism. "
                      "Keep one of them.",
-                     plan.on ? "fsdp" : "pipeline_parallel_degree");
+                     asked);
   if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
   if (a.pipeline_parallel_degree > 1 && run.mesh.size("pipeline") != a.pipeline_parallel_degree)
     throw UsageError("trainer",
@@ -87,6 +92,13 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "Make them equal, or give the Trainer the world.",
                      run.mesh.size("pipeline"), a.pipeline_parallel_degree);
   if (a.pipeline_parallel_degree > 1) return pipeline_of(run, plan);
+  if (a.tensor_parallel_degree > 1 && run.mesh.size("tensor") != a.tensor_parallel_degree)
+    throw UsageError("trainer",
+                     "the mesh has {} ranks along 'tensor', and tensor_parallel_degree is {}. "
+                     "Make them equal, or give the Trainer the world.",
+                     run.mesh.size("tensor"), a.tensor_parallel_degree);
+  if (a.tensor_parallel_degree > 1)
+    return std::make_shared<TensorParallel>(*module, run.mesh, ddp_options(a));
   if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
   return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
 }
@@ -184,6 +196,8 @@ void Loop::capture_steps() {
     reason = "fsdp gathers and frees parameters inside a step";
   } else if (run_.parallelism->takes_windows()) {
     reason = "the stages of a pipeline exchange messages inside a step";
+  } else if (run_.arguments.tensor_parallel_degree > 1) {
+    reason = "tensor parallel ranks exchange activations inside a step";
   } else if (!on_gpu) {
     reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
   } else if (automatic && !run_.task.capturable) {
@@ -571,7 +585,8 @@ void Loop::run() {
 // What DDP promises, looked at once at the end and before the last save: parameters that differ end
 // the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
-  const int replicas = run_.mesh.size("data");
+  // Tensor parallel ranks have the same norms.
+  const std::int64_t replicas = run_.mesh.size("data") * run_.arguments.tensor_parallel_degree;
   if (std::exchange(compared_, true) || replicas == 1) return;
   run_.parallelism->verify_parameters();
   std::string difference;

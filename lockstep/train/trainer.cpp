@@ -280,7 +280,8 @@ int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan
 }  // namespace train
 
 // Under fsdp ranks see the same samples as in the plain world. Stages of a pipeline are far from
-// each other, as in torchtitan, so that copies and parts of a stage are near.
+// each other, as in torchtitan, so that copies and parts of a stage are near; slices of a layer are
+// nearest.
 Mesh mesh_for(World world, const TrainingArguments& arguments) {
   const auto stages = static_cast<int>(arguments.pipeline_parallel_degree);
   if (stages > 1 && world.size() % stages != 0)
@@ -288,6 +289,13 @@ Mesh mesh_for(World world, const TrainingArguments& arguments) {
                      "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
                      "it: each {} ranks hold one copy of the model.",
                      stages, world.size(), stages);
+  const auto slices = static_cast<int>(arguments.tensor_parallel_degree);
+  if (slices > 1 && world.size() % slices != 0)
+    throw UsageError("trainer",
+                     "tensor_parallel_degree is {}, and there are {} ranks. Start a multiple of "
+                     "it: each {} ranks hold one copy of the model.",
+                     slices, world.size(), slices);
+  if (slices > 1) return Mesh(std::move(world), {{"data", -1}, {"tensor", slices}});
   const train::FsdpPlan plan = train::fsdp_plan(arguments);
   if (!plan.on && stages == 1) return world;
   const int ranks = world.size() / stages;

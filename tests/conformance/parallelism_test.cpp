@@ -14,11 +14,13 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/staged.h"
+#include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/worlds.h"
@@ -46,12 +48,14 @@ const std::vector<Implementation>& implementations() {
       {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
       {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
       {"pipeline", {{"pipeline", -1}}, false, make_one<Pipeline>},
+      {"tensor_parallel", {{"tensor", -1}}, false, make_one<TensorParallel>},
       {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
   return all;
 }
 
-// A weight that is used twice, a frozen one, a buffer. Seven blocks, each an operation.
-struct Net : torch::nn::Module, nn::Staged {
+// A weight that is used twice, a frozen one, a buffer. Seven blocks, each an operation. `last` is
+// cut where the net is in slices, of which the seventh rank has none.
+struct Net : torch::nn::Module, nn::Staged, nn::Sliced {
   explicit Net(int seed) {
     const auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(seed));
     const auto made = [&](at::IntArrayRef sizes) { return at::randn(sizes, random) * 0.5; };
@@ -72,8 +76,15 @@ struct Net : torch::nn::Module, nn::Staged {
     if (index == 1) return x + bias;
     if (index == 2) return x.tanh();
     if (index == 4) return x * frozen;
-    return index == 5 ? x.matmul(last) : x * scale;
+    return index == 5 ? times_last(x) : x * scale;
   }
+  at::Tensor times_last(const at::Tensor& x) {
+    if (!tensor_group()) return x.matmul(last);
+    const nn::Range mine = tensor_group()->range(6);
+    const at::Tensor columns = nn::enter(x, tensor_group()).narrow(1, mine.begin, mine.length);
+    return nn::leave(columns.matmul(last), tensor_group());
+  }
+  std::vector<Cut> cuts(int) const override { return {{last, 0, {6}}}; }
   Parts parts() const override {
     return {.blocks = {{first}, {bias}, {}, {first}, {frozen}, {last}, {scale}}};
   }
@@ -418,12 +429,12 @@ std::string show(const ::testing::TestParamInfo<Parameters>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shm, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 6),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 7),
                                             ::testing::Values(1, 2, 3, 4, 7),
                                             ::testing::Values("shm")),
                          show);
 INSTANTIATE_TEST_SUITE_P(Gloo, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 6),
+                         ::testing::Combine(::testing::Range<std::size_t>(0, 7),
                                             ::testing::Values(2, 3), ::testing::Values("gloo")),
                          show);
 

@@ -1,0 +1,100 @@
+// TensorGroup: ranks that compute one layer together, each with a slice of its weights. Tensor
+// parallelism as in Megatron-LM: a pair of matrices, the first cut by its outputs ("column
+// parallel"), the second by its inputs ("row parallel"), needs one sum over ranks in forward and
+// one in backward.
+//
+//   const at::Tensor h = torch::linear(nn::enter(x, group), w1_slice, b1_slice).relu();
+//   const at::Tensor y = nn::leave(torch::linear(h, w2_slice), group) + b2;
+//
+// Between a leave() and the next enter() activations and gradients are the same on every rank, and
+// so are the gradients of weights that are used there (norms, b2): no rank has to send those.
+// Without a group (null) the functions are those of one process.
+//
+// A model that can be divided so is nn::Sliced, and TensorParallel
+// (lockstep/parallel/tensor_parallel.h) cuts its weights and gives it the group. What is called
+// with a group is a collective of it, in backward too. One thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace lockstep::nn {
+
+// A run of indices: [begin, begin + length).
+struct Range {
+  std::int64_t begin = 0;
+  std::int64_t length = 0;
+};
+// What rank `rank` of `ranks` has of `whole` indices; ranks differ by one at most.
+constexpr Range slice_range(std::int64_t whole, int rank, int ranks) {
+  const std::int64_t begin = whole * rank / ranks;
+  return {begin, whole * (rank + 1) / ranks - begin};
+}
+
+class TensorGroup : public torch::CustomClassHolder {
+ public:
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Of the tensors of all ranks, in place. Collective.
+  virtual void sum(const at::Tensor& tensor) = 0;
+  virtual void max(const at::Tensor& tensor) = 0;
+
+  Range range(std::int64_t whole) const { return slice_range(whole, rank(), size()); }
+};
+using TensorGroupPtr = c10::intrusive_ptr<TensorGroup>;
+
+// How many of `whole` this rank has.
+inline std::int64_t local_size(std::int64_t whole, const TensorGroupPtr& group) {
+  return group ? group->range(whole).length : whole;
+}
+
+// `x` is the same on every rank, and is used with slices: its gradient is the sum over ranks. The
+// same for a weight that every rank uses with its slices of an activation.
+at::Tensor enter(const at::Tensor& x, const TensorGroupPtr& group);
+// The sum over ranks of what each has computed with its slices.
+at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group);
+// Slices of the last dimension, which is `whole` wide, side by side.
+at::Tensor join_columns(const at::Tensor& x, std::int64_t whole, const TensorGroupPtr& group);
+
+// Rows of an embedding of `vocabulary` rows, of which this rank has weight's. `padding_index`: a
+// token without a gradient; -1: none.
+at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                            std::int64_t vocabulary, std::int64_t padding_index,
+                            const TensorGroupPtr& group);
+// The mean cross entropy over the targets that are not `ignore_index`, from this rank's columns of
+// the logits [..., slice of the vocabulary]; the others' are not gathered. Sums are in float. nan
+// where all targets are ignored, as in PyTorch.
+at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
+                                std::int64_t vocabulary, const TensorGroupPtr& group,
+                                std::int64_t ignore_index = -100);
+
+// A model that computes with slices of its weights.
+class Sliced {
+ public:
+  // A parameter of which every rank has a slice; those that are in none are on every rank.
+  struct Cut {
+    at::Tensor parameter;
+    std::int64_t dimension = 0;
+    // Widths along it, each of which is cut: queries, keys and values of one matrix.
+    std::vector<std::int64_t> parts{};
+  };
+
+  virtual ~Sliced() = default;
+
+  // UsageError where it cannot be divided over so many ranks.
+  virtual std::vector<Cut> cuts(int ranks) const = 0;
+
+  // Null: parameters are whole.
+  const TensorGroupPtr& tensor_group() const { return tensor_group_; }
+  void set_tensor_group(TensorGroupPtr group) { tensor_group_ = std::move(group); }
+
+ private:
+  TensorGroupPtr tensor_group_;
+};
+
+}  // namespace lockstep::nn

@@ -1,0 +1,318 @@
+#include "lockstep/parallel/tensor_parallel.h"
+
+#include <fmt/ranges.h>
+#include <torch/torch.h>
+
+#include <unordered_map>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
+#include "lockstep/optim/local_gradients.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/optim/rule_state.h"
+#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/tensor_slices.h"
+
+namespace lockstep::parallel {
+
+class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImpl> {
+ public:
+  TensorParallelImpl(torch::nn::Module& module, Mesh mesh, DdpOptions options)
+      : mesh_(checked(std::move(mesh))),
+        slices_(module, mesh_.world(), mesh_["tensor"]),
+        copies_(module, mesh_, std::move(options)) {}
+
+  const Mesh& mesh() const { return mesh_; }
+  TensorSlices& slices() { return slices_; }
+  DataParallel& copies() { return copies_; }
+  bool held() const { return !held_.expired(); }
+
+  // The hooks refuse functions that look at all gradients, such as clip_grad_norm_: a rank has
+  // slices of them.
+  void install() {
+    const std::weak_ptr<TensorParallelImpl> self = weak_from_this();
+    using Variables = std::vector<at::Tensor>;
+    for (const SlicedParameter& p : slices_.parameters()) {
+      if (!p.cut || !p.tensor.requires_grad()) continue;
+      accumulators_.push_back(torch::autograd::impl::grad_accumulator(p.tensor));
+      accumulators_.back()->add_post_hook(std::make_unique<optim::GradientHook>(
+          [](const Variables& outputs, const Variables&) -> Variables { return outputs; },
+          [self] {
+            const auto alive = self.lock();
+            return alive && !alive->stepping;
+          }));
+    }
+  }
+
+  std::shared_ptr<void> gathered() {
+    slices_.gather();
+    std::shared_ptr<void> held = held_.lock();
+    if (!held) held_ = held = std::make_shared<int>();
+    return held;
+  }
+
+  void verify_parameters() {
+    copies_.verify_parameters();
+    Fingerprints same;
+    for (const SlicedParameter& p : slices_.parameters())
+      if (!p.cut) same.add(p.name, p.tensor.detach());
+    if (slices_.line().size() > 1)
+      require_same(slices_.line(), kTensorParallel, "parameter", " along 'tensor'", same);
+  }
+
+  void verify_buffers() {
+    require_same(mesh_.world(), kTensorParallel, "buffer", "",
+                 slices_.model().buffer_fingerprints());
+  }
+
+  // While it is set, gradients are what the functions of lockstep/optim may use.
+  bool stepping = false;
+
+ private:
+  static Mesh checked(Mesh mesh) {
+    if (mesh.size("shard") > 1 || mesh.size("pipeline") > 1)
+      throw UsageError(kTensorParallel,
+                       "the mesh ({}) has ranks along axes other than 'data' and 'tensor'. Leave "
+                       "them out.",
+                       mesh.text());
+    return mesh;
+  }
+
+  Mesh mesh_;
+  TensorSlices slices_;
+  DataParallel copies_;                                               // of the slices
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;  // that have hooks
+  std::weak_ptr<void> held_;
+};
+
+namespace {
+
+using optim::TensorDict;
+
+// Each rank steps its slices, and all of them what every rank has.
+class TensorParallelOptimizer final : public optim::Optimizer {
+ public:
+  TensorParallelOptimizer(std::shared_ptr<TensorParallelImpl> model,
+                          std::vector<optim::ParamGroup> groups);
+
+  optim::StepResult step(const optim::StepOptions& options = {}) override;
+  void zero_grad() override { own_->zero_grad(); }
+  TensorDict state_dict(const optim::StateDictOptions& options = {}) override;
+  void load_state_dict(const TensorDict& state) override;
+  std::int64_t state_bytes() const override { return own_->state_bytes(); }
+
+ private:
+  struct Member {
+    const SlicedParameter* p = nullptr;
+    std::size_t group = 0;
+  };
+
+  World& line() const { return model_->slices().line(); }
+  at::Tensor norm() const;
+  void scale(const at::Tensor& factor) const;
+  void step_own(const optim::StepOptions& options);
+  // Calls `body` with the key and the state of each member, as it is for the whole parameter.
+  template <typename Body>
+  void each_state(const Body& body);
+
+  std::shared_ptr<TensorParallelImpl> model_;
+  std::vector<Member> members_;  // in the module's order
+  std::unique_ptr<optim::Optimizer> own_;
+};
+
+TensorParallelOptimizer::TensorParallelOptimizer(std::shared_ptr<TensorParallelImpl> model,
+                                                 std::vector<optim::ParamGroup> groups)
+    : Optimizer(groups), model_(std::move(model)) {
+  const TensorSlices::AsSlices shapes(model_->slices());
+  std::unordered_map<at::TensorImpl*, std::size_t> group_of;
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    for (const at::Tensor& param : groups[g].params) group_of[param.unsafeGetTensorImpl()] = g;
+  optim::NamedParameters names;
+  for (const SlicedParameter& p : model_->slices().parameters()) {
+    const auto found = group_of.find(p.tensor.unsafeGetTensorImpl());
+    if (found == group_of.end()) continue;
+    members_.push_back({&p, found->second});
+    names.emplace_back(p.name, p.tensor);
+    const optim::Rule& rule = groups[found->second].options;
+    if (p.cut && line().size() > 1 && rule->granularity() == optim::Granularity::kTensors)
+      throw UsageError(kTensorParallel,
+                       "{} steps whole matrices, and ranks have slices of '{}'. Use a rule that "
+                       "steps elements (AdamW, Lion, SGD), or fsdp instead of tensor parallelism.",
+                       rule->name(), p.name);
+  }
+  if (members_.size() != group_of.size())
+    throw UsageError(kTensorParallel,
+                     "{} of {} parameters in the groups are not the model's. Take them from the "
+                     "module that it was made with.",
+                     group_of.size() - members_.size(), group_of.size());
+  own_ = std::make_unique<optim::ReplicatedOptimizer>(std::move(names), std::move(groups));
+}
+
+// ---------------------------------------------------------------- a step
+
+// Over all ranks; what every rank has counts once. Ranks along "data" have the same.
+at::Tensor TensorParallelOptimizer::norm() const {
+  at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(line().device()));
+  for (const Member& m : members_) {
+    const at::Tensor& grad = m.p->tensor.grad();
+    if (!grad.defined() || (!m.p->cut && line().rank() > 0)) continue;
+    squares += at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble)
+                   .square()
+                   .to(squares.device());
+  }
+  if (line().size() > 1) line().all_reduce(squares).wait();
+  return squares.sqrt().reshape({});
+}
+
+void TensorParallelOptimizer::scale(const at::Tensor& factor) const {
+  for (const Member& m : members_) {
+    at::Tensor grad = m.p->tensor.grad();
+    if (grad.defined()) grad.mul_(factor.to(grad.device(), grad.scalar_type()));
+  }
+}
+
+void TensorParallelOptimizer::step_own(const optim::StepOptions& options) {
+  for (std::size_t g = 0; g < groups(); ++g) own_->options(g) = Optimizer::options(g);
+  own_->step(options);
+}
+
+optim::StepResult TensorParallelOptimizer::step(const optim::StepOptions& options) {
+  const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
+  const torch::NoGradGuard no_grad;
+  optim::detail::check(options);
+  struct Stepping {
+    explicit Stepping(bool& on) : on(on) { on = true; }
+    ~Stepping() { on = false; }
+    bool& on;
+  } const stepping(model_->stepping);
+  model_->slices().cut();
+  return step_divided(this, options,
+                      {.norm = [this] { return norm(); },
+                       .scale = [this](const at::Tensor& factor) { scale(factor); },
+                       .step = [this](const optim::StepOptions& own) { step_own(own); }});
+}
+
+// ---------------------------------------------------------------- state
+
+template <typename Body>
+void TensorParallelOptimizer::each_state(const Body& body) {
+  for (const Member& m : members_)
+    for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->sizes))
+      body(*m.p, m.p->name + "." + spec.name, spec);
+}
+
+// One tensor at a time, so that a rank which wants none never holds more than one whole.
+TensorDict TensorParallelOptimizer::state_dict(const optim::StateDictOptions& options) {
+  const torch::NoGradGuard no_grad;
+  const TensorSlices::AsSlices shapes(model_->slices());
+  TensorDict mine = own_->state_dict({.copy = options.copy && options.wanted});
+  each_state([&](const SlicedParameter& p, const std::string& key, const optim::StateSpec& spec) {
+    const auto found = mine.find(key);
+    if (found == mine.end() || at::IntArrayRef(spec.sizes) != at::IntArrayRef(p.sizes)) return;
+    const at::Tensor slice = found->second.to(line().device());
+    const at::Tensor whole = model_->slices().whole_of(p, slice);
+    if (options.wanted && p.cut) found->second = whole.to(found->second.device());
+  });
+  return options.wanted ? mine : TensorDict{};
+}
+
+void TensorParallelOptimizer::load_state_dict(const TensorDict& state) {
+  const torch::NoGradGuard no_grad;
+  const TensorSlices::AsSlices shapes(model_->slices());
+  TensorDict mine = state;
+  each_state([&](const SlicedParameter& p, const std::string& key, const optim::StateSpec& spec) {
+    const auto found = mine.find(key);
+    if (found == mine.end() || at::IntArrayRef(spec.sizes) != at::IntArrayRef(p.sizes)) return;
+    if (found->second.sizes() != at::IntArrayRef(p.sizes))
+      throw UsageError(kTensorParallel,
+                       "the state '{}' has shape [{}], and its parameter [{}]. It is another "
+                       "model's. Load the state that was saved with this model.",
+                       key, fmt::join(found->second.sizes(), ", "), fmt::join(p.sizes, ", "));
+    found->second = model_->slices().slice_of(p, found->second);
+  });
+  own_->load_state_dict(mine);
+}
+
+}  // namespace
+}  // namespace lockstep::parallel
+
+// ---------------------------------------------------------------- TensorParallel
+
+namespace lockstep {
+
+TensorParallel::TensorParallel(torch::nn::Module& module, Mesh mesh, DdpOptions options)
+    : impl_(std::make_shared<parallel::TensorParallelImpl>(module, std::move(mesh),
+                                                           std::move(options))) {
+  if (impl_->mesh().size("tensor") > 1) impl_->install();
+}
+
+TensorParallel::~TensorParallel() = default;
+
+const Mesh& TensorParallel::mesh() const {
+  return impl_->mesh();
+}
+
+std::string TensorParallel::text() const {
+  return fmt::format("in slices on {} tensor parallel rank{}", mesh().size("tensor"),
+                     mesh().size("tensor") == 1 ? "" : "s");
+}
+
+std::unique_ptr<optim::Optimizer> TensorParallel::make_optimizer(
+    std::vector<optim::ParamGroup> groups, bool sharded) {
+  if (sharded) check_shardable();
+  return std::make_unique<parallel::TensorParallelOptimizer>(impl_, std::move(groups));
+}
+
+void TensorParallel::check_shardable() const {
+  throw UsageError(parallel::kTensorParallel,
+                   "each rank has the optimizer's state of its slices, which is not divided "
+                   "further. Leave shard_optimizer out.");
+}
+
+void TensorParallel::before_forward() {
+  if (!impl_->held() || at::GradMode::is_enabled()) impl_->slices().cut();
+}
+
+at::Tensor TensorParallel::watch(at::Tensor output) {
+  return impl_->copies().watch(std::move(output));
+}
+
+void TensorParallel::backward(const at::Tensor& loss, bool last) {
+  if (mesh().size("tensor") > 1 && impl_->slices().whole())
+    throw UsageError(parallel::kTensorParallel,
+                     "a backward of whole parameters, which gathered() has left: gradients are of "
+                     "slices. Call before_forward() before each forward that trains.");
+  impl_->copies().backward(loss, last);
+}
+
+bool TensorParallel::scale_averages(double factor) {
+  return impl_->copies().scale_averages(factor);
+}
+
+std::shared_ptr<void> TensorParallel::gathered() {
+  return impl_->gathered();
+}
+
+void TensorParallel::verify_parameters() {
+  impl_->verify_parameters();
+}
+
+void TensorParallel::verify_buffers() {
+  impl_->verify_buffers();
+}
+
+bool TensorParallel::counts_passes() const {
+  return impl_->copies().counts_passes();
+}
+
+std::size_t TensorParallel::bucket_count() const {
+  return impl_->copies().bucket_count();
+}
+
+void TensorParallel::set_bucket_cap_mb(std::optional<double> mb) {
+  impl_->copies().set_bucket_cap_mb(mb);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,680 @@
+// TensorParallel: every family computes what one process does, with slices that are cut by heads;
+// steps, state and checkpoints of the whole; and what a user would get wrong. The Trainer's side is
+// in tests/train/tensor_test.py.
+#include "lockstep/parallel/tensor_parallel.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/models/device_map.h"
+#include "lockstep/models/generate.h"
+#include "lockstep/models/linear.h"
+#include "lockstep/models/place.h"
+#include "lockstep/models/pretrained.h"
+#include "lockstep/nn/fp8.h"
+#include "lockstep/nn/tensor_group.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/lion.h"
+#include "lockstep/optim/muon.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep {
+namespace {
+
+using models::CausalLm;
+using models::CausalLmConfig;
+using models::CausalLmPtr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_threads;
+
+// ---------------------------------------------------------------- operations
+
+class WorldGroup final : public nn::TensorGroup {
+ public:
+  explicit WorldGroup(World world) : world_(std::move(world)) {}
+  int rank() const override { return world_.rank(); }
+  int size() const override { return world_.size(); }
+  void sum(const at::Tensor& tensor) override { world_.all_reduce(tensor).wait(); }
+  void max(const at::Tensor& tensor) override { world_.all_reduce(tensor, ReduceOp::kMax).wait(); }
+
+ private:
+  World world_;
+};
+
+at::Tensor drawn(at::IntArrayRef sizes, std::uint64_t seed) {
+  auto random = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(sizes, random, at::kDouble);
+}
+
+at::Tensor slice(const at::Tensor& whole, std::int64_t dimension, const nn::TensorGroup& group) {
+  const nn::Range mine = group.range(whole.size(dimension));
+  return whole.narrow(dimension, mine.begin, mine.length).clone();
+}
+
+void on_group(int ranks, const std::function<void(const nn::TensorGroupPtr&)>& body) {
+  run_threads(ranks, [&](World& world) { body(c10::make_intrusive<WorldGroup>(world)); });
+}
+
+TEST(TensorGroup, SlicesCoverEverythingOnce) {
+  for (const int ranks : {1, 2, 3, 4, 7})
+    for (const std::int64_t whole : {1, 6, 7, 50257}) {
+      std::int64_t next = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const nn::Range range = nn::slice_range(whole, rank, ranks);
+        EXPECT_EQ(range.begin, next);
+        EXPECT_LE(std::abs(range.length - whole / ranks), 1);
+        next += range.length;
+      }
+      EXPECT_EQ(next, whole);
+    }
+}
+
+// In double: what differs is the order of a few sums, 1e-15 each.
+constexpr double kDoubleSums = 1e-13;
+
+TEST(TensorGroup, APairOfMatricesIsOne) {
+  for (const int ranks : {2, 3, 4})
+    on_group(ranks, [](const nn::TensorGroupPtr& group) {
+      const auto leaf = [](const at::Tensor& x) { return x.clone().set_requires_grad(true); };
+      const at::Tensor x = leaf(drawn({5, 6}, 1)), first = leaf(drawn({8, 6}, 2)),
+                       second = leaf(drawn({3, 8}, 3)), bias = leaf(drawn({3}, 4));
+      const at::Tensor one = at::linear(at::linear(x, first).relu(), second, bias).square().mean();
+      one.backward();
+      const at::Tensor x2 = leaf(x.detach()), bias2 = leaf(bias.detach()),
+                       first2 = leaf(slice(first.detach(), 0, *group)),
+                       second2 = leaf(slice(second.detach(), 1, *group));
+      const at::Tensor h = at::linear(nn::enter(x2, group), first2).relu();
+      const at::Tensor y = nn::leave(at::linear(h, second2), group) + bias2;
+      const at::Tensor loss = y.square().mean();
+      loss.backward();
+      EXPECT_NEAR(loss.item<double>(), one.item<double>(), kDoubleSums);
+      EXPECT_TENSOR_NEAR(x2.grad(), x.grad(), kDoubleSums);
+      EXPECT_TENSOR_NEAR(bias2.grad(), bias.grad(), kDoubleSums);
+      EXPECT_TENSOR_NEAR(first2.grad(), slice(first.grad(), 0, *group), kDoubleSums);
+      EXPECT_TENSOR_NEAR(second2.grad(), slice(second.grad(), 1, *group), kDoubleSums);
+    });
+}
+
+// 37 columns: ranks have different numbers of them.
+TEST(TensorGroup, TheLossOverSlicesOfTheVocabularyIsTorchs) {
+  const at::Tensor whole = drawn({2, 4, 37}, 1) * 3;
+  const at::Tensor targets = at::tensor({0, 36, -100, 18, 19, 5, 17, -100}, at::kLong).view({2, 4});
+  const at::Tensor logits = whole.clone().set_requires_grad(true);
+  const at::Tensor expected = at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
+  (expected * 0.25).backward();
+  for (const int ranks : {2, 3, 4})
+    on_group(ranks, [&](const nn::TensorGroupPtr& group) {
+      const at::Tensor mine = slice(whole, 2, *group).set_requires_grad(true);
+      const at::Tensor loss = nn::sliced_cross_entropy(mine, targets, 37, group);
+      (loss * 0.25).backward();
+      EXPECT_NEAR(loss.item<double>(), expected.item<double>(), kDoubleSums);
+      EXPECT_TENSOR_NEAR(mine.grad(), slice(logits.grad(), 2, *group), kDoubleSums);
+      const at::Tensor none = at::full_like(targets, -100);
+      EXPECT_TRUE(std::isnan(nn::sliced_cross_entropy(mine, none, 37, group).item<double>()));
+      EXPECT_TENSOR_EQ(nn::join_columns(mine.detach(), 37, group), whole);
+    });
+}
+
+TEST(TensorGroup, AnEmbeddingOverSlicesOfTheVocabularyIsTorchs) {
+  const at::Tensor whole = drawn({37, 3}, 1);
+  const at::Tensor ids = at::tensor({0, 36, 18, 18, 9, 0}, at::kLong).view({2, 3});
+  for (const int ranks : {2, 3, 4})
+    for (const std::int64_t padding : {-1, 0, 18})
+      on_group(ranks, [&](const nn::TensorGroupPtr& group) {
+        const at::Tensor weight = whole.clone().set_requires_grad(true);
+        const at::Tensor expected = at::embedding(weight, ids, padding);
+        expected.square().sum().backward();
+        const at::Tensor mine = slice(whole, 0, *group).set_requires_grad(true);
+        const at::Tensor rows = nn::sliced_embedding(ids, mine, 37, padding, group);
+        rows.square().sum().backward();
+        EXPECT_TENSOR_EQ(rows, expected);
+        EXPECT_TENSOR_EQ(mine.grad(), slice(weight.grad(), 0, *group));
+      });
+}
+
+TEST(TensorGroup, AnIdOutsideOfTheVocabularyIsRefusedByOneRank) {
+  for (const std::int64_t id : {-1, 37}) {
+    const auto said = testing::run_threads_collecting(2, [&](World& world) {
+      const nn::TensorGroupPtr group = c10::make_intrusive<WorldGroup>(world);
+      nn::sliced_embedding(at::full({1, 1}, id, at::kLong), slice(drawn({37, 3}, 1), 0, *group), 37,
+                           -1, group);
+    });
+    EXPECT_THAT(said[id < 0 ? 0 : 1], HasSubstr("index out of range"));
+  }
+}
+
+// ---------------------------------------------------------------- families
+
+// Two layers; a vocabulary and a perceptron that ranks divide unequally. Norms and biases are not
+// what they begin with, or a wrong one would not show.
+struct Sample {
+  std::string name;
+  std::string json;
+};
+const std::vector<Sample>& samples() {
+  const auto like_llama = [](const std::string& type, const std::string& more) {
+    return fmt::format(
+        R"({{"model_type": "{}", "vocab_size": 37, "hidden_size": 32, "intermediate_size": 45,
+            "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "max_position_embeddings": 16, {}}})",
+        type, more);
+  };
+  static const std::vector<Sample> all{
+      {"gpt2", R"({"model_type": "gpt2", "vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4,
+                   "n_inner": 45, "n_positions": 16, "embd_pdrop": 0, "resid_pdrop": 0,
+                   "attn_pdrop": 0})"},
+      {"llama", like_llama("llama", R"("tie_word_embeddings": false)")},
+      {"llama_with_biases", like_llama("llama", R"("tie_word_embeddings": true,
+                             "attention_bias": true, "mlp_bias": true)")},
+      {"phi3", like_llama("phi3", R"("pad_token_id": 5, "resid_pdrop": 0)")},
+      {"qwen2", like_llama("qwen2", R"("tie_word_embeddings": true)")},
+      {"qwen3", like_llama("qwen3", R"("head_dim": 8, "tie_word_embeddings": false)")},
+      {"mistral", like_llama("mistral", R"("sliding_window": 4)")},
+      {"gemma2", like_llama("gemma2", R"("head_dim": 8, "query_pre_attn_scalar": 8,
+                             "sliding_window": 4)")},
+      {"starcoder2", like_llama("starcoder2", R"("residual_dropout": 0, "embedding_dropout": 0)")}};
+  return all;
+}
+
+CausalLmConfig config_of(const std::string& name) {
+  for (const Sample& sample : samples())
+    if (sample.name == name) return models::parse_config(sample.json, name);
+  throw std::logic_error(name);
+}
+
+// The same weights on every thread, from a generator of its own.
+CausalLmPtr make(const CausalLmConfig& config, std::uint64_t seed = 1) {
+  const auto model = models::make_causal_lm(config, {.draw = false});
+  const torch::NoGradGuard no_grad;
+  auto random = at::make_generator<at::CPUGeneratorImpl>(seed);
+  for (const auto& item : model->named_parameters()) {
+    const at::Tensor noise = at::randn(item.value().sizes(), random) * 0.2;
+    const bool is_norm =
+        item.key().find("norm") != std::string::npos || item.key().find("ln_") != std::string::npos;
+    item.value().copy_(is_norm && item.key().ends_with("weight") ? noise + 1 : noise);
+  }
+  return model;
+}
+
+struct Batch {
+  at::Tensor ids, targets;
+};
+Batch batch_of(int number, std::int64_t vocabulary = 37) {
+  auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(50 + number));
+  const at::Tensor all = at::randint(vocabulary, {3, 9}, random, at::kLong);
+  Batch batch{all.slice(1, 0, 8).contiguous(), all.slice(1, 1, 9).contiguous()};
+  batch.targets[0][number % 8] = -100;
+  return batch;
+}
+
+at::Tensor flat(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
+  return at::cat(all);
+}
+
+Mesh tensor_mesh(World& world) {
+  return Mesh(world, {{"tensor", -1}});
+}
+
+// A model and how it is trained.
+struct Trained {
+  Trained(CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
+      : net(std::move(model)),
+        parallelism(std::move(how)),
+        optimizer(parallelism->make_optimizer({{net->parameters(), rule}}, false)) {}
+
+  void backward(const Batch& batch) {
+    parallelism->before_forward();
+    const at::Tensor loss_now = parallelism->watch(net->loss(batch.ids, batch.targets));
+    loss = loss_now.item<double>();
+    parallelism->backward(loss_now, /*last=*/true);
+  }
+  optim::StepResult step(const Batch& batch, const optim::StepOptions& options = {}) {
+    backward(batch);
+    const optim::StepResult result = optimizer->step(options);
+    optimizer->zero_grad();
+    return result;
+  }
+  at::Tensor weights() {
+    const std::shared_ptr<void> whole = parallelism->gathered();
+    return flat(*net).clone();
+  }
+
+  CausalLmPtr net;
+  std::shared_ptr<Parallelism> parallelism;
+  std::unique_ptr<optim::Optimizer> optimizer;
+  double loss = 0;
+};
+
+using Change = std::function<void(CausalLm&)>;
+
+Trained sliced(const CausalLmConfig& config, const Mesh& mesh, const optim::Rule& rule,
+               const Change& change = {}) {
+  auto net = make(config, 1 + static_cast<std::uint64_t>(mesh.world().rank()));
+  if (change) change(*net);
+  auto how = std::make_shared<TensorParallel>(*net, mesh);
+  return {net, how, rule};
+}
+
+Trained whole(const CausalLmConfig& config, const optim::Rule& rule, const Change& change = {},
+              const Mesh& mesh = {}) {
+  auto net = make(config);
+  if (change) change(*net);
+  auto how = std::make_shared<DataParallel>(*net, mesh);
+  return {net, how, rule};
+}
+
+// Sums of at most 64 products, in another order, are wrong by 64 * 2^-24 of their terms at most;
+// three layers and the loss are such sums one after the other, and a weight's gradient is one over
+// the 24 tokens. The terms are below 8 here.
+constexpr double kSums = 4 * 64 * 8 / 16777216.0;
+
+class Families : public ::testing::TestWithParam<std::tuple<int, std::string, bool>> {};
+
+// A step of SGD with a rate of 1 changes the weights by their gradients.
+TEST_P(Families, ComputeWhatOneProcessDoes) {
+  const auto& [ranks, name, fused] = GetParam();
+  const CausalLmConfig config = config_of(name);
+  run_threads(ranks, [&, fused = fused](World& world) {
+    const Change path = [&](CausalLm& model) { model.use_fused(fused); };
+    const optim::SGDOptions sgd{.lr = 1};
+    Trained one = whole(config, sgd, path), run = sliced(config, tensor_mesh(world), sgd, path);
+    EXPECT_LT(flat(*run.net).numel(), flat(*one.net).numel());
+    one.step(batch_of(0));
+    run.step(batch_of(0));
+    EXPECT_NEAR(run.loss, one.loss, kSums);
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+    EXPECT_GT((one.weights() - flat(*make(config))).abs().max().item<double>(), 0.01);
+    run.parallelism->verify_parameters();
+    run.parallelism->verify_buffers();
+  });
+}
+
+std::string show(const ::testing::TestParamInfo<std::tuple<int, std::string, bool>>& info) {
+  const auto& [ranks, name, fused] = info.param;
+  return fmt::format("{}_on_{}{}", name, ranks, fused ? "_fused" : "");
+}
+
+std::vector<std::string> sample_names() {
+  std::vector<std::string> names;
+  for (const Sample& sample : samples()) names.push_back(sample.name);
+  return names;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Families,
+                         ::testing::Combine(::testing::Values(2, 4),
+                                            ::testing::ValuesIn(sample_names()), ::testing::Bool()),
+                         show);
+
+TEST(TensorParallel, LogitsAndTextsAreThoseOfOneProcess) {
+  const CausalLmConfig config = config_of("llama");
+  run_threads(2, [&](World& world) {
+    Trained one = whole(config, optim::SGDOptions{}),
+            run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
+    const torch::NoGradGuard no_grad;
+    EXPECT_TENSOR_NEAR(run.net->forward(batch_of(0).ids), one.net->forward(batch_of(0).ids), kSums);
+    const models::GenerateOptions greedy{.max_new_tokens = 8, .temperature = 0};
+    const auto expected = models::generate(*one.net, {1, 2, 3}, greedy);
+    EXPECT_EQ(models::generate(*run.net, {1, 2, 3}, greedy), expected);  // ranks together
+    const std::shared_ptr<void> held = run.parallelism->gathered();
+    if (world.rank() == 1) {
+      EXPECT_EQ(models::generate(*run.net, {1, 2, 3}, greedy), expected);  // one rank alone
+    }
+    EXPECT_TENSOR_EQ(run.net->forward(batch_of(0).ids), one.net->forward(batch_of(0).ids));
+  });
+}
+
+// A loss from all logits, for those who do not use CausalLm::loss().
+TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(2, [&](World& world) {
+    const optim::SGDOptions sgd{.lr = 1};
+    Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd);
+    one.step(batch_of(0));
+    run.parallelism->before_forward();
+    const at::Tensor logits = run.net->forward(batch_of(0).ids);
+    run.parallelism->backward(models::next_token_loss(logits, batch_of(0).targets), true);
+    run.optimizer->step();
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+  });
+}
+
+TEST(TensorParallel, CheckpointedBlocksAreComputedAgainByAllRanks) {
+  const CausalLmConfig config = config_of("llama");
+  run_threads(2, [&](World& world) {
+    const optim::SGDOptions sgd{.lr = 1};
+    const Change again = [](CausalLm& model) { model.run_blocks_with(lockstep::checkpoint); };
+    Trained plain = sliced(config, tensor_mesh(world), sgd),
+            run = sliced(config, tensor_mesh(world), sgd, again);
+    plain.step(batch_of(0));
+    run.step(batch_of(0));
+    EXPECT_EQ(run.loss, plain.loss);
+    EXPECT_TENSOR_NEAR(run.weights(), plain.weights(), kSums);
+  });
+}
+
+// ---------------------------------------------------------------- training
+
+class Training : public ::testing::TestWithParam<std::tuple<int, const char*>> {
+ protected:
+  static void on_ranks(const std::function<void(World&)>& body) {
+    testing::ThreadOptions options;
+    options.world.backend = std::get<1>(GetParam());
+    run_threads(std::get<0>(GetParam()), body, options);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, Training,
+                         ::testing::Values(std::tuple(1, "shm"), std::tuple(2, "shm"),
+                                           std::tuple(4, "shm"), std::tuple(2, "gloo"),
+                                           std::tuple(4, "gloo")));
+
+// AdamW moves a weight by its rate times a ratio of gradients, whose relative error is that of the
+// sums where they do not cancel; a loss of about 4 takes up the sum of all of them.
+constexpr double kLosses = 1e-4;
+
+TEST_P(Training, HasTheLossesAndNormsOfOneProcess) {
+  for (const char* name : {"gpt2", "llama"})
+    on_ranks([&](World& world) {
+      const CausalLmConfig config = config_of(name);
+      const optim::AdamWOptions adamw{.lr = 3e-3};
+      Trained one = whole(config, adamw), run = sliced(config, tensor_mesh(world), adamw);
+      double first = 0;
+      for (int step = 0; step < 10; ++step) {
+        const optim::StepOptions clipped{.max_grad_norm = 0.5};
+        const double norm = one.step(batch_of(step % 2), clipped).norm();
+        EXPECT_NEAR(run.step(batch_of(step % 2), clipped).norm(), norm, kLosses * norm);
+        EXPECT_NEAR(run.loss, one.loss, kLosses * one.loss);
+        if (step == 0) first = one.loss;
+      }
+      EXPECT_LT(one.loss, 0.9 * first);  // and it learns
+      run.parallelism->verify_parameters();
+    });
+}
+
+TEST_P(Training, ItsStateIsThatOfOneProcessAndContinuesAnywhere) {
+  on_ranks([&](World& world) {
+    const CausalLmConfig config = config_of("phi3");
+    const optim::AdamWOptions adamw{.lr = 1e-3};
+    Trained one = whole(config, adamw), run = sliced(config, tensor_mesh(world), adamw);
+    for (int step = 0; step < 2; ++step) one.step(batch_of(step)), run.step(batch_of(step));
+    const optim::TensorDict state = run.optimizer->state_dict(),
+                            expected = one.optimizer->state_dict();
+    ASSERT_EQ(state.size(), expected.size());
+    for (const auto& [name, tensor] : expected)
+      EXPECT_TENSOR_NEAR(state.at(name), tensor, kSums) << name;
+    EXPECT_TRUE(run.optimizer->state_dict({.wanted = false}).empty());
+
+    Trained other = sliced(config, tensor_mesh(world), adamw);
+    {
+      const std::shared_ptr<void> held = other.parallelism->gathered();
+      const torch::NoGradGuard no_grad;
+      const auto from = one.net->parameters(), to = other.net->parameters();
+      for (std::size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).copy_(from[i]);
+      // What is written while parameters are whole, in the shapes of the whole.
+      other.optimizer->load_state_dict(expected);
+      EXPECT_TENSOR_EQ(flat(*other.net), flat(*one.net));
+    }
+    one.step(batch_of(2));
+    other.step(batch_of(2));
+    EXPECT_NEAR(other.loss, one.loss, kSums);
+    EXPECT_TENSOR_NEAR(other.weights(), one.weights(), 2 * adamw.lr);
+    EXPECT_TENSOR_NEAR(other.optimizer->state_dict().at("model.embed_tokens.weight.exp_avg"),
+                       one.optimizer->state_dict().at("model.embed_tokens.weight.exp_avg"), kSums);
+  });
+}
+
+// Two pairs of ranks, each pair a model: the bits of data parallelism over the pairs.
+TEST(TensorParallel, CopiesOfTheSlicesAreAveraged) {
+  const CausalLmConfig config = config_of("llama");
+  run_threads(4, [&](World& world) {
+    const Mesh mesh(world, {{"data", 2}, {"tensor", 2}});
+    const optim::SGDOptions sgd{.lr = 0.5};
+    Trained one = whole(config, sgd, {}, Mesh(mesh["data"]));
+    Trained run = sliced(config, mesh, sgd);
+    Accumulation windows(run.parallelism, run.net->parameters(), {.steps = 2});
+    Accumulation expected(one.parallelism, one.net->parameters(), {.steps = 2});
+    for (int step = 0; step < 3; ++step) {
+      for (int micro = 0; micro < 2; ++micro) {
+        const Batch batch = batch_of(10 * step + 2 * micro + mesh.rank("data"));
+        const std::int64_t count = batch.targets.ne(-100).sum().item<std::int64_t>();
+        run.parallelism->before_forward();
+        windows.backward(run.net->loss(batch.ids, batch.targets), {.count = count});
+        expected.backward(one.net->loss(batch.ids, batch.targets), {.count = count});
+      }
+      run.optimizer->step({.max_grad_norm = 1});
+      one.optimizer->step({.max_grad_norm = 1});
+      run.optimizer->zero_grad();
+      one.optimizer->zero_grad();
+      EXPECT_NEAR(windows.last_window().loss.item<double>(),
+                  expected.last_window().loss.item<double>(), kSums);
+    }
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+    run.parallelism->verify_parameters();
+    EXPECT_EQ(run.parallelism->text(), "in slices on 2 tensor parallel ranks");
+  });
+}
+
+TEST(TensorParallel, AnyRuleThatStepsElements) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(2, [&](World& world) {
+    const optim::LionOptions lion{.lr = 1e-3};
+    Trained one = whole(config, lion), run = sliced(config, tensor_mesh(world), lion);
+    one.step(batch_of(0));
+    run.step(batch_of(0));
+    // A gradient that is a rounding error may have another sign; those are few.
+    const at::Tensor differs = (run.weights() - one.weights()).abs() > kSums;
+    EXPECT_LT(differs.to(at::kFloat).mean().item<double>(), 0.01);
+    EXPECT_LT(run.optimizer->state_bytes(), one.optimizer->state_bytes());
+  });
+}
+
+TEST(TensorParallel, AStepThatIsNotFiniteIsSkippedByAll) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(2, [&](World& world) {
+    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{.lr = 1});
+    const at::Tensor before = run.weights();
+    run.backward(batch_of(0));
+    // In the slice of one rank alone.
+    if (world.rank() == 1) run.net->parameters()[0].mutable_grad().fill_(INFINITY);
+    EXPECT_TRUE(run.optimizer->step({.skip_non_finite = true}).was_skipped());
+    EXPECT_TENSOR_EQ(run.weights(), before);
+  });
+}
+
+// ---------------------------------------------------------------- slices and the whole
+
+TEST(TensorParallel, WeightsAreCutByHeads) {
+  const CausalLmConfig config = config_of("phi3");
+  run_threads(2, [&](World& world) {
+    const auto reference = make(config);
+    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
+    const auto mine = run.net->named_parameters(), all = reference->named_parameters();
+    const std::string block = "model.layers.0.";
+    // 8 heads of queries and 4 of keys and values, 4 wide, in one matrix.
+    const at::Tensor& qkv = all[block + "self_attn.qkv_proj.weight"];
+    const std::int64_t r = world.rank();
+    EXPECT_TENSOR_EQ(mine[block + "self_attn.qkv_proj.weight"],
+                     at::cat({qkv.narrow(0, 16 * r, 16), qkv.narrow(0, 32 + 8 * r, 8),
+                              qkv.narrow(0, 48 + 8 * r, 8)}));
+    EXPECT_TENSOR_EQ(mine[block + "self_attn.o_proj.weight"],
+                     all[block + "self_attn.o_proj.weight"].narrow(1, 16 * r, 16));
+    // 45 rows of gate and of up: 22 and 23.
+    const at::Tensor& both = all[block + "mlp.gate_up_proj.weight"];
+    const std::int64_t begin = r == 0 ? 0 : 22, length = r == 0 ? 22 : 23;
+    EXPECT_TENSOR_EQ(mine[block + "mlp.gate_up_proj.weight"],
+                     at::cat({both.narrow(0, begin, length), both.narrow(0, 45 + begin, length)}));
+    EXPECT_TENSOR_EQ(mine[block + "mlp.down_proj.weight"],
+                     all[block + "mlp.down_proj.weight"].narrow(1, begin, length));
+    EXPECT_TENSOR_EQ(mine[block + "input_layernorm.weight"], all[block + "input_layernorm.weight"]);
+    EXPECT_EQ(mine["model.embed_tokens.weight"].size(0), r == 0 ? 18 : 19);
+    const std::shared_ptr<void> held = run.parallelism->gathered();
+    EXPECT_TENSOR_EQ(flat(*run.net), flat(*reference));
+  });
+}
+
+// As the Trainer does: evaluate on the whole, save while the next forward runs.
+TEST(TensorParallel, AForwardThatTrainsEndsTheWhole) {
+  const CausalLmConfig config = config_of("llama");
+  run_threads(2, [&](World& world) {
+    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{.lr = 1});
+    const std::int64_t slices = flat(*run.net).numel();
+    const std::shared_ptr<void> held = run.parallelism->gathered();
+    const at::Tensor before = flat(*run.net).clone();
+    std::vector<at::Tensor> taken;  // by somebody who writes a file
+    for (const at::Tensor& each : run.net->parameters()) taken.push_back(each.detach());
+    {
+      const torch::NoGradGuard no_grad;
+      run.parallelism->before_forward();
+      EXPECT_EQ(flat(*run.net).numel(), before.numel());
+    }
+    EXPECT_THAT(message_of<UsageError>([&] {
+                  run.parallelism->backward(at::zeros({}).set_requires_grad(true), true);
+                }),
+                HasSubstr("Call before_forward() before each forward that trains."));
+    run.step(batch_of(0));
+    EXPECT_EQ(flat(*run.net).numel(), slices);
+    std::vector<at::Tensor> same;
+    for (const at::Tensor& each : taken) same.push_back(each.flatten());
+    // Norms are every rank's own, and have been stepped; slices that were taken have not.
+    EXPECT_TENSOR_EQ(same[0], before.narrow(0, 0, same[0].numel()));
+    EXPECT_FALSE(run.weights().equal(before));
+  });
+}
+
+TEST(TensorParallel, CopiesThatDifferAreFound) {
+  const CausalLmConfig config = config_of("llama");
+  const auto said = testing::run_threads_collecting(2, [&](World& world) {
+    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
+    const torch::NoGradGuard no_grad;
+    if (world.rank() == 1) run.net->named_parameters()["model.norm.weight"].add_(1);
+    run.parallelism->verify_parameters();
+  });
+  for (const std::string& each : said)
+    EXPECT_THAT(each, AllOf(HasSubstr("'model.norm.weight'"), HasSubstr("along 'tensor'")));
+}
+
+// ---------------------------------------------------------------- what is refused
+
+void expect_refused(int ranks, const std::string& text, const std::function<void(World&)>& body) {
+  for (const std::string& said : testing::run_threads_collecting(ranks, body))
+    EXPECT_THAT(said, HasSubstr(text));
+}
+
+TEST(TensorParallel, RefusesModelsThatItCannotDivide) {
+  expect_refused(
+      3,
+      "8 attention heads and 4 heads of keys and values are not divided by a degree of "
+      "3",
+      [](World& world) { TensorParallel(*make(config_of("llama")), tensor_mesh(world)); });
+  const CausalLmConfig narrow = models::parse_config(
+      R"({"model_type": "gpt2", "vocab_size": 3, "n_embd": 8, "n_layer": 1, "n_head": 4})", "n");
+  expect_refused(4, "leave some of 4 ranks without a slice",
+                 [&](World& world) { TensorParallel(*make(narrow), tensor_mesh(world)); });
+  const CausalLmConfig experts = models::parse_config(
+      R"({"model_type": "mixtral", "vocab_size": 37, "hidden_size": 16, "intermediate_size": 8,
+          "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "num_local_experts": 2})",
+      "m");
+  expect_refused(2, "mixtral has a mixture of experts",
+                 [&](World& world) { TensorParallel(*make(experts), tensor_mesh(world)); });
+  expect_refused(2, "'transformer.h.0.attn.c_attn.lora_A.weight' is not the model's own",
+                 [](World& world) {
+                   const auto model = make(config_of("gpt2"));
+                   for (const auto& each : model->modules())
+                     if (auto* linear = each->as<models::LinearImpl>()) {
+                       linear->attach_lora({});
+                       break;
+                     }
+                   TensorParallel(*model, tensor_mesh(world));
+                 });
+  expect_refused(2, "a device map has split the model", [](World& world) {
+    const CausalLmConfig config = config_of("llama");
+    const auto model = make(config);
+    place(*model, models::balanced_device_map(config, {"cpu:0", "cpu:1"}));
+    TensorParallel(*model, tensor_mesh(world));
+  });
+  expect_refused(2, "the module torch::nn::LinearImpl cannot be divided into slices",
+                 [](World& world) {
+                   torch::nn::Linear other(4, 4);
+                   TensorParallel(*other, tensor_mesh(world));
+                 });
+}
+
+struct Odd : torch::nn::Module, nn::Sliced {
+  Odd() : weight(register_parameter("weight", at::zeros({4, 4}))) {}
+  std::vector<Cut> cuts(int) const override { return {{weight, 0, {3}}}; }
+  at::Tensor weight;
+};
+
+TEST(TensorParallel, RefusesCutsThatDoNotFit) {
+  expect_refused(2, "parts of [3] along dimension 0, which no parameter has ('weight')",
+                 [](World& world) {
+                   Odd odd;
+                   TensorParallel(odd, tensor_mesh(world));
+                 });
+}
+
+TEST(TensorParallel, RefusesWhatIsNotForSlices) {
+  const CausalLmConfig config = config_of("gpt2");
+  expect_refused(2, "has ranks along axes other than 'data' and 'tensor'", [&](World& world) {
+    TensorParallel(*make(config), Mesh(world, {{"pipeline", 2}}));
+  });
+  expect_refused(2, "rank 1 has", [&](World& world) {
+    TensorParallel(*make(config_of(world.rank() == 0 ? "gpt2" : "llama")), tensor_mesh(world));
+  });
+  run_threads(2, [&](World& world) {
+    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
+    EXPECT_THAT(message_of<UsageError>([&] {
+                  run.parallelism->make_optimizer({{run.net->parameters(), optim::MuonOptions{}}},
+                                                  false);
+                }),
+                HasSubstr("Muon steps whole matrices"));
+    const optim::SGDOptions sgd{};
+    EXPECT_THAT(message_of<UsageError>(
+                    [&] { run.parallelism->make_optimizer({{{at::zeros({2})}, sgd}}, false); }),
+                HasSubstr("1 of 1 parameters in the groups are not the model's"));
+    EXPECT_THAT(message_of<UsageError>([&] { run.parallelism->check_shardable(); }),
+                HasSubstr("Leave shard_optimizer out"));
+    run.backward(batch_of(0));
+    EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(run.net->parameters(), 1); }),
+                HasSubstr("clip_grad_norm_"));
+    const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+    EXPECT_THAT(message_of<UsageError>([&] { run.net->forward(batch_of(0).ids); }),
+                HasSubstr("fp8 scales a matrix by its largest element"));
+  });
+}
+
+TEST(TensorParallel, RefusesTheStateOfAnotherModel) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(2, [&](World& world) {
+    Trained run = sliced(config, tensor_mesh(world), optim::AdamWOptions{});
+    run.step(batch_of(0));
+    optim::TensorDict state = run.optimizer->state_dict();
+    state["transformer.wte.weight.exp_avg"] = at::zeros({36, 32});
+    EXPECT_THAT(message_of<UsageError>([&] { run.optimizer->load_state_dict(state); }),
+                AllOf(HasSubstr("'transformer.wte.weight.exp_avg' has shape [36, 32]"),
+                      HasSubstr("[37, 32]")));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,191 @@
+"""`tensor_parallel_degree` under `lockstep train`: the losses of one process, checkpoints of the
+whole model that continue with any degree or without, copies of the slices, and a rank that is
+killed."""
+
+import json
+import os
+import signal
+import subprocess
+import unittest
+
+from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, copy_until, environment, losses,
+                        ranks_of, wait_for_step)
+
+STEP = 4  # of a checkpoint in the middle
+YAML = """
+model: MODEL
+data: {name: bytes, path: TEXT, eval_bytes: 400}
+max_seq_len: 16
+max_steps: 8
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-3
+logging_steps: 1
+eval_strategy: steps
+eval_steps: 4
+save_steps: 4
+disable_tqdm: true
+use_cpu: true
+"""
+GPT = "{name: gpt, n_layer: 2, n_head: 4, n_embd: 32, n_positions: 16, vocab_size: 257}"
+LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 46,
+         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "max_position_embeddings": 16, "tie_word_embeddings": False}
+PLAIN = ("--shard_optimizer", "false")
+# Sums of 64 terms in another order are wrong by 4e-6 of them; eight steps of AdamW, whose sizes do
+# not depend on a gradient's, may make ten times that of it. A wrong slice gives percents.
+CLOSE = 1e-4
+CLOSE_BF16 = 1e-2  # a rounding to 8 bits is 4e-3, of every activation
+
+
+def tensor(degree):
+    return ("--tensor_parallel_degree", degree)
+
+
+def shapes(folder, name="model.safetensors"):
+    with open(folder / name, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {key: value["shape"] for key, value in header.items() if key != "__metadata__"}
+
+
+class Tensor(TrainCase):
+    def setUp(self):
+        super().setUp()
+        text = self.place / "text"
+        text.mkdir()
+        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
+        self.yaml = YAML.replace("TEXT", str(text))
+        self.use_config(LLAMA)
+
+    def use_model(self, model):
+        self.config.write_text(self.yaml.replace("MODEL", model))
+
+    def use_config(self, config):
+        (self.place / "config.json").write_text(json.dumps(config))
+        self.use_model(f"{{config: {self.place / 'config.json'}}}")
+
+    def run_with(self, ranks, name, *flags):
+        """Trains and returns the folder, with what was said."""
+        output = self.place / name
+        done = self.train(ranks, output, *flags)
+        return output, done.stdout + done.stderr
+
+    def newest(self, output):
+        return output / f"checkpoint-{checkpoints(output)[-1]}"
+
+    def figures(self, output, name):
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        return {entry["step"]: entry[name] for entry in map(json.loads, lines) if name in entry}
+
+    def assert_close(self, one, other, relative=CLOSE):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            expected, found = self.figures(one, name), self.figures(other, name)
+            self.assertTrue(expected, name)
+            self.assertEqual(expected.keys(), found.keys(), name)
+            for step, value in expected.items():
+                self.assertAlmostEqual(value, found[step], delta=relative * value,
+                                       msg=f"{name} of step {step}")
+
+    def test_has_the_losses_of_one_process(self):
+        for model in ("gpt", "llama"):
+            if model == "gpt":
+                self.use_model(GPT)
+            else:
+                self.use_config(LLAMA)
+            plain, _ = self.run_with(1, f"one-{model}")
+            for ranks, flags in ((2, ()), (4, ()), (2, ("--ddp_backend", "gloo")),
+                                 (2, ("--gradient_checkpointing", "true"))):
+                name = f"{model}-{ranks}-{'-'.join(flags).strip('-')}"
+                run, said = self.run_with(ranks, name, *tensor(ranks), *flags)
+                self.assertIn(f"in slices on {ranks} tensor parallel ranks", said)
+                self.assertIn(f"replicas identical on {ranks} ranks", said)
+                self.assert_close(plain, run)
+                for file in ("model.safetensors", "optimizer.safetensors"):
+                    self.assertEqual(shapes(self.newest(plain), file),
+                                     shapes(self.newest(run), file))
+
+    def test_bf16(self):
+        plain, _ = self.run_with(1, "one", "--bf16", "true")
+        run, _ = self.run_with(2, "run", *tensor(2), "--bf16", "true")
+        self.assert_close(plain, run, CLOSE_BF16)
+
+    def test_copies_of_the_slices_are_data_parallel(self):
+        plain, _ = self.run_with(2, "ddp", *PLAIN)
+        run, said = self.run_with(4, "run", *tensor(2))
+        self.assertIn("replicas identical on 4 ranks", said)
+        self.assert_close(plain, run)
+
+    def test_every_checkpoint_continues_everywhere(self):
+        whole, _ = self.run_with(1, "whole")
+        run, _ = self.run_with(2, "run", *tensor(2))
+        for first, ranks, flags in ((run, 1, ()), (run, 4, tensor(4)), (whole, 2, tensor(2))):
+            rest = self.place / f"rest-{first.name}-{ranks}"
+            copy_until(first, rest, STEP)
+            self.run_with(ranks, rest.name, "--resume", "auto", *flags)
+            self.assert_close(whole, rest)
+        # Ranks that see other samples divide the rest of the epoch among them.
+        for ranks, flags in ((2, PLAIN), (2, ("--fsdp", "full_shard")), (4, tensor(2))):
+            rests = []
+            for first in (whole, run):
+                rest = self.place / f"rest-{first.name}-{ranks}-{len(flags)}-{flags[0][2:6]}"
+                copy_until(first, rest, STEP)
+                self.run_with(ranks, rest.name, "--resume", "auto", *flags)
+                rests.append(rest)
+            self.assert_close(*rests)
+
+    def test_resumed_with_the_same_degree_it_has_the_same_bits(self):
+        # Dropout: masks of what every rank has are the same, or norms would differ.
+        self.use_config({"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2,
+                         "n_head": 4, "n_positions": 16, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
+                         "attn_pdrop": 0.1})
+        whole, said = self.run_with(2, "whole", *tensor(2), "--load_best_model_at_end", "true")
+        self.assertIn("replicas identical on 2 ranks", said)
+        rest = self.place / "rest"
+        copy_until(whole, rest, STEP)
+        self.run_with(2, "rest", "--resume", "auto", *tensor(2), "--load_best_model_at_end", "true")
+        self.assert_same(self.newest(whole), self.newest(rest))
+
+    def test_killed_and_resumed_under_another_degree(self):
+        flags = ("--max_steps", "40", "--save_steps", "5", "--save_total_limit", "3")
+        whole, _ = self.run_with(1, "whole", *flags)
+        output = self.place / "killed"
+        process = self.start(4, output, *tensor(4), *flags)
+        wait_for_step(process, output, 7)
+        os.kill(ranks_of(process)[3], signal.SIGKILL)
+        self.assertNotEqual(process.wait(timeout=BOUND_S), 0)
+        self.assertIn("rank 3", self.log())
+        self.run_with(2, "killed", *tensor(2), *flags, "--resume", "auto")
+        self.assertEqual(checkpoints(whole)[-1], checkpoints(output)[-1])
+        last = max(losses(whole))
+        self.assertAlmostEqual(losses(whole)[last], losses(output)[last],
+                               delta=1e-2 * losses(whole)[last])
+
+    def test_a_text_is_generated_from_what_was_trained(self):
+        run, _ = self.run_with(2, "run", *tensor(2))
+        done = subprocess.run([LOCKSTEP, "generate", "--model", str(self.newest(run)), "--ids",
+                               "116,111,32", "--max_new_tokens", "4"], capture_output=True,
+                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(len(done.stdout.split()), 4)
+
+    def test_refuses_what_it_cannot_do(self):
+        mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2}
+        device_map = f"{{config: {self.place / 'config.json'}, device_map: {{'': cpu}}}}"
+        for config, ranks, flags, text in (
+                (LLAMA, 3, tensor(2), "tensor_parallel_degree is 2, and there are 3 ranks"),
+                (LLAMA, 3, tensor(3), "8 attention heads and 4 heads of keys and values"),
+                (mixtral, 2, tensor(2), "mixture of experts"),
+                (LLAMA, 2, (*tensor(2), "--lora", "{r: 4, target_modules: [q_proj]}"),
+                 "does not divide adapters"),
+                (LLAMA, 2, (*tensor(2), "--optim", "muon"), "step whole matrices"),
+                (None, 2, tensor(2), "model.device_map splits the model over the devices")):
+            if config is None:
+                self.use_model(device_map)
+            else:
+                self.use_config(config)
+            done = self.train(ranks, self.place / "refused", *flags, code=2)
+            self.assertIn(text, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
