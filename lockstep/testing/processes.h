@@ -1,7 +1,7 @@
 // Ranks as real processes, for everything with faults, signals and exits.
 //
 //   TEST(World, SumsOverProcesses) {
-//     auto ranks = testing::run_processes(2, [](World& world) { EXPECT_EQ(all_reduce(world, 1), 2); });
+//     auto ranks = testing::run_processes(2, [](World& w) { EXPECT_EQ(all_reduce(w, 1), 2); });
 //     EXPECT_EQ(ranks[0].exit_code, 0) << ranks[0].output;
 //   }
 //
