@@ -340,8 +340,8 @@ def two_ranks(place):
 
 def divided(place):
     """Two ranks that hold half of the model each: stages of a pipeline, whose sums have the order
-    of one process, and rows of every parameter, whose averages NCCL rounds in another place than those
-    of two data parallel ranks: 3e-5 after 50 steps."""
+    of one process, and rows of every parameter, whose averages NCCL rounds in another place than
+    those of two data parallel ranks: 3e-5 after 50 steps."""
     model = place / "config.json"
     model.write_text(json.dumps(LLAMA))
     flags = GPT_FLAGS + ["--model", f"{{config: {model}}}", "--max_steps", str(STEPS // 8),

@@ -151,8 +151,8 @@ __device__ __forceinline__ unsigned pair_of(unsigned short first, unsigned short
 
 // A warp multiplies rows of `narrow`, 16 at a time, with 32 columns of `low`, which stay in its
 // registers, in four instructions of eight columns. Which columns an instruction takes is free:
-// instruction t has 8 q + 2 t and 8 q + 2 t + 1 of all q, so that lane 4 g + q ends with columns 8 q
-// to 8 q + 7 of rows g and g + 8: one byte of bits and one access.
+// instruction t has 8 q + 2 t and 8 q + 2 t + 1 of all q, so that lane 4 g + q ends with columns
+// 8 q to 8 q + 7 of rows g and g + 8: one byte of bits and one access.
 template <typename T, int kRank>
 __global__ void __launch_bounds__(kThreads) dropped_product_kernel(DroppedProduct args) {
   const int lane = threadIdx.x % kWarpSize, group = lane / 4, quarter = lane % 4;
