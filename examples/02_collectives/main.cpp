@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <lockstep/comm/numbers.h>
 #include <lockstep/run.h>
 
 #include <cstdio>

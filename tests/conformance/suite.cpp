@@ -370,10 +370,10 @@ class Suite {
 
   void numbers_and_bytes() {
     const double n = size();
-    expect(all_reduce(world_, rank()) == n * (n - 1) / 2, "sum of numbers");
-    expect(all_reduce(world_, rank(), ReduceOp::kAvg) == (n - 1) / 2, "mean of numbers");
-    expect(all_reduce(world_, rank() + 1, ReduceOp::kMin) == 1, "min of numbers");
-    expect(all_reduce(world_, rank(), ReduceOp::kMax) == n - 1, "max of numbers");
+    expect(lockstep::all_reduce(world_, rank()) == n * (n - 1) / 2, "sum of numbers");
+    expect(lockstep::all_reduce(world_, rank(), ReduceOp::kAvg) == (n - 1) / 2, "mean of numbers");
+    expect(lockstep::all_reduce(world_, rank() + 1, ReduceOp::kMin) == 1, "min of numbers");
+    expect(lockstep::all_reduce(world_, rank(), ReduceOp::kMax) == n - 1, "max of numbers");
     expect(any_rank(world_, rank() == root()), "any");
     expect(all_ranks(world_, rank() == root()) == (size() == 1), "all");
     expect(all_ranks(world_, true) && !any_rank(world_, false), "all true, any false");
