@@ -60,7 +60,7 @@ void train_gpt(World& world, bool checkpointed) {
     if (guard) continue;
     optimizer.step();
     optimizer.zero_grad();
-    last = all_reduce(world, loss.item<double>(), ReduceOp::kAvg);
+    last = all_reduce(world, loss.item<double>(), lockstep::ReduceOp::kAvg);
     if (step == 0) first = last;
   }
   require(last < first - 0.1, "the loss falls");
@@ -493,7 +493,7 @@ int stuck_in_a_graph(World& world) {
   for (int i = 0; i < 8; ++i) step.run({drawn_ids(world, i, 32)})[0].item<double>();
   require(step.replayed(), "steps are replayed");
   if (world.rank() != 0) {
-    all_reduce(world, 2, ReduceOp::kMin);  // as a rank that replays
+    all_reduce(world, 2, lockstep::ReduceOp::kMin);  // as a rank that replays
     std::this_thread::sleep_for(3 * world.timeout());
     return 0;
   }
