@@ -30,7 +30,7 @@ NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "kernel_files.cpp",
-        "ledger.cpp", "memory_limits.cpp", "pages.cpp")
+        "ledger.cpp", "memory_limits.cpp", "pages.cpp", "text.cpp")
 RENDEZVOUS = ("unix_socket.cpp",)
 MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.

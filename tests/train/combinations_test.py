@@ -27,12 +27,13 @@ max_grad_norm: 0
 disable_tqdm: true
 use_cpu: true
 """
-MODEL = "{name: gpt, n_layer: 4, n_head: 2, n_embd: 32, n_positions: 16, vocab_size: 257}"
+MODEL = "{name: gpt, n_layer: 4, n_head: 12, n_embd: 48, n_positions: 16, vocab_size: 257}"
 # The flags of each axis with several ranks. A further axis is a line here, and its rows follow.
 AXES = {
     "data": lambda n: (),
     "shard": lambda n: ("--fsdp", "full_shard", "--data_parallel_shard_degree", n),
     "pipeline": lambda n: ("--pipeline_parallel_degree", n),
+    "tensor": lambda n: ("--tensor_parallel_degree", n),
 }
 SAMPLES = ("data", "shard")  # ranks along these see samples of their own
 MOST = 4
@@ -49,7 +50,12 @@ def combinations(most=MOST):
     found = [{}]
     for axis in AXES:
         found = [{**sizes, axis: n} for sizes in found for n in range(1, most + 1)]
-    return sorted((sizes for sizes in found if count(sizes) <= most), key=count)
+    return sorted((sizes for sizes in found if count(sizes) <= most and combine(sizes)), key=count)
+
+
+def combine(sizes):
+    """Slices are copied, and not divided further yet: the flags are refused (config_test)."""
+    return sizes["tensor"] == 1 or sizes["shard"] == sizes["pipeline"] == 1
 
 
 def count(sizes):
