@@ -2,12 +2,17 @@
 """Plans ten small trainings, runs every way of each for three steps, and prints both side by side.
 
     LOCKSTEP_BIN=build/bin python3 tools/plan_against_measured.py [--ranks 2] [--repeat 2]
+    LOCKSTEP_BIN=build/bin python3 tools/plan_against_measured.py --gpu [--repeat 1]
 
 Memory: the plan's bytes over the tensors that the ranks held at their peak. Ranking: the way that
 the estimates put first is right when it takes at most 5 % more than the fastest that was measured;
 `order` is the share of pairs of ways, more than 5 % apart when measured, that the estimates put in
 the measured order. Every way is run --repeat times, and its fastest step counts. The link between
 the ranks is what `lockstep doctor` measures at the start.
+
+--gpu: five trainings of usual sizes on one GPU. The plan has one micro-batch for each way to
+compute; here several are planned and run, each in a file of its own, and every way is printed on
+stderr. Memory is what was allocated on the GPU, without context and workspace on both sides.
 """
 import argparse
 import itertools
@@ -15,6 +20,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 import tempfile
 
 LOCKSTEP = os.path.join(os.environ.get("LOCKSTEP_BIN", "build/bin"), "lockstep")
@@ -30,26 +36,96 @@ CASES = [
     ("GPT 2 x 512", GPT.format(2, 512), 32, 2, 4), ("GPT 8 x 128", GPT.format(8, 128), 32, 4, 8),
     ("GPT 3 x 256", GPT.format(3, 256), 128, 2, 4), ("GPT 3 x 320", GPT.format(3, 320), 64, 2, 4),
     ("Llama 4 x 256", "llama", 32, 4, 8), ("Llama 4 x 256", "llama", 64, 2, 4)]
+TRAIN = os.path.join(os.path.dirname(LOCKSTEP), "..", "libexec", "lockstep-train")
+GPU_STEPS = 11  # eight until kernels are loaded and steps are captured, and three that count
+LLAMA_1B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "max_position_embeddings": 2048, "rope_theta": 500000.0,
+            "tie_word_embeddings": True}
+GPT2 = "{{name: gpt, n_layer: {}, n_head: {}, n_embd: {}, vocab_size: 50257}}"
+
+
+def computed(few, some, many, *more):
+    """Three micro-batches in bf16, two of them checkpointed, one in 8 bits."""
+    return [(few, False, "bf16"), (some, False, "bf16"), (many, False, "bf16"),
+            (some, True, "bf16"), (many, True, "bf16"), (many, False, "fp8"), *more]
+
+
+# name, model, tokens of a sample, global batch, (micro-batch, gradient checkpointing, precision)
+GPU_CASES = [
+    ("GPT-2 124M", GPT2.format(12, 12, 768), 1024, 64, computed(4, 16, 64)),
+    ("Llama 1B", LLAMA_1B, 2048, 8, computed(1, 4, 8)),
+    ("GPT 355M", GPT2.format(24, 16, 1024), 1024, 32, computed(2, 8, 32)),
+    ("GPT-2 124M", GPT2.format(12, 12, 768), 256, 16, computed(1, 4, 16, (16, False, "no"))),
+    ("GPT 1.3B", GPT2.format(24, 16, 2048), 2048, 8, computed(1, 4, 8))]
+
+
+def write_model(place, model):
+    """What a training file has under `model`."""
+    if not isinstance(model, dict):
+        return model
+    (place / "config.json").write_text(json.dumps(model))
+    return f"{{config: {place / 'config.json'}}}"
+
+
+def planned(arguments, cache):
+    done = subprocess.run([LOCKSTEP, "plan", *arguments, "--json"], capture_output=True, text=True,
+                          check=False, env={**os.environ, "LOCKSTEP_CACHE": cache})
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)
 
 
 def plan(place, cache, case, ranks):
     """The ways of one training, each with what it took."""
     _, model, length, batch, total = case
-    if model == "llama":
-        (place / "config.json").write_text(json.dumps(LLAMA))
-        model = f"{{config: {place / 'config.json'}}}"
+    model = write_model(place, LLAMA if model == "llama" else model)
     (place / "text.txt").write_text("Predictions are held against measurements. " * 700)
     data = f"data: {{name: bytes, path: {place / 'text.txt'}}}"
     file = place / "train.yaml"
     file.write_text(f"model: {model}\n{data}\nmax_seq_len: {length}\nuse_cpu: true\n"
                     f"per_device_train_batch_size: {batch}\nglobal_batch_size: {total}\n")
-    done = subprocess.run(
-        [LOCKSTEP, "plan", file, "--gpus", f"{ranks}xcpu", "--probe", "--json",
-         "--probe-ways", "20"], capture_output=True, text=True, check=False,
-        env={**os.environ, "LOCKSTEP_CACHE": cache})
-    if done.returncode not in (0, 1):
-        raise SystemExit(done.stderr)
-    return [way for way in json.loads(done.stdout)["ways"] if way["measured"]]
+    arguments = [file, "--gpus", f"{ranks}xcpu", "--probe", "--probe-ways", "20"]
+    return [way for way in planned(arguments, cache)["ways"] if way["measured"]]
+
+
+def plan_on_gpu(place, cache, case):
+    """The same of one GPU: each way is a file of its own, planned and run as it is written."""
+    name, model, length, total, ways = case
+    model = write_model(place, model)
+    text = "Predictions are held against measurements. "
+    (place / "text.txt").write_text(text * (GPU_STEPS * (total + 1) * length // len(text) + 1))
+    found = []
+    for batch, checkpointing, precision in ways:
+        file, output = place / "train.yaml", tempfile.mkdtemp(dir=place)
+        file.write_text(
+            f"model: {model}\ndata: {{name: bytes, path: {place / 'text.txt'}}}\n"
+            f"max_seq_len: {length}\nper_device_train_batch_size: {batch}\n"
+            f"global_batch_size: {total}\nmixed_precision: {precision}\n"
+            f"gradient_checkpointing: {str(checkpointing).lower()}\nsave_strategy: no\n"
+            f"logging_strategy: no\nreport_to: none\nrecord_run: false\ndisable_tqdm: true\n"
+            f"max_steps: {GPU_STEPS}\noutput_dir: {output}/out\n")
+        row = planned([file], cache)["rows"][0]
+        done = subprocess.run([TRAIN, "plan-probe", output, file], capture_output=True, text=True,
+                              check=False)
+        what = (f"{name}, {length} x {total}: {batch}, {precision}"
+                f"{', checkpointed' if checkpointing else ''}")
+        if done.returncode != 0 or not row["as_written"]:
+            print(f"{what}: {done.stderr[-1500:] if done.returncode else 'not as written'}",
+                  file=sys.stderr, flush=True)
+            continue
+        seen = json.loads(pathlib.Path(output, "rank_0.json").read_text())
+        way = {"gpus": 1, "strategy": precision, "per_device_train_batch_size": batch,
+               "gradient_checkpointing": checkpointing, "step_s": min(seen["step_s"][-3:]),
+               "estimated_step_s": row["step_s"], "memory_bytes": seen["memory_bytes"],
+               "planned_memory_bytes": row["memory_bytes"]["allocated"]}
+        found.append(way)
+        memory = way["planned_memory_bytes"], way["memory_bytes"]
+        print(f"{what}: planned {1e3 * way['estimated_step_s']:.1f} ms, "
+              f"{memory[0] / 2**30:.2f} GiB; measured {1e3 * way['step_s']:.1f} ms, "
+              f"{memory[1] / 2**30:.2f} GiB ({100 * (memory[0] / memory[1] - 1):+.1f} %)",
+              file=sys.stderr, flush=True)
+    return found
 
 
 def name_of(way):
@@ -61,21 +137,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--json", help="a file for every way with its estimate and measurement")
+    parser.add_argument("--gpu", action="store_true", help="five trainings on one GPU instead")
     args = parser.parse_args()
-    right, errors = 0, []
+    right, errors, cases = 0, [], []
     cache = tempfile.TemporaryDirectory()  # pylint: disable=consider-using-with
-    subprocess.run([LOCKSTEP, "doctor", "--nproc-per-node", str(args.ranks)], check=True,
-                   stdout=subprocess.DEVNULL, env={**os.environ, "LOCKSTEP_CACHE": cache.name})
+    if not args.gpu:
+        subprocess.run([LOCKSTEP, "doctor", "--nproc-per-node", str(args.ranks)], check=True,
+                       stdout=subprocess.DEVNULL, env={**os.environ, "LOCKSTEP_CACHE": cache.name})
     print("| training | tokens x global | ways | memory, largest error | estimated first | over "
           "the fastest | order |\n|---|---|---|---|---|---|---|")
-    for case in CASES:
+    for case in GPU_CASES if args.gpu else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            ways = {}
+            ways, place = {}, pathlib.Path(folder)
             for _ in range(args.repeat):
-                for way in plan(pathlib.Path(folder), cache.name, case, args.ranks):
+                for way in (plan_on_gpu(place, cache.name, case) if args.gpu
+                            else plan(place, cache.name, case, args.ranks)):
                     old = ways.setdefault(name_of(way), way)
                     old["step_s"] = min(old["step_s"], way["step_s"])
         ways = list(ways.values())
+        cases.append({"case": case, "ways": ways})
         memory = [way["planned_memory_bytes"] / way["memory_bytes"] - 1 for way in ways]
         errors += memory
         first = min(ways, key=lambda way: way["estimated_step_s"])
@@ -84,13 +165,15 @@ def main():
         pairs = [(a, b) for a, b in itertools.permutations(ways, 2)
                  if b["step_s"] > NEAR * a["step_s"]]
         order = sum(a["estimated_step_s"] <= b["estimated_step_s"] for a, b in pairs)
-        print(f"| {case[0]} | {case[2]} x {case[4]} | {len(ways)} | "
+        print(f"| {case[0]} | {case[2]} x {case[3 if args.gpu else 4]} | {len(ways)} | "
               f"{100 * max(memory, key=abs):+.1f} % | {first['gpus']} x {first['strategy']}, "
               f"{first['per_device_train_batch_size']} | {100 * (ratio - 1):+.0f} % | "
               f"{order} of {len(pairs)} |", flush=True)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(cases))
     within = sum(abs(error) <= 0.1 for error in errors)
     print(f"\nmemory within 10 %: {within} of {len(errors)} ways, largest error "
-          f"{100 * max(errors, key=abs):+.1f} %; first place right: {right} of {len(CASES)}")
+          f"{100 * max(errors, key=abs):+.1f} %; first place right: {right} of {len(cases)}")
 
 
 if __name__ == "__main__":

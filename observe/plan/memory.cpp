@@ -92,25 +92,20 @@ Copies copies_of(const Model& model, const Parameters& p, const MemoryOptions& o
   return copies;
 }
 
-}  // namespace
-
-Memory memory_of(const Model& model, const MemoryOptions& options) {
-  MemoryOptions o = options;
-  o.fused &= model.causal_lm() != nullptr;
-  const Parameters p = parameters_of(model);
-  const Activations a = activations_of(
-      model,
-      {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
+// The peak of a GPU that holds `p` and computes `a`, with `layers` blocks.
+Memory peak_of(const Model& model, const Parameters& p, const Activations& a, std::int64_t layers,
+               const MemoryOptions& o) {
   const int parts = parts_of(o, Sharding::kFull);
-  const WholeUnits whole(p, model.blocks(), o);
+  const WholeUnits whole(p, layers, o);
   const std::uint64_t gradients = divided(floats(p.trainable), o.stages * parts);
   const bool persistent = (o.ranks > 1 && parts == 1) || o.accumulation > 1;
   const std::uint64_t before = persistent ? gradients : 0;
+  // A weight's gradient is made, then added to the one that is there.
+  const std::uint64_t added_next = persistent ? floats(p.largest) : 0;
   const Copies copies = copies_of(model, p, o);
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
-  const std::uint64_t saved =
-      divided(a.saved, o.stages) * static_cast<std::uint64_t>(std::max(1, o.in_flight));
+  const std::uint64_t saved = divided(a.saved, o.stages);
   const std::uint64_t block = o.checkpointing ? a.one_block : 0;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
@@ -127,21 +122,21 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
     memory.head = head;
     return memory;
   };
-  // The head and its loss are on the last stage, which holds no more activations than the others.
   const std::uint64_t forward = whole.root + whole.kept;
   Memory moments[] = {
       moment("the loss", forward, before, copies.at_loss, saved, a.head_forward),
       moment("the loss's backward", forward, before, copies.at_loss, saved, a.head_backward),
       moment("the backward of the last block", whole.root + std::max(whole.kept, 2 * whole.block),
              before + whole.root_gradients + whole.block_gradients, copies.at_loss,
-             saved + block + a.working, o.fused ? a.head_backward : 0),
+             saved + block + a.working + added_next, o.fused ? a.head_backward : 0),
       // The gradients of the last block are on their way, and its activations are free.
       moment("the backward of the block before the last",
              whole.root + std::max(whole.kept, 3 * whole.block) - whole.block,
              before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
-             saved - freed + block + a.working, o.fused ? a.head_backward : 0),
+             saved - freed + block + a.working + added_next, o.fused ? a.head_backward : 0),
       moment("the end of backward", whole.root, gradients + 2 * whole.root_gradients,
-             o.fused && parts == 1 ? copies.all : 0, std::min(a.one_block, saved) + a.working,
+             o.fused && parts == 1 ? copies.all : 0,
+             std::min(a.one_block, saved) + a.working + added_next,
              added ? divided(floats(p.head), o.stages) : 0),
       // Where ranks share memory, parameters move to where all of them can write.
       moment("the division of the optimizer's state",
@@ -158,6 +153,40 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
                                                            static_cast<double>(peak.activations));
   peak.context = kContext + (o.ranks > 1 ? kNccl : 0);
   return peak;
+}
+
+}  // namespace
+
+Memory memory_of(const Model& model, const MemoryOptions& options) {
+  MemoryOptions o = options;
+  o.fused &= model.causal_lm() != nullptr;
+  const Activations a = activations_of(
+      model,
+      {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
+  const Parameters all = parameters_of(model);
+  if (!o.pipeline) return peak_of(model, all, a, model.blocks(), o);
+  o.stages = 1;
+  const std::uint64_t all_blocks = a.saved - a.head_saved;
+  Memory most;
+  for (const Stage& stage : stages_of(model, options.stages)) {
+    // 1F1B: a stage has begun one micro-batch for itself and each stage that follows.
+    const auto in_flight =
+        static_cast<std::uint64_t>(std::min<std::int64_t>(stage.after + 1, o.accumulation));
+    Activations part = a;
+    part.saved = all_blocks / static_cast<std::uint64_t>(model.blocks()) *
+                 static_cast<std::uint64_t>(stage.blocks) * in_flight;
+    if (stage.last)
+      part.saved += a.head_saved;
+    else
+      part.head_saved = part.head_forward = part.head_backward = 0;
+    const Parameters parameters = parameters_of(model, stage);
+    if (options.state_bytes)
+      o.state_bytes = *options.state_bytes * static_cast<std::uint64_t>(parameters.trainable) /
+                      static_cast<std::uint64_t>(all.trainable);
+    const Memory memory = peak_of(model, parameters, part, stage.blocks, o);
+    if (memory.total() > most.total()) most = memory;
+  }
+  return most;
 }
 
 std::uint64_t usable_bytes(const Card& card) {

@@ -35,9 +35,9 @@ struct MemoryOptions {
   Sharding sharding = Sharding::kNone;         // what of parameters, gradients, state is divided
   int shard_ranks = 0;                         // over so many ranks; 0: over all of them
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
-  int stages = 1;     // GPUs that the layers of one replica are divided over
-  int in_flight = 1;  // micro-batches whose activations a stage of a pipeline holds at once
-  bool cpu = false;   // no CUDA, no NCCL
+  int stages = 1;         // GPUs that the layers of one replica are divided over
+  bool pipeline = false;  // by blocks, with 1F1B: the GPU that needs most counts
+  bool cpu = false;       // no CUDA, no NCCL
   // False: with fsdp the blocks are divided while the model is made (ShardedConstruction).
   bool built_whole = true;
 };

@@ -307,14 +307,16 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   const std::int64_t normed = trained && lm.spec().last.kind != NormKind::kLayer ? 4 : 0;
   // A soft cap of the logits is not part of the loss in chunks.
   if (options.fused && lm.spec().logit_soft_cap == 0) {
-    all.saved += bytes_of(tokens * 2 * h * width);  // the last norm's input and output
+    all.head_saved = bytes_of(tokens * 2 * h * width);  // the last norm's input and output
+    all.saved += all.head_saved;
     const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
     all.head_forward = std::min(bytes_of(logits * h), kChunkBytes) + bytes_of(gradients);
     all.head_backward = bytes_of(gradients);
     return;
   }
   // The last norm's input and what its weight multiplies; the head's input.
-  all.saved += bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
+  all.head_saved = bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
+  all.saved += all.head_saved;
   all.head_forward = bytes_of(options.half ? logits * (2 + 4 + 4) : logits * 8);
   const std::int64_t products = logits * h + (trained ? (h + 4) * parameters.head : 0);
   all.head_backward = bytes_of(std::max(12 * logits, products));
@@ -401,6 +403,7 @@ Parameters parameters_of(const Model& model) {
     if (model.blocks() == 0 || !in_first_block(tensor.name)) continue;
     all.block += count + adapter;
     all.block_trainable += (own ? count : 0) + adapter;
+    if (own) all.largest = std::max(all.largest, count);
     if (!trained.is_linear(tensor)) continue;
     all.block_matrices += count;
     all.block_widths += tensor.shape.at(0) + tensor.shape.at(1);
@@ -411,6 +414,56 @@ Parameters parameters_of(const Model& model) {
   if (lm != nullptr && lm->tied() && !model.lora) all.trainable_matrices += all.head;
   if (lm != nullptr) all.unused = models::unused_by_a_token(lm->spec());
   return all;
+}
+
+std::vector<Stage> stages_of(const Model& model, int stages) {
+  const std::int64_t extra = model.blocks() % stages;
+  const std::int64_t first_with_more = (stages - extra) / 2;
+  std::vector<Stage> all;
+  for (int i = 0; i < stages; ++i) {
+    const bool more = i >= first_with_more && i < first_with_more + extra;
+    all.push_back({.blocks = model.blocks() / stages + (more ? 1 : 0),
+                   .first = i == 0,
+                   .last = i + 1 == stages,
+                   .after = stages - 1 - i});
+  }
+  return all;
+}
+
+Parameters parameters_of(const Model& model, const Stage& stage) {
+  const Parameters whole = parameters_of(model);
+  const bool tied = model.causal_lm()->tied();
+  const std::int64_t layers = model.blocks();
+  const std::int64_t head = stage.last ? whole.head : 0;
+  const auto of_blocks = [&](std::int64_t all) { return all / layers * stage.blocks; };
+  // Embeddings are on the first stage and the head on the last: a tied one is on both.
+  const auto outside = [&](std::int64_t all, bool has_head) {
+    const std::int64_t embeddings = all - (has_head && !tied ? whole.head : 0);
+    return (stage.first ? embeddings : 0) + (has_head ? head : 0);
+  };
+  const bool frozen_head = model.lora.has_value();  // an adapted model trains no head
+  const std::int64_t block_frozen = whole.block - whole.block_trainable;
+  Parameters part = whole;
+  part.trainable = stage.blocks * whole.block_trainable +
+                   outside(whole.trainable - layers * whole.block_trainable, !frozen_head);
+  part.frozen =
+      stage.blocks * block_frozen + outside(whole.frozen - layers * block_frozen, frozen_head);
+  part.trainable_matrices = frozen_head ? of_blocks(whole.trainable_matrices)
+                                        : of_blocks(whole.trainable_matrices - whole.head) + head;
+  part.frozen_matrices = frozen_head && !tied ? of_blocks(whole.frozen_matrices - whole.head) + head
+                                              : of_blocks(whole.frozen_matrices);
+  part.head = head;
+  return part;
+}
+
+double largest_share(const Model& model, int stages) {
+  const double whole = forward_flops_per_token(model);
+  const double head = 2.0 * static_cast<double>(parameters_of(model).head);
+  const double block = (whole - head) / static_cast<double>(model.blocks());
+  double most = 0;
+  for (const Stage& stage : stages_of(model, stages))
+    most = std::max(most, static_cast<double>(stage.blocks) * block + (stage.last ? head : 0));
+  return most / whole;
 }
 
 std::vector<io::TensorShape> trained_tensors(const Model& model) {

@@ -53,12 +53,27 @@ struct Parameters {
   std::int64_t block_trainable = 0;
   std::int64_t block_matrices = 0;  // weights of linear layers in one block
   std::int64_t block_widths = 0;    // inputs and outputs of those layers
+  std::int64_t largest = 0;         // tensor of a block that is trained
 
   std::int64_t total() const { return trainable + frozen; }
 };
 
 // UsageError when `lora` selects no layer.
 Parameters parameters_of(const Model& model);
+
+// What one rank of a pipeline has: some of the blocks, the first one the embeddings as well, the
+// last one the head.
+struct Stage {
+  std::int64_t blocks = 0;
+  bool first = true;
+  bool last = true;
+  int after = 0;  // stages that follow
+};
+// As lockstep::Pipeline divides blocks: stages in the middle get one more first.
+std::vector<Stage> stages_of(const Model& model, int stages);
+Parameters parameters_of(const Model& model, const Stage& stage);
+// The forward operations of the stage that has most, over those of the model.
+double largest_share(const Model& model, int stages);
 
 // The tensors that are trained, adapters among them.
 std::vector<io::TensorShape> trained_tensors(const Model& model);
@@ -84,7 +99,8 @@ struct ActivationOptions {
 
 // Bytes at the moments that can be the peak.
 struct Activations {
-  std::uint64_t saved = 0;          // of all blocks from forward to backward
+  std::uint64_t saved = 0;          // of all blocks and the head from forward to backward
+  std::uint64_t head_saved = 0;     // the head's part of it
   std::uint64_t one_block = 0;      // what a checkpointed block saves while it runs again
   std::uint64_t working = 0;        // temporaries of a block's backward
   std::uint64_t head_forward = 0;   // logits and what the loss makes of them

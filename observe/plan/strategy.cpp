@@ -43,6 +43,9 @@ constexpr double kFp8Narrow = 1090.0 / 665;
 constexpr std::int64_t kWide = 2048;
 constexpr double kCastBytes = 6 / 0.7;
 constexpr double kCastEnds_s = 0.1e-3;
+// What a micro-batch moves for each weight on a CPU, however few its samples are: forward and
+// backward read it, and its gradient is written, read and added.
+constexpr double kPassBytes = 28;
 // An Adam update reads gradient, weight and two states and writes the last three: in float.
 constexpr double kUpdateBytes = 28;
 // A rank alone has a thread for each core of a CPU, of which twice as many compute this power of
@@ -97,12 +100,6 @@ int shard_ranks_of(const Training& t, const Parts& parts) {
 bool is_fused(const Training& t, const Card& card, const Choice& choice) {
   return t.model.causal_lm() != nullptr && !t.unfused && choice.strategy != Strategy::kSplit &&
          !card.cpu;
-}
-
-// 1F1B: the first stage has begun as many micro-batches as there are stages.
-int in_flight_of(const Choice& choice) {
-  if (choice.strategy != Strategy::kPipeline) return 1;
-  return static_cast<int>(std::min<std::int64_t>(choice.stages, choice.accumulation));
 }
 
 // Whether training does it without a change to the file.
@@ -256,7 +253,9 @@ double device_s(const Training& t, const Card& card, std::int64_t batch, bool fu
       card.memory_bandwidth > 0 ? card.memory_bandwidth : card.flops / kFlopsPerByte;
   return static_cast<double>(t.model.blocks()) * kBlockEnds_s +
          operations_of(t, batch) / (kProducts * peak) - fp8_saves_s(t, card, batch) +
-         (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth;
+         (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth +
+         (card.cpu ? kPassBytes * static_cast<double>(parameters_of(t.model).trainable) / bandwidth
+                   : 0);
 }
 
 // The host launches a micro-batch's kernels in no less than this, however small the batch is.
@@ -295,7 +294,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .shard_ranks = shard_ranks_of(t, parts),
                                       .state_bytes = t.state_bytes,
                                       .stages = choice.stages,
-                                      .in_flight = in_flight_of(choice),
+                                      .pipeline = choice.strategy == Strategy::kPipeline,
                                       .cpu = card.cpu,
                                       .built_whole = t.built_whole});
   choice.fits = fits(choice.memory, card);
@@ -444,9 +443,11 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
   if (choice.strategy == Strategy::kPipeline) {
-    // Stages compute at once, and wait while the pipeline fills and empties: (p-1)/(m+p-1).
-    work.forward_s /= choice.stages;
-    work.backward_s /= choice.stages;
+    // Stages compute at once at the pace of the one that has most to do, and wait while the
+    // pipeline fills and empties: (p-1)/(m+p-1).
+    const double share = largest_share(t.model, choice.stages);
+    work.forward_s *= share;
+    work.backward_s *= share;
     work.accumulation += choice.stages - 1;
   }
   const Parameters parameters = parameters_of(t.model);
@@ -476,7 +477,7 @@ Timed timed(const Training& training, const Machine& machine, Choice choice) {
   auto work = work_of(training, one.choice, machine.card, machine.speed);
   if (!work) return one;
   if (const int cores = machine.cluster.cores; machine.card.cpu && cores > 1) {
-    const int threads = std::max(1, cores / one.choice.replicas());
+    const int threads = std::max(1, cores / one.choice.gpus);
     const double slower = std::pow(static_cast<double>(cores) / threads, kThreadGain);
     for (double* seconds : {&work->forward_s, &work->backward_s, &work->optimizer_s})
       *seconds *= slower;
