@@ -67,13 +67,14 @@ struct WholeUnits {
 };
 
 // A copy of each weight in the half type, which fused operations and autocast make in forward and
-// free in backward.
+// free in backward. In 8 bits it is the transposed one that backward multiplies with.
 struct Copies {
   std::uint64_t all = 0;
   std::uint64_t at_loss = 0;
 };
 
-Copies copies_of(const Model& model, const Parameters& p, const MemoryOptions& o) {
+Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
+                 const MemoryOptions& o) {
   const auto copied = [&](std::int64_t weights) {
     return o.half ? 2 * static_cast<std::uint64_t>(weights) : 0;
   };
@@ -84,10 +85,12 @@ Copies copies_of(const Model& model, const Parameters& p, const MemoryOptions& o
   const std::int64_t weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
                                        : p.trainable_matrices + (tied ? p.head : 0);
   Copies copies{.all = divided(copied(weights), o.stages)};
+  if (o.fp8 && o.fused && !model.lora)
+    copies.all -= divided(static_cast<std::uint64_t>(layers * p.block_matrices), o.stages);
   // A checkpointed block frees its copies at once; those of the head stay until backward.
   const std::uint64_t head = std::min(copies.all, copied(model.lora ? 0 : p.head));
   const bool whole = parts_of(o, Sharding::kFull) == 1;
-  copies.at_loss = !o.checkpointing || (o.fused && whole) ? copies.all : head;
+  copies.at_loss = o.checkpointing ? head : copies.all;
   if (!whole && o.checkpointing) copies.all = head + copied(p.block);
   return copies;
 }
@@ -102,7 +105,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   const std::uint64_t before = persistent ? gradients : 0;
   // A weight's gradient is made, then added to the one that is there.
   const std::uint64_t added_next = persistent ? floats(p.largest) : 0;
-  const Copies copies = copies_of(model, p, o);
+  const Copies copies = copies_of(model, p, layers, o);
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
   const std::uint64_t saved = divided(a.saved, o.stages);
@@ -135,7 +138,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
              before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
              saved - freed + block + a.working + added_next, o.fused ? a.head_backward : 0),
       moment("the end of backward", whole.root, gradients + 2 * whole.root_gradients,
-             o.fused && parts == 1 ? copies.all : 0,
+             o.fused && parts == 1 ? copies.at_loss : 0,
              std::min(a.one_block, saved) + a.working + added_next,
              added ? divided(floats(p.head), o.stages) : 0),
       // Where ranks share memory, parameters move to where all of them can write.
@@ -160,9 +163,11 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
 Memory memory_of(const Model& model, const MemoryOptions& options) {
   MemoryOptions o = options;
   o.fused &= model.causal_lm() != nullptr;
-  const Activations a = activations_of(
-      model,
-      {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
+  const Activations a = activations_of(model, {.batch = o.batch,
+                                               .half = o.half,
+                                               .checkpointing = o.checkpointing,
+                                               .fused = o.fused,
+                                               .fp8 = o.fp8});
   const Parameters all = parameters_of(model);
   if (!o.pipeline) return peak_of(model, all, a, model.blocks(), o);
   o.stages = 1;
@@ -179,7 +184,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
       part.saved += a.head_saved;
     else
       part.head_saved = part.head_forward = part.head_backward = 0;
-    const Parameters parameters = parameters_of(model, stage);
+    const Parameters parameters = parameters_of(model, all, stage);
     if (options.state_bytes)
       o.state_bytes = *options.state_bytes * static_cast<std::uint64_t>(parameters.trainable) /
                       static_cast<std::uint64_t>(all.trainable);

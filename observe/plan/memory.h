@@ -30,7 +30,8 @@ struct MemoryOptions {
   std::int64_t accumulation = 1;
   bool half = false;  // bf16 or fp16
   bool checkpointing = false;
-  bool fused = false;                          // as in ActivationOptions
+  bool fused = false;  // as in ActivationOptions
+  bool fp8 = false;
   int ranks = 1;                               // data parallel
   Sharding sharding = Sharding::kNone;         // what of parameters, gradients, state is divided
   int shard_ranks = 0;                         // over so many ranks; 0: over all of them

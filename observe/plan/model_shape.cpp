@@ -249,7 +249,7 @@ std::int64_t norms_after(const BlockSpec& b) {
 
 // Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
 BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
-                             std::int64_t length) {
+                             std::int64_t length, bool fp8) {
   const BlockSpec& b = spec.block;
   const BlockSizes s(b, spec.rotary.has_value());
   BlockBytes bytes{.stream = h * s.width};
@@ -261,6 +261,9 @@ BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, st
     bytes.saved += adapter_bytes(trained, layer, in, h);
   });
   if (b.dropout > 0) bytes.saved += 2 * s.width;
+  // Inputs of products take a byte instead of two; attention keeps its result beside that.
+  if (fp8 && !trained.adapters() && !b.mlp.experts)
+    bytes.saved -= 2 * s.width + b.mlp.out.in - s.queries;
   bytes.working = 3 * h * s.width + mlp_working(b.mlp, h, b.mlp.gated() ? 3 : 1);
   return bytes;
 }
@@ -328,8 +331,9 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
   const DecoderSpec& spec = lm.spec();
-  const BlockBytes block = options.fused ? fused_block_bytes(spec, trained, h, model.length)
-                                         : block_bytes(spec, trained, h, model.length);
+  const BlockBytes block = options.fused
+                               ? fused_block_bytes(spec, trained, h, model.length, options.fp8)
+                               : block_bytes(spec, trained, h, model.length);
   const std::int64_t tokens = options.batch * model.length;
   const std::int64_t embedding = spec.embedding_dropout > 0 ? spec.width : 0;  // a mask
   Activations all;
@@ -430,8 +434,7 @@ std::vector<Stage> stages_of(const Model& model, int stages) {
   return all;
 }
 
-Parameters parameters_of(const Model& model, const Stage& stage) {
-  const Parameters whole = parameters_of(model);
+Parameters parameters_of(const Model& model, const Parameters& whole, const Stage& stage) {
   const bool tied = model.causal_lm()->tied();
   const std::int64_t layers = model.blocks();
   const std::int64_t head = stage.last ? whole.head : 0;

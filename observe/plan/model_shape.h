@@ -71,7 +71,7 @@ struct Stage {
 };
 // As lockstep::Pipeline divides blocks: stages in the middle get one more first.
 std::vector<Stage> stages_of(const Model& model, int stages);
-Parameters parameters_of(const Model& model, const Stage& stage);
+Parameters parameters_of(const Model& model, const Parameters& whole, const Stage& stage);
 // The forward operations of the stage that has most, over those of the model.
 double largest_share(const Model& model, int stages);
 
@@ -95,6 +95,7 @@ struct ActivationOptions {
   // in the half type, and the loss is computed in chunks of rows, so that the logits never exist as
   // a whole.
   bool fused = false;
+  bool fp8 = false;  // blocks of a fused model multiply in 8 bits, and save what they multiply so
 };
 
 // Bytes at the moments that can be the peak.

@@ -289,6 +289,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .half = t.half,
                                       .checkpointing = t.checkpointing,
                                       .fused = is_fused(t, card, choice),
+                                      .fp8 = t.fp8,
                                       .ranks = replicas,
                                       .sharding = sharding_of(choice.strategy),
                                       .shard_ranks = shard_ranks_of(t, parts),
