@@ -174,6 +174,13 @@ bool AsyncSaver::copy_on_device(Shared& shared, CheckpointContents& contents, c1
   return true;
 }
 
+void AsyncSaver::prepare(c10::Device device) {
+  if (device.is_cpu()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor one = at::zeros({1}, at::TensorOptions(device).dtype(at::kFloat));
+  at::_foreach_copy_({at::empty_like(one)}, {one});
+}
+
 // From the device to memory that is not pinned, in pieces: the driver would hold its lock while it
 // copies a whole tensor there, and training could launch nothing.
 void AsyncSaver::bring(Shared& shared, const at::Tensor& from, const at::Tensor& to) {

@@ -57,8 +57,10 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   saver_ = std::make_unique<AsyncSaver>(saver_options(a));
   CheckpointSize size{.optimizer = state_bytes(run_)};
   for (const auto& [name, tensor] :
-       saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false))
+       saved_tensors(*run_.task.module, run_.task.model_files, /*copy_buffers=*/false)) {
+    if (size.model == 0) AsyncSaver::prepare(tensor.device());
     size.model += tensor.nbytes();
+  }
   // Parameters are slices, and a checkpoint has the whole.
   size.model *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
   size.optimizer *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
