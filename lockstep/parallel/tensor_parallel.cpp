@@ -17,6 +17,14 @@
 
 namespace lockstep::parallel {
 
+namespace {
+
+nn::RowsPtr rows_of_slice(const SlicedParameter& p, const at::Tensor& slice) {
+  return c10::make_intrusive<nn::Rows>(slice.reshape({-1}), 0, p.mine);
+}
+
+}  // namespace
+
 class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImpl> {
  public:
   TensorParallelImpl(torch::nn::Module& module, Mesh mesh, DdpOptions options)
@@ -92,6 +100,9 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
                        other->rank, other->here, other->first);
     slices->model().broadcast(mesh.world(), 0);
     slices->cut();
+    // For files, which have the whole.
+    for (const SlicedParameter& p : slices->parameters())
+      if (p.cut) nn::set_rows(p.tensor, rows_of_slice(p, p.tensor.detach()));
     return slices;
   }
 
@@ -221,11 +232,16 @@ TensorDict TensorParallelOptimizer::state_dict(const optim::StateDictOptions& op
   each_state([&](const SlicedParameter& p, const std::string& key, const optim::StateSpec& spec) {
     const auto found = mine.find(key);
     if (found == mine.end() || at::IntArrayRef(spec.sizes) != at::IntArrayRef(p.sizes)) return;
+    if (options.divided && p.cut) {
+      const at::Tensor& own = found->second;
+      found->second = nn::divided(own.sizes(), own.options(), rows_of_slice(p, own));
+    }
+    if (options.divided) return;
     const at::Tensor slice = found->second.to(line().device());
     const at::Tensor whole = model_->slices().whole_of(p, slice);
     if (options.wanted && p.cut) found->second = whole.to(found->second.device());
   });
-  return options.wanted ? mine : TensorDict{};
+  return options.wanted || options.divided ? mine : TensorDict{};
 }
 
 void TensorParallelOptimizer::load_state_dict(const TensorDict& state) {

@@ -144,6 +144,7 @@ void TensorSlices::gather() {
     if (!p.cut) continue;
     p.slice = p.tensor.detach();
     p.tensor.set_data(whole_of(p, p.slice));
+    nn::set_rows(p.tensor, nullptr);  // of the slice
   }
   sliced_->set_tensor_group(nullptr);
 }

@@ -31,6 +31,7 @@
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -211,8 +212,10 @@ struct SlicedRank {
     }
     if (mesh.size("pipeline") > 1)
       model = std::make_shared<Pipeline>(*net, mesh);
-    else
+    else if (mesh.axes()[0].name == "shard")
       model = std::make_shared<FullyShard>(*net, mesh);
+    else
+      model = std::make_shared<TensorParallel>(*net, mesh);
     const optim::AdamWOptions adamw{.lr = 0.01};
     optimizer = model->make_optimizer({{net->parameters(), adamw}}, /*sharded=*/false);
     parts = {.module = net.get(), .optimizer = optimizer.get(), .rng = false};
@@ -244,8 +247,9 @@ struct SlicedRank {
 TEST(DividedSaveSlices, TheFilesAreThoseOfAWholeModelAndAreResumed) {
   using Axes = std::vector<MeshAxis>;
   for (const Axes& axes :
-       {Axes{{"shard", 2}, {"tensor", 2}}, Axes{{"shard", 1}, {"tensor", 2}},
-        Axes{{"pipeline", 2}, {"tensor", 2}}, Axes{{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}}) {
+       {Axes{{"tensor", 2}}, Axes{{"data", 2}, {"tensor", 2}}, Axes{{"shard", 2}, {"tensor", 2}},
+        Axes{{"shard", 1}, {"tensor", 2}}, Axes{{"pipeline", 2}, {"tensor", 2}},
+        Axes{{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}}) {
     int ranks = 1;
     for (const MeshAxis& axis : axes) ranks *= axis.size;
     const io::TemporaryDirectory folder;
