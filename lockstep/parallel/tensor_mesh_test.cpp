@@ -120,7 +120,10 @@ Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
       make(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
   if (mesh.size("pipeline") == 1)
     return {net, std::make_shared<FullyShard>(*net, mesh, options), rule};
-  return {net, std::make_shared<Pipeline>(*net, mesh, PipelineOptions{.shard = options}), rule};
+  const PipelineOptions stages{
+      .schedule = tied ? PipelineSchedule::k1F1B : PipelineSchedule::kInterleaved1F1B,
+      .shard = options};
+  return {net, std::make_shared<Pipeline>(*net, mesh, stages), rule};
 }
 
 Trained whole(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW) {
