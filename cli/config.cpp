@@ -25,16 +25,8 @@
 namespace lockstep::cli {
 namespace {
 
-// Ranks that hold stages of one pipeline, or slices of one layer, see the same samples.
 std::string batch_text(const TrainingArguments& a, int world_size) {
-  const bool slices = a.tensor_parallel_degree > 1;
-  const auto degree =
-      static_cast<int>(slices ? a.tensor_parallel_degree : a.pipeline_parallel_degree);
-  if (world_size % degree != 0)
-    throw UsageError("config", "{} is {}, and a world of {} is no multiple.",
-                     slices ? "tensor_parallel_degree" : "pipeline_parallel_degree", degree,
-                     world_size);
-  return train::effective_batch_text(a, world_size / degree);
+  return train::effective_batch_text(a, train::batch_ranks(a, world_size));
 }
 
 constexpr const char* kHelp =

@@ -1,7 +1,9 @@
 #include "lockstep/nn/divided.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -24,6 +26,44 @@ void report_made(torch::nn::Module& block) {
   if (block_observer) block_observer(block);
 }
 
+// ---------------------------------------------------------------- slices
+
+std::vector<std::int64_t> Slice::sizes() const {
+  std::vector<std::int64_t> sizes = whole;
+  std::int64_t& length = sizes[static_cast<std::size_t>(dimension)] = 0;
+  for (const Range& range : ranges) length += range.length;
+  return sizes;
+}
+
+at::Tensor Slice::of(const at::Tensor& values) const {
+  std::vector<at::Tensor> parts;
+  for (const Range& range : ranges)
+    parts.push_back(values.narrow(dimension, range.begin, range.length));
+  return at::cat(parts, dimension);
+}
+
+// The ranges repeat for each index of the dimensions before the one that is cut.
+std::vector<Run> runs_of(const Rows& rows) {
+  if (!rows.slice) return {{rows.begin, 0, rows.values.numel()}};
+  const Slice& slice = *rows.slice;
+  const auto wide = slice.whole.begin() + slice.dimension;
+  const std::int64_t outer = c10::multiply_integers(slice.whole.begin(), wide);
+  const std::int64_t inner = c10::multiply_integers(wide + 1, slice.whole.end());
+  const std::int64_t end = rows.begin + rows.values.numel();
+  std::vector<Run> runs;
+  std::int64_t at = 0;  // in the slice
+  for (std::int64_t i = 0; i < outer; ++i)
+    for (const Range& range : slice.ranges) {
+      const std::int64_t after = at + range.length * inner;
+      const std::int64_t from = std::max(at, rows.begin), to = std::min(after, end);
+      if (from < to)
+        runs.push_back(
+            {(i * *wide + range.begin) * inner + from - at, from - rows.begin, to - from});
+      at = after;
+    }
+  return runs;
+}
+
 // ---------------------------------------------------------------- divided tensors
 
 const Rows* rows_of(const at::Tensor& tensor) {
@@ -33,6 +73,11 @@ const Rows* rows_of(const at::Tensor& tensor) {
 
 void set_rows(const at::Tensor& tensor, const RowsPtr& rows) {
   tensor.unsafeGetTensorImpl()->set_backend_meta(rows);
+}
+
+std::vector<std::int64_t> whole_sizes(const at::Tensor& tensor) {
+  const Rows* const rows = rows_of(tensor);
+  return rows != nullptr && rows->slice ? rows->slice->whole : tensor.sizes().vec();
 }
 
 void assign(const at::Tensor& tensor, const at::Tensor& values) {
@@ -46,7 +91,9 @@ void assign(const at::Tensor& tensor, const at::Tensor& values) {
     at::Tensor(tensor).copy_(values);
     return;
   }
-  at::Tensor(rows->values).copy_(values.reshape({-1}).narrow(0, rows->begin, rows->values.numel()));
+  if (rows->values.numel() == 0) return;
+  const at::Tensor from = rows->slice ? rows->slice->of(values) : values;
+  at::Tensor(rows->values).copy_(from.reshape({-1}).narrow(0, rows->begin, rows->values.numel()));
 }
 
 at::Tensor divided(at::IntArrayRef sizes, const at::TensorOptions& options, RowsPtr rows) {

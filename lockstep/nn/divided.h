@@ -15,22 +15,46 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::nn {
 
-// What this rank holds of a tensor: elements `begin` and on, in the order of a dense one.
+// A part of a whole tensor: ranges of one of its dimensions, side by side (nn::Sliced::Cut).
+struct Slice {
+  std::vector<std::int64_t> whole;  // sizes
+  std::int64_t dimension = 0;
+  std::vector<Range> ranges{};
+  std::vector<std::int64_t> sizes() const;
+  at::Tensor of(const at::Tensor& values) const;  // a copy
+};
+
+// What this rank holds of a tensor: elements `begin` and on, in the order of a dense one. With a
+// slice (tensor parallelism) the tensor has the slice's shape, and files have the whole.
 struct Rows final : c10::BackendMeta {
-  Rows(at::Tensor its_values, std::int64_t its_begin)
-      : values(std::move(its_values)), begin(its_begin) {}
+  Rows(at::Tensor its_values, std::int64_t its_begin, std::shared_ptr<const Slice> its_slice = {})
+      : values(std::move(its_values)), begin(its_begin), slice(std::move(its_slice)) {}
   at::Tensor values;  // flat, in the tensor's type and on its device; may be empty
   std::int64_t begin;
+  std::shared_ptr<const Slice> slice;  // null: the tensor has the shape of the whole
 };
 using RowsPtr = c10::intrusive_ptr<Rows>;
+
+// Elements that lie side by side in the whole tensor and in Rows::values.
+struct Run {
+  std::int64_t in_whole = 0, in_values = 0, length = 0;
+};
+std::vector<Run> runs_of(const Rows& rows);
 
 // Null: the tensor has its elements. Lives as long as the tensor is divided.
 const Rows* rows_of(const at::Tensor& tensor);
 void set_rows(const at::Tensor& tensor, const RowsPtr& rows);
+// What files have; the tensor's own unless it is a slice.
+std::vector<std::int64_t> whole_sizes(const at::Tensor& tensor);
 
 // Copies `values`, which are whole, into the tensor or into what this rank holds of it.
 void assign(const at::Tensor& tensor, const at::Tensor& values);

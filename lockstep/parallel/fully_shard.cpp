@@ -82,10 +82,10 @@ void check_mesh(const Mesh& mesh) {
                      "model. Make it with Mesh(world, {{{{\"shard\", -1}}}}), or use "
                      "DistributedDataParallel.",
                      mesh.text());
-  if (mesh.batch().size() != mesh.world().size())
+  if (mesh.size("pipeline") > 1)
     throw UsageError(kFullyShard,
-                     "the mesh ({}) has ranks that see the same samples. Parameters are divided "
-                     "along 'shard' and copied along 'data'; leave the other axes out.",
+                     "the mesh ({}) has ranks along 'pipeline', and here every rank computes all "
+                     "blocks. Make a Pipeline with it, or leave the axis out.",
                      mesh.text());
 }
 
@@ -152,7 +152,9 @@ void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine) {
   module.to(mesh.world().device());
   const auto part = std::make_shared<Prepared::Part>(Prepared::Part{mesh, std::nullopt, values});
   World& shard = mesh["shard"];
-  if (mine && shard.size() > 1) part->unit.emplace("", parameters, shard);
+  // Slices are cut from whole blocks, by the model that they are in.
+  if (mine && shard.size() > 1 && mesh.size("tensor") == 1)
+    part->unit.emplace("", parameters, shard);
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : parameters) {
     if (part->unit) break;
@@ -195,8 +197,7 @@ void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char*
   });
 }
 
-FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
-                               FullyShardOptions options)
+FullyShardImpl::FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardOptions options)
     : mesh_(std::move(mesh)),
       shard_(mesh_["shard"]),
       data_(mesh_["data"]),
@@ -218,6 +219,7 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
                          c10::toString(*type));
     if (model_.size() == 0)
       throw UsageError(kFullyShard, "the module has no parameters, so there is nothing to shard.");
+    if (tensor().size() > 1) slices_ = std::make_unique<TensorSlices>(module, tensor());
   });
   const auto other =
       find_other_line(world, {.component = kFullyShard, .what = "this module", .refusal = refusal},
@@ -228,14 +230,16 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
                      "the same one, with the same options and from the same seed, on every rank.",
                      other->rank, other->here, other->first);
   model_.broadcast(world, 0);
+  if (slices_) slices_->cut();
   make_units(module, {});
   stage_ = &stages_[0];
   stage_->units.assign(units_.size(), true);
+  free_absent();
 }
 
 // Buffers are the pipeline's.
 FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
-                               FullyShardOptions options, const Holders& holders)
+                               FullyShardOptions options, OfPipeline pipeline)
     : mesh_(std::move(mesh)),
       shard_(mesh_["shard"]),
       data_(mesh_["data"]),
@@ -243,9 +247,10 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
       of_pipeline_(true),
       options_(options),
       model_(parameters_of(module), {}, {}),
+      slices_(std::move(pipeline.slices)),
       alone_(mesh_.batch().size() == 1),
       local_(alone_) {
-  make_units(module, holders);
+  make_units(module, pipeline.holders);
   free_absent();
 }
 
@@ -259,6 +264,7 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
       options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
       type(options_.reduce_dtype));
   text += describe_prepared(module);
+  if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
     text +=
         fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
@@ -334,6 +340,8 @@ void FullyShardImpl::list_parameters(const Holders& holders) {
   for (const ModelParameter& p : model_.parameters()) {
     at::TensorImpl* const tensor = p.tensor.unsafeGetTensorImpl();
     all_.push_back(found.at(tensor));
+    all_.back()->sliced = slices_ ? slices_->find(p.tensor) : nullptr;
+    if (all_.back()->sliced != nullptr) all_.back()->rows->slice = all_.back()->sliced->mine;
     if (const auto held = holders.find(tensor); held != holders.end())
       all_.back()->holders = held->second;
   }
@@ -420,7 +428,13 @@ void FullyShardImpl::end_window() {
   if (!held()) free_all();
 }
 
+// What trains computes with slices, also while gathered() is held: tensors that were taken from
+// parameters meanwhile stay whole.
 void FullyShardImpl::before_forward(int stage) {
+  if (slices_ && slices_->whole()) {
+    if (!held()) free_all();
+    if (torch::GradMode::is_enabled()) slices_->cut();
+  }
   stage_ = &stages_.at(stage);
   stage_->order.clear();
   if (!held() && !in_window_ && options_.reshard_after_forward)
@@ -473,13 +487,16 @@ void FullyShardImpl::prefetch_before(std::size_t unit) {
 
 std::shared_ptr<void> FullyShardImpl::gathered() {
   for (ShardUnit& unit : units_) unit.gather_exactly();
-  if (line_.size() > 1) gather_absent();
+  if (marks_rows()) gather_absent();
+  if (slices_) slices_->gather();
+  for (const ShardedParameter* const p : all_) nn::set_rows(p->tensor, nullptr);
   std::shared_ptr<void> held = held_.lock();
   if (!held) held_ = held = std::make_shared<int>();
   return held;
 }
 
 void FullyShardImpl::free_all() {
+  if (slices_) slices_->cut();
   for (ShardUnit& unit : units_) {
     unit.forget_work();  // a gather that nobody wanted would bring values of before the step
     unit.free();
@@ -495,25 +512,26 @@ void FullyShardImpl::gather_absent() {
     if (p->absent)
       p->tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
           at::empty(p->tensor.sizes(), p->tensor.options()).storage());
-    nn::set_rows(p->tensor, nullptr);
     // A copy of a weight that stages share stays as it is, so that verify_parameters() sees it.
     const bool copy = !p->absent && p->holders[0] != line_.rank();
     from[static_cast<std::size_t>(p->holders[0])].push_back(copy ? at::empty_like(p->tensor)
                                                                  : p->tensor.detach());
   }
-  for (int rank = 0; rank < line_.size(); ++rank)
+  for (int rank = 0; line_.size() > 1 && rank < line_.size(); ++rank)
     if (!from[static_cast<std::size_t>(rank)].empty())
       broadcast_coalesced(line_, from[static_cast<std::size_t>(rank)], rank);
 }
 
 // What this rank has whole is written by it, too, and so has its rows.
 void FullyShardImpl::free_absent() {
-  if (line_.size() == 1 || !std::exchange(absent_here_, false)) return;
+  if (!marks_rows() || !std::exchange(absent_here_, false)) return;
   for (const ShardedParameter& p : absent_) parallel::make_absent(p.tensor, p.freed, p.rows);
   if (!divides()) each_parameter([](ShardedParameter& p) { nn::set_rows(p.tensor, p.rows); });
 }
 
 void FullyShardImpl::take_whole() {
+  if (slices_) slices_->take();
+  const TensorSlices::AsSlices shapes(slices());
   for (ShardUnit& unit : units_) unit.take_whole();
 }
 
@@ -523,6 +541,7 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
   if (in_backward_)
     throw UsageError(kFullyShard,
                      "backward() was called inside a backward. Call it once per loss.");
+  if (slices_) slices_->check_backward();
   last_ = last;
   stage_ = &stages_.at(stage);
   units_.back().gather();  // a graph may be walked a second time
@@ -623,9 +642,13 @@ void FullyShardImpl::show_gradients() {
 // ---------------------------------------------------------------- replicas
 
 void FullyShardImpl::verify_parameters() {
-  Fingerprints shards;
-  each_parameter([&](ShardedParameter& p) { shards.add(p.name, p.padded); });
+  Fingerprints shards, same;
+  each_parameter([&](ShardedParameter& p) {
+    shards.add(p.name, p.padded);
+    if (p.sliced == nullptr) same.add(p.name, p.padded);
+  });
   require_same(data_, component(), "parameter", " along 'data'", shards);
+  if (slices_) require_same(tensor(), component(), "parameter", " along 'tensor'", same);
   verify_shared();
 }
 
@@ -665,7 +688,7 @@ void FullyShardImpl::verify_buffers() {
 
 namespace lockstep {
 
-FullyShard::FullyShard(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options)
+FullyShard::FullyShard(torch::nn::Module& module, Mesh mesh, FullyShardOptions options)
     : impl_(std::make_shared<parallel::FullyShardImpl>(module, std::move(mesh), options)) {
   impl_->install();
 }
@@ -680,7 +703,8 @@ const Mesh& FullyShard::mesh() const {
 
 std::string FullyShard::text() const {
   const int ranks = impl_->shard().size();
-  return fmt::format("fully sharded over {} rank{}", ranks, ranks == 1 ? "" : "s");
+  return fmt::format("fully sharded over {} rank{}{}", ranks, ranks == 1 ? "" : "s",
+                     parallel::slices_text(mesh()));
 }
 
 std::unique_ptr<optim::Optimizer> FullyShard::make_optimizer(std::vector<optim::ParamGroup> groups,
@@ -706,7 +730,7 @@ std::shared_ptr<void> FullyShard::gathered() {
 }
 
 bool FullyShard::divided() const {
-  return impl_->shard().size() > 1;
+  return impl_->shard().size() > 1 || impl_->tensor().size() > 1;
 }
 
 void FullyShard::verify_parameters() {
@@ -730,7 +754,7 @@ std::vector<std::string> FullyShard::units() const {
 ShardedConstruction::ShardedConstruction(Mesh mesh) {
   parallel::check_mesh(mesh);
   nn::BlockObserver take;
-  if (mesh.size("shard") > 1)
+  if (mesh.size("shard") > 1 && mesh.size("tensor") == 1)
     take = [mesh = std::move(mesh)](torch::nn::Module& block) {
       parallel::prepare_block(block, mesh, /*mine=*/true);
     };

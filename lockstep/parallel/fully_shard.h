@@ -19,7 +19,8 @@
 // while the one before it computes, freed after it, gathered again for its backward, and its
 // gradients are averaged for their owners at the end of that. The root is whole from
 // before_forward() to the end of backward(). Along "data" ranks hold copies: a mesh of data x shard
-// divides the model inside a host and copies it between hosts.
+// divides the model inside a host and copies it between hosts. Along "tensor" they compute with
+// slices of each layer (tensor_parallel.h), and slices are what is divided.
 //
 // A model that is larger than a device's or a host's memory is divided while it is made:
 //
@@ -34,8 +35,8 @@
 // backwards. A parameter that is used while it is in parts throws an error with its name: the
 // block was called past its run(), or before_forward() was not called.
 //
-// Holds the parameters and the blocks. Everything is a collective, unless it is said otherwise.
-// One thread.
+// Holds the parameters and the blocks; with ranks along "tensor" the module outlives it. Everything
+// is a collective, unless it is said otherwise. One thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -74,9 +75,9 @@ struct FullyShardOptions {
 class FullyShard final : public Parallelism {
  public:
   // Rank 0's parameters and buffers go to the others. UsageError on every rank for a mesh without
-  // an axis "shard", with ranks along axes other than "data" and "shard", and for modules that
-  // differ over ranks.
-  FullyShard(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options = {});
+  // an axis "shard" or with ranks along "pipeline", for modules that differ over ranks, and with
+  // ranks along "tensor" for one that is no nn::Sliced or does not divide by them.
+  FullyShard(torch::nn::Module& module, Mesh mesh, FullyShardOptions options = {});
   ~FullyShard() override;
 
   const Mesh& mesh() const override;
@@ -108,7 +109,7 @@ class FullyShard final : public Parallelism {
 // divided along "shard" and freed, so that one block stands whole at a time. The parameters outside
 // of blocks stay whole until FullyShard. Every rank draws or reads the same values: seed generators
 // alike (optim::WithSeed). FullyShard compares what was drawn, and is made before the model is
-// used. No communication. A world of one: nothing is divided.
+// used. No communication. One rank along "shard", or several along "tensor": nothing is divided.
 class ShardedConstruction {
  public:
   explicit ShardedConstruction(Mesh mesh);

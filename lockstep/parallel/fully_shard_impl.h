@@ -4,6 +4,10 @@
 // "pipeline" have it, the others have it `absent`, and passes are those of one stage each. There
 // may be one rank along "shard", which has all rows: then it knows averages and states alone.
 //
+// With ranks along "tensor" the parameters are slices (TensorSlices) before anything is divided,
+// and everything here is of slices. They are whole in gathered() alone, which joins rows, stages
+// and then slices, and in the names and shapes of saved state.
+//
 // Blocks hold it weakly through their runner, and so do the nodes that it puts into a graph. One
 // thread at a time: the training thread, or that of its backward while it waits.
 #pragma once
@@ -24,6 +28,7 @@
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/shard_unit.h"
+#include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {
 
@@ -40,10 +45,15 @@ void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char*
 
 class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
  public:
-  FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options);
-  // Of a pipeline, which has compared the ranks' modules and has sent rank 0's values.
+  FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardOptions options);
+  // Of a pipeline, which has compared the ranks' modules, and has sent rank 0's values and cut them
+  // into slices, if there are any.
+  struct OfPipeline {
+    Holders holders;
+    std::unique_ptr<TensorSlices> slices;
+  };
   FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options,
-                 const Holders& holders);
+                 OfPipeline pipeline);
   // After the constructor, when somebody holds this.
   void install();
   void uninstall();
@@ -51,6 +61,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   const Mesh& mesh() const { return mesh_; }
   World& shard() const { return shard_; }
   World& line() const { return line_; }  // the ranks along "pipeline"
+  World& tensor() const { return mesh_["tensor"]; }
+  TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
   // What this rank holds, unit by unit; and all of the module in its order.
@@ -104,6 +116,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   std::string describe(const torch::nn::Module& module) const;
   bool divides() const { return shard_.size() > 1; }
   bool held() const { return !held_.expired(); }
+  bool marks_rows() const { return line_.size() > 1 || slices_ != nullptr; }
   void prefetch(std::size_t unit);
   void prefetch_before(std::size_t unit);
   bool reduces() const { return !alone_ && (last_ || options_.reduce_every_backward); }
@@ -121,6 +134,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool of_pipeline_;
   FullyShardOptions options_;
   ModelTensors model_;
+  std::unique_ptr<TensorSlices> slices_;
   std::vector<ShardUnit> units_;  // the root is the last
   std::vector<Used> blocks_;      // of the units before it
   std::vector<ShardedParameter> absent_;

@@ -42,7 +42,9 @@ class FullyShardOptimizer final : public optim::Optimizer {
  private:
   World& shard() const { return model_->shard(); }
   World& line() const { return model_->line(); }
-  bool divides() const { return shard().size() > 1 || line().size() > 1; }
+  bool divides() const {
+    return shard().size() > 1 || line().size() > 1 || model_->slices() != nullptr;
+  }
   void deal_whole_tensors();
   void make_parts(const std::vector<optim::ParamGroup>& groups);
   bool holds_rows(const Member& m) const;
@@ -78,13 +80,16 @@ FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
                          fmt::join(param.sizes(), ", "));
   for (ShardedParameter* const p : model_->parameters()) {
     const auto found = group_of.find(p->tensor.unsafeGetTensorImpl());
-    if (found != group_of.end()) members_.push_back({p, found->second});
+    if (found == group_of.end()) continue;
+    members_.push_back({p, found->second});
+    if (p->sliced != nullptr) TensorSlices::check_rule(groups[found->second].options, p->name);
   }
   if (members_.size() != group_of.size())
     throw UsageError(model_->component(),
                      "{} of {} parameters in the groups are not the divided model's. Take them "
                      "from the module that it was made with.",
                      group_of.size() - members_.size(), group_of.size());
+  const TensorSlices::AsSlices shapes(model_->slices());
   deal_whole_tensors();
   make_parts(groups);
 }
@@ -162,19 +167,21 @@ void FullyShardOptimizer::take_gradients() {
   });
 }
 
-// The norm of all gradients, on their device. Ranks along "data" have the same ones, and so have
-// stages of a weight that they share, which counts once.
+// The norm of all gradients, on their device. Ranks along "data" have the same ones, stages have
+// those of a weight that they share, and ranks along "tensor" those of what is not cut: each counts
+// once.
 at::Tensor FullyShardOptimizer::norm() const {
   const c10::Device device = members_.empty() ? c10::kCPU : members_[0].p->tensor.device();
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
   for (const Member& m : members_) {
     if (m.p->holders[0] != line().rank()) continue;
+    if (m.p->sliced == nullptr && model_->tensor().rank() > 0) continue;
     const at::Tensor& grad = m.p->shard.grad();
     if (!grad.defined() || grad.numel() == 0) continue;
     squares +=
         at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
   }
-  for (World* const ranks : {&shard(), &line()})
+  for (World* const ranks : {&shard(), &line(), &model_->tensor()})
     if (ranks->size() > 1) ranks->all_reduce(squares).wait();
   return squares.sqrt().reshape({});
 }
@@ -191,6 +198,7 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
   const torch::NoGradGuard no_grad;
   optim::detail::check(options);
+  if (model_->slices() != nullptr) model_->slices()->cut();
   take_gradients();
   const optim::StepResult result =
       step_divided(this, options,
@@ -293,7 +301,7 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
     if (m.owner >= 0) shard().broadcast(whole, m.owner).wait();
   }
   if (line().size() > 1) line().broadcast(whole, m.p->holders[0]).wait();
-  return whole;
+  return m.p->sliced != nullptr ? model_->slices()->whole_of(*m.p->sliced, whole) : whole;
 }
 
 // What this rank holds: its rows, or all of what it steps whole. Other stages' is empty.
@@ -307,12 +315,15 @@ at::Tensor FullyShardOptimizer::divided_state(const Member& m, const optim::Stat
   at::Tensor values =
       found != mine.end() ? found->second.to(options).reshape({-1}) : at::zeros({missing}, options);
   const std::int64_t begin = m.owner < 0 ? m.p->rows->begin : 0;
-  return nn::divided(spec.sizes, options, c10::make_intrusive<nn::Rows>(std::move(values), begin));
+  const auto slice = m.p->sliced != nullptr ? m.p->sliced->mine : nullptr;
+  return nn::divided(spec.sizes, options,
+                     c10::make_intrusive<nn::Rows>(std::move(values), begin, slice));
 }
 
 // One tensor at a time, so that a rank which wants none never holds more than one.
 TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& options) {
   const torch::NoGradGuard no_grad;
+  const TensorSlices::AsSlices shapes(model_->slices());
   TensorDict mine = rows_->state_dict({.copy = false});
   if (tensors_) mine.merge(tensors_->state_dict({.copy = false}));
   const at::Tensor steps = steps_taken(mine);
@@ -340,16 +351,20 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
 
 // The same checks on every rank, also of what it does not hold, so that all refuse or none.
 void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
+  const torch::NoGradGuard no_grad;
+  const TensorSlices::AsSlices shapes(model_->slices());
   optim::detail::StateReader reader(model_->component(), state);
   TensorDict rows, tensors;
   for (const Member& m : members_) {
     const std::string& name = m.p->name;
     if (!m.p->tensor.requires_grad() && !state.contains(name + ".step")) continue;
     TensorDict& mine = m.owner < 0 ? rows : tensors;
-    for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(m.p->tensor.sizes())) {
+    const at::IntArrayRef sizes = m.p->sliced != nullptr ? m.p->sliced->sizes : m.p->tensor.sizes();
+    for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(sizes)) {
       const std::string key = name + "." + spec.name;
-      const at::Tensor& whole = reader.tensor(key, spec.sizes);
+      at::Tensor whole = reader.tensor(key, spec.sizes);
       if (!steps_here(m)) continue;
+      if (m.p->sliced != nullptr) whole = m.p->sliced->mine->of(whole);
       const std::int64_t begin = m.p->cut.begin(shard().rank()) * m.p->cut.row_size;
       mine[key] =
           m.owner >= 0 || shard().size() == 1

@@ -754,9 +754,9 @@ TEST(FullyShardRefusals, AMeshThatDividesNothing) {
     Net net;
     EXPECT_THAT(message_of<UsageError>([&] { FullyShard model(net, world); }),
                 AllOf(HasSubstr("no axis 'shard'"), HasSubstr("DistributedDataParallel")));
-    const Mesh tensor(world, {{"shard", 1}, {"tensor", 2}});
-    EXPECT_THAT(message_of<UsageError>([&] { FullyShard model(net, tensor); }),
-                HasSubstr("ranks that see the same samples"));
+    const Mesh stages(world, {{"shard", 1}, {"pipeline", 2}});
+    EXPECT_THAT(message_of<UsageError>([&] { FullyShard model(net, stages); }),
+                HasSubstr("Make a Pipeline with it"));
     // It is as it was.
     EXPECT_TRUE(loss_of(net, batch(0)).isfinite().item<bool>());
   });

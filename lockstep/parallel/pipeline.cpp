@@ -282,7 +282,9 @@ PipelineImpl::PipelineImpl(torch::nn::Module& module, Mesh mesh, PipelineOptions
   // One rank along "shard": gradients are averaged once, in the order of data parallelism.
   FullyShardOptions sharding = options_.shard;
   sharding.reduce_every_backward &= mesh_.size("shard") > 1;
-  shards_ = std::make_shared<FullyShardImpl>(module, mesh_, sharding, holders_);
+  if (slices_) slices_->cut();
+  shards_ = std::make_shared<FullyShardImpl>(
+      module, mesh_, sharding, FullyShardImpl::OfPipeline{holders_, std::move(slices_)});
   for (const auto& [index, tensors] : stage_tensors_) shards_->add_stage(index, tensors);
   shards_->install();
 }
@@ -293,11 +295,7 @@ void PipelineImpl::check(torch::nn::Module& module) {
                      "the module {} cannot be computed in stages. Derive it from nn::Staged "
                      "(lockstep/nn/staged.h), as the bundled language models are.",
                      module.name());
-  if (mesh_.size("tensor") > 1)
-    throw UsageError(kPipeline,
-                     "the mesh ({}) has ranks along 'tensor'. Leave them out: stages are copied "
-                     "along 'data' and divided along 'shard'.",
-                     mesh_.text());
+  if (mesh_.size("tensor") > 1) slices_ = std::make_unique<TensorSlices>(module, mesh_["tensor"]);
   check_blocks(module, mesh_, kPipeline);
   const bool interleaves = options_.schedule == PipelineSchedule::kInterleaved1F1B;
   if (options_.stages_per_rank < 1 || (options_.stages_per_rank > 1 && !interleaves))
@@ -362,6 +360,7 @@ std::string PipelineImpl::describe(const torch::nn::Module& module) const {
                     c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
                     p.tensor.requires_grad() ? "" : ", frozen", fmt::join(held->second, " and "));
   }
+  if (slices_) text += slices_->describe();
   return text + model_.describe_buffers() + describe_prepared(module);
 }
 
@@ -513,9 +512,10 @@ const Mesh& Pipeline::mesh() const {
 
 std::string Pipeline::text() const {
   const int ranks = mesh().size("shard");
-  return fmt::format("in {} pipeline stage{} ({}){}", impl_->stages(),
+  return fmt::format("in {} pipeline stage{} ({}){}{}", impl_->stages(),
                      impl_->stages() == 1 ? "" : "s", parallel::name(impl_->options().schedule),
-                     ranks > 1 ? fmt::format(", fully sharded over {} ranks", ranks) : "");
+                     ranks > 1 ? fmt::format(", fully sharded over {} ranks", ranks) : "",
+                     parallel::slices_text(mesh()));
 }
 
 std::unique_ptr<optim::Optimizer> Pipeline::make_optimizer(std::vector<optim::ParamGroup> groups,
@@ -545,7 +545,7 @@ std::shared_ptr<void> Pipeline::gathered() {
 }
 
 bool Pipeline::divided() const {
-  return mesh().size("pipeline") > 1 || mesh().size("shard") > 1;
+  return mesh().size("pipeline") > 1 || mesh().size("shard") > 1 || mesh().size("tensor") > 1;
 }
 
 void Pipeline::verify_parameters() {

@@ -21,8 +21,10 @@
 // the model computes one stage, and the function returns what the next stage takes, or on the last
 // one the loss; CausalLm::loss() does. Ranks along "pipeline" see the same samples. Ranks along
 // "data" hold copies of a stage, whose gradients are averaged when a window ends. Ranks along
-// "shard" divide what their stage has by rows, as FullyShard does: a mesh of pipeline x data x
-// shard, as torchtitan's.
+// "shard" divide what their stage has by rows, as FullyShard does, and ranks along "tensor" compute
+// its blocks with slices, as TensorParallel's do, and send what they return, which is the same on
+// all of them, to their like in the next stage: a mesh of pipeline x data x shard x tensor, as
+// torchtitan's.
 //
 // Parameters keep their tensors and their names; those of other stages have no memory. Gradients
 // of a weight that two stages share are added up between them. With m micro-batches on p stages a
@@ -66,7 +68,8 @@ class Pipeline final : public Parallelism {
  public:
   // Rank 0's parameters and buffers go to the others, whose memory for other stages is freed.
   // UsageError on every rank for a module that is no nn::Staged or has fewer blocks than there are
-  // stages, a mesh with ranks along "tensor", and modules that differ over ranks.
+  // stages, with ranks along "tensor" for one that is no nn::Sliced or does not divide by them, and
+  // for modules that differ over ranks.
   Pipeline(torch::nn::Module& module, Mesh mesh, PipelineOptions options = {});
   ~Pipeline() override;
 
@@ -98,7 +101,8 @@ class Pipeline final : public Parallelism {
 
 // While it exists, each block that this thread makes (nn::made) is moved to the world's device, and
 // freed where it is of another rank's stages, or divided along "shard" where that has several
-// ranks. `blocks` is how many there will be. Otherwise as ShardedConstruction.
+// ranks, and "tensor" has not: slices are cut by Pipeline, from the blocks of its stages. `blocks`
+// is how many there will be. Otherwise as ShardedConstruction.
 class PipelinedConstruction {
  public:
   PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options = {});

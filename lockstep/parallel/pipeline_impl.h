@@ -65,6 +65,7 @@ class PipelineImpl : public std::enable_shared_from_this<PipelineImpl> {
   std::vector<int> begins_;                               // split_blocks()
   std::map<int, std::vector<at::Tensor>> stage_tensors_;  // of this rank's stages
   Holders holders_;
+  std::unique_ptr<TensorSlices> slices_;  // until `shards_` has them
   std::shared_ptr<FullyShardImpl> shards_;
   std::vector<NamedTensor> buffers_;
   std::vector<std::uint64_t> buffers_agreed_;  // their fingerprints

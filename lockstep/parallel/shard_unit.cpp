@@ -268,8 +268,8 @@ void ShardUnit::gather() {
       offset += p.cut.padded();
       fill_storage(p.storage, std::move(fresh));
       set_storage(p, p.freed, p.storage);
-      // Rounded values are for computing alone: files get the rows.
-      nn::set_rows(p.tensor, rounded_ ? p.rows : nullptr);
+      // Rounded values and slices are for computing alone: files get the rows.
+      nn::set_rows(p.tensor, rounded_ || p.rows->slice ? p.rows : nullptr);
     }
     gathers_[f].parts = at::Tensor();
   }

@@ -33,6 +33,8 @@ namespace lockstep::parallel {
 inline constexpr const char* kFullyShard = "fully_shard";
 inline constexpr const char* kPipeline = "pipeline";
 
+struct SlicedParameter;  // tensor_slices.h
+
 // How rows are divided over ranks: equally many each, fewer or none for the last ones.
 struct RowCut {
   std::int64_t rows = 0;      // 1 for a parameter without dimensions
@@ -65,6 +67,7 @@ struct ShardedParameter {
   // gathered. `absent`: this rank is none of them, and holds no rows.
   std::vector<int> holders{0};
   bool absent = false;
+  const SlicedParameter* sliced = nullptr;  // `tensor` is one rank's slice along "tensor"
 };
 
 // The types in which parameters and gradients travel; unset: their own.

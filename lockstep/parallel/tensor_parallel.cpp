@@ -17,15 +17,23 @@
 
 namespace lockstep::parallel {
 
+namespace {
+
+nn::RowsPtr rows_of_slice(const SlicedParameter& p, const at::Tensor& slice) {
+  return c10::make_intrusive<nn::Rows>(slice.reshape({-1}), 0, p.mine);
+}
+
+}  // namespace
+
 class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImpl> {
  public:
   TensorParallelImpl(torch::nn::Module& module, Mesh mesh, DdpOptions options)
-      : mesh_(checked(std::move(mesh))),
-        slices_(module, mesh_.world(), mesh_["tensor"]),
+      : mesh_(std::move(mesh)),
+        slices_(cut(module, mesh_)),
         copies_(module, mesh_, std::move(options)) {}
 
   const Mesh& mesh() const { return mesh_; }
-  TensorSlices& slices() { return slices_; }
+  TensorSlices& slices() { return *slices_; }
   DataParallel& copies() { return copies_; }
   bool held() const { return !held_.expired(); }
 
@@ -34,7 +42,7 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   void install() {
     const std::weak_ptr<TensorParallelImpl> self = weak_from_this();
     using Variables = std::vector<at::Tensor>;
-    for (const SlicedParameter& p : slices_.parameters()) {
+    for (const SlicedParameter& p : slices_->parameters()) {
       if (!p.cut || !p.tensor.requires_grad()) continue;
       accumulators_.push_back(torch::autograd::impl::grad_accumulator(p.tensor));
       accumulators_.back()->add_post_hook(std::make_unique<optim::GradientHook>(
@@ -47,7 +55,7 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   }
 
   std::shared_ptr<void> gathered() {
-    slices_.gather();
+    slices_->gather();
     std::shared_ptr<void> held = held_.lock();
     if (!held) held_ = held = std::make_shared<int>();
     return held;
@@ -56,32 +64,50 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   void verify_parameters() {
     copies_.verify_parameters();
     Fingerprints same;
-    for (const SlicedParameter& p : slices_.parameters())
+    for (const SlicedParameter& p : slices_->parameters())
       if (!p.cut) same.add(p.name, p.tensor.detach());
-    if (slices_.line().size() > 1)
-      require_same(slices_.line(), kTensorParallel, "parameter", " along 'tensor'", same);
+    if (slices_->line().size() > 1)
+      require_same(slices_->line(), kTensorParallel, "parameter", " along 'tensor'", same);
   }
 
   void verify_buffers() {
     require_same(mesh_.world(), kTensorParallel, "buffer", "",
-                 slices_.model().buffer_fingerprints());
+                 slices_->model().buffer_fingerprints());
   }
 
   // While it is set, gradients are what the functions of lockstep/optim may use.
   bool stepping = false;
 
  private:
-  static Mesh checked(Mesh mesh) {
-    if (mesh.size("shard") > 1 || mesh.size("pipeline") > 1)
+  // Rank 0's values, as slices.
+  static std::unique_ptr<TensorSlices> cut(torch::nn::Module& module, const Mesh& mesh) {
+    std::unique_ptr<TensorSlices> slices;
+    const auto refusal = refusal_of([&] {
+      if (mesh.size("shard") > 1 || mesh.size("pipeline") > 1)
+        throw UsageError(kTensorParallel,
+                         "the mesh ({}) has ranks along axes other than 'data' and 'tensor'. Leave "
+                         "them out, or make a FullyShard or a Pipeline with it.",
+                         mesh.text());
+      slices = std::make_unique<TensorSlices>(module, mesh["tensor"]);
+    });
+    const auto other = find_other_line(
+        mesh.world(), {.component = kTensorParallel, .what = "this module", .refusal = refusal},
+        slices ? slices->describe() : "");
+    if (other)
       throw UsageError(kTensorParallel,
-                       "the mesh ({}) has ranks along axes other than 'data' and 'tensor'. Leave "
-                       "them out.",
-                       mesh.text());
-    return mesh;
+                       "rank {} has '{}', but rank 0 has '{}'. Ranks hold slices of one model. "
+                       "Build the same one on every rank.",
+                       other->rank, other->here, other->first);
+    slices->model().broadcast(mesh.world(), 0);
+    slices->cut();
+    // For files, which have the whole.
+    for (const SlicedParameter& p : slices->parameters())
+      if (p.cut) nn::set_rows(p.tensor, rows_of_slice(p, p.tensor.detach()));
+    return slices;
   }
 
   Mesh mesh_;
-  TensorSlices slices_;
+  std::unique_ptr<TensorSlices> slices_;
   DataParallel copies_;                                               // of the slices
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;  // that have hooks
   std::weak_ptr<void> held_;
@@ -125,7 +151,7 @@ class TensorParallelOptimizer final : public optim::Optimizer {
 TensorParallelOptimizer::TensorParallelOptimizer(std::shared_ptr<TensorParallelImpl> model,
                                                  std::vector<optim::ParamGroup> groups)
     : Optimizer(groups), model_(std::move(model)) {
-  const TensorSlices::AsSlices shapes(model_->slices());
+  const TensorSlices::AsSlices shapes(&model_->slices());
   std::unordered_map<at::TensorImpl*, std::size_t> group_of;
   for (std::size_t g = 0; g < groups.size(); ++g)
     for (const at::Tensor& param : groups[g].params) group_of[param.unsafeGetTensorImpl()] = g;
@@ -135,12 +161,7 @@ TensorParallelOptimizer::TensorParallelOptimizer(std::shared_ptr<TensorParallelI
     if (found == group_of.end()) continue;
     members_.push_back({&p, found->second});
     names.emplace_back(p.name, p.tensor);
-    const optim::Rule& rule = groups[found->second].options;
-    if (p.cut && line().size() > 1 && rule->granularity() == optim::Granularity::kTensors)
-      throw UsageError(kTensorParallel,
-                       "{} steps whole matrices, and ranks have slices of '{}'. Use a rule that "
-                       "steps elements (AdamW, Lion, SGD), or fsdp instead of tensor parallelism.",
-                       rule->name(), p.name);
+    if (p.cut) TensorSlices::check_rule(groups[found->second].options, p.name);
   }
   if (members_.size() != group_of.size())
     throw UsageError(kTensorParallel,
@@ -206,21 +227,26 @@ void TensorParallelOptimizer::each_state(const Body& body) {
 // One tensor at a time, so that a rank which wants none never holds more than one whole.
 TensorDict TensorParallelOptimizer::state_dict(const optim::StateDictOptions& options) {
   const torch::NoGradGuard no_grad;
-  const TensorSlices::AsSlices shapes(model_->slices());
+  const TensorSlices::AsSlices shapes(&model_->slices());
   TensorDict mine = own_->state_dict({.copy = options.copy && options.wanted});
   each_state([&](const SlicedParameter& p, const std::string& key, const optim::StateSpec& spec) {
     const auto found = mine.find(key);
     if (found == mine.end() || at::IntArrayRef(spec.sizes) != at::IntArrayRef(p.sizes)) return;
+    if (options.divided && p.cut) {
+      const at::Tensor& own = found->second;
+      found->second = nn::divided(own.sizes(), own.options(), rows_of_slice(p, own));
+    }
+    if (options.divided) return;
     const at::Tensor slice = found->second.to(line().device());
     const at::Tensor whole = model_->slices().whole_of(p, slice);
     if (options.wanted && p.cut) found->second = whole.to(found->second.device());
   });
-  return options.wanted ? mine : TensorDict{};
+  return options.wanted || options.divided ? mine : TensorDict{};
 }
 
 void TensorParallelOptimizer::load_state_dict(const TensorDict& state) {
   const torch::NoGradGuard no_grad;
-  const TensorSlices::AsSlices shapes(model_->slices());
+  const TensorSlices::AsSlices shapes(&model_->slices());
   TensorDict mine = state;
   each_state([&](const SlicedParameter& p, const std::string& key, const optim::StateSpec& spec) {
     const auto found = mine.find(key);
@@ -280,10 +306,7 @@ at::Tensor TensorParallel::watch(at::Tensor output) {
 }
 
 void TensorParallel::backward(const at::Tensor& loss, bool last) {
-  if (mesh().size("tensor") > 1 && impl_->slices().whole())
-    throw UsageError(parallel::kTensorParallel,
-                     "a backward of whole parameters, which gathered() has left: gradients are of "
-                     "slices. Call before_forward() before each forward that trains.");
+  impl_->slices().check_backward();
   impl_->copies().backward(loss, last);
 }
 

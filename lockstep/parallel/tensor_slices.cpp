@@ -1,6 +1,7 @@
 #include "lockstep/parallel/tensor_slices.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -29,53 +30,27 @@ class WorldGroup final : public nn::TensorGroup {
   World world_;
 };
 
-// The ranges of rank `rank` of each part: in the whole, and one after the other in its slice.
-template <typename Body>
-void each_range(const nn::Sliced::Cut& cut, int rank, int ranks, const Body& body) {
-  std::int64_t whole = 0, own = 0;
+nn::Slice slice_for(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank, int ranks) {
+  nn::Slice slice{.whole = whole.vec(), .dimension = cut.dimension};
+  std::int64_t begin = 0;
   for (const std::int64_t part : cut.parts) {
     const nn::Range range = nn::slice_range(part, rank, ranks);
-    body(nn::Range{whole + range.begin, range.length}, nn::Range{own, range.length});
-    whole += part;
-    own += range.length;
+    slice.ranges.push_back({begin + range.begin, range.length});
+    begin += part;
   }
+  return slice;
 }
 
-std::vector<std::int64_t> slice_sizes(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank,
-                                      int ranks) {
-  std::vector<std::int64_t> sizes = whole.vec();
-  std::int64_t length = 0;
-  each_range(cut, rank, ranks, [&](nn::Range, nn::Range own) { length += own.length; });
-  sizes[static_cast<std::size_t>(cut.dimension)] = length;
-  return sizes;
+// A parameter of another rank's stage: it has a shape and no elements.
+bool has_no_elements(const at::Tensor& tensor) {
+  const nn::Rows* const rows = nn::rows_of(tensor);
+  return rows != nullptr && rows->values.numel() < tensor.numel();
 }
 
 }  // namespace
 
-TensorSlices::TensorSlices(torch::nn::Module& module, World all, World line)
+TensorSlices::TensorSlices(torch::nn::Module& module, World line)
     : line_(std::move(line)), sliced_(dynamic_cast<nn::Sliced*>(&module)) {
-  const auto refusal = refusal_of([&] { check(module); });
-  const auto other = find_other_line(
-      all, {.component = kTensorParallel, .what = "this module", .refusal = refusal}, describe());
-  if (other)
-    throw UsageError(kTensorParallel,
-                     "rank {} has '{}', but rank 0 has '{}'. Ranks hold slices of one model. Build "
-                     "the same one on every rank.",
-                     other->rank, other->here, other->first);
-  model_.broadcast(all, 0);
-  if (line_.size() == 1) return;
-  group_ = c10::make_intrusive<WorldGroup>(line_);
-  const at::NoGradGuard no_grad;
-  for (SlicedParameter& p : parameters_)
-    if (p.cut)
-      p.slice = at::empty(slice_sizes(*p.cut, p.sizes, line_.rank(), line_.size()),
-                          p.tensor.options().requires_grad(false));
-  cut();
-}
-
-TensorSlices::~TensorSlices() = default;
-
-void TensorSlices::check(torch::nn::Module& module) {
   if (sliced_ == nullptr)
     throw UsageError(kTensorParallel,
                      "the module {} cannot be divided into slices. Derive it from nn::Sliced "
@@ -85,6 +60,13 @@ void TensorSlices::check(torch::nn::Module& module) {
   for (const ModelParameter& p : model_.parameters())
     parameters_.push_back({.name = p.name, .tensor = p.tensor, .sizes = p.tensor.sizes().vec()});
   if (line_.size() == 1) return;
+  add_cuts();
+  group_ = c10::make_intrusive<WorldGroup>(line_);
+}
+
+TensorSlices::~TensorSlices() = default;
+
+void TensorSlices::add_cuts() {
   for (nn::Sliced::Cut& cut : sliced_->cuts(line_.size())) {
     const auto p = std::ranges::find_if(parameters_, [&](const SlicedParameter& each) {
       return each.tensor.is_same(cut.parameter);
@@ -101,6 +83,7 @@ void TensorSlices::check(torch::nn::Module& module) {
                        fmt::join(cut.parts, ", "), cut.dimension,
                        p == parameters_.end() ? "" : fmt::format(" ('{}')", p->name));
     p->cut = std::move(cut);
+    p->mine = std::make_shared<nn::Slice>(slice_for(*p->cut, p->sizes, line_.rank(), line_.size()));
   }
 }
 
@@ -115,68 +98,117 @@ std::string TensorSlices::describe() const {
   return text + model_.describe_buffers();
 }
 
+const SlicedParameter* TensorSlices::find(const at::Tensor& tensor) const {
+  const auto found = std::ranges::find_if(
+      parameters_, [&](const SlicedParameter& p) { return p.cut && p.tensor.is_same(tensor); });
+  return found == parameters_.end() ? nullptr : &*found;
+}
+
 at::Tensor TensorSlices::slice_of(const SlicedParameter& p, const at::Tensor& whole) const {
-  if (!p.cut || line_.size() == 1) return whole;
-  std::vector<at::Tensor> ranges;
-  each_range(*p.cut, line_.rank(), line_.size(), [&](nn::Range in_whole, nn::Range) {
-    ranges.push_back(whole.narrow(p.cut->dimension, in_whole.begin, in_whole.length));
-  });
-  return at::cat(ranges, p.cut->dimension);
+  return p.mine ? p.mine->of(whole) : whole;
 }
 
 // Slices may differ by a row, so each travels in the room of the largest.
 at::Tensor TensorSlices::whole_of(const SlicedParameter& p, const at::Tensor& slice) {
-  if (!p.cut || line_.size() == 1) return slice;
-  const int ranks = line_.size();
-  std::vector<std::vector<std::int64_t>> sizes;
+  if (!p.cut) return slice;
+  std::vector<nn::Slice> slices;
   std::int64_t room = 0;
-  for (int rank = 0; rank < ranks; ++rank) {
-    sizes.push_back(slice_sizes(*p.cut, p.sizes, rank, ranks));
-    room = std::max(room, c10::multiply_integers(sizes.back()));
+  for (int rank = 0; rank < line_.size(); ++rank) {
+    slices.push_back(slice_for(*p.cut, p.sizes, rank, line_.size()));
+    room = std::max(room, c10::multiply_integers(slices.back().sizes()));
   }
   const at::Tensor mine = at::zeros({room}, slice.options());
   mine.narrow(0, 0, slice.numel()).copy_(slice.reshape({-1}));
-  const at::Tensor all = at::empty({ranks, room}, slice.options());
+  const at::Tensor all = at::empty({line_.size(), room}, slice.options());
   line_.all_gather(all, mine).wait();
   at::Tensor whole = at::empty(p.sizes, slice.options());
-  for (int rank = 0; rank < ranks; ++rank) {
-    const auto& its = sizes[static_cast<std::size_t>(rank)];
-    const at::Tensor theirs = all[rank].narrow(0, 0, c10::multiply_integers(its)).view(its);
-    each_range(*p.cut, rank, ranks, [&](nn::Range in_whole, nn::Range own) {
-      whole.narrow(p.cut->dimension, in_whole.begin, in_whole.length)
-          .copy_(theirs.narrow(p.cut->dimension, own.begin, own.length));
-    });
+  for (std::size_t rank = 0; rank < slices.size(); ++rank) {
+    const auto sizes = slices[rank].sizes();
+    const at::Tensor theirs = all[static_cast<std::int64_t>(rank)]
+                                  .narrow(0, 0, c10::multiply_integers(sizes))
+                                  .view(sizes);
+    std::int64_t next = 0;
+    for (const nn::Range& range : slices[rank].ranges)
+      whole.narrow(p.cut->dimension, range.begin, range.length)
+          .copy_(theirs.narrow(p.cut->dimension, std::exchange(next, next + range.length),
+                               range.length));
   }
   return whole;
-}
-
-void TensorSlices::show(bool whole) {
-  for (SlicedParameter& p : parameters_)
-    if (p.cut) {
-      if (whole_ && !whole) p.whole = p.tensor.detach();  // as it is now
-      p.tensor.set_data(whole ? p.whole : p.slice);
-    }
 }
 
 void TensorSlices::gather() {
   if (std::exchange(whole_, true)) return;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const at::NoGradGuard no_grad;
-  for (SlicedParameter& p : parameters_)
-    if (p.cut) p.whole = whole_of(p, p.slice);
-  show(/*whole=*/true);
+  for (SlicedParameter& p : parameters_) {
+    if (!p.cut) continue;
+    p.slice = p.tensor.detach();
+    p.tensor.set_data(whole_of(p, p.slice));
+    nn::set_rows(p.tensor, nullptr);  // of the slice
+  }
   sliced_->set_tensor_group(nullptr);
 }
 
-// Somebody may have written the parameters while they were whole: a checkpoint was loaded.
+void TensorSlices::take(SlicedParameter& p) {
+  if (p.slice.defined())
+    p.slice.copy_(p.mine->of(p.tensor.detach()));
+  else if (has_no_elements(p.tensor))  // it was not cut before
+    p.slice = nn::divided(p.mine->sizes(), p.tensor.options().requires_grad(false),
+                          c10::make_intrusive<nn::Rows>(nn::rows_of(p.tensor)->values, 0));
+  else
+    p.slice = p.mine->of(p.tensor.detach());
+}
+
+void TensorSlices::take() {
+  const at::NoGradGuard no_grad;
+  for (SlicedParameter& p : parameters_)
+    if (whole_ && p.cut) take(p);
+}
+
 void TensorSlices::cut() {
   if (!group_ || !std::exchange(whole_, false)) return;
   const at::NoGradGuard no_grad;
-  for (SlicedParameter& p : parameters_)
-    if (p.cut) p.slice.copy_(slice_of(p, p.tensor.detach()));
-  show(/*whole=*/false);
-  for (SlicedParameter& p : parameters_) p.whole = at::Tensor();
+  for (SlicedParameter& p : parameters_) {
+    if (!p.cut) continue;
+    take(p);
+    p.tensor.set_data(std::exchange(p.slice, at::Tensor()));
+  }
   sliced_->set_tensor_group(group_);
+}
+
+void TensorSlices::check_backward() const {
+  if (group_ && whole_)
+    throw UsageError(kTensorParallel,
+                     "a backward of whole parameters, which gathered() has left: gradients are of "
+                     "slices. Call before_forward() before each forward that trains.");
+}
+
+void TensorSlices::check_rule(const optim::Rule& rule, const std::string& parameter) {
+  if (rule->granularity() == optim::Granularity::kTensors)
+    throw UsageError(kTensorParallel,
+                     "{} steps whole matrices, and ranks have slices of '{}'. Use a rule that "
+                     "steps elements (AdamW, Lion, SGD), or fsdp instead of tensor parallelism.",
+                     rule->name(), parameter);
+}
+
+TensorSlices::AsSlices::AsSlices(TensorSlices* slices)
+    : slices_(slices != nullptr && slices->group_ && slices->whole_ ? slices : nullptr) {
+  if (slices_ == nullptr) return;
+  for (const SlicedParameter& p : slices_->parameters_) {
+    wholes_.push_back(p.cut ? p.tensor.detach() : at::Tensor());
+    if (p.cut) at::Tensor(p.tensor).set_data(p.slice);
+  }
+}
+
+TensorSlices::AsSlices::~AsSlices() {
+  if (slices_ == nullptr) return;
+  for (std::size_t i = 0; i < wholes_.size(); ++i)
+    if (slices_->parameters_[i].cut) slices_->parameters_[i].tensor.set_data(wholes_[i]);
+}
+
+std::string slices_text(const Mesh& mesh) {
+  const int ranks = mesh.size("tensor");
+  return ranks > 1 ? fmt::format(", in slices on {} tensor parallel ranks", ranks) : "";
 }
 
 }  // namespace lockstep::parallel

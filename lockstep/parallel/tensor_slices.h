@@ -1,23 +1,28 @@
-// TensorSlices: this rank's slices of a model's weights, in place of the whole ones. Internal to
-// TensorParallel; knows of one axis alone, so that other axes can be around it.
+// TensorSlices: this rank's slices of a model's weights, in place of the whole ones. Internal. It
+// knows of one axis alone, so that others can be around it: TensorParallel copies slices along
+// "data", FullyShard divides them by rows along "shard", and Pipeline has those of its stages.
 //
-//   TensorSlices slices(module, mesh["tensor"]);   // the model computes with slices from here on
-//   slices.gather();                               // whole again, on every rank: evaluate, save
-//   slices.cut();                                  // slices again, of what the parameters hold now
+//   TensorSlices slices(module, mesh["tensor"]);
+//   slices.cut();      // the model computes with slices of what the parameters hold now
+//   slices.gather();   // whole again, on every rank: evaluate, save
 //
-// A parameter stays the tensor that it was, with another shape. One thread.
+// A parameter stays the tensor that it was, with another shape, and has the only reference to the
+// memory of its slice while it is one. Nobody frees or moves that memory while it is whole. One
+// thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
-#include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/world.h"
+#include "lockstep/comm/mesh.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/nn/tensor_group.h"
+#include "lockstep/optim/rule.h"
 #include "lockstep/parallel/model_tensors.h"
 
 namespace lockstep::parallel {
@@ -27,49 +32,59 @@ inline constexpr const char* kTensorParallel = "tensor_parallel";  // in errors
 struct SlicedParameter {
   std::string name;
   at::Tensor tensor;
-  std::vector<std::int64_t> sizes;       // of the whole
-  std::optional<nn::Sliced::Cut> cut{};  // none: every rank has the whole
-  at::Tensor slice{};                    // where there is a cut
-  at::Tensor whole{};                    // for the parameter to become
+  std::vector<std::int64_t> sizes;          // of the whole
+  std::optional<nn::Sliced::Cut> cut{};     // none: every rank has the whole
+  std::shared_ptr<const nn::Slice> mine{};  // what this rank has, where there is a cut
+  at::Tensor slice{};                       // while the parameter is whole
 };
 
 class TensorSlices {
  public:
-  // Rank 0's parameters and buffers go to the others of `all`. UsageError on every rank where the
-  // module cannot be divided, or differs over ranks. Collective of both.
-  TensorSlices(torch::nn::Module& module, World all, World line);
+  // The parameters are whole. UsageError where the module cannot be divided. No collective.
+  TensorSlices(torch::nn::Module& module, World line);
   ~TensorSlices();  // the parameters stay what they are
   TensorSlices(const TensorSlices&) = delete;
   TensorSlices& operator=(const TensorSlices&) = delete;
 
+  // A line for each parameter, with its cut, and for each buffer.
+  std::string describe() const;
   World& line() { return line_; }
-  const ModelTensors& model() const { return model_; }
+  ModelTensors& model() { return model_; }
   const std::vector<SlicedParameter>& parameters() const { return parameters_; }
+  const SlicedParameter* find(const at::Tensor& tensor) const;  // null: it is not cut
 
   bool whole() const { return whole_; }
   void gather();  // collective
-  void cut();     // no collective
+  // Somebody may have written the parameters while they were whole: a checkpoint was loaded. take()
+  // leaves them whole.
+  void cut();
+  void take();
 
   // The same of a tensor of a parameter's state. whole_of() is a collective.
   at::Tensor slice_of(const SlicedParameter& p, const at::Tensor& whole) const;
   at::Tensor whole_of(const SlicedParameter& p, const at::Tensor& slice);
 
-  // While it lives, parameters have the shape of their slices, wherever they were before.
+  // UsageError for a backward of whole parameters, and for a rule that steps whole matrices.
+  void check_backward() const;
+  static void check_rule(const optim::Rule& rule, const std::string& parameter);
+
+  // While it lives, parameters have the shape of their slices, wherever they were before. Null: of
+  // a model without slices.
   class AsSlices {
    public:
-    explicit AsSlices(TensorSlices& slices) : slices_(slices) { slices_.show(false); }
-    ~AsSlices() { slices_.show(slices_.whole_); }
+    explicit AsSlices(TensorSlices* slices);
+    ~AsSlices();
     AsSlices(const AsSlices&) = delete;
     AsSlices& operator=(const AsSlices&) = delete;
 
    private:
-    TensorSlices& slices_;
+    TensorSlices* slices_;  // null: nothing to do
+    std::vector<at::Tensor> wholes_;
   };
 
  private:
-  void check(torch::nn::Module& module);
-  std::string describe() const;
-  void show(bool whole);
+  void add_cuts();
+  void take(SlicedParameter& p);
 
   World line_;
   nn::Sliced* sliced_;
@@ -78,5 +93,8 @@ class TensorSlices {
   std::vector<SlicedParameter> parameters_;  // in the module's order, each once
   bool whole_ = true;
 };
+
+// ", in slices on 2 tensor parallel ranks", or nothing for a mesh without them.
+std::string slices_text(const Mesh& mesh);
 
 }  // namespace lockstep::parallel

@@ -191,7 +191,7 @@ void load_weights(const std::string& folder, torch::nn::Module& module, const Mo
   const NamedTensors wanted = saved_tensors(module, files, /*copy_buffers=*/false);
   std::vector<io::TensorShape> shapes;
   for (const auto& [name, tensor] : wanted)
-    shapes.push_back({.name = name, .shape = tensor.sizes().vec()});
+    shapes.push_back({.name = name, .shape = nn::whole_sizes(tensor)});
   check_weights(folder, set, shapes);
   for (const auto& [name, tensor] : wanted) {
     const io::SafetensorsSet::Found found = set.at(name);

@@ -227,7 +227,7 @@ class Checker {
       return found_.push_back(text);
     }
     if (a.pipeline_parallel_degree > 1) pipeline(plan);
-    if (a.tensor_parallel_degree > 1) tensor(plan);
+    if (a.tensor_parallel_degree > 1) tensor();
     if (!plan.on) return;
     if (plan.hybrid && a.data_parallel_shard_degree)
       add({"fsdp", "data_parallel_shard_degree"},
@@ -257,16 +257,12 @@ class Checker {
           "batches are tried on the whole model, which a pipeline does not hold. Delete one.");
   }
 
-  void tensor(const FsdpPlan& plan) {
+  void tensor() {
     const TrainingArguments& a = arguments_;
     constexpr const char* kKey = "tensor_parallel_degree";
     const auto refuse = [&](bool on, const char* key, const char* text) {
       if (on) add({kKey, key}, text);
     };
-    refuse(plan.on, "fsdp",
-           "tensor_parallel_degree and fsdp both divide the parameters of a layer. Keep one.");
-    refuse(a.pipeline_parallel_degree > 1, "pipeline_parallel_degree",
-           "tensor_parallel_degree is not combined with pipeline_parallel_degree. Keep one.");
     refuse(a.shard_optimizer == "true", "shard_optimizer",
            "each tensor parallel rank has the optimizer's state of its slices. Delete "
            "shard_optimizer.");

@@ -62,7 +62,7 @@ std::string key_of(const std::string& file, const std::string& tensor) {
 std::vector<io::TensorShape> shapes_of(const NamedTensors& tensors) {
   std::vector<io::TensorShape> shapes;
   for (const auto& [name, tensor] : tensors)
-    shapes.push_back({name, io::dtype_of(tensor.scalar_type()), tensor.sizes().vec()});
+    shapes.push_back({name, io::dtype_of(tensor.scalar_type()), nn::whole_sizes(tensor)});
   return shapes;
 }
 
@@ -128,9 +128,14 @@ void write_own(Job& job) {
       if (rows == nullptr && !job.leader) continue;
       const at::Tensor mine =
           (rows != nullptr ? rows->values : tensor).detach().to(at::kCPU).contiguous();
-      const auto begin = rows != nullptr ? static_cast<std::uint64_t>(rows->begin) : 0;
-      out->write(file.layout.head.size() + entry.begin + begin * mine.itemsize(),
-                 {static_cast<const std::byte*>(mine.const_data_ptr()), mine.nbytes()});
+      const auto* const bytes = static_cast<const std::byte*>(mine.const_data_ptr());
+      const auto runs =
+          rows != nullptr ? nn::runs_of(*rows) : std::vector{nn::Run{0, 0, mine.numel()}};
+      const std::uint64_t begin = file.layout.head.size() + entry.begin;
+      for (const nn::Run& run : runs)
+        out->write(begin + static_cast<std::uint64_t>(run.in_whole) * mine.itemsize(),
+                   {bytes + static_cast<std::size_t>(run.in_values) * mine.itemsize(),
+                    static_cast<std::size_t>(run.length) * mine.itemsize()});
     }
     out->finish();
   }

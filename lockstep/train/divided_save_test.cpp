@@ -23,11 +23,15 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/io/numbered_dirs.h"
+#include "lockstep/models/llama.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/adafactor.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -189,6 +193,95 @@ TEST_P(DividedSave, NothingIsGathered) {
     this_rank.reset();
   });
 }
+
+// ---------------------------------------------------------------- slices of tensor parallelism
+
+struct SlicedRank {
+  SlicedRank(const Mesh& mesh, double value)
+      : net(models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = 37,
+                                                                 .hidden_size = 16,
+                                                                 .intermediate_size = 27,
+                                                                 .num_hidden_layers = 2,
+                                                                 .num_attention_heads = 4,
+                                                                 .num_key_value_heads = 2}},
+                                   {.draw = false})) {
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& p : net->parameters())
+        p.copy_(at::arange(p.numel(), at::kFloat).view(p.sizes()).add(value++).sin() * 0.1);
+    }
+    if (mesh.size("pipeline") > 1)
+      model = std::make_shared<Pipeline>(*net, mesh);
+    else if (mesh.axes()[0].name == "shard")
+      model = std::make_shared<FullyShard>(*net, mesh);
+    else
+      model = std::make_shared<TensorParallel>(*net, mesh);
+    const optim::AdamWOptions adamw{.lr = 0.01};
+    optimizer = model->make_optimizer({{net->parameters(), adamw}}, /*sharded=*/false);
+    parts = {.module = net.get(), .optimizer = optimizer.get(), .rng = false};
+  }
+  void pass() {
+    const at::Tensor ids = at::arange(9, at::kLong).mul(5).remainder(37).view({1, 9});
+    model->run_window(
+        {{.forward = [&] { return net->loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8)); },
+          .weigh = [](const at::Tensor& loss) { return loss; }}});
+  }
+  void step() {
+    pass();
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  at::Tensor weights() {
+    const auto whole = model->gathered();
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& p : net->parameters()) all.push_back(p.detach().flatten());
+    return at::cat(all);
+  }
+  models::CausalLmPtr net;
+  std::shared_ptr<Parallelism> model;
+  std::unique_ptr<optim::Optimizer> optimizer;
+  CheckpointParts parts;
+};
+
+// A slice of the second dimension has a run of elements in every row of the file.
+TEST(DividedSaveSlices, TheFilesAreThoseOfAWholeModelAndAreResumed) {
+  using Axes = std::vector<MeshAxis>;
+  for (const Axes& axes :
+       {Axes{{"tensor", 2}}, Axes{{"data", 2}, {"tensor", 2}}, Axes{{"shard", 2}, {"tensor", 2}},
+        Axes{{"shard", 1}, {"tensor", 2}}, Axes{{"pipeline", 2}, {"tensor", 2}},
+        Axes{{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}}) {
+    int ranks = 1;
+    for (const MeshAxis& axis : axes) ranks *= axis.size;
+    const io::TemporaryDirectory folder;
+    testing::run_threads(ranks, [&](World& world) {
+      const Mesh mesh(world, axes);
+      SlicedRank run(mesh, 1);
+      run.step();
+      {
+        const torch::NoGradGuard no_grad;
+        run.pass();  // leaves the root whole where it is divided by rows
+      }
+      const std::string parts = save_checkpoint(folder / "parts", mesh, run.parts, {.step = 1});
+      {
+        const auto gathered = run.model->gathered();
+        const std::string whole = save_checkpoint(folder / "whole", mesh, run.parts, {.step = 1});
+        for (const char* file : {"model.safetensors", "optimizer.safetensors"})
+          EXPECT_EQ(read_file(parts + "/" + file, 1u << 30),
+                    read_file(whole + "/" + file, 1u << 30));
+        EXPECT_EQ(io::manifest_digest(parts), io::manifest_digest(whole));
+      }
+      SlicedRank other(mesh, 3);
+      ASSERT_TRUE(resume(folder / "parts", mesh, other.parts).has_value());
+      EXPECT_TENSOR_EQ(other.weights(), run.weights());
+      run.step();
+      other.step();
+      EXPECT_TENSOR_EQ(other.weights(), run.weights());
+      world.barrier();
+    });
+  }
+}
+
+// ---------------------------------------------------------------- faults
 
 // Every rank says so, an older checkpoint stays, and the next save works.
 TEST_P(DividedSave, AFullOrBrokenDiskIsSaidOnEveryRank) {

@@ -20,6 +20,21 @@ std::string row_text(const std::string& name, const TrainingArguments& arguments
 
 }  // namespace
 
+int batch_ranks(const TrainingArguments& arguments, int ranks) {
+  const std::int64_t stages = arguments.pipeline_parallel_degree;
+  const std::int64_t slices = arguments.tensor_parallel_degree;
+  const std::int64_t holders = stages * slices;
+  if (ranks % holders != 0)
+    throw UsageError("config",
+                     "{} is {}, and there are {} ranks. Start a multiple of it: each {} ranks hold "
+                     "one copy of the model.",
+                     slices == 1   ? "pipeline_parallel_degree"
+                     : stages == 1 ? "tensor_parallel_degree"
+                                   : "pipeline_parallel_degree x tensor_parallel_degree",
+                     holders, ranks, holders);
+  return static_cast<int>(ranks / holders);
+}
+
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size) {
   if (world_size < 1)
     throw UsageError("config", "a world of {} ranks does not exist. Give at least 1.", world_size);

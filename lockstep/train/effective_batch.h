@@ -17,6 +17,10 @@
 
 namespace lockstep::train {
 
+// The ranks that see samples of their own: stages of a pipeline and slices of a layer see the same.
+// UsageError where their degrees do not divide `ranks`.
+int batch_ranks(const TrainingArguments& arguments, int ranks);
+
 // gradient_accumulation_steps, or the value that gives the update the wanted size with this number
 // of ranks. Throws UsageError naming the nearest values that divide evenly.
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size);

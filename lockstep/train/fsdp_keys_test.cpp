@@ -146,10 +146,6 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "fsdp_config: {activation_checkpointing: true}\n",
             "t.yaml:1:1: gradient_checkpointing and fsdp_config.activation_checkpointing are the "
             "same."},
-           {"tensor_parallel_degree: 2\nfsdp: full_shard\n",
-            "t.yaml:1:1: tensor_parallel_degree and fsdp both divide the parameters of a layer."},
-           {"tensor_parallel_degree: 2\npipeline_parallel_degree: 2\n",
-            "t.yaml:1:1: tensor_parallel_degree is not combined with pipeline_parallel_degree."},
            {"tensor_parallel_degree: 2\nshard_optimizer: true\n", "Delete shard_optimizer."},
            {"tensor_parallel_degree: 2\ntune: bucket_cap_mb\n", "Delete tune."},
            {"tensor_parallel_degree: 2\nauto_find_batch_size: true\n",

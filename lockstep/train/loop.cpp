@@ -86,21 +86,18 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "Keep one of them.",
                      asked);
   if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
-  if (a.pipeline_parallel_degree > 1 && run.mesh.size("pipeline") != a.pipeline_parallel_degree)
-    throw UsageError("trainer",
-                     "the mesh has {} ranks along 'pipeline', and pipeline_parallel_degree is {}. "
-                     "Make them equal, or give the Trainer the world.",
-                     run.mesh.size("pipeline"), a.pipeline_parallel_degree);
+  for (const auto& [axis, degree] : {std::pair("pipeline", a.pipeline_parallel_degree),
+                                     std::pair("tensor", a.tensor_parallel_degree)})
+    if (degree > 1 && run.mesh.size(axis) != degree)
+      throw UsageError("trainer",
+                       "the mesh has {} ranks along '{}', and {}_parallel_degree is {}. Make them "
+                       "equal, or give the Trainer the world.",
+                       run.mesh.size(axis), axis, axis, degree);
   if (a.pipeline_parallel_degree > 1) return pipeline_of(run, plan);
-  if (a.tensor_parallel_degree > 1 && run.mesh.size("tensor") != a.tensor_parallel_degree)
-    throw UsageError("trainer",
-                     "the mesh has {} ranks along 'tensor', and tensor_parallel_degree is {}. "
-                     "Make them equal, or give the Trainer the world.",
-                     run.mesh.size("tensor"), a.tensor_parallel_degree);
+  if (plan.on) return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
   if (a.tensor_parallel_degree > 1)
     return std::make_shared<TensorParallel>(*module, run.mesh, ddp_options(a));
-  if (!plan.on) return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
-  return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
+  return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
 }
 
 const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {

@@ -15,6 +15,7 @@
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/effective_batch.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/run_checks.h"
@@ -255,9 +256,11 @@ WorldOptions world_options(const TrainingArguments& arguments) {
 namespace train {
 namespace {
 
-// The ranks of a stage that divide it: of one host they never reach into another.
+// How many of the `ranks` that hold the same layers, or slices of them, divide these: of one host
+// they never reach into another.
 int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan& plan, int ranks) {
   const auto local = world.local_size();
+  const auto slices = static_cast<int>(arguments.tensor_parallel_degree);
   if (plan.hybrid &&
       !all_ranks(world, world.size() % local == 0 &&
                             world.node_rank() * local + world.local_rank() == world.rank()))
@@ -266,12 +269,12 @@ int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan
                      "numbers of ranks (this one {}, all {}). Start equally many on each, or use "
                      "full_shard.",
                      local, world.size());
-  if (plan.hybrid) return std::gcd(ranks, local);
+  if (plan.hybrid) return local % slices == 0 ? std::gcd(ranks, local / slices) : 1;
   const auto asked = static_cast<int>(arguments.data_parallel_shard_degree.value_or(ranks));
   if (ranks % asked != 0)
     throw UsageError("trainer",
-                     "data_parallel_shard_degree is {}, and {} ranks hold the same stage. Start a "
-                     "multiple of it: the others hold copies.",
+                     "data_parallel_shard_degree is {}, and {} ranks hold the same part of the "
+                     "model. Start a multiple of it: the others hold copies.",
                      asked, ranks);
   return asked;
 }
@@ -284,21 +287,11 @@ int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan
 // nearest.
 Mesh mesh_for(World world, const TrainingArguments& arguments) {
   const auto stages = static_cast<int>(arguments.pipeline_parallel_degree);
-  if (stages > 1 && world.size() % stages != 0)
-    throw UsageError("trainer",
-                     "pipeline_parallel_degree is {}, and there are {} ranks. Start a multiple of "
-                     "it: each {} ranks hold one copy of the model.",
-                     stages, world.size(), stages);
   const auto slices = static_cast<int>(arguments.tensor_parallel_degree);
-  if (slices > 1 && world.size() % slices != 0)
-    throw UsageError("trainer",
-                     "tensor_parallel_degree is {}, and there are {} ranks. Start a multiple of "
-                     "it: each {} ranks hold one copy of the model.",
-                     slices, world.size(), slices);
-  if (slices > 1) return Mesh(std::move(world), {{"data", -1}, {"tensor", slices}});
+  const int ranks = train::batch_ranks(arguments, world.size());
   const train::FsdpPlan plan = train::fsdp_plan(arguments);
-  if (!plan.on && stages == 1) return world;
-  const int ranks = world.size() / stages;
+  if (!plan.on && stages * slices == 1) return world;
+  if (!plan.on && stages == 1) return Mesh(std::move(world), {{"data", -1}, {"tensor", slices}});
   const int shard = plan.on ? train::shard_ranks(world, arguments, plan, ranks) : 1;
   if (arguments.save_on_each_node && world.size() > world.local_size())
     throw UsageError("trainer",
@@ -310,6 +303,7 @@ Mesh mesh_for(World world, const TrainingArguments& arguments) {
   if (stages > 1) axes.push_back({"pipeline", stages});
   if (!plan.on || plan.hybrid || shard < ranks) axes.push_back({"data", ranks / shard});
   if (plan.on) axes.push_back({"shard", shard});
+  if (slices > 1) axes.push_back({"tensor", slices});
   return Mesh(std::move(world), std::move(axes));
 }
 

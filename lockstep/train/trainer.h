@@ -38,9 +38,9 @@ class TrainerImpl;
 // What the arguments say about the world: ddp_backend, ddp_timeout, use_cpu.
 WorldOptions world_options(const TrainingArguments& arguments);
 
-// The mesh that `fsdp` and `pipeline_parallel_degree` ask for, pipeline x data x shard, or
-// `tensor_parallel_degree`, data x tensor; a plain world where none is set. A Trainer with a plain
-// world makes it itself. Make it before, and the model under ShardedConstruction
+// The mesh that `fsdp`, `pipeline_parallel_degree` and `tensor_parallel_degree` ask for, pipeline x
+// data x shard x tensor; a plain world where none is set. A Trainer with a plain world makes it
+// itself. Make it before, and the model under ShardedConstruction
 // (lockstep/parallel/fully_shard.h) or PipelinedConstruction (pipeline.h), if the model is never
 // to stand whole. Collective.
 Mesh mesh_for(World world, const TrainingArguments& arguments);

@@ -49,6 +49,8 @@ const std::vector<Implementation>& implementations() {
       {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
       {"pipeline", {{"pipeline", -1}}, false, make_one<Pipeline>},
       {"tensor_parallel", {{"tensor", -1}}, false, make_one<TensorParallel>},
+      {"fully_shard_of_slices", {{"shard", 1}, {"tensor", -1}}, true, make_one<FullyShard>},
+      {"pipeline_of_slices", {{"pipeline", 1}, {"tensor", -1}}, false, make_one<Pipeline>},
       {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
   return all;
 }

@@ -50,12 +50,7 @@ def combinations(most=MOST):
     found = [{}]
     for axis in AXES:
         found = [{**sizes, axis: n} for sizes in found for n in range(1, most + 1)]
-    return sorted((sizes for sizes in found if count(sizes) <= most and combine(sizes)), key=count)
-
-
-def combine(sizes):
-    """Slices are copied, and not divided further yet: the flags are refused (config_test)."""
-    return sizes["tensor"] == 1 or sizes["shard"] == sizes["pipeline"] == 1
+    return sorted((sizes for sizes in found if count(sizes) <= most), key=count)
 
 
 def count(sizes):

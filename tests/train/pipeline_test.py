@@ -151,7 +151,7 @@ class Pipeline(TrainCase):
         for ranks, flags, text in (
                 (3, stages(2), "pipeline_parallel_degree is 2, and there are 3 ranks"),
                 (4, (*stages(2), "--fsdp", "full_shard", "--data_parallel_shard_degree", 3),
-                 "data_parallel_shard_degree is 3, and 2 ranks hold the same stage"),
+                 "data_parallel_shard_degree is 3, and 2 ranks hold the same part"),
                 (2, (*stages(2), "--shard_optimizer", "true"), "Delete shard_optimizer"),
                 (2, (*stages(2), "--tune", "bucket_cap_mb"), "no buckets"),
                 (2, (*stages(2), "--auto_find_batch_size", "true"), "tried on the whole model"),

@@ -115,6 +115,25 @@ class Tensor(TrainCase):
         self.assertIn("replicas identical on 4 ranks", said)
         self.assert_close(plain, run)
 
+    def test_shards_and_stages_of_slices(self):
+        best = ("--load_best_model_at_end", "true")
+        for samples, name, flags in (
+                (1, "stages", (*tensor(2), "--pipeline_parallel_degree", 2)),
+                (2, "shards", (*tensor(2), "--fsdp", "full_shard")),
+                (2, "kept", (*tensor(2), "--fsdp", "shard_grad_op", "--bf16", "true"))):
+            half = flags[-2:] if name == "kept" else ()
+            plain, _ = self.run_with(samples, f"plain-{name}", *PLAIN, *half)
+            run, said = self.run_with(4, name, *flags, *best)
+            self.assertIn("in slices on 2 tensor parallel ranks", said)
+            self.assertIn("replicas identical on 2 ranks", said)
+            self.assert_close(plain, run, CLOSE_BF16 if half else CLOSE)
+            for file in ("model.safetensors", "optimizer.safetensors"):
+                self.assertEqual(shapes(self.newest(plain), file), shapes(self.newest(run), file))
+            rest = self.place / f"rest-{name}"
+            copy_until(run, rest, STEP)
+            self.run_with(4, rest.name, "--resume", "auto", *flags, *best)
+            self.assert_same(self.newest(run), self.newest(rest))
+
     def test_every_checkpoint_continues_everywhere(self):
         whole, _ = self.run_with(1, "whole")
         run, _ = self.run_with(2, "run", *tensor(2))
@@ -173,6 +192,8 @@ class Tensor(TrainCase):
         device_map = f"{{config: {self.place / 'config.json'}, device_map: {{'': cpu}}}}"
         for config, ranks, flags, text in (
                 (LLAMA, 3, tensor(2), "tensor_parallel_degree is 2, and there are 3 ranks"),
+                (LLAMA, 4, (*tensor(2), "--pipeline_parallel_degree", 4),
+                 "pipeline_parallel_degree x tensor_parallel_degree is 8, and there are 4 ranks"),
                 (LLAMA, 3, tensor(3), "8 attention heads and 4 heads of keys and values"),
                 (mixtral, 2, tensor(2), "mixture of experts"),
                 (LLAMA, 2, (*tensor(2), "--lora", "{r: 4, target_modules: [q_proj]}"),

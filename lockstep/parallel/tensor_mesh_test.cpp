@@ -1,0 +1,385 @@
+// Slices of tensor parallelism that are divided by rows (FullyShard), are those of a stage
+// (Pipeline), or both: the losses, norms, gradients and states of one process, and what each rank
+// says that it holds. Slices alone are in tensor_parallel_test.cpp; `lockstep train` with every
+// combination of axes is in tests/train/combinations_test.py.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/models/llama.h"
+#include "lockstep/models/pretrained.h"
+#include "lockstep/nn/divided.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/muon.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
+#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
+
+namespace lockstep::tensor_mesh {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+
+constexpr int kLayers = 4;
+constexpr std::int64_t kVocabulary = 37;  // ranks have 18 and 19 rows
+
+models::CausalLmPtr make(bool tied, std::uint64_t seed = 7) {
+  static std::mutex drawing;  // from the process's one generator
+  const std::lock_guard lock(drawing);
+  torch::manual_seed(seed);
+  if (tied)
+    return models::make_causal_lm({.model = models::GptConfig{.n_layer = kLayers,
+                                                              .n_head = 2,
+                                                              .n_embd = 18,
+                                                              .vocab_size = kVocabulary,
+                                                              .n_positions = 12}});
+  return models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = kVocabulary,
+                                                              .hidden_size = 16,
+                                                              .intermediate_size = 27,
+                                                              .num_hidden_layers = kLayers,
+                                                              .num_attention_heads = 4,
+                                                              .num_key_value_heads = 2}});
+}
+
+at::Tensor ids_of(int k, int rank) {
+  auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(10 * k + rank));
+  return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
+}
+
+at::Tensor flat(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
+  return at::cat(all);
+}
+
+struct Trained {
+  Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
+      : net(std::move(model)),
+        way(std::move(how)),
+        optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
+
+  Parallelism::Pass pass(int k, bool targets = true) {
+    const at::Tensor ids = ids_of(k, way->mesh().batch().rank());
+    at::Tensor next = ids.narrow(1, 1, 8).clone();
+    if (!targets) next.fill_(-100);
+    return {.forward = [this, ids, next] { return net->loss(ids.narrow(1, 0, 8), next); },
+            .weigh = [](const at::Tensor& loss) { return loss; }};
+  }
+  // Losses and norms of steps of `m` micro-batches. `empty`: one of the first rank has no targets.
+  std::vector<double> train(int steps, int m, double max_grad_norm, bool empty = false) {
+    Accumulation accumulation(way, net->parameters(), {.steps = m, .expected_count = 16});
+    std::vector<double> figures;
+    for (int k = 0; k < steps * m; ++k) {
+      const bool none = empty && k == 1 && way->mesh().batch().rank() == 0;
+      if (!way->takes_windows()) way->before_forward();
+      if (!accumulation.backward(pass(k, !none).forward, {.count = none ? 0 : 16})) continue;
+      const optim::StepResult result =
+          optimizer->step({.max_grad_norm = max_grad_norm, .want_grad_norm = true});
+      optimizer->zero_grad();
+      figures.push_back(accumulation.last_window().loss.item<double>());
+      figures.push_back(result.norm());
+    }
+    return figures;
+  }
+  // A forward without gradients, through stages or blocks, on all ranks.
+  double evaluate() {
+    const torch::NoGradGuard no_grad;
+    return way->run_window({pass(0)})[0].item<double>();
+  }
+  at::Tensor weights() {
+    const auto held = way->gathered();
+    return flat(*net).clone();
+  }
+
+  models::CausalLmPtr net;
+  std::shared_ptr<Parallelism> way;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+const optim::Rule kAdamW = optim::AdamWOptions{.lr = 3e-3};
+const optim::Rule kGradients = optim::SGDOptions{.lr = 1};  // what a step subtracts
+
+// FullyShard, or Pipeline where the mesh has such an axis.
+Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
+                FullyShardOptions options = {}) {
+  const auto net =
+      make(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
+  if (mesh.size("pipeline") == 1)
+    return {net, std::make_shared<FullyShard>(*net, mesh, options), rule};
+  const PipelineOptions stages{
+      .schedule = tied ? PipelineSchedule::k1F1B : PipelineSchedule::kInterleaved1F1B,
+      .shard = options};
+  return {net, std::make_shared<Pipeline>(*net, mesh, stages), rule};
+}
+
+Trained whole(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW) {
+  const auto net = make(tied);
+  return {net, std::make_shared<DataParallel>(*net, Mesh(mesh.batch())), rule};
+}
+
+using Axes = std::vector<MeshAxis>;
+const std::vector<Axes> kMeshes{{{"shard", 2}, {"tensor", 2}},
+                                {{"shard", 1}, {"tensor", 2}},
+                                {{"data", 2}, {"shard", 2}, {"tensor", 2}},
+                                {{"pipeline", 2}, {"tensor", 2}},
+                                {{"pipeline", 2}, {"data", 2}, {"tensor", 2}},
+                                {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
+
+void on_meshes(const std::vector<Axes>& meshes, const std::function<void(const Mesh&)>& body) {
+  for (const Axes& axes : meshes) {
+    int ranks = 1;
+    for (const MeshAxis& axis : axes) ranks *= axis.size;
+    testing::run_threads(ranks, [&](World& world) {
+      const Mesh mesh(world, axes);
+      SCOPED_TRACE(mesh.text());
+      body(mesh);
+      world.barrier();
+    });
+  }
+}
+
+// Sums of at most 64 products, each term below 8, in another order; four layers and the loss are
+// such sums one after the other (tensor_parallel_test.cpp).
+constexpr double kSums = 8 * 64 * 8 / 16777216.0;
+// AdamW divides by a gradient's size, so that it adds up errors that are relative to it.
+constexpr double kFigures = 1e-4;
+
+TEST(TensorMesh, HasTheGradientsOfOneProcess) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    for (const bool tied : {false, true}) {
+      Trained run = divided(mesh, tied, kGradients), one = whole(mesh, tied, kGradients);
+      const at::Tensor before = one.weights();
+      run.train(1, 1, 0);
+      one.train(1, 1, 0);
+      EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+      EXPECT_GT((one.weights() - before).abs().max().item<double>(), 100 * kSums);
+      run.way->verify_parameters();
+      run.way->verify_buffers();
+    }
+  });
+}
+
+TEST(TensorMesh, HasTheLossesAndNormsOfOneProcess) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    for (const bool tied : {false, true}) {
+      Trained run = divided(mesh, tied, kAdamW, {.reshard_after_forward = tied});
+      Trained one = whole(mesh, tied);
+      EXPECT_THAT(run.way->text(), HasSubstr(", in slices on 2 tensor parallel ranks"));
+      const auto got = run.train(3, 3, 0.5, /*empty=*/true);
+      const auto expected = one.train(3, 3, 0.5, /*empty=*/true);
+      ASSERT_EQ(got.size(), expected.size());
+      for (std::size_t i = 0; i < got.size(); ++i)
+        EXPECT_NEAR(got[i], expected[i], kFigures * expected[i]) << i;
+      EXPECT_NEAR(run.evaluate(), one.evaluate(), kFigures * 4);
+      run.way->verify_parameters();
+    }
+  });
+}
+
+// ---------------------------------------------------------------- states
+
+TEST(TensorMesh, TheStateIsThatOfTheWholeModel) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/false), one = whole(mesh, false);
+    run.train(2, 1, 0);
+    one.train(2, 1, 0);
+    const auto got = run.optimizer->state_dict(), expected = one.optimizer->state_dict();
+    ASSERT_EQ(got.size(), expected.size());
+    for (const auto& [key, value] : expected) EXPECT_TENSOR_NEAR(got.at(key), value, kSums) << key;
+    EXPECT_TRUE(run.optimizer->state_dict({.wanted = false}).empty());
+    Trained other = divided(mesh, /*tied=*/false);
+    {
+      // Written and loaded while parameters are whole, in the shapes of the whole.
+      const auto held = other.way->gathered();
+      const torch::NoGradGuard no_grad;
+      const auto from = one.net->parameters(), to = other.net->parameters();
+      for (std::size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).copy_(from[i]);
+      other.optimizer->sync_from_model();
+      other.optimizer->load_state_dict(expected);
+      EXPECT_TENSOR_EQ(flat(*other.net), flat(*one.net));
+      EXPECT_TENSOR_EQ(other.optimizer->state_dict().at("lm_head.weight.exp_avg"),
+                       expected.at("lm_head.weight.exp_avg"));
+    }
+    EXPECT_TENSOR_EQ(other.weights(), flat(*one.net));
+    for (const auto& [key, value] : other.optimizer->state_dict())
+      EXPECT_TENSOR_EQ(value, expected.at(key)) << key;
+    EXPECT_NEAR(other.train(1, 1, 0)[0], one.train(1, 1, 0)[0], kFigures * 4);
+    optim::TensorDict wrong = expected;
+    wrong["lm_head.weight.exp_avg"] = at::zeros({36, 16});
+    EXPECT_THAT(message_of<UsageError>([&] { other.optimizer->load_state_dict(wrong); }),
+                HasSubstr("lm_head.weight.exp_avg"));
+  });
+}
+
+// What the ranks say that they hold covers the model, and is where they say, also after a forward
+// that leaves something gathered.
+TEST(TensorMesh, EveryElementIsHeldAndMarked) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/false);
+    EXPECT_TRUE(run.way->divided());
+    run.train(1, 1, 0);
+    for (const bool after_evaluation : {false, true}) {
+      if (after_evaluation) run.evaluate();
+      std::vector<at::Tensor> parts;
+      for (const at::Tensor& p : run.net->parameters()) {
+        const nn::Rows* const rows = nn::rows_of(p);
+        const auto sizes = nn::whole_sizes(p);
+        parts.push_back(at::zeros({c10::multiply_integers(sizes)}));
+        // Every rank along "tensor" has what is not cut.
+        if (rows == nullptr || (!rows->slice && mesh.rank("tensor") > 0)) continue;
+        for (const nn::Run& each : nn::runs_of(*rows))
+          parts.back()
+              .narrow(0, each.in_whole, each.length)
+              .copy_(rows->values.narrow(0, each.in_values, each.length));
+      }
+      const at::Tensor all = at::cat(parts);
+      for (const char* axis : {"pipeline", "shard", "tensor"})
+        if (mesh.size(axis) > 1) mesh[axis].all_reduce(all).wait();
+      if (!after_evaluation) {
+        EXPECT_TENSOR_EQ(all, run.weights());
+      } else {
+        // Of the root the first rank has what is not cut whole, and nobody marks it.
+        const at::Tensor differs = all.ne(run.weights());
+        EXPECT_LE(differs.sum().item<std::int64_t>(), 16);
+      }
+      const auto held = run.way->gathered();
+      for (const at::Tensor& p : run.net->parameters()) EXPECT_EQ(nn::rows_of(p), nullptr);
+    }
+  });
+}
+
+TEST(TensorMesh, WholeValuesAreAssignedToSlices) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/true);
+    const auto other = make(/*tied=*/true, 99);
+    const auto to = run.net->parameters(), from = other->parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      EXPECT_EQ(nn::whole_sizes(to[i]), from[i].sizes().vec());
+      nn::assign(to[i], from[i].detach());
+    }
+    EXPECT_TENSOR_EQ(run.weights(), flat(*other));
+  });
+}
+
+// ---------------------------------------------------------------- slices and the whole
+
+// As the Trainer does where it saves beside the next forward.
+TEST(TensorMesh, AForwardThatTrainsEndsTheWhole) {
+  on_meshes(kMeshes, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/true, kGradients);
+    Trained one = whole(mesh, /*tied=*/true, kGradients);
+    const std::shared_ptr<void> held = run.way->gathered();
+    const at::Tensor before = flat(*run.net).clone();
+    EXPECT_NEAR(run.evaluate(), one.evaluate(), kSums);  // while it is held: whole
+    EXPECT_TENSOR_EQ(flat(*run.net), before);
+    const at::Tensor taken = run.net->parameters()[0].detach();  // by somebody who writes a file
+    EXPECT_NEAR(run.train(1, 1, 0)[0], one.train(1, 1, 0)[0], kSums);
+    EXPECT_TENSOR_EQ(taken.flatten(), before.narrow(0, 0, taken.numel()));
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+  });
+}
+
+TEST(TensorMesh, AModelThatIsSplitWhileItIsMadeHasTheSameValues) {
+  const std::vector<Axes> meshes{{{"pipeline", 2}, {"tensor", 2}},
+                                 {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
+  on_meshes(meshes, [](const Mesh& mesh) {
+    const auto net = [&] {
+      const PipelinedConstruction split(mesh, kLayers);
+      return make(/*tied=*/true);
+    }();
+    Trained run(net, std::make_shared<Pipeline>(*net, mesh), kAdamW), one = whole(mesh, true);
+    EXPECT_TENSOR_EQ(run.weights(), one.weights());
+    EXPECT_NEAR(run.train(2, 2, 0)[0], one.train(2, 2, 0)[0], kFigures);
+  });
+  // Slices are cut from whole blocks.
+  testing::run_threads(4, [](World& world) {
+    const Mesh mesh(world, {{"shard", 2}, {"tensor", 2}});
+    const auto net = [&] {
+      const ShardedConstruction made(mesh);
+      return make(/*tied=*/true);
+    }();
+    FullyShard model(*net, mesh);
+    const auto held = model.gathered();
+    EXPECT_TENSOR_EQ(flat(*net), flat(*make(/*tied=*/true)));
+    world.barrier();
+  });
+}
+
+TEST(TensorMesh, CopiesThatDifferAreFound) {
+  on_meshes(
+      {{{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
+        Trained run = divided(mesh, /*tied=*/false);
+        const torch::NoGradGuard no_grad;
+        const nn::Rows* const rows = nn::rows_of(run.net->named_parameters()["model.norm.weight"]);
+        if (mesh.rank("tensor") == 1 && rows->values.numel() > 0) at::Tensor(rows->values).add_(1);
+        const std::string said = message_of<CommError>([&] { run.way->verify_parameters(); });
+        const bool holds = mesh.size("shard") > 1 || mesh.rank("pipeline") == 1;
+        EXPECT_THAT(said, HasSubstr(holds ? "'model.norm.weight' on rank 1 along 'tensor'"
+                                          : "nothing thrown"));
+      });
+}
+
+// ---------------------------------------------------------------- what is refused
+
+struct Plain : torch::nn::Module, nn::Staged {
+  Plain() : weight(register_parameter("weight", at::ones({4, 4}))) {}
+  Parts parts() const override { return {.blocks = {{weight}, {}}}; }
+  at::Tensor weight;
+};
+
+TEST(TensorMesh, RefusesWhatIsNotForSlices) {
+  on_meshes({{{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
+            [](const Mesh& mesh) {
+              Plain plain;
+              const bool stages = mesh.size("pipeline") > 1;
+              const auto divide = [&](torch::nn::Module& module) {
+                if (stages)
+                  Pipeline(module, mesh);
+                else
+                  FullyShard(module, mesh);
+              };
+              EXPECT_THAT(message_of<UsageError>([&] { divide(plain); }),
+                          HasSubstr("cannot be divided into slices. Derive it from nn::Sliced"));
+              Trained run = divided(mesh, /*tied=*/false);
+              EXPECT_THAT(message_of<UsageError>([&] {
+                            run.way->make_optimizer({{run.net->parameters(), optim::MuonOptions{}}},
+                                                    false);
+                          }),
+                          HasSubstr("Muon steps whole matrices"));
+              EXPECT_THAT(
+                  message_of<UsageError>([&] { optim::clip_grad_norm_(run.net->parameters(), 1); }),
+                  HasSubstr("clip_grad_norm_"));
+              if (!stages) {
+                const auto held = run.way->gathered();
+                const at::Tensor loss = run.pass(0).forward();
+                EXPECT_THAT(message_of<UsageError>([&] { run.way->backward(loss, true); }),
+                            HasSubstr("Call before_forward() before each forward that trains."));
+              }
+            });
+  testing::run_threads(4, [](World& world) {
+    const auto net = make(/*tied=*/false);
+    const auto uneven = HasSubstr(
+        "4 attention heads and 2 heads of keys and values are not divided by a degree of 4");
+    const Mesh shards(world, {{"shard", 1}, {"tensor", 4}}), stages(world, {{"tensor", 4}});
+    EXPECT_THAT(message_of<UsageError>([&] { FullyShard(*net, shards); }), uneven);
+    EXPECT_THAT(message_of<UsageError>([&] { Pipeline(*net, stages); }), uneven);
+    world.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::tensor_mesh
