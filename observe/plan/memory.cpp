@@ -102,7 +102,10 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
       model,
       {.batch = o.batch, .half = o.half, .checkpointing = o.checkpointing, .fused = o.fused});
   const int parts = parts_of(o, Sharding::kFull);
-  const WholeUnits whole(p, model.blocks(), o);
+  WholeUnits whole(p, model.blocks(), o);
+  const std::uint64_t made = o.built_whole ? whole.all : whole.root + whole.block;
+  // CPU ranks share the memory of whole parameters, and a rank's part of it is its share.
+  if (o.cpu) whole.root = whole.block = whole.kept = 0;
   const std::uint64_t gradients = divided(floats(p.trainable), o.stages * parts);
   const bool persistent = (o.ranks > 1 && parts == 1) || o.accumulation > 1;
   const std::uint64_t before = persistent ? gradients : 0;
@@ -148,8 +151,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
              o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
              gradients, 0, 0, 0),
       // Before there is an optimizer: the whole model on every rank, or the root and a block.
-      moment("the division of the model", o.built_whole ? whole.all : whole.root + whole.block, 0,
-             0, 0, 0),
+      moment("the division of the model", made, 0, 0, 0, 0),
   };
   std::end(moments)[-1].optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);
