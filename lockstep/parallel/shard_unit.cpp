@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/log.h"
 #include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/sharded_layout.h"
 
@@ -288,14 +287,7 @@ bool share_rows(std::vector<ShardUnit>& units, World& shard) {
     }
   const PartOffsets offsets = spread_over_parts(sizes, shard.size());
   if (offsets.part_size == 0) return false;
-  std::vector<at::Tensor> parts;
-  try {
-    parts = shard.symmetric({offsets.part_size}, at::kByte);
-  } catch (const UsageError& refusal) {  // on every rank
-    if (shard.is_leader())
-      log::info(kFullyShard, "ranks copy the blocks that they gather: {}", refusal.what());
-    return false;
-  }
+  const std::vector<at::Tensor> parts = shard.symmetric({offsets.part_size}, at::kByte);
   auto place = offsets.places.begin();
   for (ShardUnit& unit : units) {
     std::vector<at::Tensor> places;
