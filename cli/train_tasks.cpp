@@ -339,14 +339,15 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
   // In half precision adapters convert the frozen base, and trials of batches run on one rank: both
   // need it whole.
   const bool whole = (wanted.lora && (a.bf16 || a.fp16)) || a.auto_find_batch_size;
+  const bool offload = train::fsdp_plan(a).cpu_offload;
   std::optional<ShardedConstruction> divided;
   std::optional<PipelinedConstruction> split;
   if (!whole && mesh.size("pipeline") > 1)
     split.emplace(
         mesh, layers_of(model),
         PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule)});
-  else if (!whole && mesh.size("shard") > 1)
-    divided.emplace(mesh);
+  else if (!whole && (mesh.size("shard") > 1 || offload))
+    divided.emplace(mesh, offload);
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, mesh.world());
   net->use_fp32_residual(a.residual_in_fp32);

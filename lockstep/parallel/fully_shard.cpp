@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/divided.h"
@@ -130,13 +131,18 @@ void make_absent(const at::Tensor& tensor, const c10::Storage& freed, const nn::
   nn::set_rows(tensor, rows);
 }
 
+// On the CPU rows are in the host's memory anyway.
+bool offloads_from(const Mesh& mesh, bool asked) {
+  return asked && !mesh.world().device().is_cpu();
+}
+
 nn::RowsPtr no_rows(const at::Tensor& tensor) {
   return c10::make_intrusive<nn::Rows>(at::empty({0}, tensor.options().requires_grad(false)), 0);
 }
 
 }  // namespace
 
-void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine) {
+void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine, bool cpu_offload) {
   auto* const block = dynamic_cast<nn::Block*>(&module);
   if (block == nullptr)
     throw UsageError(kFullyShard,
@@ -153,8 +159,9 @@ void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine) {
   const auto part = std::make_shared<Prepared::Part>(Prepared::Part{mesh, std::nullopt, values});
   World& shard = mesh["shard"];
   // Slices are cut from whole blocks, by the model that they are in.
-  if (mine && shard.size() > 1 && mesh.size("tensor") == 1)
+  if (mine && mesh.size("tensor") == 1 && (shard.size() > 1 || cpu_offload))
     part->unit.emplace("", parameters, shard);
+  if (part->unit && cpu_offload) part->unit->offload();
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : parameters) {
     if (part->unit) break;
@@ -204,7 +211,8 @@ FullyShardImpl::FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardO
       line_(mesh_["pipeline"]),
       of_pipeline_(false),
       options_(options),
-      alone_(mesh_.batch().size() == 1),
+      offloads_(offloads_from(mesh_, options.cpu_offload)),
+      alone_(mesh_.batch().size() == 1 && !offloads_),
       local_(alone_) {
   World& world = mesh_.world();
   const auto refusal = refusal_of([&] {
@@ -246,9 +254,10 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
       line_(mesh_["pipeline"]),
       of_pipeline_(true),
       options_(options),
+      offloads_(offloads_from(mesh_, options.cpu_offload)),
       model_(parameters_of(module), {}, {}),
       slices_(std::move(pipeline.slices)),
-      alone_(mesh_.batch().size() == 1),
+      alone_(mesh_.batch().size() == 1 && !offloads_),
       local_(alone_) {
   make_units(module, pipeline.holders);
   free_absent();
@@ -260,9 +269,9 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
   };
   std::string text = fmt::format(
       "reshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
-      "reduce_dtype: {}\n",
+      "reduce_dtype: {}\ncpu_offload: {}\n",
       options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
-      type(options_.reduce_dtype));
+      type(options_.reduce_dtype), options_.cpu_offload);
   text += describe_prepared(module);
   if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
@@ -310,14 +319,31 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
     Prepared::Part* const prepared = i < root ? Prepared::of(*blocks_[i].block) : nullptr;
     if (prepared == nullptr || !prepared->unit) {
       units_.emplace_back(names[i], members[i], shard_);
-      continue;
+    } else {
+      units_.push_back(std::move(*prepared->unit));
+      units_.back().complete(names[i], members[i]);
     }
-    units_.push_back(std::move(*prepared->unit));
-    units_.back().complete(names[i], members[i]);
+    if (offloads_) units_.back().offload();
   }
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
+  // What travels in another type is no pointer.
+  shares_ = !options_.param_dtype && share_rows(units_, shard_);
+  wait_for_ranks();
   list_parameters(holders);
+}
+
+// A tiny exchange that a rank passes when all along "shard" have come. What is shared needs it
+// where other ranks' messages were awaited before: between writing rows and reading them.
+void FullyShardImpl::wait_for_ranks() {
+  if (!shares_) return;
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+  shard_.all_reduce(at::zeros({1}, at::kByte), ReduceOp::kMax).wait();
+}
+
+void FullyShardImpl::before_rows_change() {
+  if (offloads_) wait_for_copies(mesh_.world().device());
+  wait_for_ranks();
 }
 
 ShardedParameter FullyShardImpl::make_absent(const ModelParameter& p) const {
@@ -419,7 +445,10 @@ void FullyShardImpl::check_backward(const std::string& parameter) const {
 // ---------------------------------------------------------------- forward
 
 void FullyShardImpl::begin_window() {
-  if (!held()) free_all();
+  if (!held()) {
+    free_all();
+    wait_for_ranks();
+  }
   in_window_ = true;
 }
 
@@ -439,6 +468,8 @@ void FullyShardImpl::before_forward(int stage) {
   stage_->order.clear();
   if (!held() && !in_window_ && options_.reshard_after_forward)
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
+  // Weights may have been loaded into rows, by each rank in its time.
+  if (!held() && !in_window_) wait_for_ranks();
   units_.back().gather();
 }
 
@@ -486,7 +517,11 @@ void FullyShardImpl::prefetch_before(std::size_t unit) {
 }
 
 std::shared_ptr<void> FullyShardImpl::gathered() {
-  for (ShardUnit& unit : units_) unit.gather_exactly();
+  if (!std::ranges::all_of(units_, [](const ShardUnit& unit) { return unit.exact(); })) {
+    wait_for_ranks();
+    for (ShardUnit& unit : units_) unit.gather_exactly();
+    wait_for_ranks();
+  }
   if (marks_rows()) gather_absent();
   if (slices_) slices_->gather();
   for (const ShardedParameter* const p : all_) nn::set_rows(p->tensor, nullptr);
@@ -532,7 +567,9 @@ void FullyShardImpl::free_absent() {
 void FullyShardImpl::take_whole() {
   if (slices_) slices_->take();
   const TensorSlices::AsSlices shapes(slices());
+  before_rows_change();
   for (ShardUnit& unit : units_) unit.take_whole();
+  after_rows_change();
 }
 
 // ---------------------------------------------------------------- backward
@@ -644,8 +681,8 @@ void FullyShardImpl::show_gradients() {
 void FullyShardImpl::verify_parameters() {
   Fingerprints shards, same;
   each_parameter([&](ShardedParameter& p) {
-    shards.add(p.name, p.padded);
-    if (p.sliced == nullptr) same.add(p.name, p.padded);
+    shards.add(p.name, p.rows->values);
+    if (p.sliced == nullptr) same.add(p.name, p.rows->values);
   });
   require_same(data_, component(), "parameter", " along 'data'", shards);
   if (slices_) require_same(tensor(), component(), "parameter", " along 'tensor'", same);
@@ -656,7 +693,8 @@ void FullyShardImpl::verify_parameters() {
 void FullyShardImpl::verify_shared() {
   std::string sent;
   for (const ShardedParameter* const p : all_)
-    if (p->holders.size() > 1) sent += fmt::format("{} ", p->absent ? 0 : fingerprint(p->padded));
+    if (p->holders.size() > 1)
+      sent += fmt::format("{} ", p->absent ? 0 : fingerprint(p->rows->values));
   if (line_.size() == 1 || sent.empty()) return;
   const std::vector<std::string> all = all_gather_bytes(line_, sent);
   std::vector<std::istringstream> words(all.begin(), all.end());
@@ -703,7 +741,8 @@ const Mesh& FullyShard::mesh() const {
 
 std::string FullyShard::text() const {
   const int ranks = impl_->shard().size();
-  return fmt::format("fully sharded over {} rank{}{}", ranks, ranks == 1 ? "" : "s",
+  return fmt::format("fully sharded over {} rank{}{}{}", ranks, ranks == 1 ? "" : "s",
+                     impl_->offloads() ? ", offloaded to the CPU" : "",
                      parallel::slices_text(mesh()));
 }
 
@@ -730,7 +769,7 @@ std::shared_ptr<void> FullyShard::gathered() {
 }
 
 bool FullyShard::divided() const {
-  return impl_->shard().size() > 1 || impl_->tensor().size() > 1;
+  return impl_->divides() || impl_->tensor().size() > 1;
 }
 
 void FullyShard::verify_parameters() {
@@ -751,12 +790,13 @@ std::vector<std::string> FullyShard::units() const {
   return impl_->unit_names();
 }
 
-ShardedConstruction::ShardedConstruction(Mesh mesh) {
+ShardedConstruction::ShardedConstruction(Mesh mesh, bool cpu_offload) {
   parallel::check_mesh(mesh);
   nn::BlockObserver take;
-  if (mesh.size("shard") > 1 && mesh.size("tensor") == 1)
-    take = [mesh = std::move(mesh)](torch::nn::Module& block) {
-      parallel::prepare_block(block, mesh, /*mine=*/true);
+  const bool offloads = parallel::offloads_from(mesh, cpu_offload);
+  if ((mesh.size("shard") > 1 || offloads) && mesh.size("tensor") == 1)
+    take = [mesh = std::move(mesh), offloads](torch::nn::Module& block) {
+      parallel::prepare_block(block, mesh, /*mine=*/true, offloads);
     };
   before_ = nn::observe_blocks(std::move(take));
 }

@@ -31,6 +31,9 @@
 //
 // Checkpoints are written and read in parts as well (lockstep/train/save_resume.h).
 //
+// CPU ranks of one host have their rows in memory that all of them map, where whole parameters
+// stand: gathering a block means pointing at it (unless it is rounded to param_dtype).
+//
 // Parameters keep their tensors and their names. `.grad` has the rows of this rank between
 // backwards. A parameter that is used while it is in parts throws an error with its name: the
 // block was called past its run(), or before_forward() was not called.
@@ -70,6 +73,10 @@ struct FullyShardOptions {
   // that of `param_dtype`.
   std::optional<c10::ScalarType> param_dtype{};
   std::optional<c10::ScalarType> reduce_dtype{};
+  // A rank's rows, their gradients and the optimizer's state are in the host's memory, and the
+  // optimizer steps there, as with FSDP2's CPUOffloadPolicy. The device has what computes. On the
+  // CPU nothing changes. One rank along "shard" has its blocks gathered and freed as well.
+  bool cpu_offload = false;
 };
 
 class FullyShard final : public Parallelism {
@@ -110,9 +117,10 @@ class FullyShard final : public Parallelism {
 // of blocks stay whole until FullyShard. Every rank draws or reads the same values: seed generators
 // alike (optim::WithSeed). FullyShard compares what was drawn, and is made before the model is
 // used. No communication. One rank along "shard", or several along "tensor": nothing is divided.
+// `cpu_offload`: rows go to the host's memory at once.
 class ShardedConstruction {
  public:
-  explicit ShardedConstruction(Mesh mesh);
+  explicit ShardedConstruction(Mesh mesh, bool cpu_offload = false);
   ~ShardedConstruction();
   ShardedConstruction(const ShardedConstruction&) = delete;
   ShardedConstruction& operator=(const ShardedConstruction&) = delete;

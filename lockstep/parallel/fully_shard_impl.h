@@ -37,7 +37,8 @@ using Holders = std::unordered_map<at::TensorImpl*, std::vector<int>>;
 
 // A block that has been made: divided, or freed where it is of another rank's stage, until a
 // FullyShard or a Pipeline of the model takes it over. No collective.
-void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine);
+void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine,
+                   bool cpu_offload = false);
 // A line for each prepared block of the module, with the fingerprint of what was drawn.
 std::string describe_prepared(const torch::nn::Module& module);
 // UsageError for a block that something else runs, or that was made for another mesh.
@@ -63,6 +64,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& line() const { return line_; }  // the ranks along "pipeline"
   World& tensor() const { return mesh_["tensor"]; }
   TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
+  bool divides() const { return shard_.size() > 1 || offloads_; }
+  bool offloads() const { return offloads_; }
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
   // What this rank holds, unit by unit; and all of the module in its order.
@@ -86,6 +89,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool failed() const { return failed_; }
   void forget_gradients();
   void take_whole();  // the model's parameters were written while they were whole
+  // Around whatever writes rows: nobody reads them meanwhile.
+  void before_rows_change();
+  void after_rows_change() { wait_for_ranks(); }
   void verify_parameters();
   void verify_buffers();
 
@@ -114,7 +120,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void free_pass();
   void verify_shared();
   std::string describe(const torch::nn::Module& module) const;
-  bool divides() const { return shard_.size() > 1; }
+  void wait_for_ranks();
   bool held() const { return !held_.expired(); }
   bool marks_rows() const { return line_.size() > 1 || slices_ != nullptr; }
   void prefetch(std::size_t unit);
@@ -133,6 +139,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& line_;
   bool of_pipeline_;
   FullyShardOptions options_;
+  bool offloads_;
+  bool shares_ = false;  // rows lie in memory that all ranks along "shard" map
   ModelTensors model_;
   std::unique_ptr<TensorSlices> slices_;
   std::vector<ShardUnit> units_;  // the root is the last

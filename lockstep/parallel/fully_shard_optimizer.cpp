@@ -43,7 +43,7 @@ class FullyShardOptimizer final : public optim::Optimizer {
   World& shard() const { return model_->shard(); }
   World& line() const { return model_->line(); }
   bool divides() const {
-    return shard().size() > 1 || line().size() > 1 || model_->slices() != nullptr;
+    return model_->divides() || line().size() > 1 || model_->slices() != nullptr;
   }
   void deal_whole_tensors();
   void make_parts(const std::vector<optim::ParamGroup>& groups);
@@ -53,7 +53,7 @@ class FullyShardOptimizer final : public optim::Optimizer {
   at::Tensor norm() const;
   void scale(const at::Tensor& factor);
   void step_parts(const optim::StepOptions& options);
-  at::Tensor gather_whole(const Member& m, const at::Tensor& rows) const;
+  at::Tensor gather_whole(const Member& m, const at::Tensor& mine) const;
   void scatter_whole(const Member& m) const;
   at::Tensor steps_taken(const TensorDict& mine) const;
   at::Tensor whole_state(const Member& m, const optim::StateSpec& spec, const TensorDict& mine);
@@ -115,7 +115,7 @@ void FullyShardOptimizer::deal_whole_tensors() {
   for (Member& m : members_) {
     if (m.owner != shard().rank()) continue;
     const at::Tensor& like = m.p->tensor;
-    m.whole = at::empty(like.sizes(), like.options().requires_grad(false));
+    m.whole = at::empty(like.sizes(), m.p->rows->values.options());
     m.whole.set_requires_grad(true);
     empty_storage(m.whole.storage());
   }
@@ -167,11 +167,13 @@ void FullyShardOptimizer::take_gradients() {
   });
 }
 
-// The norm of all gradients, on their device. Ranks along "data" have the same ones, stages have
-// those of a weight that they share, and ranks along "tensor" those of what is not cut: each counts
-// once.
+// The norm of all gradients, on their device, which is the same on every rank. Ranks along "data"
+// have the same ones, stages have those of a weight that they share, and ranks along "tensor" those
+// of what is not cut: each counts once.
 at::Tensor FullyShardOptimizer::norm() const {
-  const c10::Device device = members_.empty() ? c10::kCPU : members_[0].p->tensor.device();
+  const c10::Device device = members_.empty() || model_->offloads()
+                                 ? c10::Device(c10::kCPU)
+                                 : members_[0].p->tensor.device();
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
   for (const Member& m : members_) {
     if (m.p->holders[0] != line().rank()) continue;
@@ -200,6 +202,7 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   optim::detail::check(options);
   if (model_->slices() != nullptr) model_->slices()->cut();
   take_gradients();
+  model_->before_rows_change();
   const optim::StepResult result =
       step_divided(this, options,
                    {.norm = [this] { return norm(); },
@@ -210,6 +213,7 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
     if (!m.p->absent && m.p->shard.grad().defined())
       m.p->tensor.unsafeGetTensorImpl()->bump_version();
   model_->free_all();
+  model_->after_rows_change();
   return result;
 }
 
@@ -220,10 +224,8 @@ void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
   for (std::size_t g = 0; g < groups(); ++g) tensors_->options(g) = Optimizer::options(g);
   for (Member& m : members_) {
     if (m.owner < 0 || !m.p->shard.grad().defined()) continue;
-    at::Tensor rows = at::zeros_like(m.p->padded);
-    rows.narrow(0, 0, m.p->shard.numel()).copy_(m.p->shard.grad().reshape({-1}));
-    const at::Tensor grad = gather_whole(m, rows);
-    const at::Tensor values = gather_whole(m, m.p->padded);
+    const at::Tensor grad = gather_whole(m, m.p->shard.grad().reshape({-1}));
+    const at::Tensor values = gather_whole(m, m.p->rows->values);
     if (!m.whole.defined()) continue;
     m.whole.mutable_grad() = grad;
     fill_storage(m.whole.storage(), values);
@@ -238,8 +240,10 @@ void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
   }
 }
 
-// `rows` of all ranks as one tensor in the parameter's shape, on its owner.
-at::Tensor FullyShardOptimizer::gather_whole(const Member& m, const at::Tensor& rows) const {
+// What each rank has, flat, as one tensor in the parameter's shape, on its owner.
+at::Tensor FullyShardOptimizer::gather_whole(const Member& m, const at::Tensor& mine) const {
+  const at::Tensor rows = at::zeros({m.p->cut.padded()}, mine.options());
+  rows.narrow(0, 0, mine.numel()).copy_(mine);
   std::vector<at::Tensor> parts;
   at::Tensor all;
   if (m.owner == shard().rank()) {
@@ -254,13 +258,16 @@ at::Tensor FullyShardOptimizer::gather_whole(const Member& m, const at::Tensor& 
 }
 
 void FullyShardOptimizer::scatter_whole(const Member& m) const {
+  const at::Tensor& mine = m.p->rows->values;
+  const at::Tensor rows = at::empty({m.p->cut.padded()}, mine.options());
   std::vector<at::Tensor> parts;
   if (m.owner == shard().rank()) {
-    const at::Tensor all = at::zeros({shard().size(), m.p->padded.numel()}, m.p->padded.options());
+    const at::Tensor all = at::zeros({shard().size(), rows.numel()}, rows.options());
     copy_to_parts(m.p->cut, m.whole.detach(), all);
     parts = all.unbind(0);
   }
-  shard().scatter(m.p->padded, parts, m.owner).wait();
+  shard().scatter(rows, parts, m.owner).wait();
+  at::Tensor(mine).copy_(rows.narrow(0, 0, mine.numel()));
 }
 
 void FullyShardOptimizer::zero_grad() {
@@ -307,9 +314,8 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
 // What this rank holds: its rows, or all of what it steps whole. Other stages' is empty.
 at::Tensor FullyShardOptimizer::divided_state(const Member& m, const optim::StateSpec& spec,
                                               const TensorDict& mine) const {
-  const at::Tensor& like = m.p->tensor;
-  const at::TensorOptions options =
-      like.options().dtype(optim::dtype_of(spec, like.scalar_type())).requires_grad(false);
+  const at::Tensor& like = m.p->rows->values;
+  const at::TensorOptions options = like.options().dtype(optim::dtype_of(spec, like.scalar_type()));
   const auto found = mine.find(m.p->name + "." + spec.name);
   const std::int64_t missing = m.owner < 0 && !m.p->absent ? m.p->shard.numel() : 0;
   at::Tensor values =

@@ -1,13 +1,20 @@
 #include "lockstep/parallel/shard_unit.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/sharded_layout.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -123,6 +130,38 @@ void empty_storage(const c10::Storage& storage) {
   impl->set_nbytes(static_cast<std::size_t>(0));
 }
 
+// ---------------------------------------------------------------- copies beside the computation
+
+namespace {
+
+// One for a device: memory that was used on a stream is reused on it.
+c10::Stream copy_stream(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, c10::Stream> streams;
+  const std::lock_guard lock(mutex);
+  const auto found = streams.find(device.index());
+  if (found != streams.end()) return found->second;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return streams.emplace(device.index(), guard.getStreamFromGlobalPool(device)).first->second;
+}
+
+c10::Stream computing_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// What `after` is given from here on waits for what `before` has been given.
+void order_streams(const c10::Stream& before, const c10::Stream& after) {
+  c10::Event event(before.device_type());
+  event.record(before);
+  event.block(after);
+}
+
+}  // namespace
+
+void wait_for_copies(c10::Device device) {
+  copy_stream(device).synchronize();
+}
+
 // ---------------------------------------------------------------- ShardUnit
 
 ShardUnit::ShardUnit(std::string name, const Named& parameters, World& shard)
@@ -178,33 +217,90 @@ void ShardUnit::add(const std::string& name, const at::Tensor& tensor, std::size
   flat->members.push_back(parameters_.size() - 1);
 }
 
-// In a world of one the rows are the parameter itself.
+// In a world of one the rows are the parameter itself, unless they lie elsewhere.
 void ShardUnit::lay_out(Flat& flat) {
+  if (stays_whole()) {
+    for (const std::size_t i : flat.members) {
+      ShardedParameter& p = parameters_[i];
+      p.shard = alias_of(p.tensor.detach(), 0, p.tensor.sizes());
+      p.shard.set_requires_grad(p.tensor.requires_grad());
+      p.rows = c10::make_intrusive<nn::Rows>(alias_of(p.tensor.detach(), 0, {p.tensor.numel()}), 0);
+    }
+    return;
+  }
   std::int64_t length = 0;
   for (const std::size_t i : flat.members) length += parameters_[i].cut.padded();
-  const at::TensorOptions options =
-      parameters_[flat.members[0]].tensor.options().requires_grad(false);
-  const bool alone = shard_->size() == 1;
-  const int rank = shard_->rank();
-  if (!alone) flat.shard = at::zeros({length}, options);
+  at::TensorOptions options = parameters_[flat.members[0]].tensor.options().requires_grad(false);
+  if (offloads_) options = options.device(at::kCPU).pinned_memory(true);
+  flat.shard = at::zeros({length}, options);
   std::int64_t offset = 0;
   for (const std::size_t i : flat.members) {
-    ShardedParameter& p = parameters_[i];
-    if (alone) {
-      p.shard = alias_of(p.tensor.detach(), 0, p.tensor.sizes());
-      p.padded = alias_of(p.tensor.detach(), 0, {p.tensor.numel()});
-      p.rows = c10::make_intrusive<nn::Rows>(p.padded, 0);
-    } else {
-      const std::int64_t rows = p.cut.count(rank);
-      p.padded = alias_of(flat.shard, offset, {p.cut.padded()});
-      p.shard = alias_of(flat.shard, offset, sizes_of_rows(p.tensor, rows));
-      p.rows = c10::make_intrusive<nn::Rows>(alias_of(flat.shard, offset, {rows * p.cut.row_size}),
-                                             p.cut.begin(rank) * p.cut.row_size);
-      offset += p.cut.padded();
-      take(p);
-    }
-    p.shard.set_requires_grad(p.tensor.requires_grad());
+    place_rows(parameters_[i], flat.shard, offset);
+    offset += parameters_[i].cut.padded();
   }
+}
+
+// They are copied from where they are, at first from the whole parameter.
+void ShardUnit::place_rows(ShardedParameter& p, const at::Tensor& memory, std::int64_t offset) {
+  const std::int64_t count = p.cut.count(shard_->rank());
+  const nn::RowsPtr before = std::exchange(
+      p.rows, c10::make_intrusive<nn::Rows>(alias_of(memory, offset, {count * p.cut.row_size}),
+                                            p.cut.begin(shard_->rank()) * p.cut.row_size));
+  if (before)
+    p.rows->values.copy_(before->values);
+  else
+    take(p);
+  p.shard = alias_of(memory, offset, sizes_of_rows(p.tensor, count));
+  p.shard.set_requires_grad(p.tensor.requires_grad());
+  if (!whole_) nn::set_rows(p.tensor, p.rows);
+}
+
+void ShardUnit::offload() {
+  const auto on_host = [](const ShardedParameter& p) { return p.tensor.is_cpu(); };
+  if (offloads_ || parameters_.empty() || std::ranges::any_of(parameters_, on_host)) return;
+  const at::NoGradGuard no_grad;
+  offloads_ = true;
+  for (Flat& flat : flats_) lay_out(flat);
+  free();
+}
+
+void ShardUnit::share(const std::vector<at::Tensor>& places) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    ShardedParameter& p = parameters_[i];
+    p.shared = places[i];
+    place_rows(p, p.shared, p.rows->begin);
+  }
+  for (Flat& flat : flats_) flat.shard = at::Tensor();
+  shares_ = true;
+}
+
+// Each parameter stands whole in one rank's part of the memory, and parts are equally large.
+bool share_rows(std::vector<ShardUnit>& units, World& shard) {
+  constexpr std::int64_t kLine = 64;
+  if (shard.size() == 1 || !shard.shares_memory()) return false;
+  std::vector<std::int64_t> sizes;
+  for (ShardUnit& unit : units)
+    for (const ShardedParameter& p : unit.parameters()) {
+      if (!p.tensor.is_cpu()) return false;
+      sizes.push_back((static_cast<std::int64_t>(p.tensor.nbytes()) + kLine - 1) / kLine * kLine);
+    }
+  const PartOffsets offsets = spread_over_parts(sizes, shard.size());
+  if (offsets.part_size == 0) return false;
+  const std::vector<at::Tensor> parts = shard.symmetric({offsets.part_size}, at::kByte);
+  auto place = offsets.places.begin();
+  for (ShardUnit& unit : units) {
+    std::vector<at::Tensor> places;
+    for (const ShardedParameter& p : unit.parameters()) {
+      const auto bytes = static_cast<std::int64_t>(p.tensor.nbytes());
+      places.push_back(parts[static_cast<std::size_t>(place->part)]
+                           .narrow(0, place->offset, bytes)
+                           .view(p.tensor.scalar_type()));
+      ++place;
+    }
+    unit.share(places);
+  }
+  return true;
 }
 
 bool ShardUnit::trains() const {
@@ -212,9 +308,9 @@ bool ShardUnit::trains() const {
 }
 
 void ShardUnit::take_whole() {
-  if (shard_->size() == 1 || !whole_) return;
+  if (stays_whole() || !whole_) return;
   // What was written is in the rows, and rounded values are not to be taken for it.
-  if (rounded_) return free();
+  if (for_computing_) return free();
   const at::NoGradGuard no_grad;
   for (ShardedParameter& p : parameters_) take(p);
 }
@@ -231,24 +327,35 @@ void ShardUnit::begin_gather() {
 }
 
 void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
-  if (whole_ || !gathers_.empty()) return;
+  if (whole_ || shares_ || !gathers_.empty()) return;
   const at::NoGradGuard no_grad;
-  rounded_ = false;
+  for_computing_ = false;
   for (const Flat& flat : flats_) {
     const at::ScalarType own = flat.shard.scalar_type();
     const bool converts = type && *type != own && at::isFloatingType(own);
-    const at::Tensor sent = converts ? flat.shard.to(*type) : flat.shard;
-    rounded_ |= converts;
-    at::Tensor parts = at::empty({shard_->size(), sent.numel()}, sent.options());
-    Work work = shard_->all_gather(parts, sent);
+    for_computing_ |= converts;
+    const c10::Device device = device_of(flat);
+    const at::TensorOptions options = flat.shard.options().device(device);
+    at::Tensor parts =
+        at::empty({shard_->size(), flat.shard.numel()}, options.dtype(converts ? *type : own));
+    // The copy to the device, too, is under way while something else computes. It begins when what
+    // was given to the device before has ended, and so does the use of memory that this has freed.
+    std::optional<c10::StreamGuard> beside;
+    if (offloads_) {
+      order_streams(computing_stream(device), copy_stream(device));
+      beside.emplace(copy_stream(device));
+    }
+    const at::Tensor rows = flat.shard.to(options, /*non_blocking=*/true);
+    Work work = shard_->all_gather(parts, converts ? rows.to(*type) : rows);
     gathers_.push_back({std::move(parts), std::move(work)});
   }
 }
 
 void ShardUnit::gather_exactly() {
-  if (whole_ && !rounded_) return;
+  if (exact()) return;
   gathers_.clear();  // one that is under way ends by itself
   free();
+  if (shares_) return gather_shared(/*copies=*/true);
   begin_gather_as(std::nullopt);
   gather();
 }
@@ -256,20 +363,20 @@ void ShardUnit::gather_exactly() {
 // The rows of a parameter lie apart in what arrives, so they are copied once.
 void ShardUnit::gather() {
   if (whole_) return;
+  if (shares_) return gather_shared(/*copies=*/false);
   begin_gather();
   const at::NoGradGuard no_grad;
   for (std::size_t f = 0; f < flats_.size(); ++f) {
     gathers_[f].work.wait();
+    const c10::Device device = device_of(flats_[f]);
+    if (offloads_) order_streams(copy_stream(device), computing_stream(device));
     std::int64_t offset = 0;
     for (const std::size_t i : flats_[f].members) {
       ShardedParameter& p = parameters_[i];
       at::Tensor fresh = at::empty(p.tensor.sizes(), p.tensor.options().requires_grad(false));
       copy_from_parts(p.cut, gathers_[f].parts.narrow(1, offset, p.cut.padded()), fresh);
       offset += p.cut.padded();
-      fill_storage(p.storage, std::move(fresh));
-      set_storage(p, p.freed, p.storage);
-      // Rounded values and slices are for computing alone: files get the rows.
-      nn::set_rows(p.tensor, rounded_ || p.rows->slice ? p.rows : nullptr);
+      make_whole(p, std::move(fresh));
     }
     gathers_[f].parts = at::Tensor();
   }
@@ -277,8 +384,27 @@ void ShardUnit::gather() {
   whole_ = true;
 }
 
+// Whoever wants to write parameters gets a copy: in the shared memory every rank would write.
+void ShardUnit::gather_shared(bool copies) {
+  const at::NoGradGuard no_grad;
+  for_computing_ = !copies;
+  for (ShardedParameter& p : parameters_)
+    make_whole(p, copies ? p.shared.clone()
+                         : at::from_blob(
+                               p.shared.mutable_data_ptr(), p.shared.sizes(),
+                               [memory = p.shared](void*) {}, p.shared.options()));
+  whole_ = true;
+}
+
+void ShardUnit::make_whole(ShardedParameter& p, at::Tensor fresh) {
+  fill_storage(p.storage, std::move(fresh));
+  set_storage(p, p.freed, p.storage);
+  // What is for computing alone, as slices are, is not read or written by others: they get the rows.
+  nn::set_rows(p.tensor, for_computing_ || p.rows->slice ? p.rows : nullptr);
+}
+
 void ShardUnit::free() {
-  if (shard_->size() == 1 || !whole_) return;
+  if (stays_whole() || !whole_) return;
   for (ShardedParameter& p : parameters_) free(p);
   whole_ = false;
 }
@@ -333,14 +459,24 @@ ShardUnit::Reduce ShardUnit::reduce(const Flat& flat) {
   }
   reduced.mine = at::empty({length + count}, options);
   reduced.work = shard_->reduce_scatter(reduced.mine, parts, ReduceOp::kAvg);
+  if (offloads_) order_streams(computing_stream(options.device()), copy_stream(options.device()));
   return reduced;
 }
 
 void ShardUnit::end_reduce(World& data) {
   const at::NoGradGuard no_grad;
   for (Reduce& reduced : reduces_) {
+    // The host waits for this average alone, while the device computes the next block's.
+    std::optional<c10::StreamGuard> beside;
+    if (offloads_) beside.emplace(copy_stream(reduced.mine.device()));
     reduced.work.wait();
     if (data.size() > 1) data.all_reduce(reduced.mine, ReduceOp::kAvg).wait();
+    if (offloads_) {
+      const at::Tensor mine = std::exchange(
+          reduced.mine, at::empty(reduced.mine.sizes(),
+                                  reduced.mine.options().device(at::kCPU).pinned_memory(true)));
+      reduced.mine.copy_(mine);
+    }
     add_reduced(reduced);
   }
   reduces_.clear();

@@ -12,7 +12,12 @@
 // none the parameter itself points at another storage, which throws the parameter's name at whoever
 // reads it.
 //
-// In a world of one nothing is ever freed. One thread at a time; begin_ and end_ communicate.
+// Rows may lie in the host's memory while a device computes (offload), and in memory that all ranks
+// map (share), where whole parameters stand: then gathering is pointing at them, and whoever writes
+// rows has to see to it that no rank reads them meanwhile.
+//
+// In a world of one nothing is ever freed, unless it is offloaded. One thread at a time; begin_ and
+// end_ communicate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,12 +62,12 @@ struct ShardedParameter {
   std::string name;
   at::Tensor tensor;  // the module's
   RowCut cut;
-  at::Tensor padded{};     // this rank's rows with the padding, flat; what is gathered
   at::Tensor shard{};      // this rank's rows, which the optimizer steps
   at::Tensor grad{};       // of them, averaged, while a backward runs
   c10::Storage storage{};  // of `tensor` while it is whole
   c10::Storage freed{};    // and while it is not
   nn::RowsPtr rows{};      // what other code sees then
+  at::Tensor shared{};     // all rows, flat, in memory that all ranks map; undefined: in none
   // The ranks along "pipeline" whose stages read it, in order; the first one's copy counts and is
   // gathered. `absent`: this rank is none of them, and holds no rows.
   std::vector<int> holders{0};
@@ -101,10 +106,16 @@ class ShardUnit {
   }
   // The shards take over what is in the parameters. No collective.
   void take_whole();
+  // Where rows lie from here on, before an optimizer has them: in the host's memory, to which
+  // gradients follow them, unless the parameters are there, too; or in `places`, one for each
+  // parameter, which is flat and as long as that. No collective.
+  void offload();
+  void share(const std::vector<at::Tensor>& places);
   // From here on, while nothing is under way. What is gathered is rounded to the type.
   void travel_as(const TravelTypes& types) { types_ = types; }
-  // Whole, and with values that were not rounded.
+  // Whole, with values that were not rounded, in memory of this rank's own.
   void gather_exactly();
+  bool exact() const { return whole_ && !for_computing_; }
 
   void begin_reduce();
   void end_reduce(World& data);
@@ -112,7 +123,7 @@ class ShardUnit {
  private:
   // Parameters of one type on one device travel together.
   struct Flat {
-    at::Tensor shard;
+    at::Tensor shard;  // the rows of all, each with its padding; undefined where they are shared
     std::vector<std::size_t> members;
   };
   struct Gather {
@@ -127,7 +138,14 @@ class ShardUnit {
   };
   void add(const std::string& name, const at::Tensor& tensor, std::size_t first_flat);
   void lay_out(Flat& flat);
+  void place_rows(ShardedParameter& p, const at::Tensor& memory, std::int64_t offset);
+  bool stays_whole() const { return shard_->size() == 1 && !offloads_; }
+  c10::Device device_of(const Flat& flat) const {
+    return parameters_[flat.members[0]].tensor.device();
+  }
   void begin_gather_as(const std::optional<at::ScalarType>& type);
+  void gather_shared(bool copies);
+  void make_whole(ShardedParameter& p, at::Tensor fresh);
   void take(ShardedParameter& p);
   static void free(ShardedParameter& p);
   Reduce reduce(const Flat& flat);
@@ -141,8 +159,17 @@ class ShardUnit {
   std::vector<Reduce> reduces_;
   TravelTypes types_;
   bool whole_ = true;
-  bool rounded_ = false;  // what is whole
+  bool for_computing_ = false;  // what is whole: rounded, or memory that other ranks read
+  bool offloads_ = false;
+  bool shares_ = false;
 };
+
+// Moves the rows of all units into memory that all ranks map. False, and nothing has changed: there
+// is none, or parameters are on a device. Collective; others read the rows after a further one.
+bool share_rows(std::vector<ShardUnit>& units, World& shard);
+
+// Offloaded rows are copied beside the computation; waits until none is read any more.
+void wait_for_copies(c10::Device device);
 
 // Gives a storage the memory of `fresh`, and takes it away again.
 void fill_storage(const c10::Storage& storage, at::Tensor fresh);

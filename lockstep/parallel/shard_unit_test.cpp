@@ -1,14 +1,27 @@
-// How rows are divided: as FSDP2 does it.
+// How rows are divided: as FSDP2 does it. And where they lie: ranks of one host share the memory of
+// whole parameters, and no rank may write its rows while others read them.
 #include "lockstep/parallel/shard_unit.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
+#include "lockstep/nn/block.h"
+#include "lockstep/nn/divided.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -39,6 +52,167 @@ TEST(RowCuts, AreThoseOfFsdp2) {
       EXPECT_TENSOR_EQ(parts[static_cast<std::int64_t>(r)].narrow(0, 0, chunks[r].numel()),
                        chunks[r].flatten());
   }
+}
+
+// ---------------------------------------------------------------- rows that ranks share
+
+struct Cell : torch::nn::Module, nn::Block {
+  Cell() {
+    weight = register_parameter("weight", torch::empty({5, 5}));
+    gain = register_parameter("gain", torch::empty({}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return run(
+        [this](const std::vector<at::Tensor>& in) {
+          if (look) look();
+          return in[0] + in[0].matmul(weight).tanh() * gain;
+        },
+        {x});
+  }
+  at::Tensor weight, gain;
+  std::function<void()> look;
+};
+
+struct Cells : torch::nn::Module {
+  Cells() {
+    for (const char* name : {"first", "second", "third"})
+      cells.push_back(register_module(name, std::make_shared<Cell>()));
+    head = register_parameter("head", torch::empty({5, 2}));
+    fill(0);
+  }
+  void fill(double from) {
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& p : parameters())
+      p.copy_(at::sin(at::arange(from, from + static_cast<double>(p.numel())).view_as(p)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& cell : cells) x = cell->forward(x);
+    return x.matmul(head);
+  }
+  std::vector<std::shared_ptr<Cell>> cells;
+  at::Tensor head;
+};
+
+at::Tensor cells_input() {
+  return at::cos(at::arange(10, at::kFloat)).view({2, 5});
+}
+
+struct SharedRun {
+  explicit SharedRun(const Mesh& mesh, FullyShardOptions options = {})
+      : model(net, mesh, options),
+        optimizer(model.make_optimizer({{net.parameters(), optim::AdamWOptions{.lr = 0.1}}})) {}
+  void backward() {
+    model.before_forward();
+    const double own = 1.0 + model.mesh().batch().rank();
+    model.backward(net.forward(cells_input() * own).square().mean());
+  }
+  at::Tensor evaluate() {
+    const torch::NoGradGuard no_grad;
+    model.before_forward();
+    return net.forward(cells_input());
+  }
+  at::Tensor weights() {
+    const auto whole = model.gathered();
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& p : net.parameters()) all.push_back(p.detach().flatten());
+    return at::cat(all);
+  }
+  Cells net;
+  FullyShard model;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+void on_shared_meshes(const std::function<void(const Mesh&)>& body) {
+  const std::vector<std::vector<MeshAxis>> meshes{
+      {{"shard", 2}}, {{"shard", 3}}, {{"data", 2}, {"shard", 2}}};
+  for (const auto& axes : meshes) {
+    testing::ThreadOptions options;
+    options.world.backend = "shm";
+    testing::run_threads(
+        axes.size() == 2 ? 4 : axes[0].size, [&](World& world) { body(Mesh(world, axes)); },
+        options);
+  }
+}
+
+void wait_ms(int ms) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+// A type that parameters have already rounds nothing, and what has a type of its own is copied.
+// Ranks are threads here, to which one memory has one address.
+TEST(SharedRows, HaveTheBitsOfCopies) {
+  for (const bool reshard : {true, false})
+    on_shared_meshes([&](const Mesh& mesh) {
+      std::vector<at::Tensor> weights;
+      for (const FullyShardOptions& options :
+           {FullyShardOptions{.reshard_after_forward = reshard},
+            FullyShardOptions{.reshard_after_forward = reshard, .param_dtype = at::kFloat},
+            FullyShardOptions{.reshard_after_forward = reshard, .cpu_offload = true}}) {
+        SharedRun run(mesh, options);
+        std::set<const void*> seen;
+        for (const auto& cell : run.net.cells)
+          cell->look = [&seen, cell = cell.get()] { seen.insert(cell->weight.const_data_ptr()); };
+        for (int step = 0; step < 3; ++step) {
+          run.backward();
+          run.optimizer->step({.max_grad_norm = 0.5});
+          run.optimizer->zero_grad();
+        }
+        std::string text;
+        for (const void* each : seen)
+          text += std::to_string(reinterpret_cast<std::uintptr_t>(each)) + " ";
+        const std::vector<std::string> all = all_gather_bytes(mesh["shard"], text);
+        EXPECT_EQ(all[0] == all[1], !options.param_dtype);
+        EXPECT_TRUE(options.param_dtype || seen.size() == 3);
+        weights.push_back(run.weights());
+        mesh.world().barrier();
+      }
+      EXPECT_TENSOR_EQ(weights[0], weights[1]);
+      EXPECT_TENSOR_EQ(weights[0], weights[2]);
+    });
+}
+
+TEST(SharedRows, AreSteppedWhenNoRankComputesWithThem) {
+  on_shared_meshes([](const Mesh& mesh) {
+    SharedRun run(mesh);
+    const at::Tensor expected = run.evaluate();
+    run.backward();
+    if (mesh.rank("shard") == 1) run.net.cells[1]->look = [] { wait_ms(200); };
+    EXPECT_TENSOR_NEAR(run.evaluate(), expected, 1e-5);
+    run.optimizer->step();  // others come here while the second rank waits
+    mesh.world().barrier();
+  });
+}
+
+TEST(SharedRows, AreReadWhenEveryRankHasLoadedItsOwn) {
+  on_shared_meshes([](const Mesh& mesh) {
+    SharedRun run(mesh);
+    run.evaluate();
+    mesh.world().barrier();
+    Cells other;
+    other.fill(0.5);
+    wait_ms(100 * mesh.rank("shard"));
+    const auto from = other.parameters(), to = run.net.parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i]);
+    EXPECT_TENSOR_NEAR(run.evaluate(), other.forward(cells_input()).detach(), 1e-5);
+    mesh.world().barrier();
+  });
+}
+
+// Every rank writes what it has gathered.
+TEST(SharedRows, AreWrittenOnce) {
+  on_shared_meshes([](const Mesh& mesh) {
+    SharedRun run(mesh);
+    const at::Tensor before = run.weights();
+    {
+      const auto whole = run.model.gathered();
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& p : run.net.parameters()) p.add_(1);
+      run.optimizer->sync_from_model();
+    }
+    run.evaluate();
+    EXPECT_TENSOR_EQ(run.weights(), before + 1);
+    mesh.world().barrier();
+  });
 }
 
 }  // namespace

@@ -378,12 +378,12 @@ constexpr KeySpec kKeys[] = {
      .member = &A::fsdp,
      .help = "divide parameters, gradients and state over ranks: full_shard, shard_grad_op (blocks "
              "stay whole from forward to backward), hybrid_shard (divided inside a host, copied "
-             "between hosts); auto_wrap may stand beside it, also as a list",
+             "between hosts); offload and auto_wrap may stand beside it, also as a list",
      .unset = "every rank has the whole model"},
     {.name = "fsdp_config",
      .member = &A::fsdp_config,
      .help = "a map: version (2), reshard_after_forward, activation_checkpointing, "
-             "transformer_layer_cls_to_wrap, mixed_precision_policy",
+             "transformer_layer_cls_to_wrap, mixed_precision_policy, cpu_offload",
      .unset = "as fsdp says"},
     {.name = "data_parallel_shard_degree",
      .member = &A::data_parallel_shard_degree,

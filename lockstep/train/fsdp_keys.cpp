@@ -35,16 +35,16 @@ void read_words(const std::string& text, FsdpPlan& plan) {
   bool whole_between = false, divides = false;
   for (std::string word; words >> word;) {
     if (word == "auto_wrap") continue;  // the units are always a model's blocks
-    if (word == "offload")
-      throw UsageError("config",
-                       "fsdp: 'offload' is not supported: parameters stay on the device. Delete "
-                       "it.");
+    if (word == "offload") {
+      plan.cpu_offload = true;
+      continue;
+    }
     const bool known = word == "full_shard" || word == "shard_grad_op" || word == "hybrid_shard" ||
                        word == "hybrid_shard_zero2";
     if (!known)
       throw UsageError("config",
                        "fsdp: '{}' is none of full_shard, shard_grad_op, hybrid_shard, "
-                       "hybrid_shard_zero2 and auto_wrap.",
+                       "hybrid_shard_zero2, offload and auto_wrap.",
                        word);
     if (std::exchange(divides, true))
       throw UsageError("config", "fsdp: '{}' names two ways to divide the model. Keep one.", text);
@@ -103,10 +103,9 @@ void read_config(const Node& config, FsdpPlan& plan) {
                      "keeps blocks whole until backward. Write fsdp: full_shard.");
   plan.reshard_after_forward = reshard;
   plan.activation_checkpointing = keys.boolean("activation_checkpointing", false);
-  if (keys.boolean("cpu_offload", false))
-    throw UsageError("config",
-                     "fsdp_config.cpu_offload is not supported: parameters stay on the device. "
-                     "Delete it.");
+  // Accelerate's name for it is the second.
+  for (const char* key : {"cpu_offload", "offload_params"})
+    plan.cpu_offload |= keys.boolean(key, false);
   if (const Node* layers = keys.node("transformer_layer_cls_to_wrap")) {
     const std::vector<Node> one{*layers};
     for (const Node& layer : layers->is(NodeKind::kList) ? layers->items : one) check_layer(layer);
@@ -128,7 +127,7 @@ FsdpPlan fsdp_plan(const TrainingArguments& arguments) {
   FsdpPlan plan;
   if (arguments.fsdp) read_words(*arguments.fsdp, plan);
   if (arguments.fsdp_config) read_config(*arguments.fsdp_config, plan);
-  if (!plan.on) plan.activation_checkpointing = false;
+  if (!plan.on) plan.activation_checkpointing = plan.cpu_offload = false;
   return plan;
 }
 

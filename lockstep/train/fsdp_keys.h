@@ -20,6 +20,7 @@ struct FsdpPlan {
   bool hybrid = false;  // divided inside a host, copied between hosts
   bool reshard_after_forward = true;
   bool activation_checkpointing = false;
+  bool cpu_offload = false;  // rows, their gradients and the state in the host's memory
   std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
 };
 

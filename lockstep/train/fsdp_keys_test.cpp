@@ -6,7 +6,6 @@
 
 #include <memory>
 #include <string>
-#include <tuple>
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/family.h"
@@ -46,6 +45,12 @@ TEST(Fsdp, IsReadAsHuggingFaceWritesIt) {
                                      "transformer_layer_cls_to_wrap": ["GPT2Block"]})")
                   .activation_checkpointing);
   EXPECT_FALSE(plan("", R"({"activation_checkpointing": true})").activation_checkpointing);
+  EXPECT_FALSE(plan("full_shard").cpu_offload);
+  EXPECT_TRUE(plan("offload full_shard").cpu_offload);
+  EXPECT_TRUE(plan("full_shard", R"({"cpu_offload": true})").cpu_offload);
+  EXPECT_TRUE(plan("full_shard", R"({"fsdp_offload_params": true})").cpu_offload);
+  EXPECT_FALSE(plan("full_shard", R"({"fsdp_offload_params": false})").cpu_offload);
+  EXPECT_FALSE(plan("", R"({"cpu_offload": true})").cpu_offload);
 }
 
 TEST(Fsdp, KnowsTheBlocksOfEveryFamilyByTransformersNames) {
@@ -94,21 +99,20 @@ TEST(Fsdp, TheLauncherSaysItWhereTheTrainingFileDoesNot) {
   const FsdpPlan plan = read("", {{"FSDP_VERSION", "2"},
                                   {"FSDP_RESHARD_AFTER_FORWARD", "False"},
                                   {"FSDP_ACTIVATION_CHECKPOINTING", "true"},
+                                  {"FSDP_OFFLOAD_PARAMS", "true"},
                                   {"FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block"}});
   EXPECT_FALSE(plan.reshard_after_forward);
+  EXPECT_TRUE(plan.cpu_offload);
   EXPECT_TRUE(plan.activation_checkpointing);
   EXPECT_TRUE(read("fsdp: hybrid_shard\n", {{"FSDP_ACTIVATION_CHECKPOINTING", "true"}}).hybrid);
   EXPECT_FALSE(read("fsdp: full_shard\n", {{"FSDP_ACTIVATION_CHECKPOINTING", "true"}})
                    .activation_checkpointing);
-  for (const auto& [name, value, text] :
-       {std::tuple("FSDP_VERSION", "1", "FSDP_VERSION: 1 is not supported"),
-        std::tuple("FSDP_OFFLOAD_PARAMS", "true", "cpu_offload is not supported")})
-    try {
-      read("", {{name, value}});
-      ADD_FAILURE() << name;
-    } catch (const UsageError& e) {
-      EXPECT_THAT(e.what(), ::testing::HasSubstr(text));
-    }
+  try {
+    read("", {{"FSDP_VERSION", "1"}});
+    ADD_FAILURE();
+  } catch (const UsageError& e) {
+    EXPECT_THAT(e.what(), HasSubstr("FSDP_VERSION: 1 is not supported"));
+  }
 }
 
 struct Mistake {
@@ -119,7 +123,7 @@ TEST(Fsdp, EveryMistakeIsNamed) {
   for (const Mistake& one : std::vector<Mistake>{
            {"fsdp: full_shrd\n",
             "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard"},
-           {"fsdp: [full_shard, offload]\n", "t.yaml:1:1: fsdp: 'offload' is not supported"},
+           {"fsdp: offload\n", "t.yaml:1:1: fsdp: 'offload' does not say how to divide the model."},
            {"fsdp: auto_wrap\n",
             "t.yaml:1:1: fsdp: 'auto_wrap' does not say how to divide the model."},
            {"fsdp: full_shard hybrid_shard\n",
@@ -131,8 +135,9 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "t.yaml:2:15: fsdp_config has no key 'forward_prefetch'."},
            {"fsdp: full_shard\nfsdp_config: {version: 1}\n",
             "t.yaml:2:1: fsdp_config.version must be 2"},
-           {"fsdp: full_shard\nfsdp_config: {fsdp_cpu_offload: true}\n",
-            "t.yaml:2:1: fsdp_config.cpu_offload is not supported"},
+           {"fsdp: hybrid_shard\ndata_parallel_shard_degree: 2\n",
+            "t.yaml:1:1: hybrid_shard divides the model over the ranks of a host, and "
+            "data_parallel_shard_degree says another number."},
            {"fsdp: shard_grad_op\nfsdp_config: {reshard_after_forward: true}\n",
             "t.yaml:2:1: fsdp_config.reshard_after_forward: true contradicts shard_grad_op"},
            {"fsdp: full_shard\nfsdp_config: {transformer_layer_cls_to_wrap: BertLayer}\n",

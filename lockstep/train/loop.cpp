@@ -52,7 +52,8 @@ FullyShardOptions shard_options(const RunContext& run, const FsdpPlan& plan) {
   return {.reshard_after_forward = plan.reshard_after_forward,
           .reduce_every_backward = !alone,
           .param_dtype = type_named(plan.param_dtype),
-          .reduce_dtype = type_named(plan.reduce_dtype)};
+          .reduce_dtype = type_named(plan.reduce_dtype),
+          .cpu_offload = plan.cpu_offload};
 }
 
 std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& plan) {

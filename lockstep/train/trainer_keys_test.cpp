@@ -592,6 +592,23 @@ TEST(Keys, SaveOnEachNode) {
   }
 }
 
+TEST(Keys, SaveOnEachNodeIsRefusedWhereNoHostHasTheWholeModel) {
+  testing::run_threads(
+      2,
+      [](World& world) {
+        TrainingArguments a;
+        a.save_on_each_node = true;
+        a.fsdp = "full_shard";
+        EXPECT_THAT(io::message_of<UsageError>([&] { mesh_for(world, a); }),
+                    HasSubstr("on every host, and fsdp has it nowhere"));
+        a.fsdp.reset();
+        a.pipeline_parallel_degree = 2;
+        EXPECT_THAT(io::message_of<UsageError>([&] { mesh_for(world, a); }),
+                    HasSubstr("on every host, and a pipeline has it nowhere"));
+      },
+      hosts_of_one_rank());
+}
+
 // A full disk is survived and reported; one that is broken ends the run, and what is whole stays.
 TEST(Keys, ASaveThatFailsIsAnErrorOrAnAlert) {
   struct Listener : Observer {

@@ -99,7 +99,10 @@ Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
 Memory peak_of(const Model& model, const Parameters& p, const Activations& a, std::int64_t layers,
                const MemoryOptions& o) {
   const int parts = parts_of(o, Sharding::kFull);
-  const WholeUnits whole(p, layers, o);
+  WholeUnits whole(p, layers, o);
+  const std::uint64_t made = o.built_whole ? whole.all : whole.root + whole.block;
+  // CPU ranks share the memory of whole parameters, and a rank's part of it is its share.
+  if (o.cpu) whole.root = whole.block = whole.kept = 0;
   const std::uint64_t gradients = divided(floats(p.trainable), o.stages * parts);
   const bool persistent = (o.ranks > 1 && parts == 1) || o.accumulation > 1;
   const std::uint64_t before = persistent ? gradients : 0;
@@ -146,8 +149,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
              o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
              gradients, 0, 0, 0),
       // Before there is an optimizer: the whole model on every rank, or the root and a block.
-      moment("the division of the model", o.built_whole ? whole.all : whole.root + whole.block, 0,
-             0, 0, 0),
+      moment("the division of the model", made, 0, 0, 0, 0),
   };
   std::end(moments)[-1].optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);

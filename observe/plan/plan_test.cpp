@@ -223,26 +223,29 @@ TEST(MemoryBytes, AShardedOptimizerDividesItsState) {
 
 TEST(MemoryBytes, AFullyShardedRankHasAPartAndWholeUnits) {
   // docs/fully_shard.md: a part of everything, two whole blocks with two blocks' gradients, and the
-  // root's parameters and gradients.
+  // root's parameters and gradients. On CPU ranks parameters stand whole in memory that they share.
   MemoryOptions options{.batch = 1,
                         .accumulation = 2,
                         .checkpointing = true,
                         .ranks = 2,
-                        .sharding = Sharding::kFull,
-                        .cpu = true};
+                        .sharding = Sharding::kFull};
   const models::GptConfig sizes{.vocab_size = 256, .n_positions = 64};
   const Model small{.config = models::CausalLmConfig{.model = sizes}, .length = 64};
   const std::uint64_t block = 4u * (12u * 768 * 768 + 13u * 768);
   const std::uint64_t root = 4u * 768 * (256 + 64 + 2);
   const std::uint64_t all = 12 * block + root;
-  const Memory m = memory_of(small, options);
-  ASSERT_EQ(m.moment, "the backward of the block before the last");
-  EXPECT_EQ(m.parameters, all / 2 + root + 2 * block);
-  EXPECT_EQ(m.gradients, all / 2 + root + 2 * block);
-  EXPECT_EQ(m.optimizer, 2 * all / 2);
-  // Blocks that are not freed after forward are there.
-  options.sharding = Sharding::kGradOp;
-  EXPECT_EQ(memory_of(small, options).parameters, all / 2 + all);
+  for (const bool cpu : {false, true}) {
+    options.cpu = cpu;
+    options.sharding = Sharding::kFull;
+    const Memory m = memory_of(small, options);
+    ASSERT_EQ(m.moment, "the backward of the block before the last");
+    EXPECT_EQ(m.parameters, all / 2 + (cpu ? 0 : root + 2 * block));
+    EXPECT_EQ(m.gradients, all / 2 + root + 2 * block);
+    EXPECT_EQ(m.optimizer, 2 * all / 2);
+    // Blocks that are not freed after forward are there.
+    options.sharding = Sharding::kGradOp;
+    EXPECT_EQ(memory_of(small, options).parameters, all / 2 + (cpu ? 0 : all));
+  }
   // Divided over two of four.
   options.sharding = Sharding::kFull;
   options.ranks = 4;

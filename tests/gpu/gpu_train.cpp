@@ -20,7 +20,9 @@
 #include "lockstep/core/document.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/trainer_for_test.h"
 
@@ -385,6 +387,85 @@ void checkpointed_bf16(World& world) {
   require(plain.back() < plain.front() - 0.3, "the loss falls");
 }
 
+// ---------------------------------------------------------------- offload
+
+struct Sharded {
+  std::vector<double> losses;
+  std::int64_t peak = 0;        // bytes of the device in a step
+  std::int64_t parameters = 0;  // bytes of the whole model
+};
+
+// Two passes a step, clipped and scaled; the last step after an evaluation and a state that was
+// saved and loaded.
+Sharded train_sharded(World& world, bool offload) {
+  const bool on_gpu = !world.device().is_cpu();
+  models::Gpt net = optim::with_seed(3, [] {
+    return models::Gpt(models::GptConfig{
+        .n_layer = 12, .n_head = 4, .n_embd = 192, .vocab_size = 64, .n_positions = 32});
+  });
+  net->to(world.device());
+  net->eval();  // without dropout
+  FullyShard model(*net, Mesh(world, {{"shard", -1}}), {.cpu_offload = offload});
+  const auto optimizer =
+      model.make_optimizer({{net->parameters(), optim::AdamWOptions{.lr = 1e-3}}});
+  optim::GradScaler scaler(world, {.init_scale = 1024});
+  const at::Tensor ids =
+      ((torch::arange(256).view({8, 32}) * 7 + world.rank()) % 64).to(world.device());
+  Sharded result;
+  for (const at::Tensor& p : net->parameters()) {
+    result.parameters += p.numel() * p.element_size();
+    const nn::Rows* const rows = nn::rows_of(p);
+    require(!on_gpu || !offload || (rows != nullptr && rows->values.is_pinned()),
+            "offloaded rows are in pinned memory");
+  }
+  for (int step = 0; step < 5; ++step) {
+    if (step == 2 && on_gpu)
+      c10::getDeviceAllocator(world.device().type())->resetPeakStats(world.device().index());
+    if (step == 4) {
+      if (on_gpu)
+        result.peak = c10::getDeviceAllocator(world.device().type())
+                          ->getDeviceStats(world.device().index())
+                          .allocated_bytes[0]
+                          .peak;
+      const torch::NoGradGuard no_grad;
+      model.before_forward();
+      result.losses.push_back(models::next_token_loss(net->forward(ids), ids).item<double>());
+      optimizer->load_state_dict(optimizer->state_dict());
+    }
+    for (const bool last : {false, true}) {
+      model.before_forward();
+      const at::Tensor half = ids.narrow(0, last ? 4 : 0, 4);
+      const at::Tensor loss = models::next_token_loss(net->forward(half), half);
+      model.backward(scaler.scale(loss * 0.5), last);
+      result.losses.push_back(loss.item<double>());
+    }
+    const auto stepped = optimizer->step({.max_grad_norm = 1.0, .scaler = &scaler});
+    require(!stepped.was_skipped(), "every step is taken");
+    optimizer->zero_grad();
+  }
+  const auto whole = model.gathered();
+  result.losses.push_back(flat(*net).norm().item<double>());
+  return result;
+}
+
+void offloaded(World& world) {
+  const Sharded plain = train_sharded(world, false), host = train_sharded(world, true);
+  for (std::size_t i = 0; i < plain.losses.size(); ++i)
+    require(std::abs(host.losses[i] - plain.losses[i]) <= 1e-3 * plain.losses[i],
+            "value " + std::to_string(i) + ": " + std::to_string(plain.losses[i]) + " and " +
+                std::to_string(host.losses[i]));
+  require(plain.losses[8] < plain.losses[0] - 0.3, "the loss falls");
+  if (world.device().is_cpu()) return;
+  // Parameters, two states and gradients, of which the last block's are there meanwhile.
+  const auto share = static_cast<double>(plain.parameters) / world.size();
+  const auto saved = static_cast<double>(plain.peak - host.peak);
+  if (world.is_leader())
+    std::printf("gpu_train: offload: a peak of %.1f MB instead of %.1f, rows are %.1f MB\n",
+                static_cast<double>(host.peak) / 1e6, static_cast<double>(plain.peak) / 1e6,
+                share / 1e6);
+  require(saved > 3 * share, "rows and state are not on the device: " + std::to_string(saved));
+}
+
 // ---------------------------------------------------------------- memory
 
 // Three GiB are left; a layer's output is one.
@@ -438,6 +519,7 @@ void all_checks(World& world, const std::string& folder) {
   check("evaluation is exact", [&] { evaluation(world, folder + "/eval"); });
   check("loader while the step mutates", [&] { loader(world); });
   check("random states", [&] { random_states(world); });
+  check("rows, gradients and state in the host's memory", [&] { offloaded(world); });
   if (world.size() == 1) {
     check("a save beside the computation", [&] { saver(world, folder + "/saver"); });
     check("scaler and clipping over two devices", [&] { two_devices(world); });

@@ -359,7 +359,17 @@ def divided(place):
     expected, got = losses(ddp.output), losses(rows.output)
     apart = max(abs(got[step] - loss) / loss for step, loss in expected.items())
     expect(apart < 1e-3, f"fsdp: losses are {apart:.1e} apart")
-    return f"pipelines have the bits of one process; fsdp is {apart:.0e} from data parallel ranks"
+    flags += ["--fsdp", "full_shard offload", "--save_steps", str(STEPS // 16)]
+    host = Run(place / "offload", GPT, flags, ranks=2).train()
+    expect("offloaded to the CPU" in host.log() or not ON_GPU, "it is not offloaded")
+    stepped = max(abs(losses(host.output)[step] - loss) / loss for step, loss in got.items())
+    expect(stepped < 1e-3, f"offload: losses are {stepped:.1e} apart")
+    again = Run(place / "again", GPT, flags, ranks=2)
+    copy_until(host.output, again.output, checkpoints(host.output)[0])
+    again.train("--resume", "auto")
+    expect_same(host, again)
+    return (f"pipelines have the bits of one process; fsdp is {apart:.0e} from data parallel "
+            f"ranks, and {stepped:.0e} with steps on the host")
 
 
 def other_device(place):

@@ -115,7 +115,7 @@ class Fsdp(TrainCase):
         self.assertEqual(losses(plain), losses(whole))
         self.assert_same(self.newest(plain), self.newest(whole))
         again, _ = self.run_with(
-            2, "again", "--fsdp", "full_shard", "--fsdp_config",
+            2, "again", "--fsdp", "full_shard offload", "--fsdp_config",
             "{version: 2, activation_checkpointing: true, "
             "transformer_layer_cls_to_wrap: [GPT2Block]}", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(again))
@@ -178,7 +178,7 @@ class Fsdp(TrainCase):
 
     def test_refuses_what_it_cannot_do(self):
         for flags, text in (
-                (("--fsdp", "offload full_shard"), "'offload' is not supported"),
+                (("--fsdp", "offload"), "'offload' does not say how to divide the model"),
                 (("--fsdp", "full_shard", "--tune", "bucket_cap_mb"), "fsdp has no buckets"),
                 (("--fsdp", "full_shard", "--fsdp_config", "{activation_checkpointing: true}"),
                  "fsdp_config.activation_checkpointing is for models of blocks"),
