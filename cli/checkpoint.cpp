@@ -26,7 +26,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kPrefix = "checkpoint-";
-constexpr const char* kHelp =
+constexpr const char* kCheckpointHelp =
     "usage: lockstep checkpoint verify PATH...\n"
     "       lockstep checkpoint show PATH [--tensors]\n"
     "       lockstep checkpoint diff A B\n"
@@ -52,7 +52,7 @@ std::vector<std::string> folders_of(const std::string& path) {
   return folders.empty() ? std::vector<std::string>{path} : folders;
 }
 
-int verify(const Args& args) {
+int verify_checkpoints(const Args& args) {
   if (args.empty()) throw UsageError("checkpoint", "verify needs a folder.");
   bool whole = true;
   for (const std::string& arg : args) {
@@ -91,7 +91,7 @@ void show_tensors(const std::string& folder, const std::string& stem, bool all) 
              set.names().size(), elements, io::size_text(bytes), types);
 }
 
-int show(const Args& args) {
+int show_checkpoint(const Args& args) {
   bool all = false;
   Flags flags("checkpoint");
   flags.toggle("--tensors", all);
@@ -235,7 +235,7 @@ int diff_members(const Args& args, const std::string& stem) {
   return differing;
 }
 
-int diff(const Args& args) {
+int diff_checkpoints(const Args& args) {
   if (args.size() != 2) throw UsageError("checkpoint", "diff needs two folders.");
   Args folders;
   for (const std::string& arg : args) folders.push_back(folders_of(arg).front());
@@ -253,9 +253,9 @@ int checkpoint_command(const Args& args) {
   const std::string first = args.empty() ? "" : args.front();
   const Args rest(args.begin() + (args.empty() ? 0 : 1), args.end());
   const bool asked = first == "--help" || first == "-h" || first == "help";
-  if (first == "verify") return verify(rest);
-  if (first == "show") return show(rest);
-  if (first == "diff") return diff(rest);
+  if (first == "verify") return verify_checkpoints(rest);
+  if (first == "show") return show_checkpoint(rest);
+  if (first == "diff") return diff_checkpoints(rest);
   if (first == "import" || first == "merge") {
     Args all{"checkpoint"};
     all.insert(all.end(), args.begin(), args.end());
@@ -264,7 +264,7 @@ int checkpoint_command(const Args& args) {
   if (!asked && !args.empty())
     throw UsageError("checkpoint", "there is no '{}'. It is verify, show, diff, import or merge.",
                      first);
-  std::fputs(kHelp, asked ? stdout : stderr);
+  std::fputs(kCheckpointHelp, asked ? stdout : stderr);
   return asked ? 0 : 2;
 }
 

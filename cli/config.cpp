@@ -29,7 +29,7 @@ std::string batch_text(const TrainingArguments& a, int world_size) {
   return train::effective_batch_text(a, train::batch_ranks(a, world_size));
 }
 
-constexpr const char* kHelp =
+constexpr const char* kConfigHelp =
     "usage: lockstep config show [FILE] [--all] [--json] [--world-size N] [--KEY VALUE ...]\n"
     "       lockstep config check FILE [--launcher | --own-program] [--world-size N] "
     "[--KEY VALUE ...]\n"
@@ -49,7 +49,7 @@ constexpr const char* kHelp =
     "Order: defaults < preset < file < LOCKSTEP_<KEY> in the environment < --KEY VALUE.\n"
     "--world-size N compares the effective batch with the presets' at N ranks.\n";
 
-struct Request {
+struct ConfigRequest {
   Args names;  // files, presets
   Args flags;  // --KEY VALUE
   bool all = false;
@@ -61,8 +61,8 @@ struct Request {
 };
 
 // An argument before the first --KEY is a name.
-Request parse_arguments(const Args& args) {
-  Request request;
+ConfigRequest parse_config(const Args& args) {
+  ConfigRequest request;
   Flags flags("config");
   flags.toggle("--all", request.all);
   flags.toggle("--json", request.json);
@@ -80,7 +80,7 @@ void say_notes(const std::vector<std::string>& notes) {
   for (const std::string& note : notes) fmt::print(stderr, "note: {}\n", note);
 }
 
-int show(const Request& request) {
+int show_config(const ConfigRequest& request) {
   if (request.names.size() > 1)
     throw UsageError("config", "show takes one file, and '{}' is a second.", request.names[1]);
   const train::Config config = train::load_config(request.names.empty() ? "" : request.names[0],
@@ -133,7 +133,7 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
   });
 }
 
-int check(const Request& request) {
+int check_config(const ConfigRequest& request) {
   if (request.names.size() != 1)
     throw UsageError("config", "check takes one file. Write lockstep config check FILE.");
   const std::string& file = request.names[0];
@@ -180,7 +180,7 @@ std::string value_text(const Node& node) {
   return node.is(NodeKind::kString) ? node.text : to_json(node);
 }
 
-int diff(const Request& request) {
+int diff_configs(const ConfigRequest& request) {
   if (request.names.size() != 2 || !request.flags.empty())
     throw UsageError("config", "diff takes two of: a file, standard, fast, defaults.");
   const train::Config left = named(request.names[0]);
@@ -199,7 +199,7 @@ int diff(const Request& request) {
 }
 
 // Lists all of them without a name.
-int keys(const Request& request) {
+int show_keys(const ConfigRequest& request) {
   if (!request.flags.empty() || (request.markdown && !request.names.empty()))
     throw UsageError("config", "keys takes names of keys or parts of them, and --markdown alone.");
   if (request.markdown || request.names.empty()) {
@@ -225,16 +225,16 @@ int keys(const Request& request) {
 
 int config_command(const Args& args) {
   const std::string action = args.empty() ? "--help" : args.front();
-  if (print_help(args, kHelp)) return 0;
+  if (print_help(args, kConfigHelp)) return 0;
   if (args.empty()) {
-    fmt::print(stderr, "{}", kHelp);
+    fmt::print(stderr, "{}", kConfigHelp);
     return 2;
   }
-  const Request request = parse_arguments(args);
-  if (action == "show") return show(request);
-  if (action == "check") return check(request);
-  if (action == "diff") return diff(request);
-  if (action == "keys") return keys(request);
+  const ConfigRequest request = parse_config(args);
+  if (action == "show") return show_config(request);
+  if (action == "check") return check_config(request);
+  if (action == "diff") return diff_configs(request);
+  if (action == "keys") return show_keys(request);
   const std::vector<std::string> actions = {"show", "check", "diff", "keys"};
   throw UsageError("config", "there is no action '{}'.{} 'lockstep config --help' lists them.",
                    action, did_you_mean(action, actions));

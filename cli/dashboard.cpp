@@ -23,13 +23,13 @@ constexpr const char* kDashboardHelp =
     "with Ctrl-C.\n\n"
     "  --listen WHERE   a port, or a numeric address and a port (a free port of 127.0.0.1)\n";
 
-struct Request {
+struct DashboardRequest {
   std::string listen;
   std::string directory = ".";
 };
 
-Request parse(const Args& args) {
-  Request request;
+DashboardRequest parse_dashboard(const Args& args) {
+  DashboardRequest request;
   Flags flags("dashboard");
   flags.text("--listen", request.listen, "a port, or an address and a port");
   const Args names = flags.read(args);
@@ -69,7 +69,7 @@ class RecordSource {
 
 int dashboard_command(const Args& args) {
   if (print_help(args, kDashboardHelp)) return 0;
-  const Request request = parse(args);
+  const DashboardRequest request = parse_dashboard(args);
   RecordSource source(request.directory);
   dashboard::HttpOptions options;
   if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))

@@ -13,6 +13,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
@@ -26,7 +27,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kHelp =
+constexpr const char* kDataHelp =
     "usage: lockstep data tokenize --output FOLDER [OPTIONS] FILE|FOLDER...\n"
     "       lockstep data inspect [--format FORMAT] [--show N] FILE|FOLDER...\n\n"
     "tokenize  text files into shards of tokens: byte by byte (256 ends a document), or with the\n"
@@ -140,19 +141,11 @@ std::string readable(const std::vector<std::uint32_t>& tokens) {
   return text;
 }
 
-// Text that is fit for a terminal: control characters as escapes.
-std::string printable(const std::string& text) {
+// printable() with \n for a line break, which is a token of its own.
+std::string on_one_line(const std::string& text) {
   std::string out;
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '\n')
-      out += "\\n";
-    else if (byte < 32 || byte == 127)
-      out += fmt::format("\\x{:02x}", byte);
-    else
-      out += c;
-  }
-  return out;
+  for (const char c : text) out += c == '\n' ? "\\n" : std::string(1, c);
+  return printable(out);
 }
 
 struct Inspection {
@@ -175,7 +168,7 @@ void inspect_tokens(const std::string& path, const Inspection& how) {
   if (first.empty()) return;
   fmt::print("  begins with {}\n", fmt::join(first, " "));
   if (how.tokenizer)
-    fmt::print("  as text: {}\n", printable(how.tokenizer->decode(
+    fmt::print("  as text: {}\n", on_one_line(how.tokenizer->decode(
                                       std::vector<std::int64_t>(first.begin(), first.end()),
                                       {.skip_special_tokens = false})));
   else if (largest <= static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
@@ -254,7 +247,7 @@ int data_command(const Args& args) {
     return arg == "--help" || arg == "-h" || arg == "help";
   });
   if (help || what.empty()) {
-    fmt::print(help ? stdout : stderr, "{}", kHelp);
+    fmt::print(help ? stdout : stderr, "{}", kDataHelp);
     return help ? 0 : 2;
   }
   if (what == "tokenize") return tokenize(args);

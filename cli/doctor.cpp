@@ -22,7 +22,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kHelp =
+constexpr const char* kDoctorHelp =
     "usage: lockstep doctor [flags]\n"
     "       lockstep doctor --run DIR [--json]\n\n"
     "Checks this machine before a run: devices and driver, versions, cores, threads, memory,\n"
@@ -40,11 +40,9 @@ constexpr const char* kHelp =
     "  --probe-timeout S    seconds that they may take (30)\n"
     "  --json               one line of JSON\n";
 
-constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver starts in seconds
-
 // ------------------------------------------------------------------ flags
 
-DoctorRequest parse(const Args& args) {
+DoctorRequest parse_doctor(const Args& args) {
   DoctorRequest request;
   Flags flags("doctor");
   bool no_probe = false;
@@ -99,7 +97,7 @@ int default_ranks(const Machine& machine) {
 
 // ------------------------------------------------------------------ output
 
-std::string as_text(const std::vector<Check>& checks, const std::string& summary) {
+std::string checks_text(const std::vector<Check>& checks, const std::string& summary) {
   std::string text;
   for (const Check& check : checks) {
     text += fmt::format("{:<5} {:<14} {}\n", name(check.status), check.name, check.value);
@@ -109,7 +107,7 @@ std::string as_text(const std::vector<Check>& checks, const std::string& summary
   return text + summary + '\n';
 }
 
-std::string as_json(const Machine& machine, const std::vector<Check>& checks, int code) {
+std::string checks_json(const Machine& machine, const std::vector<Check>& checks, int code) {
   std::vector<Node> list;
   for (const Check& check : checks)
     list.push_back(map_node({{"name", text_node(check.name)},
@@ -185,7 +183,7 @@ Machine look_at(const DoctorRequest& request) {
   read_limits(machine);
   const Progress progress("asking NVIDIA's management library");
   const monitor::GpuSampler sampler;
-  sampler.wait_for_samples(1, kDriverWait);
+  sampler.wait_for_samples(1);
   machine.nvml = sampler.snapshot();
   return machine;
 }
@@ -197,14 +195,14 @@ int doctor_command(const Args& args) {
     });
   };
   if (has("--run")) return doctor_run_command(args);
-  if (print_help(args, kHelp)) return 0;
-  const DoctorRequest request = parse(args);
+  if (print_help(args, kDoctorHelp)) return 0;
+  const DoctorRequest request = parse_doctor(args);
   log::set_level(log::Level::kError);  // what the sampler would warn of becomes a line below
   const Machine machine = look_at(request);
   const std::vector<Check> checks = all_checks(machine);
   const bool failed = std::ranges::find(checks, Status::kFail, &Check::status) != checks.end();
-  const std::string text =
-      request.json ? as_json(machine, checks, failed ? 1 : 0) : as_text(checks, summary(checks));
+  const std::string text = request.json ? checks_json(machine, checks, failed ? 1 : 0)
+                                        : checks_text(checks, summary(checks));
   std::fwrite(text.data(), 1, text.size(), stdout);
   return failed ? 1 : 0;
 }

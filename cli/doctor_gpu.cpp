@@ -27,14 +27,14 @@ bool is_visible(const Machine& machine, const monitor::GpuIdentity& gpu) {
   return std::ranges::find(seen, gpu.pci_bus_id) != seen.end();
 }
 
-struct Seen {
+struct SeenGpu {
   const monitor::GpuIdentity* gpu;
   const monitor::GpuReading* reading;
   bool visible;
 };
 
-std::vector<Seen> readings(const Machine& machine) {
-  std::vector<Seen> all;
+std::vector<SeenGpu> readings(const Machine& machine) {
+  std::vector<SeenGpu> all;
   if (!machine.nvml.newest) return all;
   for (const monitor::GpuIdentity& gpu : machine.nvml.gpus) {
     const auto index = static_cast<std::size_t>(gpu.index);
@@ -131,7 +131,7 @@ Check check_gpu_errors(const Machine& machine) {
   std::uint64_t corrected = 0;
   std::uint64_t uncorrected = 0;
   bool counted = false;
-  for (const Seen& seen : all) {
+  for (const SeenGpu& seen : all) {
     const std::string who = fmt::format("GPU {} at {}", seen.gpu->index, seen.gpu->pci_bus_id);
     if (!seen.reading->problem.empty()) {
       worsen(check, seen.visible ? Status::kFail : Status::kWarn);
@@ -194,7 +194,7 @@ Check check_throttling(const Machine& machine) {
   const auto all = readings(machine);
   if (all.empty()) return no_gpu("throttling");
   Check check{.name = "throttling"};
-  for (const Seen& seen : all) {
+  for (const SeenGpu& seen : all) {
     const std::uint64_t reasons = seen.reading->clock_reasons.value_or(0);
     if (!monitor::is_throttled(reasons)) continue;
     check.lines.push_back(fmt::format("GPU {}: {} ({})", seen.gpu->index,
@@ -213,7 +213,7 @@ Check check_gpu_memory(const Machine& machine) {
   if (all.empty()) return no_gpu("gpu_memory");
   Check check{.name = "gpu_memory"};
   std::uint64_t most = 0;
-  for (const Seen& seen : all) {
+  for (const SeenGpu& seen : all) {
     const std::uint64_t used = seen.reading->memory_used_bytes.value_or(0);
     if (!seen.visible) continue;
     most = std::max(most, used);

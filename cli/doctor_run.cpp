@@ -15,8 +15,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr double kGiB = 1u << 30;
-constexpr const char* kHelp =
+constexpr const char* kDoctorRunHelp =
     "usage: lockstep doctor --run DIR [--json]\n\n"
     "Where the time of a recorded run went, rank by rank, and what to change: each finding with\n"
     "its evidence, the flag or key, and the expected gain; the most valuable first. DIR is the\n"
@@ -26,13 +25,13 @@ constexpr const char* kHelp =
     "command. docs/doctor.md describes the rules.\n\n"
     "  --json   the same as one JSON object\n";
 
-struct Request {
+struct DoctorRunRequest {
   std::string directory{};
   bool json = false;
 };
 
-Request parse(const Args& args) {
-  Request request;
+DoctorRunRequest parse_doctor_run(const Args& args) {
+  DoctorRunRequest request;
   Flags flags("doctor");
   flags.toggle("--json", request.json);
   flags.text("--run", request.directory, "DIR: which run? Write lockstep doctor --run DIR");
@@ -47,7 +46,7 @@ Request parse(const Args& args) {
 
 // ------------------------------------------------------------------ text
 
-std::string head_text(const Request& request, const monitor::RunFacts& facts) {
+std::string run_head_text(const DoctorRunRequest& request, const monitor::RunFacts& facts) {
   std::string text = fmt::format("{}: {} rank{}", request.directory, facts.world_size,
                                  facts.world_size == 1 ? "" : "s");
   if (!facts.device.empty()) text += " on " + facts.device;
@@ -66,7 +65,7 @@ std::string gpus_text(const std::vector<monitor::HostGpus>& hosts) {
     for (const monitor::GpuFigures& gpu : gpu_figures(host))
       text += fmt::format("host {} GPU {}: {} busy, {} of memory, {}\n", host.host, gpu.index,
                           figure(gpu.utilisation_percent, 1, "%"),
-                          figure(gpu.memory_bytes, kGiB, "GiB"), figure(gpu.power_w, 1, "W"));
+                          figure(gpu.memory_bytes, 1u << 30, "GiB"), figure(gpu.power_w, 1, "W"));
     if (host.samples.size() > 0)
       text += fmt::format("host {}: all GPUs busy at once in {:.0f} % of {} samples\n", host.host,
                           100 * busy_together_share(host), host.samples.size());
@@ -94,7 +93,7 @@ Node optional_node(const std::optional<double>& value) {
 }
 
 // Unknown values are omitted.
-Node row_node(const monitor::BudgetRow& row) {
+Node budget_node(const monitor::BudgetRow& row) {
   NodeMembers members = {{"rank", integer_node(row.rank)},
                          {"steps", integer_node(row.budget.steps)}};
   if (row.budget.steps > 0) {
@@ -131,10 +130,10 @@ Node gpus_node(const std::vector<monitor::HostGpus>& hosts) {
   return list_node(std::move(items));
 }
 
-Node report_node(const monitor::RunRecord& run, const std::vector<monitor::BudgetRow>& rows,
-                 const std::vector<monitor::Finding>& findings) {
+Node diagnosis_node(const monitor::RunRecord& run, const std::vector<monitor::BudgetRow>& rows,
+                    const std::vector<monitor::Finding>& findings) {
   std::vector<Node> ranks;
-  for (const monitor::BudgetRow& row : rows) ranks.push_back(row_node(row));
+  for (const monitor::BudgetRow& row : rows) ranks.push_back(budget_node(row));
   return map_node({{"healthy", bool_node(findings.empty() && enough_to_judge(run))},
                    {"world_size", integer_node(run.facts.world_size)},
                    {"all_ranks_recorded", bool_node(is_complete(run))},
@@ -146,16 +145,16 @@ Node report_node(const monitor::RunRecord& run, const std::vector<monitor::Budge
 }  // namespace
 
 int doctor_run_command(const Args& args) {
-  if (print_help(args, kHelp)) return 0;
-  const Request request = parse(args);
+  if (print_help(args, kDoctorRunHelp)) return 0;
+  const DoctorRunRequest request = parse_doctor_run(args);
   const monitor::RunView view = monitor::read_run_view(request.directory);
   const monitor::RunRecord& run = *view.record;
   const auto& findings = view.findings;
   const auto rows = monitor::budget_rows(run);
   if (request.json)
-    fmt::print("{}\n", to_json(report_node(run, rows, findings)));
+    fmt::print("{}\n", to_json(diagnosis_node(run, rows, findings)));
   else
-    fmt::print("{}{}\n\n{}{}", head_text(request, run.facts),
+    fmt::print("{}{}\n\n{}{}", run_head_text(request, run.facts),
                table_text(monitor::budget_table(rows)), gpus_text(run.gpus),
                findings_text(run, findings));
   return findings.empty() ? 0 : 1;

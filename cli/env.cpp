@@ -26,15 +26,13 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kHelp =
+constexpr const char* kEnvHelp =
     "usage: lockstep env [--json]\n\n"
     "Prints who this process would be as a rank (and which launcher says so), which device and\n"
     "backend a program would choose and why, what each GPU of the host does (utilisation, memory,\n"
     "power, temperature, clock), and the environment variables that are set.\n"
     "Under a launcher each rank prints its own: lockstep run --nproc-per-node=2 lockstep env\n\n"
     "  --json    the same as one line of JSON, with the variables that are not set\n";
-
-constexpr std::chrono::seconds kDriverWait{10};  // without its daemon a driver starts in seconds
 
 struct Choice {
   std::string name;
@@ -110,7 +108,7 @@ Findings gather() {
     found.problem = error.what();
   }
   warn(found);
-  sampler.wait_for_samples(1, kDriverWait);
+  sampler.wait_for_samples(1);
   found.nvml = sampler.snapshot();
   return found;
 }
@@ -210,7 +208,7 @@ std::string variables_text() {
   return text;
 }
 
-std::string as_text(const Findings& found) {
+std::string env_text(const Findings& found) {
   std::string text;
   for (const char* name : {"WORLD_SIZE", "RANK", "LOCAL_RANK"}) {
     const auto value = env::get(name);
@@ -224,7 +222,7 @@ std::string as_text(const Findings& found) {
 
 // ------------------------------------------------------------------ JSON
 
-std::string as_json(const Findings& found) {
+std::string env_json(const Findings& found) {
   NodeMembers out = {{"version", text_node(LOCKSTEP_VERSION)},
                      {"host", text_node(found.host)},
                      {"pid", integer_node(::getpid())}};
@@ -262,14 +260,14 @@ std::string as_json(const Findings& found) {
 }  // namespace
 
 int env_command(const Args& args) {
-  if (print_help(args, kHelp)) return 0;
+  if (print_help(args, kEnvHelp)) return 0;
   bool json = false;
   Flags flags("env");
   flags.toggle("--json", json);
   for (const std::string& name : flags.read(args))
     throw UsageError("env", "'{}' is no flag. 'lockstep env --help' lists them.", name);
   const Findings found = gather();
-  const std::string text = json ? as_json(found) : as_text(found);
+  const std::string text = json ? env_json(found) : env_text(found);
   std::fwrite(text.data(), 1, text.size(), stdout);
   return found.problem.empty() ? 0 : 2;
 }

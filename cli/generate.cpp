@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 using data::RecordKind;
 using Ids = std::vector<std::int64_t>;
 
-constexpr const char* kHelp =
+constexpr const char* kGenerateHelp =
     "usage: lockstep generate --model DIR --prompt TEXT | --ids 1,2,3 [flags]\n\n"
     "--model DIR          a Hugging Face folder, a checkpoint, or an output_dir (its newest\n"
     "                     checkpoint). A folder with an adapter names its base model in\n"
@@ -58,7 +58,7 @@ constexpr const char* kHelp =
     "--dtype TYPE         float32 (default), bfloat16 or float16\n"
     "--device NAME        cpu (default) or cuda\n";
 
-struct Request {
+struct GenerateRequest {
   std::string model, base, tokenizer, device = "cpu", dtype = "float32";
   std::optional<std::string> prompt;
   std::optional<Ids> ids;
@@ -72,7 +72,7 @@ struct Request {
 };
 
 template <typename Number>
-Number number_of(const std::string& flag, std::string_view text) {
+Number number_from(const std::string& flag, std::string_view text) {
   Number number{};
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (problem != std::errc() || end != text.data() + text.size())
@@ -84,14 +84,14 @@ Ids ids_of(const std::string& text) {
   Ids ids;
   for (std::size_t at = 0; at <= text.size();) {
     const std::size_t end = std::min(text.find_first_of(", ", at), text.size());
-    if (end > at) ids.push_back(number_of<std::int64_t>("--ids", text.substr(at, end - at)));
+    if (end > at) ids.push_back(number_from<std::int64_t>("--ids", text.substr(at, end - at)));
     at = end + 1;
   }
   return ids;
 }
 
-Request parse(int argc, char** argv) {
-  Request request;
+GenerateRequest parse_generate(int argc, char** argv) {
+  GenerateRequest request;
   Flags flags("generate");
   const auto text = [&](const char* name, auto& to) {
     flags.value(name, [&to](const std::string& value) { to = value; });
@@ -99,7 +99,7 @@ Request parse(int argc, char** argv) {
   // Keys of generation_config.json have underscores, other flags dashes: both are taken.
   const auto number = [&]<typename T>(const std::string& names, std::optional<T>& to) {
     flags.value(names, [&to, name = names.substr(0, names.find(','))](const std::string& value) {
-      to = number_of<T>(name, value);
+      to = number_from<T>(name, value);
     });
   };
   std::optional<std::uint64_t> seed;
@@ -167,7 +167,7 @@ bool is_honoured(const Entry& entry) {
 constexpr std::int64_t kNewTokens = 100;
 
 // What the model's folder says about the continuation of `prompt`, below what the flags say.
-models::GenerateOptions options_for(const Request& flags, const std::string& folder,
+models::GenerateOptions options_for(const GenerateRequest& flags, const std::string& folder,
                                     std::size_t prompt, std::int64_t room) {
   const std::string path = folder + "/generation_config.json";
   const Node root = fs::exists(path) ? parse_json(read_file(path), path) : map_node({});
@@ -216,7 +216,8 @@ models::GenerateOptions options_for(const Request& flags, const std::string& fol
 // model with their vocabulary, and the prompt format that the model was trained with.
 class Text {
  public:
-  Text(const Request& flags, const std::string& own, const LoadedModel& loaded) : flags_(flags) {
+  Text(const GenerateRequest& flags, const std::string& own, const LoadedModel& loaded)
+      : flags_(flags) {
     const std::string format = own + "/" + kPromptFormat;
     if (fs::exists(format)) format_ = read_prompt_format(format);
     find_tokenizer(own, loaded);
@@ -300,7 +301,7 @@ class Text {
         trained.empty() ? "" : ", and the one of the training, " + trained + ", is not there");
   }
 
-  const Request& flags_;
+  const GenerateRequest& flags_;
   std::optional<PromptFormat> format_;
   std::optional<data::Tokenizer> tokenizer_;
   bool chat_ = false;
@@ -309,8 +310,8 @@ class Text {
 }  // namespace
 
 int generate_main(int argc, char** argv) {
-  if (print_help(Args(argv + 1, argv + argc), kHelp)) return 0;
-  const Request flags = parse(argc, argv);
+  if (print_help(Args(argv + 1, argv + argc), kGenerateHelp)) return 0;
+  const GenerateRequest flags = parse_generate(argc, argv);
   const std::string folder = model_folder(flags.model);
   const LoadedModel loaded = load_model(
       folder, flags.base, {.dtype = type_of(flags.dtype), .device = c10::Device(flags.device)});

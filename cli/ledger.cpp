@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kRecords = 5;
-constexpr const char* kHelp =
+constexpr const char* kLedgerHelp =
     "usage: lockstep ledger [--records N] FILE|DIR...\n\n"
     "Prints where each rank was: step, phase, its last operations with their call sites, and the\n"
     "first call that differs between ranks. `lockstep run` writes a ledger for each rank that\n"
@@ -27,13 +27,13 @@ constexpr const char* kHelp =
     "--log-dir DIR. A directory stands for all ledgers below it.\n\n"
     "  --records N   how many operations of each rank (5)\n";
 
-struct Request {
+struct LedgerRequest {
   std::vector<std::string> paths;
   std::size_t records = kRecords;
 };
 
-Request parse(const Args& args) {
-  Request request;
+LedgerRequest parse_ledger(const Args& args) {
+  LedgerRequest request;
   Flags flags("ledger");
   flags.integer("--records", request.records, 0, 1024, "a number");
   request.paths = flags.read(args);
@@ -80,7 +80,8 @@ std::string record_line(const ledger::Snapshot& seen, const ledger::Record& reco
   return text + (place.empty() ? "" : ", at " + place);
 }
 
-void print(const std::string& attempt, const std::vector<std::string>& files, std::size_t records) {
+void print_attempt(const std::string& attempt, const std::vector<std::string>& files,
+                   std::size_t records) {
   std::vector<launch::RankView> ranks;
   std::uint64_t saved_ns = 0;
   for (const std::string& file : files) {
@@ -105,10 +106,10 @@ void print(const std::string& attempt, const std::vector<std::string>& files, st
 }  // namespace
 
 int ledger_command(const Args& args) {
-  if (print_help(args, kHelp)) return 0;
-  const Request request = parse(args);
+  if (print_help(args, kLedgerHelp)) return 0;
+  const LedgerRequest request = parse_ledger(args);
   for (const auto& [attempt, files] : find_ledgers(request.paths))
-    print(attempt, files, request.records);
+    print_attempt(attempt, files, request.records);
   return 0;
 }
 

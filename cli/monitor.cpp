@@ -45,14 +45,14 @@ constexpr const char* kMonitorHelp =
     "  --json   the state as JSON, one line for each second (docs/dashboard.md)\n\n"
     "Ends with 0 after a run that ended, 1 after one that failed, was killed or was lost.\n";
 
-struct Request {
+struct MonitorRequest {
   bool once = false;
   bool json = false;
   std::string where{};  // empty: no run
 };
 
-Request parse(const Args& args) {
-  Request request;
+MonitorRequest parse_monitor(const Args& args) {
+  MonitorRequest request;
   Flags flags("monitor");
   flags.toggle("--once", request.once);
   flags.toggle("--json", request.json);
@@ -96,7 +96,7 @@ class Screen {
 
 class Output {
  public:
-  explicit Output(const Request& request)
+  explicit Output(const MonitorRequest& request)
       : request_(request), screen_(::isatty(STDOUT_FILENO) != 0 && !request.once) {}
 
   void show(const std::string& json) {
@@ -129,13 +129,13 @@ class Output {
         dashboard::terminal_view(snapshot, {.columns = columns, .rows = rows, .colour = true}));
   }
 
-  const Request& request_;
+  const MonitorRequest& request_;
   const bool screen_;
   Screen terminal_;
   std::string state_;
 };
 
-int watch_url(const Request& request) {
+int watch_url(const MonitorRequest& request) {
   auto url = dashboard::parse_dashboard_url(request.where);
   // Other users of the host see command lines, and with them a token in an address.
   if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"); file && url.token.empty())
@@ -152,7 +152,7 @@ int watch_url(const Request& request) {
                   "probably killed.");
 }
 
-int watch_record(const Request& request) {
+int watch_record(const MonitorRequest& request) {
   Output output(request);
   while (true) {
     output.show(monitor::snapshot_json(monitor::read_run_view(request.where)));
@@ -202,12 +202,11 @@ std::string gpu_screen(const monitor::GpuSnapshot& now) {
   return text;
 }
 
-int watch_gpus(const Request& request) {
-  constexpr auto kFirstSample = std::chrono::seconds(10);
+int watch_gpus(const MonitorRequest& request) {
   const bool screen = ::isatty(STDOUT_FILENO) != 0 && !request.once && !request.json;
   Screen terminal;
   const monitor::GpuSampler sampler;
-  sampler.wait_for_samples(1, kFirstSample);
+  sampler.wait_for_samples(1);
   while (true) {
     const monitor::GpuSnapshot now = sampler.snapshot();
     if (!now.newest)
@@ -234,7 +233,7 @@ int watch_gpus(const Request& request) {
 
 int monitor_command(const Args& args) {
   if (print_help(args, kMonitorHelp)) return 0;
-  const Request request = parse(args);
+  const MonitorRequest request = parse_monitor(args);
   if (request.where.empty()) return watch_gpus(request);
   if (request.where.find("://") != std::string::npos) return watch_url(request);
   return watch_record(request);

@@ -32,7 +32,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kHelp =
+constexpr const char* kPlanHelp =
     "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
     "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
     "                     [--mfu SHARE | --tokens-per-second N] [--unfused] [--json]\n"
@@ -62,10 +62,9 @@ constexpr const char* kHelp =
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
 
-constexpr double kGiB = 1u << 30;
 constexpr double kFloor = 0.8;  // below this efficiency a run counts as one that stops scaling
 
-struct Request {
+struct PlanRequest {
   std::string file{};
   Args flags{};
   std::string gpus{};
@@ -101,8 +100,8 @@ std::vector<int> parse_counts(const std::string& text) {
   return counts;
 }
 
-Request parse_arguments(const Args& args) {
-  Request request;
+PlanRequest parse_plan(const Args& args) {
+  PlanRequest request;
   Flags flags("plan");
   const auto number = [&](const char* name, double min, double max, auto& to) {
     flags.value(
@@ -165,7 +164,7 @@ struct Here {
   std::string name;  // of this machine's devices; empty: they were named, and may be elsewhere
 };
 
-Here devices_of(const Request& request) {
+Here devices_here(const PlanRequest& request) {
   std::string text = request.gpus;
   if (text.empty() || text == "detected") {
     const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
@@ -181,7 +180,7 @@ Here devices_of(const Request& request) {
 }
 
 // The flag, what was measured here, or what is usual for the card.
-plan::Cluster cluster_of(const Request& request, const Here& here) {
+plan::Cluster cluster_of(const PlanRequest& request, const Here& here) {
   const plan::Card& card = here.devices.card;
   const char* usual = card.cpu          ? "loopback"
                       : card.nvlink > 0 ? "nvlink+ib400"
@@ -203,7 +202,7 @@ struct Row : plan::Timed {
 };
 
 struct Report {
-  Request request;
+  PlanRequest request;
   plan::Training training;
   plan::Devices devices;
   plan::Machine machine;
@@ -348,7 +347,7 @@ void note_type(Report& report) {
 // Ranked by estimates, and by what was measured on this machine. How fast a CPU is is not known
 // before that, and the estimates of its ways are good for their order only.
 void add_ways(Report& report, bool here) {
-  const Request& request = report.request;
+  const PlanRequest& request = report.request;
   if (request.probe && !here)
     throw UsageError("plan",
                      "--probe runs on this machine, and --gpus {} may be elsewhere. Use "
@@ -386,11 +385,11 @@ void add_ways(Report& report, bool here) {
   plan::use_measurements(report.ways, report.training, fresh);
 }
 
-Report make_report(const Request& request) {
+Report make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
-  const Here here = devices_of(request);
+  const Here here = devices_here(request);
   Report report{.request = request,
                 .training = training_of(config.arguments, task),
                 .devices = here.devices,
@@ -415,7 +414,7 @@ Report make_report(const Request& request) {
 // ---------------------------------------------------------------- text
 
 std::string gib(std::uint64_t bytes) {
-  return fmt::format("{:.2f}", static_cast<double>(bytes) / kGiB);
+  return fmt::format("{:.2f}", static_cast<double>(bytes) / (1u << 30));
 }
 
 std::string duration(double seconds) {
@@ -431,7 +430,7 @@ std::string large(double value) {
   return fmt::format("{:.0f}", value);
 }
 
-std::string head_text(const Report& r) {
+std::string plan_head_text(const Report& r) {
   const plan::Training& t = r.training;
   const plan::Card& card = r.devices.card;
   const auto total = static_cast<double>(r.parameters.total());
@@ -600,7 +599,7 @@ std::string ways_text(const Report& r) {
 // ---------------------------------------------------------------- --write
 
 void write_way(const Report& r) {
-  const Request& request = r.request;
+  const PlanRequest& request = r.request;
   if (request.write.empty()) return;
   if (r.ways.empty())
     throw UsageError("plan", "nothing is written to {}: {}.", request.write,
@@ -645,21 +644,21 @@ Node way_node(const Report& r, const plan::Way& way) {
        {"settings", map_node(std::move(settings))}});
 }
 
-Node number(std::uint64_t value) {
+Node bytes_node(std::uint64_t value) {
   return integer_node(static_cast<std::int64_t>(value));
 }
 
 Node memory_node(const plan::Memory& m) {
-  return map_node({{"parameters", number(m.parameters)},
-                   {"copies", number(m.copies)},
-                   {"gradients", number(m.gradients)},
-                   {"optimizer", number(m.optimizer)},
-                   {"activations", number(m.activations)},
-                   {"logits", number(m.head)},
-                   {"workspace", number(m.workspace)},
-                   {"context", number(m.context)},
-                   {"allocated", number(m.allocated())},
-                   {"total", number(m.total())}});
+  return map_node({{"parameters", bytes_node(m.parameters)},
+                   {"copies", bytes_node(m.copies)},
+                   {"gradients", bytes_node(m.gradients)},
+                   {"optimizer", bytes_node(m.optimizer)},
+                   {"activations", bytes_node(m.activations)},
+                   {"logits", bytes_node(m.head)},
+                   {"workspace", bytes_node(m.workspace)},
+                   {"context", bytes_node(m.context)},
+                   {"allocated", bytes_node(m.allocated())},
+                   {"total", bytes_node(m.total())}});
 }
 
 NodeMembers step_members(const plan::StepTime& step) {
@@ -670,7 +669,7 @@ NodeMembers step_members(const plan::StepTime& step) {
           {"optimizer_s", real_node(step.optimizer_s)}};
 }
 
-Node row_node(const Report& r, const Row& row) {
+Node choice_node(const Report& r, const Row& row) {
   const plan::Choice& c = row.choice;
   NodeMembers members{{"gpus", integer_node(c.gpus)},
                       {"strategy", text_node(r.strategy(c))},
@@ -693,10 +692,10 @@ Node row_node(const Report& r, const Row& row) {
   return map_node(std::move(members));
 }
 
-Node report_node(const Report& r) {
+Node plan_node(const Report& r) {
   std::vector<Node> rows, points, changes, ways;
   for (const plan::Way& way : r.ways) ways.push_back(way_node(r, way));
-  for (const Row& row : r.rows) rows.push_back(row_node(r, row));
+  for (const Row& row : r.rows) rows.push_back(choice_node(r, row));
   for (const plan::ScalePoint& p : r.points) {
     NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
                         {"per_device_train_batch_size", integer_node(p.choice.batch)},
@@ -713,9 +712,9 @@ Node report_node(const Report& r) {
   for (const plan::Change& c : r.changes)
     changes.push_back(map_node({{"change", text_node(c.text)},
                                 {"cost", text_node(c.cost)},
-                                {"alone_bytes", number(c.alone_bytes)},
+                                {"alone_bytes", bytes_node(c.alone_bytes)},
                                 {"alone_fits", bool_node(c.alone_fits)},
-                                {"together_bytes", number(c.together_bytes)},
+                                {"together_bytes", bytes_node(c.together_bytes)},
                                 {"together_fits", bool_node(c.together_fits)}}));
   const plan::Card& card = r.devices.card;
   return map_node(
@@ -723,11 +722,11 @@ Node report_node(const Report& r) {
        {"trainable_parameters", integer_node(r.parameters.trainable)},
        {"parameters_used_by_a_token", integer_node(r.parameters.total() - r.parameters.unused)},
        {"flops_per_token", real_node(plan::flops_per_token(r.training.model))},
-       {"card",
-        map_node({{"name", text_node(card.name)},
-                  {"count", integer_node(r.devices.count)},
-                  {"memory_bytes", number(card.memory_bytes)},
-                  {"usable_bytes", number(card.memory_bytes > 0 ? plan::usable_bytes(card) : 0)}})},
+       {"card", map_node({{"name", text_node(card.name)},
+                          {"count", integer_node(r.devices.count)},
+                          {"memory_bytes", bytes_node(card.memory_bytes)},
+                          {"usable_bytes",
+                           bytes_node(card.memory_bytes > 0 ? plan::usable_bytes(card) : 0)}})},
        {"link", text_node(r.machine.cluster.text)},
        {"utilisation", real_node(r.utilisation())},
        {"fits", bool_node(r.fits())},
@@ -742,17 +741,17 @@ Node report_node(const Report& r) {
 }  // namespace
 
 int plan_command(const Args& args) {
-  if (print_help(args, kHelp)) return 0;
+  if (print_help(args, kPlanHelp)) return 0;
   if (args.empty()) {
-    fmt::print(stderr, "{}", kHelp);
+    fmt::print(stderr, "{}", kPlanHelp);
     return 2;
   }
-  const Report report = make_report(parse_arguments(args));
+  const Report report = make_report(parse_plan(args));
   if (report.request.json) {
-    fmt::print("{}\n", to_json(report_node(report)));
+    fmt::print("{}\n", to_json(plan_node(report)));
   } else {
     for (const std::string& note : report.notes) fmt::print(stderr, "note: {}\n", note);
-    fmt::print("{}{}{}{}{}{}", head_text(report), rows_text(report), memory_text(report),
+    fmt::print("{}{}{}{}{}{}", plan_head_text(report), rows_text(report), memory_text(report),
                ways_text(report), scale_text(report), changes_text(report));
   }
   write_way(report);

@@ -20,14 +20,14 @@ constexpr int kSteps = 3;
 constexpr int kFirstGpu = 8;
 constexpr int kFirstCpu = 1;
 
-struct Seen {
+struct SeenRanks {
   double step_s = 0;
   std::uint64_t memory_bytes = 0;
 };
 
 // The time of the slowest rank, and the memory of the one that has the most.
-std::optional<Seen> read_ranks(const std::string& folder, int ranks) {
-  Seen all;
+std::optional<SeenRanks> read_ranks(const std::string& folder, int ranks) {
+  SeenRanks all;
   for (int rank = 0; rank < ranks; ++rank) {
     const std::string path = fmt::format("{}/rank_{}.json", folder, rank);
     if (!std::filesystem::exists(path)) return std::nullopt;

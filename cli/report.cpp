@@ -13,7 +13,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kHelp =
+constexpr const char* kReportHelp =
     "usage: lockstep report DIR [-o FILE]\n"
     "       lockstep report A B [-o FILE]\n\n"
     "Writes the report of a run, whose output_dir is DIR, as one HTML file without scripts and\n"
@@ -24,13 +24,13 @@ constexpr const char* kHelp =
     "has not recorded is said in the report.\n\n"
     "  -o FILE, --output FILE   default: DIR/report.html; of two runs: comparison.html\n";
 
-struct Request {
+struct ReportRequest {
   std::vector<std::string> runs;
   std::string output;
 };
 
-Request parse(const Args& args) {
-  Request request;
+ReportRequest parse_report(const Args& args) {
+  ReportRequest request;
   Flags flags("report");
   flags.text("-o,--output", request.output, "a file");
   request.runs = flags.read(args);
@@ -47,8 +47,8 @@ Request parse(const Args& args) {
 }  // namespace
 
 int report_command(const Args& args) {
-  if (print_help(args, kHelp)) return 0;
-  const Request request = parse(args);
+  if (print_help(args, kReportHelp)) return 0;
+  const ReportRequest request = parse_report(args);
   const monitor::RunView first = monitor::read_run_view(request.runs[0], monitor::Detail::kAll);
   const std::string page =
       request.runs.size() == 1

@@ -40,7 +40,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kHelp =
+constexpr const char* kTrainHelp =
     "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
     "                      [--resume auto|PATH|never] [--tune bucket_cap_mb]\n\n"
     "Trains a bundled model (gpt, mlp, resnet18, resnet50) or one of a Hugging Face folder as\n"
@@ -60,13 +60,13 @@ constexpr const char* kHelp =
     "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest\n"
     "(`lockstep --help` says where the documentation is).\n";
 
-struct Request {
+struct TrainRequest {
   std::string file;
   std::vector<std::string> flags;
 };
 
-Request parse_arguments(int argc, char** argv) {
-  Request request;
+TrainRequest parse_train(int argc, char** argv) {
+  TrainRequest request;
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
     if (arg == "--resume") {
@@ -120,7 +120,7 @@ struct Prepared {
   std::string record;
 };
 
-Prepared read_everything(const Request& request) {
+Prepared read_everything(const TrainRequest& request) {
   Prepared read;
   read.config = train::load_config(request.file, request.flags, launch::launcher_keys());
   read.task = read_task(read.config.arguments);
@@ -259,7 +259,7 @@ void say_result(const TrainResult& result, const TrainingArguments& arguments) {
 }
 
 // `probe`: a folder for what was measured of the steps; empty: an ordinary run.
-int train(const Request& request, const std::string& probe) {
+int train(const TrainRequest& request, const std::string& probe) {
   Prepared read;
   // Without other ranks, a mistake in the files is reported as in any other command.
   const bool alone = read_rank_env().alone();
@@ -294,11 +294,11 @@ int train(const Request& request, const std::string& probe) {
 int train_main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
-      std::fputs(kHelp, stdout);
+      std::fputs(kTrainHelp, stdout);
       return 0;
     }
   }
-  return train(parse_arguments(argc, argv), "");
+  return train(parse_train(argc, argv), "");
 }
 
 int plan_probe_main(int argc, char** argv) {
@@ -306,7 +306,7 @@ int plan_probe_main(int argc, char** argv) {
     throw UsageError("plan",
                      "plan-probe needs a folder and a training file. Use lockstep plan "
                      "--probe.");
-  return train(parse_arguments(argc - 1, argv + 1), argv[1]);
+  return train(parse_train(argc - 1, argv + 1), argv[1]);
 }
 
 }  // namespace lockstep::cli

@@ -63,8 +63,10 @@ class GpuSampler {
   GpuSnapshot snapshot() const;
   // The newest samples, oldest first.
   std::vector<GpuSamplePtr> history(std::size_t most = SIZE_MAX) const;
-  // Waits until there are that many samples or a problem; false when the time is over first.
-  bool wait_for_samples(std::uint64_t count, std::chrono::milliseconds limit) const;
+  // Waits until there are that many samples or a problem; false when the time is over first. The
+  // driver starts in seconds where its daemon does not run.
+  bool wait_for_samples(std::uint64_t count,
+                        std::chrono::milliseconds limit = std::chrono::seconds(10)) const;
 
  private:
   struct State;
