@@ -92,7 +92,9 @@ int show_config(const ConfigRequest& request) {
   say_notes(config.notes);
   fmt::print("{}", train::config_text(config, request.all));
   if (request.world_size)
-    fmt::print("{}", train::preset_comparison(config.arguments, *request.world_size));
+    fmt::print("{}",
+               train::preset_comparison(config.arguments,
+                                        train::batch_ranks(config.arguments, *request.world_size)));
   return 0;
 }
 

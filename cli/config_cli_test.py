@@ -42,6 +42,17 @@ class Config(unittest.TestCase):
         self.assertIn("effective batch 16 = 4 per device x 2 accumulation x 2 ranks", done.stdout)
         self.assertIn("The effective batch is the same", done.stdout)
 
+    def test_ranks_that_see_the_same_samples_count_once(self):
+        flags = ("--pipeline_parallel_degree=2", "--tensor_parallel_degree=2")
+        self.write("t.yaml", "preset: standard\n")
+        for command in (("show",), ("check", "--own-program")):
+            done = self.run_config(*command, "t.yaml", "--world-size", "8", *flags)
+            self.assertIn("2 accumulation x 2 ranks", done.stdout, done.stderr)
+        done = self.run_config("show", "t.yaml", "--world-size", "6", *flags)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("pipeline_parallel_degree x tensor_parallel_degree is 4, and there are 6 "
+                      "ranks", done.stderr)
+
     def test_show_json_and_all(self):
         done = self.run_config("show", "--json", LOCKSTEP_BF16="1")
         record = json.loads(done.stdout)["settings"]

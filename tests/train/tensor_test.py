@@ -120,6 +120,7 @@ class Tensor(TrainCase):
         for samples, name, flags in (
                 (1, "stages", (*tensor(2), "--pipeline_parallel_degree", 2)),
                 (2, "shards", (*tensor(2), "--fsdp", "full_shard")),
+                (1, "gloo", (*tensor(2), "--pipeline_parallel_degree", 2, "--ddp_backend", "gloo")),
                 (2, "kept", (*tensor(2), "--fsdp", "shard_grad_op", "--bf16", "true"))):
             half = flags[-2:] if name == "kept" else ()
             plain, _ = self.run_with(samples, f"plain-{name}", *PLAIN, *half)
