@@ -35,15 +35,6 @@ namespace lockstep::parallel {
 // The ranks along "pipeline" that hold a parameter, in order.
 using Holders = std::unordered_map<at::TensorImpl*, std::vector<int>>;
 
-// A block that has been made: divided, or freed where it is of another rank's stage, until a
-// FullyShard or a Pipeline of the model takes it over. No collective.
-void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine,
-                   bool cpu_offload = false);
-// A line for each prepared block of the module, with the fingerprint of what was drawn.
-std::string describe_prepared(const torch::nn::Module& module);
-// UsageError for a block that something else runs, or that was made for another mesh.
-void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char* component);
-
 class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
  public:
   FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardOptions options);

@@ -13,6 +13,7 @@
 #include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/finite_backward.h"
 #include "lockstep/parallel/pipeline_impl.h"
+#include "lockstep/parallel/prepared_block.h"
 
 namespace lockstep::parallel {
 namespace {
