@@ -663,4 +663,19 @@ std::vector<std::string> FullyShard::units() const {
   return impl_->unit_names();
 }
 
+ShardedConstruction::ShardedConstruction(Mesh mesh, bool cpu_offload) {
+  parallel::check_mesh(mesh);
+  nn::BlockObserver take;
+  const bool offloads = parallel::offloads_from(mesh, cpu_offload);
+  if ((mesh.size("shard") > 1 || offloads) && mesh.size("tensor") == 1)
+    take = [mesh = std::move(mesh), offloads](torch::nn::Module& block) {
+      parallel::prepare_block(block, mesh, /*mine=*/true, offloads);
+    };
+  before_ = nn::observe_blocks(std::move(take));
+}
+
+ShardedConstruction::~ShardedConstruction() {
+  nn::observe_blocks(std::move(before_));
+}
+
 }  // namespace lockstep

@@ -8,7 +8,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/divided.h"
-#include "lockstep/parallel/fully_shard.h"
 
 namespace lockstep::parallel {
 
@@ -124,22 +123,3 @@ void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char*
 }
 
 }  // namespace lockstep::parallel
-
-namespace lockstep {
-
-ShardedConstruction::ShardedConstruction(Mesh mesh, bool cpu_offload) {
-  parallel::check_mesh(mesh);
-  nn::BlockObserver take;
-  const bool offloads = parallel::offloads_from(mesh, cpu_offload);
-  if ((mesh.size("shard") > 1 || offloads) && mesh.size("tensor") == 1)
-    take = [mesh = std::move(mesh), offloads](torch::nn::Module& block) {
-      parallel::prepare_block(block, mesh, /*mine=*/true, offloads);
-    };
-  before_ = nn::observe_blocks(std::move(take));
-}
-
-ShardedConstruction::~ShardedConstruction() {
-  nn::observe_blocks(std::move(before_));
-}
-
-}  // namespace lockstep

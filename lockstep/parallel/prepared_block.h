@@ -1,5 +1,5 @@
-// Blocks that are divided, or freed, while a model is made, before there is a FullyShard or a Pipeline
-// of it (ShardedConstruction, PipelinedConstruction).
+// Blocks that are divided, or freed, while a model is made, before a FullyShard or a Pipeline of it
+// takes them over (ShardedConstruction, PipelinedConstruction).
 //
 //   prepare_block(block, mesh, /*mine=*/true);    // by the observer of nn::made()
 //   check_blocks(model, mesh, kFullyShard);       // by who takes the blocks over

@@ -399,7 +399,7 @@ void ShardUnit::gather_shared(bool copies) {
 void ShardUnit::make_whole(ShardedParameter& p, at::Tensor fresh) {
   fill_storage(p.storage, std::move(fresh));
   set_storage(p, p.freed, p.storage);
-  // What is for computing alone, as slices are, is not read or written by others: they get the rows.
+  // What is for computing alone, as slices are, is not read or written by others, who get the rows.
   nn::set_rows(p.tensor, for_computing_ || p.rows->slice ? p.rows : nullptr);
 }
 
