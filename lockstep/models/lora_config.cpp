@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <regex>
 #include <set>
 
 #include "lockstep/core/error.h"
@@ -307,26 +308,38 @@ void check_lora_config(const LoraConfig& c) {
 
 // ---------------------------------------------------------------- which layers
 
+struct LoraTargets::Patterns {
+  std::vector<std::regex> target{};   // one or none
+  std::vector<std::regex> exclude{};  // one or none
+  std::vector<std::regex> ranks{};
+  std::vector<std::regex> alphas{};
+};
+
 LoraTargets::LoraTargets(LoraConfig config) : config_(std::move(config)) {
   check_lora_config(config_);
+  Patterns all;
   const std::string& target = config_.target_modules.regex;
-  if (!target.empty() && target != kAllLinear) target_.push_back(compile(target, "target_modules"));
+  if (!target.empty() && target != kAllLinear)
+    all.target.push_back(compile(target, "target_modules"));
   const std::string& exclude = config_.exclude_modules.regex;
-  if (!exclude.empty()) exclude_.push_back(compile(exclude, "exclude_modules"));
+  if (!exclude.empty()) all.exclude.push_back(compile(exclude, "exclude_modules"));
   const auto ending = [](const std::string& pattern, const char* field) {
     return compile(fmt::format(R"((.*\.)?({}))", pattern), field);
   };
   for (const auto& [name, rank] : config_.rank_pattern)
-    ranks_.push_back(ending(name, "rank_pattern"));
+    all.ranks.push_back(ending(name, "rank_pattern"));
   for (const auto& [name, alpha] : config_.alpha_pattern)
-    alphas_.push_back(ending(name, "alpha_pattern"));
+    all.alphas.push_back(ending(name, "alpha_pattern"));
+  patterns_ = std::make_shared<const Patterns>(std::move(all));
 }
 
 bool LoraTargets::matches(const std::string& name) const {
   if (by_suffix(name, config_.exclude_modules.suffixes)) return false;
-  if (!exclude_.empty() && std::regex_match(name, exclude_[0])) return false;
+  const std::vector<std::regex>& exclude = patterns_->exclude;
+  const std::vector<std::regex>& target = patterns_->target;
+  if (!exclude.empty() && std::regex_match(name, exclude[0])) return false;
   if (is_saved_whole(name)) return false;
-  if (!target_.empty()) return std::regex_match(name, target_[0]);
+  if (!target.empty()) return std::regex_match(name, target[0]);
   if (config_.target_modules.regex == kAllLinear) return last_part(name) != kOutputHead;
   return by_suffix(name, config_.target_modules.suffixes) && in_layers(name);
 }
@@ -397,15 +410,17 @@ void LoraTargets::refuse_experts(const DecoderSpec& spec) const {
 }
 
 std::int64_t LoraTargets::rank(const std::string& name) const {
-  for (std::size_t i = 0; i < ranks_.size(); ++i)
-    if (std::regex_match(name, ranks_[i])) return config_.rank_pattern[i].second;
+  const std::vector<std::regex>& patterns = patterns_->ranks;
+  for (std::size_t i = 0; i < patterns.size(); ++i)
+    if (std::regex_match(name, patterns[i])) return config_.rank_pattern[i].second;
   return config_.r;
 }
 
 double LoraTargets::scaling(const std::string& name) const {
   double alpha = config_.lora_alpha;
-  for (std::size_t i = 0; i < alphas_.size(); ++i) {
-    if (!std::regex_match(name, alphas_[i])) continue;
+  const std::vector<std::regex>& patterns = patterns_->alphas;
+  for (std::size_t i = 0; i < patterns.size(); ++i) {
+    if (!std::regex_match(name, patterns[i])) continue;
     alpha = config_.alpha_pattern[i].second;
     break;
   }

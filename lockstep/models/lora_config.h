@@ -10,7 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <regex>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -99,11 +99,9 @@ class LoraTargets {
  private:
   bool in_layers(const std::string& name) const;
 
+  struct Patterns;  // <regex> is slow to compile
   LoraConfig config_;
-  std::vector<std::regex> target_;   // one or none
-  std::vector<std::regex> exclude_;  // one or none
-  std::vector<std::regex> ranks_;
-  std::vector<std::regex> alphas_;
+  std::shared_ptr<const Patterns> patterns_;
 };
 
 // Bytes of tensors in the adapter_model.safetensors of such a model.
