@@ -32,13 +32,19 @@ function(lockstep_common target)
 endfunction()
 
 # What a source costs is mostly its headers: torch's pending templates (6 s of a compiler, also with
-# the precompiled header) and inline functions, or fmt's and the standard library's (3 of 4 s). Six
-# sources with torch in one file take 24 s where they took 79 one by one; the launcher's 32 take 25
-# instead of 120. So names in unnamed namespaces must be unique within a layer; with the option
-# LOCKSTEP_UNITY off sources are compiled one by one.
+# the precompiled header) and inline functions, or fmt's and the standard library's (3 of 4 s). With
+# torch a file takes 17 s and then 1 s for each source in it: optim's 19 take 38 s in one file, 72
+# in three; the launcher's 32 take 25 instead of 120. So names in unnamed namespaces must be unique
+# within a layer; with the option LOCKSTEP_UNITY off sources are compiled one by one.
+#
+#   lockstep_compile_together(lockstep_train_cli 20)  # as many sources in a file; 8 unless given
 function(lockstep_compile_together target)
   if(LOCKSTEP_UNITY)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+    set(count 8)
+    if(ARGC GREATER 1)
+      set(count ${ARGV1})
+    endif()
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${count})
     # It takes what is included for a header, where a local type would be a mistake.
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
@@ -60,8 +66,10 @@ function(lockstep_layer name)
   if(ARG_TORCH)
     target_link_libraries(lockstep_${name} PUBLIC lockstep_torch)
     lockstep_use_pch(lockstep_${name} lockstep_pch)
+    lockstep_compile_together(lockstep_${name} 20)
+  else()
+    lockstep_compile_together(lockstep_${name})
   endif()
-  lockstep_compile_together(lockstep_${name})
   set_property(GLOBAL APPEND PROPERTY LOCKSTEP_LAYERS lockstep_${name})
 endfunction()
 

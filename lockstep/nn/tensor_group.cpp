@@ -76,7 +76,7 @@ OwnTargets own_targets(const at::Tensor& targets, const Range& mine) {
   return {are_mine, local.masked_fill(are_mine.logical_not(), 0).unsqueeze(1)};
 }
 
-class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
+class GroupCrossEntropy : public torch::autograd::Function<GroupCrossEntropy> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
                             const at::Tensor& targets, std::int64_t vocabulary,
@@ -149,7 +149,7 @@ at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targ
                                 std::int64_t vocabulary, const TensorGroupPtr& group,
                                 std::int64_t ignore_index) {
   const at::Tensor flat = targets.reshape(-1).to(logits.device(), at::kLong).contiguous();
-  if (group) return CrossEntropyFunction::apply(logits, flat, vocabulary, group, ignore_index);
+  if (group) return GroupCrossEntropy::apply(logits, flat, vocabulary, group, ignore_index);
   return at::cross_entropy_loss(logits.flatten(0, -2), flat, {}, at::Reduction::Mean, ignore_index);
 }
 
