@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 #include <sstream>
 
@@ -134,6 +135,12 @@ PlanRequest parse_plan(const Args& args) {
                      "{} does not {} keys that are given as flags ({}). Set them in {} first.",
                      request.probe ? "--probe" : "--write FILE", request.probe ? "run" : "write",
                      request.flags.front(), request.file);
+  std::error_code absent;  // what is not there is another file
+  if (std::filesystem::equivalent(request.file, request.write, absent))
+    throw UsageError("plan",
+                     "--write {} would change the file that is planned. Give another path: --write "
+                     "planned.yaml.",
+                     request.write);
   if (request.way && request.write.empty())
     throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
                      *request.way);
@@ -397,6 +404,12 @@ void add_ways(Report& report, bool here) {
 Report make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
+  if (config.arguments.tensor_parallel_degree > 1)
+    throw UsageError(
+        "plan",
+        "{} has tensor_parallel_degree: {}, which the plan does not know. Delete it, or "
+        "set it to 1, to see the other ways.",
+        request.file, config.arguments.tensor_parallel_degree);
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
   const Here here = devices_here(request);
   Report report{.request = request,

@@ -187,6 +187,16 @@ class Plan(unittest.TestCase):
         self.assertIn("is JSON, and --write writes YAML files",
                       self.plan(json_file, "--gpus", "2xH100", "--write", out, code=2).stderr)
         self.assertFalse(os.path.exists(out))
+        # The file itself, by whatever name.
+        os.symlink(file, out)
+        with open(file) as before:
+            text = before.read()
+        for path in (file, os.path.join(self.root, ".", os.path.basename(file)), out):
+            self.assertIn(f"--write {path} would change the file that is planned. Give another "
+                          "path: --write planned.yaml.",
+                          self.plan(file, "--gpus", "H100", "--write", path, code=2).stderr)
+        with open(file) as after:
+            self.assertEqual(after.read(), text)
 
     def pipeline(self, degree=2, more=""):
         return self.write("stages.yaml", "model: {name: gpt, n_layer: 32, n_head: 16, "
@@ -215,6 +225,13 @@ class Plan(unittest.TestCase):
         self.assertIn("fsdp beside pipeline_parallel_degree is not planned: stages count whole",
                       self.json(self.pipeline(more="fsdp: full_shard\n"), "--gpus",
                                 "4xH100")["notes"])
+
+    def test_tensor_parallel_files_are_refused(self):
+        file = self.gpt2("tensor_parallel_degree: 2\n")
+        self.assertIn("has tensor_parallel_degree: 2, which the plan does not know. Delete it, or "
+                      "set it to 1, to see the other ways.",
+                      self.plan(file, "--gpus", "2xH100", code=2).stderr)
+        self.json(file, "--gpus", "2xH100", "--tensor_parallel_degree", "1")
 
     def test_fp8_on_a_card_without_it(self):
         file = self.gpt2("global_batch_size: 64\nmixed_precision: fp8\n")
