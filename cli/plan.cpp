@@ -238,8 +238,7 @@ struct Report {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
   }
   std::string strategy(const plan::Choice& choice) const {
-    if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
-    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
+    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages, devices.card.cpu);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -478,7 +477,9 @@ std::string plan_head_text(const Report& r) {
                       t.captured && !card.cpu ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
-  std::string speed = "speed not known: give --tokens-per-second";
+  std::string speed = std::ranges::any_of(r.ways, &plan::Way::measured)
+                          ? "speed as measured"
+                          : "speed not known: use --probe, or give --tokens-per-second";
   if (r.request.speed.tokens_per_second)
     speed =
         fmt::format("{:.0f} {}s/s measured on one", *r.request.speed.tokens_per_second, r.unit());
@@ -520,7 +521,9 @@ std::string memory_text(const Report& r) {
   std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}, GiB:\n", r.device_text(),
                                  m.moment, r.devices_text(c.gpus));
   const auto line = [&](const char* name, std::uint64_t bytes) {
-    text += fmt::format("  {:<34}{:>9}\n", name, gib(bytes));
+    const bool small = bytes > 0 && bytes < (1u << 30);
+    text += fmt::format("  {:<34}{:>9}{}\n", name, gib(small ? bytes << 10 : bytes),
+                        small ? " MiB" : "");
   };
   line("parameters", m.parameters);
   line("16-bit copies of weights", m.copies);
@@ -635,11 +638,12 @@ void write_way(const Report& r) {
   const PlanRequest& request = r.request;
   if (request.write.empty()) return;
   if (r.ways.empty())
-    throw UsageError("plan", "nothing is written to {}: {}.", request.write,
-                     r.rows.back().step ? "no way keeps the global batch"
-                     : r.rows.back().choice.fits
-                         ? "how fast the device computes is not known (--tokens-per-second)"
-                         : "nothing fits");
+    throw UsageError(
+        "plan", "nothing is written to {}: {}.", request.write,
+        r.rows.back().step ? "no way keeps the global batch"
+        : r.rows.back().choice.fits
+            ? "how fast the device computes is not known (--probe or --tokens-per-second)"
+            : "nothing fits");
   const auto number = static_cast<std::size_t>(request.way.value_or(1));
   if (number > r.ways.size())
     throw UsageError("plan", "--way {}: there are {} ways.", number, r.ways.size());

@@ -257,6 +257,8 @@ class Plan(unittest.TestCase):
         for count in (1, 2, 3, 4, 8):
             self.assertRegex(out, rf"(?m)^ +{count}  (single GPU|DDP) .* yes .*x +[\d.]+ (h|days)$")
         self.assertIn("memory of a GPU at its peak (the loss), 8 GPUs, GiB:", out)
+        self.assertRegex(out, r"(?m)^  parameters +474\.70 MiB$")
+        self.assertRegex(out, r"(?m)^  CUDA and NCCL +1\.12$")
         self.assertNotIn("What to change", out)
 
     def test_what_does_not_fit_ends_with_one_and_says_what_to_change(self):
@@ -527,6 +529,8 @@ class Plan(unittest.TestCase):
         plan = self.json(self.gpt2(), "--gpus", "cpu", "--tokens-per-second", "1000")
         self.assertAlmostEqual(plan["rows"][0]["tokens_per_second"], 1000)
         self.assertNotIn("step_s", self.json(self.gpt2(), "--gpus", "cpu")["rows"][0])
+        self.assertIn("speed not known: use --probe, or give --tokens-per-second",
+                      self.plan(self.gpt2(), "--gpus", "cpu").stdout)
 
     @unittest.skipUnless(os.path.isdir(FAKE_CUDA), "no fake driver in this build")
     def test_detected_gpus_have_their_own_memory(self):

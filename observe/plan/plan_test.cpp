@@ -398,6 +398,8 @@ TEST(Strategies, AreChosenByFit) {
   EXPECT_EQ(split.replicas(), 1);
   EXPECT_EQ(split.global_batch, 8);
   EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
+  EXPECT_EQ(strategy_text(Strategy::kSingle, 1), "single GPU");
+  EXPECT_EQ(strategy_text(Strategy::kSingle, 1, 1, /*cpu=*/true), "single rank");
   t.device_map = true;
   EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
   EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kSplit);  // as it is written

@@ -364,10 +364,10 @@ std::string_view fsdp_word(Strategy strategy) {
   }
 }
 
-std::string strategy_text(Strategy strategy, int gpus, int stages) {
+std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
   switch (strategy) {
     case Strategy::kSingle:
-      return "single GPU";
+      return cpu ? "single rank" : "single GPU";
     case Strategy::kDdp:
       return "DDP";
     case Strategy::kShardedOptimizer:

@@ -36,9 +36,9 @@ enum class Strategy {
   kSplit,        // one rank with a device map
   kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
 };
-// "single GPU", "DDP", "DDP, sharded optimizer", "fsdp: full_shard", "one rank, device_map over 2",
-// "pipeline of 2 stages".
-std::string strategy_text(Strategy strategy, int gpus, int stages = 1);
+// "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
+// "one rank, device_map over 2", "pipeline of 2 stages".
+std::string strategy_text(Strategy strategy, int gpus, int stages = 1, bool cpu = false);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
 
