@@ -434,6 +434,12 @@ TEST(Strategies, APipelineOfTheFileBeginsThere) {
               "pipeline_parallel_degree 2 trains on multiples of 2 GPUs: use such a number, or set "
               "pipeline_parallel_degree: 1");
   }
+  t.pipeline = 32;  // of 24 blocks
+  const Choice none = choose(t, card, 32);
+  EXPECT_FALSE(none.as_written);
+  EXPECT_THAT(refusals(t, card, none),
+              ElementsAre("pipeline_parallel_degree 32 is more than the model's 24 blocks"));
+  t.pipeline = 2;
   // What the stages cannot stand beside is not proposed.
   EXPECT_FALSE(choose(t, card_of(4), 2).fits);
   for (const Change& change : changes(t, card_of(4), 2))

@@ -316,7 +316,10 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
     all.push_back(fmt::format(
         "fp8 needs compute capability 8.9 or later, and {} has less. Write mixed_precision: bf16",
         card.name));
-  if (choice.gpus % t.pipeline != 0)
+  if (t.pipeline > 1 && t.pipeline > t.model.blocks())
+    all.push_back(fmt::format("pipeline_parallel_degree {} is more than the model's {} blocks",
+                              t.pipeline, t.model.blocks()));
+  else if (choice.gpus % t.pipeline != 0)
     all.push_back(
         fmt::format("pipeline_parallel_degree {0} trains on multiples of {0} {1}: use such a "
                     "number, or set pipeline_parallel_degree: 1",

@@ -104,8 +104,8 @@ bool can_train(const Training& training, const Card& card, const Parts& parts);
 // mixed_precision: fp8 on a card without 8-bit products. A CPU computes the same by other means.
 bool lacks_fp8(const Training& training, const Card& card);
 // Why `lockstep train` does not take the file on so many GPUs, however much memory they have: the
-// card lacks fp8, the degree of a pipeline does not divide them, or replicas cannot share the
-// global batch in the file's micro-batches. Empty: it does.
+// card lacks fp8, the degree of a pipeline does not divide them or is more than the blocks, or
+// replicas cannot share the global batch in the file's micro-batches. Empty: it does.
 std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
 
 // With `fits` false the choice is what the file says, with the smallest micro-batch.
