@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 #include <sstream>
 
@@ -41,7 +42,7 @@ constexpr const char* kPlanHelp =
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
     "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up; and the\n"
     "fastest ways to train with the same global batch. Reads no data and no weights. Ends with 1\n"
-    "when it does not fit as it is written, and says what to change.\n\n"
+    "when it does not train as it is written, and says what to change.\n\n"
     "--gpus               cards and how many; without it those of this machine\n"
     "--tokens N           time to train on so many tokens (50e9)\n"
     "--scale N,N,...      step time and efficiency on so many GPUs, with the file's global batch\n"
@@ -134,6 +135,12 @@ PlanRequest parse_plan(const Args& args) {
                      "{} does not {} keys that are given as flags ({}). Set them in {} first.",
                      request.probe ? "--probe" : "--write FILE", request.probe ? "run" : "write",
                      request.flags.front(), request.file);
+  std::error_code absent;  // what is not there is another file
+  if (std::filesystem::equivalent(request.file, request.write, absent))
+    throw UsageError("plan",
+                     "--write {} would change the file that is planned. Give another path: --write "
+                     "planned.yaml.",
+                     request.write);
   if (request.way && request.write.empty())
     throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
                      *request.way);
@@ -222,12 +229,16 @@ struct Report {
     return request.speed.utilisation.value_or(plan::utilisation_of(training, devices.card));
   }
   bool fits() const { return rows.back().choice.as_written; }
+  // It has room, and `lockstep train` does not take it: notes say why.
+  bool refused() const {
+    const plan::Choice& asked = rows.back().choice;
+    return asked.fits && !plan::refusals(training, devices.card, asked).empty();
+  }
   void note(std::string text) {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
   }
   std::string strategy(const plan::Choice& choice) const {
-    if (devices.card.cpu && choice.strategy == plan::Strategy::kSingle) return "single rank";
-    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages);
+    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages, devices.card.cpu);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -245,7 +256,7 @@ std::string written_note(const Report& report, const plan::Choice& c) {
   const plan::Training& t = report.training;
   const std::string devices = report.devices_text(c.gpus);
   if (!c.fits) return "";
-  if (c.stages > 1 && !t.device_map)
+  if (c.strategy == plan::Strategy::kSplit && !t.device_map)
     return fmt::format(
         "{} hold this model only when they split it: set model.device_map: balanced and start one "
         "rank (lockstep train FILE, without --nproc-per-node)",
@@ -259,13 +270,14 @@ std::string written_note(const Report& report, const plan::Choice& c) {
                        fsdp_word(c.strategy));
   if (!c.smaller_batch) return "";
   return fmt::format(
-      "per_device_train_batch_size {} does not fit {}; {}. {} sets it", t.batch, devices,
+      "per_device_train_batch_size {} does not fit {}; {}. {}", t.batch, devices,
       t.global_batch
           ? fmt::format("{} keeps the global batch of {} with accumulation {}", c.batch,
                         c.global_batch, c.accumulation)
           : fmt::format("{} with gradient_accumulation_steps {} keeps the global batch of {}",
                         c.batch, c.accumulation, c.global_batch),
-      t.adapts.empty() ? "lockstep train --elastic_gpu" : t.adapts);
+      t.pipeline > 1 ? "Set it in the file"
+                     : (t.adapts.empty() ? "lockstep train --elastic_gpu" : t.adapts) + " sets it");
 }
 
 // The most devices first; rows that need the same batch share a note.
@@ -275,18 +287,20 @@ void note_written(Report& report) {
     const plan::Choice& c = row->choice;
     std::string text = written_note(report, c);
     const bool asked = row == report.rows.rbegin();
-    if (text.empty() || (!asked && !c.same_global_batch)) continue;
+    const bool trains = c.same_global_batch && c.gpus % report.training.pipeline == 0;
+    if (text.empty() || (!asked && !trains)) continue;
     if (c.smaller_batch && std::ranges::find(batches, c.batch) != batches.end()) continue;
     batches.push_back(c.batch);
     report.note(std::move(text));
   }
 }
 
-void note_shared_batch(Report& report, const plan::Choice& choice) {
-  if (!choice.same_global_batch)
-    report.note(fmt::format("{} cannot share a global batch of {}: {} is the nearest below",
-                            report.devices_text(choice.gpus), *report.training.global_batch,
-                            choice.global_batch));
+// Why `lockstep train` does not take the file on the devices that were asked for, and on others
+// that cannot share the global batch.
+void note_refusals(Report& report, const plan::Choice& choice, bool asked = false) {
+  if (choice.same_global_batch && !asked) return;
+  for (std::string& text : plan::refusals(report.training, report.devices.card, choice))
+    report.note(std::move(text));
 }
 
 void add_rows(Report& report) {
@@ -298,7 +312,7 @@ void add_rows(Report& report) {
       break;
     }
     report.rows.push_back({plan::timed(report.training, report.machine, gpus)});
-    note_shared_batch(report, report.rows.back().choice);
+    note_refusals(report, report.rows.back().choice);
   }
   const auto first =
       std::ranges::find_if(report.rows, [](const Row& r) { return r.step.has_value(); });
@@ -307,6 +321,7 @@ void add_rows(Report& report) {
   if (first != report.rows.end() && first != report.rows.begin())
     report.note(fmt::format("the speed-up is over {}, the fewest that hold this",
                             report.devices_text(first->choice.gpus)));
+  note_refusals(report, report.rows.back().choice, /*asked=*/true);
   note_written(report);
   if (!report.training.global_batch && (report.devices.count > 1 || !report.request.scale.empty()))
     report.note(
@@ -330,7 +345,7 @@ void add_scale(Report& report) {
           "{} are more than the global batch of {} samples: with one sample each it is {}",
           report.devices_text(gpus), *report.training.global_batch, point.choice.global_batch));
     else
-      note_shared_batch(report, point.choice);
+      note_refusals(report, point.choice);
   }
 }
 
@@ -388,6 +403,12 @@ void add_ways(Report& report, bool here) {
 Report make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
+  if (config.arguments.tensor_parallel_degree > 1)
+    throw UsageError(
+        "plan",
+        "{} has tensor_parallel_degree: {}, which the plan does not know. Delete it, or "
+        "set it to 1, to see the other ways.",
+        request.file, config.arguments.tensor_parallel_degree);
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
   const Here here = devices_here(request);
   Report report{.request = request,
@@ -402,10 +423,12 @@ Report make_report(const PlanRequest& request) {
   report.machine = {report.devices.card, cluster_of(request, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
+  if (report.training.pipeline > 1 && report.training.fsdp)
+    report.note("fsdp beside pipeline_parallel_degree is not planned: stages count whole");
   add_rows(report);
   add_scale(report);
   add_ways(report, !here.name.empty());
-  if (!report.fits())
+  if (!report.fits() && !report.refused())
     report.changes =
         plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
   return report;
@@ -447,11 +470,16 @@ std::string plan_head_text(const Report& r) {
                                                       : ", fused, logits in chunks";
   text += fmt::format("training  {}{}, gradient checkpointing {}{}{}\n",
                       t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
-                      t.half ? "16-bit autocast" : "float32", t.checkpointing ? "on" : "off",
-                      logits, t.captured && !card.cpu ? ", one CUDA graph" : "");
+                      t.fp8    ? "fp8 and 16-bit autocast"
+                      : t.half ? "16-bit autocast"
+                               : "float32",
+                      t.checkpointing ? "on" : "off", logits,
+                      t.captured && !card.cpu ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
-  std::string speed = "speed not known: give --tokens-per-second";
+  std::string speed = std::ranges::any_of(r.ways, &plan::Way::measured)
+                          ? "speed as measured"
+                          : "speed not known: use --probe, or give --tokens-per-second";
   if (r.request.speed.tokens_per_second)
     speed =
         fmt::format("{:.0f} {}s/s measured on one", *r.request.speed.tokens_per_second, r.unit());
@@ -493,7 +521,9 @@ std::string memory_text(const Report& r) {
   std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}, GiB:\n", r.device_text(),
                                  m.moment, r.devices_text(c.gpus));
   const auto line = [&](const char* name, std::uint64_t bytes) {
-    text += fmt::format("  {:<34}{:>9}\n", name, gib(bytes));
+    const bool small = bytes > 0 && bytes < (1u << 30);
+    text += fmt::format("  {:<34}{:>9}{}\n", name, gib(small ? bytes << 10 : bytes),
+                        small ? " MiB" : "");
   };
   line("parameters", m.parameters);
   line("16-bit copies of weights", m.copies);
@@ -541,6 +571,10 @@ std::string scale_text(const Report& r) {
 
 std::string changes_text(const Report& r) {
   if (r.fits()) return "";
+  if (r.refused())
+    return fmt::format(
+        "\nAs the file is written lockstep train refuses it on {}: the notes say what to change.\n",
+        r.devices_text(r.rows.back().choice.gpus));
   const bool other = r.rows.back().choice.fits;  // what the table shows does
   std::string text = fmt::format("\n{} does not fit ({} GiB are usable).",
                                  other ? "As the file is written it" : "It",
@@ -593,6 +627,8 @@ std::string ways_text(const Report& r) {
       text += fmt::format("{:>18}", duration(*r.request.tokens / way.tokens_per_second));
     text += fmt::format("  {}\n", settings_text(way));
   }
+  if (const int used = r.ways.front().choice.gpus; used < r.devices.count)
+    text += fmt::format("way 1 uses {} of {}\n", used, r.devices_text(r.devices.count));
   return text;
 }
 
@@ -602,11 +638,12 @@ void write_way(const Report& r) {
   const PlanRequest& request = r.request;
   if (request.write.empty()) return;
   if (r.ways.empty())
-    throw UsageError("plan", "nothing is written to {}: {}.", request.write,
-                     r.rows.back().step ? "no way keeps the global batch"
-                     : r.rows.back().choice.fits
-                         ? "how fast the device computes is not known (--tokens-per-second)"
-                         : "nothing fits");
+    throw UsageError(
+        "plan", "nothing is written to {}: {}.", request.write,
+        r.rows.back().step ? "no way keeps the global batch"
+        : r.rows.back().choice.fits
+            ? "how fast the device computes is not known (--probe or --tokens-per-second)"
+            : "nothing fits");
   const auto number = static_cast<std::size_t>(request.way.value_or(1));
   if (number > r.ways.size())
     throw UsageError("plan", "--way {}: there are {} ways.", number, r.ways.size());

@@ -96,7 +96,19 @@ class Plan(unittest.TestCase):
     def test_ways_are_ranked_and_the_best_is_written(self):
         """With comments and order as they were, and the plan of what is written agrees."""
         file = self.gpt2("global_batch_size: 256   # samples\n# the end\n", "  # each")
-        plan = self.json(file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
+        args = (file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
+        plan = self.json(*args, code=1)
+        # As lockstep train, which refuses the file with three ranks.
+        self.assertFalse(plan["fits"] or plan["rows"][-1]["as_written"])
+        self.assertTrue(plan["rows"][-1]["fits"] and plan["rows"][1]["as_written"])
+        self.assertEqual((plan["rows"][-1]["global_batch"], plan["changes"]), (255, []))
+        self.assertEqual(plan["notes"], [
+            "3 GPUs cannot share a global batch of 256: 255 is the nearest below; with a "
+            "micro-batch of 2 lockstep train takes 252 or 258"])
+        shown = self.plan(*args, code=1).stdout
+        self.assertIn("\nway 1 uses 2 of 3 GPUs\n", shown)
+        self.assertIn("\nAs the file is written lockstep train refuses it on 3 GPUs: the notes say "
+                      "what to change.\n", shown)
         ways = plan["ways"]
         self.assertEqual(ways[1:], sorted(ways[1:], key=lambda way: way["step_s"]))
         # Among those within a hundredth the one with the fewest changes leads.
@@ -175,6 +187,67 @@ class Plan(unittest.TestCase):
         self.assertIn("is JSON, and --write writes YAML files",
                       self.plan(json_file, "--gpus", "2xH100", "--write", out, code=2).stderr)
         self.assertFalse(os.path.exists(out))
+        # The file itself, by whatever name.
+        os.symlink(file, out)
+        with open(file) as before:
+            text = before.read()
+        for path in (file, os.path.join(self.root, ".", os.path.basename(file)), out):
+            self.assertIn(f"--write {path} would change the file that is planned. Give another "
+                          "path: --write planned.yaml.",
+                          self.plan(file, "--gpus", "H100", "--write", path, code=2).stderr)
+        with open(file) as after:
+            self.assertEqual(after.read(), text)
+
+    def pipeline(self, degree=2, more=""):
+        return self.write("stages.yaml", "model: {name: gpt, n_layer: 32, n_head: 16, "
+                          "n_embd: 2048, vocab_size: 50257}\ndataset_dir: /no/such\n"
+                          "max_seq_len: 2048\nbf16: true\nper_device_train_batch_size: 1\n"
+                          f"global_batch_size: 256\npipeline_parallel_degree: {degree}\n{more}")
+
+    def test_a_pipeline_of_the_file_is_planned_as_it_is_written(self):
+        plan = self.json(self.pipeline(), "--gpus", "2xRTX4090")
+        row = plan["rows"][-1]
+        self.assertEqual((row["strategy"], row["gpus_per_replica"]), ("pipeline of 2 stages", 2))
+        self.assertTrue(plan["fits"] and row["as_written"])
+        self.assertEqual(plan["changes"], [])
+        written = next(way for way in plan["ways"] if way["settings"] == {})
+        self.assertEqual(written["strategy"], row["strategy"])
+        self.assertAlmostEqual(written["step_s"], row["step_s"])
+        self.assertFalse([note for note in plan["notes"] if "set " in note], plan["notes"])
+        plan = self.json(self.pipeline(), "--gpus", "4xH100")
+        self.assertEqual([row["as_written"] for row in plan["rows"]], [False, True, False, True])
+        self.assertEqual(plan["rows"][-1]["replicas"], 2)
+        # Stages do not divide three GPUs, and lockstep train says so, too.
+        plan = self.json(self.pipeline(), "--gpus", "3xH100", code=1)
+        self.assertEqual(plan["rows"][-1]["strategy"], "DDP")
+        self.assertIn("pipeline_parallel_degree 2 trains on multiples of 2 GPUs: use such a "
+                      "number, or set pipeline_parallel_degree: 1", plan["notes"])
+        self.assertIn("fsdp beside pipeline_parallel_degree is not planned: stages count whole",
+                      self.json(self.pipeline(more="fsdp: full_shard\n"), "--gpus",
+                                "4xH100")["notes"])
+
+    def test_tensor_parallel_files_are_refused(self):
+        file = self.gpt2("tensor_parallel_degree: 2\n")
+        self.assertIn("has tensor_parallel_degree: 2, which the plan does not know. Delete it, or "
+                      "set it to 1, to see the other ways.",
+                      self.plan(file, "--gpus", "2xH100", code=2).stderr)
+        self.json(file, "--gpus", "2xH100", "--tensor_parallel_degree", "1")
+
+    def test_fp8_on_a_card_without_it(self):
+        file = self.gpt2("global_batch_size: 64\nmixed_precision: fp8\n")
+        for card in ("A100-80GB", "V100-32GB"):
+            plan = self.json(file, "--gpus", card, code=1)
+            self.assertFalse(plan["fits"] or plan["rows"][0]["as_written"])
+            self.assertIn(f"fp8 needs compute capability 8.9 or later, and {card} has less. Write "
+                          "mixed_precision: bf16", plan["notes"])
+            self.assertEqual({way["settings"].get("mixed_precision") for way in plan["ways"]},
+                             {"bf16"})
+            plain = self.json(file, "--gpus", card, "--mixed_precision", "bf16")
+            self.assertEqual(plan["rows"][0]["step_s"], plain["rows"][0]["step_s"])
+        self.assertIn("lockstep train refuses it on 1 GPU:",
+                      self.plan(file, "--gpus", "A100-80GB", code=1).stdout)
+        shown = self.plan(file, "--gpus", "H100").stdout
+        self.assertIn("training  1024 tokens a sample, fp8 and 16-bit autocast, ", shown)
 
     def test_the_text_has_a_row_for_each_count(self):
         out = self.plan(self.gpt2(), "--gpus", "8xH100", "--tokens=50e9").stdout
@@ -184,6 +257,8 @@ class Plan(unittest.TestCase):
         for count in (1, 2, 3, 4, 8):
             self.assertRegex(out, rf"(?m)^ +{count}  (single GPU|DDP) .* yes .*x +[\d.]+ (h|days)$")
         self.assertIn("memory of a GPU at its peak (the loss), 8 GPUs, GiB:", out)
+        self.assertRegex(out, r"(?m)^  parameters +474\.70 MiB$")
+        self.assertRegex(out, r"(?m)^  CUDA and NCCL +1\.12$")
         self.assertNotIn("What to change", out)
 
     def test_what_does_not_fit_ends_with_one_and_says_what_to_change(self):
@@ -378,8 +453,8 @@ class Plan(unittest.TestCase):
         self.assertEqual([p["gradient_accumulation_steps"] for p in plan["scale"]], [1] * 5)
         self.assertIn("1024 GPUs are more than the global batch of 512 samples: with one sample "
                       "each it is 1024", plan["notes"])
-        self.assertIn("48 GPUs cannot share a global batch of 512: 480 is the nearest below",
-                      plan["notes"])
+        self.assertIn("48 GPUs cannot share a global batch of 512: 480 is the nearest below; with "
+                      "a micro-batch of 64 lockstep train takes 3072", plan["notes"])
         for point in plan["scale"]:
             self.assertAlmostEqual(point["tokens_per_second"],
                                    1024 * point["global_batch"] / point["step_s"])
@@ -404,10 +479,10 @@ class Plan(unittest.TestCase):
     def test_ranks_on_cpus_are_not_called_gpus(self):
         file = self.write("mlp.yaml", "model: {name: mlp}\ndata: random\n"
                           "per_device_train_batch_size: 4\n")
-        for args in [("--gpus", "1xcpu"), ("--gpus", "2xcpu"),
-                     ("--gpus", "3xcpu", "--global_batch_size", "8"),
-                     ("--gpus", "2xcpu", "--scale", "2", "--tokens-per-second", "100")]:
-            result = self.plan(file, *args)
+        for code, *args in [(0, "--gpus", "1xcpu"), (0, "--gpus", "2xcpu"),
+                            (1, "--gpus", "3xcpu", "--global_batch_size", "8"),
+                            (0, "--gpus", "2xcpu", "--scale", "2", "--tokens-per-second", "100")]:
+            result = self.plan(file, *args, code=code)
             self.assertNotIn("GPU", result.stdout + result.stderr)
             self.assertNotIn("CUDA", result.stdout)
         self.assertIn("\nmemory of a rank at its peak (", result.stdout)
@@ -454,6 +529,8 @@ class Plan(unittest.TestCase):
         plan = self.json(self.gpt2(), "--gpus", "cpu", "--tokens-per-second", "1000")
         self.assertAlmostEqual(plan["rows"][0]["tokens_per_second"], 1000)
         self.assertNotIn("step_s", self.json(self.gpt2(), "--gpus", "cpu")["rows"][0])
+        self.assertIn("speed not known: use --probe, or give --tokens-per-second",
+                      self.plan(self.gpt2(), "--gpus", "cpu").stdout)
 
     @unittest.skipUnless(os.path.isdir(FAKE_CUDA), "no fake driver in this build")
     def test_detected_gpus_have_their_own_memory(self):

@@ -13,8 +13,11 @@
 namespace lockstep::plan {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
 // ---------------------------------------------------------------- parameters and operations
 
@@ -395,10 +398,76 @@ TEST(Strategies, AreChosenByFit) {
   EXPECT_EQ(split.replicas(), 1);
   EXPECT_EQ(split.global_batch, 8);
   EXPECT_EQ(strategy_text(Strategy::kSplit, 4), "one rank, device_map over 4");
+  EXPECT_EQ(strategy_text(Strategy::kSingle, 1), "single GPU");
+  EXPECT_EQ(strategy_text(Strategy::kSingle, 1, 1, /*cpu=*/true), "single rank");
   t.device_map = true;
   EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
   EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kSplit);  // as it is written
   EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+}
+
+TEST(Strategies, APipelineOfTheFileBeginsThere) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_pipeline = true};
+  t.pipeline = 2;
+  t.global_batch = 256;
+  const Card card = card_of(80);
+  const Choice two = choose(t, card, 2);
+  EXPECT_EQ(two.strategy, Strategy::kPipeline);
+  EXPECT_EQ(two.stages, 2);
+  EXPECT_EQ(two.accumulation, 256);
+  EXPECT_TRUE(two.as_written);
+  const Choice four = choose(t, card, 4);
+  EXPECT_EQ(four.strategy, Strategy::kPipeline);
+  EXPECT_EQ(four.replicas(), 2);
+  EXPECT_TRUE(four.as_written);
+  // A card with room for a stage and not for the whole.
+  const Choice whole = make_choice(t, card, {2, Strategy::kDdp}, 1);
+  ASSERT_LT(1.1 * static_cast<double>(two.memory.total()), whole.memory.total());
+  const Card small = card_of(1.05 * static_cast<double>(two.memory.total()) / kGiB);
+  EXPECT_TRUE(choose(t, small, 2).as_written);
+  // One and three GPUs have no such stages, and training refuses the file there.
+  for (const int gpus : {1, 3}) {
+    const Choice other = choose(t, card, gpus);
+    EXPECT_EQ(other.strategy, gpus == 1 ? Strategy::kSingle : Strategy::kDdp);
+    EXPECT_FALSE(other.as_written);
+    EXPECT_EQ(refusals(t, card, other).front(),
+              "pipeline_parallel_degree 2 trains on multiples of 2 GPUs: use such a number, or set "
+              "pipeline_parallel_degree: 1");
+  }
+  t.pipeline = 32;  // of 24 blocks
+  const Choice none = choose(t, card, 32);
+  EXPECT_FALSE(none.as_written);
+  EXPECT_THAT(refusals(t, card, none),
+              ElementsAre("pipeline_parallel_degree 32 is more than the model's 24 blocks"));
+  t.pipeline = 2;
+  // What the stages cannot stand beside is not proposed.
+  EXPECT_FALSE(choose(t, card_of(4), 2).fits);
+  for (const Change& change : changes(t, card_of(4), 2))
+    EXPECT_THAT(change.text,
+                Not(AnyOf(HasSubstr("device_map"), HasSubstr("fsdp"), HasSubstr("shard_opt"))));
+}
+
+TEST(Strategies, Fp8NeedsACardThatHasIt) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .fp8 = true};
+  Training wider = t;
+  wider.fp8 = false;
+  const auto seconds = [](const Training& training, const Card& card) {
+    return work_of(training, choose(training, card, 1), card, {})->compute_s();
+  };
+  for (const char* name : {"A100-80GB", "V100-32GB"}) {
+    const Card card = parse_devices(name).card;
+    const Choice one = make_choice(t, card, {}, 1);
+    EXPECT_FALSE(one.as_written);
+    EXPECT_THAT(refusals(t, card, one),
+                ElementsAre(std::string("fp8 needs compute capability 8.9 or later, and ") + name +
+                            " has less. Write mixed_precision: bf16"));
+    EXPECT_DOUBLE_EQ(seconds(t, card), seconds(wider, card));
+  }
+  const Card h100 = parse_devices("H100").card;
+  EXPECT_TRUE(choose(t, h100, 1).as_written);
+  EXPECT_NE(seconds(t, h100), seconds(wider, h100));
+  Card cpu = parse_devices("cpu").card;  // computes the same by other means
+  EXPECT_THAT(refusals(t, cpu, make_choice(t, cpu, {}, 1)), IsEmpty());
 }
 
 TEST(Strategies, WhatDoesNotFitHasNoSpeed) {
@@ -434,6 +503,19 @@ TEST(Strategies, PreserveTheGlobalBatch) {
   EXPECT_EQ(three.global_batch, 63);
   EXPECT_EQ(three.batch * three.accumulation, 21);
   EXPECT_EQ(three.batch, 7);
+  EXPECT_TRUE(three.fits);
+  EXPECT_FALSE(three.as_written);
+  EXPECT_THAT(refusals(t, card_of(80), three),
+              ElementsAre("3 GPUs cannot share a global batch of 64: 63 is the nearest below; with "
+                          "a micro-batch of 8 lockstep train takes 48 or 72"));
+  // Sixteen share it in smaller micro-batches than the file's, which elastic_gpu alone sets.
+  EXPECT_FALSE(sixteen.as_written);
+  EXPECT_THAT(refusals(t, card_of(80), sixteen),
+              ElementsAre("16 GPUs cannot share a global batch of 64 in micro-batches of 8: set "
+                          "per_device_train_batch_size: 4"));
+  t.adapts = "elastic_gpu";
+  EXPECT_TRUE(choose(t, card_of(80), 16).as_written);
+  EXPECT_FALSE(choose(t, card_of(80), 3).as_written);
   EXPECT_THAT(refusal([&] { choose(t, card_of(80), 65); }),
               HasSubstr("a global batch of 64 samples is less than one for each of 65 GPUs"));
 }

@@ -109,6 +109,7 @@ std::vector<int> counts_of(int gpus) {
 // How the file computes first, so that of two equally fast ways the one with fewer changes leads.
 std::vector<Training> computations(const Training& training, const Machine& machine) {
   std::vector<Training> all{training};
+  if (lacks_fp8(training, machine.card)) all.front().fp8 = false;
   // A measurement is of the file's own computation.
   if (machine.speed.tokens_per_second) return all;
   const bool has_blocks = training.model.blocks() > 0 && !training.fixed_checkpointing;
@@ -117,7 +118,7 @@ std::vector<Training> computations(const Training& training, const Machine& mach
     if (half && !may_halve) continue;
     for (const bool other : {false, true}) {
       if ((!half && !other) || (other && !has_blocks)) continue;
-      Training one = training;
+      Training one = all.front();
       if (half) one.half = one.bf16 = true;
       if (other) one.checkpointing = !one.checkpointing;
       all.push_back(std::move(one));
@@ -162,9 +163,11 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
           add({n, strategy});
       }
-      for (int degree = 2; degree <= n && !training.device_map; degree *= 2)
-        if (can_train(training, machine.card, {n, Strategy::kPipeline, degree}))
+      for (int degree = 2; degree <= n && !training.device_map; ++degree) {
+        const bool tried = (degree & (degree - 1)) == 0 || degree == training.pipeline;
+        if (tried && can_train(training, machine.card, {n, Strategy::kPipeline, degree}))
           add({n, Strategy::kPipeline, degree});
+      }
     }
   }
   sort_ways(ways);
@@ -238,6 +241,7 @@ Choice fastest_batch(const Training& training, const Card& card, int ranks) {
     known.float_flops = a100.float_flops;
     known.memory_bandwidth = a100.memory_bandwidth;
     known.bfloat16 = a100.bfloat16;
+    known.fp8 = training.fp8;  // one that trains so has it
   }
   const auto best = best_batch({held, {ranks, usual.strategy}}, known, [&](const Choice& c) {
     const auto work = work_of(held, c, known, {});

@@ -80,8 +80,15 @@ TEST(Ways, EightBitsPayForWideLayersAlone) {
   Training t{.model = gpt2(), .batch = 8, .half = true, .bf16 = true};
   for (const Way& way : rank_ways(t, machine_of(80), 1)) EXPECT_FALSE(way.fp8);
   t.may_fp8 = true;
-  for (const Way& way : rank_ways(t, {.card = parse_devices("A100-80GB").card, .cluster = {}}, 1))
+  const Machine a100{.card = parse_devices("A100-80GB").card, .cluster = {}, .speed = {}};
+  for (const Way& way : rank_ways(t, a100, 1)) EXPECT_FALSE(way.fp8);
+  t.fp8 = true;  // the file's: ways there end it
+  const auto ways = rank_ways(t, a100, 1);
+  EXPECT_FALSE(ways.empty());
+  for (const Way& way : ways) {
     EXPECT_FALSE(way.fp8);
+    EXPECT_EQ(std::ranges::count(way.settings, Setting{"mixed_precision", "bf16"}), 1);
+  }
 }
 
 TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
@@ -118,6 +125,12 @@ TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
     EXPECT_EQ(std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key), !kept);
   }
   EXPECT_FALSE(can_train(t, card, {6, Strategy::kPipeline, 4}));
+  t.pipeline = 3;  // no power of two, and the file's
+  const auto thirds = rank_ways(t, machine_of(80), 3);
+  EXPECT_TRUE(std::ranges::any_of(thirds, [](const Way& way) {
+    return way.choice.strategy == Strategy::kPipeline && way.choice.stages == 3 &&
+           std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key) == 0;
+  }));
   t.may_pipeline = false;
   EXPECT_FALSE(can_train(t, card, parts));
 }

@@ -103,9 +103,10 @@ bool is_fused(const Training& t, const Card& card, const Choice& choice) {
 }
 
 // Whether training does it without a change to the file.
-bool is_written(const Training& t, Strategy strategy) {
-  if (strategy == Strategy::kSplit || strategy == Strategy::kPipeline)
-    return strategy == Strategy::kSplit && t.device_map;
+bool is_written(const Training& t, const Choice& choice) {
+  const Strategy strategy = choice.strategy;
+  if (strategy == Strategy::kPipeline) return choice.stages == t.pipeline;
+  if (strategy == Strategy::kSplit) return t.device_map;
   if (is_fsdp(strategy))
     return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
                                   strategy == Strategy::kFullShard);
@@ -123,24 +124,25 @@ Choice best_of(const Training& t, const Card& card, const Parts& parts) {
 }
 
 // What the file says for so many GPUs.
-Strategy written_strategy(const Training& t, const Card& card, int gpus) {
-  if (gpus == 1) return Strategy::kSingle;
-  if (t.device_map && can_train(t, card, {gpus, Strategy::kSplit})) return Strategy::kSplit;
-  return t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
+Parts written_parts(const Training& t, const Card& card, int gpus) {
+  if (gpus == 1) return {};
+  const Parts split{gpus, Strategy::kSplit};
+  if (t.device_map && can_train(t, card, split)) return split;
+  const Parts stages{gpus, Strategy::kPipeline, t.pipeline};
+  if (can_train(t, card, stages)) return stages;
+  return {gpus,
+          t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp)};
 }
 
 // Changes in their order, each alone and on top of those before it.
 class Changes {
  public:
   Changes(const Training& training, const Card& card, int gpus)
-      : gpus_(gpus),
-        card_(card),
-        alone_{training, written_strategy(training, card, gpus)},
-        together_(alone_) {}
+      : card_(card), alone_{training, written_parts(training, card, gpus)}, together_(alone_) {}
 
   struct State {
     Training training;
-    Strategy strategy;
+    Parts parts;
   };
   const State& together() const { return together_; }
   bool enough() const { return !all_.empty() && all_.back().together_fits; }
@@ -169,12 +171,10 @@ class Changes {
 
  private:
   Choice choice(const State& state) const {
-    const Parts parts{gpus_, state.strategy};
-    const std::int64_t batch = micro_batches(state.training, parts.replicas()).front();
-    return make_choice(state.training, card_, parts, batch);
+    const std::int64_t batch = micro_batches(state.training, state.parts.replicas()).front();
+    return make_choice(state.training, card_, state.parts, batch);
   }
 
-  int gpus_;
   Card card_;
   State alone_;
   State together_;
@@ -182,8 +182,8 @@ class Changes {
 };
 
 // The largest that is enough, or 1.
-void add_smaller_batch(const Training& training, int gpus, Changes& all) {
-  const std::vector<std::int64_t> batches = micro_batches(training, gpus);
+void add_smaller_batch(const Training& training, int replicas, Changes& all) {
+  const std::vector<std::int64_t> batches = micro_batches(training, replicas);
   if (batches.front() == 1 || all.enough()) return;
   std::int64_t batch = 1;
   for (const std::int64_t candidate : batches) {
@@ -193,7 +193,7 @@ void add_smaller_batch(const Training& training, int gpus, Changes& all) {
     batch = candidate;
     break;
   }
-  const std::int64_t steps = window_of(training, gpus) / batch;
+  const std::int64_t steps = window_of(training, replicas) / batch;
   all.add(fmt::format("per_device_train_batch_size: {} with accumulation {}", batch, steps),
           "more, smaller passes; the global batch stays", [&](Changes::State& state) {
             state.training.batch = batch;
@@ -225,7 +225,7 @@ double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
 // gradient of what comes out, 6 bytes of traffic each, and 4 more for each weight than bf16 has
 // (docs/fp8.md). Negative for narrow layers and few tokens.
 double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
-  if (!t.fp8 || card.memory_bandwidth <= 0) return 0;
+  if (!t.fp8 || !card.fp8 || card.memory_bandwidth <= 0) return 0;
   const Parameters p = parameters_of(t.model);
   const auto blocks = static_cast<double>(t.model.blocks());
   const auto matrices = blocks * static_cast<double>(p.block_matrices);
@@ -300,9 +300,45 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                                       .built_whole = t.built_whole});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
-  choice.as_written =
-      choice.fits && is_written(t, choice.strategy) && (!choice.smaller_batch || !t.adapts.empty());
+  choice.as_written = choice.fits && is_written(t, choice) && refusals(t, card, choice).empty() &&
+                      (!choice.smaller_batch || !t.adapts.empty());
   return choice;
+}
+
+bool lacks_fp8(const Training& t, const Card& card) {
+  return t.fp8 && !card.fp8 && !card.cpu;
+}
+
+std::vector<std::string> refusals(const Training& t, const Card& card, const Choice& choice) {
+  std::vector<std::string> all;
+  const char* devices = card.cpu ? "ranks" : "GPUs";
+  if (lacks_fp8(t, card))
+    all.push_back(fmt::format(
+        "fp8 needs compute capability 8.9 or later, and {} has less. Write mixed_precision: bf16",
+        card.name));
+  if (t.pipeline > 1 && t.pipeline > t.model.blocks())
+    all.push_back(fmt::format("pipeline_parallel_degree {} is more than the model's {} blocks",
+                              t.pipeline, t.model.blocks()));
+  else if (choice.gpus % t.pipeline != 0)
+    all.push_back(
+        fmt::format("pipeline_parallel_degree {0} trains on multiples of {0} {1}: use such a "
+                    "number, or set pipeline_parallel_degree: 1",
+                    t.pipeline, devices));
+  const std::int64_t global = t.global_batch.value_or(0);
+  const std::int64_t pass = t.batch * choice.replicas();
+  const std::int64_t below = global / pass * pass;
+  if (!choice.same_global_batch)
+    all.push_back(fmt::format(
+        "{} {} cannot share a global batch of {}: {} is the nearest below; with a micro-batch of "
+        "{} lockstep train takes {}{}",
+        choice.gpus, devices, global, choice.global_batch, t.batch,
+        below > 0 ? fmt::format("{} or ", below) : "", below + pass));
+  else if (below != global && t.adapts != "elastic_gpu")
+    all.push_back(
+        fmt::format("{} {} cannot share a global batch of {} in micro-batches of {}: set "
+                    "per_device_train_batch_size: {}",
+                    choice.gpus, devices, global, t.batch, choice.batch));
+  return all;
 }
 
 bool can_train(const Training& t, const Card& card, const Parts& parts) {
@@ -331,10 +367,10 @@ std::string_view fsdp_word(Strategy strategy) {
   }
 }
 
-std::string strategy_text(Strategy strategy, int gpus, int stages) {
+std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
   switch (strategy) {
     case Strategy::kSingle:
-      return "single GPU";
+      return cpu ? "single rank" : "single GPU";
     case Strategy::kDdp:
       return "DDP";
     case Strategy::kShardedOptimizer:
@@ -355,9 +391,10 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
-  const Strategy written = written_strategy(training, card, gpus);
-  const Choice plain = best_of(training, card, {gpus, written});
-  if (plain.fits || written == Strategy::kSplit) return plain;
+  const Parts parts = written_parts(training, card, gpus);
+  const Strategy written = parts.strategy;
+  const Choice plain = best_of(training, card, parts);
+  if (plain.fits || written >= Strategy::kSplit) return plain;
   for (const Strategy next :
        {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
     // A fully sharded model's optimizer is sharded already.
@@ -374,15 +411,15 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
-  const Strategy written = all.together().strategy;
-  const bool mapped = written == Strategy::kSplit;
-  add_smaller_batch(training, mapped ? 1 : gpus, all);
+  const Strategy written = all.together().parts.strategy;
+  const bool divided = written >= Strategy::kSplit;  // by layers
+  add_smaller_batch(training, all.together().parts.replicas(), all);
   if (written == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
-            [](State& state) { state.strategy = Strategy::kShardedOptimizer; });
+            [](State& state) { state.parts.strategy = Strategy::kShardedOptimizer; });
   if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
     all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
-            [](State& state) { state.strategy = Strategy::kFullShard; });
+            [](State& state) { state.parts.strategy = Strategy::kFullShard; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
   if (!training.half)
     all.add(half,
@@ -398,10 +435,10 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               lora.target_modules = models::ModuleNames(models::kAllLinear);
               state.training.model.lora = std::move(lora);
             });
-  if (!mapped && can_train(training, card, {gpus, Strategy::kSplit}))
+  if (!divided && can_train(training, card, {gpus, Strategy::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
             "the GPUs work one after another",
-            [](State& state) { state.strategy = Strategy::kSplit; });
+            [](State& state) { state.parts.strategy = Strategy::kSplit; });
   return all.take();
 }
 

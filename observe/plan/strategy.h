@@ -5,9 +5,10 @@
 //   choice.batch, choice.accumulation
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
-// The first that fits is taken: what the file says, with the batch as given or with smaller
-// micro-batches and more accumulation; then a sharded optimizer, a fully sharded model (fsdp), and
-// one rank that divides the layers over all of the GPUs (model.device_map).
+// The first that fits is taken: what the file says (data parallel, fsdp, a device map, a pipeline),
+// with the batch as given or with smaller micro-batches and more accumulation; then a sharded
+// optimizer, a fully sharded model (fsdp), and one rank that divides the layers over all of the
+// GPUs (model.device_map).
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -35,9 +36,9 @@ enum class Strategy {
   kSplit,        // one rank with a device map
   kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
 };
-// "single GPU", "DDP", "DDP, sharded optimizer", "fsdp: full_shard", "one rank, device_map over 2",
-// "pipeline of 2 stages".
-std::string strategy_text(Strategy strategy, int gpus, int stages = 1);
+// "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
+// "one rank, device_map over 2", "pipeline of 2 stages".
+std::string strategy_text(Strategy strategy, int gpus, int stages = 1, bool cpu = false);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
 
@@ -100,8 +101,14 @@ Choice make_choice(const Training& training, const Card& card, const Parts& part
                    std::int64_t batch);
 // Whether `lockstep train` can train this model so.
 bool can_train(const Training& training, const Card& card, const Parts& parts);
+// mixed_precision: fp8 on a card without 8-bit products. A CPU computes the same by other means.
+bool lacks_fp8(const Training& training, const Card& card);
+// Why `lockstep train` does not take the file on so many GPUs, however much memory they have: the
+// card lacks fp8, the degree of a pipeline does not divide them or is more than the blocks, or
+// replicas cannot share the global batch in the file's micro-batches. Empty: it does.
+std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
 
-// With `fits` false the choice is DDP with the smallest micro-batch.
+// With `fits` false the choice is what the file says, with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);
 
 struct Change {

@@ -72,6 +72,7 @@ class PlanProbe(TrainCase):
     def test_a_way_that_fails_is_left_out_and_said(self):
         self.config.write_text(self.config.read_text().replace("text.txt", "missing.txt"))
         done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe", "--probe-ways", "1")
+        self.assertIn("probe: 1 x single rank, ", done.stderr)
         self.assertIn("the ranks failed", done.stderr)
         self.assertIn("missing.txt", done.stderr)
         self.assertFalse((self.cache / "plan.json").exists())
