@@ -47,11 +47,24 @@ class Config(unittest.TestCase):
         self.write("t.yaml", "preset: standard\n")
         for command in (("show",), ("check", "--own-program")):
             done = self.run_config(*command, "t.yaml", "--world-size", "8", *flags)
-            self.assertIn("2 accumulation x 2 ranks", done.stdout, done.stderr)
+            self.assertIn("2 accumulation x 2 copies of the model on 8 ranks", done.stdout,
+                          done.stderr)
         done = self.run_config("show", "t.yaml", "--world-size", "6", *flags)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("pipeline_parallel_degree x tensor_parallel_degree is 4, and there are 6 "
                       "ranks", done.stderr)
+
+    def test_global_batches_are_of_copies_of_the_model(self):
+        self.write("t.yaml", "pipeline_parallel_degree: 2\nper_device_train_batch_size: 4\n"
+                             "global_batch_size: 15\n")
+        done = self.run_config("show", "t.yaml", "--world-size", "2")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("is not a multiple of 4 (batch 4 x 1 copy of the model on 2 ranks). The "
+                      "nearest that are: 12 and 16.", done.stderr)
+        done = self.run_config("show", "t.yaml", "--world-size", "4", "--global_batch_size=12")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("is not a multiple of 8 (batch 4 x 2 copies of the model on 4 ranks). The "
+                      "nearest that are: 8 and 16.", done.stderr)
 
     def test_show_json_and_all(self):
         done = self.run_config("show", "--json", LOCKSTEP_BF16="1")
