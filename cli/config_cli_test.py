@@ -87,6 +87,20 @@ class Config(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"))
         self.assertIn("note: t.yaml:1:1: warmup_ratio is an older spelling", done.stderr)
 
+    def test_check_reports_a_mistake_of_fsdp_once(self):
+        first = "t.yaml:1:15: fsdp_config has no key 'fsdp_versio'. Did you mean fsdp_version?"
+        second = "t.yaml:1:31: fsdp_config has no key 'prefetch'."
+        for text, said in (("fsdp_config: {fsdp_versio: 2}\n", (first,)),
+                           ("fsdp_config: {fsdp_versio: 2, prefetch: 1}\nfsdp: full_shard\n",
+                            (first, second)),
+                           ("fsdp: full_shrd\n", ("t.yaml:1:1: fsdp: 'full_shrd' is none of",))):
+            self.write("t.yaml", text)
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 2, done.stdout)
+            for part in said:
+                self.assertEqual(done.stderr.count(part), 1, done.stderr)
+            self.assertEqual(done.stderr.count("mistakes:"), len(said) - 1, done.stderr)
+
     def test_duplicate_keys_do_not_hide_the_rest(self):
         for name, text in (("t.yaml", "seed: 1\nseed: 2\nbf16: maybe\nbf16: true\nsed: 3\n"),
                            ("t.json", '{"seed": 1,\n"seed": 2,\n"bf16": "maybe",\n"bf16": true,'

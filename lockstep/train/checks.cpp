@@ -216,17 +216,18 @@ class Checker {
 
   void sharding() {
     const TrainingArguments& a = arguments_;
-    FsdpPlan plan;
-    try {
-      plan = fsdp_plan(a);
-    } catch (const UsageError& e) {
-      const std::string whole = e.what();
-      const std::string text = whole.substr(whole.find("] ") + 2);
+    Problems problems;
+    const FsdpPlan plan = fsdp_plan(a, problems);
+    for (const std::string& text : problems.texts()) {
       // What was read key by key says where it stands.
-      if (text.starts_with("fsdp: ")) return add({"fsdp"}, text);
-      if (text.starts_with("fsdp_config")) return add({"fsdp_config"}, text);
-      return found_.push_back(text);
+      if (text.starts_with("fsdp: "))
+        add({"fsdp"}, text);
+      else if (text.starts_with("fsdp_config"))
+        add({"fsdp_config"}, text);
+      else
+        found_.push_back(text);
     }
+    if (!problems.empty()) return;
     if (a.pipeline_parallel_degree > 1) pipeline(plan);
     if (a.tensor_parallel_degree > 1) tensor();
     if (!plan.on) return;

@@ -135,6 +135,14 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "t.yaml:2:15: fsdp_config has no key 'forward_prefetch'."},
            {"fsdp: full_shard\nfsdp_config: {version: 1}\n",
             "t.yaml:2:1: fsdp_config.version must be 2"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_version: 1}\n",
+            "t.yaml:2:1: fsdp_config.fsdp_version must be 2"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_versio: 2, forward_prefetch: true}\n",
+            "[config] 2 mistakes:\n"
+            "  t.yaml:2:15: fsdp_config has no key 'fsdp_versio'. Did you mean fsdp_version?\n"
+            "  t.yaml:2:31: fsdp_config has no key 'forward_prefetch'."},
+           {"fsdp: full_shrd\nfsdp_config: {versio: 2}\n",
+            "t.yaml:2:15: fsdp_config has no key 'versio'. Did you mean version?"},
            {"fsdp: hybrid_shard\ndata_parallel_shard_degree: 2\n",
             "t.yaml:1:1: hybrid_shard divides the model over the ranks of a host, and "
             "data_parallel_shard_degree says another number."},
