@@ -279,7 +279,7 @@ class Checker {
            "it. Use bf16.");
     refuse(a.optim == "muon" || a.optim == "adafactor", "optim",
            "muon and adafactor step whole matrices, and tensor parallel ranks have slices of them. "
-           "Use adamw, adam, lion or sgd.");
+           "Use adamw, adam, lion, rmsprop or sgd.");
   }
 
   void scheduler() {

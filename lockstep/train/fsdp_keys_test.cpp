@@ -166,7 +166,9 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"tensor_parallel_degree: 2\nelastic_gpu: true\n", "batches are tried on the whole"},
            {"tensor_parallel_degree: 2\nmixed_precision: fp8\n",
             "fp8 scales a matrix by its largest element"},
-           {"tensor_parallel_degree: 2\noptim: muon\n", "muon and adafactor step whole matrices"},
+           {"tensor_parallel_degree: 2\noptim: muon\n",
+            "muon and adafactor step whole matrices, and tensor parallel ranks have slices of "
+            "them. Use adamw, adam, lion, rmsprop or sgd."},
            {"tensor_parallel_degree: 0\n", "tensor_parallel_degree"}}) {
     std::string said = "(nothing thrown)";
     try {
