@@ -47,11 +47,24 @@ class Config(unittest.TestCase):
         self.write("t.yaml", "preset: standard\n")
         for command in (("show",), ("check", "--own-program")):
             done = self.run_config(*command, "t.yaml", "--world-size", "8", *flags)
-            self.assertIn("2 accumulation x 2 ranks", done.stdout, done.stderr)
+            self.assertIn("2 accumulation x 2 copies of the model on 8 ranks", done.stdout,
+                          done.stderr)
         done = self.run_config("show", "t.yaml", "--world-size", "6", *flags)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("pipeline_parallel_degree x tensor_parallel_degree is 4, and there are 6 "
                       "ranks", done.stderr)
+
+    def test_global_batches_are_of_copies_of_the_model(self):
+        self.write("t.yaml", "pipeline_parallel_degree: 2\nper_device_train_batch_size: 4\n"
+                             "global_batch_size: 15\n")
+        done = self.run_config("show", "t.yaml", "--world-size", "2")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("is not a multiple of 4 (batch 4 x 1 copy of the model on 2 ranks). The "
+                      "nearest that are: 12 and 16.", done.stderr)
+        done = self.run_config("show", "t.yaml", "--world-size", "4", "--global_batch_size=12")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("is not a multiple of 8 (batch 4 x 2 copies of the model on 4 ranks). The "
+                      "nearest that are: 8 and 16.", done.stderr)
 
     def test_show_json_and_all(self):
         done = self.run_config("show", "--json", LOCKSTEP_BF16="1")
@@ -73,6 +86,20 @@ class Config(unittest.TestCase):
         done = self.run_config("check", "t.yaml")
         self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"))
         self.assertIn("note: t.yaml:1:1: warmup_ratio is an older spelling", done.stderr)
+
+    def test_check_reports_a_mistake_of_fsdp_once(self):
+        first = "t.yaml:1:15: fsdp_config has no key 'fsdp_versio'. Did you mean fsdp_version?"
+        second = "t.yaml:1:31: fsdp_config has no key 'prefetch'."
+        for text, said in (("fsdp_config: {fsdp_versio: 2}\n", (first,)),
+                           ("fsdp_config: {fsdp_versio: 2, prefetch: 1}\nfsdp: full_shard\n",
+                            (first, second)),
+                           ("fsdp: full_shrd\n", ("t.yaml:1:1: fsdp: 'full_shrd' is none of",))):
+            self.write("t.yaml", text)
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 2, done.stdout)
+            for part in said:
+                self.assertEqual(done.stderr.count(part), 1, done.stderr)
+            self.assertEqual(done.stderr.count("mistakes:"), len(said) - 1, done.stderr)
 
     def test_duplicate_keys_do_not_hide_the_rest(self):
         for name, text in (("t.yaml", "seed: 1\nseed: 2\nbf16: maybe\nbf16: true\nsed: 3\n"),

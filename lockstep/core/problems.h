@@ -45,6 +45,7 @@ class Problems {
 
   bool empty() const { return texts_.empty(); }
   std::size_t size() const { return texts_.size(); }
+  const std::vector<std::string>& texts() const { return texts_; }
   // Enough to fix: reading on would only make the message longer.
   bool full() const { return texts_.size() >= kMax; }
 

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::models {
 namespace {
@@ -64,6 +65,14 @@ std::string block_name(const DecoderSpec& spec, std::int64_t layer) {
   return fmt::format("{}.{}.{}", spec.prefix, spec.blocks, layer);
 }
 
+// "1, 2 or 4"
+std::string divisors_text(std::int64_t number) {
+  std::vector<std::string> all;
+  for (std::int64_t each = 1; each <= number; ++each)
+    if (number % each == 0) all.push_back(std::to_string(each));
+  return listed(all);
+}
+
 void check_divides(const DecoderSpec& spec, int ranks) {
   constexpr const char* kWho = "tensor_parallel";
   const AttentionSpec& attention = spec.block.attention;
@@ -75,9 +84,10 @@ void check_divides(const DecoderSpec& spec, int ranks) {
   if (attention.heads % ranks != 0 || attention.key_value_heads % ranks != 0)
     throw UsageError(kWho,
                      "{} attention heads and {} heads of keys and values are not divided by a "
-                     "degree of {}: every rank computes as many. Choose a degree that divides "
-                     "both.",
-                     attention.heads, attention.key_value_heads, ranks);
+                     "degree of {}: every rank computes as many. Choose one that divides both "
+                     "(tensor_parallel_degree): {}.",
+                     attention.heads, attention.key_value_heads, ranks,
+                     divisors_text(std::gcd(attention.heads, attention.key_value_heads)));
   for (const std::int64_t width : {spec.vocabulary, spec.block.mlp.out.in})
     if (width < ranks)
       throw UsageError(kWho,

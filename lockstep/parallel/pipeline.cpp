@@ -309,7 +309,7 @@ void PipelineImpl::check(torch::nn::Module& module) {
   if (blocks < stages())
     throw UsageError(kPipeline,
                      "{} stages ({} ranks x {}), and the model has {} blocks. Every stage needs "
-                     "one. Use fewer ranks along 'pipeline'{}.",
+                     "one. Use fewer ranks along 'pipeline' (pipeline_parallel_degree){}.",
                      stages(), line_.size(), options_.stages_per_rank, blocks,
                      interleaves ? ", fewer stages_per_rank, or the schedule 1F1B" : "");
   model_ = ModelTensors(parameters_of(module), buffers_of(module), {});

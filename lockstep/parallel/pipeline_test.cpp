@@ -578,8 +578,9 @@ TEST(PipelineFaults, RefusedBeforeAnythingIsSent) {
       Net net(0, net_options);
       return message_of<UsageError>([&] { Pipeline(net, mesh, options); });
     };
-    EXPECT_THAT(refused({.blocks = 1}, {}), HasSubstr("2 stages (2 ranks x 1), and the model has 1 "
-                                                      "blocks. Every stage needs one"));
+    EXPECT_THAT(refused({.blocks = 1}, {}),
+                HasSubstr("2 stages (2 ranks x 1), and the model has 1 blocks. Every stage needs "
+                          "one. Use fewer ranks along 'pipeline' (pipeline_parallel_degree)."));
     EXPECT_THAT(refused({.blocks = 3}, {PipelineSchedule::kInterleaved1F1B}),
                 HasSubstr("or the schedule 1F1B"));
     EXPECT_THAT(refused({}, {PipelineSchedule::kGPipe, 2}), HasSubstr("stages_per_rank = 2"));

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/sharded_layout.h"
 
@@ -346,7 +347,9 @@ void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
       beside.emplace(copy_stream(device));
     }
     const at::Tensor rows = flat.shard.to(options, /*non_blocking=*/true);
-    Work work = shard_->all_gather(parts, converts ? rows.to(*type) : rows);
+    const at::Tensor sent = converts ? rows.to(*type) : rows;
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);  // shm copies here
+    Work work = shard_->all_gather(parts, sent);
     gathers_.push_back({std::move(parts), std::move(work)});
   }
 }
@@ -367,7 +370,10 @@ void ShardUnit::gather() {
   begin_gather();
   const at::NoGradGuard no_grad;
   for (std::size_t f = 0; f < flats_.size(); ++f) {
-    gathers_[f].work.wait();
+    {
+      const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+      gathers_[f].work.wait();
+    }
     const c10::Device device = device_of(flats_[f]);
     if (offloads_) order_streams(copy_stream(device), computing_stream(device));
     std::int64_t offset = 0;
@@ -458,7 +464,10 @@ ShardUnit::Reduce ShardUnit::reduce(const Flat& flat) {
     grad = at::Tensor();
   }
   reduced.mine = at::empty({length + count}, options);
-  reduced.work = shard_->reduce_scatter(reduced.mine, parts, ReduceOp::kAvg);
+  {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);  // shm copies here
+    reduced.work = shard_->reduce_scatter(reduced.mine, parts, ReduceOp::kAvg);
+  }
   if (offloads_) order_streams(computing_stream(options.device()), copy_stream(options.device()));
   return reduced;
 }
@@ -469,8 +478,11 @@ void ShardUnit::end_reduce(World& data) {
     // The host waits for this average alone, while the device computes the next block's.
     std::optional<c10::StreamGuard> beside;
     if (offloads_) beside.emplace(copy_stream(reduced.mine.device()));
-    reduced.work.wait();
-    if (data.size() > 1) data.all_reduce(reduced.mine, ReduceOp::kAvg).wait();
+    {
+      const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+      reduced.work.wait();
+      if (data.size() > 1) data.all_reduce(reduced.mine, ReduceOp::kAvg).wait();
+    }
     if (offloads_) {
       const at::Tensor mine = std::exchange(
           reduced.mine, at::empty(reduced.mine.sizes(),

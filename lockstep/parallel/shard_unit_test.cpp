@@ -16,11 +16,13 @@
 #include <vector>
 
 #include "lockstep/comm/numbers.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::parallel {
@@ -213,6 +215,40 @@ TEST(SharedRows, AreWrittenOnce) {
     EXPECT_TENSOR_EQ(run.weights(), before + 1);
     mesh.world().barrier();
   });
+}
+
+// ---------------------------------------------------------------- the ledger
+
+// Ranks are processes, since a process has one phase. The second one is late.
+TEST(ShardUnits, WaitsAreBookedAsCommunication) {
+  const auto ranks = testing::run_processes(2, [](World& world) {
+    const auto expect_waits = [&](const std::function<void()>& body) {
+      world.barrier();
+      const ledger::Totals before = ledger::totals();
+      body();
+      const ledger::Totals spent = ledger::since(before, ledger::totals());
+      world.barrier();
+      if (world.rank() == 0)
+        EXPECT_GE(spent.host_ns[ledger::index(ledger::Phase::kCommunication)], 100'000'000u);
+    };
+    const auto late = [&] {
+      if (world.rank() == 1) wait_ms(500);
+    };
+    const Mesh mesh(world, {{"shard", 2}});
+    {  // rows are copied: an evaluation gathers, and reduces nothing
+      SharedRun run(mesh, {.param_dtype = at::kFloat});
+      expect_waits([&] {
+        late();
+        run.evaluate();
+      });
+    }
+    {  // rows are shared: nothing is gathered, and the first wait is for a reduction
+      SharedRun run(mesh);
+      run.net.cells[0]->look = late;
+      expect_waits([&] { run.backward(); });
+    }
+  });
+  for (const testing::RankResult& rank : ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
 }
 
 }  // namespace

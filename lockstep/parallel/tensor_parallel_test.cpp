@@ -582,8 +582,8 @@ void expect_refused(int ranks, const std::string& text, const std::function<void
 TEST(TensorParallel, RefusesModelsThatItCannotDivide) {
   expect_refused(
       3,
-      "8 attention heads and 4 heads of keys and values are not divided by a degree of "
-      "3",
+      "8 attention heads and 4 heads of keys and values are not divided by a degree of 3: every "
+      "rank computes as many. Choose one that divides both (tensor_parallel_degree): 1, 2 or 4.",
       [](World& world) { TensorParallel(*make(config_of("llama")), tensor_mesh(world)); });
   const CausalLmConfig narrow = models::parse_config(
       R"({"model_type": "gpt2", "vocab_size": 3, "n_embd": 8, "n_layer": 1, "n_head": 4})", "n");

@@ -185,11 +185,12 @@ class Checker {
           fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
                       size->key, size->key));
     }
-    // What does not suit one rank suits no number of ranks; the values to choose are those for the
-    // ranks of this run, where a launcher has said how many.
+    // What does not suit one copy of the model suits no number of them; the values to choose are
+    // those for the ranks of this run, where a launcher has said how many.
+    const std::int64_t copies = std::max<std::int64_t>(1, ranks_of_launcher() / ranks_of_copy(a));
     if (!uneven_text(*size, 1).empty())
       add({size->key, "per_device_train_batch_size", "max_seq_len"},
-          uneven_text(*size, ranks_of_launcher()));
+          uneven_text(*size, static_cast<int>(copies)));
   }
 
   static int ranks_of_launcher() {
@@ -215,17 +216,18 @@ class Checker {
 
   void sharding() {
     const TrainingArguments& a = arguments_;
-    FsdpPlan plan;
-    try {
-      plan = fsdp_plan(a);
-    } catch (const UsageError& e) {
-      const std::string whole = e.what();
-      const std::string text = whole.substr(whole.find("] ") + 2);
+    Problems problems;
+    const FsdpPlan plan = fsdp_plan(a, problems);
+    for (const std::string& text : problems.texts()) {
       // What was read key by key says where it stands.
-      if (text.starts_with("fsdp: ")) return add({"fsdp"}, text);
-      if (text.starts_with("fsdp_config")) return add({"fsdp_config"}, text);
-      return found_.push_back(text);
+      if (text.starts_with("fsdp: "))
+        add({"fsdp"}, text);
+      else if (text.starts_with("fsdp_config"))
+        add({"fsdp_config"}, text);
+      else
+        found_.push_back(text);
     }
+    if (!problems.empty()) return;
     if (a.pipeline_parallel_degree > 1) pipeline(plan);
     if (a.tensor_parallel_degree > 1) tensor();
     if (!plan.on) return;
@@ -277,7 +279,7 @@ class Checker {
            "it. Use bf16.");
     refuse(a.optim == "muon" || a.optim == "adafactor", "optim",
            "muon and adafactor step whole matrices, and tensor parallel ranks have slices of them. "
-           "Use adamw, adam, lion or sgd.");
+           "Use adamw, adam, lion, rmsprop or sgd.");
   }
 
   void scheduler() {
@@ -458,19 +460,31 @@ std::optional<UpdateSize> update_size(const TrainingArguments& a) {
   const std::int64_t batch = a.per_device_train_batch_size;
   if (a.global_batch_size)
     return UpdateSize{"global_batch_size", *a.global_batch_size, batch,
-                      fmt::format("batch {}", batch)};
+                      fmt::format("batch {}", batch), ranks_of_copy(a)};
   if (!a.tokens_per_update || !a.max_seq_len) return std::nullopt;
   return UpdateSize{"tokens_per_update", *a.tokens_per_update, batch * *a.max_seq_len,
-                    fmt::format("batch {} x {} tokens", batch, *a.max_seq_len)};
+                    fmt::format("batch {} x {} tokens", batch, *a.max_seq_len), ranks_of_copy(a)};
 }
 
-std::string uneven_text(const UpdateSize& size, int world_size) {
-  const std::int64_t pass = size.per_pass * world_size;
+std::int64_t ranks_of_copy(const TrainingArguments& a) {
+  return a.pipeline_parallel_degree * a.tensor_parallel_degree;
+}
+
+std::string copies_text(std::int64_t copies, std::int64_t ranks_of_copy) {
+  if (ranks_of_copy == 1) return fmt::format("{} rank{}", copies, copies == 1 ? "" : "s");
+  return fmt::format("{} cop{} of the model on {} ranks", copies, copies == 1 ? "y" : "ies",
+                     copies * ranks_of_copy);
+}
+
+std::string uneven_text(const UpdateSize& size, int copies) {
+  const std::int64_t pass = size.per_pass * copies;
   if (size.wanted % pass == 0) return {};
   const std::int64_t below = size.wanted / pass * pass;
   return fmt::format("{} {} is not a multiple of {} ({}{}). The nearest that are: {}{}.", size.key,
                      size.wanted, pass, size.pass_text,
-                     world_size > 1 ? fmt::format(" x {} ranks", world_size) : "",
+                     copies * size.ranks_of_copy > 1
+                         ? fmt::format(" x {}", copies_text(copies, size.ranks_of_copy))
+                         : "",
                      below > 0 ? fmt::format("{} and ", below) : "", below + pass);
 }
 

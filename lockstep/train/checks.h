@@ -25,12 +25,20 @@ std::vector<std::string> contradictions(const TrainingArguments& arguments, cons
 struct UpdateSize {
   std::string_view key;
   std::int64_t wanted = 0;
-  std::int64_t per_pass = 0;  // in one rank's forward pass
-  std::string pass_text{};    // "batch 4 x 1024 tokens"
+  std::int64_t per_pass = 0;       // in one rank's forward pass
+  std::string pass_text{};         // "batch 4 x 1024 tokens"
+  std::int64_t ranks_of_copy = 1;  // as below
 };
 std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
-// Why the ranks' passes do not add up to it, with the nearest values that would; empty: they do.
-std::string uneven_text(const UpdateSize& size, int world_size);
+// Why the passes of so many copies of the model do not add up to it, with the nearest values that
+// would; empty: they do.
+std::string uneven_text(const UpdateSize& size, int copies);
+
+// The ranks that hold one copy of the model together and see the same samples: stages of a pipeline
+// x slices of a layer.
+std::int64_t ranks_of_copy(const TrainingArguments& arguments);
+// "2 ranks", or where one does not hold the whole model "1 copy of the model on 2 ranks".
+std::string copies_text(std::int64_t copies, std::int64_t ranks_of_copy);
 
 // "tensorwise" or "rowwise" where mixed_precision is fp8, otherwise empty. UsageError for another
 // `fp8` than {recipe: one of them}.

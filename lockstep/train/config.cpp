@@ -14,6 +14,7 @@
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/fsdp_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -75,10 +76,23 @@ class Resolver {
       problems_.raise();
     for (std::string& text : advice(config_.arguments, where))
       config_.notes.push_back(std::move(text));
+    forget_wrong_fsdp();
     return std::move(config_);
   }
 
  private:
+  // Its mistakes have been found above. Whoever reads it next would find them again.
+  void forget_wrong_fsdp() {
+    TrainingArguments& a = config_.arguments;
+    const auto wrong = [&] {
+      Problems problems;
+      fsdp_plan(a, problems);
+      return !problems.empty();
+    };
+    if (wrong()) a.fsdp_config.reset();
+    if (wrong()) a.fsdp.reset();
+  }
+
   void add(const KeySpec& key, Origin origin, std::string where, Node value) {
     candidates_[key.name].push_back({origin, std::move(where), std::move(value)});
   }

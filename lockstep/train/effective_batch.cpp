@@ -23,7 +23,7 @@ std::string row_text(const std::string& name, const TrainingArguments& arguments
 int batch_ranks(const TrainingArguments& arguments, int ranks) {
   const std::int64_t stages = arguments.pipeline_parallel_degree;
   const std::int64_t slices = arguments.tensor_parallel_degree;
-  const std::int64_t holders = stages * slices;
+  const std::int64_t holders = ranks_of_copy(arguments);
   if (ranks % holders != 0)
     throw UsageError("config",
                      "{} is {}, and there are {} ranks. Start a multiple of it: each {} ranks hold "
@@ -55,10 +55,10 @@ std::int64_t effective_batch(const TrainingArguments& arguments, int world_size)
 }
 
 std::string effective_batch_text(const TrainingArguments& arguments, int world_size) {
-  return fmt::format("effective batch {} = {} per device x {} accumulation x {} rank{}",
+  return fmt::format("effective batch {} = {} per device x {} accumulation x {}",
                      effective_batch(arguments, world_size), arguments.per_device_train_batch_size,
-                     accumulation_steps(arguments, world_size), world_size,
-                     world_size == 1 ? "" : "s");
+                     accumulation_steps(arguments, world_size),
+                     copies_text(world_size, ranks_of_copy(arguments)));
 }
 
 std::string preset_comparison(const TrainingArguments& arguments, int world_size) {
@@ -100,10 +100,11 @@ std::string learning_rate_advice(const TrainingArguments& arguments, int world_s
     return fmt::format("learning_rate {} was set for {} samples per step; {} now: {}.",
                        arguments.learning_rate, then, now, suggestion);
   return fmt::format(
-      "learning_rate {}: a step has {} samples on {} ranks, {} on one. If it was chosen for {}, "
+      "learning_rate {}: a step has {} samples on {} {}, {} on one. If it was chosen for {}, "
       "{}; set learning_rate_batch_size to what it was chosen for, or global_batch_size to keep "
       "the batch.",
-      arguments.learning_rate, now, world_size, then, then, suggestion);
+      arguments.learning_rate, now, world_size,
+      ranks_of_copy(arguments) == 1 ? "ranks" : "copies of the model", then, then, suggestion);
 }
 
 std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size) {

@@ -21,6 +21,8 @@ namespace lockstep::train {
 // UsageError where their degrees do not divide `ranks`.
 int batch_ranks(const TrainingArguments& arguments, int ranks);
 
+// In all that follows `world_size` is the number of those.
+
 // gradient_accumulation_steps, or the value that gives the update the wanted size with this number
 // of ranks. Throws UsageError naming the nearest values that divide evenly.
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size);

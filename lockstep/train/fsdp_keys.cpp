@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
+#include "lockstep/core/problems.h"
 
 namespace lockstep::train {
 namespace {
@@ -21,13 +22,13 @@ constexpr std::array<std::string_view, 9> kLayers{
     "Qwen2DecoderLayer",  "Qwen3DecoderLayer",   "MistralDecoderLayer",
     "Gemma2DecoderLayer", "MixtralDecoderLayer", "Starcoder2DecoderLayer"};
 
-void check_layer(const Node& node) {
-  const std::string name = as_string(node, "fsdp_config.transformer_layer_cls_to_wrap");
+void check_layer(const Node& node, const std::string& key) {
+  const std::string name = as_string(node, key);
   if (std::ranges::find(kLayers, name) == kLayers.end())
     throw UsageError("config",
-                     "fsdp_config.transformer_layer_cls_to_wrap: there is no '{}' here. The units "
-                     "are a model's own blocks, so the key is not needed.",
-                     name);
+                     "{}: there is no '{}' here. The units are a model's own blocks, so the key is "
+                     "not needed.",
+                     key, name);
 }
 
 void read_words(const std::string& text, FsdpPlan& plan) {
@@ -60,17 +61,9 @@ void read_words(const std::string& text, FsdpPlan& plan) {
   plan.reshard_after_forward = !whole_between;
 }
 
-// Accelerate's names begin with fsdp_, and Hugging Face's Trainer takes both.
-Node without_prefix(const Node& config) {
-  Node plain = config;
-  for (Entry& entry : plain.entries)
-    if (entry.key.starts_with("fsdp_")) entry.key = entry.key.substr(5);
-  return plain;
-}
-
 // Accelerate's plugin has the map under this name, with PyTorch's fields.
-void read_types(const Node& policy, FsdpPlan& plan) {
-  MapReader keys(policy, "fsdp_config.mixed_precision_policy");
+void read_types(const Node& policy, const std::string& what, FsdpPlan& plan, Problems& problems) {
+  MapReader keys(policy, what, &problems);
   const auto type = [&](const char* key) {
     std::string name = keys.text(key, "");
     if (name.starts_with("torch.")) name = name.substr(6);
@@ -78,10 +71,8 @@ void read_types(const Node& policy, FsdpPlan& plan) {
                                        std::pair("fp32", "float32")})
       if (name == brief) name = whole;
     if (!name.empty() && name != "bfloat16" && name != "float16" && name != "float32")
-      throw UsageError("config",
-                       "fsdp_config.mixed_precision_policy.{}: '{}' is none of bfloat16, float16 "
-                       "and float32.",
-                       key, name);
+      problems.add(
+          fmt::format("{}.{}: '{}' is none of bfloat16, float16 and float32.", what, key, name));
     return name;
   };
   plan.param_dtype = type("param_dtype");
@@ -89,28 +80,41 @@ void read_types(const Node& policy, FsdpPlan& plan) {
   keys.finish();
 }
 
-void read_config(const Node& config, FsdpPlan& plan) {
-  const Node plain = without_prefix(config);
-  MapReader keys(plain, "fsdp_config");
-  if (keys.integer("version", 2) != 2)
-    throw UsageError("config",
-                     "fsdp_config.version must be 2: parameters are divided one by one, as "
-                     "PyTorch's fully_shard does.");
-  const bool reshard = keys.boolean("reshard_after_forward", plan.reshard_after_forward);
+void read_config(const Node& config, FsdpPlan& plan, Problems& problems) {
+  MapReader keys(config, "fsdp_config", &problems);
+  // Accelerate's names begin with fsdp_, and Hugging Face's Trainer takes both. Messages have the
+  // one that was written.
+  const auto written = [&](const std::string& key) {
+    const bool plain = keys.has(key), prefixed = keys.has("fsdp_" + key);
+    return prefixed && !plain ? "fsdp_" + key : key;
+  };
+  const std::string version = written("version");
+  if (keys.integer(version, 2) != 2)
+    problems.add(
+        fmt::format("fsdp_config.{} must be 2: parameters are divided one by one, as PyTorch's "
+                    "fully_shard does.",
+                    version));
+  const std::string after = written("reshard_after_forward");
+  const bool reshard = keys.boolean(after, plan.reshard_after_forward);
   if (reshard && !plan.reshard_after_forward)
-    throw UsageError("config",
-                     "fsdp_config.reshard_after_forward: true contradicts shard_grad_op, which "
-                     "keeps blocks whole until backward. Write fsdp: full_shard.");
+    problems.add(
+        fmt::format("fsdp_config.{}: true contradicts shard_grad_op, which keeps blocks whole "
+                    "until backward. Write fsdp: full_shard.",
+                    after));
   plan.reshard_after_forward = reshard;
-  plan.activation_checkpointing = keys.boolean("activation_checkpointing", false);
+  plan.activation_checkpointing = keys.boolean(written("activation_checkpointing"), false);
   // Accelerate's name for it is the second.
   for (const char* key : {"cpu_offload", "offload_params"})
-    plan.cpu_offload |= keys.boolean(key, false);
-  if (const Node* layers = keys.node("transformer_layer_cls_to_wrap")) {
+    plan.cpu_offload |= keys.boolean(written(key), false);
+  const std::string to_wrap = written("transformer_layer_cls_to_wrap");
+  if (const Node* layers = keys.node(to_wrap)) {
     const std::vector<Node> one{*layers};
-    for (const Node& layer : layers->is(NodeKind::kList) ? layers->items : one) check_layer(layer);
+    for (const Node& layer : layers->is(NodeKind::kList) ? layers->items : one)
+      problems.attempt([&] { check_layer(layer, "fsdp_config." + to_wrap); });
   }
-  if (const Node* policy = keys.node("mixed_precision_policy")) read_types(*policy, plan);
+  const std::string types = written("mixed_precision_policy");
+  if (const Node* policy = keys.node(types))
+    problems.attempt([&] { read_types(*policy, "fsdp_config." + types, plan, problems); });
   keys.finish();
 }
 
@@ -124,9 +128,17 @@ std::string fsdp_words(const Node& node) {
 }
 
 FsdpPlan fsdp_plan(const TrainingArguments& arguments) {
+  Problems problems;
+  const FsdpPlan plan = fsdp_plan(arguments, problems);
+  problems.raise();
+  return plan;
+}
+
+FsdpPlan fsdp_plan(const TrainingArguments& arguments, Problems& problems) {
   FsdpPlan plan;
-  if (arguments.fsdp) read_words(*arguments.fsdp, plan);
-  if (arguments.fsdp_config) read_config(*arguments.fsdp_config, plan);
+  if (arguments.fsdp) problems.attempt([&] { read_words(*arguments.fsdp, plan); });
+  if (arguments.fsdp_config)
+    problems.attempt([&] { read_config(*arguments.fsdp_config, plan, problems); });
   if (!plan.on) plan.activation_checkpointing = plan.cpu_offload = false;
   return plan;
 }

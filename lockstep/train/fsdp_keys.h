@@ -24,8 +24,10 @@ struct FsdpPlan {
   std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
 };
 
-// Throws UsageError with the key, or the word, that has no meaning here.
+// Throws UsageError with every key, or the word, that has no meaning here.
 FsdpPlan fsdp_plan(const TrainingArguments& arguments);
+// The same, but adds the mistakes to `problems`.
+FsdpPlan fsdp_plan(const TrainingArguments& arguments, Problems& problems);
 
 // `fsdp` as one text, from a text or a list of words.
 std::string fsdp_words(const Node& node);

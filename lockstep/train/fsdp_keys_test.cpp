@@ -135,6 +135,14 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "t.yaml:2:15: fsdp_config has no key 'forward_prefetch'."},
            {"fsdp: full_shard\nfsdp_config: {version: 1}\n",
             "t.yaml:2:1: fsdp_config.version must be 2"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_version: 1}\n",
+            "t.yaml:2:1: fsdp_config.fsdp_version must be 2"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_versio: 2, forward_prefetch: true}\n",
+            "[config] 2 mistakes:\n"
+            "  t.yaml:2:15: fsdp_config has no key 'fsdp_versio'. Did you mean fsdp_version?\n"
+            "  t.yaml:2:31: fsdp_config has no key 'forward_prefetch'."},
+           {"fsdp: full_shrd\nfsdp_config: {versio: 2}\n",
+            "t.yaml:2:15: fsdp_config has no key 'versio'. Did you mean version?"},
            {"fsdp: hybrid_shard\ndata_parallel_shard_degree: 2\n",
             "t.yaml:1:1: hybrid_shard divides the model over the ranks of a host, and "
             "data_parallel_shard_degree says another number."},
@@ -158,7 +166,9 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"tensor_parallel_degree: 2\nelastic_gpu: true\n", "batches are tried on the whole"},
            {"tensor_parallel_degree: 2\nmixed_precision: fp8\n",
             "fp8 scales a matrix by its largest element"},
-           {"tensor_parallel_degree: 2\noptim: muon\n", "muon and adafactor step whole matrices"},
+           {"tensor_parallel_degree: 2\noptim: muon\n",
+            "muon and adafactor step whole matrices, and tensor parallel ranks have slices of "
+            "them. Use adamw, adam, lion, rmsprop or sgd."},
            {"tensor_parallel_degree: 0\n", "tensor_parallel_degree"}}) {
     std::string said = "(nothing thrown)";
     try {

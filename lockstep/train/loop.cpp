@@ -67,8 +67,9 @@ std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& 
   const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
   if (run.world.is_leader())
     log::info("trainer",
-              "a pipeline of {} ranks and {} micro-batches a step: a rank waits {:.0f} % of the "
-              "time, less with more micro-batches (gradient_accumulation_steps)",
+              "a pipeline of {} ranks and {} micro-batches a step: by the schedule a rank waits "
+              "at least {:.0f} % of the time, less with more micro-batches "
+              "(gradient_accumulation_steps)",
               stages, passes, waits);
   return pipeline;
 }

@@ -271,6 +271,11 @@ int shard_ranks(World& world, const TrainingArguments& arguments, const FsdpPlan
                      local, world.size());
   if (plan.hybrid) return local % slices == 0 ? std::gcd(ranks, local / slices) : 1;
   const auto asked = static_cast<int>(arguments.data_parallel_shard_degree.value_or(ranks));
+  if (ranks % asked != 0 && ranks == world.size())
+    throw UsageError("trainer",
+                     "data_parallel_shard_degree is {}, and the run has {} rank{}. Start a "
+                     "multiple of {}, or write {}.",
+                     asked, ranks, ranks == 1 ? "" : "s", asked, ranks);
   if (ranks % asked != 0)
     throw UsageError("trainer",
                      "data_parallel_shard_degree is {}, and {} ranks hold the same part of the "

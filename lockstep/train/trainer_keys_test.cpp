@@ -609,6 +609,19 @@ TEST(Keys, SaveOnEachNodeIsRefusedWhereNoHostHasTheWholeModel) {
       hosts_of_one_rank());
 }
 
+TEST(Keys, ShardDegreesThatDoNotDivideTheRanksAreRefused) {
+  testing::run_threads(4, [](World& world) {
+    TrainingArguments a;
+    a.fsdp = "full_shard";
+    a.data_parallel_shard_degree = 3;
+    const auto refused = [&] { return io::message_of<UsageError>([&] { mesh_for(world, a); }); };
+    EXPECT_THAT(refused(), HasSubstr("data_parallel_shard_degree is 3, and the run has 4 ranks. "
+                                     "Start a multiple of 3, or write 4."));
+    a.pipeline_parallel_degree = 2;
+    EXPECT_THAT(refused(), HasSubstr("is 3, and 2 ranks hold the same part of the model."));
+  });
+}
+
 // A full disk is survived and reported; one that is broken ends the run, and what is whole stays.
 TEST(Keys, ASaveThatFailsIsAnErrorOrAnAlert) {
   struct Listener : Observer {

@@ -195,7 +195,7 @@ class Tensor(TrainCase):
                 (LLAMA, 3, tensor(2), "tensor_parallel_degree is 2, and there are 3 ranks"),
                 (LLAMA, 4, (*tensor(2), "--pipeline_parallel_degree", 4),
                  "pipeline_parallel_degree x tensor_parallel_degree is 8, and there are 4 ranks"),
-                (LLAMA, 3, tensor(3), "8 attention heads and 4 heads of keys and values"),
+                (LLAMA, 3, tensor(3), "that divides both (tensor_parallel_degree): 1, 2 or 4."),
                 (mixtral, 2, tensor(2), "mixture of experts"),
                 (LLAMA, 2, (*tensor(2), "--lora", "{r: 4, target_modules: [q_proj]}"),
                  "does not divide adapters"),
