@@ -228,8 +228,9 @@ TEST(ShardUnits, WaitsAreBookedAsCommunication) {
       body();
       const ledger::Totals spent = ledger::since(before, ledger::totals());
       world.barrier();
-      if (world.rank() == 0)
+      if (world.rank() == 0) {
         EXPECT_GE(spent.host_ns[ledger::index(ledger::Phase::kCommunication)], 100'000'000u);
+      }
     };
     const auto late = [&] {
       if (world.rank() == 1) wait_ms(500);
