@@ -345,7 +345,8 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
   if (!whole && mesh.size("pipeline") > 1)
     split.emplace(
         mesh, layers_of(model),
-        PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule)});
+        PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
+                        .shard = {.cpu_offload = offload}});
   else if (!whole && (mesh.size("shard") > 1 || offload))
     divided.emplace(mesh, offload);
   const models::CausalLmPtr net = make_net(model, end_of_text);

@@ -372,8 +372,10 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
     if (unit + 1 < blocks_.size() && stage_->units[unit + 1]) prefetch(unit + 1);
   }
   at::Tensor output = body(inputs);
-  // Without a graph there is no backward that would free it.
-  if ((options_.reshard_after_forward || !makes_graph) && !in_backward_ && !held())
+  // Without a graph there is no backward that would free it. Slices that gathered() has left whole
+  // are cut and freed by before_forward().
+  const bool joined = slices_ && slices_->whole();
+  if ((options_.reshard_after_forward || !makes_graph) && !in_backward_ && !held() && !joined)
     units_[unit].free();
   if (makes_graph && output.requires_grad()) output = BeforeBackward::apply(output, graph);
   return output;

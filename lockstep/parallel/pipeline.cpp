@@ -348,9 +348,10 @@ Holders PipelineImpl::assign_parts(const nn::Staged::Parts& parts) {
 std::string PipelineImpl::describe(const torch::nn::Module& module) const {
   const FullyShardOptions& sharding = options_.shard;
   std::string text = fmt::format(
-      "schedule: {}\nstages_per_rank: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\n",
+      "schedule: {}\nstages_per_rank: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\n"
+      "cpu_offload: {}\n",
       name(options_.schedule), options_.stages_per_rank, sharding.reshard_after_forward,
-      sharding.reduce_every_backward);
+      sharding.reduce_every_backward, sharding.cpu_offload);
   for (const auto& type : {sharding.param_dtype, sharding.reduce_dtype})
     text += fmt::format("travels as: {}\n", type ? c10::toString(*type) : "its own type");
   for (const ModelParameter& p : model_.parameters()) {
@@ -546,7 +547,7 @@ std::shared_ptr<void> Pipeline::gathered() {
 }
 
 bool Pipeline::divided() const {
-  return mesh().size("pipeline") > 1 || mesh().size("shard") > 1 || mesh().size("tensor") > 1;
+  return mesh().size("pipeline") > 1 || mesh().size("tensor") > 1 || impl_->shards()->divides();
 }
 
 void Pipeline::verify_parameters() {
@@ -576,8 +577,9 @@ PipelinedConstruction::PipelinedConstruction(Mesh mesh, int blocks, PipelineOpti
   nn::BlockObserver take;
   // With fewer blocks than stages there is no pipeline: it says so.
   if (blocks >= stages && mesh.world().size() > 1)
-    take = [mesh, ranks, begins = parallel::split_blocks(blocks, stages),
-            next = 0](torch::nn::Module& block) mutable {
+    take = [mesh, ranks, begins = parallel::split_blocks(blocks, stages), next = 0,
+            offloads = parallel::offloads_from(mesh, options.shard.cpu_offload)](
+               torch::nn::Module& block) mutable {
       if (next == begins.back())
         throw UsageError(parallel::kPipeline,
                          "the model has more blocks than the {} that PipelinedConstruction was "
@@ -585,7 +587,7 @@ PipelinedConstruction::PipelinedConstruction(Mesh mesh, int blocks, PipelineOpti
                          next);
       const auto after = std::ranges::upper_bound(begins, next++);
       const auto stage = static_cast<int>(after - begins.begin()) - 1;
-      parallel::prepare_block(block, mesh, stage % ranks == mesh.rank("pipeline"));
+      parallel::prepare_block(block, mesh, stage % ranks == mesh.rank("pipeline"), offloads);
     };
   before_ = nn::observe_blocks(std::move(take));
 }

@@ -324,7 +324,12 @@ void ShardUnit::take(ShardedParameter& p) {
 // ---------------------------------------------------------------- gathering
 
 void ShardUnit::begin_gather() {
+  const bool begins = !whole_ && !shares_ && gathers_.empty();
   begin_gather_as(types_.gather);
+  // Others read and write slices through their rows, after which a gathered copy is old.
+  if (begins)
+    for_computing_ |= std::ranges::any_of(
+        parameters_, [](const ShardedParameter& p) { return p.rows->slice != nullptr; });
 }
 
 void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {

@@ -275,6 +275,32 @@ TEST(TensorMesh, WholeValuesAreAssignedToSlices) {
   });
 }
 
+// An evaluation leaves what is outside of blocks gathered: what is assigned after it counts, also
+// where rows are copied (an own type that travels) and not pointed at.
+TEST(TensorMesh, WhatWasGatheredDoesNotOutliveAnAssignment) {
+  on_meshes({{{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/true, kAdamW, {.param_dtype = at::kFloat});
+    const auto other = make(/*tied=*/true, 99);
+    run.evaluate();
+    const auto to = run.net->parameters(), from = other->parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i].detach());
+    run.optimizer->sync_from_model();
+    EXPECT_TENSOR_EQ(run.weights(), flat(*other));
+  });
+}
+
+// As after Trainer::train(), which leaves the model whole and holds nothing.
+TEST(TensorMesh, AModelThatWasLeftWholeCanBeCalled) {
+  on_meshes({{{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
+    Trained run = divided(mesh, /*tied=*/true), one = whole(mesh, /*tied=*/true);
+    run.way->gathered();
+    const torch::NoGradGuard no_grad;
+    const at::Tensor ids = ids_of(0, 0);
+    EXPECT_TENSOR_NEAR(run.net->forward(ids), one.net->forward(ids), kSums);
+    EXPECT_TENSOR_EQ(run.weights(), one.weights());
+  });
+}
+
 // ---------------------------------------------------------------- slices and the whole
 
 // As the Trainer does where it saves beside the next forward.

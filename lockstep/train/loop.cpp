@@ -585,7 +585,7 @@ void Loop::run() {
 // the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
   // Tensor parallel ranks have the same norms.
-  const std::int64_t replicas = run_.mesh.size("data") * run_.arguments.tensor_parallel_degree;
+  const std::int64_t replicas = run_.mesh.size("data") * run_.mesh.size("tensor");
   if (std::exchange(compared_, true) || replicas == 1) return;
   run_.parallelism->verify_parameters();
   std::string difference;
