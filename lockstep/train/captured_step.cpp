@@ -110,7 +110,10 @@ struct CapturedStep::Impl {
     int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
-    Tensors gradients{};          // of the parameters, as the function leaves them
+    // The parameters' gradients after the function, where it makes or removes them. One that it
+    // adds to in place is not held: a replay finds it at its address (is_of_here), and to hold it
+    // would keep the gradients of an update that is over.
+    std::vector<std::optional<at::Tensor>> gradients{};
     std::vector<Place> places{};  // of the parameters, before it
     std::uint64_t layout = 0;     // of the gradients
     std::uint64_t optimizer = 0;  // its layout
@@ -239,7 +242,7 @@ struct CapturedStep::Impl {
     if (shared() && !all_ranks(world(), unavailable.empty()) && unavailable.empty())
       unavailable = "another rank could not record it";
     if (unavailable.empty()) {
-      entry.gradients = gradients_now();
+      remember_gradients(entry);
       if (!std::exchange(recorded, true))
         log::info("CapturedStep", "a step was recorded and is replayed as one CUDA graph");
       return true;
@@ -249,6 +252,16 @@ struct CapturedStep::Impl {
     move_accumulators_to_current_stream();
     entries.clear();  // what is there holds memory
     return false;
+  }
+
+  void remember_gradients(Entry& entry) const {
+    entry.gradients.clear();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& gradient = parameters[i].grad();
+      const bool stayed =
+          gradient.defined() && gradient.const_data_ptr() == entry.places[i].gradient;
+      entry.gradients.push_back(stayed ? std::nullopt : std::optional(gradient));
+    }
   }
 
   // Empty, or the reason. A rank that already has a graph records again when others have none.
@@ -324,7 +337,7 @@ struct CapturedStep::Impl {
     entry.runs = 0;
     if (shared()) watch_replay();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      parameters[i].mutable_grad() = entry.gradients[i];
+      if (const auto& gradient = entry.gradients[i]) parameters[i].mutable_grad() = *gradient;
       if (parameters[i].requires_grad()) parameters[i].unsafeGetTensorImpl()->bump_version();
     }
     return entry.outputs;

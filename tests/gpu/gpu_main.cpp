@@ -433,6 +433,15 @@ void captured_ranks(World& world) {
   said(world, "captured steps of all ranks");
 }
 
+using WeakTensors = std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>;
+
+WeakTensors gradients_of(const Captured& training) {
+  WeakTensors gradients;
+  for (const at::Tensor& parameter : training.net->parameters())
+    gradients.emplace_back(parameter.grad().getIntrusivePtr());
+  return gradients;
+}
+
 // Windows of many micro-batches: those in the middle come often before the first window has ended,
 // when gradients and buckets are not yet where they will be.
 void captured_windows(World& world) {
@@ -457,12 +466,19 @@ void captured_windows(World& world) {
       [&](const auto& inputs, int variant) { return work(captured, inputs[0], variant); }};
   int replays = 0;
   constexpr int kWindows = 12;
+  WeakTensors of_plain, of_captured;
   for (int i = 0; i < kWindows * kPasses; ++i) {
     const int variant = i % kPasses == 0 ? 0 : i % kPasses == kPasses - 1 ? 2 : 1;
     const auto ids = drawn_ids(world, i, 32);
     const auto want = work(plain, ids, variant);
     require(step.run({ids}, variant)[0].equal(want[0]), "windows: the loss of a step as it is");
     if (i >= 6 * kPasses) replays += step.replayed() ? 1 : 0;
+    // The first window's gradients, which no graph has made, end with it.
+    if (i == kPasses - 2) of_plain = gradients_of(plain), of_captured = gradients_of(captured);
+    if (i == kPasses)
+      for (std::size_t k = 0; k < of_plain.size(); ++k)
+        require(of_captured[k].expired() || !of_plain[k].expired(),
+                "windows: a graph does not keep the gradients of an update that is over");
   }
   require(step.unavailable_reason().empty(), "windows are captured");
   require(replays == 6 * kPasses, "and from the sixth on replayed");
