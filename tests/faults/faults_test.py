@@ -81,7 +81,8 @@ def fault(ranks, kind, guilty, phase, backend="shm"):
     if kind == "exception":
         check(label, "planted exception" in output, f"no message:\n{output}")
         report = output[headline.start():] if headline else ""
-        frames = re.findall(r"^    (.+ \(faults\+0x[0-9a-f]+\))$", report, re.M)
+        # With debug information a frame has its line.
+        frames = re.findall(r"^    (.+ \((?:faults\+0x[0-9a-f]+|\S+\.cpp:\d+)\))$", report, re.M)
         check(label, len(frames) > 1, f"no stack:\n{output}")
         twice = [f for f in frames if report.count(f) > frames.count(f)]
         check(label, not twice and report.count("planted exception") == 1, f"twice:\n{output}")
