@@ -1,6 +1,5 @@
 // `lockstep plan`: what a training file costs on given GPUs, before a GPU is booked.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -12,14 +11,13 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/plan_machine.h"
 #include "cli/plan_probe.h"
 #include "cli/plan_record.h"
 #include "cli/plan_training.h"
 #include "cli/plan_write.h"
 #include "cli/task_config.h"
 #include "launcher/accelerate_config.h"
-#include "launcher/host.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -51,7 +49,7 @@ constexpr const char* kPlanHelp =
     "                     nodes: ib400 (a port of 400 Gbit/s for each GPU), ib1600/node,\n"
     "                     eth25/node; loopback: CPU ranks. Without it what `lockstep doctor` has\n"
     "                     measured on this machine, or what is usual for the card\n"
-    "--gpus-per-node N    default 8\n"
+    "--gpus-per-node N    default 8; CPU ranks: all of them\n"
     "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
     "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
@@ -59,6 +57,7 @@ constexpr const char* kPlanHelp =
     "replace\n"
     "                     the estimates and are kept for the next plan\n"
     "--probe-ways N       how many of the best (4)\n"
+    "--ways N|all         how many ways to show (8)\n"
     "--write FILE         the training file with the settings of the fastest way, or of way K\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
@@ -72,12 +71,13 @@ struct PlanRequest {
   std::optional<double> tokens{};
   std::vector<int> scale{};
   std::string link{};
-  int per_node = 8;
+  std::optional<int> per_node{};
   plan::Speed speed{};
   bool unfused = false;
   bool json = false;
   std::string write{};
   std::optional<int> way{};
+  std::size_t ways = 8;
   bool probe = false;
   int probe_ways = 4;
 };
@@ -120,6 +120,11 @@ PlanRequest parse_plan(const Args& args) {
   flags.integer("--gpus-per-node", request.per_node, 1, 1024);
   flags.text("--write", request.write);
   flags.integer("--way", request.way, 1, 1000);
+  flags.value("--ways", [&](const std::string& text) {
+    request.ways = text == "all"
+                       ? SIZE_MAX
+                       : static_cast<std::size_t>(env::parse_int(text, "--ways", 1, 1000));
+  });
   number("--mfu", 0.001, 1, request.speed.utilisation);
   number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
   for (const std::string& arg : flags.read(args, /*keys=*/true)) {
@@ -147,61 +152,6 @@ PlanRequest parse_plan(const Args& args) {
   return request;
 }
 
-// ---------------------------------------------------------------- the machine
-
-plan::Devices find_devices(const launch::Gpus& gpus) {
-  std::vector<plan::FoundGpu> found;
-  for (const launch::GpuModel& gpu : gpus.models)
-    found.push_back({gpu.name, gpu.memory_bytes, gpu.multiprocessors, gpu.clock_khz,
-                     gpu.capability_major, gpu.capability_minor});
-  return plan::detected_devices(
-      found, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
-}
-
-std::uint64_t host_memory() {
-  const long pages = ::sysconf(_SC_PHYS_PAGES);
-  const long size = ::sysconf(_SC_PAGESIZE);
-  return pages > 0 && size > 0
-             ? static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(size)
-             : 0;
-}
-
-struct Here {
-  plan::Devices devices;
-  std::string name;  // of this machine's devices; empty: they were named, and may be elsewhere
-};
-
-Here devices_here(const PlanRequest& request) {
-  std::string text = request.gpus;
-  if (text.empty() || text == "detected") {
-    const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
-    const launch::Gpus gpus = cpu ? launch::Gpus{} : launch::find_gpus();
-    if (gpus.count > 0 || text == "detected")
-      return {find_devices(gpus), gpus.models.empty() ? "" : gpus.models.front().name};
-    text = "cpu";
-  }
-  plan::Devices devices = plan::parse_devices(text);
-  if (!devices.card.cpu) return {devices, ""};
-  devices.card.memory_bytes = host_memory() / static_cast<std::uint64_t>(devices.count);
-  return {devices, "cpu"};
-}
-
-// The flag, what was measured here, or what is usual for the card.
-plan::Cluster cluster_of(const PlanRequest& request, const Here& here) {
-  const plan::Card& card = here.devices.card;
-  const char* usual = card.cpu          ? "loopback"
-                      : card.nvlink > 0 ? "nvlink+ib400"
-                      : card.peers      ? "pcie+eth100/node"
-                                        : "pcie-host+eth100/node";
-  plan::Cluster cluster =
-      plan::parse_link(request.link.empty() ? usual : request.link, card, request.per_node);
-  if (card.cpu) cluster.cores = allowed_cores();
-  if (request.link.empty() && !here.name.empty())
-    if (const auto link = saved_link(here.name, here.devices.count))
-      plan::use_measured(cluster, *link);
-  return cluster;
-}
-
 // ---------------------------------------------------------------- the plan
 
 struct Row : plan::Timed {
@@ -219,6 +169,7 @@ struct Report {
   std::vector<plan::ScalePoint> points{};
   int stops_at = 0;
   std::vector<plan::Change> changes{};
+  std::uint64_t written_bytes = 0;  // what they are changes of
   std::vector<plan::Way> ways{};
 
   const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
@@ -410,27 +361,33 @@ Report make_report(const PlanRequest& request) {
         "set it to 1, to see the other ways.",
         request.file, config.arguments.tensor_parallel_degree);
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
-  const Here here = devices_here(request);
+  const Here here = devices_here(request.gpus);
+  const int per_node = request.per_node.value_or(here.devices.card.cpu ? here.devices.count : 8);
   Report report{.request = request,
                 .training = training_of(config.arguments, task),
                 .devices = here.devices,
                 .machine = {},
                 .parameters = {}};
   report.training.unfused = request.unfused;
-  report.training.node_gpus = request.per_node;
+  report.training.node_gpus = per_node;
   // Ranks that share memory shard the optimizer where the file leaves it open.
   if (here.devices.card.cpu) report.training.sharded_optimizer = report.training.may_shard;
-  report.machine = {report.devices.card, cluster_of(request, here), request.speed};
+  report.machine = {report.devices.card, cluster_of(request.link, per_node, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
   if (report.training.pipeline > 1 && report.training.fsdp)
     report.note("fsdp beside pipeline_parallel_degree is not planned: stages count whole");
+  if (report.training.offload && !here.devices.card.cpu)
+    report.note("offload: the host's memory and the time of copies from and to it are not planned");
   add_rows(report);
   add_scale(report);
   add_ways(report, !here.name.empty());
-  if (!report.fits() && !report.refused())
-    report.changes =
-        plan::changes(report.training, report.devices.card, report.rows.back().choice.gpus);
+  if (!report.fits() && !report.refused()) {
+    const int gpus = report.rows.back().choice.gpus;
+    report.changes = plan::changes(report.training, report.devices.card, gpus);
+    report.written_bytes =
+        plan::as_written(report.training, report.devices.card, gpus).memory.total();
+  }
   return report;
 }
 
@@ -581,7 +538,9 @@ std::string changes_text(const Report& r) {
                                  gib(plan::usable_bytes(r.devices.card)));
   if (!r.changes.empty())
     text += fmt::format(" What to change, cheapest first, GiB:\n  {:<58}{:>8}{:>10}  {}\n", "",
-                        "alone", "together", "cost");
+                        "alone", "together", "cost") +
+            fmt::format("  {:<58}{:>7} {:>9}\n", "as the file is written", gib(r.written_bytes),
+                        gib(r.written_bytes));
   for (const plan::Change& c : r.changes)
     text += fmt::format("  {:<58}{:>8}{:>10}{} {}\n", c.text,
                         gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
@@ -600,15 +559,15 @@ std::string settings_text(const plan::Way& way) {
   return text.empty() ? "as it is written" : text;
 }
 
-constexpr std::size_t kWaysShown = 8;
-
 std::string ways_text(const Report& r) {
   if (r.ways.size() < 2) return "";
   std::string text = fmt::format(
       "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<32}{:>14}"
       "{:>10}{:>11}{:>12}",
       r.ways.front().choice.global_batch,
-      r.ways.size() > kWaysShown ? fmt::format(" ({} of {})", kWaysShown, r.ways.size()) : "",
+      r.ways.size() > r.request.ways
+          ? fmt::format(" ({} of {}; --ways all shows all)", r.request.ways, r.ways.size())
+          : "",
       "way", r.device_text() + std::string("s"), "strategy", "batch x accum", "GiB each", "ms/step",
       r.unit() + std::string("s/s"));
   const bool measured = std::ranges::any_of(r.ways, &plan::Way::measured);
@@ -616,7 +575,7 @@ std::string ways_text(const Report& r) {
   if (r.request.tokens)
     text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
   text += "  what to set\n";
-  for (std::size_t i = 0; i < std::min(r.ways.size(), kWaysShown); ++i) {
+  for (std::size_t i = 0; i < std::min(r.ways.size(), r.request.ways); ++i) {
     const plan::Way& way = r.ways[i];
     const plan::Choice& c = way.choice;
     text += fmt::format("{:>4}{:>6}  {:<32}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,

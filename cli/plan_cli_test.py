@@ -226,6 +226,26 @@ class Plan(unittest.TestCase):
                       self.json(self.pipeline(more="fsdp: full_shard\n"), "--gpus",
                                 "4xH100")["notes"])
 
+    def test_as_many_ways_as_asked_for_are_shown(self):
+        file = self.gpt2("global_batch_size: 64\n")
+        count = len(self.json(file, "--gpus", "4xH100")["ways"])
+        self.assertGreater(count, 8)
+        for flag, shown in (((), 8), (("--ways", "3"), 3), (("--ways", "all"), count)):
+            out = self.plan(file, "--gpus", "4xH100", *flag).stdout
+            table = out.split("ways to train")[1].split("\n\n")[0]
+            self.assertEqual(len(re.findall(r"(?m)^ +\d+ +\d  ", table)), shown)
+            self.assertEqual(f"({shown} of {count}; --ways all shows all)" in out, shown < count)
+        self.assertIn("--ways", self.plan(file, "--ways", "0", code=2).stderr)
+
+    def test_offloaded_rows_are_in_the_hosts_memory(self):
+        file = self.gpt2("global_batch_size: 64\nfsdp: full_shard offload\n")
+        plan = self.json(file, "--gpus", "2xH100")
+        self.assertEqual([row["memory_bytes"]["optimizer"] for row in plan["rows"]], [0, 0])
+        self.assertIn("offload: the host's memory and the time of copies from and to it are not "
+                      "planned", plan["notes"])
+        row = self.json(file, "--gpus", "2xH100", "--fsdp", "full_shard")["rows"][-1]
+        self.assertGreater(row["memory_bytes"]["optimizer"], 0)
+
     def test_tensor_parallel_files_are_refused(self):
         file = self.gpt2("tensor_parallel_degree: 2\n")
         self.assertIn("has tensor_parallel_degree: 2, which the plan does not know. Delete it, or "
@@ -269,14 +289,16 @@ class Plan(unittest.TestCase):
         plan = self.json(file, "--gpus", "2xRTX4090", code=1)
         self.assertEqual(plan["parameters"], 3821079552)
         self.assertFalse(plan["fits"])
-        self.assertEqual([c["change"] for c in plan["changes"]][:2],
-                         ["gradient_checkpointing: true",
+        self.assertEqual([c["change"] for c in plan["changes"]][:3],
+                         ["shard_optimizer: true", "gradient_checkpointing: true",
                           "per_device_train_batch_size: 1 with accumulation 16"])
         self.assertTrue(plan["changes"][-1]["together_fits"])
         out = self.plan(file, "--gpus", "2xRTX4090", code=1).stdout
         self.assertIn("It does not fit (23.27 GiB are usable). What to change, cheapest first, "
                       "GiB:", out)
         self.assertIn("  * fits\n", out)
+        written = float(re.search(r"(?m)^  as the file is written +([\d.]+) +\1$", out).group(1))
+        self.assertGreater(written * 2**30, plan["changes"][0]["alone_bytes"])
         # As it says: with adapters in bf16 it fits, and data parallel is the strategy.
         tuned = self.write("tuned.yaml", f"model: {{config: {config}}}\n"
                            "data: {name: instructions, path: /no/such.json}\nmax_seq_len: 512\n"

@@ -22,6 +22,7 @@ constexpr int kFirstCpu = 1;
 
 struct SeenRanks {
   double step_s = 0;
+  double longest_s = 0;  // of the steps that count
   std::uint64_t memory_bytes = 0;
 };
 
@@ -35,7 +36,9 @@ std::optional<SeenRanks> read_ranks(const std::string& folder, int ranks) {
     std::vector<double> steps;
     for (const Node& step : node.at("step_s").items) steps.push_back(step.real);
     if (steps.size() < kSteps) return std::nullopt;
-    all.step_s = std::max(all.step_s, *std::min_element(steps.end() - kSteps, steps.end()));
+    const auto [least, most] = std::minmax_element(steps.end() - kSteps, steps.end());
+    all.step_s = std::max(all.step_s, *least);
+    all.longest_s = std::max(all.longest_s, *most);
     all.memory_bytes =
         std::max(all.memory_bytes, static_cast<std::uint64_t>(node.at("memory_bytes").integer));
   }
@@ -90,7 +93,8 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   }
   // What the allocator does not see is as planned.
   const std::uint64_t memory = seen->memory_bytes + c.memory.workspace + c.memory.context;
-  fmt::print(stderr, "probe: {}: {:.1f} ms a step, {:.2f} GiB\n", what, 1e3 * seen->step_s,
+  fmt::print(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB\n", what,
+             1e3 * seen->step_s, kSteps, 1e3 * seen->longest_s,
              static_cast<double>(memory) / (1u << 30));
   return measurement_of(way, seen->step_s, memory);
 }

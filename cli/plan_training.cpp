@@ -40,7 +40,10 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                     : fsdp.reshard_after_forward ? plan::Strategy::kFullShard
                                                  : plan::Strategy::kShardGradOp;
     training.fixed_checkpointing = fsdp.activation_checkpointing;
+    training.offload = fsdp.cpu_offload;
+    training.shares_memory = fsdp.param_dtype.empty();  // what travels in another type is copied
   }
+  training.shares_memory &= arguments.ddp_backend.value_or("shm") == "shm";
   training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
   training.may_shard = arguments.shard_optimizer != "false";

@@ -39,7 +39,7 @@ constexpr const char* kKeys[] = {"compute_environment",
                                  "tpu_use_sudo"};
 
 // The keys of fsdp_config, by the variables that `accelerate launch` makes of them. What has no
-// variable here says what FullyShard does anyway.
+// variable here says what FullyShard does anyway, or is of PyTorch's first FSDP.
 constexpr std::pair<std::string_view, std::string_view> kFsdpKeys[] = {
     {"fsdp_version", "FSDP_VERSION"},
     {"fsdp_reshard_after_forward", "FSDP_RESHARD_AFTER_FORWARD"},
@@ -48,9 +48,24 @@ constexpr std::pair<std::string_view, std::string_view> kFsdpKeys[] = {
     {"fsdp_offload_params", "FSDP_OFFLOAD_PARAMS"},
     {"fsdp_auto_wrap_policy", ""},
     {"fsdp_cpu_ram_efficient_loading", ""},
+    {"fsdp_backward_prefetch", ""},
+    {"fsdp_forward_prefetch", ""},
     {"fsdp_state_dict_type", ""},
     {"fsdp_sync_module_states", ""},
     {"fsdp_use_orig_params", ""}};
+
+// What PyTorch's first FSDP has for fsdp_reshard_after_forward, by name or number: what to write.
+std::string_view instead_of_strategy(std::string_view value) {
+  if (value == "FULL_SHARD" || value == "1") return "Write fsdp_reshard_after_forward: true.";
+  if (value == "SHARD_GRAD_OP" || value == "2") return "Write fsdp_reshard_after_forward: false.";
+  if (value == "NO_SHARD" || value == "3")
+    return "Write distributed_type: MULTI_GPU, which divides nothing.";
+  if (value == "HYBRID_SHARD" || value == "4")
+    return "Delete it, and write fsdp: hybrid_shard into the training file.";
+  if (value == "HYBRID_SHARD_ZERO2" || value == "5")
+    return "Delete it, and write fsdp: hybrid_shard_zero2 into the training file.";
+  return "Write fsdp_reshard_after_forward: true or false.";
+}
 
 class Translator {
  public:
@@ -228,6 +243,22 @@ class Translator {
     out_.environment["CUDA_VISIBLE_DEVICES"] = ids;
   }
 
+  // What PyTorch's first FSDP says otherwise.
+  bool refuses_fsdp1(const Entry& entry) {
+    const Node& value = entry.value;
+    if (entry.key == "fsdp_version" && value.text != "2") {
+      refuse(entry, "fsdp_config.fsdp_version {} is not supported. Write fsdp_version: 2.",
+             value.text);
+      return true;
+    }
+    const bool named = entry.key == "fsdp_reshard_after_forward" && !value.is(NodeKind::kBool);
+    if ((!named && entry.key != "fsdp_sharding_strategy") || value.is(NodeKind::kNull))
+      return false;
+    refuse(entry, "fsdp_config.{} {} is of PyTorch's first FSDP. {}", entry.key, value.text,
+           instead_of_strategy(value.text));
+    return true;
+  }
+
   // For the ranks, which read them where the training file says nothing of fsdp.
   void fully_sharded() {
     out_.environment["ACCELERATE_USE_FSDP"] = "true";
@@ -238,6 +269,7 @@ class Translator {
       return;
     }
     for (const Entry& entry : section->value.entries) {
+      if (refuses_fsdp1(entry)) continue;
       const auto* const known = std::ranges::find(
           kFsdpKeys, entry.key, [](const auto& pair) { return std::string(pair.first); });
       const bool off = entry.value.is(NodeKind::kBool) && !entry.value.boolean;

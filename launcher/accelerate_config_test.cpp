@@ -62,12 +62,13 @@ TEST(AccelerateConfig, EmptySectionsAreSkipped) {
   }
 }
 
-// As `accelerate config` writes it for FSDP2.
+// As `accelerate config` writes it for FSDP2, with a key of FSDP1 that has no effect.
 TEST(AccelerateConfig, FsdpGoesToTheRanksAsAccelerateSendsIt) {
   const AccelerateLaunch launch = read(
       "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n"
       "  fsdp_activation_checkpointing: false\n"
       "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+      "  fsdp_backward_prefetch: BACKWARD_PRE\n"
       "  fsdp_cpu_ram_efficient_loading: true\n"
       "  fsdp_offload_params: false\n"
       "  fsdp_reshard_after_forward: true\n"
@@ -152,6 +153,15 @@ const Mistake kMistakes[] = {
      "1:1: fsdp_config belongs in the training file"},
     {"FsdpKey", "distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: 100\n",
      "3:24: fsdp_config.fsdp_min_num_params is not supported. Delete it."},
+    {"FsdpVersion", "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n",
+     "3:17: fsdp_config.fsdp_version 1 is not supported. Write fsdp_version: 2."},
+    {"FsdpHybrid", "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n",
+     "3:27: fsdp_config.fsdp_sharding_strategy HYBRID_SHARD is of PyTorch's first FSDP. Delete it, "
+     "and write fsdp: hybrid_shard into the training file."},
+    {"FsdpStrategy",
+     "distributed_type: FSDP\nfsdp_config:\n  fsdp_reshard_after_forward: SHARD_GRAD_OP\n",
+     "3:31: fsdp_config.fsdp_reshard_after_forward SHARD_GRAD_OP is of PyTorch's first FSDP. Write "
+     "fsdp_reshard_after_forward: false."},
     {"FsdpMap", "distributed_type: FSDP\nfsdp_config: full_shard\n",
      "2:14: fsdp_config must be a map"},
     {"Precision", "mixed_precision: int8\n", "1:18: mixed_precision must be no, fp16, bf16 or fp8"},

@@ -27,7 +27,7 @@ enum class Phase : std::uint8_t {
   kData,
   kForward,
   kBackward,
-  kCommunication,  // waits for the gradients' reduction
+  kCommunication,  // waits for other ranks: reductions, gathers, a pipeline's messages
   kOptimizer,
   kEvaluation,
   kLogging,

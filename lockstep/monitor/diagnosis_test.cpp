@@ -15,7 +15,9 @@ namespace {
 using namespace for_test;
 using ledger::Counter;
 using ledger::Phase;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // ---------------------------------------------------------------- silence
 
@@ -313,6 +315,22 @@ TEST(CommunicationBound, AShardedOptimizerHasNoBuckets) {
     run.facts.optimizer = "sharded fused adamw";
     EXPECT_THAT(only(run, "communication-bound").remedy, HasSubstr("reduce less often"));
   }
+}
+
+// Passes gather what fsdp divides, also those that only accumulate.
+TEST(CommunicationBound, FsdpGathersLessOftenWithLargerPasses) {
+  RunRecord run = communicating(0.35, 0, 0, 0);
+  run.facts.per_device_batch = 4;
+  run.facts.arguments = map_node({{"fsdp", text_node("full_shard")}});
+  const Finding finding = only(run, "communication-bound");
+  EXPECT_THAT(finding.what, HasSubstr("gathered parameters"));
+  EXPECT_THAT(finding.remedy,
+              AllOf(HasSubstr("per_device_train_batch_size (now 4)"), HasSubstr("shard_grad_op"),
+                    Not(HasSubstr("hybrid_shard")), Not(HasSubstr("accumulation"))));
+  run.facts.hosts = 2;
+  EXPECT_THAT(only(run, "communication-bound").remedy, HasSubstr("hybrid_shard"));
+  run.facts.arguments = map_node({{"fsdp", text_node("")}});
+  EXPECT_THAT(only(run, "communication-bound").remedy, HasSubstr("accumulation"));
 }
 
 TEST(CommunicationBound, HasALimit) {

@@ -104,6 +104,22 @@ std::string larger_step(const View& view) {
       now_text(facts.per_device_batch), now_text(facts.accumulation));
 }
 
+bool is_fully_sharded(const View& view) {
+  const Entry* const fsdp = view.run.facts.arguments.find("fsdp");
+  return fsdp != nullptr && fsdp->value.is(NodeKind::kString) && !fsdp->value.text.empty();
+}
+
+// Every pass gathers each block for forward and again for backward, so that accumulation, which
+// makes more passes, does not help.
+Advice fsdp_advice(const View& view, double exposed) {
+  return {
+      fmt::format("gather less often: raise per_device_train_batch_size{}; where memory allows it, "
+                  "fsdp: shard_grad_op does not gather blocks again for backward{}.",
+                  now_text(view.run.facts.per_device_batch),
+                  view.run.facts.hosts > 1 ? ", and hybrid_shard gathers inside a host" : ""),
+      exposed / 2};
+}
+
 Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
   // A sharded optimizer reduces within its step, not by these buckets.
   const bool sharded = view.run.facts.optimizer.starts_with("sharded");
@@ -341,18 +357,19 @@ std::optional<Finding> communication_bound(const View& view) {
   const RankView& rank = least_waiting(view);
   const double exposed = share(rank, Phase::kCommunication) - longest_delay_share(view);
   if (exposed < kCommunicationShare) return std::nullopt;
-  const Advice advice = bucket_advice(view, rank, exposed);
+  const bool sharded = is_fully_sharded(view);
+  const Advice advice = sharded ? fsdp_advice(view, exposed) : bucket_advice(view, rank, exposed);
   const Reduction reduction = reduction_of(rank);
   std::string evidence = fmt::format(
-      "every rank waits for reductions for {:.0f} % of a step of "
-      "{:.1f} ms or more",
-      100 * exposed, 1e3 * step_s(rank));
+      "every rank waits for {} for {:.0f} % of a step of {:.1f} ms or more",
+      sharded ? "gathers and reductions" : "reductions", 100 * exposed, 1e3 * step_s(rank));
   if (reduction.bytes_per_s > 0)
     evidence += fmt::format("; {:.1f} MiB in {:.0f} buckets of a step at {:.2f} GB/s",
                             reduction.bucket_bytes * reduction.buckets_per_step / kMiB,
                             reduction.buckets_per_step, reduction.bytes_per_s / 1e9);
   return Finding{.rule = "communication-bound",
-                 .what = "The ranks wait for the gradients' reduction.",
+                 .what = sharded ? "The ranks wait for gathered parameters and for gradients."
+                                 : "The ranks wait for the gradients' reduction.",
                  .evidence = evidence + ".",
                  .remedy = advice.remedy,
                  .gain = advice.gain};

@@ -1,12 +1,12 @@
 // Tensors whose elements are divided over ranks: a tensor in its whole shape without memory, and
-// the elements of it that this rank holds. FullyShard makes them; whoever reads or writes files
-// needs no more than this to do so in parts.
+// the elements of it that this rank holds. FullyShard, Pipeline and TensorParallel make them; code
+// that reads or writes files needs no more than this to do so in parts.
 //
 //   if (const nn::Rows* mine = nn::rows_of(parameter)) write_at(mine->begin, mine->values);
 //   nn::assign(parameter, values);       // of a divided one only what this rank holds
 //
-// A tensor is divided while it has no memory. One that is gathered is an ordinary one. Functions on
-// tensors; one thread at a time.
+// One that is gathered to compute with has memory and keeps its Rows, because what counts is there.
+// While gathered() is held it has none. Functions on tensors; one thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,7 +50,7 @@ struct Run {
 };
 std::vector<Run> runs_of(const Rows& rows);
 
-// Null: the tensor has its elements. Lives as long as the tensor is divided.
+// Null: read and write the tensor itself. Valid until the tensor is gathered, freed or cut again.
 const Rows* rows_of(const at::Tensor& tensor);
 void set_rows(const at::Tensor& tensor, const RowsPtr& rows);
 // What files have; the tensor's own unless it is a slice.

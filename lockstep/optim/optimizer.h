@@ -74,7 +74,7 @@ struct StepResult {
 struct StateDictOptions {
   bool wanted = true;    // false: this rank takes part, and gets nothing
   bool copy = true;      // false: tensors may be the optimizer's own, valid until the next step()
-  bool divided = false;  // of FullyShard: divided tensors (lockstep/nn/divided.h), ungathered
+  bool divided = false;  // true: where ranks divide it, as they hold it (lockstep/nn/divided.h)
 };
 
 class Optimizer : public torch::optim::Optimizer {

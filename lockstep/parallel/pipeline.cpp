@@ -514,9 +514,10 @@ const Mesh& Pipeline::mesh() const {
 
 std::string Pipeline::text() const {
   const int ranks = mesh().size("shard");
-  return fmt::format("in {} pipeline stage{} ({}){}{}", impl_->stages(),
+  return fmt::format("in {} pipeline stage{} ({}){}{}{}", impl_->stages(),
                      impl_->stages() == 1 ? "" : "s", parallel::name(impl_->options().schedule),
                      ranks > 1 ? fmt::format(", fully sharded over {} ranks", ranks) : "",
+                     impl_->shards()->offloads() ? ", offloaded to the CPU" : "",
                      parallel::slices_text(mesh()));
 }
 

@@ -15,8 +15,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
-#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/staged.h"
@@ -25,6 +23,7 @@
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
@@ -35,36 +34,14 @@ namespace {
 using testing::Count;
 using testing::CountingAllocator;
 using ::testing::HasSubstr;
+using testing::kLayers;
+using testing::kVocabulary;
 using testing::message_of;
+using testing::small_model;
+using testing::text;
 using testing::this_rank;
 
-constexpr int kLayers = 4;
-constexpr std::int64_t kVocabulary = 50;
 const optim::Rule kAdamW = optim::AdamWOptions{.lr = 0.01};
-
-models::CausalLmPtr make(bool tied, std::uint64_t seed = 7) {
-  static std::mutex drawing;  // from the process's one generator
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(seed);
-  if (tied)
-    return models::make_causal_lm({.model = models::GptConfig{.n_layer = kLayers,
-                                                              .n_head = 2,
-                                                              .n_embd = 18,  // rows no rank divides
-                                                              .vocab_size = kVocabulary,
-                                                              .n_positions = 12}});
-  return models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = kVocabulary,
-                                                              .hidden_size = 16,
-                                                              .intermediate_size = 27,
-                                                              .num_hidden_layers = kLayers,
-                                                              .num_attention_heads = 4,
-                                                              .num_key_value_heads = 2}});
-}
-
-// Micro-batch `k` of a rank that sees samples of its own.
-at::Tensor text(int k, int rank) {
-  auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(10 * k + rank));
-  return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
-}
 
 struct Trained {
   Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> parallelism,
@@ -94,9 +71,7 @@ struct Trained {
   }
   at::Tensor weights() {
     const auto held = way->gathered();
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& each : net->parameters()) all.push_back(each.detach().flatten());
-    return at::cat(all);
+    return testing::flat(*net);
   }
 
   models::CausalLmPtr net;
@@ -107,20 +82,20 @@ struct Trained {
 Trained piped(const Mesh& mesh, const PipelineOptions& options, bool tied,
               const optim::Rule& rule = kAdamW) {
   // Rank 0's values count.
-  const auto net = make(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));
+  const auto net = small_model(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));
   return {net, std::make_shared<Pipeline>(*net, mesh, options), rule};
 }
 
 // The same samples without stages. The ranks of a stage are a world, which is divided alike.
 Trained unpiped(const Mesh& mesh, const FullyShardOptions& options, bool tied,
                 const optim::Rule& rule = kAdamW) {
-  const auto net = make(tied);
+  const auto net = small_model(tied);
   const Mesh ranks(mesh.batch(), {{"data", mesh.size("data")}, {"shard", mesh.size("shard")}});
   return {net, std::make_shared<FullyShard>(*net, ranks, options), rule};
 }
 
 Trained replicated(const Mesh& mesh, bool tied) {
-  const auto net = make(tied);
+  const auto net = small_model(tied);
   return {net, std::make_shared<DataParallel>(*net, Mesh(mesh.batch()))};
 }
 
@@ -369,7 +344,7 @@ TEST(PipelinedConstructionTest, RefusesOtherNumbersAndOtherValues) {
     const Mesh mesh(world, {{"pipeline", 2}});
     const auto seeded = [&](int blocks, std::uint64_t seed) {
       const PipelinedConstruction split(mesh, blocks);
-      return make(/*tied=*/true, seed);
+      return small_model(/*tied=*/true, seed);
     };
     EXPECT_THAT(message_of<UsageError>([&] { seeded(3, 1); }),
                 HasSubstr("the model has more blocks than the 3"));

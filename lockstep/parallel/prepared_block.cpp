@@ -16,10 +16,10 @@ void check_mesh(const Mesh& mesh) {
       std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });
   if (!has_shard && mesh.world().size() > 1)
     throw UsageError(kFullyShard,
-                     "the mesh ({}) has no axis 'shard', so that every rank would hold the whole "
-                     "model. Make it with Mesh(world, {{{{\"shard\", -1}}}}), or use "
-                     "DistributedDataParallel.",
-                     mesh.text());
+                     "the mesh ({}) has no axis 'shard', so that ranks would divide no rows. Add "
+                     "the axis, {{\"shard\", -1}}, or use {}.",
+                     mesh.text(),
+                     mesh.size("tensor") > 1 ? "TensorParallel" : "DistributedDataParallel");
   if (mesh.size("pipeline") > 1)
     throw UsageError(kFullyShard,
                      "the mesh ({}) has ranks along 'pipeline', and here every rank computes all "

@@ -359,9 +359,17 @@ void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
   }
 }
 
+// The memory goes back to the stream that computes, which may reuse it at once: not before the
+// stream of the copies has written it.
+void ShardUnit::forget_gathers() {
+  for (std::size_t f = 0; offloads_ && f < gathers_.size(); ++f)
+    order_streams(copy_stream(device_of(flats_[f])), computing_stream(device_of(flats_[f])));
+  gathers_.clear();
+}
+
 void ShardUnit::gather_exactly() {
   if (exact()) return;
-  gathers_.clear();  // one that is under way ends by itself
+  forget_gathers();
   free();
   if (shares_) return gather_shared(/*copies=*/true);
   begin_gather_as(std::nullopt);

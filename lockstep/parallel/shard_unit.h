@@ -101,7 +101,7 @@ class ShardUnit {
   void free();  // no collective
   // Forgets what is under way and was not ended; it ends by itself.
   void forget_work() {
-    gathers_.clear();
+    forget_gathers();
     reduces_.clear();
   }
   // The shards take over what is in the parameters. No collective.
@@ -144,6 +144,7 @@ class ShardUnit {
     return parameters_[flat.members[0]].tensor.device();
   }
   void begin_gather_as(const std::optional<at::ScalarType>& type);
+  void forget_gathers();
   void gather_shared(bool copies);
   void make_whole(ShardedParameter& p, at::Tensor fresh);
   void take(ShardedParameter& p);
@@ -164,8 +165,9 @@ class ShardUnit {
   bool shares_ = false;
 };
 
-// Moves the rows of all units into memory that all ranks map. False, and nothing has changed: there
-// is none, or parameters are on a device. Collective; others read the rows after a further one.
+// Moves the rows of all units into memory that all ranks map. False, and nothing has changed: the
+// backend has no such memory, or parameters are on a device. UsageError on every rank where one of
+// them lacks the room. Collective; others read the rows after a further one.
 bool share_rows(std::vector<ShardUnit>& units, World& shard);
 
 // Offloaded rows are copied beside the computation; waits until none is read any more.

@@ -8,15 +8,11 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
-#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/muon.h"
@@ -24,6 +20,7 @@
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
@@ -31,40 +28,12 @@
 namespace lockstep::tensor_mesh {
 namespace {
 
+using testing::flat;
 using ::testing::HasSubstr;
+using testing::kLayers;
 using testing::message_of;
-
-constexpr int kLayers = 4;
-constexpr std::int64_t kVocabulary = 37;  // ranks have 18 and 19 rows
-
-models::CausalLmPtr make(bool tied, std::uint64_t seed = 7) {
-  static std::mutex drawing;  // from the process's one generator
-  const std::lock_guard lock(drawing);
-  torch::manual_seed(seed);
-  if (tied)
-    return models::make_causal_lm({.model = models::GptConfig{.n_layer = kLayers,
-                                                              .n_head = 2,
-                                                              .n_embd = 18,
-                                                              .vocab_size = kVocabulary,
-                                                              .n_positions = 12}});
-  return models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = kVocabulary,
-                                                              .hidden_size = 16,
-                                                              .intermediate_size = 27,
-                                                              .num_hidden_layers = kLayers,
-                                                              .num_attention_heads = 4,
-                                                              .num_key_value_heads = 2}});
-}
-
-at::Tensor ids_of(int k, int rank) {
-  auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(10 * k + rank));
-  return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
-}
-
-at::Tensor flat(const torch::nn::Module& module) {
-  std::vector<at::Tensor> all;
-  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
-  return at::cat(all);
-}
+using testing::small_model;
+using testing::text;
 
 struct Trained {
   Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
@@ -73,7 +42,7 @@ struct Trained {
         optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
 
   Parallelism::Pass pass(int k, bool targets = true) {
-    const at::Tensor ids = ids_of(k, way->mesh().batch().rank());
+    const at::Tensor ids = text(k, way->mesh().batch().rank());
     at::Tensor next = ids.narrow(1, 1, 8).clone();
     if (!targets) next.fill_(-100);
     return {.forward = [this, ids, next] { return net->loss(ids.narrow(1, 0, 8), next); },
@@ -117,7 +86,7 @@ const optim::Rule kGradients = optim::SGDOptions{.lr = 1};  // what a step subtr
 Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
                 FullyShardOptions options = {}) {
   const auto net =
-      make(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
+      small_model(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
   if (mesh.size("pipeline") == 1)
     return {net, std::make_shared<FullyShard>(*net, mesh, options), rule};
   const PipelineOptions stages{
@@ -127,7 +96,7 @@ Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
 }
 
 Trained whole(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW) {
-  const auto net = make(tied);
+  const auto net = small_model(tied);
   return {net, std::make_shared<DataParallel>(*net, Mesh(mesh.batch())), rule};
 }
 
@@ -265,7 +234,7 @@ TEST(TensorMesh, EveryElementIsHeldAndMarked) {
 TEST(TensorMesh, WholeValuesAreAssignedToSlices) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
     Trained run = divided(mesh, /*tied=*/true);
-    const auto other = make(/*tied=*/true, 99);
+    const auto other = small_model(/*tied=*/true, 99);
     const auto to = run.net->parameters(), from = other->parameters();
     for (std::size_t i = 0; i < to.size(); ++i) {
       EXPECT_EQ(nn::whole_sizes(to[i]), from[i].sizes().vec());
@@ -280,7 +249,7 @@ TEST(TensorMesh, WholeValuesAreAssignedToSlices) {
 TEST(TensorMesh, WhatWasGatheredDoesNotOutliveAnAssignment) {
   on_meshes({{{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
     Trained run = divided(mesh, /*tied=*/true, kAdamW, {.param_dtype = at::kFloat});
-    const auto other = make(/*tied=*/true, 99);
+    const auto other = small_model(/*tied=*/true, 99);
     run.evaluate();
     const auto to = run.net->parameters(), from = other->parameters();
     for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i].detach());
@@ -295,7 +264,7 @@ TEST(TensorMesh, AModelThatWasLeftWholeCanBeCalled) {
     Trained run = divided(mesh, /*tied=*/true), one = whole(mesh, /*tied=*/true);
     run.way->gathered();
     const torch::NoGradGuard no_grad;
-    const at::Tensor ids = ids_of(0, 0);
+    const at::Tensor ids = text(0, 0);
     EXPECT_TENSOR_NEAR(run.net->forward(ids), one.net->forward(ids), kSums);
     EXPECT_TENSOR_EQ(run.weights(), one.weights());
   });
@@ -325,7 +294,7 @@ TEST(TensorMesh, AModelThatIsSplitWhileItIsMadeHasTheSameValues) {
   on_meshes(meshes, [](const Mesh& mesh) {
     const auto net = [&] {
       const PipelinedConstruction split(mesh, kLayers);
-      return make(/*tied=*/true);
+      return small_model(/*tied=*/true);
     }();
     Trained run(net, std::make_shared<Pipeline>(*net, mesh), kAdamW), one = whole(mesh, true);
     EXPECT_TENSOR_EQ(run.weights(), one.weights());
@@ -336,11 +305,11 @@ TEST(TensorMesh, AModelThatIsSplitWhileItIsMadeHasTheSameValues) {
     const Mesh mesh(world, {{"shard", 2}, {"tensor", 2}});
     const auto net = [&] {
       const ShardedConstruction made(mesh);
-      return make(/*tied=*/true);
+      return small_model(/*tied=*/true);
     }();
     FullyShard model(*net, mesh);
     const auto held = model.gathered();
-    EXPECT_TENSOR_EQ(flat(*net), flat(*make(/*tied=*/true)));
+    EXPECT_TENSOR_EQ(flat(*net), flat(*small_model(/*tied=*/true)));
     world.barrier();
   });
 }
@@ -366,6 +335,15 @@ struct Plain : torch::nn::Module, nn::Staged {
   Parts parts() const override { return {.blocks = {{weight}, {}}}; }
   at::Tensor weight;
 };
+
+TEST(TensorMesh, AMeshOfSlicesAloneIsForTensorParallel) {
+  on_meshes({{{"tensor", 2}}}, [](const Mesh& mesh) {
+    const auto net = small_model(/*tied=*/true);
+    EXPECT_THAT(message_of<UsageError>([&] { FullyShard(*net, mesh); }),
+                HasSubstr("(tensor 2) has no axis 'shard', so that ranks would divide no rows. Add "
+                          "the axis, {\"shard\", -1}, or use TensorParallel."));
+  });
+}
 
 TEST(TensorMesh, RefusesWhatIsNotForSlices) {
   on_meshes({{{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
@@ -397,7 +375,7 @@ TEST(TensorMesh, RefusesWhatIsNotForSlices) {
               }
             });
   testing::run_threads(4, [](World& world) {
-    const auto net = make(/*tied=*/false);
+    const auto net = small_model(/*tied=*/false);
     const auto uneven = HasSubstr(
         "4 attention heads and 2 heads of keys and values are not divided by a degree of 4");
     const Mesh shards(world, {{"shard", 1}, {"tensor", 4}}), stages(world, {{"tensor", 4}});

@@ -6,9 +6,9 @@
 //   slices.cut();      // the model computes with slices of what the parameters hold now
 //   slices.gather();   // whole again, on every rank: evaluate, save
 //
-// A parameter stays the tensor that it was, with another shape, and has the only reference to the
-// memory of its slice while it is one. Nobody frees or moves that memory while it is whole. One
-// thread.
+// A parameter stays the tensor that it was, with another shape. While it is whole the slice is kept
+// here, in the memory that it had; a FullyShard around this refers to it, too, and leaves it there
+// meanwhile. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -532,6 +532,10 @@ std::vector<std::string> advice(const TrainingArguments& arguments, const Where&
     if (one.idle && chosen)
       notes.push_back(fmt::format("{}: {} has no effect: {}.", where(one.key), one.key, one.why));
   }
+  Problems reported;  // by contradictions()
+  for (const auto& [key, why] : fsdp_plan(arguments, reported).idle)
+    notes.push_back(
+        fmt::format("{}: fsdp_config.{} has no effect: {}.", where("fsdp_config"), key, why));
   if (arguments.max_steps > 0 && given("num_train_epochs") && given("max_steps")) {
     notes.push_back(fmt::format("{}: max_steps {} wins over num_train_epochs ({}).",
                                 where("max_steps"), arguments.max_steps,

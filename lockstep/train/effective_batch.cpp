@@ -26,13 +26,25 @@ int batch_ranks(const TrainingArguments& arguments, int ranks) {
   const std::int64_t holders = ranks_of_copy(arguments);
   if (ranks % holders != 0)
     throw UsageError("config",
-                     "{} is {}, and there are {} ranks. Start a multiple of it: each {} ranks hold "
+                     "{} is {}, and there {} rank{}. Start a multiple of it: each {} ranks hold "
                      "one copy of the model.",
                      slices == 1   ? "pipeline_parallel_degree"
                      : stages == 1 ? "tensor_parallel_degree"
                                    : "pipeline_parallel_degree x tensor_parallel_degree",
-                     holders, ranks, holders);
+                     holders, ranks == 1 ? "is 1" : fmt::format("are {}", ranks),
+                     ranks == 1 ? "" : "s", holders);
   return static_cast<int>(ranks / holders);
+}
+
+std::string other_batch_text(const BatchParts& then, const BatchParts& now) {
+  const auto whole = [](const BatchParts& p) { return p.ranks * p.batch * p.accumulation; };
+  return fmt::format(
+      "the checkpoint was made with {} rank{} x batch {} x accumulation {}, now {} x {} x {}: the "
+      "samples come in the same order, each once per epoch; the effective batch {}.",
+      then.ranks, then.ranks == 1 ? "" : "s", then.batch, then.accumulation, now.ranks, now.batch,
+      now.accumulation,
+      whole(then) == whole(now) ? fmt::format("is {} as before", whole(now))
+                                : fmt::format("is {} instead of {}", whole(now), whole(then)));
 }
 
 std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_size) {

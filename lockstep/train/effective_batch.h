@@ -30,6 +30,13 @@ std::int64_t accumulation_steps(const TrainingArguments& arguments, int world_si
 std::int64_t effective_batch(const TrainingArguments& arguments, int world_size);
 std::string effective_batch_text(const TrainingArguments& arguments, int world_size);
 
+// What is said where a run continues with other numbers than the checkpoint's.
+struct BatchParts {
+  std::int64_t ranks = 1, batch = 1, accumulation = 1;
+  bool operator==(const BatchParts&) const = default;
+};
+std::string other_batch_text(const BatchParts& then, const BatchParts& now);
+
 // Compares the arguments with the presets at this world size: batch, accumulation, logging,
 // effective batch, and whether it is the same.
 std::string preset_comparison(const TrainingArguments& arguments, int world_size);

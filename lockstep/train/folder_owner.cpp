@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
@@ -11,6 +12,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/train/run_checks.h"
 
@@ -37,6 +39,14 @@ std::string key_of(const std::string& directory) {
 
 io::FolderLock lock_or_refuse(const std::string& folder, const std::string& token) {
   check_output_dir(folder);
+  try {
+    io::make_directories(folder);
+  } catch (const SystemError& e) {
+    std::error_code absent;
+    if (!fs::is_directory(folder, absent))
+      throw UsageError("trainer", "output_dir {} cannot be made: {}. Choose another output_dir.",
+                       folder, std::strerror(e.error_number()));
+  }
   io::FolderLock lock(folder, token, std::chrono::milliseconds(0));
   if (!lock.holder().empty()) {
     log::info("trainer", "{} is in use by {}: waiting for {} s in case it is ending", folder,

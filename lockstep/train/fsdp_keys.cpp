@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/spelling.h"
 
 namespace lockstep::train {
 namespace {
@@ -21,6 +22,20 @@ constexpr std::array<std::string_view, 9> kLayers{
     "GPT2Block",          "LlamaDecoderLayer",   "Phi3DecoderLayer",
     "Qwen2DecoderLayer",  "Qwen3DecoderLayer",   "MistralDecoderLayer",
     "Gemma2DecoderLayer", "MixtralDecoderLayer", "Starcoder2DecoderLayer"};
+
+// Keys of PyTorch's first FSDP, and of Hugging Face's files for it.
+constexpr const char* kOwnBlocks = "the units are a model's own blocks";
+constexpr const char* kAhead = "the next block is always gathered while one computes, and no more";
+constexpr std::pair<const char*, const char*> kFirstFsdp[] = {
+    {"auto_wrap_policy", kOwnBlocks},
+    {"min_num_params", kOwnBlocks},
+    {"backward_prefetch", kAhead},
+    {"forward_prefetch", kAhead},
+    {"limit_all_gathers", kAhead},
+    {"use_orig_params", "parameters always keep their names and shapes"},
+    {"sync_module_states", "all ranks begin with rank 0's weights"},
+    {"cpu_ram_efficient_loading", "every rank reads the part of the weights that it holds"},
+    {"state_dict_type", "ranks write their parts of one folder, which any number of ranks reads"}};
 
 void check_layer(const Node& node, const std::string& key) {
   const std::string name = as_string(node, key);
@@ -40,13 +55,13 @@ void read_words(const std::string& text, FsdpPlan& plan) {
       plan.cpu_offload = true;
       continue;
     }
-    const bool known = word == "full_shard" || word == "shard_grad_op" || word == "hybrid_shard" ||
-                       word == "hybrid_shard_zero2";
-    if (!known)
+    static const std::vector<std::string> ways{"full_shard", "shard_grad_op", "hybrid_shard",
+                                               "hybrid_shard_zero2"};
+    if (std::ranges::find(ways, word) == ways.end())
       throw UsageError("config",
                        "fsdp: '{}' is none of full_shard, shard_grad_op, hybrid_shard, "
-                       "hybrid_shard_zero2, offload and auto_wrap.",
-                       word);
+                       "hybrid_shard_zero2, offload and auto_wrap.{}",
+                       word, did_you_mean(word, ways));
     if (std::exchange(divides, true))
       throw UsageError("config", "fsdp: '{}' names two ways to divide the model. Keep one.", text);
     plan.hybrid = word.starts_with("hybrid");
@@ -115,6 +130,8 @@ void read_config(const Node& config, FsdpPlan& plan, Problems& problems) {
   const std::string types = written("mixed_precision_policy");
   if (const Node* policy = keys.node(types))
     problems.attempt([&] { read_types(*policy, "fsdp_config." + types, plan, problems); });
+  for (const auto& [key, why] : kFirstFsdp)
+    if (const std::string name = written(key); keys.has(name)) plan.idle.emplace_back(name, why);
   keys.finish();
 }
 

@@ -9,6 +9,9 @@
 #pragma once
 
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "lockstep/core/document.h"
 #include "lockstep/train/arguments.h"
@@ -22,6 +25,8 @@ struct FsdpPlan {
   bool activation_checkpointing = false;
   bool cpu_offload = false;  // rows, their gradients and the state in the host's memory
   std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
+  // Keys of PyTorch's first FSDP that were given, each with why it has no effect.
+  std::vector<std::pair<std::string, std::string_view>> idle{};
 };
 
 // Throws UsageError with every key, or the word, that has no meaning here.

@@ -115,6 +115,23 @@ TEST(Fsdp, TheLauncherSaysItWhereTheTrainingFileDoesNot) {
   }
 }
 
+// As files for PyTorch's first FSDP have them.
+TEST(Fsdp, KeysOfTheFirstFsdpHaveNoEffect) {
+  const Config config = resolve_config(
+      {.file = parse_yaml("fsdp: full_shard\n"
+                          "fsdp_config: {fsdp_backward_prefetch: BACKWARD_PRE, "
+                          "use_orig_params: true, state_dict_type: SHARDED_STATE_DICT}\n",
+                          "t.yaml")});
+  EXPECT_TRUE(fsdp_plan(config.arguments).on);
+  EXPECT_THAT(
+      config.notes,
+      ::testing::ElementsAre(
+          HasSubstr(": fsdp_config.fsdp_backward_prefetch has no effect: the next block is always "
+                    "gathered while one computes"),
+          HasSubstr("fsdp_config.use_orig_params has no effect: parameters always keep their"),
+          HasSubstr("fsdp_config.state_dict_type has no effect: ranks write their parts")));
+}
+
 struct Mistake {
   std::string yaml, text;
 };
@@ -122,7 +139,8 @@ struct Mistake {
 TEST(Fsdp, EveryMistakeIsNamed) {
   for (const Mistake& one : std::vector<Mistake>{
            {"fsdp: full_shrd\n",
-            "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard"},
+            "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard, "
+            "hybrid_shard_zero2, offload and auto_wrap. Did you mean full_shard?"},
            {"fsdp: offload\n", "t.yaml:1:1: fsdp: 'offload' does not say how to divide the model."},
            {"fsdp: auto_wrap\n",
             "t.yaml:1:1: fsdp: 'auto_wrap' does not say how to divide the model."},
@@ -131,16 +149,16 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"fsdp: 3\n", "t.yaml:1:1: fsdp: '3' is none of"},
            {"fsdp: full_shard\nfsdp_config: folder/fsdp.json\n",
             "t.yaml:2:14: fsdp_config must be a map"},
-           {"fsdp: full_shard\nfsdp_config: {forward_prefetch: true}\n",
-            "t.yaml:2:15: fsdp_config has no key 'forward_prefetch'."},
+           {"fsdp: full_shard\nfsdp_config: {xla: true}\n",
+            "t.yaml:2:15: fsdp_config has no key 'xla'."},
            {"fsdp: full_shard\nfsdp_config: {version: 1}\n",
             "t.yaml:2:1: fsdp_config.version must be 2"},
            {"fsdp: full_shard\nfsdp_config: {fsdp_version: 1}\n",
             "t.yaml:2:1: fsdp_config.fsdp_version must be 2"},
-           {"fsdp: full_shard\nfsdp_config: {fsdp_versio: 2, forward_prefetch: true}\n",
+           {"fsdp: full_shard\nfsdp_config: {fsdp_versio: 2, xla: true}\n",
             "[config] 2 mistakes:\n"
             "  t.yaml:2:15: fsdp_config has no key 'fsdp_versio'. Did you mean fsdp_version?\n"
-            "  t.yaml:2:31: fsdp_config has no key 'forward_prefetch'."},
+            "  t.yaml:2:31: fsdp_config has no key 'xla'."},
            {"fsdp: full_shrd\nfsdp_config: {versio: 2}\n",
             "t.yaml:2:15: fsdp_config has no key 'versio'. Did you mean version?"},
            {"fsdp: hybrid_shard\ndata_parallel_shard_degree: 2\n",

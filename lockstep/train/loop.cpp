@@ -251,10 +251,9 @@ void Loop::resume_data(const DataPosition& saved) {
                         .size = saved.dataset_size,
                         .order = saved.order});
   }
-  const std::int64_t ranks = run_.batch_ranks();
-  const std::int64_t batch = a.per_device_train_batch_size;
-  const bool same = saved.world_size == ranks && saved.batch_size == batch &&
-                    saved.accumulation == accumulation_steps_;
+  const BatchParts then{saved.world_size, saved.batch_size, saved.accumulation};
+  const BatchParts now{run_.batch_ranks(), a.per_device_train_batch_size, accumulation_steps_};
+  const bool same = then == now;
   // In the present run's steps: its ranks divide the rest of the epoch.
   const std::int64_t left =
       (loader_.batches_left(epoch_) + accumulation_steps_ - 1) / accumulation_steps_;
@@ -266,20 +265,15 @@ void Loop::resume_data(const DataPosition& saved) {
     plan_ =
         replan_steps(a, plan_, {.step = step, .epoch = static_cast<double>(epoch_) + 1 - share});
   }
-  if (same || !run_.world.is_leader()) return;
-  log::warning("trainer",
-               "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} "
-               "x {}: the samples come in the same order, each once per epoch; the effective "
-               "batch is {} instead of {}.",
-               saved.world_size, saved.batch_size, saved.accumulation, ranks, batch,
-               accumulation_steps_, ranks * batch * accumulation_steps_,
-               saved.world_size * saved.batch_size * saved.accumulation);
+  if (!same && run_.world.is_leader()) log::warning("trainer", "{}", other_batch_text(then, now));
 }
 
 // A schedule reaches its end with the run's last step, so a different number of steps means
 // different learning rates from here on: allowed, but it must not go unnoticed.
 void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) const {
-  if (plan_.max_steps == checkpoint.state().max_steps) return;
+  if (plan_.max_steps == checkpoint.state().max_steps ||
+      plan_.max_steps <= checkpoint.state().global_step)
+    return;
   const TrainingArguments& a = run_.arguments;
   std::vector<std::string> changed;
   for (const char* name : {"max_steps", "num_train_epochs"}) {
@@ -584,9 +578,8 @@ void Loop::run() {
 // What DDP promises, looked at once at the end and before the last save: parameters that differ end
 // the run on every rank. Buffers of a model may differ on purpose and are only reported.
 void Loop::compare_replicas() {
-  // Tensor parallel ranks have the same norms.
-  const std::int64_t replicas = run_.mesh.size("data") * run_.mesh.size("tensor");
-  if (std::exchange(compared_, true) || replicas == 1) return;
+  const int replicas = run_.mesh.size("data"), slices = run_.mesh.size("tensor");
+  if (std::exchange(compared_, true) || (replicas == 1 && slices == 1)) return;
   run_.parallelism->verify_parameters();
   std::string difference;
   try {
@@ -595,10 +588,10 @@ void Loop::compare_replicas() {
     difference = e.what();
   }
   if (!run_.world.is_leader()) return;
-  if (difference.empty())
-    log::info("trainer", "replicas identical on {} ranks", replicas);
-  else
-    log::warning("trainer", "{}", difference);
+  if (!difference.empty()) return log::warning("trainer", "{}", difference);
+  if (replicas > 1) log::info("trainer", "replicas identical on {} ranks", replicas);
+  if (slices > 1)
+    log::info("trainer", "parameters without slices identical on {} tensor parallel ranks", slices);
 }
 
 }  // namespace lockstep::train

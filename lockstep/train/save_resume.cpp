@@ -23,6 +23,7 @@
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/divided_save.h"
+#include "lockstep/train/effective_batch.h"
 #include "lockstep/train/folder_owner.h"
 
 namespace lockstep {
@@ -162,18 +163,10 @@ void restore_loader(data::Loader& loader, const train::Checkpoint& checkpoint) {
 void note_other_batch(const CheckpointParts& parts, const Mesh& mesh,
                       const train::DataPosition& saved) {
   if (parts.loader == nullptr || !mesh.world().is_leader()) return;
-  const int ranks = mesh.batch().size();
-  const std::int64_t batch = parts.loader->options().batch_size;
-  const std::int64_t accumulation = accumulation_of(parts);
-  if (saved.world_size == ranks && saved.batch_size == batch && saved.accumulation == accumulation)
-    return;
-  log::warning("checkpoint",
-               "the checkpoint was made with {} ranks x batch {} x accumulation {}, now {} x {} x "
-               "{}: the samples come in the same order, each once per epoch; the effective batch "
-               "is {} instead of {}.",
-               saved.world_size, saved.batch_size, saved.accumulation, ranks, batch, accumulation,
-               ranks * batch * accumulation,
-               saved.world_size * saved.batch_size * saved.accumulation);
+  const train::BatchParts then{saved.world_size, saved.batch_size, saved.accumulation};
+  const train::BatchParts now{mesh.batch().size(), parts.loader->options().batch_size,
+                              accumulation_of(parts)};
+  if (then != now) log::warning("checkpoint", "{}", train::other_batch_text(then, now));
 }
 
 // Epochs that are done, with the share of the one under way.

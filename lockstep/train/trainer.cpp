@@ -223,10 +223,12 @@ void TrainerImpl::say_end() {
                                  ? fmt::format(" (mean loss {:.4f})", result.train_loss)
                                  : "";
     log::info("trainer",
-              "nothing to do: the run in {} is complete at step {}{}. To train longer, raise {} "
+              "nothing to do: the run in {} is {} step {}{}. To train longer, raise {} "
               "(now {}); to start again, resume_from_checkpoint: never (lockstep train --resume "
               "never).",
-              run_.arguments.output_dir, step, loss, by_steps ? "max_steps" : "num_train_epochs",
+              run_.arguments.output_dir,
+              by_steps && step > run_.arguments.max_steps ? "past max_steps, at" : "complete at",
+              step, loss, by_steps ? "max_steps" : "num_train_epochs",
               by_steps ? fmt::format("{}", run_.arguments.max_steps)
                        : fmt::format("{}", run_.arguments.num_train_epochs));
   }

@@ -31,9 +31,18 @@ int parts_of(const MemoryOptions& o, Sharding least) {
   return o.shard_ranks > 0 ? o.shard_ranks : o.ranks;
 }
 
+// Whether fsdp's units come and go, as they do on one rank whose rows are elsewhere.
+bool divides(const MemoryOptions& o) {
+  return o.sharding >= Sharding::kFull && (parts_of(o, Sharding::kFull) > 1 || o.offload);
+}
+
 // The parts that are there in every moment, of one stage.
 Memory resident(const Parameters& p, const MemoryOptions& o) {
   Memory memory;
+  if (o.offload) {
+    memory.parameters = divided(floats(p.buffers), o.stages);
+    return memory;
+  }
   // Frozen matrices are converted to the half type when the model is made.
   const std::int64_t converted = o.half ? p.frozen_matrices : 0;
   memory.parameters = floats(p.total() + p.buffers) - 2 * static_cast<std::uint64_t>(converted);
@@ -46,7 +55,7 @@ Memory resident(const Parameters& p, const MemoryOptions& o) {
 // What a fully sharded rank holds beside its share, in bytes.
 struct WholeUnits {
   WholeUnits(const Parameters& p, std::int64_t layers, const MemoryOptions& o) {
-    if (o.sharding < Sharding::kFull || parts_of(o, Sharding::kFull) == 1) return;
+    if (!divides(o)) return;
     const std::int64_t root_count = p.total() - layers * p.block;
     const double size = o.half ? (4.0 * static_cast<double>(p.total()) -
                                   2.0 * static_cast<double>(p.frozen_matrices)) /
@@ -89,9 +98,8 @@ Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
     copies.all -= divided(static_cast<std::uint64_t>(layers * p.block_matrices), o.stages);
   // A checkpointed block frees its copies at once; those of the head stay until backward.
   const std::uint64_t head = std::min(copies.all, copied(model.lora ? 0 : p.head));
-  const bool whole = parts_of(o, Sharding::kFull) == 1;
   copies.at_loss = o.checkpointing ? head : copies.all;
-  if (!whole && o.checkpointing) copies.all = head + copied(p.block);
+  if (divides(o) && o.checkpointing) copies.all = head + copied(p.block);
   return copies;
 }
 
@@ -101,9 +109,9 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   const int parts = parts_of(o, Sharding::kFull);
   WholeUnits whole(p, layers, o);
   const std::uint64_t made = o.built_whole ? whole.all : whole.root + whole.block;
-  // CPU ranks share the memory of whole parameters, and a rank's part of it is its share.
-  if (o.cpu) whole.root = whole.block = whole.kept = 0;
-  const std::uint64_t gradients = divided(floats(p.trainable), o.stages * parts);
+  // A rank's part of the memory of whole parameters that all of them map is its share.
+  if (o.shares_memory) whole.root = whole.block = whole.kept = 0;
+  const std::uint64_t gradients = o.offload ? 0 : divided(floats(p.trainable), o.stages * parts);
   const bool persistent = (o.ranks > 1 && parts == 1) || o.accumulation > 1;
   const std::uint64_t before = persistent ? gradients : 0;
   // A weight's gradient is made, then added to the one that is there.
@@ -141,12 +149,13 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
              before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,
              saved - freed + block + a.working + added_next, o.fused ? a.head_backward : 0),
       moment("the end of backward", whole.root, gradients + 2 * whole.root_gradients,
-             o.fused && parts == 1 ? copies.at_loss : 0,
+             o.fused && !divides(o) ? copies.at_loss : 0,
              std::min(a.one_block, saved) + a.working + added_next,
              added ? divided(floats(p.head), o.stages) : 0),
       // Where ranks share memory, parameters move to where all of them can write.
       moment("the division of the optimizer's state",
-             o.cpu && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters : 0,
+             o.shares_memory && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters
+                                                                                  : 0,
              gradients, 0, 0, 0),
       // Before there is an optimizer: the whole model on every rank, or the root and a block.
       moment("the division of the model", made, 0, 0, 0, 0),

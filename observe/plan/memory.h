@@ -36,9 +36,11 @@ struct MemoryOptions {
   Sharding sharding = Sharding::kNone;         // what of parameters, gradients, state is divided
   int shard_ranks = 0;                         // over so many ranks; 0: over all of them
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
-  int stages = 1;         // GPUs that the layers of one replica are divided over
-  bool pipeline = false;  // by blocks, with 1F1B: the GPU that needs most counts
-  bool cpu = false;       // no CUDA, no NCCL
+  int stages = 1;              // GPUs that the layers of one replica are divided over
+  bool pipeline = false;       // by blocks, with 1F1B: the GPU that needs most counts
+  bool cpu = false;            // no CUDA, no NCCL
+  bool shares_memory = false;  // the ranks that divide something map each other's memory
+  bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory
   // False: with fsdp the blocks are divided while the model is made (ShardedConstruction).
   bool built_whole = true;
 };

@@ -238,7 +238,7 @@ TEST(MemoryBytes, AFullyShardedRankHasAPartAndWholeUnits) {
   const std::uint64_t root = 4u * 768 * (256 + 64 + 2);
   const std::uint64_t all = 12 * block + root;
   for (const bool cpu : {false, true}) {
-    options.cpu = cpu;
+    options.cpu = options.shares_memory = cpu;
     options.sharding = Sharding::kFull;
     const Memory m = memory_of(small, options);
     ASSERT_EQ(m.moment, "the backward of the block before the last");
@@ -542,17 +542,61 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
   EXPECT_FALSE(fits(memory_of(gpt2(), larger), card_of(16)));
 }
 
+// docs/fully_shard.md: the GPU has the root, and two blocks with their gradients.
+TEST(Strategies, OffloadedRowsAreNotOnTheGpu) {
+  Training t{.model = gpt_1b3(), .batch = 1, .fsdp = Strategy::kFullShard, .built_whole = false};
+  const Parameters p = parameters_of(t.model);
+  const auto rows = 4 * static_cast<std::uint64_t>(p.total());
+  for (const int gpus : {1, 2}) {
+    t.offload = false;
+    const Memory here = as_written(t, card_of(80), gpus).memory;
+    t.offload = true;
+    const Memory away = as_written(t, card_of(80), gpus).memory;
+    EXPECT_EQ(here.optimizer, 2 * rows / static_cast<std::uint64_t>(gpus));
+    EXPECT_EQ(away.optimizer, 0u);
+    EXPECT_LT(away.parameters, rows / 2);
+    EXPECT_LT(away.gradients, rows / 2);
+    // Other strategies do not offload, and CPU ranks have nothing to offload from.
+    const Choice ddp = make_choice(t, card_of(80), {2, Strategy::kDdp}, 1);
+    EXPECT_EQ(ddp.memory.optimizer, 2 * rows);
+    const Card cpu{.name = "cpu", .cpu = true};
+    EXPECT_GT(as_written(t, cpu, 2).memory.optimizer, 0u);
+  }
+}
+
+// A rank whose peers map its memory needs no copy of what it gathers.
+TEST(Strategies, RowsAreSharedByCpuRanksOfOneHostAlone) {
+  const Card cpu{.name = "cpu", .cpu = true};
+  Training t{.model = gpt2(), .batch = 1, .fsdp = Strategy::kFullShard, .built_whole = false};
+  const auto parameters = [&](int ranks) { return as_written(t, cpu, ranks).memory.parameters; };
+  const std::uint64_t shared = parameters(4);
+  t.node_gpus = 2;
+  EXPECT_GT(parameters(4), shared);
+  EXPECT_LT(parameters(2), parameters(4) + shared);
+  t.fsdp = Strategy::kHybridShard;  // divided inside a host
+  EXPECT_EQ(parameters(4), 2 * shared);
+  t.fsdp = Strategy::kFullShard;
+  t.node_gpus = 8;
+  t.shares_memory = false;  // ddp_backend: gloo
+  EXPECT_GT(parameters(4), shared);
+}
+
 TEST(ChangesToFit, AreOrderedByCost) {
   Training t{.model = gpt_1b3(), .batch = 8};
   const std::vector<Change> all = changes(t, card_of(18), 4);
   ASSERT_GE(all.size(), 3u);
-  EXPECT_EQ(all[0].text, "gradient_checkpointing: true");
-  EXPECT_THAT(all[1].text, HasSubstr("per_device_train_batch_size: 1 with accumulation 8"));
-  EXPECT_EQ(all[2].text, "shard_optimizer: true");
+  EXPECT_EQ(all[0].text, "shard_optimizer: true");
+  EXPECT_EQ(all[1].text, "gradient_checkpointing: true");
+  EXPECT_THAT(all[2].text, HasSubstr("per_device_train_batch_size: 4 with accumulation 2"));
+  EXPECT_GT(as_written(t, card_of(18), 4).memory.total(), all[0].together_bytes);
   for (std::size_t i = 1; i < all.size(); ++i)
     EXPECT_LE(all[i].together_bytes, all[i - 1].together_bytes) << all[i].text;
   EXPECT_TRUE(all.back().together_fits);
   for (std::size_t i = 0; i + 1 < all.size(); ++i) EXPECT_FALSE(all[i].together_fits);
+  // Where smaller micro-batches suffice nothing has to be computed twice.
+  const std::vector<Change> enough = changes(t, card_of(40), 4);
+  ASSERT_EQ(enough.size(), 1u);
+  EXPECT_THAT(enough[0].text, HasSubstr("per_device_train_batch_size: "));
 }
 
 TEST(ChangesToFit, NameATypeThatTheCardComputes) {
@@ -569,7 +613,7 @@ TEST(ChangesToFit, EndWithASplit) {
   std::vector<std::string> texts;
   for (const Change& change : all) texts.push_back(change.text);
   // bf16 alone saves next to nothing of 3.8 billion weights and one sample.
-  EXPECT_THAT(texts, ElementsAre("gradient_checkpointing: true", "shard_optimizer: true",
+  EXPECT_THAT(texts, ElementsAre("shard_optimizer: true", "gradient_checkpointing: true",
                                  "fsdp: full_shard",
                                  "bf16: true and lora: {r: 16, target_modules: all-linear}",
                                  "model: {..., device_map: balanced} and one rank, 4 GPUs"));

@@ -95,6 +95,12 @@ int shard_ranks_of(const Training& t, const Parts& parts) {
   return parts.strategy == Strategy::kHybridShard ? std::min(t.node_gpus, parts.gpus) : 0;
 }
 
+// fsdp of the file on one GPU, too: its blocks come and go.
+bool offloads(const Training& t, const Card& card, const Choice& choice) {
+  return t.offload && !card.cpu && t.fsdp &&
+         (is_fsdp(choice.strategy) || choice.strategy == Strategy::kSingle);
+}
+
 // A rank that has a part of the layers alone computes as one that has all of them; a device map's
 // does not use fused operations.
 bool is_fused(const Training& t, const Card& card, const Choice& choice) {
@@ -181,11 +187,11 @@ class Changes {
   std::vector<Change> all_;
 };
 
-// The largest that is enough, or 1.
-void add_smaller_batch(const Training& training, int replicas, Changes& all) {
+// The largest that is enough, or 1; `alone`: nothing where none is.
+void add_smaller_batch(const Training& training, int replicas, Changes& all, bool alone = false) {
   const std::vector<std::int64_t> batches = micro_batches(training, replicas);
   if (batches.front() == 1 || all.enough()) return;
-  std::int64_t batch = 1;
+  std::int64_t batch = 0;
   for (const std::int64_t candidate : batches) {
     Changes::State smaller = all.together();
     smaller.training.batch = candidate;
@@ -193,6 +199,8 @@ void add_smaller_batch(const Training& training, int replicas, Changes& all) {
     batch = candidate;
     break;
   }
+  if (batch == 0 && alone) return;
+  batch = std::max<std::int64_t>(batch, 1);
   const std::int64_t steps = window_of(training, replicas) / batch;
   all.add(fmt::format("per_device_train_batch_size: {} with accumulation {}", batch, steps),
           "more, smaller passes; the global batch stays", [&](Changes::State& state) {
@@ -284,20 +292,26 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
   choice.accumulation = batches.accumulation;
   choice.global_batch = batches.global;
   choice.same_global_batch = batches.same;
-  choice.memory = memory_of(t.model, {.batch = batches.batch,
-                                      .accumulation = batches.accumulation,
-                                      .half = t.half,
-                                      .checkpointing = t.checkpointing,
-                                      .fused = is_fused(t, card, choice),
-                                      .fp8 = t.fp8,
-                                      .ranks = replicas,
-                                      .sharding = sharding_of(choice.strategy),
-                                      .shard_ranks = shard_ranks_of(t, parts),
-                                      .state_bytes = t.state_bytes,
-                                      .stages = choice.stages,
-                                      .pipeline = choice.strategy == Strategy::kPipeline,
-                                      .cpu = card.cpu,
-                                      .built_whole = t.built_whole});
+  const bool offload = offloads(t, card, choice);
+  const int shard_ranks = shard_ranks_of(t, parts);
+  choice.memory = memory_of(
+      t.model, {.batch = batches.batch,
+                .accumulation = batches.accumulation,
+                .half = t.half,
+                .checkpointing = t.checkpointing,
+                .fused = is_fused(t, card, choice),
+                .fp8 = t.fp8,
+                .ranks = replicas,
+                .sharding = sharding_of(offload ? *t.fsdp : choice.strategy),
+                .shard_ranks = shard_ranks,
+                .state_bytes = t.state_bytes,
+                .stages = choice.stages,
+                .pipeline = choice.strategy == Strategy::kPipeline,
+                .cpu = card.cpu,
+                .shares_memory = card.cpu && t.shares_memory &&
+                                 (shard_ranks > 0 ? shard_ranks : replicas) <= t.node_gpus,
+                .offload = offload,
+                .built_whole = t.built_whole});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
   choice.as_written = choice.fits && is_written(t, choice) && refusals(t, card, choice).empty() &&
@@ -405,18 +419,24 @@ Choice choose(const Training& training, const Card& card, int gpus) {
   return plain;
 }
 
+Choice as_written(const Training& training, const Card& card, int gpus) {
+  const Parts parts = written_parts(training, card, gpus);
+  return make_choice(training, card, parts, micro_batches(training, parts.replicas()).front());
+}
+
 std::vector<Change> changes(const Training& training, const Card& card, int gpus) {
   using State = Changes::State;
   Changes all(training, card, gpus);
-  if (training.model.blocks() > 0 && !training.checkpointing)
-    all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
-            [](State& state) { state.training.checkpointing = true; });
   const Strategy written = all.together().parts.strategy;
   const bool divided = written >= Strategy::kSplit;  // by layers
-  add_smaller_batch(training, all.together().parts.replicas(), all);
+  add_smaller_batch(training, all.together().parts.replicas(), all, /*alone=*/true);
   if (written == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
             [](State& state) { state.parts.strategy = Strategy::kShardedOptimizer; });
+  if (training.model.blocks() > 0 && !training.checkpointing)
+    all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
+            [](State& state) { state.training.checkpointing = true; });
+  add_smaller_batch(training, all.together().parts.replicas(), all);
   if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
     all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
             [](State& state) { state.parts.strategy = Strategy::kFullShard; });

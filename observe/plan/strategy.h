@@ -64,6 +64,8 @@ struct Training {
   bool device_map = false;                     // the file's: one rank has all GPUs
   std::optional<Strategy> fsdp{};              // the file's
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
+  bool shares_memory = true;                   // CPU ranks of a node do: their backend is shm
+  bool offload = false;                        // with fsdp: as in MemoryOptions
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
   bool built_whole = true;                     // as in MemoryOptions
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
@@ -119,8 +121,11 @@ struct Change {
   bool alone_fits = false;
   bool together_fits = false;
 };
-// What makes it smaller, cheapest first: gradient checkpointing, smaller micro-batches, sharded
-// optimizer, bf16, LoRA, a device map. Ends with the first that fits together with those before.
+// The file's own strategy and micro-batch, whether they fit or not.
+Choice as_written(const Training& training, const Card& card, int gpus);
+// What makes that smaller, cheapest first: smaller micro-batches where they suffice, a sharded
+// optimizer, gradient checkpointing, then smaller micro-batches, fsdp, bf16, LoRA, a device map.
+// Ends with the first that fits together with those before.
 std::vector<Change> changes(const Training& training, const Card& card, int gpus);
 
 // How fast a card computes.

@@ -123,6 +123,15 @@ class Damage(TrainCase):
                       "file system). Choose another output_dir", done.stderr)
         self.assertNotIn("keeps a second run out", done.stderr)
 
+    def test_a_folder_that_cannot_be_made_is_refused_before_training(self):
+        # root may write in /proc by its permissions, and makes no folder there all the same.
+        done = subprocess.run(command(1, self.config, "/proc/out"), capture_output=True, text=True,
+                              timeout=BOUND_S, env=environment(), check=False)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertRegex(done.stderr, r"output_dir /proc/out( cannot be made: No such file|"
+                         r": nothing can be written in /proc)")
+        self.assertNotIn("has room for", done.stderr)
+
     def in_small_place(self, script):
         """Runs it where 1 MB is left for checkpoints of 600 kB, in a folder `small`."""
         place = self.place / "small"

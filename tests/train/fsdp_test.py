@@ -182,8 +182,8 @@ class Fsdp(TrainCase):
                 (("--fsdp", "full_shard", "--tune", "bucket_cap_mb"), "fsdp has no buckets"),
                 (("--fsdp", "full_shard", "--fsdp_config", "{activation_checkpointing: true}"),
                  "fsdp_config.activation_checkpointing is for models of blocks"),
-                (("--fsdp", "full_shard", "--fsdp_config", "{backward_prefetch: backward_pre}"),
-                 "backward_prefetch")):
+                (("--fsdp", "full_shard", "--fsdp_config", "{xla: true}"),
+                 "fsdp_config has no key 'xla'")):
             done = self.train(2, self.place / "refused", *flags, code=2)
             self.assertIn(text, done.stdout + done.stderr)
 

@@ -211,6 +211,10 @@ class Resume(TrainCase):
         self.assertRegex(done.stderr, rf"\[trainer\] nothing to do: the run in {output} is "
                          r"complete at step 6 \(mean loss \d+\.\d{4}\)\. To train longer, raise "
                          r"max_steps \(now 6\); to start again, resume_from_checkpoint: never")
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 3)
+        self.assertIn(f"nothing to do: the run in {output} is past max_steps, at step 6",
+                      done.stderr)
+        self.assertNotIn("the learning rate is that of", done.stderr)
 
     def test_a_run_that_continues_from_an_older_one_leaves_the_other_branch(self):
         output, archive = self.place / "out", self.place / "out" / "earlier-1"
