@@ -218,6 +218,10 @@ class Tensor(TrainCase):
         copy_until(plain, rest, STEP)
         self.run_with(2, rest.name, "--resume", "auto", *tensor(2), *lora)
         self.assert_close(plain, rest)
+        half = (*lora, "--bf16", "true")  # whose base is converted
+        plain, _ = self.run_with(1, "one-bf16", *half)
+        run, _ = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        self.assert_close(plain, run, CLOSE_BF16)
 
     def test_killed_and_resumed_under_another_degree(self):
         flags = ("--max_steps", "40", "--save_steps", "5", "--save_total_limit", "3")
