@@ -410,10 +410,6 @@ void check_degrees(const TaskConfig& task, const TrainingArguments& a, Problems&
     return problems.add(
         fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.", key,
                     task.model.name));
-  if (slices && a.lora)
-    problems.add(
-        "tensor_parallel_degree does not divide adapters. Delete lora, or use fsdp or "
-        "pipeline_parallel_degree.");
   if (slices && right)
     problems.attempt([&] {
       models::tensor_cuts(causal_lm_config(task.model).spec(),

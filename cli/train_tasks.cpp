@@ -352,6 +352,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, mesh.world());
   net->use_fp32_residual(a.residual_in_fp32);
+  net->use_sequence_parallel(a.sequence_parallel);
   if (train::checkpoints_activations(a))
     net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
       return lockstep::checkpoint(std::move(block), std::move(inputs));

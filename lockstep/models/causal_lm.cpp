@@ -13,7 +13,9 @@
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/models/decoder.h"
 #include "lockstep/models/experts.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/sequence.h"
 
 namespace lockstep::models {
 namespace {
@@ -35,7 +37,15 @@ CausalLm::CausalLm(CausalLmConfig given, const ParameterOptions& options)
 }
 
 at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
-  return decode(ids, cache, /*router_logits=*/nullptr);
+  const at::Tensor hidden = decode(ids, cache, /*router_logits=*/nullptr);
+  const std::int64_t sequence = sequence_of(ids, cache);
+  return sequence > 0 && stage().last ? nn::join(hidden, 1, sequence, tensor_group()) : hidden;
+}
+
+std::int64_t CausalLm::sequence_of(const at::Tensor& ids, const KvCache* cache) const {
+  const bool divided = sequence_parallel_ && tensor_group() && cache == nullptr &&
+                       ids.size(1) >= tensor_group()->size();
+  return divided ? ids.size(1) : 0;
 }
 
 at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
@@ -57,7 +67,8 @@ at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
                             .residual_in_fp32 = residual_in_fp32_,
                             .router_logits = router_logits,
                             .stage = &stage(),
-                            .tensor = tensor_group()});
+                            .tensor = tensor_group(),
+                            .sequence = sequence_of(ids, cache)});
 }
 
 nn::Staged::Parts CausalLm::parts() const {
@@ -78,12 +89,24 @@ std::vector<nn::Sliced::Cut> CausalLm::cuts(int ranks) const {
   for (TensorCut& cut : tensor_cuts(config_.spec(), ranks)) by_name.emplace(cut.name, cut);
   std::set<std::string> known;
   for (const io::TensorShape& tensor : tensors_of(config_.spec())) known.insert(tensor.name);
+  for (const auto& item : named_modules())
+    if (const auto* linear = item.value()->as<LinearImpl>();
+        linear != nullptr && linear->has_lora()) {
+      known.insert({item.key() + ".lora_A.weight", item.key() + ".lora_B.weight"});
+      const auto base = by_name.find(item.key() + ".weight");
+      if (base == by_name.end()) continue;
+      // The factor that has the side of the weight that is cut.
+      const bool out =
+          (base->second.dimension == 0) == (linear->options.layout() == WeightLayout::kOutIn);
+      const std::string factor = item.key() + (out ? ".lora_B.weight" : ".lora_A.weight");
+      by_name.emplace(factor, TensorCut{factor, out ? 0 : 1, base->second.parts});
+    }
   std::vector<Cut> cuts;
   for (const auto& item : named_parameters()) {
     if (!known.contains(item.key()))
       throw UsageError(kWho,
-                       "parameter '{}' is not the model's own, and adapters are not divided. "
-                       "Train without adapters, or with fsdp or a pipeline.",
+                       "parameter '{}' is not the model's own, so that nothing says how it would "
+                       "be divided. Train without it, or with fsdp or a pipeline.",
                        item.key());
     if (const auto cut = by_name.find(item.key()); cut != by_name.end())
       cuts.push_back({item.value(), cut->second.dimension, cut->second.parts});
@@ -105,28 +128,30 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
   const std::optional<ExpertsSpec>& experts = config_.spec().block.mlp.experts;
   const double share = experts ? experts->load_balancing : 0;
   if (share == 0) {
-    const at::Tensor hidden = hidden_states(ids);
-    return stage().last ? cross_entropy(hidden, targets) : hidden;
+    const at::Tensor hidden = decode(ids, nullptr, /*router_logits=*/nullptr);
+    return stage().last ? cross_entropy(hidden, targets, sequence_of(ids)) : hidden;
   }
   if (!stage().first || !stage().last)
     throw UsageError(config_.spec().family,
                      "the load balancing loss is taken over the routers of all blocks, and each "
                      "stage of a pipeline has some of them. Set output_router_logits to false.");
   std::vector<at::Tensor> routers;
-  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets);
+  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets, 0);
   if (routers.empty()) return loss;  // a model without blocks
   return loss + share * detail::load_balancing_loss(routers, *experts).to(loss.device());
 }
 
-at::Tensor CausalLm::cross_entropy(const at::Tensor& hidden, const at::Tensor& targets) {
+at::Tensor CausalLm::cross_entropy(const at::Tensor& hidden, const at::Tensor& targets,
+                                   std::int64_t sequence) {
   const at::Tensor* const weight = head_weight();
   const bool fused = fused_on(hidden.device()) && weight != nullptr;
   const double cap = config_.spec().logit_soft_cap;
   if (tensor_group()) {
-    const at::Tensor in = nn::enter(hidden, tensor_group());
-    return nn::sliced_cross_entropy(
-        fused ? soft_capped(nn::linear(in, *weight, {}), cap) : own_logits(in), targets,
-        config_.vocab_size(), tensor_group());
+    const nn::EnteredSequence in(hidden, sequence, tensor_group());
+    const at::Tensor own =
+        fused ? soft_capped(nn::linear(in.whole(), *weight, {}), cap) : own_logits(in.whole());
+    return nn::sliced_cross_entropy(in.release({own})[0], targets, config_.vocab_size(),
+                                    tensor_group());
   }
   if (!fused) return next_token_loss(logits(hidden), targets);
   if (cap > 0)  // which the loss in chunks does not know
@@ -139,14 +164,14 @@ at::Tensor CausalLm::logits(const at::Tensor& hidden_states) {
   if (placement_ && placement_->copy_to_head)
     in = in.to(in.options().device(*placement_->copy_to_head), /*non_blocking=*/false,
                /*copy=*/true);
-  return nn::join_columns(own_logits(nn::enter(in, tensor_group())), config_.vocab_size(),
-                          tensor_group());
+  return nn::join(own_logits(nn::enter(in, tensor_group())), in.dim() - 1, config_.vocab_size(),
+                  tensor_group());
 }
 
 at::Tensor CausalLm::own_logits(const at::Tensor& hidden) {
-  return soft_capped(
-      head_ != nullptr ? head_->forward(hidden) : torch::linear(hidden, decoder_->token_weight()),
-      config_.spec().logit_soft_cap);
+  return soft_capped(head_ != nullptr ? head_->forward(hidden, true, tensor_group())
+                                      : torch::linear(hidden, decoder_->token_weight()),
+                     config_.spec().logit_soft_cap);
 }
 
 void CausalLm::to(c10::Device device, c10::ScalarType dtype, bool non_blocking) {

@@ -62,6 +62,12 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // as with ATen's operations; more memory and a little slower. Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
+  // Of a model in slices (TensorParallel, FullyShard, Pipeline): between its layers each rank has a
+  // part of the sequence instead of all of it, as Megatron-LM's sequence_parallel: less memory for
+  // activations, the same losses. Where there are fewer tokens than ranks, and with a cache, every
+  // rank has all. The same on every rank; nothing changes without slices.
+  void use_sequence_parallel(bool on) { sequence_parallel_ = on; }
+
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
@@ -82,8 +88,12 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
 
  private:
   bool fused_on(c10::Device device) const;
+  // Of the sequence what this rank has.
   at::Tensor decode(const at::Tensor& ids, KvCache* cache, std::vector<at::Tensor>* router_logits);
-  at::Tensor cross_entropy(const at::Tensor& hidden, const at::Tensor& targets);
+  // How many tokens ranks have parts of; 0: each has all.
+  std::int64_t sequence_of(const at::Tensor& ids, const KvCache* cache = nullptr) const;
+  at::Tensor cross_entropy(const at::Tensor& hidden, const at::Tensor& targets,
+                           std::int64_t sequence);
   // What the head computes with the weight, or slice of it, that there is.
   at::Tensor own_logits(const at::Tensor& hidden);
   // [vocabulary, width]; null where an adapter is added to the product with it.
@@ -97,6 +107,7 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
 
   std::optional<bool> fused_;
   bool residual_in_fp32_ = false;
+  bool sequence_parallel_ = false;
   CausalLmConfig config_;
   std::shared_ptr<detail::Decoder> decoder_;
   std::shared_ptr<LinearImpl> head_;  // null where it shares the embedding's weight

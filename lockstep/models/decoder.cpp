@@ -11,6 +11,7 @@
 #include "lockstep/models/experts.h"
 #include "lockstep/nn/capped_attention.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/sequence.h"
 
 namespace lockstep::models::detail {
 namespace {
@@ -36,19 +37,34 @@ at::Tensor fp8_input(const at::Tensor& x) {
 
 at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
   if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
-  return pass.fused ? layer->forward_fused(x, with_bias) : layer->forward(x);
+  return pass.fused ? layer->forward_fused(x, with_bias, pass.tensor)
+                    : layer->forward(x, true, pass.tensor);
+}
+
+// A weight that every rank has, and may use on its part of the sequence.
+at::Tensor shared(const at::Tensor& weight, const Pass& pass) {
+  return pass.sequence > 0 && weight.defined() ? nn::enter(weight, pass.tensor) : weight;
 }
 
 // What ranks have computed with their slices is added up, and the bias to the sum.
 at::Tensor leave(const at::Tensor& y, const at::Tensor& bias, const Pass& pass) {
-  const at::Tensor sum = nn::leave(y, pass.tensor);
-  return bias.defined() ? sum + bias.to(sum.scalar_type()) : sum;
+  const at::Tensor sum =
+      pass.sequence > 0 ? nn::leave_sequence(y, pass.tensor) : nn::leave(y, pass.tensor);
+  return bias.defined() ? sum + shared(bias, pass).to(sum.scalar_type()) : sum;
+}
+
+// In training, of the stream.
+at::Tensor dropped(const at::Tensor& x, double p, std::int64_t sequence,
+                   const nn::TensorGroupPtr& tensor) {
+  return sequence > 0 ? nn::sliced_dropout(x, p, 1, sequence, tensor)
+                      : torch::dropout(x, p, /*train=*/true);
 }
 
 // By the last layer of a branch, whose inputs a TensorGroup divides.
 at::Tensor project_out(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias) {
   if (!pass.tensor) return project(layer, x, pass, with_bias);
-  const at::Tensor y = pass.fused ? layer->forward_fused(x, false) : layer->forward(x, false);
+  const at::Tensor y = pass.fused ? layer->forward_fused(x, false, pass.tensor)
+                                  : layer->forward(x, false, pass.tensor);
   return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
 }
 
@@ -193,8 +209,8 @@ class DecoderAttention : public torch::nn::Module {
   }
 
   at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
-    const std::vector<at::Tensor> parts =
-        project_all(in_, spec_.in, nn::enter(x, pass.tensor), pass);
+    const nn::EnteredSequence in(x, pass.sequence, pass.tensor);
+    const std::vector<at::Tensor> parts = in.release(project_all(in_, spec_.in, in.whole(), pass));
     const std::int64_t shared = nn::local_size(spec_.key_value_heads, pass.tensor);
     at::Tensor q = in_heads(parts[0], nn::local_size(spec_.heads, pass.tensor));
     at::Tensor k = in_heads(parts[1], shared);
@@ -207,8 +223,7 @@ class DecoderAttention : public torch::nn::Module {
     else if (pass.cos.defined())
       q = rotated(q, pass), k = rotated(k, pass);
     const at::Tensor y = attend(q, k, v, pass);
-    return project_out(out_, y.transpose(1, 2).reshape({x.size(0), x.size(1), parts[0].size(2)}),
-                       pass, with_bias);
+    return project_out(out_, y.transpose(1, 2).reshape(parts[0].sizes()), pass, with_bias);
   }
 
   const at::Tensor& last_bias() const { return out_->bias; }
@@ -254,21 +269,22 @@ class DecoderMlp : public torch::nn::Module {
   }
 
   at::Tensor forward(const at::Tensor& stream, const Pass& pass, bool with_bias) {
-    const at::Tensor x = nn::enter(stream, pass.tensor);
+    const nn::EnteredSequence in(stream, pass.sequence, pass.tensor);
+    const at::Tensor& x = in.whole();
     const Linear& first = in_.front();
     const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
     if ((one || joined) && spec_.gated() && spec_.activation == Activation::kSilu) {
       const at::Tensor both = joined ? project_joined(in_, x, pass) : project(first, x, pass);
-      return project_out(out_, nn::swiglu(both), pass, with_bias);
+      return project_out(out_, nn::swiglu(in.release({both})[0]), pass, with_bias);
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
         first->bias.defined() && !first->has_lora() && !out_->has_lora()) {
       const at::Tensor y = nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
                                         pass.tensor ? at::Tensor() : bias);
-      return pass.tensor ? leave(y, bias, pass) : y;
+      return pass.tensor ? leave(in.release({y})[0], bias, pass) : y;
     }
-    const std::vector<at::Tensor> parts = project_all(in_, spec_.in, x, pass);
+    const std::vector<at::Tensor> parts = in.release(project_all(in_, spec_.in, x, pass));
     at::Tensor y = activate(spec_.activation, parts[0]);
     if (spec_.gated()) y = y * parts[1];
     return project_out(out_, y, pass, with_bias);
@@ -299,11 +315,11 @@ Norm::Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads)
 
 at::Tensor Norm::weight(const Pass& pass) const {
   const at::Tensor& own = kind_ == NormKind::kLayer ? layer_->weight : weight_;
-  return of_heads_ ? nn::enter(own, pass.tensor) : own;
+  return of_heads_ ? nn::enter(own, pass.tensor) : shared(own, pass);
 }
 
 at::Tensor Norm::bias(const Pass& pass) const {
-  return of_heads_ ? nn::enter(layer_->bias, pass.tensor) : layer_->bias;
+  return of_heads_ ? nn::enter(layer_->bias, pass.tensor) : shared(layer_->bias, pass);
 }
 
 at::Tensor Norm::plain(const at::Tensor& x, const Pass& pass) const {
@@ -373,7 +389,7 @@ DecoderBlock::DecoderBlock(const DecoderSpec& spec, std::size_t layer,
 void DecoderBlock::forward(Stream& x, const Pass& pass) {
   const bool later = defers_bias(attention_after_, pass);
   add(x, attention_->forward(attention_norm_.forward(x, pass), pass, !later),
-      later ? attention_->last_bias() : at::Tensor(), attention_after_, pass);
+      later ? shared(attention_->last_bias(), pass) : at::Tensor(), attention_after_, pass);
   if (experts_ != nullptr) {
     at::Tensor* const logits = pass.router_logits ? &x.router_logits : nullptr;
     const at::Tensor normed = mlp_norm_.forward(x, pass);  // which replaces the stream
@@ -382,7 +398,7 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
   }
   const bool later_mlp = defers_bias(mlp_after_, pass);
   add(x, mlp_->forward(mlp_norm_.forward(x, pass), pass, !later_mlp),
-      later_mlp ? mlp_->last_bias() : at::Tensor(), mlp_after_, pass);
+      later_mlp ? shared(mlp_->last_bias(), pass) : at::Tensor(), mlp_after_, pass);
 }
 
 // Only beside a LayerNorm, whose families have these biases: elsewhere the product adds a bias
@@ -393,18 +409,17 @@ bool DecoderBlock::defers_bias(const Norm& after, const Pass& pass) const {
 
 void DecoderBlock::add(Stream& x, const at::Tensor& y, const at::Tensor& bias, const Norm& after,
                        const Pass& pass) const {
-  const auto dropped = [&](const at::Tensor& t) {
-    return dropout_ > 0 ? torch::dropout(t, dropout_, is_training()) : t;
+  const bool drops = dropout_ > 0 && is_training();
+  const auto after_dropout = [&](const at::Tensor& t) {
+    return drops ? dropped(t, dropout_, pass.sequence, pass.tensor) : t;
   };
   const at::Tensor added = after ? after.forward(y, pass) : y;
   if (!pass.fused) {
-    x.sum = x.sum + dropped(added);
+    x.sum = x.sum + after_dropout(added);
     return;
   }
   // Dropout is of the sum with the bias, so there is nothing to leave to the norm then.
-  const bool drops = dropout_ > 0 && is_training();
-  x.delta =
-      bias.defined() && drops ? dropped(added + bias.to(added.scalar_type())) : dropped(added);
+  x.delta = after_dropout(bias.defined() && drops ? added + bias.to(added.scalar_type()) : added);
   x.delta_bias = drops ? at::Tensor() : bias;
 }
 
@@ -439,7 +454,8 @@ Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_
   Pass pass{.fused = run.fused,
             .cache = run.cache,
             .router_logits = run.router_logits != nullptr,
-            .tensor = run.tensor};
+            .tensor = run.tensor,
+            .sequence = run.sequence};
   if (run.cache == nullptr) pass.fp8 = nn::Fp8Autocast::current();
   if (pass.fp8 && pass.tensor)
     throw UsageError("tensor_parallel",
@@ -462,18 +478,26 @@ at::Tensor Decoder::embedded(const at::Tensor& ids, const Run& run, at::ScalarTy
     x = nn::embedding(ids, tokens_->weight, positions_ ? positions_->weight : at::Tensor(),
                       {.dtype = residual, .padding_index = spec_.padding_id});
   } else {
-    x = nn::sliced_embedding(ids, tokens_->weight, spec_.vocabulary, spec_.padding_id, run.tensor);
+    x = nn::own_embedding(ids, tokens_->weight, spec_.vocabulary, spec_.padding_id, run.tensor);
+    x = run.sequence > 0 ? nn::leave_sequence(x, run.tensor) : nn::leave(x, run.tensor);
     const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
-    if (positions_)
-      x = x + positions_->forward(torch::arange(past, past + ids.size(1), ids.options()));
+    if (positions_) {
+      at::Tensor rows = positions_->forward(torch::arange(past, past + ids.size(1), ids.options()));
+      if (run.sequence > 0) {
+        const nn::Range mine = run.tensor->range(run.sequence);
+        rows = nn::enter(rows, run.tensor).narrow(0, mine.begin, mine.length);
+      }
+      x = x + rows;
+    }
     if (run.fused) x = x.to(residual);
   }
   // The factor is rounded to the weight's type first, as in transformers.
   if (spec_.embedding_scale != 1)
     x = x *
         torch::scalar_tensor(spec_.embedding_scale, tokens_->weight.scalar_type()).item<double>();
-  return spec_.embedding_dropout > 0 ? torch::dropout(x, spec_.embedding_dropout, is_training())
-                                     : x;
+  return spec_.embedding_dropout > 0 && is_training()
+             ? dropped(x, spec_.embedding_dropout, run.sequence, run.tensor)
+             : x;
 }
 
 at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {

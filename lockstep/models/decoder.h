@@ -103,9 +103,10 @@ class Decoder : public torch::nn::Module {
     std::vector<at::Tensor>* router_logits = nullptr;  // of each block, if they are wanted
     const nn::Staged::Stage* stage = nullptr;          // null: all of it
     nn::TensorGroupPtr tensor{};                       // null: parameters are whole
+    std::int64_t sequence = 0;                         // as in Pass
   };
   // Hidden states [batch, time, width] after the last norm; of a stage that is not the last, after
-  // its last block.
+  // its last block. With run.sequence this rank's part of time.
   at::Tensor forward(const at::Tensor& ids, const Run& run);
 
   const at::Tensor& token_weight() const { return tokens_->weight; }

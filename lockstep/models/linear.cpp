@@ -5,6 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/sequence.h"
 
 namespace lockstep::models {
 namespace {
@@ -36,18 +37,38 @@ LinearImpl::LinearImpl(const LinearOptions& given)
     bias = register_parameter("bias", torch::zeros({options.out_features()}, options.tensors()));
 }
 
-at::Tensor LinearImpl::forward(const at::Tensor& x, bool with_bias) {
+bool LinearImpl::cut_by_inputs() const {
+  return lora_A->weight.size(1) < options.in_features();
+}
+
+// The factor that every rank has is used with slices of x or of the result, so that its gradient is
+// a sum over ranks.
+LinearImpl::Factors LinearImpl::factors(const nn::TensorGroupPtr& group) const {
+  const at::Tensor &a = lora_A->weight, &b = lora_B->weight;
+  if (!group) return {a, b};
+  return cut_by_inputs() ? Factors{a, nn::enter(b, group)} : Factors{nn::enter(a, group), b};
+}
+
+at::Tensor LinearImpl::dropped(const at::Tensor& x, const nn::TensorGroupPtr& group) const {
+  if (lora_.dropout == 0 || !is_training()) return x;
+  return nn::sliced_dropout(x, lora_.dropout, -1, options.in_features(),
+                            cut_by_inputs() ? group : nullptr);
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x, bool with_bias,
+                               const nn::TensorGroupPtr& group) {
   const at::Tensor y = base_forward(x, with_bias);
   if (!has_lora() || merged()) return y;
   const bool autocast = autocasts(x);
   const at::ScalarType type = lora_A->weight.scalar_type();
-  at::Tensor in = autocast ? x : x.to(type);
-  if (lora_.dropout > 0) in = torch::dropout(in, lora_.dropout, is_training());
+  const auto [a, b] = factors(group);
+  const at::Tensor in = dropped(autocast ? x : x.to(type), group);
   // Scaling the r columns in the middle costs less than scaling the output.
-  const at::Tensor middle = lora_A(in) * lora_.scaling;
-  if (!autocast && y.scalar_type() != type) return (y + lora_B(middle)).to(y.scalar_type());
-  const at::Tensor rows = y.reshape({-1, options.out_features()});
-  return torch::addmm(rows, middle.reshape({-1, lora_.r}), lora_B->weight.t()).view(y.sizes());
+  const at::Tensor middle = torch::linear(in, a) * lora_.scaling;
+  if (!autocast && y.scalar_type() != type)
+    return (y + torch::linear(middle, b)).to(y.scalar_type());
+  const at::Tensor rows = y.reshape({-1, y.size(-1)});
+  return torch::addmm(rows, middle.reshape({-1, lora_.r}), b.t()).view(y.sizes());
 }
 
 // The sizes are the weight's own, which may be a slice of the options' (nn::Sliced).
@@ -66,17 +87,21 @@ at::Tensor LinearImpl::base_forward(at::Tensor x, bool with_bias) {
   return y.view(shape);
 }
 
-at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias) {
+at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias,
+                                     const nn::TensorGroupPtr& group) {
   const at::Tensor own_bias = with_bias ? bias : at::Tensor();
   if (!has_lora() || merged()) return nn::linear(x, out_in(), own_bias);
-  // The base of an adapter is frozen; one that is trained has a gradient.
-  if (weight.requires_grad()) {
-    const at::Tensor y = nn::linear(x, out_in(), own_bias);
-    const at::Tensor in = torch::dropout(x, lora_.dropout, is_training());
-    const at::Tensor low = nn::linear(in, lora_A->weight, {}) * lora_.scaling;
-    return y + nn::linear(low, lora_B->weight, {});
+  const auto [a, b] = factors(group);
+  // The base of an adapter is frozen; one that is trained has a gradient. A mask of some of the
+  // inputs is not the kernel's.
+  const bool drops_slice = group && cut_by_inputs() && lora_.dropout > 0 && is_training();
+  if (weight.requires_grad() || drops_slice) {
+    const at::Tensor own = weight.requires_grad() ? out_in() : out_in().to(x.scalar_type());
+    const at::Tensor y = nn::linear(x, own, own_bias);
+    const at::Tensor low = nn::linear(dropped(x, group), a, {}) * lora_.scaling;
+    return y + nn::linear(low, b, {});
   }
-  return nn::lora_linear(x, out_in().to(x.scalar_type()), own_bias, lora_A->weight, lora_B->weight,
+  return nn::lora_linear(x, out_in().to(x.scalar_type()), own_bias, a, b,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
 }
 

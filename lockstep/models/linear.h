@@ -18,6 +18,7 @@
 
 #include "lockstep/models/spec.h"
 #include "lockstep/nn/fp8.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
 
@@ -50,10 +51,14 @@ class LinearImpl : public torch::nn::Module {
 
   // x: [..., in_features], with any leading dimensions. Returns [..., out_features]. A weight of
   // another type than x (a frozen one in bf16) decides the type of the result. `with_bias` false
-  // leaves the bias to the caller.
-  at::Tensor forward(const at::Tensor& x, bool with_bias = true);
+  // leaves the bias to the caller. `group`: the weight is a slice (nn::Sliced) whose side the
+  // adapter's lora_B (cut by outputs) or lora_A (by inputs) has too; x has been through
+  // nn::enter(), or the result goes through nn::leave().
+  at::Tensor forward(const at::Tensor& x, bool with_bias = true,
+                     const nn::TensorGroupPtr& group = {});
   // The same by lockstep::nn, in x's type and without autocasting: a float weight is converted.
-  at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true);
+  at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true,
+                           const nn::TensorGroupPtr& group = {});
   // The same with the weight's products in fp8; an adapter's are in x's type.
   at::Tensor forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias = true);
   // The weight as [out, in]; one that is stored in fp8 in bfloat16.
@@ -82,7 +87,13 @@ class LinearImpl : public torch::nn::Module {
   torch::nn::Linear lora_B{nullptr};  // [out_features, r]
 
  private:
+  struct Factors {
+    at::Tensor a, b;
+  };
   at::Tensor base_forward(at::Tensor x, bool with_bias);
+  Factors factors(const nn::TensorGroupPtr& group) const;
+  bool cut_by_inputs() const;
+  at::Tensor dropped(const at::Tensor& x, const nn::TensorGroupPtr& group) const;
   // The weight in its layout, and in a type that can be multiplied.
   at::Tensor usable_weight() const;
   const nn::Fp8Pair& stored() const;

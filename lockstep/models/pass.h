@@ -39,6 +39,7 @@ struct Pass {
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: FullyShard gathers and frees the parameters
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
+  std::int64_t sequence = 0;               // tokens of all; 0: every rank has all in the stream
 };
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.

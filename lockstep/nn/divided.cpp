@@ -113,4 +113,19 @@ c10::Storage storage_that_throws(std::size_t bytes, c10::Device device,
   return storage;
 }
 
+void fill_storage(const c10::Storage& storage, at::Tensor fresh) {
+  const std::size_t bytes = fresh.storage().nbytes();
+  c10::StorageImpl* const from = fresh.storage().unsafeGetStorageImpl();
+  c10::StorageImpl* const to = storage.unsafeGetStorageImpl();
+  to->set_data_ptr_noswap(from->set_data_ptr(c10::DataPtr(nullptr, fresh.device())));
+  to->set_nbytes(bytes);
+  from->set_nbytes(static_cast<std::size_t>(0));
+}
+
+void empty_storage(const c10::Storage& storage) {
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
+  impl->set_nbytes(static_cast<std::size_t>(0));
+}
+
 }  // namespace lockstep::nn

@@ -66,4 +66,9 @@ at::Tensor divided(at::IntArrayRef sizes, const at::TensorOptions& options, Rows
 // view, which is made before it is read, would be refused without the message.
 c10::Storage storage_that_throws(std::size_t bytes, c10::Device device, const std::string& message);
 
+// Gives a storage the memory of `fresh`, and takes it away again. Whoever has the storage keeps it:
+// autograd may.
+void fill_storage(const c10::Storage& storage, at::Tensor fresh);
+void empty_storage(const c10::Storage& storage);
+
 }  // namespace lockstep::nn

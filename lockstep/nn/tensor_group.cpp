@@ -42,26 +42,28 @@ class LeaveFunction : public torch::autograd::Function<LeaveFunction> {
   }
 };
 
-// Each column is one rank's value and zeros.
+// Each element is one rank's value and zeros.
 class JoinFunction : public torch::autograd::Function<JoinFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t whole,
-                            const TensorGroupPtr& group) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t dimension,
+                            std::int64_t whole, const TensorGroupPtr& group) {
     const Range mine = group->range(whole);
+    ctx->saved_data["dimension"] = dimension;
     ctx->saved_data["begin"] = mine.begin;
     ctx->saved_data["length"] = mine.length;
     auto sizes = x.sizes().vec();
-    sizes.back() = whole;
+    sizes[static_cast<std::size_t>(dimension)] = whole;
     const at::Tensor all = at::zeros(sizes, x.options());
-    all.narrow(-1, mine.begin, mine.length).copy_(x);
+    all.narrow(dimension, mine.begin, mine.length).copy_(x);
     group->sum(all);
     return all;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     return {grads[0]
-                .narrow(-1, ctx->saved_data["begin"].toInt(), ctx->saved_data["length"].toInt())
+                .narrow(ctx->saved_data["dimension"].toInt(), ctx->saved_data["begin"].toInt(),
+                        ctx->saved_data["length"].toInt())
                 .contiguous(),
-            at::Tensor(), at::Tensor()};
+            at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -125,14 +127,14 @@ at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group) {
   return group ? LeaveFunction::apply(x, group) : x;
 }
 
-at::Tensor join_columns(const at::Tensor& x, std::int64_t whole, const TensorGroupPtr& group) {
-  return group ? JoinFunction::apply(x, whole, group) : x;
+at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
+                const TensorGroupPtr& group) {
+  return group ? JoinFunction::apply(x, dimension, whole, group) : x;
 }
 
 // An id outside of the vocabulary is the first or the last rank's, whose lookup refuses it.
-at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                            std::int64_t vocabulary, std::int64_t padding_index,
-                            const TensorGroupPtr& group) {
+at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t vocabulary,
+                         std::int64_t padding_index, const TensorGroupPtr& group) {
   if (!group) return at::embedding(weight, ids, padding_index);
   const Range mine = group->range(vocabulary);
   const at::Tensor local = ids - mine.begin;
@@ -142,7 +144,13 @@ at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
   const std::int64_t padding = padding_index - mine.begin;
   const bool pads = padding_index >= 0 && padding >= 0 && padding < mine.length;
   const at::Tensor rows = at::embedding(weight, local.masked_fill(others, 0), pads ? padding : -1);
-  return leave(rows.masked_fill(others.unsqueeze(-1), 0), group);
+  return rows.masked_fill(others.unsqueeze(-1), 0);
+}
+
+at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
+                            std::int64_t vocabulary, std::int64_t padding_index,
+                            const TensorGroupPtr& group) {
+  return leave(own_embedding(ids, weight, vocabulary, padding_index, group), group);
 }
 
 at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targets,

@@ -43,6 +43,9 @@ class TensorGroup : public torch::CustomClassHolder {
   // Of the tensors of all ranks, in place. Collective.
   virtual void sum(const at::Tensor& tensor) = 0;
   virtual void max(const at::Tensor& tensor) = 0;
+  // `all` is [size, elements], `mine` [elements]; of the sum over ranks mine is row rank().
+  virtual void all_gather(const at::Tensor& all, const at::Tensor& mine) = 0;
+  virtual void reduce_scatter(const at::Tensor& mine, const at::Tensor& all) = 0;
 
   Range range(std::int64_t whole) const { return slice_range(whole, rank(), size()); }
 };
@@ -58,14 +61,18 @@ inline std::int64_t local_size(std::int64_t whole, const TensorGroupPtr& group) 
 at::Tensor enter(const at::Tensor& x, const TensorGroupPtr& group);
 // The sum over ranks of what each has computed with its slices.
 at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group);
-// Slices of the last dimension, which is `whole` wide, side by side.
-at::Tensor join_columns(const at::Tensor& x, std::int64_t whole, const TensorGroupPtr& group);
+// Slices of a dimension, which is `whole` wide, side by side; the same on every rank.
+at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
+                const TensorGroupPtr& group);
 
 // Rows of an embedding of `vocabulary` rows, of which this rank has weight's. `padding_index`: a
 // token without a gradient; -1: none.
 at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
                             std::int64_t vocabulary, std::int64_t padding_index,
                             const TensorGroupPtr& group);
+// The same before leave(): zeros for the tokens of other ranks.
+at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t vocabulary,
+                         std::int64_t padding_index, const TensorGroupPtr& group);
 // The mean cross entropy over the targets that are not `ignore_index`, from this rank's columns of
 // the logits [..., slice of the vocabulary]; the others' are not gathered. Sums are in float. nan
 // where all targets are ignored, as in PyTorch.

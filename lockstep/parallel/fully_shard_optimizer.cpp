@@ -117,7 +117,7 @@ void FullyShardOptimizer::deal_whole_tensors() {
     const at::Tensor& like = m.p->tensor;
     m.whole = at::empty(like.sizes(), m.p->rows->values.options());
     m.whole.set_requires_grad(true);
-    empty_storage(m.whole.storage());
+    nn::empty_storage(m.whole.storage());
   }
 }
 
@@ -228,7 +228,7 @@ void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
     const at::Tensor values = gather_whole(m, m.p->rows->values);
     if (!m.whole.defined()) continue;
     m.whole.mutable_grad() = grad;
-    fill_storage(m.whole.storage(), values);
+    nn::fill_storage(m.whole.storage(), values);
   }
   tensors_->step(options);
   for (Member& m : members_) {
@@ -236,7 +236,7 @@ void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
     scatter_whole(m);
     if (!m.whole.defined()) continue;
     m.whole.mutable_grad() = at::Tensor();
-    empty_storage(m.whole.storage());
+    nn::empty_storage(m.whole.storage());
   }
 }
 

@@ -23,8 +23,8 @@
 // "data" hold copies of a stage, whose gradients are averaged when a window ends. Ranks along
 // "shard" divide what their stage has by rows, as FullyShard does, and ranks along "tensor" compute
 // its blocks with slices, as TensorParallel's do, and send what they return, which is the same on
-// all of them, to their like in the next stage: a mesh of pipeline x data x shard x tensor, as
-// torchtitan's.
+// all of them or a part of the sequence, to their like in the next stage: a mesh of pipeline x data
+// x shard x tensor, as torchtitan's.
 //
 // Parameters keep their tensors and their names; those of other stages have no memory. Gradients
 // of a weight that two stages share are added up between them. With m micro-batches on p stages a

@@ -114,23 +114,6 @@ at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef
   return alias.set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);
 }
 
-// ---------------------------------------------------------------- storages
-
-void fill_storage(const c10::Storage& storage, at::Tensor fresh) {
-  const std::size_t bytes = fresh.storage().nbytes();
-  c10::StorageImpl* const from = fresh.storage().unsafeGetStorageImpl();
-  c10::StorageImpl* const to = storage.unsafeGetStorageImpl();
-  to->set_data_ptr_noswap(from->set_data_ptr(c10::DataPtr(nullptr, fresh.device())));
-  to->set_nbytes(bytes);
-  from->set_nbytes(static_cast<std::size_t>(0));
-}
-
-void empty_storage(const c10::Storage& storage) {
-  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, impl->device()));
-  impl->set_nbytes(static_cast<std::size_t>(0));
-}
-
 // ---------------------------------------------------------------- copies beside the computation
 
 namespace {
@@ -416,7 +399,7 @@ void ShardUnit::gather_shared(bool copies) {
 }
 
 void ShardUnit::make_whole(ShardedParameter& p, at::Tensor fresh) {
-  fill_storage(p.storage, std::move(fresh));
+  nn::fill_storage(p.storage, std::move(fresh));
   set_storage(p, p.freed, p.storage);
   // What is for computing alone, as slices are, is not read or written by others, who get the rows.
   nn::set_rows(p.tensor, for_computing_ || p.rows->slice ? p.rows : nullptr);
@@ -430,7 +413,7 @@ void ShardUnit::free() {
 
 void ShardUnit::free(ShardedParameter& p) {
   set_storage(p, p.storage, p.freed);
-  empty_storage(p.storage);
+  nn::empty_storage(p.storage);
   nn::set_rows(p.tensor, p.rows);
 }
 

@@ -173,8 +173,4 @@ bool share_rows(std::vector<ShardUnit>& units, World& shard);
 // Offloaded rows are copied beside the computation; waits until none is read any more.
 void wait_for_copies(c10::Device device);
 
-// Gives a storage the memory of `fresh`, and takes it away again.
-void fill_storage(const c10::Storage& storage, at::Tensor fresh);
-void empty_storage(const c10::Storage& storage);
-
 }  // namespace lockstep::parallel

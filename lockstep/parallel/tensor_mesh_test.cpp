@@ -127,10 +127,15 @@ constexpr double kSums = 8 * 64 * 8 / 16777216.0;
 // AdamW divides by a gradient's size, so that it adds up errors that are relative to it.
 constexpr double kFigures = 1e-4;
 
+// Tied or not, sequence parallel or not.
+constexpr std::pair<bool, bool> kModels[] = {
+    {false, false}, {false, true}, {true, false}, {true, true}};
+
 TEST(TensorMesh, HasTheGradientsOfOneProcess) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
-    for (const bool tied : {false, true}) {
+    for (const auto& [tied, sequence] : kModels) {
       Trained run = divided(mesh, tied, kGradients), one = whole(mesh, tied, kGradients);
+      run.net->use_sequence_parallel(sequence);
       const at::Tensor before = one.weights();
       run.train(1, 1, 0);
       one.train(1, 1, 0);
@@ -144,8 +149,9 @@ TEST(TensorMesh, HasTheGradientsOfOneProcess) {
 
 TEST(TensorMesh, HasTheLossesAndNormsOfOneProcess) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
-    for (const bool tied : {false, true}) {
+    for (const auto& [tied, sequence] : kModels) {
       Trained run = divided(mesh, tied, kAdamW, {.reshard_after_forward = tied});
+      run.net->use_sequence_parallel(sequence);
       Trained one = whole(mesh, tied);
       EXPECT_THAT(run.way->text(), HasSubstr(", in slices on 2 tensor parallel ranks"));
       const auto got = run.train(3, 3, 0.5, /*empty=*/true);

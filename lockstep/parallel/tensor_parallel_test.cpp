@@ -8,10 +8,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,10 +18,11 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/generate.h"
-#include "lockstep/models/linear.h"
+#include "lockstep/models/lora.h"
 #include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/fp8.h"
+#include "lockstep/nn/sequence.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/lion.h"
@@ -44,122 +44,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
-
-// ---------------------------------------------------------------- operations
-
-class WorldGroup final : public nn::TensorGroup {
- public:
-  explicit WorldGroup(World world) : world_(std::move(world)) {}
-  int rank() const override { return world_.rank(); }
-  int size() const override { return world_.size(); }
-  void sum(const at::Tensor& tensor) override { world_.all_reduce(tensor).wait(); }
-  void max(const at::Tensor& tensor) override { world_.all_reduce(tensor, ReduceOp::kMax).wait(); }
-
- private:
-  World world_;
-};
-
-at::Tensor drawn(at::IntArrayRef sizes, std::uint64_t seed) {
-  auto random = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn(sizes, random, at::kDouble);
-}
-
-at::Tensor slice(const at::Tensor& whole, std::int64_t dimension, const nn::TensorGroup& group) {
-  const nn::Range mine = group.range(whole.size(dimension));
-  return whole.narrow(dimension, mine.begin, mine.length).clone();
-}
-
-void on_group(int ranks, const std::function<void(const nn::TensorGroupPtr&)>& body) {
-  run_threads(ranks, [&](World& world) { body(c10::make_intrusive<WorldGroup>(world)); });
-}
-
-TEST(TensorGroup, SlicesCoverEverythingOnce) {
-  for (const int ranks : {1, 2, 3, 4, 7})
-    for (const std::int64_t whole : {1, 6, 7, 50257}) {
-      std::int64_t next = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        const nn::Range range = nn::slice_range(whole, rank, ranks);
-        EXPECT_EQ(range.begin, next);
-        EXPECT_LE(std::abs(range.length - whole / ranks), 1);
-        next += range.length;
-      }
-      EXPECT_EQ(next, whole);
-    }
-}
-
-// In double: what differs is the order of a few sums, 1e-15 each.
-constexpr double kDoubleSums = 1e-13;
-
-TEST(TensorGroup, APairOfMatricesIsOne) {
-  for (const int ranks : {2, 3, 4})
-    on_group(ranks, [](const nn::TensorGroupPtr& group) {
-      const auto leaf = [](const at::Tensor& x) { return x.clone().set_requires_grad(true); };
-      const at::Tensor x = leaf(drawn({5, 6}, 1)), first = leaf(drawn({8, 6}, 2)),
-                       second = leaf(drawn({3, 8}, 3)), bias = leaf(drawn({3}, 4));
-      const at::Tensor one = at::linear(at::linear(x, first).relu(), second, bias).square().mean();
-      one.backward();
-      const at::Tensor x2 = leaf(x.detach()), bias2 = leaf(bias.detach()),
-                       first2 = leaf(slice(first.detach(), 0, *group)),
-                       second2 = leaf(slice(second.detach(), 1, *group));
-      const at::Tensor h = at::linear(nn::enter(x2, group), first2).relu();
-      const at::Tensor y = nn::leave(at::linear(h, second2), group) + bias2;
-      const at::Tensor loss = y.square().mean();
-      loss.backward();
-      EXPECT_NEAR(loss.item<double>(), one.item<double>(), kDoubleSums);
-      EXPECT_TENSOR_NEAR(x2.grad(), x.grad(), kDoubleSums);
-      EXPECT_TENSOR_NEAR(bias2.grad(), bias.grad(), kDoubleSums);
-      EXPECT_TENSOR_NEAR(first2.grad(), slice(first.grad(), 0, *group), kDoubleSums);
-      EXPECT_TENSOR_NEAR(second2.grad(), slice(second.grad(), 1, *group), kDoubleSums);
-    });
-}
-
-// 37 columns: ranks have different numbers of them.
-TEST(TensorGroup, TheLossOverSlicesOfTheVocabularyIsTorchs) {
-  const at::Tensor whole = drawn({2, 4, 37}, 1) * 3;
-  const at::Tensor targets = at::tensor({0, 36, -100, 18, 19, 5, 17, -100}, at::kLong).view({2, 4});
-  const at::Tensor logits = whole.clone().set_requires_grad(true);
-  const at::Tensor expected = at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
-  (expected * 0.25).backward();
-  for (const int ranks : {2, 3, 4})
-    on_group(ranks, [&](const nn::TensorGroupPtr& group) {
-      const at::Tensor mine = slice(whole, 2, *group).set_requires_grad(true);
-      const at::Tensor loss = nn::sliced_cross_entropy(mine, targets, 37, group);
-      (loss * 0.25).backward();
-      EXPECT_NEAR(loss.item<double>(), expected.item<double>(), kDoubleSums);
-      EXPECT_TENSOR_NEAR(mine.grad(), slice(logits.grad(), 2, *group), kDoubleSums);
-      const at::Tensor none = at::full_like(targets, -100);
-      EXPECT_TRUE(std::isnan(nn::sliced_cross_entropy(mine, none, 37, group).item<double>()));
-      EXPECT_TENSOR_EQ(nn::join_columns(mine.detach(), 37, group), whole);
-    });
-}
-
-TEST(TensorGroup, AnEmbeddingOverSlicesOfTheVocabularyIsTorchs) {
-  const at::Tensor whole = drawn({37, 3}, 1);
-  const at::Tensor ids = at::tensor({0, 36, 18, 18, 9, 0}, at::kLong).view({2, 3});
-  for (const int ranks : {2, 3, 4})
-    for (const std::int64_t padding : {-1, 0, 18})
-      on_group(ranks, [&](const nn::TensorGroupPtr& group) {
-        const at::Tensor weight = whole.clone().set_requires_grad(true);
-        const at::Tensor expected = at::embedding(weight, ids, padding);
-        expected.square().sum().backward();
-        const at::Tensor mine = slice(whole, 0, *group).set_requires_grad(true);
-        const at::Tensor rows = nn::sliced_embedding(ids, mine, 37, padding, group);
-        rows.square().sum().backward();
-        EXPECT_TENSOR_EQ(rows, expected);
-        EXPECT_TENSOR_EQ(mine.grad(), slice(weight.grad(), 0, *group));
-      });
-}
-
-TEST(TensorGroup, AnIdOutsideOfTheVocabularyIsRefusedByOneRank) {
-  for (const std::int64_t id : {-1, 37}) {
-    const auto said = testing::run_threads_collecting(2, [&](World& world) {
-      const nn::TensorGroupPtr group = c10::make_intrusive<WorldGroup>(world);
-      nn::sliced_embedding(at::full({1, 1}, id, at::kLong), slice(drawn({37, 3}, 1), 0, *group), 37,
-                           -1, group);
-    });
-    EXPECT_THAT(said[id < 0 ? 0 : 1], HasSubstr("index out of range"));
-  }
-}
 
 // ---------------------------------------------------------------- families
 
@@ -217,6 +101,9 @@ CausalLmPtr make(const CausalLmConfig& config, std::uint64_t seed = 1) {
 struct Batch {
   at::Tensor ids, targets;
 };
+Batch shorter(const Batch& batch, std::int64_t time) {
+  return {batch.ids.slice(1, 0, time).contiguous(), batch.targets.slice(1, 0, time).contiguous()};
+}
 Batch batch_of(int number, std::int64_t vocabulary = 37) {
   auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(50 + number));
   const at::Tensor all = at::randint(vocabulary, {3, 9}, random, at::kLong);
@@ -288,19 +175,24 @@ Trained whole(const CausalLmConfig& config, const optim::Rule& rule, const Chang
 // the 24 tokens. The terms are below 8 here.
 constexpr double kSums = 4 * 64 * 8 / 16777216.0;
 
-class Families : public ::testing::TestWithParam<std::tuple<int, std::string, bool>> {};
+using Case = std::tuple<int, std::string, bool, bool>;
+class Families : public ::testing::TestWithParam<Case> {};
 
 // A step of SGD with a rate of 1 changes the weights by their gradients.
 TEST_P(Families, ComputeWhatOneProcessDoes) {
-  const auto& [ranks, name, fused] = GetParam();
+  const auto& [ranks, name, fused, sequence] = GetParam();
   const CausalLmConfig config = config_of(name);
-  run_threads(ranks, [&, fused = fused](World& world) {
-    const Change path = [&](CausalLm& model) { model.use_fused(fused); };
+  run_threads(ranks, [&, fused = fused, sequence = sequence](World& world) {
+    const Change path = [&](CausalLm& model) {
+      model.use_fused(fused);
+      model.use_sequence_parallel(sequence);
+    };
+    const Batch batch = sequence ? shorter(batch_of(0), 7) : batch_of(0);  // unequal parts
     const optim::SGDOptions sgd{.lr = 1};
     Trained one = whole(config, sgd, path), run = sliced(config, tensor_mesh(world), sgd, path);
     EXPECT_LT(flat(*run.net).numel(), flat(*one.net).numel());
-    one.step(batch_of(0));
-    run.step(batch_of(0));
+    one.step(batch);
+    run.step(batch);
     EXPECT_NEAR(run.loss, one.loss, kSums);
     EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
     EXPECT_GT((one.weights() - flat(*make(config))).abs().max().item<double>(), 0.01);
@@ -309,9 +201,10 @@ TEST_P(Families, ComputeWhatOneProcessDoes) {
   });
 }
 
-std::string show(const ::testing::TestParamInfo<std::tuple<int, std::string, bool>>& info) {
-  const auto& [ranks, name, fused] = info.param;
-  return fmt::format("{}_on_{}{}", name, ranks, fused ? "_fused" : "");
+std::string show(const ::testing::TestParamInfo<Case>& info) {
+  const auto& [ranks, name, fused, sequence] = info.param;
+  return fmt::format("{}_on_{}{}{}", name, ranks, fused ? "_fused" : "",
+                     sequence ? "_sequence" : "");
 }
 
 std::vector<std::string> sample_names() {
@@ -322,7 +215,53 @@ std::vector<std::string> sample_names() {
 
 INSTANTIATE_TEST_SUITE_P(All, Families,
                          ::testing::Combine(::testing::Values(2, 4),
-                                            ::testing::ValuesIn(sample_names()), ::testing::Bool()),
+                                            ::testing::ValuesIn(sample_names()), ::testing::Bool(),
+                                            ::testing::Bool()),
+                         show);
+
+class Adapters : public ::testing::TestWithParam<Case> {};
+
+// Adapters of layers that are cut by outputs, by inputs and of the head; both factors of each have
+// a gradient. What is not trained stays as it is.
+TEST_P(Adapters, ComputeWhatOneProcessDoes) {
+  const auto& [ranks, name, fused, sequence] = GetParam();
+  const CausalLmConfig config = config_of(name);
+  const models::LoraConfig lora{.r = 3,
+                                .lora_alpha = 6,
+                                .target_modules = ".*(c_attn|c_fc|_proj|lm_head)",
+                                .bias = models::LoraBias::kAll};
+  const auto adapted = [&, fused = fused, sequence = sequence](CausalLm& model) {
+    model.use_fused(fused);
+    model.use_sequence_parallel(sequence);
+    models::add_lora(model, lora);
+    const torch::NoGradGuard no_grad;
+    auto random = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{9});
+    for (const auto& item : model.named_parameters())
+      if (item.key().find("lora_") != std::string::npos)
+        item.value().copy_(at::randn(item.value().sizes(), random) * 0.2);
+  };
+  std::mutex drawing;  // add_lora draws from the process's one generator
+  run_threads(ranks, [&](World& world) {
+    const Change change = [&](CausalLm& model) {
+      const std::lock_guard lock(drawing);
+      adapted(model);
+    };
+    const optim::SGDOptions sgd{.lr = 1};
+    Trained one = whole(config, sgd, change), run = sliced(config, tensor_mesh(world), sgd, change);
+    const at::Tensor before = one.weights();
+    one.step(batch_of(0));
+    run.step(batch_of(0));
+    EXPECT_NEAR(run.loss, one.loss, kSums);
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+    EXPECT_GT((one.weights() - before).abs().max().item<double>(), 0.01);
+    run.parallelism->verify_parameters();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Adapters,
+                         ::testing::Combine(::testing::Values(2, 4),
+                                            ::testing::Values("gpt2", "llama", "phi3"),
+                                            ::testing::Bool(), ::testing::Bool()),
                          show);
 
 TEST(TensorParallel, LogitsAndTextsAreThoseOfOneProcess) {
@@ -343,33 +282,98 @@ TEST(TensorParallel, LogitsAndTextsAreThoseOfOneProcess) {
   });
 }
 
+// LibTorch reports to it what this thread allocates and frees.
+struct Meter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device) override {
+    live += size;
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::int64_t live = 0;
+};
+
+// Bytes that a forward leaves for its backward.
+std::int64_t activation_bytes(Trained& run, const Batch& batch) {
+  run.parallelism->before_forward();
+  const auto meter = std::make_shared<Meter>();
+  const c10::DebugInfoGuard listening(c10::DebugInfoKind::PROFILER_STATE, meter);
+  const at::Tensor loss = run.net->loss(batch.ids, batch.targets);
+  return meter->live;
+}
+
+// Of each of 5 norms a token's input, its output, which the next layers save, and 1 (RMS) or 2
+// factors: a rank keeps them for its part of the 24 tokens instead of for all.
+TEST(SequenceParallel, RanksKeepTheirPartOfWhatLiesBetweenLayers) {
+  for (const auto& [name, factors] : {std::pair("llama", 1), std::pair("gpt2", 2)})
+    for (const int ranks : {2, 4})
+      run_threads(ranks, [&, name = name, factors = factors](World& world) {
+        const auto bytes = [&](bool sequence) {
+          Trained run = sliced(config_of(name), tensor_mesh(world), optim::SGDOptions{},
+                               [&](CausalLm& model) {
+                                 model.use_fused(true);
+                                 model.use_sequence_parallel(sequence);
+                               });
+          return activation_bytes(run, batch_of(0));
+        };
+        const std::int64_t all = bytes(false), part = bytes(true);
+        const auto between = static_cast<std::int64_t>(sizeof(float)) * 5 * 24 * (2 * 32 + factors);
+        EXPECT_EQ(all - part, between - between / ranks) << name << " " << all << " " << part;
+      });
+}
+
+// Fewer tokens than ranks: each has all of them.
+TEST(SequenceParallel, TakesSequencesThatAreTooShortToDivide) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(4, [&](World& world) {
+    const Change change = [](CausalLm& model) { model.use_sequence_parallel(true); };
+    Trained one = whole(config, optim::SGDOptions{}),
+            run = sliced(config, tensor_mesh(world), optim::SGDOptions{}, change);
+    for (const std::int64_t time : {3, 4, 5}) {
+      const Batch batch = shorter(batch_of(1), time);
+      one.step(batch), run.step(batch);
+      EXPECT_NEAR(run.loss, one.loss, kSums) << time;
+    }
+    const torch::NoGradGuard no_grad;
+    EXPECT_TENSOR_NEAR(run.net->forward(batch_of(0).ids), one.net->forward(batch_of(0).ids), kSums);
+    const models::GenerateOptions greedy{.max_new_tokens = 8, .temperature = 0};
+    EXPECT_EQ(models::generate(*run.net, {1, 2, 3}, greedy),
+              models::generate(*one.net, {1, 2, 3}, greedy));
+  });
+}
+
 // A loss from all logits, for those who do not use CausalLm::loss().
 TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
   const CausalLmConfig config = config_of("gpt2");
-  run_threads(2, [&](World& world) {
-    const optim::SGDOptions sgd{.lr = 1};
-    Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd);
-    one.step(batch_of(0));
-    run.parallelism->before_forward();
-    const at::Tensor logits = run.net->forward(batch_of(0).ids);
-    run.parallelism->backward(models::next_token_loss(logits, batch_of(0).targets), true);
-    run.optimizer->step();
-    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
-  });
+  for (const bool sequence : {false, true})
+    run_threads(2, [&](World& world) {
+      const optim::SGDOptions sgd{.lr = 1};
+      Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd);
+      run.net->use_sequence_parallel(sequence);
+      one.step(batch_of(0));
+      run.parallelism->before_forward();
+      const at::Tensor logits = run.net->forward(batch_of(0).ids);
+      run.parallelism->backward(models::next_token_loss(logits, batch_of(0).targets), true);
+      run.optimizer->step();
+      EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
+    });
 }
 
 TEST(TensorParallel, CheckpointedBlocksAreComputedAgainByAllRanks) {
   const CausalLmConfig config = config_of("llama");
-  run_threads(2, [&](World& world) {
-    const optim::SGDOptions sgd{.lr = 1};
-    const Change again = [](CausalLm& model) { model.run_blocks_with(lockstep::checkpoint); };
-    Trained plain = sliced(config, tensor_mesh(world), sgd),
-            run = sliced(config, tensor_mesh(world), sgd, again);
-    plain.step(batch_of(0));
-    run.step(batch_of(0));
-    EXPECT_EQ(run.loss, plain.loss);
-    EXPECT_TENSOR_NEAR(run.weights(), plain.weights(), kSums);
-  });
+  for (const bool sequence : {false, true})
+    run_threads(2, [&](World& world) {
+      const optim::SGDOptions sgd{.lr = 1};
+      const Change once = [&](CausalLm& model) { model.use_sequence_parallel(sequence); };
+      const Change again = [&](CausalLm& model) {
+        model.use_sequence_parallel(sequence);
+        model.run_blocks_with(lockstep::checkpoint);
+      };
+      Trained plain = sliced(config, tensor_mesh(world), sgd, once),
+              run = sliced(config, tensor_mesh(world), sgd, again);
+      plain.step(batch_of(0));
+      run.step(batch_of(0));
+      EXPECT_EQ(run.loss, plain.loss);
+      EXPECT_TENSOR_NEAR(run.weights(), plain.weights(), kSums);
+    });
 }
 
 // ---------------------------------------------------------------- training
@@ -596,16 +600,11 @@ TEST(TensorParallel, RefusesModelsThatItCannotDivide) {
       "m");
   expect_refused(2, "mixtral has a mixture of experts",
                  [&](World& world) { TensorParallel(*make(experts), tensor_mesh(world)); });
-  expect_refused(2, "'transformer.h.0.attn.c_attn.lora_A.weight' is not the model's own",
-                 [](World& world) {
-                   const auto model = make(config_of("gpt2"));
-                   for (const auto& each : model->modules())
-                     if (auto* linear = each->as<models::LinearImpl>()) {
-                       linear->attach_lora({});
-                       break;
-                     }
-                   TensorParallel(*model, tensor_mesh(world));
-                 });
+  expect_refused(2, "'probe.weight' is not the model's own", [](World& world) {
+    const auto model = make(config_of("gpt2"));
+    model->register_module("probe", torch::nn::Linear(2, 2));
+    TensorParallel(*model, tensor_mesh(world));
+  });
   expect_refused(2, "a device map has split the model", [](World& world) {
     const CausalLmConfig config = config_of("llama");
     const auto model = make(config);

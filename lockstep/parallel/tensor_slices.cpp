@@ -21,6 +21,14 @@ class WorldGroup final : public nn::TensorGroup {
   int size() const override { return world_.size(); }
   void sum(const at::Tensor& tensor) override { reduce(tensor, ReduceOp::kSum); }
   void max(const at::Tensor& tensor) override { reduce(tensor, ReduceOp::kMax); }
+  void all_gather(const at::Tensor& all, const at::Tensor& mine) override {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    world_.all_gather(all, mine).wait();
+  }
+  void reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    world_.reduce_scatter(mine, all).wait();
+  }
 
  private:
   void reduce(const at::Tensor& tensor, ReduceOp op) {

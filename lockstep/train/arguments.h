@@ -134,6 +134,7 @@ struct TrainingArguments {
   // TensorParallel (lockstep/parallel/tensor_parallel.h), with torchtitan's name; 1: layers are not
   // divided.
   std::int64_t tensor_parallel_degree = 1;
+  bool sequence_parallel = false;  // with Megatron-LM's name
 
   // DistributedDataParallel.
   std::optional<std::string> ddp_backend{};

@@ -410,6 +410,11 @@ constexpr KeySpec kKeys[] = {
              "attention heads, those of keys and values too",
      .check = &kCount,
      .ours = true},
+    {.name = "sequence_parallel",
+     .member = &A::sequence_parallel,
+     .help = "between layers each tensor parallel rank has a part of the sequence: less memory for "
+             "activations; nothing changes where tensor_parallel_degree is 1",
+     .ours = true},
     {.name = "ddp_backend",
      .member = &A::ddp_backend,
      .help = "how ranks talk",

@@ -39,6 +39,12 @@ CLOSE = 1e-4
 CLOSE_BF16 = 1e-2  # a rounding to 8 bits is 4e-3, of every activation
 
 
+SEQUENCE = ("--sequence_parallel", "true")
+CHECKPOINTING = ("--gradient_checkpointing", "true")
+DROPOUT = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4,
+           "n_positions": 16, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
 def tensor(degree):
     return ("--tensor_parallel_degree", degree)
 
@@ -95,7 +101,9 @@ class Tensor(TrainCase):
                 self.use_config(LLAMA)
             plain, _ = self.run_with(1, f"one-{model}")
             for ranks, flags in ((2, ()), (4, ()), (2, ("--ddp_backend", "gloo")),
-                                 (2, ("--gradient_checkpointing", "true"))):
+                                 (2, CHECKPOINTING), (2, SEQUENCE),
+                                 (4, (*SEQUENCE, *CHECKPOINTING)),
+                                 (2, (*SEQUENCE, "--ddp_backend", "gloo"))):
                 name = f"{model}-{ranks}-{'-'.join(flags).strip('-')}"
                 run, said = self.run_with(ranks, name, *tensor(ranks), *flags)
                 self.assertIn(f"in slices on {ranks} tensor parallel ranks", said)
@@ -108,13 +116,14 @@ class Tensor(TrainCase):
 
     def test_bf16(self):
         plain, _ = self.run_with(1, "one", "--bf16", "true")
-        run, _ = self.run_with(2, "run", *tensor(2), "--bf16", "true")
-        self.assert_close(plain, run, CLOSE_BF16)
+        for name, flags in (("run", ()), ("sequence", SEQUENCE)):
+            run, _ = self.run_with(2, name, *tensor(2), "--bf16", "true", *flags)
+            self.assert_close(plain, run, CLOSE_BF16)
 
     def test_copies_of_the_slices_are_data_parallel(self):
         plain, _ = self.run_with(2, "ddp", *PLAIN)
         run, said = self.run_with(4, "run", *tensor(2))
-        self.assertIn("replicas identical on 2 ranks", said)
+        self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
         self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
         self.assert_close(plain, run)
 
@@ -123,6 +132,8 @@ class Tensor(TrainCase):
         for samples, name, flags in (
                 (1, "stages", (*tensor(2), "--pipeline_parallel_degree", 2)),
                 (2, "shards", (*tensor(2), "--fsdp", "full_shard")),
+                (1, "parts", (*tensor(2), *SEQUENCE, "--pipeline_parallel_degree", 2)),
+                (2, "parts of shards", (*tensor(2), *SEQUENCE, "--fsdp", "full_shard")),
                 (1, "gloo", (*tensor(2), "--pipeline_parallel_degree", 2, "--ddp_backend", "gloo")),
                 (2, "kept", (*tensor(2), "--fsdp", "shard_grad_op", "--bf16", "true"))):
             half = flags[-2:] if name == "kept" else ()
@@ -158,15 +169,62 @@ class Tensor(TrainCase):
 
     def test_resumed_with_the_same_degree_it_has_the_same_bits(self):
         # Dropout: masks of what every rank has are the same, or norms would differ.
-        self.use_config({"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2,
-                         "n_head": 4, "n_positions": 16, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
-                         "attn_pdrop": 0.1})
-        whole, said = self.run_with(2, "whole", *tensor(2), "--load_best_model_at_end", "true")
-        self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
-        rest = self.place / "rest"
-        copy_until(whole, rest, STEP)
-        self.run_with(2, "rest", "--resume", "auto", *tensor(2), "--load_best_model_at_end", "true")
-        self.assert_same(self.newest(whole), self.newest(rest))
+        self.use_config(DROPOUT)
+        runs = []
+        for name, more in (("whole", ()), ("sequence", SEQUENCE)):
+            flags = (*tensor(2), "--load_best_model_at_end", "true", *more)
+            whole, said = self.run_with(2, name, *flags)
+            self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
+            rest = self.place / f"rest-{name}"
+            copy_until(whole, rest, STEP)
+            self.run_with(2, rest.name, "--resume", "auto", *flags)
+            self.assert_same(self.newest(whole), self.newest(rest))
+            runs.append(whole)
+        # Parts of the sequence have the parts of the masks, also where ranks have unequal parts.
+        self.assert_close(*runs)
+        odd = [self.run_with(2, f"odd{len(more)}", *tensor(2), "--max_seq_len", 15, *more)[0]
+               for more in ((), SEQUENCE)]
+        self.assert_close(*odd)
+
+    # Of layers that are cut by outputs and by inputs; four ranks have unequal hidden units. Masks
+    # are those of one process, because each rank draws the whole.
+    def test_adapters(self):
+        base, _ = self.run_with(1, "base")
+        self.use_model(f"{{path: {self.newest(base)}}}")
+        lora = ("--lora", "{r: 4, lora_dropout: 0.1, target_modules: all-linear, bias: all}",
+                "--learning_rate", "1.0e-2")
+        plain, _ = self.run_with(1, "one", *lora)
+        self.assertLess(losses(plain)[8], 0.99 * losses(plain)[1])
+        run = None
+        for ranks, name, flags in (
+                (2, "two", tensor(2)), (2, "two sequence", (*tensor(2), *SEQUENCE)),
+                (4, "four", tensor(4)), (4, "four sequence", (*tensor(4), *SEQUENCE)),
+                (4, "shards", (*tensor(2), "--fsdp", "full_shard"))):
+            expected = plain
+            if name == "shards":
+                expected, _ = self.run_with(2, "ddp", *PLAIN, *lora)
+            run, said = self.run_with(ranks, name, *flags, *lora)
+            self.assertIn(SHARED, said)
+            self.assert_close(expected, run)
+            for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+                self.assertEqual(shapes(self.newest(expected), file),
+                                 shapes(self.newest(run), file))
+            self.assertEqual((self.newest(expected) / "adapter_config.json").read_bytes(),
+                             (self.newest(run) / "adapter_config.json").read_bytes())
+            if expected is not plain:
+                continue
+            rest = self.place / f"rest-{name}"
+            copy_until(run, rest, STEP)
+            self.run_with(1, rest.name, "--resume", "auto", *lora)
+            self.assert_close(plain, rest)
+        rest = self.place / "rest-one"
+        copy_until(plain, rest, STEP)
+        self.run_with(2, rest.name, "--resume", "auto", *tensor(2), *lora)
+        self.assert_close(plain, rest)
+        half = (*lora, "--bf16", "true")  # whose base is converted
+        plain, _ = self.run_with(1, "one-bf16", *half)
+        run, _ = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        self.assert_close(plain, run, CLOSE_BF16)
 
     def test_killed_and_resumed_under_another_degree(self):
         flags = ("--max_steps", "40", "--save_steps", "5", "--save_total_limit", "3")
@@ -200,8 +258,6 @@ class Tensor(TrainCase):
                  "pipeline_parallel_degree x tensor_parallel_degree is 8, and there are 4 ranks"),
                 (LLAMA, 3, tensor(3), "that divides both (tensor_parallel_degree): 1, 2 or 4."),
                 (mixtral, 2, tensor(2), "mixture of experts"),
-                (LLAMA, 2, (*tensor(2), "--lora", "{r: 4, target_modules: [q_proj]}"),
-                 "does not divide adapters"),
                 (LLAMA, 2, (*tensor(2), "--optim", "muon"), "step whole matrices"),
                 (None, 2, tensor(2), "model.device_map splits the model over the devices")):
             if config is None:
