@@ -38,6 +38,7 @@ struct MemoryOptions {
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
   int stages = 1;         // GPUs that the layers of one replica are divided over
   bool pipeline = false;  // by blocks, with 1F1B: the GPU that needs most counts
+  int tensor = 1;         // GPUs that hold a slice of every layer of one replica
   bool cpu = false;       // no CUDA, no NCCL
   // False: with fsdp the blocks are divided while the model is made (ShardedConstruction).
   bool built_whole = true;
