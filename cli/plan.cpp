@@ -238,7 +238,8 @@ void note_written(Report& report) {
     const plan::Choice& c = row->choice;
     std::string text = written_note(report, c);
     const bool asked = row == report.rows.rbegin();
-    const bool trains = c.same_global_batch && c.gpus % report.training.pipeline == 0;
+    const bool trains =
+        c.same_global_batch && c.gpus % (report.training.pipeline * report.training.tensor) == 0;
     if (text.empty() || (!asked && !trains)) continue;
     if (c.smaller_batch && std::ranges::find(batches, c.batch) != batches.end()) continue;
     batches.push_back(c.batch);
@@ -354,12 +355,11 @@ void add_ways(Report& report, bool here) {
 Report make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
-  if (config.arguments.tensor_parallel_degree > 1)
-    throw UsageError(
-        "plan",
-        "{} has tensor_parallel_degree: {}, which the plan does not know. Delete it, or "
-        "set it to 1, to see the other ways.",
-        request.file, config.arguments.tensor_parallel_degree);
+  if (config.arguments.tensor_parallel_degree > 1 && config.arguments.pipeline_parallel_degree > 1)
+    throw UsageError("plan",
+                     "{} has pipeline_parallel_degree and tensor_parallel_degree, and the plan "
+                     "knows one at a time. Set either to 1 to see the other ways.",
+                     request.file);
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
   const Here here = devices_here(request.gpus);
   const int per_node = request.per_node.value_or(here.devices.card.cpu ? here.devices.count : 8);
@@ -375,8 +375,8 @@ Report make_report(const PlanRequest& request) {
   report.machine = {report.devices.card, cluster_of(request.link, per_node, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
-  if (report.training.pipeline > 1 && report.training.fsdp)
-    report.note("fsdp beside pipeline_parallel_degree is not planned: stages count whole");
+  if (std::string text = plan::not_counted(report.training); !text.empty())
+    report.note(std::move(text));
   if (report.training.offload && !here.devices.card.cpu)
     report.note("offload: the host's memory and the time of copies from and to it are not planned");
   add_rows(report);

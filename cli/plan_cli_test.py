@@ -246,12 +246,34 @@ class Plan(unittest.TestCase):
         row = self.json(file, "--gpus", "2xH100", "--fsdp", "full_shard")["rows"][-1]
         self.assertGreater(row["memory_bytes"]["optimizer"], 0)
 
-    def test_tensor_parallel_files_are_refused(self):
-        file = self.gpt2("tensor_parallel_degree: 2\n")
-        self.assertIn("has tensor_parallel_degree: 2, which the plan does not know. Delete it, or "
-                      "set it to 1, to see the other ways.",
-                      self.plan(file, "--gpus", "2xH100", code=2).stderr)
-        self.json(file, "--gpus", "2xH100", "--tensor_parallel_degree", "1")
+    def test_tensor_parallel_files_are_planned_as_they_are_written(self):
+        file = self.gpt2("global_batch_size: 64\ntensor_parallel_degree: 2\n")
+        plan = self.json(file, "--gpus", "4xH100")
+        row = plan["rows"][-1]
+        self.assertEqual((row["strategy"], row["gpus_per_replica"], row["replicas"]),
+                         ("tensor parallel over 2", 2, 2))
+        self.assertEqual([row["as_written"] for row in plan["rows"]], [False, True, False, True])
+        self.assertIn("tensor_parallel_degree 2 trains on multiples of 2 GPUs: use such a number, "
+                      "or set tensor_parallel_degree: 1",
+                      self.json(file, "--gpus", "3xH100", code=1)["notes"])
+        # Another way ends it, and is as it was written then.
+        out = os.path.join(self.root, "other.yaml")
+        self.plan(file, "--gpus", "4xH100", "--write", out)
+        self.assertEqual(plan["ways"][0]["settings"]["tensor_parallel_degree"], 1)
+        self.assertEqual(self.json(out, "--gpus", "4xH100")["ways"][0]["settings"], {})
+        # And the other way round.
+        ways = self.json(out, "--gpus", "4xH100")["ways"]
+        number = next(i for i, way in enumerate(ways) if "tensor_parallel" in str(way["settings"]))
+        back = os.path.join(self.root, "back.yaml")
+        self.plan(out, "--gpus", "4xH100", "--write", back, "--way", number + 1)
+        with open(back) as text:
+            self.assertRegex(text.read(), "tensor_parallel_degree: [24]")
+        self.assertIn("fsdp beside tensor_parallel_degree is not planned: slices count whole",
+                      self.json(self.gpt2("tensor_parallel_degree: 2\nfsdp: full_shard\n"),
+                                "--gpus", "2xH100")["notes"])
+        file = self.gpt2("tensor_parallel_degree: 2\npipeline_parallel_degree: 2\n")
+        self.assertIn("the plan knows one at a time. Set either to 1",
+                      self.plan(file, "--gpus", "4xH100", code=2).stderr)
 
     def test_fp8_on_a_card_without_it(self):
         file = self.gpt2("global_batch_size: 64\nmixed_precision: fp8\n")

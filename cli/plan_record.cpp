@@ -191,8 +191,10 @@ std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement
                          : way.strategy == Strategy::kShardedOptimizer
                              ? training.sharded_optimizer
                              : way.strategy == training.fsdp;
-    if (way.gpus != ranks || way.strategy >= Strategy::kSplit || way.half != training.half ||
-        way.fp8 != training.fp8 || !(open || written))
+    const bool divides =
+        way.strategy == Strategy::kTensor ? !training.may_tensor : way.strategy >= Strategy::kSplit;
+    if (way.gpus != ranks || divides || way.half != training.half || way.fp8 != training.fp8 ||
+        !(open || written))
       continue;
     if (!best || way.step_s < best->step_s) best = way;
   }

@@ -57,6 +57,10 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
   training.fp8 = arguments.mixed_precision == "fp8";
   training.may_fp8 = training.may_pipeline = true;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
+  training.tensor = static_cast<int>(arguments.tensor_parallel_degree);
+  // What `lockstep train` refuses beside it and no way changes.
+  training.may_tensor = !task.lora && !arguments.tune && arguments.optim != "muon" &&
+                        arguments.optim != "adafactor" && arguments.shard_optimizer != "true";
   return training;
 }
 
@@ -67,9 +71,11 @@ plan::Choice choose_for(const plan::Training& training, const plan::Card& card, 
                         const std::optional<plan::Measurement>& measured) {
   if (!measured) return plan::fastest_batch(training, card, ranks);
   plan::Training held = training;
-  held.global_batch = measured->batch * measured->accumulation * ranks;
+  held.global_batch =
+      measured->batch * measured->accumulation * (ranks / std::max(1, measured->stages));
   held.checkpointing = measured->checkpointing;
-  return plan::make_choice(held, card, {ranks, measured->strategy}, measured->batch);
+  return plan::make_choice(held, card, {ranks, measured->strategy, measured->stages},
+                           measured->batch);
 }
 
 void set_arguments(TrainingArguments& arguments, const plan::Training& training,
@@ -77,6 +83,10 @@ void set_arguments(TrainingArguments& arguments, const plan::Training& training,
   arguments.per_device_train_batch_size = choice.batch;
   // With global_batch_size or tokens_per_update the accumulation follows from the batch.
   if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
+  if (choice.strategy == plan::Strategy::kTensor) {
+    arguments.tensor_parallel_degree = choice.stages;
+    arguments.elastic_gpu = false;  // no batch is tried on a model that no rank has whole
+  }
   if (arguments.shard_optimizer != "auto" || training.fsdp) return;
   if (choice.strategy == plan::Strategy::kShardedOptimizer) arguments.shard_optimizer = "true";
   if (measured && choice.strategy == plan::Strategy::kDdp) arguments.shard_optimizer = "false";
@@ -94,16 +104,17 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
   const plan::Choice choice = choose_for(training, card, ranks, measured);
-  const bool split = choice.stages > 1;
+  const bool split = choice.stages > 1 && choice.strategy != plan::Strategy::kTensor;
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
   if (measured && !training.fixed_checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
       "about {:.1f} GiB each",
-      strategy_text(choice.strategy, choice.gpus), ranks, card.cpu ? "CPU ranks" : card.name,
-      choice.batch, choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
-      choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
+      strategy_text(choice.strategy, choice.gpus, choice.stages), ranks,
+      card.cpu ? "CPU ranks" : card.name, choice.batch, choice.accumulation, choice.replicas(),
+      choice.replicas() == 1 ? "" : "s", choice.global_batch,
+      static_cast<double>(choice.memory.total()) / (1u << 30));
   if (measured)
     text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it",
                         1e3 * measured->step_s);

@@ -106,6 +106,30 @@ TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
   EXPECT_THAT(small.said, Not(HasSubstr("--probe")));
 }
 
+TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
+  const plan::Measurement measured{.gpus = 4,
+                                   .strategy = plan::Strategy::kTensor,
+                                   .stages = 2,
+                                   .batch = 4,
+                                   .accumulation = 4,
+                                   .half = true,
+                                   .step_s = 0.25,
+                                   .memory_bytes = std::uint64_t{30} << 30};
+  const Planned planned = plan_on(80, 4, "auto", measured);
+  EXPECT_EQ(planned.arguments.tensor_parallel_degree, 2);
+  EXPECT_EQ(planned.arguments.per_device_train_batch_size, 4);
+  EXPECT_EQ(planned.global_batch(2), 32);
+  EXPECT_FALSE(planned.arguments.elastic_gpu);  // which is refused beside it
+  EXPECT_THAT(planned.said, AllOf(HasSubstr("tensor parallel over 2 on 4 a card: 4 per device x 4 "
+                                            "accumulation x 2 ranks = global batch 32"),
+                                  HasSubstr("--probe")));
+  plan::Training training{.half = true, .may_tensor = true};
+  EXPECT_EQ(fastest_way({measured}, training, 4), measured);
+  EXPECT_EQ(fastest_way({measured}, training, 2), std::nullopt);
+  training.may_tensor = false;
+  EXPECT_EQ(fastest_way({measured}, training, 4), std::nullopt);
+}
+
 TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {
   const Planned planned = plan_on(14, 2);
   EXPECT_EQ(planned.arguments.per_device_train_batch_size, 8);

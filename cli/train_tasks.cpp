@@ -347,7 +347,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
         mesh, layers_of(model),
         PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
                         .shard = {.cpu_offload = offload}});
-  else if (!whole && (mesh.size("shard") > 1 || offload))
+  else if (!whole && (mesh.size("shard") > 1 || mesh.size("tensor") > 1 || offload))
     divided.emplace(mesh, offload);
   const models::CausalLmPtr net = make_net(model, end_of_text);
   place_parts(*net, model, mesh.world());

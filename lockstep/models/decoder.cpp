@@ -369,7 +369,7 @@ at::Tensor Stream::total() const {
 
 DecoderBlock::DecoderBlock(const DecoderSpec& spec, std::size_t layer,
                            const ParameterOptions& parameters)
-    : dropout_(spec.block.dropout) {
+    : cuts_(tensor_cuts(spec.block)), dropout_(spec.block.dropout) {
   const BlockSpec& b = spec.block;
   if (b.norms_first) attention_norm_ = Norm(*this, b.attention_norm);
   attention_ = register_module(
@@ -384,6 +384,15 @@ DecoderBlock::DecoderBlock(const DecoderSpec& spec, std::size_t layer,
   if (b.attention_after) attention_after_ = Norm(*this, *b.attention_after);
   if (!b.norms_first) mlp_norm_ = Norm(*this, b.mlp_norm);
   if (b.mlp_after) mlp_after_ = Norm(*this, *b.mlp_after);
+}
+
+std::vector<nn::Sliced::Cut> DecoderBlock::cuts(int) const {
+  const auto parameters = named_parameters();
+  std::vector<Cut> cuts;
+  for (const TensorCut& cut : cuts_)
+    if (const at::Tensor* const tensor = parameters.find(cut.name))  // experts have other names
+      cuts.push_back({*tensor, cut.dimension, cut.parts});
+  return cuts;
 }
 
 void DecoderBlock::forward(Stream& x, const Pass& pass) {

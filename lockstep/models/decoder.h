@@ -67,11 +67,13 @@ class DecoderMlp;
 class Experts;
 
 // Its border is that of a unit of FullyShard.
-class DecoderBlock : public torch::nn::Module, public nn::Block {
+class DecoderBlock : public torch::nn::Module, public nn::Block, public nn::Sliced {
  public:
   DecoderBlock(const DecoderSpec& spec, std::size_t layer, const ParameterOptions& parameters);
 
   void forward(Stream& x, const Pass& pass);
+  // Whether so many ranks divide it is the model's to say.
+  std::vector<Cut> cuts(int ranks) const override;
 
   // Set by place(), where another stage of a device map begins: what the decoder copies the input
   // to, and the output of the last block.
@@ -84,6 +86,7 @@ class DecoderBlock : public torch::nn::Module, public nn::Block {
   // Whether the bias of a branch's last layer is left to the next norm.
   bool defers_bias(const Norm& after, const Pass& pass) const;
 
+  std::vector<TensorCut> cuts_;
   double dropout_;
   Norm attention_norm_, attention_after_, mlp_norm_, mlp_after_;
   std::shared_ptr<DecoderAttention> attention_;

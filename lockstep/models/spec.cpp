@@ -173,16 +173,22 @@ std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks) {
   check_divides(spec, ranks);
   std::vector<TensorCut> all;
   all.push_back({fmt::format("{}.{}.weight", spec.prefix, spec.embedding), 0, {spec.vocabulary}});
-  for (std::int64_t i = 0; i < spec.layers(); ++i) {
-    const BlockSpec& b = spec.block;
-    const std::string attention = fmt::format("{}.{}.", block_name(spec, i), b.attention.name);
-    const std::string mlp = fmt::format("{}.{}.", block_name(spec, i), b.mlp.name);
-    for (const Projection& one : b.attention.in) cut_outputs(all, attention + one.name, one);
-    cut_inputs(all, attention + b.attention.out.name, b.attention.out);
-    for (const Projection& one : b.mlp.in) cut_outputs(all, mlp + one.name, one);
-    cut_inputs(all, mlp + b.mlp.out.name, b.mlp.out);
-  }
+  for (std::int64_t i = 0; i < spec.layers(); ++i)
+    for (TensorCut& cut : tensor_cuts(spec.block)) {
+      cut.name = fmt::format("{}.{}", block_name(spec, i), cut.name);
+      all.push_back(std::move(cut));
+    }
   if (!spec.tied) cut_outputs(all, spec.head.name, spec.head);
+  return all;
+}
+
+std::vector<TensorCut> tensor_cuts(const BlockSpec& block) {
+  const std::string attention = block.attention.name + ".", mlp = block.mlp.name + ".";
+  std::vector<TensorCut> all;
+  for (const Projection& one : block.attention.in) cut_outputs(all, attention + one.name, one);
+  cut_inputs(all, attention + block.attention.out.name, block.attention.out);
+  for (const Projection& one : block.mlp.in) cut_outputs(all, mlp + one.name, one);
+  cut_inputs(all, mlp + block.mlp.out.name, block.mlp.out);
   return all;
 }
 

@@ -153,6 +153,8 @@ struct TensorCut {
   std::vector<std::int64_t> parts{};
 };
 std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks);
+// Those of one block, by their names in it; nothing is refused.
+std::vector<TensorCut> tensor_cuts(const BlockSpec& block);
 // Elements of the experts that a token does not go to, of all blocks.
 std::int64_t unused_by_a_token(const DecoderSpec& spec);
 

@@ -31,6 +31,7 @@ struct Slice {
   std::vector<Range> ranges{};
   std::vector<std::int64_t> sizes() const;
   at::Tensor of(const at::Tensor& values) const;  // a copy
+  bool operator==(const Slice&) const = default;
 };
 
 // What this rank holds of a tensor: elements `begin` and on, in the order of a dense one. With a

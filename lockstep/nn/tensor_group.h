@@ -29,6 +29,7 @@ namespace lockstep::nn {
 struct Range {
   std::int64_t begin = 0;
   std::int64_t length = 0;
+  bool operator==(const Range&) const = default;
 };
 // What rank `rank` of `ranks` has of `whole` indices; ranks differ by one at most.
 constexpr Range slice_range(std::int64_t whole, int rank, int ranks) {
@@ -80,7 +81,8 @@ at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targ
                                 std::int64_t vocabulary, const TensorGroupPtr& group,
                                 std::int64_t ignore_index = -100);
 
-// A model that computes with slices of its weights.
+// A model that computes with slices of its weights. A block of it (nn::Block) that is one, too, is
+// cut while the model is made (ShardedConstruction): it says how, and needs no group.
 class Sliced {
  public:
   // A parameter of which every rank has a slice; those that are in none are on every rank.

@@ -148,9 +148,9 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
   text += describe_prepared(module);
   if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
-    text +=
-        fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
-                    fmt::join(p.tensor.sizes(), ", "), p.tensor.requires_grad() ? "" : ", frozen");
+    text += fmt::format("{}: {}, shape [{}]{}\n", p.name, c10::toString(p.tensor.scalar_type()),
+                        fmt::join(nn::whole_sizes(p.tensor), ", "),
+                        p.tensor.requires_grad() ? "" : ", frozen");
   return text + model_.describe_buffers();
 }
 
@@ -666,10 +666,10 @@ std::vector<std::string> FullyShard::units() const {
 }
 
 ShardedConstruction::ShardedConstruction(Mesh mesh, bool cpu_offload) {
-  parallel::check_mesh(mesh);
+  parallel::check_mesh(mesh, /*slices=*/true);
   nn::BlockObserver take;
   const bool offloads = parallel::offloads_from(mesh, cpu_offload);
-  if ((mesh.size("shard") > 1 || offloads) && mesh.size("tensor") == 1)
+  if (mesh.size("shard") > 1 || mesh.size("tensor") > 1 || offloads)
     take = [mesh = std::move(mesh), offloads](torch::nn::Module& block) {
       parallel::prepare_block(block, mesh, /*mine=*/true, offloads);
     };

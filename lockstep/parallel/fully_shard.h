@@ -112,12 +112,13 @@ class FullyShard final : public Parallelism {
   std::shared_ptr<parallel::FullyShardImpl> impl_;
 };
 
-// While it exists, each block that this thread makes (nn::made) is moved to the world's device,
-// divided along "shard" and freed, so that one block stands whole at a time. The parameters outside
-// of blocks stay whole until FullyShard. Every rank draws or reads the same values: seed generators
-// alike (optim::WithSeed). FullyShard compares what was drawn, and is made before the model is
-// used. No communication. One rank along "shard", or several along "tensor": nothing is divided.
-// `cpu_offload`: rows go to the host's memory at once.
+// While it exists, each block that this thread makes (nn::made) is cut into slices along "tensor",
+// moved to the world's device, divided along "shard" and freed, so that one block stands whole at a
+// time. The parameters outside of blocks stay whole until FullyShard, or TensorParallel where the
+// mesh has no "shard". Every rank draws or reads the same values: seed generators alike
+// (optim::WithSeed). FullyShard compares what was drawn, and is made before the model is used. No
+// communication. A block that is no nn::Sliced stays whole where "tensor" has several ranks; one
+// rank along both: nothing is divided. `cpu_offload`: rows go to the host's memory at once.
 class ShardedConstruction {
  public:
   explicit ShardedConstruction(Mesh mesh, bool cpu_offload = false);

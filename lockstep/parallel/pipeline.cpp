@@ -357,10 +357,10 @@ std::string PipelineImpl::describe(const torch::nn::Module& module) const {
   for (const ModelParameter& p : model_.parameters()) {
     const auto held = holders_.find(p.tensor.unsafeGetTensorImpl());
     if (held == holders_.end()) break;  // it was refused
-    text +=
-        fmt::format("{}: {}, shape [{}]{}, rank {}\n", p.name,
-                    c10::toString(p.tensor.scalar_type()), fmt::join(p.tensor.sizes(), ", "),
-                    p.tensor.requires_grad() ? "" : ", frozen", fmt::join(held->second, " and "));
+    text += fmt::format(
+        "{}: {}, shape [{}]{}, rank {}\n", p.name, c10::toString(p.tensor.scalar_type()),
+        fmt::join(nn::whole_sizes(p.tensor), ", "), p.tensor.requires_grad() ? "" : ", frozen",
+        fmt::join(held->second, " and "));
   }
   if (slices_) text += slices_->describe();
   return text + model_.describe_buffers() + describe_prepared(module);

@@ -100,9 +100,8 @@ class Pipeline final : public Parallelism {
 };
 
 // While it exists, each block that this thread makes (nn::made) is moved to the world's device, and
-// freed where it is of another rank's stages, or divided along "shard" where that has several
-// ranks, and "tensor" has not: slices are cut by Pipeline, from the blocks of its stages. `blocks`
-// is how many there will be. Otherwise as ShardedConstruction.
+// freed where it is of another rank's stages, or divided as by ShardedConstruction. `blocks` is how
+// many there will be.
 class PipelinedConstruction {
  public:
   PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options = {});

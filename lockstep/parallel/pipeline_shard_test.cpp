@@ -350,7 +350,7 @@ TEST(PipelinedConstructionTest, RefusesOtherNumbersAndOtherValues) {
                 HasSubstr("the model has more blocks than the 3"));
     const auto net = seeded(kLayers, static_cast<std::uint64_t>(world.rank()));
     EXPECT_THAT(message_of<UsageError>([&] { net->loss(text(0, 0), text(0, 0)); }),
-                HasSubstr("Make a FullyShard or a Pipeline of the model first"));
+                HasSubstr("Make a FullyShard, a Pipeline or a TensorParallel of the model first"));
     EXPECT_THAT(message_of<UsageError>([&] { Pipeline(*net, mesh); }), HasSubstr("fingerprint"));
     world.barrier();
   });

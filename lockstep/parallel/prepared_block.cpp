@@ -4,17 +4,19 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {
 
-void check_mesh(const Mesh& mesh) {
+void check_mesh(const Mesh& mesh, bool slices) {
   const bool has_shard =
       std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });
-  if (!has_shard && mesh.world().size() > 1)
+  if (!has_shard && mesh.world().size() > 1 && !(slices && mesh.size("tensor") > 1))
     throw UsageError(kFullyShard,
                      "the mesh ({}) has no axis 'shard', so that ranks would divide no rows. Add "
                      "the axis, {{\"shard\", -1}}, or use {}.",
@@ -52,13 +54,34 @@ nn::RowsPtr no_rows(const at::Tensor& tensor) {
 at::Tensor Prepared::operator()(const nn::Block::Body&, const std::vector<at::Tensor>&) const {
   throw UsageError(kFullyShard,
                    "a block was called that was divided over ranks while it was made. Make a "
-                   "FullyShard or a Pipeline of the model first.");
+                   "FullyShard, a Pipeline or a TensorParallel of the model first.");
 }
 
 Prepared::Part* Prepared::of(const nn::Block& block) {
   const auto* const prepared = block.runner().target<Prepared>();
   return prepared != nullptr ? prepared->part.get() : nullptr;
 }
+
+namespace {
+
+using BlockSlices = std::unordered_map<at::TensorImpl*, std::shared_ptr<const nn::Slice>>;
+
+// The parameters that the block cuts are slices afterwards.
+BlockSlices cut_block(const nn::Sliced& block, const World& line) {
+  const at::NoGradGuard no_grad;
+  BlockSlices slices;
+  for (const nn::Sliced::Cut& cut : block.cuts(line.size())) {
+    at::Tensor tensor = cut.parameter;
+    if (nn::rows_of(tensor) != nullptr) continue;  // of a block inside of this one
+    const auto slice =
+        std::make_shared<const nn::Slice>(slice_for(cut, tensor.sizes(), line.rank(), line.size()));
+    tensor.set_data(slice->of(tensor.detach()));
+    slices.emplace(tensor.unsafeGetTensorImpl(), slice);
+  }
+  return slices;
+}
+
+}  // namespace
 
 void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine, bool cpu_offload) {
   auto* const block = dynamic_cast<nn::Block*>(&module);
@@ -73,20 +96,31 @@ void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine, bool 
     parameters.emplace_back(item.key(), item.value());
     values = 31 * values + fingerprint(item.value().detach());
   }
+  const auto* const sliced = dynamic_cast<const nn::Sliced*>(&module);
+  const bool slices_known = mesh.size("tensor") == 1 || sliced != nullptr;
+  BlockSlices slices;
+  if (mine && mesh.size("tensor") > 1 && sliced != nullptr)
+    slices = cut_block(*sliced, mesh["tensor"]);
+  const auto slice_of = [&](const at::Tensor& tensor) {
+    const auto found = slices.find(tensor.unsafeGetTensorImpl());
+    return found == slices.end() ? nullptr : found->second;
+  };
   module.to(mesh.world().device());
   const auto part = std::make_shared<Prepared::Part>(Prepared::Part{mesh, std::nullopt, values});
   World& shard = mesh["shard"];
-  // Slices are cut from whole blocks, by the model that they are in.
-  if (mine && mesh.size("tensor") == 1 && (shard.size() > 1 || cpu_offload))
+  if (mine && slices_known && (shard.size() > 1 || cpu_offload)) {
     part->unit.emplace("", parameters, shard);
-  if (part->unit && cpu_offload) part->unit->offload();
+    if (cpu_offload) part->unit->offload();
+    for (ShardedParameter& p : part->unit->parameters()) p.rows->slice = slice_of(p.tensor);
+  }
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : parameters) {
     if (part->unit) break;
     own_memory(tensor);
-    if (mine)  // of one rank's stage: no other rank has values to send
-      nn::set_rows(
-          tensor, c10::make_intrusive<nn::Rows>(alias_of(tensor.detach(), 0, {tensor.numel()}), 0));
+    if (mine)  // of one rank's stage, or a slice: no other rank has values to send
+      nn::set_rows(tensor,
+                   c10::make_intrusive<nn::Rows>(alias_of(tensor.detach(), 0, {tensor.numel()}), 0,
+                                                 slice_of(tensor)));
     else
       make_absent(tensor, absent_storage(name, tensor), no_rows(tensor));
   }

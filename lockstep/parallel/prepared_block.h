@@ -1,5 +1,5 @@
-// Blocks that are divided, or freed, while a model is made, before a FullyShard or a Pipeline of it
-// takes them over (ShardedConstruction, PipelinedConstruction).
+// Blocks that are divided, or freed, while a model is made, before a FullyShard, a Pipeline or a
+// TensorParallel of it takes them over (ShardedConstruction, PipelinedConstruction).
 //
 //   prepare_block(block, mesh, /*mine=*/true);    // by the observer of nn::made()
 //   check_blocks(model, mesh, kFullyShard);       // by who takes the blocks over
@@ -42,8 +42,9 @@ void each_block(const torch::nn::Module& module, const Visit& visit) {
       visit(item.key(), item.value(), *block);
 }
 
-// A block that has been made: divided, or freed where it is of another rank's stage, until a
-// FullyShard or a Pipeline of the model takes it over.
+// A block that has been made: cut into slices along "tensor" where it says how (nn::Sliced) and
+// divided along "shard", or freed where it is of another rank's stage. One that does not say how it
+// is cut stays whole on a mesh with slices.
 void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine,
                    bool cpu_offload = false);
 // A line for each prepared block of the module, with the fingerprint of what was drawn.
@@ -51,8 +52,9 @@ std::string describe_prepared(const torch::nn::Module& module);
 // UsageError for a block that something else runs, or that was made for another mesh.
 void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char* component);
 
-// UsageError for a mesh without an axis "shard", or with ranks along "pipeline".
-void check_mesh(const Mesh& mesh);
+// UsageError for a mesh with ranks along "pipeline", or without an axis "shard"; `slices`: ranks
+// along "tensor" divide a model, too.
+void check_mesh(const Mesh& mesh, bool slices = false);
 // On the CPU rows are in the host's memory anyway.
 bool offloads_from(const Mesh& mesh, bool asked);
 

@@ -303,7 +303,7 @@ TEST(ShardedConstructionRefusals, WhatAUserWouldGetWrong) {
     };
     const auto net = make({});
     EXPECT_THAT(message_of<UsageError>([&] { net->layers[0]->forward(torch::ones({2, 4})); }),
-                HasSubstr("Make a FullyShard or a Pipeline of the model first"));
+                HasSubstr("Make a FullyShard, a Pipeline or a TensorParallel of the model first"));
     EXPECT_THAT(message_of<UsageError>([&] { FullyShard(*net, other); }),
                 AllOf(HasSubstr("block 'first' was divided along another mesh"),
                       HasSubstr("the same Mesh")));

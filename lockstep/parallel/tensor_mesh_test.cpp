@@ -1,36 +1,46 @@
 // Slices of tensor parallelism that are divided by rows (FullyShard), are those of a stage
 // (Pipeline), or both: the losses, norms, gradients and states of one process, and what each rank
-// says that it holds. Slices alone are in tensor_parallel_test.cpp; `lockstep train` with every
-// combination of axes is in tests/train/combinations_test.py.
+// says that it holds; and what it holds while the model is made. Slices alone are in
+// tensor_parallel_test.cpp; `lockstep train` with every combination of axes is in
+// tests/train/combinations_test.py.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/io/files_for_test.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::tensor_mesh {
 namespace {
 
+using ::testing::AllOf;
 using testing::flat;
 using ::testing::HasSubstr;
 using testing::kLayers;
+using testing::kVocabulary;
 using testing::message_of;
 using testing::small_model;
 using testing::text;
@@ -103,6 +113,7 @@ Trained whole(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW) {
 using Axes = std::vector<MeshAxis>;
 const std::vector<Axes> kMeshes{{{"shard", 2}, {"tensor", 2}},
                                 {{"shard", 1}, {"tensor", 2}},
+                                {{"data", 2}, {"shard", 1}, {"tensor", 2}},
                                 {{"data", 2}, {"shard", 2}, {"tensor", 2}},
                                 {{"pipeline", 2}, {"tensor", 2}},
                                 {{"pipeline", 2}, {"data", 2}, {"tensor", 2}},
@@ -294,29 +305,167 @@ TEST(TensorMesh, AForwardThatTrainsEndsTheWhole) {
   });
 }
 
-TEST(TensorMesh, AModelThatIsSplitWhileItIsMadeHasTheSameValues) {
-  const std::vector<Axes> meshes{{{"pipeline", 2}, {"tensor", 2}},
-                                 {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
-  on_meshes(meshes, [](const Mesh& mesh) {
-    const auto net = [&] {
-      const PipelinedConstruction split(mesh, kLayers);
-      return small_model(/*tied=*/true);
-    }();
-    Trained run(net, std::make_shared<Pipeline>(*net, mesh), kAdamW), one = whole(mesh, true);
-    EXPECT_TENSOR_EQ(run.weights(), one.weights());
-    EXPECT_NEAR(run.train(2, 2, 0)[0], one.train(2, 2, 0)[0], kFigures);
+// ---------------------------------------------------------------- cut while it is made
+
+const std::vector<Axes> kMade{{{"tensor", 2}},
+                              {{"data", 2}, {"tensor", 2}},
+                              {{"shard", 1}, {"tensor", 2}},
+                              {{"shard", 2}, {"tensor", 2}},
+                              {{"data", 2}, {"shard", 2}, {"tensor", 2}},
+                              {{"pipeline", 2}, {"tensor", 2}},
+                              {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
+
+// What `make` makes with the mesh's construction, and then its parallelism.
+models::CausalLmPtr made_cut(const Mesh& mesh, const std::function<models::CausalLmPtr()>& make) {
+  if (mesh.size("pipeline") > 1) {
+    const PipelinedConstruction split(mesh, kLayers);
+    return make();
+  }
+  const ShardedConstruction cut(mesh);
+  return make();
+}
+
+std::shared_ptr<Parallelism> way_of(torch::nn::Module& net, const Mesh& mesh) {
+  if (mesh.size("pipeline") > 1) return std::make_shared<Pipeline>(net, mesh);
+  const bool shards =
+      std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });
+  if (shards) return std::make_shared<FullyShard>(net, mesh);
+  return std::make_shared<TensorParallel>(net, mesh);
+}
+
+TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
+  on_meshes(kMade, [](const Mesh& mesh) {
+    for (const bool tied : {false, true}) {
+      const auto net = made_cut(mesh, [&] { return small_model(tied); });
+      const auto later = small_model(tied);
+      Trained run(net, way_of(*net, mesh), kAdamW), cut(later, way_of(*later, mesh), kAdamW);
+      EXPECT_TRUE(run.way->divided());
+      EXPECT_TENSOR_EQ(run.weights(), flat(*small_model(tied)));
+      EXPECT_EQ(run.train(2, 2, 0.5), cut.train(2, 2, 0.5));
+      EXPECT_EQ(run.evaluate(), cut.evaluate());
+      EXPECT_TENSOR_EQ(run.weights(), cut.weights());
+    }
   });
-  // Slices are cut from whole blocks.
-  testing::run_threads(4, [](World& world) {
-    const Mesh mesh(world, {{"shard", 2}, {"tensor", 2}});
-    const auto net = [&] {
-      const ShardedConstruction made(mesh);
-      return small_model(/*tied=*/true);
-    }();
-    FullyShard model(*net, mesh);
-    const auto held = model.gathered();
-    EXPECT_TENSOR_EQ(flat(*net), flat(*small_model(/*tied=*/true)));
-    world.barrier();
+}
+
+// Bytes of a whole model; `cut` of it is what two ranks along "tensor" divide.
+struct Bytes {
+  explicit Bytes(const models::CausalLm& whole) {
+    std::set<at::TensorImpl*> sliced;
+    for (const auto& cut : whole.cuts(2)) sliced.insert(cut.parameter.unsafeGetTensorImpl());
+    for (const auto& item : whole.named_parameters()) {
+      const auto bytes = static_cast<std::int64_t>(item.value().nbytes());
+      const bool is_cut = sliced.contains(item.value().unsafeGetTensorImpl());
+      if (item.key().find(".h.") == std::string::npos)
+        root += bytes;
+      else
+        (is_cut ? cut : same) += bytes;
+      largest = std::max(largest, bytes);
+    }
+  }
+  std::int64_t block() const { return (cut + same) / kLayers; }
+  // What a rank has of the blocks.
+  std::int64_t share(const Mesh& mesh) const {
+    return (cut / 2 + same) / (mesh.size("shard") * mesh.size("pipeline"));
+  }
+  std::int64_t root = 0, cut = 0, same = 0, largest = 0;
+};
+
+// One block stands whole at a time, beside one slice that is copied from it, or from a file.
+TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsNeverWhole) {
+  const models::CausalLmConfig config{.model = models::GptConfig{.n_layer = kLayers,
+                                                                 .n_head = 2,
+                                                                 .n_embd = 64,
+                                                                 .vocab_size = kVocabulary,
+                                                                 .n_positions = 12}};
+  const io::TemporaryDirectory folder;
+  testing::CountingAllocator allocator;
+  const auto whole = models::make_causal_lm(config);
+  models::save_pretrained(*whole, folder / "model");
+  const Bytes bytes(*whole);
+  on_meshes(kMade, [&](const Mesh& mesh) {
+    for (const bool reads : {false, true}) {
+      static std::mutex drawing;
+      const auto count = testing::this_rank = std::make_shared<testing::Count>();
+      const auto net = made_cut(mesh, [&] {
+        if (reads) return models::load_pretrained(folder / "model");
+        const std::lock_guard lock(drawing);
+        return models::make_causal_lm(config);
+      });
+      // Rows of a parameter are divided up to a whole row, and some of its bytes are no tensor's.
+      constexpr std::int64_t kRest = 8 << 10;
+      const std::int64_t own = bytes.share(mesh) + bytes.root + kRest;
+      EXPECT_LE(count->live, own);
+      EXPECT_LE(count->peak, own + bytes.root + bytes.block() + bytes.largest / 2);
+      EXPECT_LT(count->peak, bytes.cut + bytes.same);
+      if (reads) {
+        const auto way = way_of(*net, mesh);
+        const auto held = way->gathered();
+        EXPECT_TENSOR_EQ(flat(*net), flat(*whole));
+      }
+      testing::this_rank.reset();
+    }
+  });
+}
+
+// A block that does not say how it is cut stays whole until the model says it.
+struct Pair : torch::nn::Module, nn::Block {
+  Pair() {
+    first = register_parameter("first", at::arange(24.0).view({6, 4}));
+    second = register_parameter("second", at::arange(24.0).view({4, 6}));
+  }
+  at::Tensor first, second;
+};
+
+struct SlicedPair : Pair, nn::Sliced {
+  explicit SlicedPair(std::vector<std::int64_t> its_parts) : parts(std::move(its_parts)) {}
+  std::vector<Cut> cuts(int) const override { return {{first, 0, parts}, {second, 1, {6}}}; }
+  std::vector<std::int64_t> parts;
+};
+
+template <typename Layer>
+struct OfPair : torch::nn::Module, nn::Sliced {
+  explicit OfPair(std::shared_ptr<Layer> its_layer)
+      : layer(register_module("layer", nn::made(std::move(its_layer)))) {}
+  std::vector<Cut> cuts(int) const override {
+    return {{layer->first, 0, {6}}, {layer->second, 1, {6}}};
+  }
+  std::shared_ptr<Layer> layer;
+};
+
+TEST(TensorMesh, ABlockSaysHowItIsCut) {
+  const at::Tensor expected = at::arange(24.0).repeat({2});
+  on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}}, [&](const Mesh& mesh) {
+    std::optional<ShardedConstruction> cut(mesh);
+    const auto plain = std::make_shared<OfPair<Pair>>(std::make_shared<Pair>());
+    const auto sliced_as = [](std::vector<std::int64_t> parts) {
+      return std::make_shared<OfPair<SlicedPair>>(std::make_shared<SlicedPair>(std::move(parts)));
+    };
+    const auto sliced = sliced_as({6}), wrong = sliced_as({2, 4});
+    cut.reset();
+    EXPECT_EQ(plain->layer->first.sizes(), (std::vector<std::int64_t>{6, 4}));
+    EXPECT_EQ(sliced->layer->first.size(0), 3);
+    EXPECT_EQ(nn::whole_sizes(sliced->layer->second), (std::vector<std::int64_t>{4, 6}));
+    for (const std::shared_ptr<torch::nn::Module>& module :
+         {std::shared_ptr<torch::nn::Module>(plain), std::shared_ptr<torch::nn::Module>(sliced)}) {
+      const auto way = way_of(*module, mesh);
+      const auto held = way->gathered();
+      EXPECT_TENSOR_EQ(flat(*module), expected);
+    }
+    EXPECT_THAT(message_of<UsageError>([&] { way_of(*wrong, mesh); }),
+                HasSubstr("the cuts() of a block and of the module differ in parameter "
+                          "'layer.first'"));
+  });
+}
+
+TEST(TensorMesh, WhatRanksHaveDrawnIsCompared) {
+  on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
+    const auto net = made_cut(
+        mesh, [&] { return small_model(true, static_cast<std::uint64_t>(mesh.world().rank())); });
+    EXPECT_THAT(message_of<UsageError>([&] { net->loss(text(0, 0), text(0, 0)); }),
+                HasSubstr("Make a FullyShard, a Pipeline or a TensorParallel of the model first"));
+    EXPECT_THAT(message_of<UsageError>([&] { way_of(*net, mesh); }),
+                AllOf(HasSubstr("fingerprint"), HasSubstr("from the same seed")));
   });
 }
 

@@ -13,6 +13,7 @@
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/prepared_block.h"
 #include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {
@@ -88,21 +89,25 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
                          "the mesh ({}) has ranks along axes other than 'data' and 'tensor'. Leave "
                          "them out, or make a FullyShard or a Pipeline with it.",
                          mesh.text());
+      check_blocks(module, mesh, kTensorParallel);
       slices = std::make_unique<TensorSlices>(module, mesh["tensor"]);
     });
     const auto other = find_other_line(
         mesh.world(), {.component = kTensorParallel, .what = "this module", .refusal = refusal},
-        slices ? slices->describe() : "");
+        slices ? slices->describe() + describe_prepared(module) : "");
     if (other)
       throw UsageError(kTensorParallel,
                        "rank {} has '{}', but rank 0 has '{}'. Ranks hold slices of one model. "
-                       "Build the same one on every rank.",
+                       "Build the same one, from the same seed, on every rank.",
                        other->rank, other->here, other->first);
     slices->model().broadcast(mesh.world(), 0);
     slices->cut();
-    // For files, which have the whole.
+    // For files, which have the whole. What is not cut the first rank writes.
     for (const SlicedParameter& p : slices->parameters())
-      if (p.cut) nn::set_rows(p.tensor, rows_of_slice(p, p.tensor.detach()));
+      nn::set_rows(p.tensor, p.cut ? rows_of_slice(p, p.tensor.detach()) : nullptr);
+    each_block(module, [](const std::string&, const auto&, nn::Block& block) {
+      block.run_with(nullptr);  // that were cut while they were made
+    });
     return slices;
   }
 
@@ -316,6 +321,10 @@ bool TensorParallel::scale_averages(double factor) {
 
 std::shared_ptr<void> TensorParallel::gathered() {
   return impl_->gathered();
+}
+
+bool TensorParallel::divided() const {
+  return mesh().size("tensor") > 1;
 }
 
 void TensorParallel::verify_parameters() {

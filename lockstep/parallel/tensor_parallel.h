@@ -19,6 +19,11 @@
 // the same on all of them. Ranks along "data" hold copies of the slices, and DataParallel averages
 // their gradients while backward computes.
 //
+// A model that is larger than one memory is cut while it is made (fully_shard.h):
+//
+//   const ShardedConstruction cut(mesh);
+//   const auto net = models::load_pretrained("Llama-3.2-1B");
+//
 // Refers to the module, which outlives it. Everything is a collective, unless it is said otherwise.
 // One thread.
 #pragma once
@@ -63,6 +68,7 @@ class TensorParallel final : public Parallelism {
   // The next forward that trains ends it, also while it is held: tensors that were taken from
   // parameters meanwhile stay whole.
   std::shared_ptr<void> gathered() override;
+  bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
   bool counts_passes() const override;

@@ -38,6 +38,20 @@ class WorldGroup final : public nn::TensorGroup {
   World world_;
 };
 
+// It was made so, and nobody has the whole.
+bool is_slice(const at::Tensor& tensor) {
+  const nn::Rows* const rows = nn::rows_of(tensor);
+  return rows != nullptr && rows->slice != nullptr;
+}
+
+// A parameter of another rank's stage: it has a shape and no elements.
+bool has_no_elements(const at::Tensor& tensor) {
+  const nn::Rows* const rows = nn::rows_of(tensor);
+  return rows != nullptr && rows->values.numel() < tensor.numel();
+}
+
+}  // namespace
+
 nn::Slice slice_for(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank, int ranks) {
   nn::Slice slice{.whole = whole.vec(), .dimension = cut.dimension};
   std::int64_t begin = 0;
@@ -49,14 +63,6 @@ nn::Slice slice_for(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank,
   return slice;
 }
 
-// A parameter of another rank's stage: it has a shape and no elements.
-bool has_no_elements(const at::Tensor& tensor) {
-  const nn::Rows* const rows = nn::rows_of(tensor);
-  return rows != nullptr && rows->values.numel() < tensor.numel();
-}
-
-}  // namespace
-
 TensorSlices::TensorSlices(torch::nn::Module& module, World line)
     : line_(std::move(line)), sliced_(dynamic_cast<nn::Sliced*>(&module)) {
   if (sliced_ == nullptr)
@@ -66,7 +72,7 @@ TensorSlices::TensorSlices(torch::nn::Module& module, World line)
                      module.name());
   model_ = ModelTensors(parameters_of(module), buffers_of(module), {});
   for (const ModelParameter& p : model_.parameters())
-    parameters_.push_back({.name = p.name, .tensor = p.tensor, .sizes = p.tensor.sizes().vec()});
+    parameters_.push_back({.name = p.name, .tensor = p.tensor, .sizes = nn::whole_sizes(p.tensor)});
   if (line_.size() == 1) return;
   add_cuts();
   group_ = c10::make_intrusive<WorldGroup>(line_);
@@ -93,6 +99,12 @@ void TensorSlices::add_cuts() {
     p->cut = std::move(cut);
     p->mine = std::make_shared<nn::Slice>(slice_for(*p->cut, p->sizes, line_.rank(), line_.size()));
   }
+  for (const SlicedParameter& p : parameters_)
+    if (is_slice(p.tensor) && (!p.mine || *nn::rows_of(p.tensor)->slice != *p.mine))
+      throw UsageError(kTensorParallel,
+                       "the cuts() of a block and of the module differ in parameter '{}', which "
+                       "was cut while the block was made. Let both give the same parts.",
+                       p.name);
 }
 
 std::string TensorSlices::describe() const {
@@ -177,7 +189,7 @@ void TensorSlices::cut() {
   if (!group_ || !std::exchange(whole_, false)) return;
   const at::NoGradGuard no_grad;
   for (SlicedParameter& p : parameters_) {
-    if (!p.cut) continue;
+    if (!p.cut || is_slice(p.tensor)) continue;
     take(p);
     p.tensor.set_data(std::exchange(p.slice, at::Tensor()));
   }

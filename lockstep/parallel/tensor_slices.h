@@ -2,7 +2,7 @@
 // knows of one axis alone, so that others can be around it: TensorParallel copies slices along
 // "data", FullyShard divides them by rows along "shard", and Pipeline has those of its stages.
 //
-//   TensorSlices slices(module, mesh["tensor"]);
+//   TensorSlices slices(module, mesh["tensor"]);   // whole, but for blocks that were made cut
 //   slices.cut();      // the model computes with slices of what the parameters hold now
 //   slices.gather();   // whole again, on every rank: evaluate, save
 //
@@ -38,9 +38,13 @@ struct SlicedParameter {
   at::Tensor slice{};                       // while the parameter is whole
 };
 
+// What rank `rank` of `ranks` has of a parameter with the sizes `whole`.
+nn::Slice slice_for(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank, int ranks);
+
 class TensorSlices {
  public:
-  // The parameters are whole. UsageError where the module cannot be divided. No collective.
+  // The parameters are whole, or slices with the Rows of them (prepared_block.h). UsageError where
+  // the module cannot be divided. No collective.
   TensorSlices(torch::nn::Module& module, World line);
   ~TensorSlices();  // the parameters stay what they are
   TensorSlices(const TensorSlices&) = delete;

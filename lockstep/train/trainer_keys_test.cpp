@@ -605,6 +605,10 @@ TEST(Keys, SaveOnEachNodeIsRefusedWhereNoHostHasTheWholeModel) {
         a.pipeline_parallel_degree = 2;
         EXPECT_THAT(io::message_of<UsageError>([&] { mesh_for(world, a); }),
                     HasSubstr("on every host, and a pipeline has it nowhere"));
+        a.pipeline_parallel_degree = 1;
+        a.tensor_parallel_degree = 2;
+        EXPECT_THAT(io::message_of<UsageError>([&] { mesh_for(world, a); }),
+                    HasSubstr("on every host, and tensor parallelism has it nowhere"));
       },
       hosts_of_one_rank());
 }

@@ -165,14 +165,16 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   if (o.cpu) return peak;
   peak.workspace = kWorkspace + static_cast<std::uint64_t>(kFragmentation *
                                                            static_cast<double>(peak.activations));
-  peak.context = kContext + (o.ranks > 1 ? kNccl : 0);
+  peak.context = kContext + (o.ranks > 1 || o.tensor > 1 ? kNccl : 0);
   return peak;
 }
 
 }  // namespace
 
-Memory memory_of(const Model& model, const MemoryOptions& options) {
+Memory memory_of(const Model& whole, const MemoryOptions& options) {
   MemoryOptions o = options;
+  Model model = whole;
+  model.slices = o.tensor;
   o.fused &= model.causal_lm() != nullptr;
   const Activations a = activations_of(model, {.batch = o.batch,
                                                .half = o.half,
@@ -180,6 +182,9 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
                                                .fused = o.fused,
                                                .fp8 = o.fp8});
   const Parameters all = parameters_of(model);
+  if (o.tensor > 1 && o.state_bytes)
+    o.state_bytes = *o.state_bytes * static_cast<std::uint64_t>(all.trainable) /
+                    static_cast<std::uint64_t>(parameters_of(whole).trainable);
   if (!o.pipeline) return peak_of(model, all, a, model.blocks(), o);
   o.stages = 1;
   const std::uint64_t all_blocks = a.saved - a.head_saved;

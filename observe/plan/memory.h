@@ -38,6 +38,7 @@ struct MemoryOptions {
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
   int stages = 1;              // GPUs that the layers of one replica are divided over
   bool pipeline = false;       // by blocks, with 1F1B: the GPU that needs most counts
+  int tensor = 1;              // GPUs that hold a slice of every layer of one replica
   bool cpu = false;            // no CUDA, no NCCL
   bool shares_memory = false;  // the ranks that divide something map each other's memory
   bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory

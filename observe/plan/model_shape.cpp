@@ -102,7 +102,7 @@ class Trained {
 std::int64_t head_weight(const Model& model) {
   const CausalLmConfig* lm = model.causal_lm();
   if (lm == nullptr) return 0;
-  return lm->vocab_size() * lm->spec().width;
+  return model.spec().vocabulary * lm->spec().width;
 }
 
 // ---------------------------------------------------------------- convolutions
@@ -301,15 +301,15 @@ std::uint64_t bytes_of(std::int64_t value) {
 // the hidden states and of the weight are made in forward.
 void add_head(const Model& model, const Parameters& parameters, const ActivationOptions& options,
               Activations& all) {
-  const CausalLmConfig& lm = *model.causal_lm();
+  const DecoderSpec& spec = model.causal_lm()->spec();
   const std::int64_t tokens = options.batch * model.length;
-  const std::int64_t logits = tokens * lm.vocab_size();
-  const std::int64_t width = parameters.head / lm.vocab_size();
+  const std::int64_t logits = tokens * (parameters.head / spec.width);
+  const std::int64_t width = spec.width;
   const std::int64_t h = options.half ? 2 : 4;
   const bool trained = !model.lora.has_value();
-  const std::int64_t normed = trained && lm.spec().last.kind != NormKind::kLayer ? 4 : 0;
+  const std::int64_t normed = trained && spec.last.kind != NormKind::kLayer ? 4 : 0;
   // A soft cap of the logits is not part of the loss in chunks.
-  if (options.fused && lm.spec().logit_soft_cap == 0) {
+  if (options.fused && spec.logit_soft_cap == 0 && model.slices == 1) {
     all.head_saved = bytes_of(tokens * 2 * h * width);  // the last norm's input and output
     all.saved += all.head_saved;
     const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
@@ -320,9 +320,16 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   // The last norm's input and what its weight multiplies; the head's input.
   all.head_saved = bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
   all.saved += all.head_saved;
+  const std::int64_t gradients = trained ? (h + 4) * parameters.head : 0;
+  if (model.slices > 1) {
+    // Of a slice: the product, shifted by the largest, in float, and its shares, which are saved.
+    all.head_forward = bytes_of(logits * (h + (options.half ? 4 : 0) + 8));
+    all.head_backward = bytes_of(
+        logits * 4 + std::max(logits * (4 + (options.half ? 2 : 0)), logits * h + gradients));
+    return;
+  }
   all.head_forward = bytes_of(options.half ? logits * (2 + 4 + 4) : logits * 8);
-  const std::int64_t products = logits * h + (trained ? (h + 4) * parameters.head : 0);
-  all.head_backward = bytes_of(std::max(12 * logits, products));
+  all.head_backward = bytes_of(std::max(12 * logits, logits * h + gradients));
 }
 
 Activations language_activations(const Model& model, const ActivationOptions& options) {
@@ -330,7 +337,7 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   const Trained trained(model, tensors);
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
-  const DecoderSpec& spec = lm.spec();
+  const DecoderSpec spec = model.spec();
   const BlockBytes block = options.fused
                                ? fused_block_bytes(spec, trained, h, model.length, options.fp8)
                                : block_bytes(spec, trained, h, model.length);
@@ -379,7 +386,25 @@ Activations mlp_activations(const MlpConfig& c, const ActivationOptions& options
 
 }  // namespace
 
+// The first rank has the fewest of an uneven width, and the last one the most.
+models::DecoderSpec Model::spec() const {
+  DecoderSpec spec = causal_lm()->spec();
+  const auto cut = [this](std::int64_t& width) { width = (width + slices - 1) / slices; };
+  const auto cut_pair = [&](std::vector<Projection>& in, Projection& out) {
+    for (Projection& one : in) std::ranges::for_each(one.parts, cut);
+    cut(out.in);
+  };
+  cut(spec.vocabulary);
+  std::ranges::for_each(spec.head.parts, cut);
+  cut(spec.block.attention.heads);
+  cut(spec.block.attention.key_value_heads);
+  cut_pair(spec.block.attention.in, spec.block.attention.out);
+  cut_pair(spec.block.mlp.in, spec.block.mlp.out);
+  return spec;
+}
+
 std::vector<io::TensorShape> Model::tensors() const {
+  if (causal_lm() != nullptr) return models::tensors_of(spec());
   return std::visit([](const auto& sizes) { return models::tensors_of(sizes); }, config);
 }
 
@@ -518,7 +543,7 @@ double forward_flops_per_token(const Model& model) {
   std::int64_t seen = 0;  // tokens, over all blocks
   for (const std::int64_t window : lm->spec().windows)
     seen += window > 0 ? std::min(window, model.length) : model.length;
-  const std::int64_t width = lm->spec().block.attention.queries();
+  const std::int64_t width = model.spec().block.attention.queries();
   return products + 4.0 * static_cast<double>(width) * static_cast<double>(seen);
 }
 

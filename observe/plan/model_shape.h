@@ -29,11 +29,15 @@ struct Model {
   std::optional<models::LoraConfig> lora{};
   std::int64_t length = 1;      // tokens of a sample; 1 for images and rows of numbers
   std::int64_t image_size = 0;  // pixels of a side, of a resnet
+  // What one of so many tensor parallel ranks has of a language model: its heads, hidden units and
+  // rows of the vocabulary, and all norms (models::tensor_cuts()). Ranks differ by a row at most.
+  int slices = 1;
 
   std::vector<io::TensorShape> tensors() const;
   const models::CausalLmConfig* causal_lm() const {
     return std::get_if<models::CausalLmConfig>(&config);
   }
+  models::DecoderSpec spec() const;  // of a language model, or of a slice of it
   // Blocks that gradient checkpointing and a model split work with; 0: there are none.
   std::int64_t blocks() const;
 };

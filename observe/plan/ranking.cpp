@@ -74,6 +74,11 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
     all.push_back({"bf16", "true"});
   if (const int stages = c.strategy == Strategy::kPipeline ? c.stages : 1; stages != file.pipeline)
     all.push_back({"pipeline_parallel_degree", std::to_string(stages)});
+  if (const int slices = c.strategy == Strategy::kTensor ? c.stages : 1; slices != file.tensor)
+    all.push_back({"tensor_parallel_degree", std::to_string(slices)});
+  // Batches are tried on a whole model.
+  if (c.strategy == Strategy::kTensor && !file.adapts.empty())
+    all.push_back({file.adapts, "false"});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
@@ -163,11 +168,13 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
           add({n, strategy});
       }
-      for (int degree = 2; degree <= n && !training.device_map; ++degree) {
-        const bool tried = (degree & (degree - 1)) == 0 || degree == training.pipeline;
-        if (tried && can_train(training, machine.card, {n, Strategy::kPipeline, degree}))
-          add({n, Strategy::kPipeline, degree});
-      }
+      for (int degree = 2; degree <= n && !training.device_map; ++degree)
+        for (const auto& [strategy, written] : {std::pair(Strategy::kPipeline, training.pipeline),
+                                                std::pair(Strategy::kTensor, training.tensor)}) {
+          const bool tried = (degree & (degree - 1)) == 0 || degree == written;
+          if (tried && can_train(computed, machine.card, {n, strategy, degree}))
+            add({n, strategy, degree});
+        }
     }
   }
   sort_ways(ways);

@@ -135,6 +135,70 @@ TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
   EXPECT_FALSE(can_train(t, card, parts));
 }
 
+TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_tensor = true};
+  t.global_batch = 64;
+  const Machine machine = machine_of(80);
+  const Choice c = make_choice(t, machine.card, {4, Strategy::kTensor, 2}, 4);
+  EXPECT_EQ(c.replicas(), 2);
+  EXPECT_EQ(c.accumulation, 8);
+  // Matrices of a block, all biases but two, and the embedding (of 50257 tokens: 25129) are cut.
+  const std::uint64_t w = 2048, block = (12 * w * w + 7 * w) / 2 + 6 * w;
+  EXPECT_EQ(c.memory.parameters, 4 * (24 * block + (25129 + 2048 + 2) * w));
+  EXPECT_EQ(c.memory.optimizer, 2 * c.memory.parameters);
+  t.state_bytes = 4000;
+  EXPECT_NEAR(static_cast<double>(
+                  make_choice(t, machine.card, {2, Strategy::kTensor, 2}, 4).memory.optimizer),
+              2000, 50);
+  t.state_bytes.reset();
+  // Half of the products; one sum after the embedding, two in each block, and as many in backward.
+  const auto both = work_of(t, c, machine.card, {.utilisation = 0.5});
+  const auto alone = work_of(t, make_choice(t, machine.card, {1, Strategy::kSingle}, 4),
+                             machine.card, {.utilisation = 0.5});
+  EXPECT_NEAR(both->forward_s / alone->forward_s, 0.5, 1e-3);
+  EXPECT_EQ(std::ranges::count(both->tensor_sums, 4.0 * 2048 * 2048 * 2), 2 + 4 * 24);
+  Work sums{.accumulation = 8, .tensor_ranks = 2, .tensor_sums = both->tensor_sums};
+  double expected = 0;
+  for (const double bytes : both->tensor_sums)
+    expected += 8 * all_reduce_s(machine.cluster, 2, bytes);
+  EXPECT_DOUBLE_EQ(step_time(sums, machine.cluster, 1).exposed_s, expected);
+  t.checkpointing = true;  // blocks run again
+  t.half = false;
+  const auto again = work_of(t, c, machine.card, {.utilisation = 0.5});
+  EXPECT_EQ(std::ranges::count(again->tensor_sums, 4.0 * 2048 * 2048 * 4), 2 + 6 * 24);
+}
+
+TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
+  const models::LlamaConfig sizes{.num_attention_heads = 32, .num_key_value_heads = 4};
+  const Model llama{.config = models::CausalLmConfig{.model = sizes}, .length = 64};
+  Training t{.model = llama, .batch = 1, .half = true, .bf16 = true, .may_tensor = true};
+  t.global_batch = 64;
+  const Card card = card_of(80);
+  EXPECT_TRUE(can_train(t, card, {8, Strategy::kTensor, 4}));
+  EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 8}));
+  EXPECT_FALSE(can_train(t, card, {6, Strategy::kTensor, 4}));
+  t.node_gpus = 2;
+  EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 4}));
+  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto found = std::ranges::find_if(
+      ways, [](const Way& way) { return way.choice.strategy == Strategy::kTensor; });
+  ASSERT_TRUE(found != ways.end());
+  EXPECT_EQ(std::ranges::count(found->settings, Setting{"tensor_parallel_degree", "2"}), 1);
+  t.adapts = "elastic_gpu";
+  for (const Way& way : rank_ways(t, machine_of(80), 4))
+    EXPECT_EQ(std::ranges::count(way.settings, Setting{"elastic_gpu", "false"}),
+              way.choice.strategy == Strategy::kTensor);
+  t.adapts = "";
+  t.tensor = 2;  // a file that has slices: other ways end them
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    EXPECT_EQ(std::ranges::count(way.settings, Setting{"tensor_parallel_degree", "1"}),
+              way.choice.strategy != Strategy::kTensor);
+  }
+  t.tensor = 1;
+  t.may_tensor = false;
+  EXPECT_FALSE(can_train(t, card, {2, Strategy::kTensor, 2}));
+}
+
 TEST(Ways, StagesOnACpuShareItsCores) {
   const models::GptConfig sizes{
       .n_layer = 4, .n_head = 4, .n_embd = 256, .vocab_size = 256, .n_positions = 64};

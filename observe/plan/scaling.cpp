@@ -214,8 +214,12 @@ double all_gather_s(const Cluster& cluster, int ranks, double bytes) {
 }
 
 StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
-  const double slower = slowdown(cluster, ranks);
+  const double slower = slowdown(cluster, ranks * work.tensor_ranks);
   StepTime time{.compute_s = slower * work.compute_s(), .optimizer_s = slower * work.optimizer_s};
+  for (const double bytes : work.tensor_sums)
+    time.communication_s +=
+        static_cast<double>(work.accumulation) * all_reduce_s(cluster, work.tensor_ranks, bytes);
+  time.exposed_s = time.communication_s;
   if (ranks < 2) return time;
   double gradients = 0;
   for (const std::int64_t bytes : work.gradients) gradients += static_cast<double>(bytes);

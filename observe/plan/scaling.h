@@ -11,7 +11,8 @@
 // With DDP a bucket is sent when its gradients are ready and hides behind the backward that is
 // left; what ends later is exposed. The sharded optimizer and fully sharded models expose all of
 // theirs: published runs that differ in the micro-batch alone show a step that is longer by the
-// time of its collectives (scaling_test.cpp).
+// time of its collectives (scaling_test.cpp). So do the sums of tensor parallelism, which the next
+// layer waits for.
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -73,6 +74,9 @@ struct Work {
   std::int64_t parameter_bytes = 0;       // that kFull and kGradOp gather
   Sharding sharding = Sharding::kNone;
   int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
+  // Tensor parallel ranks of one replica, and the bytes of each sum over them in a micro-batch.
+  int tensor_ranks = 1;
+  std::vector<double> tensor_sums{};
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 

@@ -112,6 +112,7 @@ bool is_fused(const Training& t, const Card& card, const Choice& choice) {
 bool is_written(const Training& t, const Choice& choice) {
   const Strategy strategy = choice.strategy;
   if (strategy == Strategy::kPipeline) return choice.stages == t.pipeline;
+  if (strategy == Strategy::kTensor) return choice.stages == t.tensor;
   if (strategy == Strategy::kSplit) return t.device_map;
   if (is_fsdp(strategy))
     return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
@@ -136,6 +137,8 @@ Parts written_parts(const Training& t, const Card& card, int gpus) {
   if (t.device_map && can_train(t, card, split)) return split;
   const Parts stages{gpus, Strategy::kPipeline, t.pipeline};
   if (can_train(t, card, stages)) return stages;
+  const Parts slices{gpus, Strategy::kTensor, t.tensor};
+  if (can_train(t, card, slices)) return slices;
   return {gpus,
           t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp)};
 }
@@ -220,8 +223,8 @@ double operations_of(const Training& t, std::int64_t batch) {
 double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
   const auto saved = static_cast<double>(
       activations_of(t.model, {.batch = batch, .half = t.half, .fused = fused}).saved);
-  const models::CausalLmConfig* lm = t.model.causal_lm();
-  double values = lm != nullptr ? static_cast<double>(lm->vocab_size()) : 0;
+  double values =
+      t.model.causal_lm() != nullptr ? static_cast<double>(t.model.spec().vocabulary) : 0;
   if (t.model.lora)
     values += static_cast<double>(parameters_of(t.model).trainable_matrices / t.model.lora->r);
   const double once =
@@ -282,11 +285,40 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
 
 }  // namespace
 
+namespace {
+
+// As models::tensor_cuts() refuses it.
+bool divides_layers(const Model& model, int degree) {
+  if (model.causal_lm() == nullptr) return false;
+  const models::DecoderSpec& spec = model.causal_lm()->spec();
+  const models::AttentionSpec& attention = spec.block.attention;
+  return !spec.block.mlp.experts && attention.heads % degree == 0 &&
+         attention.key_value_heads % degree == 0 &&
+         std::min(spec.vocabulary, spec.block.mlp.out.in) >= degree;
+}
+
+// Sums over tensor parallel ranks in a micro-batch: after the embedding and twice in each block,
+// and the same in backward, in the type of activations; and the loss's, a number for a token and
+// two.
+std::vector<double> tensor_sums_of(const Training& t, std::int64_t batch) {
+  const auto tokens = static_cast<double>(batch * t.model.length);
+  const std::int64_t passes = t.checkpointing ? 3 : 2;
+  const double stream = tokens * static_cast<double>(t.model.causal_lm()->spec().width);
+  std::vector<double> sums(static_cast<std::size_t>(2 + 2 * passes * t.model.blocks()),
+                           (t.half ? 2 : 4) * stream);
+  sums.push_back(4 * tokens);
+  sums.push_back(8 * tokens);
+  return sums;
+}
+
+}  // namespace
+
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
   Choice choice{.gpus = parts.gpus,
                 .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
                 .stages = parts.gpus / parts.replicas()};
   const int replicas = choice.replicas();
+  const int slices = choice.strategy == Strategy::kTensor ? choice.stages : 1;
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
@@ -305,8 +337,9 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                 .sharding = sharding_of(offload ? *t.fsdp : choice.strategy),
                 .shard_ranks = shard_ranks,
                 .state_bytes = t.state_bytes,
-                .stages = choice.stages,
+                .stages = slices > 1 ? 1 : choice.stages,
                 .pipeline = choice.strategy == Strategy::kPipeline,
+                .tensor = slices,
                 .cpu = card.cpu,
                 .shares_memory = card.cpu && t.shares_memory &&
                                  (shard_ranks > 0 ? shard_ranks : replicas) <= t.node_gpus,
@@ -338,6 +371,11 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
         fmt::format("pipeline_parallel_degree {0} trains on multiples of {0} {1}: use such a "
                     "number, or set pipeline_parallel_degree: 1",
                     t.pipeline, devices));
+  if (choice.gpus % t.tensor != 0)
+    all.push_back(
+        fmt::format("tensor_parallel_degree {0} trains on multiples of {0} {1}: use such a number, "
+                    "or set tensor_parallel_degree: 1",
+                    t.tensor, devices));
   const std::int64_t global = t.global_batch.value_or(0);
   const std::int64_t pass = t.batch * choice.replicas();
   const std::int64_t below = global / pass * pass;
@@ -355,12 +393,21 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
   return all;
 }
 
+std::string not_counted(const Training& t) {
+  if (!t.fsdp || t.pipeline * t.tensor == 1) return "";
+  return fmt::format("fsdp beside {}_parallel_degree is not planned: {} count whole",
+                     t.tensor > 1 ? "tensor" : "pipeline", t.tensor > 1 ? "slices" : "stages");
+}
+
 bool can_train(const Training& t, const Card& card, const Parts& parts) {
   const auto [gpus, strategy, degree] = parts;
   const std::int64_t blocks = t.model.blocks();
   if (gpus == 1) return strategy == Strategy::kSingle;
   if (strategy == Strategy::kPipeline)
     return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
+  if (strategy == Strategy::kTensor)
+    return (t.may_tensor || degree == t.tensor) && !t.fp8 && degree > 1 && gpus % degree == 0 &&
+           degree <= t.node_gpus && divides_layers(t.model, degree);
   if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
   // Units are a model's blocks: without them it would be whole in every step.
   if (is_fsdp(strategy) && blocks == 0) return false;
@@ -391,6 +438,8 @@ std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
       return "DDP, sharded optimizer";
     case Strategy::kSplit:
       return fmt::format("one rank, device_map over {}", gpus);
+    case Strategy::kTensor:
+      return fmt::format("tensor parallel over {}", stages);
     case Strategy::kPipeline:
       return fmt::format("pipeline of {} stages", stages);
     default:
@@ -473,8 +522,12 @@ double utilisation_of(const Training& t, const Card& card) {
   return operations_of(t, t.batch) / peak / device_s(t, card, t.batch, is_fused(t, card, {}));
 }
 
-std::optional<Work> work_of(const Training& t, const Choice& choice, const Card& card,
+std::optional<Work> work_of(const Training& whole, const Choice& choice, const Card& card,
                             const Speed& speed) {
+  Training t = whole;
+  const bool slices = choice.strategy == Strategy::kTensor;
+  if (slices) t.model.slices = choice.stages;
+  const int stages = slices ? 1 : choice.stages;
   const double peak = peak_flops(t, card);
   if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
@@ -487,7 +540,8 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
     // The time of the file's micro-batch; a smaller one takes as long to launch.
     const double measured_s =
         static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
-    micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch));
+    micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch)) *
+              flops_per_token(t.model) / flops_per_token(whole.model);
   } else {
     const double busy_s = speed.utilisation
                               ? operations_of(t, choice.batch) / (peak * *speed.utilisation)
@@ -499,7 +553,11 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
             .backward_s = micro_s * (1 - forward / all),
             .accumulation = choice.accumulation,
             .gradients = gradients_of(t.model)};
-  for (std::int64_t& bytes : work.gradients) bytes /= choice.stages;
+  for (std::int64_t& bytes : work.gradients) bytes /= stages;
+  if (slices) {
+    work.tensor_ranks = choice.stages;
+    work.tensor_sums = tensor_sums_of(t, choice.batch);
+  }
   if (choice.strategy == Strategy::kPipeline) {
     // Stages compute at once at the pace of the one that has most to do, and wait while the
     // pipeline fills and empties: (p-1)/(m+p-1).
@@ -514,7 +572,7 @@ std::optional<Work> work_of(const Training& t, const Choice& choice, const Card&
   // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
-                                             choice.stages / card.memory_bandwidth -
+                                             stages / card.memory_bandwidth -
                                          idle_s);
   work.sharding = sharding_of(choice.strategy);
   if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {

@@ -5,7 +5,8 @@
 //   choice.batch, choice.accumulation
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
-// The first that fits is taken: what the file says (data parallel, fsdp, a device map, a pipeline),
+// The first that fits is taken: what the file says (data parallel, fsdp, a device map, a pipeline,
+// tensor parallel),
 // with the batch as given or with smaller micro-batches and more accumulation; then a sharded
 // optimizer, a fully sharded model (fsdp), and one rank that divides the layers over all of the
 // GPUs (model.device_map).
@@ -35,9 +36,10 @@ enum class Strategy {
   kHybridShard,  // fsdp: hybrid_shard; divided inside a node, copied between nodes
   kSplit,        // one rank with a device map
   kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
+  kTensor,    // tensor_parallel_degree ranks hold a slice of each layer; copies likewise
 };
 // "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
-// "one rank, device_map over 2", "pipeline of 2 stages".
+// "one rank, device_map over 2", "pipeline of 2 stages", "tensor parallel over 2".
 std::string strategy_text(Strategy strategy, int gpus, int stages = 1, bool cpu = false);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
@@ -72,12 +74,14 @@ struct Training {
   bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree
   int pipeline = 1;                            // the file's pipeline_parallel_degree
+  bool may_tensor = false;                     // tensor_parallel_degree may be proposed
+  int tensor = 1;                              // the file's
 };
 
 struct Choice {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
-  int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline
+  int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline or of slices
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
@@ -94,7 +98,7 @@ struct Choice {
 struct Parts {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
-  int degree = 1;  // stages of a pipeline
+  int degree = 1;  // stages of a pipeline, or tensor parallel ranks
 
   int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / degree; }
 };
@@ -109,6 +113,9 @@ bool lacks_fp8(const Training& training, const Card& card);
 // card lacks fp8, the degree of a pipeline does not divide them or is more than the blocks, or
 // replicas cannot share the global batch in the file's micro-batches. Empty: it does.
 std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
+
+// A note on what the file says and no figure has in it: fsdp of stages or slices. Empty: nothing.
+std::string not_counted(const Training& training);
 
 // With `fits` false the choice is what the file says, with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);

@@ -1,5 +1,6 @@
-"""A model whose training needs twice the memory that a rank may use: fsdp trains it, evaluates it,
-saves it and resumes from that; data parallelism ends with an error that says why.
+"""A model whose training needs twice the memory that a rank may use: fsdp and tensor parallelism
+train it, evaluate it, save it and resume from that; data parallelism ends with an error that says
+why.
 
 Every rank has a control group of its own with that limit, as a host or a container has. Skipped
 where none can be made."""
@@ -110,17 +111,22 @@ class FsdpMemory(TrainCase):
                               env=environment(), check=False, stdin=subprocess.DEVNULL)
 
     def test_a_model_of_twice_the_limit(self):
-        whole = self.place / "whole"
-        done = self.run_limited(whole, "--fsdp", "full_shard")
+        for name, flags in (("shards", ("--fsdp", "full_shard")),
+                            ("slices", ("--tensor_parallel_degree", str(RANKS)))):
+            with self.subTest(name):
+                self.trains_and_resumes(self.place / name, flags)
+
+    def trains_and_resumes(self, whole, flags):
+        done = self.run_limited(whole, *flags)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual(checkpoints(whole), [2, 4])
         model = whole / "checkpoint-4" / "model.safetensors"
         self.assertGreaterEqual(4 * model.stat().st_size, 2 * LIMIT)
         self.verify(whole / "checkpoint-4")
-        rest = self.place / "rest"
+        rest = whole.with_name(f"rest-{whole.name}")
         rest.mkdir()
         shutil.copytree(whole / "checkpoint-2", rest / "checkpoint-2")
-        done = self.run_limited(rest, "--fsdp", "full_shard", "--resume", "auto")
+        done = self.run_limited(rest, *flags, "--resume", "auto")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual({s: loss for s, loss in losses(whole).items() if s > 2}, losses(rest))
         self.assert_same(whole / "checkpoint-4", rest / "checkpoint-4")

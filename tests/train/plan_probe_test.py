@@ -68,6 +68,18 @@ class PlanProbe(TrainCase):
                       f"{fast['per_device_train_batch_size']} per device x "
                       f"{fast['gradient_accumulation_steps']} accumulation", done.stderr)
         self.assertIn("when `lockstep plan --probe` ran it", done.stderr)
+        # Slices of layers, too, where they are the fastest.
+        record = self.record()
+        way = next(way for way in record["ways"] if way["gpus"] == 2)
+        record["ways"].append({**way, "strategy": 8, "strategy_text": "tensor parallel over 2",
+                               "stages": 2, "per_device_train_batch_size": 8,
+                               "gradient_accumulation_steps": 1, "step_s": 1e-6})
+        (self.cache / "plan.json").write_text(json.dumps(record))
+        done = self.train(2, self.place / "slices", "--elastic_gpu", "--max_steps", "1",
+                          LOCKSTEP_CACHE=str(self.cache))
+        self.assertIn("elastic_gpu: tensor parallel over 2 on 2 CPU ranks: 8 per device x 1 "
+                      "accumulation x 1 rank = global batch 8", done.stderr)
+        self.assertIn("in slices on 2 tensor parallel ranks", done.stdout + done.stderr)
 
     def test_a_way_that_fails_is_left_out_and_said(self):
         self.config.write_text(self.config.read_text().replace("text.txt", "missing.txt"))
