@@ -218,9 +218,11 @@ class Tensor(TrainCase):
         copy_until(plain, rest, STEP)
         self.run_with(2, rest.name, "--resume", "auto", *tensor(2), *lora)
         self.assert_close(plain, rest)
-        half = (*lora, "--bf16", "true")  # whose base is converted
+        # The base is converted. Without dropout: its factors are rounded to 8 bits by ATen.
+        half = ("--bf16", "true", "--lora", lora[1].replace("0.1", "0"), *lora[2:])
         plain, _ = self.run_with(1, "one-bf16", *half)
-        run, _ = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        run, said = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        self.assertIn("replicas identical", said)
         self.assert_close(plain, run, CLOSE_BF16)
 
     def test_killed_and_resumed_under_another_degree(self):
