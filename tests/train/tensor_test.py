@@ -248,9 +248,12 @@ class Tensor(TrainCase):
         copy_until(plain, rest, STEP)
         self.run_with(2, rest.name, "--resume", "auto", *tensor(2), *lora)
         self.assert_close(plain, rest)
-        half = (*lora, "--bf16", "true")  # whose base is converted
+        # The base is converted. Without dropout: AdamW's first steps have a gradient's sign, which
+        # rounding to 8 bits can turn around; with one seed of five it moved a norm by 4 %.
+        half = ("--bf16", "true", "--lora", lora[1].replace("0.1", "0"), *lora[2:])
         plain, _ = self.run_with(1, "one-bf16", *half)
-        run, _ = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        run, said = self.run_with(2, "two-bf16", *tensor(2), *SEQUENCE, *half)
+        self.assertIn("replicas identical", said)
         self.assert_close(plain, run, CLOSE_BF16)
 
     def test_killed_and_resumed_under_another_degree(self):
