@@ -38,8 +38,8 @@ constexpr double kSecondThread = 1.3;
 constexpr double kLoopback = 2.6 * kGiga;
 constexpr double kLoopbackShared = 20 * kGiga;
 
-// CPU ranks wait for the slower one before each sum of tensor parallelism, of which a step has many:
-// from three small trainings of two ranks, on a machine that had other work, too (docs/plan.md).
+// CPU ranks wait for the slower one before each sum of tensor parallelism. From three small
+// trainings of two ranks, on a machine that had other work, too (docs/plan.md).
 constexpr double kCpuSumWait_s = 1.2e-3;
 
 [[noreturn]] void refuse_link(std::string_view text) {
