@@ -162,6 +162,9 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   for (const double bytes : both->tensor_sums)
     expected += 8 * all_reduce_s(machine.cluster, 2, bytes);
   EXPECT_DOUBLE_EQ(step_time(sums, machine.cluster, 1).exposed_s, expected);
+  Cluster cpus = machine.cluster;
+  cpus.cores = 2;  // whose ranks wait for each other 100 times in each of 8 micro-batches
+  EXPECT_NEAR(step_time(sums, cpus, 1).exposed_s - expected, 8 * 100 * 1.2e-3, 1e-9);
   t.checkpointing = true;  // blocks run again
   t.half = false;
   const auto again = work_of(t, c, machine.card, {.utilisation = 0.5});

@@ -38,6 +38,10 @@ constexpr double kSecondThread = 1.3;
 constexpr double kLoopback = 2.6 * kGiga;
 constexpr double kLoopbackShared = 20 * kGiga;
 
+// CPU ranks wait for the slower one before each sum of tensor parallelism. From three small
+// trainings of two ranks, on a machine that had other work, too (docs/plan.md).
+constexpr double kCpuSumWait_s = 1.2e-3;
+
 [[noreturn]] void refuse_link(std::string_view text) {
   throw UsageError("plan",
                    "'{}' is not a link. Write nvlink, pcie or pcie-host (without peer access) "
@@ -218,7 +222,8 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   StepTime time{.compute_s = slower * work.compute_s(), .optimizer_s = slower * work.optimizer_s};
   for (const double bytes : work.tensor_sums)
     time.communication_s +=
-        static_cast<double>(work.accumulation) * all_reduce_s(cluster, work.tensor_ranks, bytes);
+        static_cast<double>(work.accumulation) *
+        (all_reduce_s(cluster, work.tensor_ranks, bytes) + (cluster.cores > 0 ? kCpuSumWait_s : 0));
   time.exposed_s = time.communication_s;
   if (ranks < 2) return time;
   double gradients = 0;
