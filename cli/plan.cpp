@@ -227,8 +227,9 @@ std::string written_note(const Report& report, const plan::Choice& c) {
                         c.global_batch, c.accumulation)
           : fmt::format("{} with gradient_accumulation_steps {} keeps the global batch of {}",
                         c.batch, c.accumulation, c.global_batch),
-      t.pipeline > 1 ? "Set it in the file"
-                     : (t.adapts.empty() ? "lockstep train --elastic_gpu" : t.adapts) + " sets it");
+      t.pipeline * t.tensor > 1
+          ? "Set it in the file"
+          : (t.adapts.empty() ? "lockstep train --elastic_gpu" : t.adapts) + " sets it");
 }
 
 // The most devices first; rows that need the same batch share a note.
@@ -257,7 +258,8 @@ void note_refusals(Report& report, const plan::Choice& choice, bool asked = fals
 
 void add_rows(Report& report) {
   for (const int gpus : counts_up_to(report.devices.count)) {
-    if (report.training.global_batch && *report.training.global_batch < gpus) {
+    const int copies = plan::written_copies(report.training, report.devices.card, gpus);
+    if (report.training.global_batch && *report.training.global_batch < copies) {
       report.note(
           fmt::format("the global batch of {} samples has not one for each of {}: more do not help",
                       *report.training.global_batch, report.devices_text(gpus)));

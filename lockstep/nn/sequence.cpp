@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/core/error.h"
 #include "lockstep/nn/divided.h"
 
 namespace lockstep::nn {
@@ -86,6 +87,14 @@ WholeMemoryPtr memory_in(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<WholeMemory>(ctx->saved_data["memory"].toCapsule());
 }
 
+// A second derivative would need the whole sequence after its memory is free again.
+void refuse_second_derivative() {
+  if (at::GradMode::is_enabled())
+    throw UsageError("nn",
+                     "backward(create_graph=true) was called through an EnteredSequence, "
+                     "whose gradients have no graph. Train without sequence_parallel.");
+}
+
 class EnterSequence : public torch::autograd::Function<EnterSequence> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, std::int64_t time,
@@ -97,6 +106,7 @@ class EnterSequence : public torch::autograd::Function<EnterSequence> {
     return whole;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_second_derivative();
     // Whatever was computed from it has its gradient.
     if (memory_in(ctx)->released) empty_storage(memory_in(ctx)->storage);
     return {Rooms(grads[0].sizes(), *group_in(ctx)).reduced(grads[0]), {}, {}, {}};
@@ -134,6 +144,7 @@ class ReleaseSequence : public torch::autograd::Function<ReleaseSequence> {
     return same;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_second_derivative();
     const at::Tensor part = ctx->get_saved_variables()[0];
     const auto sizes = with_time(part, ctx->saved_data["time"].toInt());
     fill_storage(memory_in(ctx)->storage, Rooms(sizes, *group_in(ctx)).gathered(part));

@@ -1,7 +1,8 @@
 // Sequence parallelism, as in Megatron-LM: what lies between the pairs of matrices of a TensorGroup
 // (norms, residual sums, dropout) is computed by each rank for its part of the sequence, not by
 // every rank for all of it. An all-reduce becomes a reduce-scatter and an all-gather, which send as
-// much, and activations between the pairs take 1/n of the memory.
+// much; one more all-gather in backward brings back what is not saved. Activations that are saved
+// between the pairs take 1/n of the memory.
 //
 //   x = nn::leave_sequence(nn::own_embedding(...), group);     // [batch, part of time, width]
 //   const nn::EnteredSequence in(norm(x), time, group);        // [batch, time, width]
@@ -37,7 +38,8 @@ class EnteredSequence {
 
   const at::Tensor& whole() const { return whole_; }
   // `outputs`: all that was computed from whole(), which nobody reads from here on. Returns them;
-  // use these.
+  // use these. Backward through an output that is not among them reads memory that was freed. No
+  // second derivatives.
   std::vector<at::Tensor> release(std::vector<at::Tensor> outputs) const;
 
  private:

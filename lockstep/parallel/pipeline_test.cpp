@@ -152,8 +152,8 @@ TEST(PipelineSchedule, BlocksAreSplitWithMoreInTheMiddle) {
 
 constexpr std::int64_t kWidth = 6;
 
-// Without a BLAS: none promises equal bits for equal operands in every call, and these tests compare
-// bits.
+// Without a BLAS, none of which promises equal bits for equal operands in every call: these tests
+// compare bits.
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight) {
   return (x.unsqueeze(2) * weight).sum(1);
 }

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -14,9 +15,11 @@
 namespace lockstep::parallel {
 
 void check_mesh(const Mesh& mesh, bool slices) {
-  const bool has_shard =
-      std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });
-  if (!has_shard && mesh.world().size() > 1 && !(slices && mesh.size("tensor") > 1))
+  const auto has = [&](std::string_view name) {
+    return std::ranges::any_of(mesh.axes(),
+                               [&](const MeshAxis& axis) { return axis.name == name; });
+  };
+  if (!has("shard") && mesh.world().size() > 1 && !(slices && has("tensor")))
     throw UsageError(kFullyShard,
                      "the mesh ({}) has no axis 'shard', so that ranks would divide no rows. Add "
                      "the axis, {{\"shard\", -1}}, or use {}.",

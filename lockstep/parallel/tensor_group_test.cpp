@@ -119,6 +119,10 @@ TEST(TensorGroup, APairOfMatricesBetweenPartsOfASequenceIsOne) {
         EXPECT_TENSOR_NEAR(second2.grad(), slice(second.grad(), 1, *group) * times,
                            64 * kDoubleSums);
       }
+      EXPECT_THAT(testing::message_of<UsageError>([&] {
+                    loss_of(y).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+                  }),
+                  HasSubstr("Train without sequence_parallel"));
     });
 }
 

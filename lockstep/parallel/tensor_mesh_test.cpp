@@ -469,6 +469,25 @@ TEST(TensorMesh, WhatRanksHaveDrawnIsCompared) {
   });
 }
 
+// Of folders that should be the same, on two hosts.
+TEST(TensorMesh, WhatRanksHaveReadIsComparedWhereItIsNotCut) {
+  const io::TemporaryDirectory folder;
+  for (const std::uint64_t seed : {1, 2})
+    models::save_pretrained(*small_model(/*tied=*/true, seed), folder / std::to_string(seed));
+  on_meshes({{{"data", 2}, {"tensor", 2}}}, [&](const Mesh& mesh) {
+    const std::string host = std::to_string(1 + mesh["data"].rank());
+    const auto net = made_cut(mesh, [&] { return models::load_pretrained(folder / host); });
+    EXPECT_THAT(message_of<CommError>([&] { way_of(*net, mesh); }), HasSubstr("parameter"));
+  });
+}
+
+TEST(TensorMesh, OneRankAlongTheAxisDividesNothing) {
+  on_meshes({{{"data", 2}, {"tensor", 1}}}, [](const Mesh& mesh) {
+    const auto net = made_cut(mesh, [] { return small_model(/*tied=*/true); });
+    EXPECT_TENSOR_EQ(flat(*net), flat(*small_model(/*tied=*/true)));
+  });
+}
+
 TEST(TensorMesh, CopiesThatDifferAreFound) {
   on_meshes(
       {{{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {

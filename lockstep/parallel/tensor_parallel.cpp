@@ -30,8 +30,12 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
  public:
   TensorParallelImpl(torch::nn::Module& module, Mesh mesh, DdpOptions options)
       : mesh_(std::move(mesh)),
+        made_cut_(has_prepared_block(module)),
         slices_(cut(module, mesh_)),
-        copies_(module, mesh_, std::move(options)) {}
+        copies_(module, mesh_, std::move(options)) {
+    // Blocks that were cut while they were read have each rank's file, not rank 0's values.
+    if (made_cut_) verify_parameters();
+  }
 
   const Mesh& mesh() const { return mesh_; }
   TensorSlices& slices() { return *slices_; }
@@ -80,6 +84,14 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   bool stepping = false;
 
  private:
+  static bool has_prepared_block(const torch::nn::Module& module) {
+    bool found = false;
+    each_block(module, [&](const std::string&, const auto&, const nn::Block& block) {
+      found = found || Prepared::of(block) != nullptr;
+    });
+    return found;
+  }
+
   // Rank 0's values, as slices.
   static std::unique_ptr<TensorSlices> cut(torch::nn::Module& module, const Mesh& mesh) {
     std::unique_ptr<TensorSlices> slices;
@@ -112,6 +124,7 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   }
 
   Mesh mesh_;
+  bool made_cut_;
   std::unique_ptr<TensorSlices> slices_;
   DataParallel copies_;                                               // of the slices
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;  // that have hooks

@@ -165,6 +165,16 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   Cluster cpus = machine.cluster;
   cpus.cores = 2;  // whose ranks wait for each other 100 times in each of 8 micro-batches
   EXPECT_NEAR(step_time(sums, cpus, 1).exposed_s - expected, 8 * 100 * 1.2e-3, 1e-9);
+  // Eight ranks of a copy fill a node, so that gradients of two copies pass between nodes, where
+  // eight rings share the ports; four ranks of a copy leave two copies to a node.
+  const Cluster nodes = parse_link("nvlink+ib400", machine.card, 8);
+  Cluster ports = nodes;
+  ports.per_node = 1;
+  ports.between.bandwidth /= 8;
+  const Work apart{.gradients = {1 << 20}, .tensor_ranks = 8};
+  EXPECT_DOUBLE_EQ(step_time(apart, nodes, 2).communication_s, all_reduce_s(ports, 2, 1 << 20));
+  const Work beside{.gradients = {1 << 20}, .tensor_ranks = 4};
+  EXPECT_LT(step_time(beside, nodes, 2).communication_s, all_reduce_s(ports, 2, 1 << 20));
   t.checkpointing = true;  // blocks run again
   t.half = false;
   const auto again = work_of(t, c, machine.card, {.utilisation = 0.5});

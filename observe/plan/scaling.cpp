@@ -220,12 +220,26 @@ double all_gather_s(const Cluster& cluster, int ranks, double bytes) {
 StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   const double slower = slowdown(cluster, ranks * work.tensor_ranks);
   StepTime time{.compute_s = slower * work.compute_s(), .optimizer_s = slower * work.optimizer_s};
+  Cluster one_copy = cluster;
+  one_copy.shared_bandwidth /= ranks;  // all copies sum at once
   for (const double bytes : work.tensor_sums)
     time.communication_s +=
-        static_cast<double>(work.accumulation) *
-        (all_reduce_s(cluster, work.tensor_ranks, bytes) + (cluster.cores > 0 ? kCpuSumWait_s : 0));
+        static_cast<double>(work.accumulation) * (all_reduce_s(one_copy, work.tensor_ranks, bytes) +
+                                                  (cluster.cores > 0 ? kCpuSumWait_s : 0));
   time.exposed_s = time.communication_s;
   if (ranks < 2) return time;
+  if (work.tensor_ranks > 1) {
+    // Copies are as far apart as the ranks of one of them, and as many rings share a node's ports.
+    Cluster copies = cluster;
+    copies.per_node = std::max(1, cluster.per_node / work.tensor_ranks);
+    copies.between.bandwidth /= work.tensor_ranks;
+    copies.shared_bandwidth /= work.tensor_ranks;
+    const Work gradients{.backward_s = work.backward_s, .gradients = work.gradients};
+    const StepTime between = step_time(gradients, copies, ranks);
+    time.communication_s += between.communication_s;
+    time.exposed_s += between.exposed_s;
+    return time;
+  }
   double gradients = 0;
   for (const std::int64_t bytes : work.gradients) gradients += static_cast<double>(bytes);
   const auto parameters = static_cast<double>(work.parameter_bytes);

@@ -114,6 +114,7 @@ bool is_written(const Training& t, const Choice& choice) {
   if (strategy == Strategy::kPipeline) return choice.stages == t.pipeline;
   if (strategy == Strategy::kTensor) return choice.stages == t.tensor;
   if (strategy == Strategy::kSplit) return t.device_map;
+  if (t.tensor > 1) return false;
   if (is_fsdp(strategy))
     return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
                                   strategy == Strategy::kFullShard);
@@ -407,7 +408,7 @@ bool can_train(const Training& t, const Card& card, const Parts& parts) {
     return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
   if (strategy == Strategy::kTensor)
     return (t.may_tensor || degree == t.tensor) && !t.fp8 && degree > 1 && gpus % degree == 0 &&
-           degree <= t.node_gpus && divides_layers(t.model, degree);
+           (degree <= t.node_gpus || degree == t.tensor) && divides_layers(t.model, degree);
   if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
   // Units are a model's blocks: without them it would be whole in every step.
   if (is_fsdp(strategy) && blocks == 0) return false;
@@ -447,14 +448,18 @@ std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
   }
 }
 
+int written_copies(const Training& training, const Card& card, int gpus) {
+  return written_parts(training, card, gpus).replicas();
+}
+
 Choice choose(const Training& training, const Card& card, int gpus) {
   if (gpus < 1) throw UsageError("plan", "{} GPUs do not exist. Give 1 or more.", gpus);
-  if (training.global_batch && *training.global_batch < gpus)
+  const Parts parts = written_parts(training, card, gpus);
+  if (training.global_batch && *training.global_batch < parts.replicas())
     throw UsageError("plan",
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
-  const Parts parts = written_parts(training, card, gpus);
   const Strategy written = parts.strategy;
   const Choice plain = best_of(training, card, parts);
   if (plain.fits || written >= Strategy::kSplit) return plain;
@@ -540,8 +545,8 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
     // The time of the file's micro-batch; a smaller one takes as long to launch.
     const double measured_s =
         static_cast<double>(t.batch * t.model.length) / *speed.tokens_per_second;
-    micro_s = std::max(tokens / *speed.tokens_per_second, std::min(measured_s, launch)) *
-              flops_per_token(t.model) / flops_per_token(whole.model);
+    const double share = flops_per_token(t.model) / flops_per_token(whole.model);
+    micro_s = std::max(tokens / *speed.tokens_per_second * share, std::min(measured_s, launch));
   } else {
     const double busy_s = speed.utilisation
                               ? operations_of(t, choice.batch) / (peak * *speed.utilisation)

@@ -118,6 +118,8 @@ std::vector<std::string> refusals(const Training& training, const Card& card, co
 std::string not_counted(const Training& training);
 
 // With `fits` false the choice is what the file says, with the smallest micro-batch.
+// Copies of the model that the file trains on so many GPUs: each needs samples of its own.
+int written_copies(const Training& training, const Card& card, int gpus);
 Choice choose(const Training& training, const Card& card, int gpus);
 
 struct Change {
