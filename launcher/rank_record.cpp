@@ -12,6 +12,7 @@
 namespace lockstep::launch {
 namespace {
 
+constexpr const char* kStoppedCause = "reported an error and was stopped";
 constexpr double kHeardLate = 0.25;  // seconds; what a busy launcher may hear later than it was
 
 bool counts_as_failed(const RankRecord& rank) {
@@ -96,13 +97,18 @@ RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
     const bool misused = !rank.ending->by_signal && failure.code == kUsageCode;
     failure.restartable = !failure.stopped && !misused;
   } else {
-    failure.cause = "reported an error and was stopped";
+    failure.cause = kStoppedCause;
     failure.code = 1;
   }
   const double since_start = seconds_since(attempt.started);
   const double now = unix_time_s();
   const ErrorFile file = read_error_file(rank.error_file);
   add_error_file(failure, file);
+  // It had no time to end with its own code.
+  if (failure.cause == kStoppedCause && file.message.starts_with("lockstep::UsageError")) {
+    failure.code = kUsageCode;
+    failure.restartable = false;
+  }
   if (file.present) failure.error_file = rank.error_file;
   failure.after_s = std::max(0.0, since_start - (now - failure.time));
   return failure;

@@ -290,9 +290,9 @@ class FirstCause : public ::testing::Test {
   void move(int index, RankLife::State state) {
     ranks_[static_cast<std::size_t>(index)].life.move(state);
   }
-  void write_error(int index, double when, bool consequence) {
+  void write_error(int index, double when, bool consequence, const char* text = "boom") {
     std::ofstream(ranks_[static_cast<std::size_t>(index)].error_file)
-        << R"({"message": {"message": "boom", "extraInfo": {"timestamp": )" << when
+        << R"({"message": {"message": ")" << text << R"(", "extraInfo": {"timestamp": )" << when
         << R"(, "consequence": )" << (consequence ? "true" : "false") << "}}}";
   }
   int blamed() const {
@@ -348,6 +348,11 @@ TEST_F(FirstCause, ARankThatWroteItsFileBeforeItWasStopped) {
   end(2, kError, 1500);
   EXPECT_EQ(blamed(), 1);
   EXPECT_EQ(describe(ranks_[1], {}).cause, "reported an error and was stopped");
+  EXPECT_EQ(describe(ranks_[1], {}).code, 1);
+  // Its victim ended first, and the launcher stopped it before it could end with its own code.
+  write_error(1, 1000.5, false, "lockstep::UsageError: [train] no such thing");
+  EXPECT_EQ(describe(ranks_[1], {}).code, kUsageCode);
+  EXPECT_FALSE(describe(ranks_[1], {}).restartable);
 }
 
 TEST_F(FirstCause, ARankThatLeftAndOneThatWasFailedAlive) {

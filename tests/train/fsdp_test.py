@@ -108,6 +108,20 @@ class Fsdp(TrainCase):
         (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
         self.config.write_text(GPT.replace("TEXT", str(text)))
 
+    # Casts of gathered weights are those of weights that every rank has, also when a block runs again.
+    def test_in_8_bits_it_has_the_bits_of_data_parallelism(self):
+        self.write_gpt()
+        for recipe in ("tensorwise", "rowwise"):
+            flags = ("--mixed_precision", "fp8", "--fp8", f"{{recipe: {recipe}}}", *NO_CLIPPING)
+            half, _ = self.run_with(2, f"bf16-{recipe}", "--bf16", "true", *NO_CLIPPING)
+            plain, _ = self.run_with(2, f"ddp-{recipe}", "--shard_optimizer", "false", *flags)
+            self.assertNotEqual(losses(half), losses(plain))  # 8 bits were there
+            for more in ((), ("--gradient_checkpointing", "true")):
+                name = f"fsdp-{recipe}{len(more)}"
+                whole, _ = self.run_with(2, name, "--fsdp", "full_shard", *flags, *more)
+                self.assertEqual(losses(plain), losses(whole))
+                self.assert_same(self.newest(plain), self.newest(whole))
+
     def test_a_language_model_with_blocks(self):
         self.write_gpt()
         plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
