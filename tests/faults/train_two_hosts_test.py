@@ -4,6 +4,7 @@ of two numbers is the same in either order."""
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,4 +170,7 @@ class TwoHosts(TrainCase):
 
 
 if __name__ == "__main__":
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        print("SKIPPED: needs root and ip netns")
+        sys.exit(77)
     unittest.main(verbosity=2)  # a skipped test says why
