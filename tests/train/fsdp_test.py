@@ -108,7 +108,7 @@ class Fsdp(TrainCase):
         (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
         self.config.write_text(GPT.replace("TEXT", str(text)))
 
-    # Casts of gathered weights are those of weights that every rank has, also when a block runs again.
+    # Casts of gathered weights are those of whole ones, also where a block runs again.
     def test_in_8_bits_it_has_the_bits_of_data_parallelism(self):
         self.write_gpt()
         for recipe in ("tensorwise", "rowwise"):
