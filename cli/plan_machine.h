@@ -18,7 +18,7 @@ struct Here {
   std::string name;  // of this machine's devices; empty: they were named, and may be elsewhere
 };
 
-// Of --gpus. UsageError for a card that is not known.
+// What the text of --gpus names. UsageError for a card that is not known.
 Here devices_here(const std::string& gpus);
 // The text of --link, or where it is empty what was measured here, or what is usual for the card.
 plan::Cluster cluster_of(const std::string& link, int per_node, const Here& here);

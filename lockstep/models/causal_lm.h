@@ -62,10 +62,10 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // as with ATen's operations; more memory and a little slower. Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
-  // Of a model in slices (TensorParallel, FullyShard, Pipeline): between its layers each rank has a
-  // part of the sequence instead of all of it, as Megatron-LM's sequence_parallel: less memory for
-  // activations, the same losses. Where there are fewer tokens than ranks, and with a cache, every
-  // rank has all. The same on every rank; nothing changes without slices.
+  // For a model in slices (TensorParallel, FullyShard, Pipeline): between its layers each rank has
+  // a part of the sequence instead of all of it, as with Megatron-LM's sequence_parallel.
+  // Activations take less memory, and losses are the same. Where there are fewer tokens than ranks,
+  // and with a cache, every rank has all. The same on every rank; nothing changes without slices.
   void use_sequence_parallel(bool on) { sequence_parallel_ = on; }
 
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
@@ -88,7 +88,7 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
 
  private:
   bool fused_on(c10::Device device) const;
-  // Of the sequence what this rank has.
+  // Returns the part of the sequence that this rank has.
   at::Tensor decode(const at::Tensor& ids, KvCache* cache, std::vector<at::Tensor>* router_logits);
   // How many tokens ranks have parts of; 0: each has all.
   std::int64_t sequence_of(const at::Tensor& ids, const KvCache* cache = nullptr) const;

@@ -76,7 +76,7 @@ TensorGroupPtr group_in(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<TensorGroup>(ctx->saved_data["group"].toCapsule());
 }
 
-// Of the whole sequence. What was not released is somebody else's to free.
+// The memory of the whole sequence. What was not released is somebody else's to free.
 struct WholeMemory : torch::CustomClassHolder {
   c10::Storage storage;
   bool released = false;

@@ -469,7 +469,7 @@ TEST(TensorMesh, WhatRanksHaveDrawnIsCompared) {
   });
 }
 
-// Of folders that should be the same, on two hosts.
+// Two hosts read folders that should be the same.
 TEST(TensorMesh, WhatRanksHaveReadIsComparedWhereItIsNotCut) {
   const io::TemporaryDirectory folder;
   for (const std::uint64_t seed : {1, 2})

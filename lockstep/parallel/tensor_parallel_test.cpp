@@ -300,7 +300,7 @@ std::int64_t activation_bytes(Trained& run, const Batch& batch) {
   return meter->live;
 }
 
-// Of each of 5 norms a token's input, its output, which the next layers save, and 1 (RMS) or 2
+// Each of 5 norms saves a token's input, its output, which the next layers save, and 1 (RMS) or 2
 // factors: a rank keeps them for its part of the 24 tokens instead of for all.
 TEST(SequenceParallel, RanksKeepTheirPartOfWhatLiesBetweenLayers) {
   for (const auto& [name, factors] : {std::pair("llama", 1), std::pair("gpt2", 2)})

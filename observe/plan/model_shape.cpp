@@ -322,7 +322,7 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   all.saved += all.head_saved;
   const std::int64_t gradients = trained ? (h + 4) * parameters.head : 0;
   if (model.slices > 1) {
-    // Of a slice: the product, shifted by the largest, in float, and its shares, which are saved.
+    // A slice has the product, shifted by the largest, in float, and its shares, which are saved.
     all.head_forward = bytes_of(logits * (h + (options.half ? 4 : 0) + 8));
     all.head_backward = bytes_of(
         logits * 4 + std::max(logits * (4 + (options.half ? 2 : 0)), logits * h + gradients));

@@ -213,8 +213,8 @@ class Tensor(TrainCase):
                for more in ((), SEQUENCE)]
         self.assert_close(*odd)
 
-    # Of layers that are cut by outputs and by inputs; four ranks have unequal hidden units. Masks
-    # are those of one process, because each rank draws the whole.
+    # Adapters of layers that are cut by outputs and by inputs; four ranks have unequal hidden
+    # units. Masks are those of one process, because each rank draws the whole.
     def test_adapters(self):
         base, _ = self.run_with(1, "base")
         self.use_model(f"{{path: {self.newest(base)}}}")
