@@ -136,7 +136,7 @@ at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
                      "the load balancing loss is taken over the routers of all blocks, and each "
                      "stage of a pipeline has some of them. Set output_router_logits to false.");
   std::vector<at::Tensor> routers;
-  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets, 0);
+  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets, sequence_of(ids));
   if (routers.empty()) return loss;  // a model without blocks
   return loss + share * detail::load_balancing_loss(routers, *experts).to(loss.device());
 }

@@ -36,6 +36,10 @@ at::Tensor fp8_input(const at::Tensor& x) {
 }
 
 at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
+  if (pass.fp8 && layer->has_lora() && pass.tensor)
+    throw UsageError("tensor_parallel",
+                     "adapters on a base in fp8 are not divided. Train in bf16, or without tensor "
+                     "parallelism.");
   if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
   return pass.fused ? layer->forward_fused(x, with_bias, pass.tensor)
                     : layer->forward(x, true, pass.tensor);
@@ -63,14 +67,15 @@ at::Tensor dropped(const at::Tensor& x, double p, std::int64_t sequence,
 // By the last layer of a branch, whose inputs a TensorGroup divides.
 at::Tensor project_out(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias) {
   if (!pass.tensor) return project(layer, x, pass, with_bias);
-  const at::Tensor y = pass.fused ? layer->forward_fused(x, false, pass.tensor)
-                                  : layer->forward(x, false, pass.tensor);
+  const at::Tensor y = pass.fp8     ? layer->forward_fp8(fp8_input(x), *pass.fp8, false)
+                       : pass.fused ? layer->forward_fused(x, false, pass.tensor)
+                                    : layer->forward(x, false, pass.tensor);
   return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
 }
 
 // Whether fp8 computes several projections as one product, for which their input is cast once.
-bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
-  if (!pass.fp8 || layers.size() < 2) return false;
+bool joins_in_fp8(const std::vector<Linear>& layers) {
+  if (layers.size() < 2) return false;
   std::vector<at::Tensor> weights;
   for (const Linear& layer : layers) {
     const bool biased = layer->bias.defined() == layers.front()->bias.defined();
@@ -80,6 +85,22 @@ bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
     weights.push_back(layer->weight);
   }
   return nn::fp8_covers(weights);
+}
+
+bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
+  return pass.fp8 && joins_in_fp8(layers);
+}
+
+// As nn::Block::products().
+void add_products(std::vector<std::vector<at::Tensor>>& lists, const std::vector<Linear>& in,
+                  const Linear& out) {
+  const bool joined = joins_in_fp8(in);
+  if (joined) lists.emplace_back();
+  for (const Linear& layer : in) {
+    if (!joined) lists.emplace_back();
+    lists.back().push_back(layer->weight);
+  }
+  lists.push_back({out->weight});
 }
 
 // Their outputs side by side.
@@ -227,6 +248,9 @@ class DecoderAttention : public torch::nn::Module {
   }
 
   const at::Tensor& last_bias() const { return out_->bias; }
+  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
+    add_products(lists, in_, out_);
+  }
 
  private:
   at::Tensor attend(const at::Tensor& q, at::Tensor k, at::Tensor v, const Pass& pass) {
@@ -291,6 +315,9 @@ class DecoderMlp : public torch::nn::Module {
   }
 
   const at::Tensor& last_bias() const { return out_->bias; }
+  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
+    add_products(lists, in_, out_);
+  }
 
  private:
   MlpSpec spec_;
@@ -390,9 +417,16 @@ std::vector<nn::Sliced::Cut> DecoderBlock::cuts(int) const {
   const auto parameters = named_parameters();
   std::vector<Cut> cuts;
   for (const TensorCut& cut : cuts_)
-    if (const at::Tensor* const tensor = parameters.find(cut.name))  // experts have other names
-      cuts.push_back({*tensor, cut.dimension, cut.parts});
+    cuts.push_back({parameters[cut.name], cut.dimension, cut.parts});
   return cuts;
+}
+
+// Experts choose the type of their products themselves.
+std::vector<std::vector<at::Tensor>> DecoderBlock::products() const {
+  std::vector<std::vector<at::Tensor>> lists;
+  attention_->add_products_to(lists);
+  if (mlp_) mlp_->add_products_to(lists);
+  return lists;
 }
 
 void DecoderBlock::forward(Stream& x, const Pass& pass) {
@@ -402,7 +436,12 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
   if (experts_ != nullptr) {
     at::Tensor* const logits = pass.router_logits ? &x.router_logits : nullptr;
     const at::Tensor normed = mlp_norm_.forward(x, pass);  // which replaces the stream
-    add(x, experts_->forward(normed, pass, logits), {}, mlp_after_, pass);
+    const nn::EnteredSequence in(normed, pass.sequence, pass.tensor);
+    std::vector<at::Tensor> made{experts_->forward(in.whole(), pass, logits)};
+    if (logits != nullptr) made.push_back(*logits);
+    made = in.release(std::move(made));
+    if (logits != nullptr) *logits = made[1];
+    add(x, leave(made[0], {}, pass), {}, mlp_after_, pass);
     return;
   }
   const bool later_mlp = defers_bias(mlp_after_, pass);
@@ -466,10 +505,6 @@ Pass Decoder::begin(const at::Tensor& ids, const Run& run, at::ScalarType table_
             .tensor = run.tensor,
             .sequence = run.sequence};
   if (run.cache == nullptr) pass.fp8 = nn::Fp8Autocast::current();
-  if (pass.fp8 && pass.tensor)
-    throw UsageError("tensor_parallel",
-                     "fp8 scales a matrix by its largest element, and ranks have slices of it. "
-                     "Train in bf16, or without tensor parallelism.");
   const bool masked = spec_.block.attention.soft_cap > 0;
   for (const std::int64_t window : spec_.windows)
     if (!pass.sights.contains(window)) pass.sights[window] = sight_of(ids, past, window, masked);
@@ -572,7 +607,7 @@ Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run,
       for (at::Tensor* one : shared)
         if (one->defined()) *one = one->to(*block->copy_input_to);
     }
-    pass.owns_memory = !block->has_runner();
+    pass.owns_memory = !block->has_runner() && !pass.tensor;
     if (runner || block->has_runner())
       x = run_whole(block, x, pass, runner);
     else

@@ -74,6 +74,7 @@ class DecoderBlock : public torch::nn::Module, public nn::Block, public nn::Slic
   void forward(Stream& x, const Pass& pass);
   // Whether so many ranks divide it is the model's to say.
   std::vector<Cut> cuts(int ranks) const override;
+  std::vector<std::vector<at::Tensor>> products() const override;
 
   // Set by place(), where another stage of a device map begins: what the decoder copies the input
   // to, and the output of the last block.

@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/functional.h"
 #include "lockstep/nn/grouped_linear.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models::detail {
 namespace {
@@ -44,6 +46,14 @@ Choice choose(const at::Tensor& logits, const ExpertsSpec& spec) {
   std::tie(choice.largest, choice.experts) =
       torch::topk(choice.probabilities, spec.per_token, /*dim=*/-1);
   return choice;
+}
+
+// For a loss that all ranks compute from it: of its gradient, which is summed over ranks, each has
+// a share.
+at::Tensor for_each_rank(const at::Tensor& logits, const nn::TensorGroupPtr& group) {
+  if (!group) return logits;
+  const at::Tensor value = logits.detach();
+  return value + (logits - value) / static_cast<double>(group->size());
 }
 
 }  // namespace
@@ -81,6 +91,14 @@ Experts::Routed Experts::route(const at::Tensor& logits) const {
   return routed;
 }
 
+// A rank knows of scores what its slices of the experts make of them, so that the gradients of the
+// router, too, are sums over ranks.
+at::Tensor Experts::router_logits_of(const at::Tensor& x, const Pass& pass) const {
+  const at::Tensor weight = nn::enter(router_->weight, pass.tensor);
+  if (pass.fused) return nn::linear(x, weight, {});
+  return torch::linear(x.to(weight.scalar_type()), weight);
+}
+
 at::Tensor Experts::compute(const at::Tensor& rows, const at::Tensor& ends,
                             bool owns_memory) const {
   at::Tensor y = activate(spec_.activation, product(rows, in_.front(), ends, owns_memory));
@@ -93,8 +111,8 @@ at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tenso
   const double jitter = is_training() ? spec_.experts->jitter : 0;
   at::Tensor x = given;
   if (jitter > 0) x = x * torch::empty_like(x).uniform_(1 - jitter, 1 + jitter);
-  const at::Tensor logits = pass.fused ? router_->forward_fused(x) : router_->forward(x);
-  if (router_logits != nullptr) *router_logits = logits;
+  const at::Tensor logits = router_logits_of(x, pass);
+  if (router_logits != nullptr) *router_logits = for_each_rank(logits, pass.tensor);
   const Routed routed = route(logits);
   // A row for each expert of a token, then in the order of experts: the gradient is a sum of rows,
   // in the same order in every run.

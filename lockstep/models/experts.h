@@ -20,7 +20,8 @@ class Experts : public torch::nn::Module {
   Experts(const MlpSpec& spec, const ParameterOptions& parameters);
 
   // x: [..., width]. The router's logits [..., experts] are stored in `router_logits`, unless that
-  // is null.
+  // is null. With slices (pass.tensor) every rank routes all tokens, x has been through
+  // nn::enter(), and the result goes through nn::leave().
   at::Tensor forward(const at::Tensor& x, const Pass& pass, at::Tensor* router_logits);
 
  private:
@@ -29,6 +30,7 @@ class Experts : public torch::nn::Module {
     at::Tensor order;   // of [tokens * experts of a token], sorted by expert
     at::Tensor ends;    // where each expert's rows end then
   };
+  at::Tensor router_logits_of(const at::Tensor& x, const Pass& pass) const;
   Routed route(const at::Tensor& logits) const;
   // What the experts make of rows that are sorted.
   at::Tensor compute(const at::Tensor& rows, const at::Tensor& ends, bool owns_memory) const;

@@ -37,7 +37,7 @@ struct Pass {
   at::ScalarType type = at::kFloat;        // in which blocks of the fused path compute
   bool router_logits = false;              // blocks with experts leave theirs in the stream
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
-  bool owns_memory = true;                 // false: FullyShard gathers and frees the parameters
+  bool owns_memory = true;                 // false: parameters come and go, or are slices
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
   std::int64_t sequence = 0;               // tokens of all; 0: every rank has all in the stream
 };

@@ -76,11 +76,6 @@ std::string divisors_text(std::int64_t number) {
 void check_divides(const DecoderSpec& spec, int ranks) {
   constexpr const char* kWho = "tensor_parallel";
   const AttentionSpec& attention = spec.block.attention;
-  if (spec.block.mlp.experts)
-    throw UsageError(kWho,
-                     "{} has a mixture of experts, which tensor parallelism does not divide. "
-                     "Use fsdp, or a pipeline.",
-                     spec.family);
   if (attention.heads % ranks != 0 || attention.key_value_heads % ranks != 0)
     throw UsageError(kWho,
                      "{} attention heads and {} heads of keys and values are not divided by a "
@@ -187,8 +182,14 @@ std::vector<TensorCut> tensor_cuts(const BlockSpec& block) {
   std::vector<TensorCut> all;
   for (const Projection& one : block.attention.in) cut_outputs(all, attention + one.name, one);
   cut_inputs(all, attention + block.attention.out.name, block.attention.out);
-  for (const Projection& one : block.mlp.in) cut_outputs(all, mlp + one.name, one);
-  cut_inputs(all, mlp + block.mlp.out.name, block.mlp.out);
+  const auto cut_perceptron = [&](const std::string& above) {
+    for (const Projection& one : block.mlp.in) cut_outputs(all, above + one.name, one);
+    cut_inputs(all, above + block.mlp.out.name, block.mlp.out);
+  };
+  const std::optional<ExpertsSpec>& experts = block.mlp.experts;
+  if (!experts) cut_perceptron(mlp);
+  for (std::int64_t i = 0; experts && i < experts->count(); ++i)
+    cut_perceptron(fmt::format("{}{}.{}.", mlp, experts->list, i));
   return all;
 }
 

@@ -45,6 +45,10 @@ class Block {
   at::Tensor run(const Body& body, std::vector<at::Tensor> inputs) {
     return runner_ ? runner_(body, std::move(inputs)) : body(inputs);
   }
+  // The weights of its matrix products, which are computed in the type of autocasting, and in fp8
+  // under Fp8Autocast, where those of one list have one scale. FullyShard gathers them in that
+  // type, by which nothing is lost.
+  virtual std::vector<std::vector<at::Tensor>> products() const { return {}; }
   // Null: run() calls the body.
   void run_with(Runner runner) { runner_ = std::move(runner); }
   bool has_runner() const { return runner_ != nullptr; }

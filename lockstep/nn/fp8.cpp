@@ -192,6 +192,16 @@ at::Tensor from_fp8(const Fp8Matrix& matrix) {
   return matrix.values.to(at::kFloat) * matrix.scale;
 }
 
+at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax) {
+  return cast_with(part, amax, at::kFloat8_e4m3fn).values;
+}
+
+// The largest value of the format becomes 1 and then `amax`, to the bit: 448 times the float
+// nearest to 1 / 448 is 1.
+void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax) {
+  part.mul_(1 / largest(at::kFloat8_e4m3fn)).mul_(amax.clamp_min(kSmallest));
+}
+
 bool fp8_covers(const std::vector<at::Tensor>& weights) {
   return std::ranges::all_of(weights, [](const at::Tensor& weight) {
     return weight.dim() == 2 && weight.size(0) % kMultiple == 0 && weight.size(1) % kMultiple == 0;

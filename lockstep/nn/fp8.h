@@ -69,6 +69,11 @@ Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8
                const Fp8Wanted& wanted = {});
 // The matrix again, in float.
 at::Tensor from_fp8(const Fp8Matrix& matrix);
+// A part of a matrix whose largest magnitude is `amax` (float, on its device), as e4m3; and, in
+// place, the values of what was copied from such a part into a wider type. A further to_fp8() of
+// all parts gives the same bytes and the same scale.
+at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax);
+void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax);
 
 // x [weights]^T + bias: the products of x with all weights [out, in] side by side, in x's dtype;
 // bias [all out] is optional. Weights may be float and are cast in each call, once for all. Their

@@ -183,6 +183,29 @@ Layer layer_of(std::int64_t rows, at::ScalarType type) {
           random({64}, at::kFloat, 7), random({rows, 64}, type, 8) * 1e-4};
 }
 
+// What was cast in parts, with the largest magnitude of all, and made wide again is cast to the
+// same once more: whoever gathers parts in fp8 computes what the whole would have.
+TEST(Fp8Cast, PartsAreCastToTheSameAgain) {
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16})
+    for (const double size : {1.0, 3e-5, 7e4, 1e-33, 0.0})
+      for (int seed = 0; seed < 20; ++seed) {
+        const at::Tensor whole = random({48, 16}, type, seed) * size;
+        const nn::Fp8Pair expected = nn::to_fp8({whole}, kE4, Fp8Recipe::kTensorwise);
+        const at::Tensor amax = whole.abs().max().to(at::kFloat);
+        at::Tensor back = at::empty_like(whole);
+        for (const std::int64_t first : {0, 16, 32}) {
+          const at::Tensor part = nn::part_to_fp8(whole.narrow(0, first, 16), amax);
+          EXPECT_TRUE(bytes(part).equal(bytes(expected.matrix.values.narrow(0, first, 16))));
+          back.narrow(0, first, 16).copy_(part);
+        }
+        nn::scale_part_from_fp8(back, amax);
+        const nn::Fp8Pair again = nn::to_fp8({back}, kE4, Fp8Recipe::kTensorwise);
+        EXPECT_TRUE(bytes(again.matrix.values).equal(bytes(expected.matrix.values)))
+            << type << ' ' << size << ' ' << seed;
+        EXPECT_TRUE(again.matrix.scale.equal(expected.matrix.scale)) << type << ' ' << size;
+      }
+}
+
 TEST(Fp8Linear, ProductAndGradientsAreThoseOfTheCastValues) {
   for (const auto recipe : kRecipes)
     for (const auto type : {at::kBFloat16, at::kFloat})

@@ -1,10 +1,12 @@
 #include "lockstep/parallel/fully_shard.h"
 
+#include <ATen/autocast_mode.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <unordered_map>
@@ -13,6 +15,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/nn/fp8.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/divided.h"
@@ -30,6 +33,7 @@ using torch::autograd::variable_list;
 struct InGraph : torch::CustomClassHolder {
   std::weak_ptr<FullyShardImpl> model;
   std::size_t unit = 0;
+  ProductType computed;
 };
 using InGraphPtr = c10::intrusive_ptr<InGraph>;
 
@@ -47,7 +51,8 @@ class BeforeBackward : public torch::autograd::Function<BeforeBackward> {
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const InGraphPtr graph = graph_of(context);
-    if (const auto model = graph->model.lock()) model->before_unit_backward(graph->unit);
+    if (const auto model = graph->model.lock())
+      model->before_unit_backward(graph->unit, graph->computed);
     return {gradients[0], at::Tensor()};
   }
 };
@@ -200,6 +205,7 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   }
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
+  for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
   // What travels in another type is no pointer.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
   wait_for_ranks();
@@ -323,6 +329,7 @@ void FullyShardImpl::begin_window() {
     wait_for_ranks();
   }
   in_window_ = true;
+  has_amax_ = false;
 }
 
 void FullyShardImpl::end_window() {
@@ -343,7 +350,40 @@ void FullyShardImpl::before_forward(int stage) {
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
   // Weights may have been loaded into rows, by each rank in its time.
   if (!held() && !in_window_) wait_for_ranks();
-  units_.back().gather();
+  exchange_amax();
+  units_.back().gather({});
+}
+
+// What a forward on this thread computes products in.
+ProductType FullyShardImpl::computed_here() const {
+  const auto device = mesh_.world().device().type();
+  ProductType computed;
+  if (at::autocast::is_autocast_enabled(device))
+    computed.type = at::autocast::get_autocast_dtype(device);
+  computed.fp8 = nn::Fp8Autocast::current() == nn::Fp8Recipe::kTensorwise;
+  return computed;
+}
+
+// One exchange for all blocks, before each forward: anybody may have written rows since the last.
+void FullyShardImpl::exchange_amax() {
+  if (!computed_here().fp8 || held() || (in_window_ && has_amax_)) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> rows;
+  for (const ShardUnit& unit : units_)
+    for (at::Tensor& each : unit.fp8_rows())  // a rank may have none of a parameter
+      rows.push_back(each.numel() > 0 ? std::move(each) : at::zeros({1}, each.options()));
+  if (rows.empty()) return;
+  const at::Tensor all = at::stack(at::_foreach_norm(rows, INFINITY)).to(at::kFloat);
+  {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    shard_.all_reduce(all, ReduceOp::kMax).wait();
+  }
+  std::int64_t begin = 0;
+  for (ShardUnit& unit : units_) {
+    const auto count = static_cast<std::int64_t>(unit.fp8_rows().size());
+    if (count > 0) unit.set_amax(all.narrow(0, std::exchange(begin, begin + count), count));
+  }
+  has_amax_ = true;
 }
 
 at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& body,
@@ -352,6 +392,7 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
   auto graph = c10::make_intrusive<InGraph>();
   graph->model = weak_from_this();
   graph->unit = unit;
+  graph->computed = computed_here();
   if (makes_graph) {
     std::vector<at::Tensor> differentiable;
     for (const at::Tensor& input : inputs)
@@ -363,13 +404,13 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
         if (input.defined() && input.requires_grad()) input = marked[next++];
     }
   }
-  units_[unit].gather();
+  units_[unit].gather(graph->computed);
   // A second forward inside backward (checkpointing) is the beginning of the block's backward.
   if (in_backward_) {
-    prefetch_before(unit);
+    prefetch_before(unit, graph->computed);
   } else {
     stage_->order.push_back(unit);
-    if (unit + 1 < blocks_.size() && stage_->units[unit + 1]) prefetch(unit + 1);
+    if (unit + 1 < blocks_.size() && stage_->units[unit + 1]) prefetch(unit + 1, graph->computed);
   }
   at::Tensor output = body(inputs);
   // Without a graph there is no backward that would free it. Slices that gathered() has left whole
@@ -381,14 +422,14 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
   return output;
 }
 
-void FullyShardImpl::prefetch(std::size_t unit) {
-  if (divides() && !held()) units_[unit].begin_gather();
+void FullyShardImpl::prefetch(std::size_t unit, const ProductType& computed) {
+  if (divides() && !held()) units_[unit].begin_gather(computed);
 }
 
-void FullyShardImpl::prefetch_before(std::size_t unit) {
+void FullyShardImpl::prefetch_before(std::size_t unit, const ProductType& computed) {
   const std::vector<std::size_t>& order = stage_->order;
   const auto used = std::ranges::find(order.rbegin(), order.rend(), unit);
-  if (used != order.rend() && used + 1 != order.rend()) prefetch(*(used + 1));
+  if (used != order.rend() && used + 1 != order.rend()) prefetch(*(used + 1), computed);
 }
 
 std::shared_ptr<void> FullyShardImpl::gathered() {
@@ -456,7 +497,7 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
   if (slices_) slices_->check_backward();
   last_ = last;
   stage_ = &stages_.at(stage);
-  units_.back().gather();  // a graph may be walked a second time
+  units_.back().gather({});  // a graph may be walked a second time
   begin_pass();
   try {
     walk();
@@ -480,11 +521,11 @@ void FullyShardImpl::forget_gradients() {
   failed_ = false;
 }
 
-void FullyShardImpl::before_unit_backward(std::size_t unit) {
+void FullyShardImpl::before_unit_backward(std::size_t unit, const ProductType& computed) {
   const auto& members = units_[unit].parameters();
   check_backward(members.empty() ? units_[unit].name() : members.front().name);
-  units_[unit].gather();
-  prefetch_before(unit);
+  units_[unit].gather(computed);
+  prefetch_before(unit, computed);
 }
 
 void FullyShardImpl::after_unit_backward(std::size_t unit) {

@@ -32,7 +32,7 @@
 // Checkpoints are written and read in parts as well (lockstep/train/save_resume.h).
 //
 // CPU ranks of one host have their rows in memory that all of them map, where whole parameters
-// stand: gathering a block means pointing at it (unless it is rounded to param_dtype).
+// stand: gathering a block means pointing at it (unless param_dtype is set).
 //
 // Parameters keep their tensors and their names. `.grad` has the rows of this rank between
 // backwards. A parameter that is used while it is in parts throws an error with its name: the
@@ -66,11 +66,11 @@ struct FullyShardOptions {
   // WindowWeights::kOwnCounts needs it, which weighs what one rank has seen.
   bool reduce_every_backward = true;
   // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
-  // MixedPrecisionPolicy: half as many bytes travel in bfloat16. Parameters, gradients and state
-  // keep their own type and the ranks their exact values; in forward and backward parameters have
-  // values that are rounded to `param_dtype`. The type of computation is autocasting's
-  // (optim::Autocast). gathered() gives the exact values. Unset: their own type; `reduce_dtype`:
-  // that of `param_dtype`.
+  // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their
+  // exact values; in forward and backward parameters have values that are rounded to
+  // `param_dtype`. The type of computation is autocasting's (optim::Autocast). gathered() gives
+  // the exact values. Unset: their own type, but nn::Block::products() in the type that they are
+  // computed in, by which nothing is lost; `reduce_dtype`: that of `param_dtype`.
   std::optional<c10::ScalarType> param_dtype{};
   std::optional<c10::ScalarType> reduce_dtype{};
   // A rank's rows, their gradients and the optimizer's state are in the host's memory, and the

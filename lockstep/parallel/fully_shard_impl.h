@@ -89,7 +89,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // A block's forward, and what its nodes report from backward.
   at::Tensor run_block(std::size_t unit, const nn::Block::Body& body,
                        std::vector<at::Tensor> inputs);
-  void before_unit_backward(std::size_t unit);
+  void before_unit_backward(std::size_t unit, const ProductType& computed);
   void after_unit_backward(std::size_t unit);
   void check_backward(const std::string& parameter) const;
 
@@ -114,8 +114,10 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void wait_for_ranks();
   bool held() const { return !held_.expired(); }
   bool marks_rows() const { return line_.size() > 1 || slices_ != nullptr; }
-  void prefetch(std::size_t unit);
-  void prefetch_before(std::size_t unit);
+  ProductType computed_here() const;
+  void exchange_amax();
+  void prefetch(std::size_t unit, const ProductType& computed);
+  void prefetch_before(std::size_t unit, const ProductType& computed);
   bool reduces() const { return !alone_ && (last_ || options_.reduce_every_backward); }
   void reduce(std::size_t unit);
   void end_pending_reduce();
@@ -147,6 +149,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool alone_;  // nobody else has gradients
   bool local_;  // .grad has whole gradients of this rank alone
   bool in_window_ = false;
+  bool has_amax_ = false;  // in this window
   bool in_backward_ = false;
   bool absent_here_ = true;  // what other stages hold
   bool failed_ = false;

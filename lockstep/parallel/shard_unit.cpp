@@ -14,6 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/nn/fp8.h"
 #include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/sharded_layout.h"
 
@@ -62,57 +63,6 @@ void check_gradient(const ShardedParameter& p, const at::Tensor& grad) {
 }
 
 }  // namespace
-
-// ---------------------------------------------------------------- rows
-
-std::int64_t RowCut::begin(int rank) const {
-  return std::min(rows, rank * chunk);
-}
-
-std::int64_t RowCut::count(int rank) const {
-  return std::min(rows, (rank + 1) * chunk) - begin(rank);
-}
-
-RowCut cut_rows(at::IntArrayRef sizes, int ranks) {
-  RowCut cut{.rows = sizes.empty() ? 1 : sizes[0], .row_size = 1};
-  for (std::size_t i = 1; i < sizes.size(); ++i) cut.row_size *= sizes[i];
-  cut.chunk = (cut.rows + ranks - 1) / ranks;
-  return cut;
-}
-
-namespace {
-
-// Calls `copy` with equally large pieces of both: the ranks that have all their rows, and the one
-// that has some of them.
-template <typename Copy>
-void each_piece(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts, Copy&& copy) {
-  if (cut.padded() == 0) return;
-  const at::Tensor flat = whole.view({-1});
-  const std::int64_t full = cut.rows / cut.chunk, covered = full * cut.padded();
-  if (full > 0)
-    copy(flat.narrow(0, 0, covered).view({full, cut.padded()}), parts.narrow(0, 0, full));
-  const std::int64_t rest = flat.numel() - covered;
-  if (rest > 0) copy(flat.narrow(0, covered, rest), parts[full].narrow(0, 0, rest));
-}
-
-}  // namespace
-
-void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts) {
-  each_piece(cut, whole.contiguous(), parts,
-             [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
-}
-
-void copy_from_parts(const RowCut& cut, const at::Tensor& parts, const at::Tensor& whole) {
-  each_piece(cut, whole, parts,
-             [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
-}
-
-at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
-  at::Tensor alias = at::empty({0}, flat.options());
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-  return alias.set_(flat.storage(), flat.storage_offset() + offset, sizes, strides);
-}
 
 // ---------------------------------------------------------------- copies beside the computation
 
@@ -306,27 +256,75 @@ void ShardUnit::take(ShardedParameter& p) {
 
 // ---------------------------------------------------------------- gathering
 
-void ShardUnit::begin_gather() {
-  const bool begins = !whole_ && !shares_ && gathers_.empty();
-  begin_gather_as(types_.gather);
-  // Others read and write slices through their rows, after which a gathered copy is old.
-  if (begins)
-    for_computing_ |= std::ranges::any_of(
-        parameters_, [](const ShardedParameter& p) { return p.rows->slice != nullptr; });
+void ShardUnit::set_products(const std::vector<std::vector<at::Tensor>>& products) {
+  fp8_members_.clear();
+  for (const std::vector<at::Tensor>& list : products) {
+    const auto begin = static_cast<std::int64_t>(fp8_members_.size());
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (std::ranges::any_of(list,
+                              [&](const auto& t) { return t.is_same(parameters_[i].tensor); }))
+        found.push_back(i);
+    // One that is tied to another unit's is not here, and the scale would not be that of the list.
+    const bool covered = found.size() == list.size() && nn::fp8_covers(list);
+    for (const std::size_t i : found) {
+      parameters_[i].product = true;
+      if (!covered) continue;
+      parameters_[i].amax = {begin, static_cast<std::int64_t>(found.size())};
+      fp8_members_.push_back(i);
+    }
+  }
 }
 
-void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
+std::vector<at::Tensor> ShardUnit::fp8_rows() const {
+  std::vector<at::Tensor> rows;
+  if (!shares_ && !offloads_ && !stays_whole())
+    for (const std::size_t i : fp8_members_) rows.push_back(parameters_[i].rows->values);
+  return rows;
+}
+
+void ShardUnit::begin_gather(const ProductType& computed) {
+  if (whole_ && for_computing_ && !shares_ && computed != computed_) free();
+  if (!gathers_.empty() && computed != computed_) forget_gathers();
   if (whole_ || shares_ || !gathers_.empty()) return;
+  begin_gathers(types_, computed);
+  // Others read and write slices through their rows, after which a gathered copy is old.
+  for_computing_ |= std::ranges::any_of(
+      parameters_, [](const ShardedParameter& p) { return p.rows->slice != nullptr; });
+}
+
+Packing ShardUnit::packing_of(const Flat& flat, const TravelTypes& types,
+                              const ProductType& computed) const {
+  std::vector<Packing::Piece> pieces;
+  for (const std::size_t i : flat.members) {
+    const ShardedParameter& p = parameters_[i];
+    const at::ScalarType own = p.tensor.scalar_type();
+    pieces.push_back({p.cut.padded(), own});
+    const auto travels_in = [&](const std::optional<at::ScalarType>& type) {
+      if (type && at::isFloatingType(own) && at::elementSize(*type) < at::elementSize(own))
+        pieces.back().type = *type;
+    };
+    travels_in(types.gather);
+    if (!p.product) continue;
+    if (!types.gather) travels_in(computed.type);
+    if (!computed.fp8 || p.amax.length == 0 || !amax_.defined()) continue;
+    travels_in(at::kFloat8_e4m3fn);
+    if (pieces.back().type == at::kFloat8_e4m3fn)
+      pieces.back().amax = amax_.narrow(0, p.amax.begin, p.amax.length).amax();
+  }
+  return {std::move(pieces), flat.shard.scalar_type()};
+}
+
+void ShardUnit::begin_gathers(const TravelTypes& types, const ProductType& computed) {
   const at::NoGradGuard no_grad;
   for_computing_ = false;
+  computed_ = computed;
   for (const Flat& flat : flats_) {
-    const at::ScalarType own = flat.shard.scalar_type();
-    const bool converts = type && *type != own && at::isFloatingType(own);
-    for_computing_ |= converts;
     const c10::Device device = device_of(flat);
     const at::TensorOptions options = flat.shard.options().device(device);
-    at::Tensor parts =
-        at::empty({shard_->size(), flat.shard.numel()}, options.dtype(converts ? *type : own));
+    Packing packing = packing_of(flat, types, computed);
+    for_computing_ |= packing.rounds();
+    at::Tensor parts = at::empty({shard_->size(), packing.bytes()}, options.dtype(at::kByte));
     // The copy to the device, too, is under way while something else computes. It begins when what
     // was given to the device before has ended, and so does the use of memory that this has freed.
     std::optional<c10::StreamGuard> beside;
@@ -334,11 +332,10 @@ void ShardUnit::begin_gather_as(const std::optional<at::ScalarType>& type) {
       order_streams(computing_stream(device), copy_stream(device));
       beside.emplace(copy_stream(device));
     }
-    const at::Tensor rows = flat.shard.to(options, /*non_blocking=*/true);
-    const at::Tensor sent = converts ? rows.to(*type) : rows;
+    const at::Tensor sent = packing.pack(flat.shard.to(options, /*non_blocking=*/true));
     const ledger::PhaseScope communication(ledger::Phase::kCommunication);  // shm copies here
     Work work = shard_->all_gather(parts, sent);
-    gathers_.push_back({std::move(parts), std::move(work)});
+    gathers_.push_back({std::move(parts), std::move(packing), std::move(work)});
   }
 }
 
@@ -355,32 +352,35 @@ void ShardUnit::gather_exactly() {
   forget_gathers();
   free();
   if (shares_) return gather_shared(/*copies=*/true);
-  begin_gather_as(std::nullopt);
-  gather();
+  begin_gathers({}, {});
+  end_gathers();
+}
+
+void ShardUnit::gather(const ProductType& computed) {
+  begin_gather(computed);
+  if (whole_) return;
+  if (shares_) return gather_shared(/*copies=*/false);
+  end_gathers();
 }
 
 // The rows of a parameter lie apart in what arrives, so they are copied once.
-void ShardUnit::gather() {
-  if (whole_) return;
-  if (shares_) return gather_shared(/*copies=*/false);
-  begin_gather();
+void ShardUnit::end_gathers() {
   const at::NoGradGuard no_grad;
   for (std::size_t f = 0; f < flats_.size(); ++f) {
+    Gather& arrived = gathers_[f];
     {
       const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-      gathers_[f].work.wait();
+      arrived.work.wait();
     }
     const c10::Device device = device_of(flats_[f]);
     if (offloads_) order_streams(copy_stream(device), computing_stream(device));
-    std::int64_t offset = 0;
-    for (const std::size_t i : flats_[f].members) {
-      ShardedParameter& p = parameters_[i];
+    for (std::size_t m = 0; m < flats_[f].members.size(); ++m) {
+      ShardedParameter& p = parameters_[flats_[f].members[m]];
       at::Tensor fresh = at::empty(p.tensor.sizes(), p.tensor.options().requires_grad(false));
-      copy_from_parts(p.cut, gathers_[f].parts.narrow(1, offset, p.cut.padded()), fresh);
-      offset += p.cut.padded();
+      arrived.packing.unpack(arrived.parts, m, p.cut, fresh);
       make_whole(p, std::move(fresh));
     }
-    gathers_[f].parts = at::Tensor();
+    arrived.parts = at::Tensor();
   }
   gathers_.clear();
   whole_ = true;

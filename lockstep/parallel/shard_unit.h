@@ -1,8 +1,8 @@
 // ShardUnit: parameters that are gathered together, and of which this rank holds some rows.
 //
 //   ShardUnit unit("blocks.0", parameters, shard);   // frees them
-//   unit.begin_gather();          // optional; under way while something else computes
-//   unit.gather();                // the parameters are whole, in the storages that they had
+//   unit.begin_gather({});        // optional; under way while something else computes
+//   unit.gather({});              // the parameters are whole, in the storages that they had
 //   unit.free();
 //   unit.begin_reduce();          // of .grad, which is empty then
 //   unit.end_reduce(data);        // the average is added to `grad` of each parameter
@@ -31,6 +31,7 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/parallel/rows.h"
 
 namespace lockstep::parallel {
 
@@ -39,24 +40,6 @@ inline constexpr const char* kFullyShard = "fully_shard";
 inline constexpr const char* kPipeline = "pipeline";
 
 struct SlicedParameter;  // tensor_slices.h
-
-// How rows are divided over ranks: equally many each, fewer or none for the last ones.
-struct RowCut {
-  std::int64_t rows = 0;      // 1 for a parameter without dimensions
-  std::int64_t row_size = 0;  // elements
-  std::int64_t chunk = 0;     // rows of a rank, before the end is cut off
-  std::int64_t padded() const { return chunk * row_size; }
-  std::int64_t begin(int rank) const;
-  std::int64_t count(int rank) const;
-};
-RowCut cut_rows(at::IntArrayRef sizes, int ranks);
-
-// Copies between a whole parameter and `parts`, whose row r has the padded rows of rank r.
-void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts);
-void copy_from_parts(const RowCut& cut, const at::Tensor& parts, const at::Tensor& whole);
-
-// Memory of `length` elements of a flat tensor as a tensor of its own, not a view.
-at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes);
 
 struct ShardedParameter {
   std::string name;
@@ -68,6 +51,8 @@ struct ShardedParameter {
   c10::Storage freed{};    // and while it is not
   nn::RowsPtr rows{};      // what other code sees then
   at::Tensor shared{};     // all rows, flat, in memory that all ranks map; undefined: in none
+  bool product = false;    // one of nn::Block::products()
+  nn::Range amax{};        // in fp8 the largest of these of amax(); empty: not covered by fp8
   // The ranks along "pipeline" whose stages read it, in order; the first one's copy counts and is
   // gathered. `absent`: this rank is none of them, and holds no rows.
   std::vector<int> holders{0};
@@ -78,6 +63,14 @@ struct ShardedParameter {
 // The types in which parameters and gradients travel; unset: their own.
 struct TravelTypes {
   std::optional<at::ScalarType> gather{}, reduce{};
+};
+
+// What a block's products (nn::Block::products) are computed in; unset: their own type. They travel
+// in it. In fp8 each list has one scale.
+struct ProductType {
+  std::optional<at::ScalarType> type{};
+  bool fp8 = false;
+  bool operator==(const ProductType&) const = default;
 };
 
 class ShardUnit {
@@ -96,8 +89,9 @@ class ShardUnit {
   bool whole() const { return whole_; }
   bool trains() const;
 
-  void begin_gather();
-  void gather();
+  // What is on its way or whole in another type is gathered again.
+  void begin_gather(const ProductType& computed);
+  void gather(const ProductType& computed);
   void free();  // no collective
   // Forgets what is under way and was not ended; it ends by itself.
   void forget_work() {
@@ -111,6 +105,12 @@ class ShardUnit {
   // parameter, which is flat and as long as that. No collective.
   void offload();
   void share(const std::vector<at::Tensor>& places);
+  // Before anything is gathered.
+  void set_products(const std::vector<std::vector<at::Tensor>>& products);
+  // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows
+  // of these, in the same order. Until they are given nothing travels in fp8. No collective.
+  std::vector<at::Tensor> fp8_rows() const;
+  void set_amax(at::Tensor amax) { amax_ = std::move(amax); }
   // From here on, while nothing is under way. What is gathered is rounded to the type.
   void travel_as(const TravelTypes& types) { types_ = types; }
   // Whole, with values that were not rounded, in memory of this rank's own.
@@ -127,7 +127,8 @@ class ShardUnit {
     std::vector<std::size_t> members;
   };
   struct Gather {
-    at::Tensor parts;
+    at::Tensor parts;  // the bytes of each rank
+    Packing packing;
     Work work;
   };
   struct Reduce {
@@ -143,7 +144,9 @@ class ShardUnit {
   c10::Device device_of(const Flat& flat) const {
     return parameters_[flat.members[0]].tensor.device();
   }
-  void begin_gather_as(const std::optional<at::ScalarType>& type);
+  void begin_gathers(const TravelTypes& types, const ProductType& computed);
+  Packing packing_of(const Flat& flat, const TravelTypes& types, const ProductType& computed) const;
+  void end_gathers();
   void forget_gathers();
   void gather_shared(bool copies);
   void make_whole(ShardedParameter& p, at::Tensor fresh);
@@ -159,6 +162,9 @@ class ShardUnit {
   std::vector<Gather> gathers_;
   std::vector<Reduce> reduces_;
   TravelTypes types_;
+  ProductType computed_;  // what is gathered is for it
+  std::vector<std::size_t> fp8_members_;
+  at::Tensor amax_;
   bool whole_ = true;
   bool for_computing_ = false;  // what is whole: rounded, or memory that other ranks read
   bool offloads_ = false;

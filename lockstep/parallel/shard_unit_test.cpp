@@ -9,7 +9,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -17,8 +20,13 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/models/gpt.h"
+#include "lockstep/models/llama.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/nn/fp8.h"
+#include "lockstep/optim/autocast.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
@@ -215,6 +223,89 @@ TEST(SharedRows, AreWrittenOnce) {
     EXPECT_TENSOR_EQ(run.weights(), before + 1);
     mesh.world().barrier();
   });
+}
+
+// ---------------------------------------------------------------- the type of computation
+
+// Widths that fp8 covers, and that no three ranks divide.
+models::CausalLmPtr model_for_fp8(bool gpt, std::uint64_t seed = 5) {
+  static std::mutex drawing;
+  const std::lock_guard lock(drawing);
+  torch::manual_seed(seed);
+  if (gpt)
+    return models::make_causal_lm(
+        {.model = models::GptConfig{
+             .n_layer = 2, .n_head = 2, .n_embd = 16, .vocab_size = 29, .n_positions = 12}});
+  return models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = 29,
+                                                              .hidden_size = 32,
+                                                              .intermediate_size = 48,
+                                                              .num_hidden_layers = 2,
+                                                              .num_attention_heads = 4,
+                                                              .num_key_value_heads = 2}});
+}
+
+std::int64_t different_values(const at::Tensor& t) {
+  return std::get<0>(at::_unique(t.detach().abs().flatten())).numel();
+}
+
+// Products travel in the type that they are computed in, other parameters in their own, and a step
+// has the bits of one with the exact parameters.
+TEST(GatheredProducts, AreRoundedWithoutALoss) {
+  testing::ThreadOptions gloo;
+  gloo.world.backend = "gloo";
+  const at::Tensor ids = at::arange(22, at::kLong).view({2, 11});
+  for (const bool gpt : {true, false})
+    for (const int ranks : {2, 3})
+      for (const bool fp8 : {false, true})
+        testing::run_threads(
+            ranks,
+            [&](World& world) {
+              const auto net = model_for_fp8(gpt);
+              std::map<std::string, at::Tensor> own;
+              for (const auto& p : net->named_parameters())
+                own[p.key()] = p.value().detach().clone();
+              FullyShard model(*net, Mesh(world, {{"shard", -1}}),
+                               {.reshard_after_forward = false});
+              const auto step = [&] {
+                const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
+                const nn::Fp8Autocast as_fp8(fp8 ? std::optional(nn::Fp8Recipe::kTensorwise)
+                                                 : std::nullopt);
+                model.before_forward();
+                return net->loss(ids, ids);
+              };
+              const auto gradients = [&](const at::Tensor& loss) {
+                model.backward(loss);
+                std::vector<at::Tensor> all{loss.detach().view({1})};
+                for (at::Tensor& p : net->parameters()) {
+                  all.push_back(p.grad().flatten());
+                  p.mutable_grad() = at::Tensor();
+                }
+                return at::cat(all);
+              };
+              const at::Tensor loss = step();
+              const std::string block = gpt ? "transformer.h.1." : "model.layers.1.";
+              for (const auto& p : net->named_parameters()) {
+                if (!p.key().starts_with(block)) continue;
+                if (p.value().dim() == 2) {
+                  EXPECT_TENSOR_NEAR(p.value(), own[p.key()], fp8 ? 0.01 : 0.001);
+                  EXPECT_FALSE(p.value().equal(own[p.key()])) << p.key();
+                  if (fp8) {
+                    EXPECT_LE(different_values(p.value()), 127) << p.key();
+                  }
+                } else {
+                  EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
+                }
+              }
+              const at::Tensor rounded = gradients(loss);
+              // Without autocasting the next forward has exact values.
+              model.before_forward();
+              net->loss(ids, ids);
+              for (const auto& p : net->named_parameters())
+                EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
+              const auto whole = model.gathered();
+              EXPECT_TENSOR_EQ(rounded, gradients(step()));
+            },
+            gloo);
 }
 
 // ---------------------------------------------------------------- the ledger

@@ -274,9 +274,9 @@ class Checker {
            a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size",
            "batches are tried on the whole model, of which tensor parallel ranks hold slices. "
            "Delete one.");
-    refuse(a.mixed_precision == "fp8", "mixed_precision",
-           "fp8 scales a matrix by its largest element, and tensor parallel ranks have slices of "
-           "it. Use bf16.");
+    refuse(a.mixed_precision == "fp8" && a.lora, "mixed_precision",
+           "a frozen base is stored in fp8 with its transpose, and tensor parallel ranks have "
+           "slices of it. Use bf16, or train without lora.");
     refuse(a.optim == "muon" || a.optim == "adafactor", "optim",
            "muon and adafactor step whole matrices, and tensor parallel ranks have slices of them. "
            "Use adamw, adam, lion, rmsprop or sgd.");

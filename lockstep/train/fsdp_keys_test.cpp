@@ -182,8 +182,8 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"tensor_parallel_degree: 2\nauto_find_batch_size: true\n",
             "batches are tried on the whole model, of which tensor parallel ranks hold slices."},
            {"tensor_parallel_degree: 2\nelastic_gpu: true\n", "batches are tried on the whole"},
-           {"tensor_parallel_degree: 2\nmixed_precision: fp8\n",
-            "fp8 scales a matrix by its largest element"},
+           {"tensor_parallel_degree: 2\nmixed_precision: fp8\nlora: {r: 4}\n",
+            "a frozen base is stored in fp8 with its transpose"},
            {"tensor_parallel_degree: 2\noptim: muon\n",
             "muon and adafactor step whole matrices, and tensor parallel ranks have slices of "
             "them. Use adamw, adam, lion, rmsprop or sgd."},

@@ -235,9 +235,10 @@ class WorkerVariables(unittest.TestCase):
         self.assertTrue(os.path.isabs(ours["TORCHELASTIC_ERROR_FILE"]))
 
 
+# Lines in one write each: torchrun's own are torn where there are several.
 SHOW = """import os, sys
-print("out", os.environ["RANK"], *sys.argv[1:])
-os.write(2, b"err %s\\n" % os.environ["RANK"].encode())  # torchrun tears lines of several writes
+os.write(1, f"out {os.environ['RANK']} {' '.join(sys.argv[1:])}\\n".encode())
+os.write(2, f"err {os.environ['RANK']}\\n".encode())
 """
 
 
