@@ -572,24 +572,26 @@ nn::Staged::Parts Decoder::parts() const {
 
 namespace {
 
-// A runner has one tensor to give back, so a router's logits are behind the stream's columns. What
-// computes a block a second time does it inside of what gathers its parameters.
+// A runner has one tensor to give back, so a router's logits, which are of the whole sequence, are
+// behind the stream's elements. What computes a block a second time does it inside of what gathers
+// its parameters.
 Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, const Pass& pass,
                  const BlockRunner& runner) {
   const nn::Block::Body whole = [block, pass](const std::vector<at::Tensor>& in) {
     Stream part{.sum = in.at(0)};
     block->forward(part, pass);
     const at::Tensor sum = part.total();
-    return pass.router_logits ? torch::cat({sum, part.router_logits}, -1) : sum;
+    return pass.router_logits ? torch::cat({sum.flatten(), part.router_logits.flatten()}) : sum;
   };
   const nn::Block::Body again = [&](const std::vector<at::Tensor>& in) {
     return runner(whole, in);
   };
-  const std::int64_t width = x.sum.size(-1);
   const at::Tensor y = block->run(runner ? again : whole, {x.total()});
   if (!pass.router_logits) return {.sum = y};
-  return {.sum = y.narrow(-1, 0, width).contiguous(),
-          .router_logits = y.narrow(-1, width, y.size(-1) - width)};
+  const auto parts = y.split_with_sizes({x.sum.numel(), y.numel() - x.sum.numel()});
+  const std::int64_t time = pass.sequence > 0 ? pass.sequence : x.sum.size(1);
+  return {.sum = parts[0].view(x.sum.sizes()),
+          .router_logits = parts[1].view({x.sum.size(0), time, -1})};
 }
 
 }  // namespace
