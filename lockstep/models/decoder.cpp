@@ -29,20 +29,21 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
 }
 
 // What fp8 is cast from: under autocasting its type.
-at::Tensor fp8_input(const at::Tensor& x) {
-  const auto device = x.device().type();
-  return at::autocast::is_autocast_enabled(device) ? x.to(at::autocast::get_autocast_dtype(device))
-                                                   : x;
+nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
+  const auto device = x.values.device().type();
+  if (!at::autocast::is_autocast_enabled(device)) return x;
+  const auto type = at::autocast::get_autocast_dtype(device);
+  return x.values.scalar_type() == type ? x : x.values.to(type);
 }
 
-at::Tensor project(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias = true) {
+at::Tensor project(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias = true) {
   if (pass.fp8 && layer->has_lora() && pass.tensor)
     throw UsageError("tensor_parallel",
                      "adapters on a base in fp8 are not divided. Train in bf16, or without tensor "
                      "parallelism.");
   if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
-  return pass.fused ? layer->forward_fused(x, with_bias, pass.tensor)
-                    : layer->forward(x, true, pass.tensor);
+  return pass.fused ? layer->forward_fused(x.values, with_bias, pass.tensor)
+                    : layer->forward(x.values, true, pass.tensor);
 }
 
 // A weight that every rank has, and may use on its part of the sequence.
@@ -65,11 +66,11 @@ at::Tensor dropped(const at::Tensor& x, double p, std::int64_t sequence,
 }
 
 // By the last layer of a branch, whose inputs a TensorGroup divides.
-at::Tensor project_out(Linear layer, const at::Tensor& x, const Pass& pass, bool with_bias) {
+at::Tensor project_out(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias) {
   if (!pass.tensor) return project(layer, x, pass, with_bias);
   const at::Tensor y = pass.fp8     ? layer->forward_fp8(fp8_input(x), *pass.fp8, false)
-                       : pass.fused ? layer->forward_fused(x, false, pass.tensor)
-                                    : layer->forward(x, false, pass.tensor);
+                       : pass.fused ? layer->forward_fused(x.values, false, pass.tensor)
+                                    : layer->forward(x.values, false, pass.tensor);
   return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
 }
 
@@ -103,21 +104,22 @@ void add_products(std::vector<std::vector<at::Tensor>>& lists, const std::vector
   lists.push_back({out->weight});
 }
 
-// Their outputs side by side.
-at::Tensor project_joined(const std::vector<Linear>& layers, const at::Tensor& x,
-                          const Pass& pass) {
+// Their outputs side by side; `gated`: swiglu() of those.
+nn::Fp8Input project_joined(const std::vector<Linear>& layers, const nn::Fp8Input& x,
+                            const Pass& pass, bool gated = false) {
   std::vector<at::Tensor> weights, biases;
   for (const Linear& layer : layers) {
     weights.push_back(layer->weight);
     if (layer->bias.defined()) biases.push_back(layer->bias);
   }
-  return nn::fp8_linear(fp8_input(x), weights, biases.empty() ? at::Tensor() : torch::cat(biases),
-                        *pass.fp8);
+  const at::Tensor bias = biases.empty() ? at::Tensor() : torch::cat(biases);
+  if (gated) return nn::fp8_swiglu(fp8_input(x), weights, bias, *pass.fp8);
+  return nn::fp8_linear(fp8_input(x), weights, bias, *pass.fp8);
 }
 
 // The parts of several projections of one input, in order.
 std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
-                                    const std::vector<Projection>& specs, const at::Tensor& x,
+                                    const std::vector<Projection>& specs, const nn::Fp8Input& x,
                                     const Pass& pass) {
   std::vector<at::Tensor> all;
   const auto add_widths = [&](std::vector<std::int64_t>& widths, const Projection& spec) {
@@ -126,7 +128,7 @@ std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
   if (are_joined(layers, pass)) {
     std::vector<std::int64_t> widths;
     for (const Projection& spec : specs) add_widths(widths, spec);
-    return project_joined(layers, x, pass).split_with_sizes(widths, -1);
+    return project_joined(layers, x, pass).values.split_with_sizes(widths, -1);
   }
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const at::Tensor y = project(layers[i], x, pass);
@@ -229,9 +231,10 @@ class DecoderAttention : public torch::nn::Module {
     if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm, /*of_heads=*/true);
   }
 
-  at::Tensor forward(const at::Tensor& x, const Pass& pass, bool with_bias) {
-    const nn::EnteredSequence in(x, pass.sequence, pass.tensor);
-    const std::vector<at::Tensor> parts = in.release(project_all(in_, spec_.in, in.whole(), pass));
+  at::Tensor forward(const nn::Fp8Input& x, const Pass& pass, bool with_bias) {
+    const nn::EnteredSequence in(x.values, pass.sequence, pass.tensor);
+    const std::vector<at::Tensor> parts =
+        in.release(project_all(in_, spec_.in, {in.whole(), x.amax}, pass));
     const std::int64_t shared = nn::local_size(spec_.key_value_heads, pass.tensor);
     at::Tensor q = in_heads(parts[0], nn::local_size(spec_.heads, pass.tensor));
     at::Tensor k = in_heads(parts[1], shared);
@@ -292,19 +295,26 @@ class DecoderMlp : public torch::nn::Module {
     out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
   }
 
-  at::Tensor forward(const at::Tensor& stream, const Pass& pass, bool with_bias) {
-    const nn::EnteredSequence in(stream, pass.sequence, pass.tensor);
-    const at::Tensor& x = in.whole();
+  at::Tensor forward(const nn::Fp8Input& stream, const Pass& pass, bool with_bias) {
+    const nn::EnteredSequence in(stream.values, pass.sequence, pass.tensor);
+    const nn::Fp8Input x(in.whole(), stream.amax);
     const Linear& first = in_.front();
     const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
     if ((one || joined) && spec_.gated() && spec_.activation == Activation::kSilu) {
-      const at::Tensor both = joined ? project_joined(in_, x, pass) : project(first, x, pass);
-      return project_out(out_, nn::swiglu(in.release({both})[0]), pass, with_bias);
+      if (joined) {
+        nn::Fp8Input y = project_joined(in_, x, pass, /*gated=*/true);
+        y.values = in.release({y.values})[0];
+        return project_out(out_, y, pass, with_bias);
+      }
+      at::Tensor amax;
+      const at::Tensor both = in.release({project(first, x, pass)})[0];
+      const at::Tensor y = nn::swiglu(both, pass.amax_to(amax));
+      return project_out(out_, {y, amax}, pass, with_bias);
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
         first->bias.defined() && !first->has_lora() && !out_->has_lora()) {
-      const at::Tensor y = nn::gelu_mlp(x, first->out_in(), first->bias, out_->out_in(),
+      const at::Tensor y = nn::gelu_mlp(x.values, first->out_in(), first->bias, out_->out_in(),
                                         pass.tensor ? at::Tensor() : bias);
       return pass.tensor ? leave(in.release({y})[0], bias, pass) : y;
     }
@@ -374,15 +384,22 @@ at::Tensor Norm::forward(const at::Tensor& x, const Pass& pass) const {
   return forward(alone, pass);
 }
 
-at::Tensor Norm::forward(Stream& x, const Pass& pass) const {
+nn::Fp8Input Norm::input(Stream& x, const Pass& pass) const {
+  at::Tensor amax;
+  const at::Tensor normed = forward(x, pass, pass.amax_to(amax));
+  return {normed, amax};
+}
+
+at::Tensor Norm::forward(Stream& x, const Pass& pass, at::Tensor* amax) const {
   if (!pass.fused) return plain(x.sum, pass);
   const bool layer = kind_ == NormKind::kLayer;
   if (!x.delta.defined())
-    return layer ? nn::layer_norm(x.sum, weight(pass), bias(pass), epsilon_, pass.type)
-                 : nn::rms_norm(x.sum, rms_weight(pass), epsilon_, pass.type);
+    return layer ? nn::layer_norm(x.sum, weight(pass), bias(pass), epsilon_, pass.type, amax)
+                 : nn::rms_norm(x.sum, rms_weight(pass), epsilon_, pass.type, amax);
   auto [sum, normed] =
-      layer ? nn::add_layer_norm(x.sum, x.delta, x.delta_bias, weight(pass), bias(pass), epsilon_)
-            : nn::add_rms_norm(x.sum, x.delta, x.delta_bias, rms_weight(pass), epsilon_);
+      layer ? nn::add_layer_norm(x.sum, x.delta, x.delta_bias, weight(pass), bias(pass), epsilon_,
+                                 amax)
+            : nn::add_rms_norm(x.sum, x.delta, x.delta_bias, rms_weight(pass), epsilon_, amax);
   x = {.sum = sum};
   return normed;
 }
@@ -431,7 +448,7 @@ std::vector<std::vector<at::Tensor>> DecoderBlock::products() const {
 
 void DecoderBlock::forward(Stream& x, const Pass& pass) {
   const bool later = defers_bias(attention_after_, pass);
-  add(x, attention_->forward(attention_norm_.forward(x, pass), pass, !later),
+  add(x, attention_->forward(attention_norm_.input(x, pass), pass, !later),
       later ? shared(attention_->last_bias(), pass) : at::Tensor(), attention_after_, pass);
   if (experts_ != nullptr) {
     at::Tensor* const logits = pass.router_logits ? &x.router_logits : nullptr;
@@ -445,7 +462,7 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
     return;
   }
   const bool later_mlp = defers_bias(mlp_after_, pass);
-  add(x, mlp_->forward(mlp_norm_.forward(x, pass), pass, !later_mlp),
+  add(x, mlp_->forward(mlp_norm_.input(x, pass), pass, !later_mlp),
       later_mlp ? shared(mlp_->last_bias(), pass) : at::Tensor(), mlp_after_, pass);
 }
 

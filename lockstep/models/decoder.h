@@ -45,8 +45,11 @@ class Norm {
   explicit operator bool() const { return layer_ || rms_ != nullptr; }
   NormKind kind() const { return kind_; }
   at::Tensor forward(const at::Tensor& x, const Pass& pass) const;
-  // Normalises the stream, with what is left to add to it.
-  at::Tensor forward(Stream& x, const Pass& pass) const;
+  // Normalises the stream, with what is left to add to it. In the fused path `amax` is set as by
+  // lockstep::nn.
+  at::Tensor forward(Stream& x, const Pass& pass, at::Tensor* amax = nullptr) const;
+  // The same for a linear layer.
+  nn::Fp8Input input(Stream& x, const Pass& pass) const;
 
  private:
   at::Tensor plain(const at::Tensor& x, const Pass& pass) const;

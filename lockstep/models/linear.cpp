@@ -105,13 +105,13 @@ at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
 }
 
-at::Tensor LinearImpl::forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias) {
+at::Tensor LinearImpl::forward_fp8(const nn::Fp8Input& x, nn::Fp8Recipe recipe, bool with_bias) {
   const at::Tensor own_bias = with_bias ? bias : at::Tensor();
   const bool adapted = has_lora() && !merged();
   if (!adapted && !stored_fp8()) return nn::fp8_linear(x, {out_in()}, own_bias, recipe);
-  if (!adapted || !nn::fp8_covers({weight})) return forward_fused(x, with_bias);
+  if (!adapted || !nn::fp8_covers({weight})) return forward_fused(x.values, with_bias);
   if (weight.requires_grad()) {
-    const at::Tensor in = torch::dropout(x, lora_.dropout, is_training());
+    const at::Tensor in = torch::dropout(x.values, lora_.dropout, is_training());
     const at::Tensor low = nn::linear(in, lora_A->weight, {}) * lora_.scaling;
     return nn::fp8_linear(x, {out_in()}, own_bias, recipe) + nn::linear(low, lora_B->weight, {});
   }

@@ -60,7 +60,7 @@ class LinearImpl : public torch::nn::Module {
   at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true,
                            const nn::TensorGroupPtr& group = {});
   // The same with the weight's products in fp8; an adapter's are in x's type.
-  at::Tensor forward_fp8(const at::Tensor& x, nn::Fp8Recipe recipe, bool with_bias = true);
+  at::Tensor forward_fp8(const nn::Fp8Input& x, nn::Fp8Recipe recipe, bool with_bias = true);
   // The weight as [out, in]; one that is stored in fp8 in bfloat16.
   at::Tensor out_in() const;
   // Stores a frozen weight as fp8 and its transpose: as much memory as in 16 bits, and nothing is

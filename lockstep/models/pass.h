@@ -40,6 +40,12 @@ struct Pass {
   bool owns_memory = true;                 // false: parameters come and go, or are slices
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
   std::int64_t sequence = 0;               // tokens of all; 0: every rank has all in the stream
+
+  // `to` where fp8 has a use for the largest magnitude of a layer's input, otherwise null.
+  at::Tensor* amax_to(at::Tensor& to) const {
+    // A norm has the largest of its part of a sequence alone.
+    return fused && fp8 == nn::Fp8Recipe::kTensorwise && sequence == 0 ? &to : nullptr;
+  }
 };
 
 // A Linear whose tensors are drawn or left to be loaded, as `parameters` says.

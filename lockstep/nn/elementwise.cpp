@@ -4,6 +4,7 @@
 
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
+#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {
@@ -11,13 +12,14 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor swiglu_forward(const at::Tensor& gate_up) {
+at::Tensor swiglu_forward(const at::Tensor& gate_up, at::Tensor* amax) {
   const std::int64_t width = gate_up.size(1) / 2;
   if (const auto cuda = detail::OnCuda::with({gate_up}); cuda && width % 8 == 0) {
     const at::Tensor out = at::empty({gate_up.size(0), width}, gate_up.options());
     cuda->check(cuda->table().swiglu_forward({.gate_up = detail::data(gate_up),
                                               .dout = nullptr,
                                               .out = detail::mutable_data(out),
+                                              .amax = detail::zeroed_amax(amax, out),
                                               .rows = gate_up.size(0),
                                               .width = static_cast<int>(width),
                                               .type = detail::type_of(gate_up)},
@@ -26,16 +28,19 @@ at::Tensor swiglu_forward(const at::Tensor& gate_up) {
     return out;
   }
   const auto halves = gate_up.to(detail::sum_type(gate_up)).chunk(2, 1);
-  return (at::silu(halves[0]) * halves[1]).to(gate_up.scalar_type());
+  const at::Tensor out = (at::silu(halves[0]) * halves[1]).to(gate_up.scalar_type());
+  if (amax != nullptr) *amax = detail::amax_of(out);
+  return out;
 }
 
-at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& dout) {
+at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& dout, at::Tensor* amax) {
   const std::int64_t width = gate_up.size(1) / 2;
   if (const auto cuda = detail::OnCuda::with({gate_up, dout}); cuda && width % 8 == 0) {
     const at::Tensor out = at::empty_like(gate_up);
     cuda->check(cuda->table().swiglu_backward({.gate_up = detail::data(gate_up),
                                                .dout = detail::data(dout),
                                                .out = detail::mutable_data(out),
+                                               .amax = detail::zeroed_amax(amax, out),
                                                .rows = gate_up.size(0),
                                                .width = static_cast<int>(width),
                                                .type = detail::type_of(gate_up)},
@@ -46,24 +51,32 @@ at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& dout) {
   const auto type = detail::sum_type(gate_up);
   const auto halves = gate_up.to(type).chunk(2, 1);
   const at::Tensor dy = dout.to(type);
-  return at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * at::silu(halves[0])}, 1)
-      .to(gate_up.scalar_type());
+  const at::Tensor out =
+      at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * at::silu(halves[0])}, 1)
+          .to(gate_up.scalar_type());
+  if (amax != nullptr) *amax = detail::amax_of(out);
+  return out;
 }
 
 class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up, at::Tensor* amax,
+                            const detail::GradientAmaxPtr& to) {
     const detail::NoAutocast no_autocast;
     ctx->save_for_backward({gate_up});
+    detail::save_gradient_amax(ctx, to);
     auto shape = gate_up.sizes().vec();
     shape.back() /= 2;
-    return swiglu_forward(detail::flat(gate_up).contiguous()).view(shape);
+    return swiglu_forward(detail::flat(gate_up).contiguous(), amax).view(shape);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
     const at::Tensor gate_up = ctx->get_saved_variables()[0];
-    return {swiglu_backward(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous())
-                .view(gate_up.sizes())};
+    const detail::GradientAmaxPtr to = detail::gradient_amax(ctx);
+    return {swiglu_backward(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous(),
+                            to ? &to->value : nullptr)
+                .view(gate_up.sizes()),
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -149,11 +162,25 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
 
 }  // namespace
 
-at::Tensor swiglu(const at::Tensor& gate_up) {
+at::Tensor swiglu(const at::Tensor& gate_up, at::Tensor* amax) {
+  return detail::swiglu(gate_up, amax, {});
+}
+
+at::Tensor detail::swiglu(const at::Tensor& gate_up, at::Tensor* amax, const GradientAmaxPtr& to) {
   detail::require(
       gate_up.defined() && gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0 && gate_up.size(-1) > 0,
       "swiglu", "the last dimension must have two halves", gate_up);
-  return SwigluFunction::apply(gate_up);
+  return SwigluFunction::apply(gate_up, amax, to);
+}
+
+void detail::save_gradient_amax(AutogradContext* ctx, const GradientAmaxPtr& amax) {
+  if (amax) ctx->saved_data["amax"] = c10::IValue::make_capsule(amax);
+}
+
+detail::GradientAmaxPtr detail::gradient_amax(AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find("amax");
+  if (found == ctx->saved_data.end()) return {};
+  return c10::static_intrusive_pointer_cast<GradientAmax>(found->second.toCapsule());
 }
 
 std::pair<at::Tensor, at::Tensor> rope(const at::Tensor& query, const at::Tensor& key,

@@ -34,9 +34,8 @@ Fp8Matrix cast_with(const at::Tensor& matrix, const at::Tensor& amax, at::Scalar
 }
 
 Fp8Pair cast_aten(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
-                  const Fp8Wanted& wanted) {
+                  const Fp8Wanted& wanted, const at::Tensor& amax) {
   const at::Tensor all = matrices.size() == 1 ? matrices.front() : at::cat(matrices, 0);
-  const at::Tensor size = all.detach().abs();
   const auto transposed_of = [&](Fp8Matrix cast) {
     const std::int64_t rows = all.size(0);
     const at::Tensor to = at::zeros({all.size(1), padded(rows)}, cast.values.options());
@@ -45,11 +44,12 @@ Fp8Pair cast_aten(const std::vector<at::Tensor>& matrices, at::ScalarType type, 
   };
   Fp8Pair pair;
   if (recipe == Fp8Recipe::kTensorwise) {
-    const Fp8Matrix cast = cast_with(all, size.amax().to(at::kFloat).view({1}), type);
+    const Fp8Matrix cast = cast_with(all, amax.defined() ? amax : detail::amax_of(all), type);
     if (wanted.matrix) pair.matrix = cast;
     if (wanted.transposed) pair.transposed = transposed_of(cast);
     return pair;
   }
+  const at::Tensor size = all.abs();
   if (wanted.matrix) pair.matrix = cast_with(all, size.amax(1, true).to(at::kFloat), type);
   if (wanted.transposed) {
     const Fp8Matrix cast = cast_with(all, size.amax(0, true).to(at::kFloat), type);
@@ -66,14 +66,15 @@ struct CastTo {
   at::Tensor amax, by_column;  // bits of floats
 };
 
+// `amax`: where it is known.
 CastTo room_for(const at::Tensor& like, std::int64_t rows, at::ScalarType type, Fp8Recipe recipe,
-                const Fp8Wanted& wanted) {
+                const Fp8Wanted& wanted, const at::Tensor& amax) {
   const bool by_row = recipe == Fp8Recipe::kRowwise;
   const std::int64_t columns = like.size(1);
   const auto floats = like.options().dtype(at::kFloat);
   const auto bits = like.options().dtype(at::kInt);
   CastTo to;
-  to.amax = at::zeros({by_row ? rows : 1}, bits);
+  to.amax = amax.defined() ? amax : at::zeros({by_row ? rows : 1}, bits);
   if (by_row) to.by_column = at::zeros({columns}, bits);
   const at::Tensor scale = by_row ? at::empty({rows, 1}, floats) : at::empty({1}, floats);
   if (wanted.matrix)
@@ -91,7 +92,8 @@ T* at_row(const at::Tensor& tensor, std::int64_t row, std::int64_t stride) {
 
 // An undefined result where the kernels do not apply.
 std::optional<Fp8Pair> cast_on_cuda(const std::vector<at::Tensor>& matrices, at::ScalarType type,
-                                    Fp8Recipe recipe, const Fp8Wanted& wanted) {
+                                    Fp8Recipe recipe, const Fp8Wanted& wanted,
+                                    const at::Tensor& amax) {
   std::int64_t rows = 0;
   for (const at::Tensor& matrix : matrices) {
     if (!detail::OnCuda::with({matrix}) || matrix.size(1) % 8 != 0) return std::nullopt;
@@ -101,10 +103,11 @@ std::optional<Fp8Pair> cast_on_cuda(const std::vector<at::Tensor>& matrices, at:
   }
   const auto cuda = detail::OnCuda::with({matrices.front()});
   const bool by_row = recipe == Fp8Recipe::kRowwise;
-  const CastTo to = room_for(matrices.front(), rows, type, recipe, wanted);
+  const CastTo to = room_for(matrices.front(), rows, type, recipe, wanted, amax);
   const auto columns = matrices.front().size(1);
   std::int64_t row = 0;
   for (const at::Tensor& matrix : matrices) {
+    if (amax.defined()) break;
     cuda->check(cuda->table().fp8_amax({.from = detail::data(matrix),
                                         .amax = at_row<std::uint32_t>(to.amax, by_row ? row : 0, 1),
                                         .by_column = at_row<std::uint32_t>(to.by_column, 0, 0),
@@ -163,7 +166,7 @@ std::optional<Fp8Recipe> Fp8Autocast::current() {
 }
 
 Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
-               const Fp8Wanted& wanted) {
+               const Fp8Wanted& wanted, const at::Tensor& amax) {
   const c10::NoGradGuard no_grad;
   const detail::NoAutocast no_autocast;
   if (type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2)
@@ -175,17 +178,21 @@ Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8
     detail::require(
         matrix.dim() == 2 && matrix.numel() > 0 && matrix.size(1) == matrices.front().size(1),
         "to_fp8", "matrices of one width that are not empty are needed", matrices.front(), matrix);
-  // What is stored transposed is read as it is stored.
   const at::Tensor& first = matrices.front();
+  detail::require(!amax.defined() || (amax.scalar_type() == at::kFloat && amax.numel() == 1 &&
+                                      amax.device() == first.device()),
+                  "to_fp8", "amax must be one float on the device of the matrices", first, amax);
+  // What is stored transposed is read as it is stored.
   if (matrices.size() == 1 && !first.is_contiguous() && first.t().is_contiguous() &&
       first.size(0) % kMultiple == 0 && first.size(1) % kMultiple == 0) {
-    Fp8Pair turned = to_fp8({first.t()}, type, recipe, {wanted.transposed, wanted.matrix});
+    Fp8Pair turned = to_fp8({first.t()}, type, recipe, {wanted.transposed, wanted.matrix}, amax);
     return {turned.transposed, turned.matrix};
   }
   std::vector<at::Tensor> rows;
   for (const at::Tensor& matrix : matrices) rows.push_back(matrix.detach().contiguous());
-  if (const auto pair = cast_on_cuda(rows, type, recipe, wanted)) return *pair;
-  return cast_aten(rows, type, recipe, wanted);
+  const at::Tensor known = recipe == Fp8Recipe::kTensorwise ? amax : at::Tensor();
+  if (const auto pair = cast_on_cuda(rows, type, recipe, wanted, known)) return *pair;
+  return cast_aten(rows, type, recipe, wanted, known);
 }
 
 at::Tensor from_fp8(const Fp8Matrix& matrix) {

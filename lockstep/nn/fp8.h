@@ -64,9 +64,9 @@ struct Fp8Wanted {
 
 // Several matrices [rows, columns] of one width become one, below each other; with one scale by
 // tensor. `type` is kFloat8_e4m3fn or kFloat8_e5m2. A matrix with an inf or nan becomes nan as a
-// whole, or row by row: a step that skips non-finite gradients sees it.
+// whole, or row by row: a step that skips non-finite gradients sees it. `amax` as in Fp8Input.
 Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
-               const Fp8Wanted& wanted = {});
+               const Fp8Wanted& wanted = {}, const at::Tensor& amax = {});
 // The matrix again, in float.
 at::Tensor from_fp8(const Fp8Matrix& matrix);
 // A part of a matrix whose largest magnitude is `amax` (float, on its device), as e4m3; and, in
@@ -75,18 +75,36 @@ at::Tensor from_fp8(const Fp8Matrix& matrix);
 at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax);
 void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax);
 
+// An input, and its largest magnitude where what made it has computed that (the norms, swiglu()).
+// By tensor the values are then read once, for the cast; by row it is not used.
+//
+//   at::Tensor amax;
+//   const at::Tensor normed = nn::rms_norm(x, weight, 1e-6, {}, &amax);
+//   const at::Tensor y = nn::fp8_linear({normed, amax}, {w}, bias);
+struct Fp8Input {
+  Fp8Input(at::Tensor of, at::Tensor largest = {})  // a tensor is an input
+      : values(std::move(of)), amax(std::move(largest)) {}
+
+  at::Tensor values;
+  at::Tensor amax;  // float [1] on the device of the values, exactly the largest; optional
+};
+
 // x [weights]^T + bias: the products of x with all weights [out, in] side by side, in x's dtype;
 // bias [all out] is optional. Weights may be float and are cast in each call, once for all. Their
 // gradients are float, or of their dtype. Where a size is no multiple of 16 the layer is computed
 // in x's dtype, and one line in the log says so. UsageError for a GPU without fp8.
-at::Tensor fp8_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                       const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
+// swiglu() of that, as the next layer's input. By tensor the gradient of the product, too, is not
+// read for its largest magnitude.
+Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
+                    const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
 
 // Whether the sizes of these weights are computed in fp8.
 bool fp8_covers(const std::vector<at::Tensor>& weights);
 
 // lora_linear() with a frozen base in fp8: to_fp8 of its weight [out, in].
-at::Tensor fp8_lora_linear(const at::Tensor& x, const Fp8Pair& base, const at::Tensor& bias,
+at::Tensor fp8_lora_linear(const Fp8Input& x, const Fp8Pair& base, const at::Tensor& bias,
                            const at::Tensor& a, const at::Tensor& b,
                            const LoraOptions& options = {});
 

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "lockstep/core/log.h"
 #include "lockstep/nn/fp8.h"
@@ -50,7 +51,9 @@ at::Tensor weight_gradient(const Fp8Matrix& dy, const Fp8Matrix& x, at::ScalarTy
 
 struct Fp8LinearOptions {
   Fp8Recipe recipe;
-  bool dx, dweight;  // which gradients may be asked for
+  at::Tensor amax;                      // of x; optional
+  detail::GradientAmaxPtr output_amax;  // of the gradient of the output; or null
+  bool dx = false, dweight = false;     // which gradients may be asked for
 };
 
 class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
@@ -78,13 +81,15 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     const at::Tensor y = at::empty({rows.size(0), out}, x.options());
     Fp8Pair in, weight;
     if (rows.numel() > 0) {
-      in = to_fp8({rows}, at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dweight});
+      in = to_fp8({rows}, at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dweight},
+                  options.amax);
       weight =
           to_fp8(weights.vec(), at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dx});
       detail::fp8_product(
           in.matrix, weight.matrix, y,
           {.fast = true, .bias = bias.defined() ? bias.detach().to(x.scalar_type()) : bias});
     }
+    detail::save_gradient_amax(ctx, options.output_amax);
     ctx->save_for_backward({in.transposed.values, in.transposed.scale, weight.transposed.values,
                             weight.transposed.scale});
     auto shape = x.sizes().vec();
@@ -105,7 +110,7 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     if (dy.numel() > 0 && (wants_dx || wants_dweight))
       grad =
           to_fp8({dy}, at::kFloat8_e5m2, static_cast<Fp8Recipe>(ctx->saved_data["recipe"].toInt()),
-                 {wants_dx, wants_dweight});
+                 {wants_dx, wants_dweight}, taken(detail::gradient_amax(ctx)));
     variable_list result(1);
     if (wants_dx) {
       result[0] = at::empty({dy.size(0), shape.back()}, dy.options());
@@ -122,6 +127,11 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
   }
 
  private:
+  // A value is of one backward.
+  static at::Tensor taken(const detail::GradientAmaxPtr& amax) {
+    return amax ? std::exchange(amax->value, {}) : at::Tensor();
+  }
+
   static void add_weight_gradients(AutogradContext* ctx, const Fp8Matrix& x, const Fp8Matrix& grad,
                                    const at::Tensor& dy, variable_list& result) {
     const auto widths = ctx->saved_data["widths"].toIntVector();
@@ -171,31 +181,47 @@ at::Tensor not_covered(const at::Tensor& x, const std::vector<at::Tensor>& weigh
   return parts.size() == 1 ? parts.front() : at::cat(parts, -1);
 }
 
-}  // namespace
-
-at::Tensor fp8_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
-                      const at::Tensor& bias, Fp8Recipe recipe) {
-  constexpr const char* kWho = "fp8_linear";
-  detail::require(!weights.empty() && x.defined() && x.dim() > 0, kWho,
+at::Tensor fp8_layer(const char* who, const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                     const at::Tensor& bias, Fp8LinearOptions options) {
+  detail::require(!weights.empty() && x.defined() && x.dim() > 0, who,
                   "an input and a weight are needed", x);
   std::int64_t out = 0;
   bool trained = false;
   for (const at::Tensor& weight : weights) {
-    detail::require(weight.defined() && weight.dim() == 2 && weight.size(1) == x.size(-1), kWho,
+    detail::require(weight.defined() && weight.dim() == 2 && weight.size(1) == x.size(-1), who,
                     "weight must be [out, in], where in is the input's last dimension", x, weight);
-    detail::require(weight.is_floating_point() && weight.itemsize() > 1, kWho,
+    detail::require(weight.is_floating_point() && weight.itemsize() > 1, who,
                     "a weight must have the input's dtype or be float", x, weight);
     out += weight.size(0);
     trained |= weight.requires_grad();
   }
-  detail::require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == out), kWho,
+  detail::require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == out), who,
                   "bias must be [out] of all weights", weights.front(), bias);
-  detail::check_fp8_device(kWho, x);
+  detail::check_fp8_device(who, x);
   if (!fp8_covers(weights)) return not_covered(x, weights, bias);
   const bool differentiates = at::GradMode::is_enabled();
-  return Fp8LinearFunction::apply(
-      x, at::TensorList(weights), detail::or_none(bias),
-      Fp8LinearOptions{recipe, differentiates && x.requires_grad(), differentiates && trained});
+  options.dx = differentiates && x.requires_grad();
+  options.dweight = differentiates && trained;
+  return Fp8LinearFunction::apply(x, at::TensorList(weights), detail::or_none(bias), options);
+}
+
+}  // namespace
+
+at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
+                      const at::Tensor& bias, Fp8Recipe recipe) {
+  return fp8_layer("fp8_linear", x.values, weights, bias, {recipe, x.amax, {}});
+}
+
+Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
+                    const at::Tensor& bias, Fp8Recipe recipe) {
+  constexpr const char* kWho = "fp8_swiglu";
+  if (recipe == Fp8Recipe::kRowwise)
+    return swiglu(fp8_layer(kWho, x.values, weights, bias, {recipe, {}, {}}));
+  const auto gradient = c10::make_intrusive<detail::GradientAmax>();
+  const at::Tensor both = fp8_layer(kWho, x.values, weights, bias, {recipe, x.amax, gradient});
+  at::Tensor amax;
+  const at::Tensor y = detail::swiglu(both, &amax, gradient);
+  return {y, amax};
 }
 
 }  // namespace lockstep::nn

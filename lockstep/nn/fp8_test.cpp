@@ -1,6 +1,7 @@
 // fp8 casts against the definition of the two formats, enumerated; products and gradients against
-// double precision on the values that were cast. With LOCKSTEP_DEVICE=cuda our kernels against the
-// same (tests/gpu), and the cast bit by bit against the CPU's.
+// double precision on the values that were cast; largest magnitudes that are handed over against
+// those that are read, in bits. With LOCKSTEP_DEVICE=cuda our kernels against the same (tests/gpu),
+// and the cast bit by bit against the CPU's.
 #include "lockstep/nn/fp8.h"
 
 #include <gmock/gmock.h>
@@ -8,9 +9,11 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <functional>
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/device_for_test.h"
+#include "lockstep/nn/on_cuda.h"
 
 namespace nn = lockstep::nn;
 
@@ -368,6 +371,192 @@ TEST(Fp8Lora, BaseIsFp8AndTheAdapterIsNot) {
     EXPECT_LT((wide(b.grad()) - db).abs().max().item<double>(),
               6 * 0x1p-8 * db.abs().max().item<double>());
   }
+}
+
+// ---------------------------------------------------------------- largest magnitudes
+
+float largest_of(const at::Tensor& x) {
+  return x.detach().abs().max().item<float>();
+}
+
+using Producer = std::function<at::Tensor(at::Tensor* amax)>;
+
+void expect_amax(const Producer& make, const std::string& what) {
+  at::Tensor amax;
+  const at::Tensor made = make(&amax);
+  EXPECT_TRUE(torch::equal(made, make(nullptr))) << what;
+  ASSERT_EQ(amax.sizes(), at::IntArrayRef({1})) << what;
+  ASSERT_EQ(amax.scalar_type(), at::kFloat) << what;
+  EXPECT_EQ(amax.item<float>(), largest_of(made)) << what;
+}
+
+// Ones of either sign, and one element that is larger: its norm, too, is the largest.
+at::Tensor with_spike(std::int64_t rows, std::int64_t columns, std::int64_t row,
+                      std::int64_t column, at::ScalarType type) {
+  at::Tensor x = random({rows, columns}, at::kFloat, 13).sign();
+  x.index_put_({row, column}, -77.3);
+  return x.to(type);
+}
+
+// One shape of each kernel, one that none covers (20), and on a GPU more rows than fit at once.
+TEST(Fp8Input, ProducersFindTheLargestMagnitudeOfWhatTheyStore) {
+  const std::int64_t rows = test_device().is_cuda() ? 1501 : 33;
+  for (const auto type : {at::kBFloat16, at::kHalf, at::kFloat})
+    for (const std::int64_t columns : {20, 64, 768, 1600, 2048, 3072, 5120})
+      for (const auto& [row, column] : {std::pair<std::int64_t, std::int64_t>{0, 0},
+                                        {rows / 2, columns - 9},
+                                        {rows - 1, columns - 1}}) {
+        const std::string what = std::to_string(columns) + " columns of " + c10::toString(type) +
+                                 ", the largest in row " + std::to_string(row);
+        const at::Tensor x = with_spike(rows, columns, row, column, type);
+        const at::Tensor zeros = torch::zeros_like(x);
+        const at::Tensor w = random({columns}, at::kFloat, 14),
+                         b = random({columns}, at::kFloat, 15);
+        expect_amax([&](auto* amax) { return nn::rms_norm(x, w, 1e-6, type, amax); }, what);
+        expect_amax([&](auto* amax) { return nn::layer_norm(x, w, b, 1e-5, type, amax); }, what);
+        expect_amax(
+            [&](auto* amax) { return nn::add_rms_norm(zeros, x, {}, w, 1e-6, amax).normed; }, what);
+        expect_amax(
+            [&](auto* amax) {
+              return nn::add_layer_norm(zeros.to(at::kFloat), x, b, w, b, 1e-5, amax).normed;
+            },
+            what);
+        const at::Tensor gate_up = torch::cat({x.abs(), x}, 1);
+        expect_amax([&](auto* amax) { return nn::swiglu(gate_up, amax); }, what);
+      }
+}
+
+TEST(Fp8Input, ProducersSeeNonFiniteValuesZerosAndEmptyBatches) {
+  const at::Tensor w = torch::ones({64}, at::TensorOptions(test_device()));
+  const auto amax_of = [&](const at::Tensor& x, bool norm) {
+    at::Tensor amax;
+    if (norm)
+      nn::rms_norm(x, w, 1e-6, {}, &amax);
+    else
+      nn::swiglu(x, &amax);
+    return amax.item<float>();
+  };
+  at::Tensor x = random({40, 64}, at::kBFloat16, 16);
+  for (const bool norm : {false, true}) {
+    EXPECT_EQ(amax_of(torch::zeros_like(x), norm), 0);
+    EXPECT_EQ(amax_of(x.narrow(0, 0, 0), norm), 0);
+    x.index_put_({7, 9}, NAN);
+    EXPECT_TRUE(std::isnan(amax_of(x, norm)));
+  }
+  x.index_put_({7, 9}, -1e30);  // silu is -0 there
+  x.index_put_({8, 9}, 1e30);
+  x.index_put_({8, 41}, -1e30);
+  EXPECT_EQ(amax_of(x, false), INFINITY);
+}
+
+TEST(Fp8Input, IsUsedByTensorAndNotByRow) {
+  const at::Tensor x = random({40, 96}, at::kBFloat16, 17);
+  const at::Tensor twice = (2 * x.abs().max()).to(at::kFloat).view({1});
+  for (const auto recipe : kRecipes)
+    for (const at::Tensor& matrix : {x, x.narrow(0, 0, 32).t().contiguous().t()}) {
+      const auto own = nn::to_fp8({matrix}, kE4, recipe),
+                 given = nn::to_fp8({matrix}, kE4, recipe, {}, twice);
+      const double factor =
+          recipe == Fp8Recipe::kRowwise ? 1 : 2 * largest_of(x) / largest_of(matrix);
+      EXPECT_TRUE(torch::allclose(given.matrix.scale, factor * own.matrix.scale, 1e-6, 0));
+      EXPECT_TRUE(torch::allclose(given.transposed.scale, factor * own.transposed.scale, 1e-6, 0));
+    }
+  for (const at::Tensor& bad : {twice.to(at::kBFloat16), twice.expand({2})}) try {
+      nn::to_fp8({x}, kE4, Fp8Recipe::kTensorwise, {}, bad);
+      ADD_FAILURE() << "a wrong amax was taken";
+    } catch (const lockstep::UsageError& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("amax must be one float on the device"));
+    }
+}
+
+// Results and gradients of one call, and how many kernels it has started.
+struct Bits {
+  std::vector<at::Tensor> tensors;
+  std::int64_t kernels = 0;
+};
+
+Bits bits_of(const std::vector<at::Tensor>& inputs, const at::Tensor& dy,
+             const std::function<at::Tensor(const std::vector<at::Tensor>&)>& call) {
+  Bits bits;
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& input : inputs) leaves.push_back(input.detach().clone().requires_grad_());
+  const auto before = nn::detail::OnCuda::kernels_started();
+  const at::Tensor y = call(leaves);
+  y.backward(dy);
+  bits.kernels = nn::detail::OnCuda::kernels_started() - before;
+  bits.tensors.push_back(y.detach());
+  for (const at::Tensor& leaf : leaves) bits.tensors.push_back(leaf.grad());
+  return bits;
+}
+
+// `saved`: kernels that read for a largest magnitude, which a GPU does not run by tensor.
+void expect_same_bits(const Bits& got, const Bits& want, Fp8Recipe recipe, int saved) {
+  ASSERT_EQ(got.tensors.size(), want.tensors.size());
+  for (std::size_t i = 0; i < want.tensors.size(); ++i)
+    EXPECT_TRUE(torch::equal(got.tensors[i], want.tensors[i])) << "tensor " << i;
+  const bool fewer = test_device().is_cuda() && recipe == Fp8Recipe::kTensorwise;
+  EXPECT_EQ(got.kernels, want.kernels - (fewer ? saved : 0));
+}
+
+TEST(Fp8Input, ALayerHasTheSameBitsWithAndWithoutIt) {
+  for (const auto recipe : kRecipes)
+    for (const std::int64_t rows : {3, 48, 200}) {
+      const Layer l = layer_of(rows, at::kBFloat16);
+      const at::Tensor amax = l.x.abs().max().to(at::kFloat).view({1});
+      const auto linear = [&](bool given) {
+        return bits_of({l.x, l.weight, l.bias}, l.dy, [&](const auto& i) {
+          return given ? nn::fp8_linear({i[0], amax}, {i[1]}, i[2], recipe)
+                       : nn::fp8_linear(i[0], {i[1]}, i[2], recipe);
+        });
+      };
+      expect_same_bits(linear(true), linear(false), recipe, 1);
+      const auto base = nn::to_fp8({l.weight}, kE4, recipe);
+      const auto lora = [&](bool given) {
+        return bits_of({l.x, random({8, 96}, at::kFloat, 18), random({64, 8}, at::kFloat, 19)},
+                       l.dy, [&](const auto& i) {
+                         const nn::Fp8Input in(i[0], given ? amax : at::Tensor());
+                         return nn::fp8_lora_linear(in, base, l.bias, i[1], i[2]);
+                       });
+      };
+      expect_same_bits(lora(true), lora(false), recipe, 1);
+    }
+}
+
+TEST(Fp8Swiglu, IsSwigluOfTheLayerToTheBit) {
+  for (const auto recipe : kRecipes)
+    for (const std::int64_t rows : {3, 48, 200})
+      for (const bool joined : {false, true}) {
+        const at::Tensor x = random({rows, 96}, at::kBFloat16, 20);
+        const at::Tensor weight = random({128, 96}, at::kFloat, 21) * 0.1;
+        const at::Tensor bias = random({128}, at::kFloat, 22);
+        const at::Tensor dy = random({rows, 64}, at::kBFloat16, 23) * 1e-4;
+        const auto run = [&](bool fused) {
+          return bits_of({x, weight, bias}, dy, [&](const auto& i) {
+            std::vector<at::Tensor> weights{i[1]};
+            if (joined) weights = {i[1].narrow(0, 0, 64), i[1].narrow(0, 64, 64)};
+            if (!fused) return nn::swiglu(nn::fp8_linear(i[0], weights, i[2], recipe));
+            const nn::Fp8Input y = nn::fp8_swiglu(i[0], weights, i[2], recipe);
+            EXPECT_EQ(y.amax.defined(), recipe == Fp8Recipe::kTensorwise);
+            if (y.amax.defined()) {
+              EXPECT_EQ(y.amax.template item<float>(), largest_of(y.values));
+            }
+            return y.values;
+          });
+        };
+        expect_same_bits(run(true), run(false), recipe, 1);
+      }
+}
+
+TEST(Fp8Swiglu, EmptyBatchesAndSizesThatFp8DoesNotCover) {
+  const at::Tensor w = random({32, 20}, at::kFloat, 24), x = random({8, 20}, at::kBFloat16, 25);
+  EXPECT_TRUE(torch::equal(nn::fp8_swiglu(x, {w}, {}).values, nn::swiglu(nn::linear(x, w, {}))));
+  const at::Tensor covered = random({32, 48}, at::kFloat, 26).requires_grad_();
+  const at::Tensor none = random({0, 48}, at::kBFloat16, 27).requires_grad_();
+  const nn::Fp8Input y = nn::fp8_swiglu(none, {covered}, {});
+  EXPECT_EQ(y.values.sizes(), at::IntArrayRef({0, 16}));
+  EXPECT_EQ(y.amax.item<float>(), 0);
+  y.values.sum().backward();
+  EXPECT_EQ(covered.grad().abs().max().item<float>(), 0);
 }
 
 TEST(Fp8Autocast, GuardsNest) {

@@ -30,17 +30,21 @@ struct NormedSum {
 
 // `delta_bias` [columns] is the bias of the linear layer that made delta without it; optional.
 // Weights may be float where the rest is bfloat16 or float16; layer_norm's bias is optional. The
-// residual may be float too; then so is the sum, while the norm has delta's dtype.
+// residual may be float too; then so is the sum, while the norm has delta's dtype. `amax`, if it is
+// given, becomes the largest magnitude of the norm as it is stored, float [1] on its device: what
+// fp8_linear() (fp8.h) would otherwise read the norm for.
 NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
                          const at::Tensor& delta_bias, const at::Tensor& weight,
-                         const at::Tensor& bias, double eps = 1e-5);
+                         const at::Tensor& bias, double eps = 1e-5, at::Tensor* amax = nullptr);
 NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
-                       const at::Tensor& delta_bias, const at::Tensor& weight, double eps = 1e-6);
+                       const at::Tensor& delta_bias, const at::Tensor& weight, double eps = 1e-6,
+                       at::Tensor* amax = nullptr);
 // `dtype` of the result: x's by default; another one is possible for a float x.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      double eps = 1e-5, std::optional<at::ScalarType> dtype = {});
+                      double eps = 1e-5, std::optional<at::ScalarType> dtype = {},
+                      at::Tensor* amax = nullptr);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps = 1e-6,
-                    std::optional<at::ScalarType> dtype = {});
+                    std::optional<at::ScalarType> dtype = {}, at::Tensor* amax = nullptr);
 
 // ---------------------------------------------------------------- losses
 
@@ -83,8 +87,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::Tensor& fc_bias,
                     const at::Tensor& out_weight, const at::Tensor& out_bias);
 
-// silu(gate) * up, where gate and up are the halves of the last dimension.
-at::Tensor swiglu(const at::Tensor& gate_up);
+// silu(gate) * up, where gate and up are the halves of the last dimension; `amax` as for the norms.
+at::Tensor swiglu(const at::Tensor& gate_up, at::Tensor* amax = nullptr);
 
 struct LoraOptions {
   double scaling = 1;  // lora_alpha / r

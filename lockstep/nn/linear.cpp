@@ -384,11 +384,11 @@ struct LoraBase {
   Fp8Pair fp8{};
 
   // y += rows weight^T
-  void add_forward(at::Tensor& y, const at::Tensor& rows) const {
+  void add_forward(at::Tensor& y, const at::Tensor& rows, const at::Tensor& amax) const {
     if (weight.defined())
       y.addmm_(rows, weight.t());
     else
-      detail::fp8_product(cast(rows, at::kFloat8_e4m3fn), fp8.matrix, y,
+      detail::fp8_product(cast(rows, at::kFloat8_e4m3fn, amax), fp8.matrix, y,
                           {.add = true, .fast = true});
   }
   // dx += dy weight
@@ -396,7 +396,7 @@ struct LoraBase {
     if (weight.defined())
       dx.addmm_(dy, weight);
     else
-      detail::fp8_product(cast(dy, at::kFloat8_e5m2), fp8.transposed, dx, {.add = true});
+      detail::fp8_product(cast(dy, at::kFloat8_e5m2, {}), fp8.transposed, dx, {.add = true});
   }
 
   // As tensors, in this order.
@@ -409,11 +409,11 @@ struct LoraBase {
   }
 
  private:
-  Fp8Matrix cast(const at::Tensor& rows, at::ScalarType type) const {
+  Fp8Matrix cast(const at::Tensor& rows, at::ScalarType type, const at::Tensor& amax) const {
     if (rows.numel() == 0) return {};
     const auto recipe =
         fp8.matrix.scale.numel() == 1 ? Fp8Recipe::kTensorwise : Fp8Recipe::kRowwise;
-    return to_fp8({rows}, type, recipe, {.matrix = true, .transposed = false}).matrix;
+    return to_fp8({rows}, type, recipe, {.matrix = true, .transposed = false}, amax).matrix;
   }
 };
 
@@ -423,7 +423,8 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias_or_none, const at::Tensor& a,
-                            const at::Tensor& b, const Fp8Pair& fp8, const LoraOptions& options) {
+                            const at::Tensor& b, const at::Tensor& amax, const Fp8Pair& fp8,
+                            const LoraOptions& options) {
     const detail::NoAutocast no_autocast;
     const at::Tensor bias = detail::from_none(bias_or_none);
     const LoraBase base{detail::from_none(weight), fp8};
@@ -436,7 +437,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     } else {
       y = at::empty({rows.size(0), b.size(0)}, rows.options());
       at::addmm_out(y, y, narrow, high.t(), /*beta=*/0, options.scaling);
-      base.add_forward(y, rows);
+      base.add_forward(y, rows, detail::from_none(amax));
       if (bias.defined()) y.add_(bias);
     }
     variable_list saved{x, low, high, narrow, mask};
@@ -471,7 +472,7 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
       da = dropped_gradient(dnarrow, x, dropout).to(type_from(ctx, "a_type"));
     if (ctx->needs_input_grad(4))
       db = dropped_gradient(dy, saved[3], {}).to(type_from(ctx, "b_type")).mul_(scaling);
-    return {dx, dweight, dbias, da, db, {}, {}};
+    return {dx, dweight, dbias, da, db, {}, {}, {}};
   }
 };
 
@@ -534,19 +535,22 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   detail::require(weight.scalar_type() == x.scalar_type(), kWho,
                   "the base weight must have the input's dtype", x, weight);
   check_lora(kWho, x, weight.size(0), a, b, options);
-  return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, Fp8Pair{}, options);
+  return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, detail::or_none({}), Fp8Pair{},
+                             options);
 }
 
-at::Tensor fp8_lora_linear(const at::Tensor& x, const Fp8Pair& base, const at::Tensor& bias,
+at::Tensor fp8_lora_linear(const Fp8Input& in, const Fp8Pair& base, const at::Tensor& bias,
                            const at::Tensor& a, const at::Tensor& b, const LoraOptions& options) {
   constexpr const char* kWho = "fp8_lora_linear";
+  const at::Tensor& x = in.values;
   check_linear(kWho, x, last_of(x), base.matrix.values, bias);
   detail::require(base.transposed.defined(), kWho,
                   "the base needs its transpose for the gradient: to_fp8 with both",
                   base.matrix.values);
   check_lora(kWho, x, base.matrix.values.size(0), a, b, options);
   detail::check_fp8_device(kWho, x);
-  return LoraFunction::apply(x, detail::or_none({}), detail::or_none(bias), a, b, base, options);
+  return LoraFunction::apply(x, detail::or_none({}), detail::or_none(bias), a, b,
+                             detail::or_none(in.amax), base, options);
 }
 
 }  // namespace lockstep::nn

@@ -16,6 +16,7 @@ struct NormInput {
   double eps;
   bool rms;
   at::ScalarType dtype;  // delta's and the norm's: the residual's, or another beside float
+  at::Tensor* amax;      // of the norm; or null
 };
 struct NormOutput {
   at::Tensor x, normed, mean, rstd;  // mean and rstd [rows, 1]
@@ -46,6 +47,7 @@ NormOutput norm_forward_aten(const NormInput& in) {
   at::Tensor normed = centred * out.rstd * in.weight.to(type);
   if (in.bias.defined()) normed = normed + in.bias.to(type);
   out.normed = normed.to(in.dtype);
+  if (in.amax != nullptr) *in.amax = detail::amax_of(out.normed);
   return out;
 }
 
@@ -69,6 +71,7 @@ NormOutput norm_forward(const NormInput& in) {
                                   .bias = detail::data(in.bias),
                                   .x = in.delta.defined() ? detail::mutable_data(out.x) : nullptr,
                                   .normed = detail::mutable_data(out.normed),
+                                  .amax = detail::zeroed_amax(in.amax, in.residual),
                                   .mean = static_cast<float*>(detail::mutable_data(out.mean)),
                                   .rstd = out.rstd.mutable_data_ptr<float>(),
                                   .rows = rows,
@@ -153,7 +156,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                const at::Tensor& delta_or_none,
                                const at::Tensor& delta_bias_or_none, const at::Tensor& weight,
                                const at::Tensor& bias_or_none, double eps, bool rms,
-                               at::ScalarType dtype) {
+                               at::ScalarType dtype, at::Tensor* amax) {
     const at::Tensor delta = detail::from_none(delta_or_none);
     const at::Tensor delta_bias = detail::from_none(delta_bias_or_none);
     const at::Tensor bias = detail::from_none(bias_or_none);
@@ -162,7 +165,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
       return t.defined() ? detail::flat(t).contiguous() : t;
     };
     const NormOutput out = norm_forward(
-        {rows_of(residual), rows_of(delta), delta_bias, weight, bias, eps, rms, dtype});
+        {rows_of(residual), rows_of(delta), delta_bias, weight, bias, eps, rms, dtype, amax});
     ctx->set_materialize_grads(false);
     ctx->saved_data["type"] = static_cast<std::int64_t>(dtype);
     ctx->saved_data["bias"] = bias.defined();
@@ -221,6 +224,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
             has_bias ? typed(out.dbias, 4, "bias_type") : at::Tensor(),
             at::Tensor(),
             at::Tensor(),
+            at::Tensor(),
             at::Tensor()};
   }
 };
@@ -250,7 +254,7 @@ NormedSum add_norm(const char* who, const NormInput& in) {
                   in.residual, in.delta);
   using detail::or_none;
   auto out = NormFunction::apply(in.residual, or_none(in.delta), or_none(in.delta_bias), in.weight,
-                                 or_none(in.bias), in.eps, in.rms, in.delta.scalar_type());
+                                 or_none(in.bias), in.eps, in.rms, in.delta.scalar_type(), in.amax);
   return {out[0], out[1]};
 }
 
@@ -260,30 +264,34 @@ at::Tensor norm(const char* who, const NormInput& in) {
                   "dtype must be the input's, or of 16 bits beside a float input", in.residual);
   const at::Tensor none = detail::or_none({});
   return NormFunction::apply(in.residual, none, none, in.weight, detail::or_none(in.bias), in.eps,
-                             in.rms, in.dtype)[0];
+                             in.rms, in.dtype, in.amax)[0];
 }
 
 }  // namespace
 
 NormedSum add_layer_norm(const at::Tensor& residual, const at::Tensor& delta,
                          const at::Tensor& delta_bias, const at::Tensor& weight,
-                         const at::Tensor& bias, double eps) {
-  return add_norm("add_layer_norm", {residual, delta, delta_bias, weight, bias, eps, false, {}});
+                         const at::Tensor& bias, double eps, at::Tensor* amax) {
+  return add_norm("add_layer_norm",
+                  {residual, delta, delta_bias, weight, bias, eps, false, {}, amax});
 }
 
 NormedSum add_rms_norm(const at::Tensor& residual, const at::Tensor& delta,
-                       const at::Tensor& delta_bias, const at::Tensor& weight, double eps) {
-  return add_norm("add_rms_norm", {residual, delta, delta_bias, weight, {}, eps, true, {}});
+                       const at::Tensor& delta_bias, const at::Tensor& weight, double eps,
+                       at::Tensor* amax) {
+  return add_norm("add_rms_norm", {residual, delta, delta_bias, weight, {}, eps, true, {}, amax});
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      double eps, std::optional<at::ScalarType> dtype) {
-  return norm("layer_norm", {x, {}, {}, weight, bias, eps, false, dtype.value_or(x.scalar_type())});
+                      double eps, std::optional<at::ScalarType> dtype, at::Tensor* amax) {
+  return norm("layer_norm",
+              {x, {}, {}, weight, bias, eps, false, dtype.value_or(x.scalar_type()), amax});
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
-                    std::optional<at::ScalarType> dtype) {
-  return norm("rms_norm", {x, {}, {}, weight, {}, eps, true, dtype.value_or(x.scalar_type())});
+                    std::optional<at::ScalarType> dtype, at::Tensor* amax) {
+  return norm("rms_norm",
+              {x, {}, {}, weight, {}, eps, true, dtype.value_or(x.scalar_type()), amax});
 }
 
 }  // namespace lockstep::nn

@@ -96,6 +96,17 @@ Type type_of(const at::Tensor& tensor) {
   }
 }
 
+at::Tensor amax_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return at::zeros({1}, tensor.options().dtype(at::kFloat));
+  return tensor.abs().amax().to(at::kFloat).view({1});
+}
+
+std::uint32_t* zeroed_amax(at::Tensor* amax, const at::Tensor& like) {
+  if (amax == nullptr) return nullptr;
+  *amax = at::zeros({1}, like.options().dtype(at::kFloat));  // the bits of 0.0 are zero
+  return static_cast<std::uint32_t*>(amax->mutable_data_ptr());
+}
+
 const void* data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }

@@ -51,6 +51,11 @@ inline kernels::cuda::Fp8 fp8_kind(at::ScalarType type) {
   return type == at::kFloat8_e4m3fn ? kernels::cuda::Fp8::kE4m3 : kernels::cuda::Fp8::kE5m2;
 }
 
+// The largest magnitude of a tensor, float [1]: 0 where it is empty, nan where there is one.
+at::Tensor amax_of(const at::Tensor& tensor);
+// The memory for a kernel to raise it in, which is zero then. Null where `amax` is.
+std::uint32_t* zeroed_amax(at::Tensor* amax, const at::Tensor& like);
+
 // Null for an undefined tensor.
 const void* data(const at::Tensor& tensor);
 void* mutable_data(const at::Tensor& tensor);

@@ -1,5 +1,5 @@
 // Matrix products with features that ATen's lack: accumulation in float into an existing tensor,
-// and GELU inside the product. Private to lockstep/nn.
+// and activations beside the product. Private to lockstep/nn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,17 @@ constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;  // for cuBLASL
 
 // into += a b, or into = a b with add = false. `into` is contiguous, float or double.
 void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& into, bool add);
+
+// The largest magnitude of a gradient, from the backward that makes it to the one that takes it.
+struct GradientAmax : torch::CustomClassHolder {
+  at::Tensor value;  // undefined: nobody has computed it
+};
+using GradientAmaxPtr = c10::intrusive_ptr<GradientAmax>;  // null: it is not handed over
+void save_gradient_amax(torch::autograd::AutogradContext* ctx, const GradientAmaxPtr& amax);
+GradientAmaxPtr gradient_amax(torch::autograd::AutogradContext* ctx);
+
+// nn::swiglu(), whose backward leaves the largest magnitude of its result in `to`, if there is one.
+at::Tensor swiglu(const at::Tensor& gate_up, at::Tensor* amax, const GradientAmaxPtr& to);
 
 // The weight of a linear layer in the dtype of x, with rows of zeros below it up to `rows`.
 at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& weight,

@@ -18,6 +18,7 @@ struct NormForward {
   const void* bias;        // the same, or null
   void* x;                 // as residual: the sum; not written when delta is null
   void* normed;            // [rows, columns]
+  std::uint32_t* amax;     // raised to the largest magnitude of normed, as in Fp8Amax; or null
   float* mean;             // [rows]; not written by RMSNorm
   float* rstd;             // [rows]
   std::int64_t rows;
@@ -72,8 +73,9 @@ struct ColumnSum {
 // out [rows, width] = silu(gate) up of gate_up [rows, 2 width], width a multiple of 8.
 struct Swiglu {
   const void* gate_up;
-  const void* dout;  // only for backward
-  void* out;         // backward: the gradient of gate_up
+  const void* dout;     // only for backward
+  void* out;            // backward: the gradient of gate_up
+  std::uint32_t* amax;  // raised to the largest magnitude of out, as in Fp8Amax; or null
   std::int64_t rows;
   int width;
   Type type;

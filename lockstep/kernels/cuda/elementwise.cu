@@ -20,11 +20,14 @@ __device__ __forceinline__ float sigmoid(float x) {
   return 1.0f / (1.0f + __expf(-x));
 }
 
+// The vector of a thread. One past the end computes the last again, so that blocks stay whole.
+__device__ __forceinline__ std::int64_t vector_of(const Swiglu& args) {
+  return min(global_thread(), args.rows * (args.width / 8) - 1);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(Swiglu args) {
-  const std::int64_t vectors = args.width / 8;
-  const std::int64_t at = global_thread();
-  if (at >= args.rows * vectors) return;
+  const std::int64_t vectors = args.width / 8, at = vector_of(args);
   const std::int64_t row = at / vectors, i = at % vectors;
   const T* const from = static_cast<const T*>(args.gate_up);
   float gate[8], up[8];
@@ -32,14 +35,14 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(Swiglu args) {
   unpack8(load8(from, row * 2 * vectors + vectors + i), up);
 #pragma unroll
   for (int k = 0; k < 8; ++k) up[k] *= gate[k] * sigmoid(gate[k]);
-  store8(static_cast<T*>(args.out), at, pack8<T>(up));
+  const Vector8<T> out = pack8<T>(up);
+  store8(static_cast<T*>(args.out), at, out);
+  if (args.amax != nullptr) raise_amax<kThreads>(larger_of(0, out), args.amax);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(Swiglu args) {
-  const std::int64_t vectors = args.width / 8;
-  const std::int64_t at = global_thread();
-  if (at >= args.rows * vectors) return;
+  const std::int64_t vectors = args.width / 8, at = vector_of(args);
   const std::int64_t first = at / vectors * 2 * vectors + at % vectors;
   const T* const from = static_cast<const T*>(args.gate_up);
   T* const to = static_cast<T*>(args.out);
@@ -55,8 +58,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(Swiglu args) 
     up[k] = dout[k] * silu;
     gate[k] = dgate;
   }
-  store8(to, first, pack8<T>(gate));
-  store8(to, first + vectors, pack8<T>(up));
+  const Vector8<T> dgate = pack8<T>(gate), dup = pack8<T>(up);
+  store8(to, first, dgate);
+  store8(to, first + vectors, dup);
+  if (args.amax != nullptr) raise_amax<kThreads>(larger_of(larger_of(0, dgate), dup), args.amax);
 }
 
 // A thread rotates eight pairs, or copies eight elements that are not rotated.

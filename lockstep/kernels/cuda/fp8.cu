@@ -12,11 +12,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 
-// As integers magnitudes are ordered as the floats are, and NaN is the largest.
-__device__ __forceinline__ std::uint32_t magnitude(float x) {
-  return __float_as_uint(x) & 0x7fffffffu;
-}
-
 template <typename T>
 __device__ __forceinline__ void raise(std::uint32_t (&most)[8], Vector8<T> vector) {
   float x[8];
@@ -34,7 +29,6 @@ __device__ __forceinline__ std::uint32_t most_of(const std::uint32_t (&each)[8])
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_kernel(Fp8Amax args, std::int64_t vectors) {
-  __shared__ std::uint32_t of_warp[kWarps];
   const T* const from = static_cast<const T*>(args.from);
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   std::uint32_t each[8] = {};
@@ -48,13 +42,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(Fp8Amax args, std::int64
     for (int j = 0; j < kUnroll; ++j) raise(each, held[j]);
   }
   for (; at < vectors; at += step) raise(each, load8(from, at));
-  const std::uint32_t most = __reduce_max_sync(0xffffffffu, most_of(each));
-  if (threadIdx.x % kWarpSize == 0) of_warp[threadIdx.x / kWarpSize] = most;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  std::uint32_t all = of_warp[0];
-  for (int i = 1; i < kWarps; ++i) all = max(all, of_warp[i]);
-  atomicMax(args.amax, all);
+  raise_amax<kThreads>(most_of(each), args.amax);
 }
 
 // A block reads 64 rows of 256 columns; a warp takes every eighth row.

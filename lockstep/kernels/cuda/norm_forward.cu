@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
   Parameters<kVectors> parameters;
   load_parameters<T, Shape>(args, thread, parameters);
   const auto& [weight, bias, delta_bias] = parameters;
+  std::uint32_t most = 0;  // of the norm, as it is stored
   std::int64_t first = std::int64_t{blockIdx.x} * Shape::kGroups;
   ForwardRow<R, T, kVectors> next;
   load_row<R, T, Shape>(args, first + group, thread, next);
@@ -110,9 +111,12 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, Shape::kBlock
       if (i >= vectors) continue;
 #pragma unroll
       for (int k = 0; k < 8; ++k) x[j][k] = (x[j][k] - mean) * rstd * weight[j][k] + bias[j][k];
-      store8(static_cast<T*>(args.normed), row * vectors + i, pack8<T>(x[j]));
+      const Vector8<T> normed = pack8<T>(x[j]);
+      store8(static_cast<T*>(args.normed), row * vectors + i, normed);
+      if (args.amax != nullptr) most = larger_of(most, normed);
     }
   }
+  if (args.amax != nullptr) raise_amax<kThreads * Shape::kGroups>(most, args.amax);
 }
 
 template <typename R, typename T, typename Shape>

@@ -110,6 +110,34 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
+// As integers magnitudes are ordered as the floats are, and NaN is the largest.
+__device__ __forceinline__ std::uint32_t magnitude(float x) {
+  return __float_as_uint(x) & 0x7fffffffu;
+}
+
+// Of `most` and the eight values.
+template <typename T>
+__device__ __forceinline__ std::uint32_t larger_of(std::uint32_t most, Vector8<T> vector) {
+  float x[8];
+  unpack8(vector, x);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) most = max(most, magnitude(x[k]));
+  return most;
+}
+
+// Raises *amax to the largest `most` of a block, by all of whose threads it is called. A word that
+// many blocks write is slow, so one that is below what is there already only reads it.
+template <int kThreads>
+__device__ __forceinline__ void raise_amax(std::uint32_t most, std::uint32_t* amax) {
+  __shared__ std::uint32_t of_warp[kThreads / kWarpSize];
+  most = __reduce_max_sync(0xffffffffu, most);
+  if (threadIdx.x % kWarpSize == 0) of_warp[threadIdx.x / kWarpSize] = most;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kThreads / kWarpSize; ++i) most = max(most, of_warp[i]);
+  if (most > __ldcg(amax)) atomicMax(amax, most);
+}
+
 // Calls body(T{}) with the element type.
 template <typename Body>
 cudaError_t with_type(Type type, Body&& body) {
