@@ -171,7 +171,9 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
 
 // Before stages or slices are taken of a model that is made whole.
 Memory made_whole(const Model& whole, const MemoryOptions& o, const Memory& peak) {
-  Memory memory{.parameters = resident(parameters_of(whole), {.half = o.half}).parameters,
+  // A GPU gets the frozen matrices converted; on a CPU they are converted where they are.
+  const MemoryOptions one{.half = o.half && !o.cpu};
+  Memory memory{.parameters = resident(parameters_of(whole), one).parameters,
                 .context = peak.context,
                 .moment = "the division of the model"};
   return memory.allocated() > peak.allocated() ? memory : peak;

@@ -82,8 +82,8 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
     EXPECT_TRUE(rows.as_written);
     EXPECT_EQ(state(2), copies.memory.optimizer);  // one rank of each has nothing to divide
     // What they gather takes time.
-    EXPECT_GT(timed(t, machine_of(80), rows).step->communication_s,
-              timed(t, machine_of(80), copies).step->communication_s);
+    EXPECT_GT(timed(t, plan::machine_of(80), rows).step->communication_s,
+              timed(t, plan::machine_of(80), copies).step->communication_s);
     t.fsdp = Strategy::kShardGradOp;  // a slice, or a stage, stays whole in a step
     EXPECT_GT(as_written(t, card, 8).memory.parameters, rows.memory.parameters);
     t.fsdp = Strategy::kHybridShard;
