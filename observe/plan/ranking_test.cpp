@@ -205,9 +205,10 @@ TEST(Ways, SequenceParallelismTakesLessMemory) {
   EXPECT_EQ(std::ranges::count(work->tensor_sums, 4.0 * 2048 * 2048), 1);
   EXPECT_EQ(work->tensor_sums.size(), 6 * 24 + 2 + 1 + 2u);
   EXPECT_LT(work->forward_s, work_of(t, tensor, machine.card, {})->forward_s);  // norms of a part
+  std::vector<Way> ways = rank_ways(t, machine, 2);
   const auto settings = [&](Strategy strategy) {
     std::vector<Setting> found;
-    for (const Way& way : rank_ways(t, machine, 2))
+    for (const Way& way : ways)
       if (way.choice.strategy == strategy)
         for (const Setting& one : way.settings)
           if (one.key == "sequence_parallel") found.push_back(one);
@@ -218,6 +219,7 @@ TEST(Ways, SequenceParallelismTakesLessMemory) {
   EXPECT_TRUE(settings(Strategy::kTensor).empty());
   t.tensor = 2;
   t.sequence = true;  // the file's
+  ways = rank_ways(t, machine, 2);
   EXPECT_TRUE(as_written(t, machine.card, 2).as_written);
   EXPECT_EQ(as_written(t, machine.card, 2).strategy, Strategy::kSequence);
   EXPECT_TRUE(settings(Strategy::kSequence).empty());
@@ -248,11 +250,12 @@ TEST(Ways, AdaptersOfSlicesAreAddedUp) {
 
 // fsdp, stages and slices are ways of their own.
 TEST(Ways, OfStagesAndSlicesEndFsdp) {
-  Training t{.model = gpt_1b3(), .batch = 1, .may_pipeline = true, .may_tensor = true};
+  Training t{
+      .model = gpt_1b3(), .batch = 1, .half = true, .may_pipeline = true, .may_tensor = true};
   t.fsdp = Strategy::kFullShard;
   t.global_batch = 8;
   int seen = 0;
-  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+  for (const Way& way : rank_ways(t, machine_of(80), 2)) {
     if (way.choice.strategy < Strategy::kPipeline) continue;
     ++seen;
     EXPECT_EQ(way.choice.sharding, Sharding::kNone);
@@ -272,18 +275,18 @@ TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
   EXPECT_FALSE(can_train(t, card, {6, Strategy::kTensor, 4}));
   t.node_gpus = 2;
   EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 4}));
-  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto ways = rank_ways(t, machine_of(80), 2);
   const auto found = std::ranges::find_if(
       ways, [](const Way& way) { return way.choice.strategy == Strategy::kTensor; });
   ASSERT_TRUE(found != ways.end());
   EXPECT_EQ(std::ranges::count(found->settings, Setting{"tensor_parallel_degree", "2"}), 1);
   t.adapts = "elastic_gpu";
-  for (const Way& way : rank_ways(t, machine_of(80), 4))
+  for (const Way& way : rank_ways(t, machine_of(80), 2))
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"elastic_gpu", "false"}),
               has_slices(way.choice.strategy));
   t.adapts = "";
   t.tensor = 2;  // a file that has slices: other ways end them
-  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+  for (const Way& way : rank_ways(t, machine_of(80), 2)) {
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"tensor_parallel_degree", "1"}),
               !has_slices(way.choice.strategy));
   }
