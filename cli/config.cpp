@@ -109,8 +109,7 @@ void note_precision(const TrainingArguments& arguments) {
 }
 
 // Checks what training would find in the files and on the disk; discards what it reads.
-void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
-                    Problems& problems) {
+void check_contents(const TaskConfig& task, const train::Config& config, Problems& problems) {
   const DataConfig& data = task.data;
   // A file or folder that may not be read is one mistake among others.
   const auto attempt = [&](const auto& read) {
@@ -130,8 +129,8 @@ void check_contents(const TaskConfig& task, const TrainingArguments& arguments,
   }
   attempt([&] {
     const train::CheckpointSize size{.model = checkpoint_bytes(task),
-                                     .optimizer = training_of(arguments, task).state_bytes.value()};
-    train::check_room(arguments, size, /*two=*/false);
+                                     .optimizer = training_of(config, task).state_bytes.value()};
+    train::check_room(config.arguments, size, /*two=*/false);
   });
 }
 
@@ -155,7 +154,7 @@ int check_config(const ConfigRequest& request) {
     const std::size_t before = problems.size();
     const TaskConfig task = read_task(config.arguments, TaskFiles::kChecked, problems);
     say_notes(task.notes);
-    if (problems.size() == before) check_contents(task, config.arguments, problems);
+    if (problems.size() == before) check_contents(task, config, problems);
   }
   problems.attempt(
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });

@@ -189,7 +189,10 @@ struct Report {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
   }
   std::string strategy(const plan::Choice& choice) const {
-    return plan::strategy_text(choice.strategy, choice.gpus, choice.stages, devices.card.cpu);
+    const std::string text =
+        plan::strategy_text(choice.strategy, choice.gpus, choice.stages, devices.card.cpu);
+    const bool both = choice.stages > 1 && choice.sharding != plan::Sharding::kNone;
+    return both ? fmt::format("{}, {}", text, fsdp_word(*training.fsdp)) : text;
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -366,7 +369,7 @@ Report make_report(const PlanRequest& request) {
   const Here here = devices_here(request.gpus);
   const int per_node = request.per_node.value_or(here.devices.card.cpu ? here.devices.count : 8);
   Report report{.request = request,
-                .training = training_of(config.arguments, task),
+                .training = training_of(config, task),
                 .devices = here.devices,
                 .machine = {},
                 .parameters = {}};
@@ -377,8 +380,6 @@ Report make_report(const PlanRequest& request) {
   report.machine = {report.devices.card, cluster_of(request.link, per_node, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
-  if (std::string text = plan::not_counted(report.training); !text.empty())
-    report.note(std::move(text));
   if (report.training.offload && !here.devices.card.cpu)
     report.note("offload: the host's memory and the time of copies from and to it are not planned");
   add_rows(report);

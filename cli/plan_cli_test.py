@@ -222,9 +222,51 @@ class Plan(unittest.TestCase):
         self.assertEqual(plan["rows"][-1]["strategy"], "DDP")
         self.assertIn("pipeline_parallel_degree 2 trains on multiples of 2 GPUs: use such a "
                       "number, or set pipeline_parallel_degree: 1", plan["notes"])
-        self.assertIn("fsdp beside pipeline_parallel_degree is not planned: stages count whole",
-                      self.json(self.pipeline(more="fsdp: full_shard\n"), "--gpus",
-                                "4xH100")["notes"])
+
+    def test_fsdp_beside_stages_and_slices_is_counted(self):
+        slices = self.gpt2("global_batch_size: 64\ntensor_parallel_degree: 2\n")
+        for file, text in ((self.pipeline(), "pipeline of 2 stages"),
+                           (slices, "tensor parallel over 2")):
+            copies = self.json(file, "--gpus", "4xH100")["rows"][-1]
+            plan = self.json(file, "--gpus", "4xH100", "--fsdp", "full_shard")
+            rows = plan["rows"][-1]
+            self.assertEqual(rows["strategy"], f"{text}, full_shard")
+            self.assertTrue(rows["as_written"])
+            self.assertEqual(2 * rows["memory_bytes"]["optimizer"],
+                             copies["memory_bytes"]["optimizer"])
+            self.assertFalse([note for note in plan["notes"] if "fsdp" in note], plan["notes"])
+
+    def test_stages_are_not_proposed_where_training_refuses_them(self):
+        text = "global_batch_size: 64\n"
+        def staged(more):
+            ways = self.json(self.gpt2(text + more), "--gpus", "4xH100")["ways"]
+            return any("pipeline" in way["strategy"] for way in ways)
+        self.assertTrue(staged(""))
+        for more in ("elastic_gpu: true\n", "auto_find_batch_size: true\n",
+                     "shard_optimizer: true\n"):
+            self.assertFalse(staged(more), more)
+            config = self.gpt2(text + more + "pipeline_parallel_degree: 2\n")
+            self.assertIn("pipeline", self.plan(config, "--gpus", "4xH100", code=2).stderr)
+
+    def test_sequence_parallel_is_part_of_a_way(self):
+        def numbers(file, *flags):
+            ways = self.json(file, "--gpus", "4xH100", *flags)["ways"]
+            return [i + 1 for i, way in enumerate(ways) if "sequence" in way["strategy"]]
+        file = self.gpt2("global_batch_size: 64\n")
+        out = os.path.join(self.root, "sequence.yaml")
+        self.plan(file, "--gpus", "4xH100", "--write", out, "--way", numbers(file)[0])
+        with open(out) as text:
+            self.assertRegex(text.read(),
+                             r"(?s)tensor_parallel_degree: [24]\n.*sequence_parallel: true\n")
+        row = self.json(out, "--gpus", "4xH100")["rows"][-1]
+        self.assertRegex(row["strategy"], "^tensor, sequence parallel over [24]$")
+        self.assertTrue(row["as_written"])
+        other = self.json(out, "--gpus", "4xH100", "--sequence_parallel", "false")["rows"][-1]
+        self.assertLess(row["memory_bytes"]["activations"], other["memory_bytes"]["activations"])
+        # A file that says no is not given it.
+        self.assertEqual(numbers(file, "--sequence_parallel", "false"), [])
+        # Adapters are cut with their layers.
+        self.assertTrue(numbers(file, "--lora", "{target_modules: all-linear}"))
 
     def test_as_many_ways_as_asked_for_are_shown(self):
         file = self.gpt2("global_batch_size: 64\n")
@@ -268,9 +310,6 @@ class Plan(unittest.TestCase):
         self.plan(out, "--gpus", "4xH100", "--write", back, "--way", number + 1)
         with open(back) as text:
             self.assertRegex(text.read(), "tensor_parallel_degree: [24]")
-        self.assertIn("fsdp beside tensor_parallel_degree is not planned: slices count whole",
-                      self.json(self.gpt2("tensor_parallel_degree: 2\nfsdp: full_shard\n"),
-                                "--gpus", "2xH100")["notes"])
         file = self.gpt2("tensor_parallel_degree: 2\npipeline_parallel_degree: 2\n")
         self.assertIn("the plan knows one at a time. Set either to 1",
                       self.plan(file, "--gpus", "4xH100", code=2).stderr)

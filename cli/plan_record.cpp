@@ -191,10 +191,11 @@ std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement
                          : way.strategy == Strategy::kShardedOptimizer
                              ? training.sharded_optimizer
                              : way.strategy == training.fsdp;
-    const bool divides =
-        way.strategy == Strategy::kTensor ? !training.may_tensor : way.strategy >= Strategy::kSplit;
-    if (way.gpus != ranks || divides || way.half != training.half || way.fp8 != training.fp8 ||
-        !(open || written))
+    const bool followed =
+        has_slices(way.strategy) ? training.may_tensor : way.strategy < Strategy::kSplit;
+    const bool refused = way.strategy == Strategy::kSequence && !training.sequence.value_or(true);
+    if (way.gpus != ranks || !followed || refused || way.half != training.half ||
+        way.fp8 != training.fp8 || !(open || written))
       continue;
     if (!best || way.step_s < best->step_s) best = way;
   }

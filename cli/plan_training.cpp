@@ -10,7 +10,8 @@
 
 namespace lockstep::cli {
 
-plan::Training training_of(const TrainingArguments& arguments, const TaskConfig& task) {
+plan::Training training_of(const train::Config& config, const TaskConfig& task) {
+  const TrainingArguments& arguments = config.arguments;
   plan::Training training;
   plan::Model& model = training.model;
   if (task.model.hugging_face) {
@@ -43,6 +44,7 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
     training.offload = fsdp.cpu_offload;
     training.shares_memory = fsdp.param_dtype.empty();  // what travels in another type is copied
   }
+  training.shard_degree = static_cast<int>(arguments.data_parallel_shard_degree.value_or(0));
   training.shares_memory &= arguments.ddp_backend.value_or("shm") == "shm";
   training.captured = arguments.compile_model != "false";
   training.sharded_optimizer = arguments.shard_optimizer == "true";
@@ -52,15 +54,18 @@ plan::Training training_of(const TrainingArguments& arguments, const TaskConfig&
                                                      : "";
   training.state_bytes = train::state_bytes(arguments, plan::trained_tensors(model));
   training.device_map = task.model.device_map.has_value();
-  training.built_whole =
-      task.lora || arguments.auto_find_batch_size || model.causal_lm() == nullptr;
+  training.built_whole = arguments.auto_find_batch_size || model.causal_lm() == nullptr;
   training.fp8 = arguments.mixed_precision == "fp8";
-  training.may_fp8 = training.may_pipeline = true;
+  training.may_fp8 = true;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
   training.tensor = static_cast<int>(arguments.tensor_parallel_degree);
-  // What `lockstep train` refuses beside it and no way changes.
-  training.may_tensor = !task.lora && !arguments.tune && arguments.optim != "muon" &&
-                        arguments.optim != "adafactor" && arguments.shard_optimizer != "true";
+  if (config.setting("sequence_parallel").origin != train::Origin::kDefault)
+    training.sequence = arguments.sequence_parallel;
+  // What `lockstep train` refuses beside them and no way changes. elastic_gpu follows slices that
+  // were measured, and no stages.
+  const bool plain = !arguments.tune && arguments.shard_optimizer != "true";
+  training.may_pipeline = training.pipeline > 1 || (plain && training.adapts.empty());
+  training.may_tensor = plain && arguments.optim != "muon" && arguments.optim != "adafactor";
   return training;
 }
 
@@ -83,8 +88,9 @@ void set_arguments(TrainingArguments& arguments, const plan::Training& training,
   arguments.per_device_train_batch_size = choice.batch;
   // With global_batch_size or tokens_per_update the accumulation follows from the batch.
   if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
-  if (choice.strategy == plan::Strategy::kTensor) {
+  if (has_slices(choice.strategy)) {
     arguments.tensor_parallel_degree = choice.stages;
+    arguments.sequence_parallel = choice.strategy == plan::Strategy::kSequence;
     arguments.elastic_gpu = false;  // no batch is tried on a model that no rank has whole
   }
   if (arguments.shard_optimizer != "auto" || training.fsdp) return;
@@ -104,7 +110,7 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
   const plan::Choice choice = choose_for(training, card, ranks, measured);
-  const bool split = choice.stages > 1 && choice.strategy != plan::Strategy::kTensor;
+  const bool split = choice.stages > 1 && !has_slices(choice.strategy);
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
   if (measured && !training.fixed_checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;

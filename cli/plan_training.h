@@ -1,7 +1,7 @@
 // A training file as observe/plan takes it: `lockstep plan` reports on it, and `lockstep train`
 // follows it with elastic_gpu.
 //
-//   const plan::Training training = training_of(config.arguments, task);
+//   const plan::Training training = training_of(config, task);
 //   const std::string said = apply_plan(arguments, training, card, world.size());
 //
 // Functions without state; call from any thread.
@@ -11,12 +11,12 @@
 #include <string>
 
 #include "cli/task_config.h"
-#include "lockstep/train/arguments.h"
+#include "lockstep/train/config.h"
 #include "observe/plan/ranking.h"
 
 namespace lockstep::cli {
 
-plan::Training training_of(const TrainingArguments& arguments, const TaskConfig& task);
+plan::Training training_of(const train::Config& config, const TaskConfig& task);
 
 // elastic_gpu: the batch per device, the accumulation and what is sharded (optimizer, or all by
 // fsdp) that fit this card at this number of ranks and preserve the global batch; `measured`, where

@@ -128,6 +128,18 @@ TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
   EXPECT_EQ(fastest_way({measured}, training, 2), std::nullopt);
   training.may_tensor = false;
   EXPECT_EQ(fastest_way({measured}, training, 4), std::nullopt);
+  // With parts of the sequence where the file does not refuse them.
+  plan::Measurement sequence = measured;
+  sequence.strategy = plan::Strategy::kSequence;
+  EXPECT_FALSE(planned.arguments.sequence_parallel);
+  EXPECT_TRUE(plan_on(80, 4, "auto", sequence).arguments.sequence_parallel);
+  training.may_tensor = true;
+  EXPECT_EQ(fastest_way({sequence}, training, 4), sequence);
+  training.sequence = false;
+  EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
+  // Stages are not followed.
+  sequence.strategy = plan::Strategy::kPipeline;
+  EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
 }
 
 TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {

@@ -243,7 +243,7 @@ void follow_plan(World& world, Prepared& read) {
           : static_cast<double>(
                 c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);
   card.memory_bytes = static_cast<std::uint64_t>(all_reduce(world, free_bytes, ReduceOp::kMin));
-  const plan::Training training = training_of(arguments, read.task);
+  const plan::Training training = training_of(read.config, read.task);
   const std::string chosen =
       apply_plan(arguments, training, card, world.size(), agreed_way(world, training));
   if (world.is_leader() && !chosen.empty()) log::info("train", "{}", chosen);

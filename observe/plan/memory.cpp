@@ -165,16 +165,26 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   if (o.cpu) return peak;
   peak.workspace = kWorkspace + static_cast<std::uint64_t>(kFragmentation *
                                                            static_cast<double>(peak.activations));
-  peak.context = kContext + (o.ranks > 1 || o.tensor > 1 ? kNccl : 0);
+  peak.context = kContext + (o.ranks > 1 || model.slices > 1 ? kNccl : 0);
   return peak;
+}
+
+// Before stages or slices are taken of a model that is made whole.
+Memory made_whole(const Model& whole, const MemoryOptions& o, const Memory& peak) {
+  // A GPU gets the frozen matrices converted; on a CPU they are converted where they are.
+  const MemoryOptions one{.half = o.half && !o.cpu};
+  Memory memory{.parameters = resident(parameters_of(whole), one).parameters,
+                .context = peak.context,
+                .moment = "the division of the model"};
+  return memory.allocated() > peak.allocated() ? memory : peak;
 }
 
 }  // namespace
 
-Memory memory_of(const Model& whole, const MemoryOptions& options) {
+Memory memory_of(const Model& model, const MemoryOptions& options) {
   MemoryOptions o = options;
-  Model model = whole;
-  model.slices = o.tensor;
+  Model whole = model;
+  whole.slices = 1;
   o.fused &= model.causal_lm() != nullptr;
   const Activations a = activations_of(model, {.batch = o.batch,
                                                .half = o.half,
@@ -182,10 +192,13 @@ Memory memory_of(const Model& whole, const MemoryOptions& options) {
                                                .fused = o.fused,
                                                .fp8 = o.fp8});
   const Parameters all = parameters_of(model);
-  if (o.tensor > 1 && o.state_bytes)
+  if (model.slices > 1 && o.state_bytes)
     o.state_bytes = *o.state_bytes * static_cast<std::uint64_t>(all.trainable) /
                     static_cast<std::uint64_t>(parameters_of(whole).trainable);
-  if (!o.pipeline) return peak_of(model, all, a, model.blocks(), o);
+  if (!o.pipeline) {
+    const Memory peak = peak_of(model, all, a, model.blocks(), o);
+    return o.built_whole && model.slices > 1 ? made_whole(whole, o, peak) : peak;
+  }
   o.stages = 1;
   const std::uint64_t all_blocks = a.saved - a.head_saved;
   Memory most;
@@ -207,7 +220,7 @@ Memory memory_of(const Model& whole, const MemoryOptions& options) {
     const Memory memory = peak_of(model, parameters, part, stage.blocks, o);
     if (memory.total() > most.total()) most = memory;
   }
-  return most;
+  return o.built_whole ? made_whole(whole, o, most) : most;
 }
 
 std::uint64_t usable_bytes(const Card& card) {

@@ -38,11 +38,10 @@ struct MemoryOptions {
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
   int stages = 1;              // GPUs that the layers of one replica are divided over
   bool pipeline = false;       // by blocks, with 1F1B: the GPU that needs most counts
-  int tensor = 1;              // GPUs that hold a slice of every layer of one replica
   bool cpu = false;            // no CUDA, no NCCL
   bool shares_memory = false;  // the ranks that divide something map each other's memory
   bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory
-  // False: with fsdp the blocks are divided while the model is made (ShardedConstruction).
+  // False: what divides the model divides its blocks while it is made (ShardedConstruction).
   bool built_whole = true;
 };
 
@@ -65,6 +64,7 @@ struct Memory {
   std::uint64_t total() const { return allocated() + workspace + context; }
 };
 
+// `options.state_bytes` is of the whole model, where `model` is one of its slices, too.
 Memory memory_of(const Model& model, const MemoryOptions& options);
 
 // Without what is better left free: a card that is full to the last byte fails at the first longer

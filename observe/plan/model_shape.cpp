@@ -151,6 +151,12 @@ struct BlockBytes {
   std::int64_t stream = 0;   // the residual stream: what a checkpointed block saves
 };
 
+// A rank's part of what is between layers; the longest one counts.
+std::int64_t between_layers(const Model& model, std::int64_t bytes) {
+  const std::int64_t parts = model.sequence_parts();
+  return (bytes + parts - 1) / parts;
+}
+
 // What the input of a projection costs. A trained weight saves it, in the half type a copy; so does
 // the first matrix of an adapter, after dropout with its mask. `shared`: something else has saved
 // the tensor already, in that type.
@@ -192,15 +198,15 @@ struct BlockSizes {
 };
 
 // Calls `add` for each projection: its name in the block, the width of its input, and whether that
-// was saved before.
+// was saved before (`divided`: between layers, as a part of the sequence).
 template <typename Add>
-void each_projection(const BlockSpec& b, std::int64_t h, const Add& add) {
+void each_projection(const BlockSpec& b, std::int64_t h, bool divided, const Add& add) {
   // Without autocast projections of one tensor save that tensor; with it, a copy each.
   const bool one = h == 4;
   const auto all = [&](const std::string& module, const std::vector<Projection>& in,
                        const Projection& out, bool shared_out) {
     for (std::size_t i = 0; i < in.size(); ++i)
-      add(module + "." + in[i].name, in[i].in, i > 0 && one);
+      add(module + "." + in[i].name, in[i].in, divided || (i > 0 && one));
     add(module + "." + out.name, out.in, shared_out);
   };
   all(b.attention.name, b.attention.in, b.attention.out, /*shared_out=*/true);
@@ -248,19 +254,20 @@ std::int64_t norms_after(const BlockSpec& b) {
 }
 
 // Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
-BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
-                             std::int64_t length, bool fp8) {
+BlockBytes fused_block_bytes(const Model& model, const DecoderSpec& spec, const Trained& trained,
+                             std::int64_t h, bool fp8) {
   const BlockSpec& b = spec.block;
   const BlockSizes s(b, spec.rotary.has_value());
-  BlockBytes bytes{.stream = h * s.width};
-  bytes.saved = (2 + norms_after(b)) * (2 * h * s.width + s.statistics);
+  BlockBytes bytes{.stream = between_layers(model, h * s.width)};
+  const std::int64_t masks = b.dropout > 0 ? 2 * s.width : 0;
+  bytes.saved =
+      between_layers(model, (2 + norms_after(b)) * (2 * h * s.width + s.statistics) + masks);
   bytes.saved += h * (s.attended + s.normed_heads);
-  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, model.length, h);
   bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/true);
-  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool) {
+  each_projection(b, h, false, [&](const std::string& layer, std::int64_t in, bool) {
     bytes.saved += adapter_bytes(trained, layer, in, h);
   });
-  if (b.dropout > 0) bytes.saved += 2 * s.width;
   // Inputs of products take a byte instead of two; attention keeps its result beside that.
   if (fp8 && !trained.adapters() && !b.mlp.experts)
     bytes.saved -= 2 * s.width + b.mlp.out.in - s.queries;
@@ -268,25 +275,27 @@ BlockBytes fused_block_bytes(const DecoderSpec& spec, const Trained& trained, st
   return bytes;
 }
 
-BlockBytes block_bytes(const DecoderSpec& spec, const Trained& trained, std::int64_t h,
-                       std::int64_t length) {
+BlockBytes block_bytes(const Model& model, const DecoderSpec& spec, const Trained& trained,
+                       std::int64_t h) {
   const BlockSpec& b = spec.block;
   const BlockSizes s(b, spec.rotary.has_value());
-  BlockBytes bytes{.stream = 4 * s.width};
+  const bool divided = model.sequence_parts() > 1;
+  BlockBytes bytes{.stream = between_layers(model, 4 * s.width)};
   // The inputs of the norms; with a trained weight of an RMSNorm what it multiplies as well.
   const std::int64_t norms = 2 + norms_after(b);
-  bytes.saved = norms * (4 * s.width + s.statistics);
   const bool multiplied = b.attention_norm.kind != NormKind::kLayer && !trained.adapters();
-  if (multiplied) bytes.saved += norms * 4 * s.width;
+  std::int64_t between = norms * ((multiplied ? 8 : 4) * s.width + s.statistics);
+  if (b.dropout > 0) between += 2 * s.width;  // masks
+  if (divided) between += 2 * h * s.width;    // what attention and perceptron gather again
+  bytes.saved = between_layers(model, between);
   bytes.saved += (4 + (multiplied ? h : 0)) * s.normed_heads;
   bytes.saved += h * s.attended;
   // The result, and logarithms of the softmax's sums.
-  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, length, h);
+  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, model.length, h);
   bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/false);
-  each_projection(b, h, [&](const std::string& layer, std::int64_t in, bool shared) {
+  each_projection(b, h, divided, [&](const std::string& layer, std::int64_t in, bool shared) {
     bytes.saved += input_bytes(trained, layer, in, h, shared);
   });
-  if (b.dropout > 0) bytes.saved += 2 * s.width;  // masks
   // The two halves of a packed projection's gradient are made apart, then joined.
   bytes.working = 4 * s.width + h * s.width + mlp_working(b.mlp, h, s.packed_gate ? 3 : 2);
   return bytes;
@@ -308,18 +317,19 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   const std::int64_t h = options.half ? 2 : 4;
   const bool trained = !model.lora.has_value();
   const std::int64_t normed = trained && spec.last.kind != NormKind::kLayer ? 4 : 0;
+  const std::int64_t input = trained || model.sequence_parts() > 1 ? h : 0;
+  // The last norm's input and output; of plain modules what its weight multiplies, too, and the
+  // head's input.
+  const std::int64_t saved = options.fused ? 2 * h : 4 + normed + input;
+  all.head_saved = bytes_of(tokens * between_layers(model, saved * width));
+  all.saved += all.head_saved;
   // A soft cap of the logits is not part of the loss in chunks.
   if (options.fused && spec.logit_soft_cap == 0 && model.slices == 1) {
-    all.head_saved = bytes_of(tokens * 2 * h * width);  // the last norm's input and output
-    all.saved += all.head_saved;
     const std::int64_t gradients = tokens * h * width + (trained ? 4 * parameters.head : 0);
     all.head_forward = std::min(bytes_of(logits * h), kChunkBytes) + bytes_of(gradients);
     all.head_backward = bytes_of(gradients);
     return;
   }
-  // The last norm's input and what its weight multiplies; the head's input.
-  all.head_saved = bytes_of(tokens * (4 + normed + (trained ? h : 0)) * width);
-  all.saved += all.head_saved;
   const std::int64_t gradients = trained ? (h + 4) * parameters.head : 0;
   if (model.slices > 1) {
     // A slice has the product, shifted by the largest, in float, and its shares, which are saved.
@@ -338,11 +348,11 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
   const DecoderSpec spec = model.spec();
-  const BlockBytes block = options.fused
-                               ? fused_block_bytes(spec, trained, h, model.length, options.fp8)
-                               : block_bytes(spec, trained, h, model.length);
+  const BlockBytes block = options.fused ? fused_block_bytes(model, spec, trained, h, options.fp8)
+                                         : block_bytes(model, spec, trained, h);
   const std::int64_t tokens = options.batch * model.length;
-  const std::int64_t embedding = spec.embedding_dropout > 0 ? spec.width : 0;  // a mask
+  const std::int64_t embedding =  // a mask
+      spec.embedding_dropout > 0 ? between_layers(model, spec.width) : 0;
   Activations all;
   all.one_block = bytes_of(tokens * block.saved);
   all.working = bytes_of(tokens * block.working);

@@ -32,12 +32,15 @@ struct Model {
   // What one of so many tensor parallel ranks has of a language model: its heads, hidden units and
   // rows of the vocabulary, and all norms (models::tensor_cuts()). Ranks differ by a row at most.
   int slices = 1;
+  bool sequence_parallel = false;  // those ranks have parts of the sequence between layers
 
   std::vector<io::TensorShape> tensors() const;
   const models::CausalLmConfig* causal_lm() const {
     return std::get_if<models::CausalLmConfig>(&config);
   }
   models::DecoderSpec spec() const;  // of a language model, or of a slice of it
+  // What is computed between layers is divided by this.
+  int sequence_parts() const { return sequence_parallel ? slices : 1; }
   // Blocks that gradient checkpointing and a model split work with; 0: there are none.
   std::int64_t blocks() const;
 };

@@ -74,11 +74,14 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
     all.push_back({"bf16", "true"});
   if (const int stages = c.strategy == Strategy::kPipeline ? c.stages : 1; stages != file.pipeline)
     all.push_back({"pipeline_parallel_degree", std::to_string(stages)});
-  if (const int slices = c.strategy == Strategy::kTensor ? c.stages : 1; slices != file.tensor)
+  const bool sliced = has_slices(c.strategy);
+  if (const int slices = sliced ? c.stages : 1; slices != file.tensor)
     all.push_back({"tensor_parallel_degree", std::to_string(slices)});
+  const bool sequence = c.strategy == Strategy::kSequence;
+  if (sliced && sequence != file.sequence.value_or(false))
+    all.push_back({"sequence_parallel", sequence ? "true" : "false"});
   // Batches are tried on a whole model.
-  if (c.strategy == Strategy::kTensor && !file.adapts.empty())
-    all.push_back({file.adapts, "false"});
+  if (sliced && !file.adapts.empty()) all.push_back({file.adapts, "false"});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
@@ -147,15 +150,16 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
       training.global_batch.value_or(training.batch * training.accumulation * gpus);
   for (Training& computed : computations(training, machine)) {
     computed.global_batch = global;
+    Training unsharded = computed;  // ways have fsdp or stages or slices
+    unsharded.fsdp.reset();
     for (const int n : counts_of(gpus)) {
-      const auto add = [&](const Parts& parts) {
-        const auto choice = best_batch({computed, parts}, machine.card, [&](const Choice& c) {
-          const auto step = timed(computed, machine, c).step;
+      const auto add = [&](const Training& one, const Parts& parts) {
+        const auto choice = best_batch({one, parts}, machine.card, [&](const Choice& c) {
+          const auto step = timed(one, machine, c).step;
           return step ? std::optional(step->total_s()) : std::nullopt;
         });
         if (!choice) return;
-        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half,
-                computed.fp8};
+        Way way{timed(one, machine, *choice), one.checkpointing, one.half, one.fp8};
         way.settings = settings_of(training, way, gpus);
         way.estimate = *way.step;
         ways.push_back(std::move(way));
@@ -166,14 +170,15 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
             training.fsdp && !fsdp_word(strategy).empty() && strategy != training.fsdp;
         const bool mapped = n == 1 || !training.device_map || strategy == Strategy::kSplit;
         if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
-          add({n, strategy});
+          add(computed, {n, strategy});
       }
       for (int degree = 2; degree <= n && !training.device_map; ++degree)
         for (const auto& [strategy, written] : {std::pair(Strategy::kPipeline, training.pipeline),
-                                                std::pair(Strategy::kTensor, training.tensor)}) {
+                                                std::pair(Strategy::kTensor, training.tensor),
+                                                std::pair(Strategy::kSequence, training.tensor)}) {
           const bool tried = (degree & (degree - 1)) == 0 || degree == written;
           if (tried && can_train(computed, machine.card, {n, strategy, degree}))
-            add({n, strategy, degree});
+            add(unsharded, {n, strategy, degree});
         }
     }
   }

@@ -156,7 +156,8 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   const auto alone = work_of(t, make_choice(t, machine.card, {1, Strategy::kSingle}, 4),
                              machine.card, {.utilisation = 0.5});
   EXPECT_NEAR(both->forward_s / alone->forward_s, 0.5, 1e-3);
-  EXPECT_EQ(std::ranges::count(both->tensor_sums, 4.0 * 2048 * 2048 * 2), 2 + 4 * 24);
+  EXPECT_EQ(std::ranges::count(both->tensor_sums, 4.0 * 2048 * 2048 * 2), 1 + 4 * 24);
+  EXPECT_EQ(std::ranges::count(both->tensor_sums, 4.0 * 2048 * 2048 * 4), 1);  // float weights
   Work sums{.accumulation = 8, .tensor_ranks = 2, .tensor_sums = both->tensor_sums};
   double expected = 0;
   for (const double bytes : both->tensor_sums)
@@ -179,6 +180,88 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   t.half = false;
   const auto again = work_of(t, c, machine.card, {.utilisation = 0.5});
   EXPECT_EQ(std::ranges::count(again->tensor_sums, 4.0 * 2048 * 2048 * 4), 2 + 6 * 24);
+  t.checkpointing = false;
+  t.half = t.unfused = true;  // norms of plain modules are in float, and so are their gradients
+  const auto plain = work_of(t, c, machine.card, {.utilisation = 0.5});
+  EXPECT_EQ(std::ranges::count(plain->tensor_sums, 4.0 * 2048 * 2048 * 4), 2 + 2 * 24);
+}
+
+// Each sum is a reduce-scatter and a gather, and what layers have read is gathered again.
+TEST(Ways, SequenceParallelismTakesLessMemory) {
+  Training t{.model = gpt_1b3(), .batch = 4, .half = true, .bf16 = true, .may_tensor = true};
+  t.global_batch = 8;
+  const Machine machine = machine_of(80);
+  const Choice tensor = make_choice(t, machine.card, {2, Strategy::kTensor, 2}, 4);
+  const Choice sequence = make_choice(t, machine.card, {2, Strategy::kSequence, 2}, 4);
+  const double saved = 8192.0 * (24 * (2 * (4 * 2048 + 8)) + 4 * 2048) / 2;
+  EXPECT_NEAR(static_cast<double>(tensor.memory.activations - sequence.memory.activations), saved,
+              0.01 * saved);
+  const auto work = work_of(t, sequence, machine.card, {});
+  const double stream = 8192.0 * 2048;
+  EXPECT_EQ(std::ranges::count(work->tensor_gathers, 2 * stream), 5 * 2 * 24 + 3);
+  EXPECT_EQ(std::ranges::count(work->tensor_gathers, 4 * stream), 2);  // embedding
+  // Two norms and two biases of a block, the last norm; positions; the loss's two.
+  EXPECT_EQ(std::ranges::count(work->tensor_sums, 4.0 * 2048), 6 * 24 + 2);
+  EXPECT_EQ(std::ranges::count(work->tensor_sums, 4.0 * 2048 * 2048), 1);
+  EXPECT_EQ(work->tensor_sums.size(), 6 * 24 + 2 + 1 + 2u);
+  EXPECT_LT(work->forward_s, work_of(t, tensor, machine.card, {})->forward_s);  // norms of a part
+  std::vector<Way> ways = rank_ways(t, machine, 2);
+  const auto settings = [&](Strategy strategy) {
+    std::vector<Setting> found;
+    for (const Way& way : ways)
+      if (way.choice.strategy == strategy)
+        for (const Setting& one : way.settings)
+          if (one.key == "sequence_parallel") found.push_back(one);
+    return found;
+  };
+  EXPECT_THAT(settings(Strategy::kSequence), ::testing::Each(Setting{"sequence_parallel", "true"}));
+  EXPECT_FALSE(settings(Strategy::kSequence).empty());
+  EXPECT_TRUE(settings(Strategy::kTensor).empty());
+  t.tensor = 2;
+  t.sequence = true;  // the file's
+  ways = rank_ways(t, machine, 2);
+  EXPECT_TRUE(as_written(t, machine.card, 2).as_written);
+  EXPECT_EQ(as_written(t, machine.card, 2).strategy, Strategy::kSequence);
+  EXPECT_TRUE(settings(Strategy::kSequence).empty());
+  EXPECT_THAT(settings(Strategy::kTensor),
+              ::testing::Contains(Setting{"sequence_parallel", "false"}));
+  t.sequence = false;
+  EXPECT_FALSE(can_train(t, machine.card, {2, Strategy::kSequence, 2}));
+  EXPECT_EQ(as_written(t, machine.card, 2).strategy, Strategy::kTensor);
+}
+
+TEST(Ways, AdaptersOfSlicesAreAddedUp) {
+  Training t{.model = phi3(), .batch = 2, .half = true, .bf16 = true, .may_tensor = true};
+  t.model.lora = lora(16, {"qkv_proj", "o_proj"});
+  t.global_batch = 8;
+  const Card card = card_of(80);
+  const Choice c = make_choice(t, card, {4, Strategy::kTensor, 2}, 2);
+  const auto work = work_of(t, c, card, {});
+  // lora_A of queries, keys and values, and lora_B after attention are on every rank.
+  EXPECT_EQ(std::ranges::count(work->tensor_sums, 4.0 * 16 * 3072), 2 * 32);
+  EXPECT_EQ(work->tensor_sums.size(), 2 * 32 + 2 + 2 + 4 * 32u);
+  std::int64_t gradients = 0;
+  for (const std::int64_t bytes : work->gradients) gradients += bytes;
+  EXPECT_EQ(gradients, 4 * 32 * 16 * (3072 + 3 * 3072 / 2 + 3072 / 2 + 3072));
+  const auto ways = rank_ways(t, machine_of(80), 2);
+  EXPECT_TRUE(
+      std::ranges::any_of(ways, [](const Way& way) { return has_slices(way.choice.strategy); }));
+}
+
+// fsdp, stages and slices are ways of their own.
+TEST(Ways, OfStagesAndSlicesEndFsdp) {
+  Training t{
+      .model = gpt_1b3(), .batch = 1, .half = true, .may_pipeline = true, .may_tensor = true};
+  t.fsdp = Strategy::kFullShard;
+  t.global_batch = 8;
+  int seen = 0;
+  for (const Way& way : rank_ways(t, machine_of(80), 2)) {
+    if (way.choice.strategy < Strategy::kPipeline) continue;
+    ++seen;
+    EXPECT_EQ(way.choice.sharding, Sharding::kNone);
+    EXPECT_EQ(std::ranges::count(way.settings, Setting{"fsdp", "\"\""}), 1);
+  }
+  EXPECT_GT(seen, 0);
 }
 
 TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
@@ -192,20 +275,20 @@ TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
   EXPECT_FALSE(can_train(t, card, {6, Strategy::kTensor, 4}));
   t.node_gpus = 2;
   EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 4}));
-  const auto ways = rank_ways(t, machine_of(80), 4);
+  const auto ways = rank_ways(t, machine_of(80), 2);
   const auto found = std::ranges::find_if(
       ways, [](const Way& way) { return way.choice.strategy == Strategy::kTensor; });
   ASSERT_TRUE(found != ways.end());
   EXPECT_EQ(std::ranges::count(found->settings, Setting{"tensor_parallel_degree", "2"}), 1);
   t.adapts = "elastic_gpu";
-  for (const Way& way : rank_ways(t, machine_of(80), 4))
+  for (const Way& way : rank_ways(t, machine_of(80), 2))
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"elastic_gpu", "false"}),
-              way.choice.strategy == Strategy::kTensor);
+              has_slices(way.choice.strategy));
   t.adapts = "";
   t.tensor = 2;  // a file that has slices: other ways end them
-  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+  for (const Way& way : rank_ways(t, machine_of(80), 2)) {
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"tensor_parallel_degree", "1"}),
-              way.choice.strategy != Strategy::kTensor);
+              !has_slices(way.choice.strategy));
   }
   t.tensor = 1;
   t.may_tensor = false;

@@ -156,9 +156,10 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
   time.exposed_s += std::max(0.0, sent_until - backward_s);
 }
 
-// An all-reduce between nodes that each hold a whole copy in parts: every GPU sends its part, and
-// the ports of a node carry all of them.
-double copies_s(const Cluster& cluster, int copies, double bytes) {
+// An all-reduce between copies that are in parts on `group` ranks each: every GPU sends its part,
+// and between nodes the ports of a node carry all of them.
+double copies_s(const Cluster& cluster, int copies, int group, double bytes) {
+  if (copies * group <= cluster.per_node) return all_reduce_s(cluster, copies, bytes / group);
   Cluster nodes = cluster;
   nodes.per_node = 1;
   nodes.inside = cluster.between;
@@ -219,13 +220,21 @@ double all_gather_s(const Cluster& cluster, int ranks, double bytes) {
 
 StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   const double slower = slowdown(cluster, ranks * work.tensor_ranks);
-  StepTime time{.compute_s = slower * work.compute_s(), .optimizer_s = slower * work.optimizer_s};
+  // Ranks that a rank's state is divided over.
+  const int group = work.sharding == Sharding::kNone ? 1
+                    : work.shard_ranks > 0           ? std::min(work.shard_ranks, ranks)
+                                                     : ranks;
+  StepTime time{.compute_s = slower * work.compute_s(),
+                .optimizer_s = slower * work.optimizer_s / group};
   Cluster one_copy = cluster;
   one_copy.shared_bandwidth /= ranks;  // all copies sum at once
+  double micro_s = static_cast<double>(work.tensor_sums.size() + work.tensor_gathers.size()) *
+                   (cluster.cores > 0 ? kCpuSumWait_s : 0);
   for (const double bytes : work.tensor_sums)
-    time.communication_s +=
-        static_cast<double>(work.accumulation) * (all_reduce_s(one_copy, work.tensor_ranks, bytes) +
-                                                  (cluster.cores > 0 ? kCpuSumWait_s : 0));
+    micro_s += all_reduce_s(one_copy, work.tensor_ranks, bytes);
+  for (const double bytes : work.tensor_gathers)
+    micro_s += all_gather_s(one_copy, work.tensor_ranks, bytes);
+  time.communication_s = static_cast<double>(work.accumulation) * micro_s;
   time.exposed_s = time.communication_s;
   if (ranks < 2) return time;
   if (work.tensor_ranks > 1) {
@@ -234,8 +243,10 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
     copies.per_node = std::max(1, cluster.per_node / work.tensor_ranks);
     copies.between.bandwidth /= work.tensor_ranks;
     copies.shared_bandwidth /= work.tensor_ranks;
-    const Work gradients{.backward_s = work.backward_s, .gradients = work.gradients};
-    const StepTime between = step_time(gradients, copies, ranks);
+    Work own = work;
+    own.tensor_ranks = 1;
+    own.tensor_sums = own.tensor_gathers = {};
+    const StepTime between = step_time(own, copies, ranks);
     time.communication_s += between.communication_s;
     time.exposed_s += between.exposed_s;
     return time;
@@ -249,18 +260,15 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
       add_buckets(work, cluster, ranks, cluster.cores > 0 ? 0 : slower * work.backward_s, time);
       return time;
     case Sharding::kOptimizer:
-      time.optimizer_s /= ranks;
       time.communication_s = 2 * all_gather_s(cluster, ranks, gradients);
       break;
     case Sharding::kFull:
     case Sharding::kGradOp: {
-      const int group = work.shard_ranks > 0 ? std::min(work.shard_ranks, ranks) : ranks;
-      time.optimizer_s /= group;
       const int gathers = work.sharding == Sharding::kFull ? 2 : 1;
-      time.communication_s =
-          static_cast<double>(work.accumulation) *
-          (gathers * all_gather_s(cluster, group, parameters) +
-           all_gather_s(cluster, group, gradients) + copies_s(cluster, ranks / group, gradients));
+      time.communication_s = static_cast<double>(work.accumulation) *
+                             (gathers * all_gather_s(cluster, group, parameters) +
+                              all_gather_s(cluster, group, gradients) +
+                              copies_s(cluster, ranks / group, group, gradients));
       break;
     }
   }

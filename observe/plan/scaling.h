@@ -74,9 +74,11 @@ struct Work {
   std::int64_t parameter_bytes = 0;       // that kFull and kGradOp gather
   Sharding sharding = Sharding::kNone;
   int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
-  // Tensor parallel ranks of one replica, and the bytes of each sum over them in a micro-batch.
+  // Tensor parallel ranks of one replica, and the bytes of each sum over them in a micro-batch; of
+  // each gather and each reduce-scatter where they divide the sequence.
   int tensor_ranks = 1;
   std::vector<double> tensor_sums{};
+  std::vector<double> tensor_gathers{};
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 

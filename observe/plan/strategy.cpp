@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -90,15 +91,35 @@ Sharding sharding_of(Strategy strategy) {
   return is_fsdp(strategy) ? Sharding::kFull : Sharding::kNone;
 }
 
-// Ranks that a fully sharded model is divided over.
-int shard_ranks_of(const Training& t, const Parts& parts) {
-  return parts.strategy == Strategy::kHybridShard ? std::min(t.node_gpus, parts.gpus) : 0;
+// The file's fsdp, of stages and slices, too; nothing where a strategy ends it.
+std::optional<Strategy> fsdp_of(const Training& t, Strategy strategy) {
+  if (is_fsdp(strategy)) return strategy;
+  return strategy >= Strategy::kPipeline ? t.fsdp : std::nullopt;
+}
+
+// Ranks that a fully sharded model is divided over, as mesh_for() has them; 0: all that hold the
+// same part of it.
+int shard_ranks_of(const Training& t, const Choice& choice) {
+  const std::optional<Strategy> fsdp = fsdp_of(t, choice.strategy);
+  if (!fsdp) return 0;
+  if (fsdp != Strategy::kHybridShard) return t.shard_degree;
+  const int slices = has_slices(choice.strategy) ? choice.stages : 1;
+  const int local = std::min(t.node_gpus, choice.gpus);
+  return local % slices == 0 ? std::gcd(choice.replicas(), local / slices) : 1;
 }
 
 // fsdp of the file on one GPU, too: its blocks come and go.
 bool offloads(const Training& t, const Card& card, const Choice& choice) {
   return t.offload && !card.cpu && t.fsdp &&
-         (is_fsdp(choice.strategy) || choice.strategy == Strategy::kSingle);
+         (fsdp_of(t, choice.strategy) || choice.strategy == Strategy::kSingle);
+}
+
+// What a rank has of it, and between layers.
+Model part_of(const Model& model, const Choice& choice) {
+  Model part = model;
+  if (has_slices(choice.strategy)) part.slices = choice.stages;
+  part.sequence_parallel = choice.strategy == Strategy::kSequence;
+  return part;
 }
 
 // A rank that has a part of the layers alone computes as one that has all of them; a device map's
@@ -112,7 +133,9 @@ bool is_fused(const Training& t, const Card& card, const Choice& choice) {
 bool is_written(const Training& t, const Choice& choice) {
   const Strategy strategy = choice.strategy;
   if (strategy == Strategy::kPipeline) return choice.stages == t.pipeline;
-  if (strategy == Strategy::kTensor) return choice.stages == t.tensor;
+  if (has_slices(strategy))
+    return choice.stages == t.tensor &&
+           (strategy == Strategy::kSequence) == t.sequence.value_or(false);
   if (strategy == Strategy::kSplit) return t.device_map;
   if (t.tensor > 1) return false;
   if (is_fsdp(strategy))
@@ -138,7 +161,8 @@ Parts written_parts(const Training& t, const Card& card, int gpus) {
   if (t.device_map && can_train(t, card, split)) return split;
   const Parts stages{gpus, Strategy::kPipeline, t.pipeline};
   if (can_train(t, card, stages)) return stages;
-  const Parts slices{gpus, Strategy::kTensor, t.tensor};
+  const Parts slices{gpus, t.sequence.value_or(false) ? Strategy::kSequence : Strategy::kTensor,
+                     t.tensor};
   if (can_train(t, card, slices)) return slices;
   return {gpus,
           t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp)};
@@ -298,18 +322,50 @@ bool divides_layers(const Model& model, int degree) {
          std::min(spec.vocabulary, spec.block.mlp.out.in) >= degree;
 }
 
-// Sums over tensor parallel ranks in a micro-batch: after the embedding and twice in each block,
-// and the same in backward, in the type of activations; and the loss's, a number for a token and
-// two.
-std::vector<double> tensor_sums_of(const Training& t, std::int64_t batch) {
+// Parameters that every tensor parallel rank has and uses with slices, or on its part of the
+// sequence: their gradients are added up in each micro-batch, of positions for the tokens that
+// there are.
+std::vector<double> shared_gradients(const Training& t) {
+  const bool all = t.model.sequence_parts() > 1;
+  Model whole = t.model;
+  whole.slices = 1;
+  const std::vector<io::TensorShape> tensors = trained_tensors(whole),
+                                     own = trained_tensors(t.model);
+  const std::int64_t most = t.model.length * t.model.spec().width;
+  std::vector<double> bytes;
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    const bool adapter = own[i].name.find(".lora_") != std::string::npos;
+    if (own[i].shape != tensors[i].shape || !(all || adapter)) continue;
+    std::int64_t count = 1;
+    for (const std::int64_t size : own[i].shape) count *= size;
+    bytes.push_back(4 * static_cast<double>(std::min(count, most)));
+  }
+  return bytes;
+}
+
+// What tensor parallel ranks send in a micro-batch: sums after the embedding, whose weights are in
+// float, and twice in each block, and in backward as many, in the type of activations (of plain
+// modules in float, as norms are); and the loss's, a number for a token and two. Where they divide
+// the sequence each sum is a reduce-scatter and a gather, and what layers have read is gathered
+// once more in backward.
+void add_tensor_work(const Training& t, std::int64_t batch, bool fused, Work& work) {
   const auto tokens = static_cast<double>(batch * t.model.length);
-  const std::int64_t passes = t.checkpointing ? 3 : 2;
-  const double stream = tokens * static_cast<double>(t.model.causal_lm()->spec().width);
-  std::vector<double> sums(static_cast<std::size_t>(2 + 2 * passes * t.model.blocks()),
-                           (t.half ? 2 : 4) * stream);
-  sums.push_back(4 * tokens);
-  sums.push_back(8 * tokens);
-  return sums;
+  const double stream = tokens * static_cast<double>(t.model.spec().width);
+  const double half = (t.half ? 2 : 4) * stream;
+  const auto pairs = static_cast<std::size_t>(2 * t.model.blocks());
+  const std::size_t forwards = t.checkpointing ? 2 : 1;
+  work.tensor_ranks = t.model.slices;
+  work.tensor_sums = shared_gradients(t);
+  work.tensor_sums.insert(work.tensor_sums.end(), {4 * tokens, 8 * tokens});
+  if (t.model.sequence_parts() > 1) {
+    // The embedding's and its gradient's, which a frozen one does not have; the head's three.
+    work.tensor_gathers.assign(t.model.lora ? 1 : 2, 4 * stream);
+    work.tensor_gathers.insert(work.tensor_gathers.end(), (2 * forwards + 3) * pairs + 3, half);
+    return;
+  }
+  work.tensor_sums.push_back(4 * stream);
+  work.tensor_sums.insert(work.tensor_sums.end(), forwards * pairs, half);
+  work.tensor_sums.insert(work.tensor_sums.end(), pairs + 1, fused ? half : 4 * stream);
 }
 
 }  // namespace
@@ -319,33 +375,38 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
                 .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
                 .stages = parts.gpus / parts.replicas()};
   const int replicas = choice.replicas();
-  const int slices = choice.strategy == Strategy::kTensor ? choice.stages : 1;
+  const bool slices = has_slices(choice.strategy);
+  const bool by_layers = choice.strategy >= Strategy::kPipeline;
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
   choice.global_batch = batches.global;
   choice.same_global_batch = batches.same;
   const bool offload = offloads(t, card, choice);
-  const int shard_ranks = shard_ranks_of(t, parts);
+  const int shard_ranks = shard_ranks_of(t, choice);
+  choice.sharding =
+      sharding_of(offload ? *t.fsdp : fsdp_of(t, choice.strategy).value_or(choice.strategy));
   choice.memory = memory_of(
-      t.model, {.batch = batches.batch,
-                .accumulation = batches.accumulation,
-                .half = t.half,
-                .checkpointing = t.checkpointing,
-                .fused = is_fused(t, card, choice),
-                .fp8 = t.fp8,
-                .ranks = replicas,
-                .sharding = sharding_of(offload ? *t.fsdp : choice.strategy),
-                .shard_ranks = shard_ranks,
-                .state_bytes = t.state_bytes,
-                .stages = slices > 1 ? 1 : choice.stages,
-                .pipeline = choice.strategy == Strategy::kPipeline,
-                .tensor = slices,
-                .cpu = card.cpu,
-                .shares_memory = card.cpu && t.shares_memory &&
-                                 (shard_ranks > 0 ? shard_ranks : replicas) <= t.node_gpus,
-                .offload = offload,
-                .built_whole = t.built_whole});
+      part_of(t.model, choice),
+      {.batch = batches.batch,
+       .accumulation = batches.accumulation,
+       .half = t.half,
+       .checkpointing = t.checkpointing,
+       .fused = is_fused(t, card, choice),
+       .fp8 = t.fp8,
+       .ranks = replicas,
+       .sharding = choice.sharding,
+       .shard_ranks = shard_ranks,
+       .state_bytes = t.state_bytes,
+       .stages = slices ? 1 : choice.stages,
+       .pipeline = choice.strategy == Strategy::kPipeline,
+       .cpu = card.cpu,
+       .shares_memory =
+           card.cpu && t.shares_memory &&
+           (shard_ranks > 0 ? shard_ranks : replicas) * (slices ? choice.stages : 1) <= t.node_gpus,
+       .offload = offload,
+       // Adapters convert the base, which must be whole then.
+       .built_whole = (t.model.lora && t.half) || (t.built_whole && !by_layers)});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
   choice.as_written = choice.fits && is_written(t, choice) && refusals(t, card, choice).empty() &&
@@ -377,6 +438,11 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
         fmt::format("tensor_parallel_degree {0} trains on multiples of {0} {1}: use such a number, "
                     "or set tensor_parallel_degree: 1",
                     t.tensor, devices));
+  if (t.fsdp && choice.replicas() % std::max(1, t.shard_degree) != 0)
+    all.push_back(fmt::format(
+        "data_parallel_shard_degree {} does not divide the {} {} that hold the same part of the "
+        "model: use a multiple, or delete it",
+        t.shard_degree, choice.replicas(), devices));
   const std::int64_t global = t.global_batch.value_or(0);
   const std::int64_t pass = t.batch * choice.replicas();
   const std::int64_t below = global / pass * pass;
@@ -394,25 +460,22 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
   return all;
 }
 
-std::string not_counted(const Training& t) {
-  if (!t.fsdp || t.pipeline * t.tensor == 1) return "";
-  return fmt::format("fsdp beside {}_parallel_degree is not planned: {} count whole",
-                     t.tensor > 1 ? "tensor" : "pipeline", t.tensor > 1 ? "slices" : "stages");
-}
-
 bool can_train(const Training& t, const Card& card, const Parts& parts) {
   const auto [gpus, strategy, degree] = parts;
   const std::int64_t blocks = t.model.blocks();
   if (gpus == 1) return strategy == Strategy::kSingle;
   if (strategy == Strategy::kPipeline)
     return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
-  if (strategy == Strategy::kTensor)
-    return (t.may_tensor || degree == t.tensor) && !t.fp8 && degree > 1 && gpus % degree == 0 &&
-           (degree <= t.node_gpus || degree == t.tensor) && divides_layers(t.model, degree);
+  if (has_slices(strategy))
+    return (t.may_tensor || degree == t.tensor) &&
+           (strategy == Strategy::kTensor || t.sequence.value_or(true)) && !t.fp8 && degree > 1 &&
+           gpus % degree == 0 && (degree <= t.node_gpus || degree == t.tensor) &&
+           divides_layers(t.model, degree);
   if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
   // Units are a model's blocks: without them it would be whole in every step.
-  if (is_fsdp(strategy) && blocks == 0) return false;
-  if (strategy == Strategy::kHybridShard) return gpus > t.node_gpus && gpus % t.node_gpus == 0;
+  if (is_fsdp(strategy) && (blocks == 0 || gpus % std::max(1, t.shard_degree) != 0)) return false;
+  if (strategy == Strategy::kHybridShard)
+    return gpus > t.node_gpus && gpus % t.node_gpus == 0 && t.shard_degree == 0;
   return strategy != Strategy::kSingle;
 }
 
@@ -441,6 +504,8 @@ std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
       return fmt::format("one rank, device_map over {}", gpus);
     case Strategy::kTensor:
       return fmt::format("tensor parallel over {}", stages);
+    case Strategy::kSequence:
+      return fmt::format("tensor, sequence parallel over {}", stages);
     case Strategy::kPipeline:
       return fmt::format("pipeline of {} stages", stages);
     default:
@@ -487,6 +552,9 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   if (written == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
             [](State& state) { state.parts.strategy = Strategy::kShardedOptimizer; });
+  if (written == Strategy::kTensor)
+    all.add("sequence_parallel: true", "what layers read is gathered once more in backward",
+            [](State& state) { state.parts.strategy = Strategy::kSequence; });
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
@@ -530,8 +598,8 @@ double utilisation_of(const Training& t, const Card& card) {
 std::optional<Work> work_of(const Training& whole, const Choice& choice, const Card& card,
                             const Speed& speed) {
   Training t = whole;
-  const bool slices = choice.strategy == Strategy::kTensor;
-  if (slices) t.model.slices = choice.stages;
+  t.model = part_of(whole.model, choice);
+  const bool slices = has_slices(choice.strategy);
   const int stages = slices ? 1 : choice.stages;
   const double peak = peak_flops(t, card);
   if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
@@ -559,10 +627,7 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
             .accumulation = choice.accumulation,
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= stages;
-  if (slices) {
-    work.tensor_ranks = choice.stages;
-    work.tensor_sums = tensor_sums_of(t, choice.batch);
-  }
+  if (slices) add_tensor_work(t, choice.batch, is_fused(t, card, choice), work);
   if (choice.strategy == Strategy::kPipeline) {
     // Stages compute at once at the pace of the one that has most to do, and wait while the
     // pipeline fills and empties: (p-1)/(m+p-1).
@@ -573,22 +638,24 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
   }
   const Parameters parameters = parameters_of(t.model);
   // Parameters travel as they are held: in float, and frozen matrices in the half type.
-  work.parameter_bytes = 4 * parameters.total() - (t.half ? 2 * parameters.frozen_matrices : 0);
+  work.parameter_bytes =
+      (4 * parameters.total() - (t.half ? 2 * parameters.frozen_matrices : 0)) / stages;
   // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
                                              stages / card.memory_bandwidth -
                                          idle_s);
-  work.sharding = sharding_of(choice.strategy);
-  if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
+  work.sharding = choice.sharding;
+  if (fsdp_of(t, choice.strategy) && choice.replicas() > 1 && !speed.tokens_per_second &&
+      card.memory_bandwidth > 0) {
     // What travels is one buffer for a block, copied to and from its tensors: read and written.
     const double once = 2 * static_cast<double>(work.parameter_bytes) / card.memory_bandwidth;
     const double gathers = work.sharding == Sharding::kFull ? 1 : 0;
     work.forward_s += once;
-    work.backward_s +=
-        gathers * once + 8 * static_cast<double>(parameters.trainable) / card.memory_bandwidth;
+    work.backward_s += gathers * once + 8 * static_cast<double>(parameters.trainable) / stages /
+                                            card.memory_bandwidth;
   }
-  work.shard_ranks = shard_ranks_of(t, {choice.gpus, choice.strategy});
+  work.shard_ranks = shard_ranks_of(t, choice);
   return work;
 }
 

@@ -37,9 +37,14 @@ enum class Strategy {
   kSplit,        // one rank with a device map
   kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
   kTensor,    // tensor_parallel_degree ranks hold a slice of each layer; copies likewise
+  kSequence,  // these, with sequence_parallel
 };
+inline bool has_slices(Strategy strategy) {
+  return strategy == Strategy::kTensor || strategy == Strategy::kSequence;
+}
 // "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
-// "one rank, device_map over 2", "pipeline of 2 stages", "tensor parallel over 2".
+// "one rank, device_map over 2", "pipeline of 2 stages", "tensor parallel over 2",
+// "tensor, sequence parallel over 2".
 std::string strategy_text(Strategy strategy, int gpus, int stages = 1, bool cpu = false);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
@@ -64,24 +69,27 @@ struct Training {
   std::string adapts{};
   std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
   bool device_map = false;                     // the file's: one rank has all GPUs
-  std::optional<Strategy> fsdp{};              // the file's
+  std::optional<Strategy> fsdp{};              // the file's, beside stages and slices too
+  int shard_degree = 0;                        // data_parallel_shard_degree; 0: all that can
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool shares_memory = true;                   // CPU ranks of a node do: their backend is shm
   bool offload = false;                        // with fsdp: as in MemoryOptions
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
-  bool built_whole = true;                     // as in MemoryOptions
+  bool built_whole = true;                     // as in MemoryOptions, with fsdp
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
   bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree
   int pipeline = 1;                            // the file's pipeline_parallel_degree
   bool may_tensor = false;                     // tensor_parallel_degree may be proposed
   int tensor = 1;                              // the file's
+  std::optional<bool> sequence{};              // its sequence_parallel; unset: either may be
 };
 
 struct Choice {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
   int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline or of slices
+  Sharding sharding = Sharding::kNone;  // over replicas
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
@@ -114,9 +122,6 @@ bool lacks_fp8(const Training& training, const Card& card);
 // replicas cannot share the global batch in the file's micro-batches. Empty: it does.
 std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
 
-// A note on what the file says and no figure has in it: fsdp of stages or slices. Empty: nothing.
-std::string not_counted(const Training& training);
-
 // With `fits` false the choice is what the file says, with the smallest micro-batch.
 // Copies of the model that the file trains on so many GPUs: each needs samples of its own.
 int written_copies(const Training& training, const Card& card, int gpus);
@@ -133,7 +138,8 @@ struct Change {
 // The file's own strategy and micro-batch, whether they fit or not.
 Choice as_written(const Training& training, const Card& card, int gpus);
 // What makes that smaller, cheapest first: smaller micro-batches where they suffice, a sharded
-// optimizer, gradient checkpointing, then smaller micro-batches, fsdp, bf16, LoRA, a device map.
+// optimizer, sequence parallelism of slices, gradient checkpointing, then smaller micro-batches,
+// fsdp, bf16, LoRA, a device map.
 // Ends with the first that fits together with those before.
 std::vector<Change> changes(const Training& training, const Card& card, int gpus);
 

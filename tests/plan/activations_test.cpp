@@ -13,6 +13,8 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/activation_checkpoint.h"
+#include "lockstep/parallel/tensor_parallel.h"
+#include "lockstep/testing/worlds.h"
 #include "observe/plan/memory.h"
 
 namespace lockstep::plan {
@@ -244,6 +246,65 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"phi3_fused_half", llama(true, false), true, false, true},
         Case{"phi3_lora_fused_half", llama(true, true), true, false, true}),
     [](const auto& one) { return std::string(one.param.name); });
+
+// ---------------------------------------------------------------- tensor parallel ranks
+
+using Slices = Activation;
+
+// Two ranks are threads of this process, so that the allocator sees what both have.
+TEST_P(Slices, SavedByARankIsAsPlanned) {
+  const Case& c = GetParam();
+  for (const bool sequence : {false, true}) {
+    std::uint64_t before = 0, after = 0;
+    testing::run_threads(2, [&](World& world) {
+      const auto net = models::make_causal_lm(*c.model.causal_lm());
+      net->use_fused(c.fused);
+      net->use_sequence_parallel(sequence);
+      if (c.model.lora) models::add_lora(*net, *c.model.lora);
+      TensorParallel model(*net, Mesh(world, {{"data", -1}, {"tensor", 2}}));
+      net->train();
+      const auto loss = [&] {
+        const optim::Autocast autocast(at::kCPU, c.half ? at::kBFloat16 : at::kFloat);
+        model.before_forward();
+        return net->loss(ids_, ids_);
+      };
+      loss();  // makes what is made once
+      const auto count = [&](std::uint64_t& bytes) {
+        world.barrier();
+        if (world.is_leader()) bytes = Counting::instance().live();
+        world.barrier();
+      };
+      count(before);
+      const at::Tensor kept = loss();
+      count(after);
+    });
+    Model slice = c.model;
+    slice.slices = 2;
+    slice.sequence_parallel = sequence;
+    const auto tokens = static_cast<std::uint64_t>(kBatch * slice.length);
+    const Parameters p = parameters_of(slice);
+    std::uint64_t planned =
+        activations_of(slice, {.batch = kBatch, .half = c.half, .fused = c.fused}).saved;
+    planned += tokens * 4 * static_cast<std::uint64_t>(slice.spec().vocabulary);  // softmax
+    if (c.half) planned += 2 * static_cast<std::uint64_t>(p.trainable_matrices);  // copies
+    const double measured = static_cast<double>(after - before) / 2;
+    EXPECT_NEAR(measured, static_cast<double>(planned), 0.03 * measured)
+        << "sequence_parallel " << sequence << ", planned/measured "
+        << static_cast<double>(planned) / measured;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Slices,
+                         ::testing::Values(Case{"gpt", gpt(256)}, Case{"gpt_half", gpt(256), true},
+                                           Case{"gpt_fused", gpt(256), false, false, true},
+                                           Case{"llama", llama(false, false)},
+                                           Case{"llama_half", llama(false, false), true},
+                                           Case{"llama_lora", llama(false, true)},
+                                           Case{"phi3", llama(true, false)},
+                                           Case{"phi3_lora", llama(true, true)},
+                                           Case{"qwen3", small("qwen3")},
+                                           Case{"gemma2", small("gemma2")}),
+                         [](const auto& one) { return std::string(one.param.name); });
 
 }  // namespace
 }  // namespace lockstep::plan

@@ -7,7 +7,7 @@ import json
 import subprocess
 import unittest
 
-from train_case import BOUND_S, LOCKSTEP, TrainCase, environment
+from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, environment
 
 CONFIG = """
 model: {name: gpt, n_layer: 4, n_head: 4, n_embd: 256}
@@ -80,6 +80,24 @@ class PlanProbe(TrainCase):
         self.assertIn("elastic_gpu: tensor parallel over 2 on 2 CPU ranks: 8 per device x 1 "
                       "accumulation x 1 rank = global batch 8", done.stderr)
         self.assertIn("in slices on 2 tensor parallel ranks", done.stdout + done.stderr)
+
+    def test_files_with_slices_are_planned_as_their_ranks_hold_them(self):
+        text = self.config.read_text().replace("n_embd: 256", "n_embd: 640")
+        slices = "tensor_parallel_degree: 2\n"
+        adapters = "lora: {r: 8, target_modules: all-linear}\n"
+        for ranks, keys in ((4, slices + "fsdp: full_shard\n"), (2, slices + adapters),
+                            (2, slices + adapters + "sequence_parallel: true\n")):
+            self.config.write_text(text + keys)
+            row = self.plan("--gpus", f"{ranks}xcpu")["rows"][-1]
+            self.assertTrue(row["as_written"], row)
+            out = self.place / f"probe_{len(keys)}"
+            out.mkdir()
+            self.run_here("run", "--standalone", f"--nproc-per-node={ranks}",
+                          BIN.parent / "libexec" / "lockstep-train", "plan-probe", out, self.config,
+                          "--max_steps=2", f"--output_dir={out}/run")
+            held = max(json.loads((out / f"rank_{rank}.json").read_text())["memory_bytes"]
+                       for rank in range(ranks))
+            self.assertLess(abs(row["memory_bytes"]["total"] / held - 1), 0.1, (keys, row, held))
 
     def test_a_way_that_fails_is_left_out_and_said(self):
         self.config.write_text(self.config.read_text().replace("text.txt", "missing.txt"))
