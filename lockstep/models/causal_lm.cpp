@@ -43,7 +43,7 @@ at::Tensor CausalLm::hidden_states(const at::Tensor& ids, KvCache* cache) {
 }
 
 std::int64_t CausalLm::sequence_of(const at::Tensor& ids, const KvCache* cache) const {
-  const bool divided = sequence_parallel_ && tensor_group() && cache == nullptr &&
+  const bool divided = sequence_parallel() && tensor_group() && cache == nullptr &&
                        ids.size(1) >= tensor_group()->size();
   return divided ? ids.size(1) : 0;
 }

@@ -62,12 +62,6 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // as with ATen's operations; more memory and a little slower. Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
-  // For a model in slices (TensorParallel, FullyShard, Pipeline): between its layers each rank has
-  // a part of the sequence instead of all of it, as with Megatron-LM's sequence_parallel.
-  // Activations take less memory, and losses are the same. Where there are fewer tokens than ranks,
-  // and with a cache, every rank has all. The same on every rank; nothing changes without slices.
-  void use_sequence_parallel(bool on) { sequence_parallel_ = on; }
-
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
@@ -75,7 +69,9 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // For Pipeline: as one of its stages, forward() and loss() return what the next stage takes.
   Parts parts() const override;
   // For TensorParallel: with slices of its weights forward() and loss() return the same as ever, on
-  // every rank; loss() holds a slice of the logits alone.
+  // every rank; loss() holds a slice of the logits alone. With use_sequence_parallel(true)
+  // activations take less memory; where there are fewer tokens than ranks, and with a cache, every
+  // rank has the whole sequence all the same.
   std::vector<Cut> cuts(int ranks) const override;
 
   // A model that place() has split over devices stays where it is; its type is converted.
@@ -107,7 +103,6 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
 
   std::optional<bool> fused_;
   bool residual_in_fp32_ = false;
-  bool sequence_parallel_ = false;
   CausalLmConfig config_;
   std::shared_ptr<detail::Decoder> decoder_;
   std::shared_ptr<LinearImpl> head_;  // null where it shares the embedding's weight

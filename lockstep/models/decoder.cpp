@@ -48,7 +48,7 @@ at::Tensor project(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool w
 
 // A weight that every rank has, and may use on its part of the sequence.
 at::Tensor shared(const at::Tensor& weight, const Pass& pass) {
-  return pass.sequence > 0 && weight.defined() ? nn::enter(weight, pass.tensor) : weight;
+  return pass.sequence > 0 ? nn::enter_weight(weight, pass.tensor) : weight;
 }
 
 // What ranks have computed with their slices is added up, and the bias to the sum.
@@ -352,11 +352,11 @@ Norm::Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads)
 
 at::Tensor Norm::weight(const Pass& pass) const {
   const at::Tensor& own = kind_ == NormKind::kLayer ? layer_->weight : weight_;
-  return of_heads_ ? nn::enter(own, pass.tensor) : shared(own, pass);
+  return of_heads_ ? nn::enter_weight(own, pass.tensor) : shared(own, pass);
 }
 
 at::Tensor Norm::bias(const Pass& pass) const {
-  return of_heads_ ? nn::enter(layer_->bias, pass.tensor) : shared(layer_->bias, pass);
+  return of_heads_ ? nn::enter_weight(layer_->bias, pass.tensor) : shared(layer_->bias, pass);
 }
 
 at::Tensor Norm::plain(const at::Tensor& x, const Pass& pass) const {
@@ -543,12 +543,14 @@ at::Tensor Decoder::embedded(const at::Tensor& ids, const Run& run, at::ScalarTy
     x = run.sequence > 0 ? nn::leave_sequence(x, run.tensor) : nn::leave(x, run.tensor);
     const std::int64_t past = run.cache != nullptr ? run.cache->length() : 0;
     if (positions_) {
-      at::Tensor rows = positions_->forward(torch::arange(past, past + ids.size(1), ids.options()));
+      at::Tensor rows = positions_->weight;
+      at::Tensor places = torch::arange(past, past + ids.size(1), ids.options());
       if (run.sequence > 0) {
         const nn::Range mine = run.tensor->range(run.sequence);
-        rows = nn::enter(rows, run.tensor).narrow(0, mine.begin, mine.length);
+        rows = nn::enter_weight(rows, run.tensor);
+        places = places.narrow(0, mine.begin, mine.length);
       }
-      x = x + rows;
+      x = x + torch::embedding(rows, places);
     }
     if (run.fused) x = x.to(residual);
   }

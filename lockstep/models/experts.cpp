@@ -94,7 +94,7 @@ Experts::Routed Experts::route(const at::Tensor& logits) const {
 // A rank knows of scores what its slices of the experts make of them, so that the gradients of the
 // router, too, are sums over ranks.
 at::Tensor Experts::router_logits_of(const at::Tensor& x, const Pass& pass) const {
-  const at::Tensor weight = nn::enter(router_->weight, pass.tensor);
+  const at::Tensor weight = nn::enter_weight(router_->weight, pass.tensor);
   if (pass.fused) return nn::linear(x, weight, {});
   return torch::linear(x.to(weight.scalar_type()), weight);
 }

@@ -41,12 +41,13 @@ bool LinearImpl::cut_by_inputs() const {
   return lora_A->weight.size(1) < options.in_features();
 }
 
-// The factor that every rank has is used with slices of x or of the result, so that its gradient is
-// a sum over ranks.
+// The factor that every rank has is used with slices of x or of the result, so that each has a part
+// of its gradient.
 LinearImpl::Factors LinearImpl::factors(const nn::TensorGroupPtr& group) const {
   const at::Tensor &a = lora_A->weight, &b = lora_B->weight;
   if (!group) return {a, b};
-  return cut_by_inputs() ? Factors{a, nn::enter(b, group)} : Factors{nn::enter(a, group), b};
+  return cut_by_inputs() ? Factors{a, nn::enter_weight(b, group)}
+                         : Factors{nn::enter_weight(a, group), b};
 }
 
 at::Tensor LinearImpl::dropped(const at::Tensor& x, const nn::TensorGroupPtr& group) const {

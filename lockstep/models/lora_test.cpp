@@ -11,11 +11,13 @@
 #include <fstream>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/linear.h"
+#include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/optimizer.h"
@@ -114,6 +116,82 @@ TEST(Linear, DropsInputsOfTheAdapterWhileItTrains) {
   EXPECT_GT(distance(linear(x), linear(x)), 0);
   linear->eval();
   EXPECT_EQ(distance(linear(x), linear(x)), 0);
+}
+
+// One rank of several, alone: the layer sends nothing itself.
+class LoneRank final : public nn::TensorGroup {
+ public:
+  LoneRank(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  void sum(const at::Tensor&) override { refuse(); }
+  void max(const at::Tensor&) override { refuse(); }
+  void all_gather(const at::Tensor&, const at::Tensor&) override { refuse(); }
+  void reduce_scatter(const at::Tensor&, const at::Tensor&) override { refuse(); }
+
+ private:
+  [[noreturn]] static void refuse() { throw std::logic_error("a collective of one rank"); }
+  int rank_, size_;
+};
+
+// A layer without a bias, in double, whose base is frozen. With a group: its slice by inputs.
+Linear row_cut(WeightLayout layout, const nn::TensorGroupPtr& group) {
+  constexpr std::int64_t kIn = 8;  // which three ranks divide unequally
+  torch::manual_seed(3);
+  Linear linear(LinearOptions(kIn, 4).layout(layout).bias(false).tensors(at::kDouble));
+  linear->weight.set_requires_grad(false).normal_();
+  linear->attach_lora({.r = 3, .scaling = 2, .dropout = 0.5});
+  const torch::NoGradGuard no_grad;
+  linear->lora_A->weight.normal_();
+  linear->lora_B->weight.normal_();
+  if (!group) return linear;
+  const nn::Range mine = group->range(kIn);
+  const auto cut = [&](at::Tensor& whole, std::int64_t dimension) {
+    whole.set_data(whole.detach().narrow(dimension, mine.begin, mine.length).contiguous());
+  };
+  cut(linear->weight, layout == WeightLayout::kOutIn ? 1 : 0);
+  cut(linear->lora_A->weight, 1);
+  return linear;
+}
+
+// Ranks draw the mask of the whole input, so that their results add up to those of one process with
+// the same seed, by lockstep::nn as by ATen's operations. In double: sums of 8 products and over
+// ranks, in another order.
+TEST(Linear, ASliceByInputsDropsWhatTheWholeDoes) {
+  constexpr double kSums = 1e-13;
+  const at::Tensor x = torch::randn({2, 5, 8}, at::kDouble),
+                   g = torch::randn({2, 5, 4}, at::kDouble);
+  const auto leaf = [](const at::Tensor& t) { return t.clone().set_requires_grad(true); };
+  for (const WeightLayout layout : {WeightLayout::kOutIn, WeightLayout::kInOut}) {
+    const Linear one = row_cut(layout, {});
+    const at::Tensor x1 = leaf(x);
+    torch::manual_seed(4);
+    const at::Tensor y1 = Linear(one)->forward(x1);
+    (y1 * g).sum().backward();
+    for (const bool fused : {false, true})
+      for (const int ranks : {2, 3}) {
+        at::Tensor y = torch::zeros_like(y1), b = torch::zeros_like(one->lora_B->weight);
+        for (int rank = 0; rank < ranks; ++rank) {
+          const nn::TensorGroupPtr group = c10::make_intrusive<LoneRank>(rank, ranks);
+          Linear part = row_cut(layout, group);
+          const nn::Range mine = group->range(8);
+          const at::Tensor in = leaf(x.narrow(2, mine.begin, mine.length));
+          torch::manual_seed(4);
+          const at::Tensor own =
+              fused ? part->forward_fused(in, false, group) : part->forward(in, false, group);
+          (own * g).sum().backward();
+          y = y + own.detach();
+          b += part->lora_B->weight.grad() / ranks;  // the average over ranks
+          EXPECT_EQ(group->take_partial().size(), 1u);
+          EXPECT_LT(distance(in.grad(), x1.grad().narrow(2, mine.begin, mine.length)), kSums);
+          EXPECT_LT(distance(part->lora_A->weight.grad(),
+                             one->lora_A->weight.grad().narrow(1, mine.begin, mine.length)),
+                    kSums);
+        }
+        EXPECT_LT(distance(y, y1.detach()), kSums) << ranks << (fused ? " fused" : "");
+        EXPECT_LT(distance(b, one->lora_B->weight.grad()), kSums) << ranks;
+      }
+  }
 }
 
 TEST(Linear, TrainsAFloatAdapterBesideAWeightInHalfThePrecision) {

@@ -76,10 +76,12 @@ TensorGroupPtr group_in(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<TensorGroup>(ctx->saved_data["group"].toCapsule());
 }
 
-// The memory of the whole sequence. What was not released is somebody else's to free.
+// The memory of the whole sequence, for as long as layers have saved it: who gathers it again in
+// backward does not keep it beyond theirs.
 struct WholeMemory : torch::CustomClassHolder {
-  c10::Storage storage;
-  bool released = false;
+  c10::Storage storage() const { return c10::Storage(saved.lock()); }
+  c10::weak_intrusive_ptr<c10::StorageImpl> saved{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool released = false;  // what was not is somebody else's to free
 };
 using WholeMemoryPtr = c10::intrusive_ptr<WholeMemory>;
 
@@ -102,13 +104,14 @@ class EnterSequence : public torch::autograd::Function<EnterSequence> {
     ctx->saved_data["group"] = c10::IValue::make_capsule(group);
     ctx->saved_data["memory"] = c10::IValue::make_capsule(memory);
     at::Tensor whole = Rooms(with_time(x, time), *group).gathered(x);
-    memory->storage = whole.storage();
+    memory->saved = whole.storage().getWeakStorageImpl();
     return whole;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_second_derivative();
-    // Whatever was computed from it has its gradient.
-    if (memory_in(ctx)->released) empty_storage(memory_in(ctx)->storage);
+    // Whatever was computed from it has its gradient; a graph that is kept still has it.
+    const c10::Storage whole = memory_in(ctx)->storage();
+    if (whole && memory_in(ctx)->released) empty_storage(whole);
     return {Rooms(grads[0].sizes(), *group_in(ctx)).reduced(grads[0]), {}, {}, {}};
   }
 };
@@ -138,7 +141,7 @@ class ReleaseSequence : public torch::autograd::Function<ReleaseSequence> {
     ctx->saved_data["group"] = c10::IValue::make_capsule(group);
     ctx->saved_data["memory"] = c10::IValue::make_capsule(memory);
     memory->released = true;
-    empty_storage(memory->storage);
+    empty_storage(memory->storage());
     variable_list same;
     for (const at::Tensor& output : outputs) same.push_back(output.view_as(output));
     return same;
@@ -147,7 +150,8 @@ class ReleaseSequence : public torch::autograd::Function<ReleaseSequence> {
     refuse_second_derivative();
     const at::Tensor part = ctx->get_saved_variables()[0];
     const auto sizes = with_time(part, ctx->saved_data["time"].toInt());
-    fill_storage(memory_in(ctx)->storage, Rooms(sizes, *group_in(ctx)).gathered(part));
+    if (const c10::Storage whole = memory_in(ctx)->storage())
+      fill_storage(whole, Rooms(sizes, *group_in(ctx)).gathered(part));
     variable_list all(4);
     all.insert(all.end(), grads.begin(), grads.end());
     return all;

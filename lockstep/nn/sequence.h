@@ -10,9 +10,9 @@
 //   x = x + nn::leave_sequence(torch::linear(h.relu(), w2_slice), group);
 //
 // Time is dimension 1, and ranks have group->range(time) of it, so no length has to divide by their
-// number. A weight that is used on a part of the sequence (of a norm, a bias) goes through enter(),
-// which adds up its gradient over ranks. What is called with a group is a collective of it, in
-// backward too. One thread at a time.
+// number. A weight that is used on a part of the sequence (of a norm, a bias) goes through
+// enter_weight(). What is called with a group is a collective of it, in backward too. One thread at
+// a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

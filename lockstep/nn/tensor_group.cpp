@@ -32,6 +32,22 @@ class EnterFunction : public torch::autograd::Function<EnterFunction> {
   }
 };
 
+class EnterWeight : public torch::autograd::Function<EnterWeight> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight,
+                            const TensorGroupPtr& group) {
+    ctx->saved_data["group"] = c10::IValue::make_capsule(group);
+    ctx->saved_data["weight"] = weight;
+    return weight.view_as(weight);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto group =
+        c10::static_intrusive_pointer_cast<TensorGroup>(ctx->saved_data["group"].toCapsule());
+    group->note_partial(ctx->saved_data["weight"].toTensor());
+    return {grads[0] * group->size(), at::Tensor()};
+  }
+};
+
 class LeaveFunction : public torch::autograd::Function<LeaveFunction> {
  public:
   static at::Tensor forward(AutogradContext*, const at::Tensor& x, const TensorGroupPtr& group) {
@@ -123,6 +139,10 @@ at::Tensor enter(const at::Tensor& x, const TensorGroupPtr& group) {
   return group ? EnterFunction::apply(x, group) : x;
 }
 
+at::Tensor enter_weight(const at::Tensor& weight, const TensorGroupPtr& group) {
+  return group && weight.defined() ? EnterWeight::apply(weight, group) : weight;
+}
+
 at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group) {
   return group ? LeaveFunction::apply(x, group) : x;
 }
@@ -145,12 +165,6 @@ at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::i
   const bool pads = padding_index >= 0 && padding >= 0 && padding < mine.length;
   const at::Tensor rows = at::embedding(weight, local.masked_fill(others, 0), pads ? padding : -1);
   return rows.masked_fill(others.unsqueeze(-1), 0);
-}
-
-at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                            std::int64_t vocabulary, std::int64_t padding_index,
-                            const TensorGroupPtr& group) {
-  return leave(own_embedding(ids, weight, vocabulary, padding_index, group), group);
 }
 
 at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targets,

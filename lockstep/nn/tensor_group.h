@@ -20,6 +20,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -49,6 +50,14 @@ class TensorGroup : public torch::CustomClassHolder {
   virtual void reduce_scatter(const at::Tensor& mine, const at::Tensor& all) = 0;
 
   Range range(std::int64_t whole) const { return slice_range(whole, rank(), size()); }
+
+  // Parameters whose gradients ranks have yet to average: enter_weight() notes them in backward.
+  using Parameters = std::unordered_set<at::TensorImpl*>;
+  void note_partial(const at::Tensor& weight) { partial_.insert(weight.unsafeGetTensorImpl()); }
+  Parameters take_partial() { return std::exchange(partial_, {}); }
+
+ private:
+  Parameters partial_;
 };
 using TensorGroupPtr = c10::intrusive_ptr<TensorGroup>;
 
@@ -57,21 +66,22 @@ inline std::int64_t local_size(std::int64_t whole, const TensorGroupPtr& group) 
   return group ? group->range(whole).length : whole;
 }
 
-// `x` is the same on every rank, and is used with slices: its gradient is the sum over ranks. The
-// same for a weight that every rank uses with its slices of an activation.
+// `x` is the same on every rank, and is used with slices: its gradient is the sum over ranks.
 at::Tensor enter(const at::Tensor& x, const TensorGroupPtr& group);
+// The same for a parameter that every rank has and uses with its slices of an activation. Backward
+// sends nothing: it gives the parameter size() times this rank's part of the gradient, and whoever
+// has cut the model averages the gradients of all such parameters over ranks at the end of the last
+// backward before a step. A gradient that is the same on every rank stays what it is in an average,
+// so that passes through enter_weight() and passes without it can be accumulated.
+at::Tensor enter_weight(const at::Tensor& weight, const TensorGroupPtr& group);
 // The sum over ranks of what each has computed with its slices.
 at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group);
 // Slices of a dimension, which is `whole` wide, side by side; the same on every rank.
 at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
                 const TensorGroupPtr& group);
 
-// Rows of an embedding of `vocabulary` rows, of which this rank has weight's. `padding_index`: a
-// token without a gradient; -1: none.
-at::Tensor sliced_embedding(const at::Tensor& ids, const at::Tensor& weight,
-                            std::int64_t vocabulary, std::int64_t padding_index,
-                            const TensorGroupPtr& group);
-// The same before leave(): zeros for the tokens of other ranks.
+// Rows of an embedding of `vocabulary` rows, of which this rank has weight's: zeros for the tokens
+// of other ranks, until leave(). `padding_index`: a token without a gradient; -1: none.
 at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t vocabulary,
                          std::int64_t padding_index, const TensorGroupPtr& group);
 // The mean cross entropy over the targets that are not `ignore_index`, from this rank's columns of
@@ -102,8 +112,14 @@ class Sliced {
   const TensorGroupPtr& tensor_group() const { return tensor_group_; }
   void set_tensor_group(TensorGroupPtr group) { tensor_group_ = std::move(group); }
 
+  // Whether each rank has a part of the sequence between the layers (lockstep/nn/sequence.h), as
+  // with Megatron-LM's sequence_parallel. Before the model is cut, which compares it over ranks.
+  bool sequence_parallel() const { return sequence_parallel_; }
+  void use_sequence_parallel(bool on) { sequence_parallel_ = on; }
+
  private:
   TensorGroupPtr tensor_group_;
+  bool sequence_parallel_ = false;
 };
 
 }  // namespace lockstep::nn

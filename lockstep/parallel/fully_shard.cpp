@@ -565,6 +565,7 @@ void FullyShardImpl::end_pass() {
   in_backward_ = false;
   local_ = !reduces();
   if (!local_) show_gradients();
+  if (last_ && slices_) slices_->average_gradients();
   if (last_) model_.broadcast_buffers(mesh_.world(), 0);
   for (ShardUnit& unit : units_) unit.forget_work();
   if (!held()) free_pass();

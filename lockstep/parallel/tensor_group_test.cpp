@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "lockstep/nn/sequence.h"
+#include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
@@ -28,11 +29,13 @@ class WorldGroup final : public nn::TensorGroup {
   void sum(const at::Tensor& tensor) override { world_.all_reduce(tensor).wait(); }
   void max(const at::Tensor& tensor) override { world_.all_reduce(tensor, ReduceOp::kMax).wait(); }
   void all_gather(const at::Tensor& all, const at::Tensor& mine) override {
+    ++gathers;
     world_.all_gather(all, mine).wait();
   }
   void reduce_scatter(const at::Tensor& mine, const at::Tensor& all) override {
     world_.reduce_scatter(mine, all).wait();
   }
+  int gathers = 0;
 
  private:
   World world_;
@@ -105,7 +108,7 @@ TEST(TensorGroup, APairOfMatricesBetweenPartsOfASequenceIsOne) {
       const at::Tensor x2 = leaf(slice(x.detach(), 1, *group)), scale2 = leaf(scale.detach()),
                        first2 = leaf(slice(first.detach(), 0, *group)),
                        second2 = leaf(slice(second.detach(), 1, *group));
-      const nn::EnteredSequence in(x2 * nn::enter(scale2, group), time, group);
+      const nn::EnteredSequence in(x2 * nn::enter_weight(scale2, group), time, group);
       EXPECT_TENSOR_NEAR(in.whole().detach(), (x * scale).detach(), kDoubleSums);
       const at::Tensor h = in.release({at::linear(in.whole(), first2)})[0].relu();
       EXPECT_EQ(in.whole().storage().nbytes(), 0);
@@ -114,7 +117,10 @@ TEST(TensorGroup, APairOfMatricesBetweenPartsOfASequenceIsOne) {
         loss_of(y).backward({}, /*retain_graph=*/true);
         EXPECT_EQ(in.whole().storage().nbytes(), 0);
         EXPECT_TENSOR_NEAR(x2.grad(), slice(x.grad(), 1, *group) * times, 8 * kDoubleSums);
-        EXPECT_TENSOR_NEAR(scale2.grad(), scale.grad() * times, 64 * kDoubleSums);
+        const at::Tensor all = scale2.grad() / group->size();
+        group->sum(all);
+        EXPECT_TENSOR_NEAR(all, scale.grad() * times, 64 * kDoubleSums);
+        EXPECT_EQ(group->take_partial().count(scale2.unsafeGetTensorImpl()), 1u);
         EXPECT_TENSOR_NEAR(first2.grad(), slice(first.grad(), 0, *group) * times, 64 * kDoubleSums);
         EXPECT_TENSOR_NEAR(second2.grad(), slice(second.grad(), 1, *group) * times,
                            64 * kDoubleSums);
@@ -123,6 +129,38 @@ TEST(TensorGroup, APairOfMatricesBetweenPartsOfASequenceIsOne) {
                     loss_of(y).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
                   }),
                   HasSubstr("Train without sequence_parallel"));
+    });
+}
+
+// The graph lives on, and the sequence is as large as all the rest together. Where no layer has
+// saved it, because its weight is not trained, nobody gathers it again.
+TEST(TensorGroup, ASequenceWithoutAGradientIsFreedInBackward) {
+  testing::CountingAllocator allocator;
+  for (const bool trained : {true, false})
+    run_threads(2, [&](World& world) {
+      const auto group = c10::make_intrusive<WorldGroup>(world);
+      const auto count = testing::this_rank = std::make_shared<testing::Count>();
+      constexpr std::int64_t kTime = 64, kWidth = 32;
+      constexpr std::int64_t kBytes = 2 * kTime * kWidth * sizeof(double);
+      const at::Tensor x = slice(drawn({2, kTime, kWidth}, 1), 1, *group),
+                       weight = drawn({1, kWidth}, 2).set_requires_grad(trained),
+                       bias = drawn({1}, 3).set_requires_grad(true);
+      at::Tensor y;
+      {
+        const nn::EnteredSequence in(x, kTime, group);
+        y = in.release({at::linear(in.whole(), weight, bias)})[0].sum();
+      }
+      const std::int64_t before = count->live;
+      EXPECT_EQ(group->gathers, 1);
+      y.backward();
+      EXPECT_EQ(group->gathers, trained ? 2 : 1);
+      EXPECT_LT(count->live - before, kBytes / 2);
+      EXPECT_TENSOR_EQ(bias.grad(), at::full({1}, 2.0 * kTime, at::kDouble));
+      if (trained) {
+        EXPECT_TENSOR_NEAR(weight.grad(), drawn({2, kTime, kWidth}, 1).flatten(0, 1).sum(0, true),
+                           64 * kDoubleSums);
+      }
+      testing::this_rank.reset();
     });
 }
 
@@ -156,7 +194,7 @@ TEST(TensorGroup, AnEmbeddingOverSlicesOfTheVocabularyIsTorchs) {
         const at::Tensor expected = at::embedding(weight, ids, padding);
         expected.square().sum().backward();
         const at::Tensor mine = slice(whole, 0, *group).set_requires_grad(true);
-        const at::Tensor rows = nn::sliced_embedding(ids, mine, 37, padding, group);
+        const at::Tensor rows = nn::leave(nn::own_embedding(ids, mine, 37, padding, group), group);
         rows.square().sum().backward();
         EXPECT_TENSOR_EQ(rows, expected);
         EXPECT_TENSOR_EQ(mine.grad(), slice(weight.grad(), 0, *group));
@@ -167,8 +205,9 @@ TEST(TensorGroup, AnIdOutsideOfTheVocabularyIsRefusedByOneRank) {
   for (const std::int64_t id : {-1, 37}) {
     const auto said = testing::run_threads_collecting(2, [&](World& world) {
       const nn::TensorGroupPtr group = c10::make_intrusive<WorldGroup>(world);
-      nn::sliced_embedding(at::full({1, 1}, id, at::kLong), slice(drawn({37, 3}, 1), 0, *group), 37,
-                           -1, group);
+      nn::leave(nn::own_embedding(at::full({1, 1}, id, at::kLong),
+                                  slice(drawn({37, 3}, 1), 0, *group), 37, -1, group),
+                group);
     });
     EXPECT_THAT(said[id < 0 ? 0 : 1], HasSubstr("index out of range"));
   }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/nn/divided.h"
@@ -333,6 +334,30 @@ std::shared_ptr<Parallelism> way_of(torch::nn::Module& net, const Mesh& mesh) {
   return std::make_shared<TensorParallel>(net, mesh);
 }
 
+// Three micro-batches send three times what one does, but for the average of small weights.
+TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
+  std::vector<Axes> meshes = kMeshes;
+  meshes.push_back({{"tensor", 2}});
+  on_meshes(meshes, [](const Mesh& mesh) {
+    for (const auto& [tied, sequence] : kModels) {
+      const auto net = small_model(tied);
+      net->use_sequence_parallel(sequence);
+      Trained run(net, way_of(*net, mesh), kGradients);
+      const auto& sent = detail::Access::impl(mesh["tensor"])->sequence;
+      const auto in_update = [&](int micro_batches) {
+        std::vector<Parallelism::Pass> passes;
+        for (int k = 0; k < micro_batches; ++k) passes.push_back(run.pass(k));
+        const std::uint64_t before = sent;
+        run.way->run_window(passes);
+        run.optimizer->zero_grad();
+        return static_cast<int>(sent - before);
+      };
+      const int one = in_update(1);
+      EXPECT_EQ(3 * one - in_update(3), sequence ? 2 : 0) << tied;
+    }
+  });
+}
+
 TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
   on_meshes(kMade, [](const Mesh& mesh) {
     for (const bool tied : {false, true}) {
@@ -503,6 +528,17 @@ TEST(TensorMesh, CopiesThatDifferAreFound) {
 }
 
 // ---------------------------------------------------------------- what is refused
+
+TEST(TensorMesh, RanksAgreeOnSequenceParallelism) {
+  on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
+            [](const Mesh& mesh) {
+              const auto net = small_model(/*tied=*/true);
+              net->use_sequence_parallel(mesh.world().rank() == 1);
+              EXPECT_THAT(message_of<UsageError>([&] { way_of(*net, mesh); }),
+                          HasSubstr("rank 1 has 'sequence_parallel: true', but rank 0 has "
+                                    "'sequence_parallel: false'."));
+            });
+}
 
 struct Plain : torch::nn::Module, nn::Staged {
   Plain() : weight(register_parameter("weight", at::ones({4, 4}))) {}

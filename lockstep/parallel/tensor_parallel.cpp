@@ -227,6 +227,7 @@ optim::StepResult TensorParallelOptimizer::step(const optim::StepOptions& option
     bool& on;
   } const stepping(model_->stepping);
   model_->slices().cut();
+  model_->slices().average_gradients();  // of a loss.backward()
   return step_divided(this, options,
                       {.norm = [this] { return norm(); },
                        .scale = [this](const at::Tensor& factor) { scale(factor); },
@@ -326,6 +327,7 @@ at::Tensor TensorParallel::watch(at::Tensor output) {
 void TensorParallel::backward(const at::Tensor& loss, bool last) {
   impl_->slices().check_backward();
   impl_->copies().backward(loss, last);
+  if (last) impl_->slices().average_gradients();
 }
 
 bool TensorParallel::scale_averages(double factor) {

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/generate.h"
@@ -131,11 +132,11 @@ struct Trained {
         parallelism(std::move(how)),
         optimizer(parallelism->make_optimizer({{net->parameters(), rule}}, false)) {}
 
-  void backward(const Batch& batch) {
+  void backward(const Batch& batch, bool last = true) {
     parallelism->before_forward();
     const at::Tensor loss_now = parallelism->watch(net->loss(batch.ids, batch.targets));
     loss = loss_now.item<double>();
-    parallelism->backward(loss_now, /*last=*/true);
+    parallelism->backward(loss_now, last);
   }
   optim::StepResult step(const Batch& batch, const optim::StepOptions& options = {}) {
     backward(batch);
@@ -342,7 +343,61 @@ TEST(SequenceParallel, TakesSequencesThatAreTooShortToDivide) {
   });
 }
 
-// A loss from all logits, for those who do not use CausalLm::loss().
+// An average leaves alone what is the same on every rank: a short micro-batch, which every rank has
+// computed whole, and gradients that were averaged before and not set to zero.
+TEST(SequenceParallel, GradientsOfAllKindsAddUp) {
+  const CausalLmConfig config = config_of("gpt2");
+  run_threads(4, [&](World& world) {
+    const Change change = [](CausalLm& model) { model.use_sequence_parallel(true); };
+    const optim::SGDOptions sgd{.lr = 1};
+    Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd, change);
+    for (Trained* const each : {&one, &run}) {
+      each->backward(batch_of(0), /*last=*/false);
+      each->backward(shorter(batch_of(1), 3), /*last=*/false);
+      each->backward(batch_of(2));
+      each->backward(batch_of(3));
+      each->optimizer->step();
+    }
+    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), 4 * kSums);
+    run.parallelism->verify_parameters();
+  });
+}
+
+// What a backward sends: for each of four pairs of layers two gathers and a reduce-scatter, for the
+// head one of each and for the embedding a gather; and before a step one average of all small
+// weights. The factor of an adapter that every rank has is such a weight without parts of a
+// sequence, too, where a backward has a sum for each pair of layers and for the head. Beside
+// adapters embedding and head are frozen: the first pair has nobody to give a gradient to, and the
+// head needs its input no more.
+TEST(SequenceParallel, SmallGradientsAreSentOnceInAnUpdate) {
+  std::mutex drawing;
+  for (const auto& [sequence, lora] :
+       {std::pair(true, false), std::pair(true, true), std::pair(false, true)})
+    run_threads(2, [&, sequence = sequence, lora = lora](World& world) {
+      const Change change = [&](CausalLm& model) {
+        const std::lock_guard lock(drawing);
+        model.use_sequence_parallel(sequence);
+        if (lora) models::add_lora(model, {.target_modules = ".*(c_attn|c_fc|c_proj)"});
+      };
+      const Mesh mesh = tensor_mesh(world);
+      Trained run = sliced(config_of("gpt2"), mesh, optim::SGDOptions{}, change);
+      const auto& sent = detail::Access::impl(mesh["tensor"])->sequence;
+      const auto in_backward = [&](bool last) {
+        run.parallelism->before_forward();
+        const at::Tensor loss = run.net->loss(batch_of(0).ids, batch_of(0).targets);
+        const std::uint64_t before = sent;
+        run.parallelism->backward(loss, last);
+        return static_cast<int>(sent - before);
+      };
+      const int adapted = sequence ? 4 * 3 - 1 + 1 : 4 - 1 + 1;
+      const int expected = lora ? adapted : 4 * 3 + 2 + 1;
+      EXPECT_EQ(in_backward(/*last=*/false), expected) << sequence << lora;
+      EXPECT_EQ(in_backward(/*last=*/true), expected + 1) << sequence << lora;
+    });
+}
+
+// A loss from all logits, for those who do not use CausalLm::loss(), and call backward() on it:
+// the step averages what TensorParallel::backward() would have.
 TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
   const CausalLmConfig config = config_of("gpt2");
   for (const bool sequence : {false, true})
@@ -353,7 +408,7 @@ TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
       one.step(batch_of(0));
       run.parallelism->before_forward();
       const at::Tensor logits = run.net->forward(batch_of(0).ids);
-      run.parallelism->backward(models::next_token_loss(logits, batch_of(0).targets), true);
+      models::next_token_loss(logits, batch_of(0).targets).backward();
       run.optimizer->step();
       EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
     });
@@ -624,6 +679,22 @@ TEST(TensorParallel, RefusesCutsThatDoNotFit) {
                  [](World& world) {
                    Odd odd;
                    TensorParallel(odd, tensor_mesh(world));
+                 });
+}
+
+struct Doubled : torch::nn::Module, nn::Sliced {
+  Doubled() : weight(register_parameter("weight", at::ones({4}))) {}
+  std::vector<Cut> cuts(int) const override { return {}; }
+  at::Tensor loss() { return nn::enter_weight(weight * 2, tensor_group()).sum(); }
+  at::Tensor weight;
+};
+
+TEST(TensorParallel, RefusesAWeightThatIsNoParameter) {
+  expect_refused(2, "1 of the tensors that went through nn::enter_weight() are no parameters",
+                 [](World& world) {
+                   const auto doubled = std::make_shared<Doubled>();
+                   TensorParallel model(*doubled, tensor_mesh(world));
+                   model.backward(doubled->loss(), /*last=*/true);
                  });
 }
 

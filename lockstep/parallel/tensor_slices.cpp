@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -108,7 +109,7 @@ void TensorSlices::add_cuts() {
 }
 
 std::string TensorSlices::describe() const {
-  std::string text;
+  std::string text = fmt::format("sequence_parallel: {}\n", sliced_->sequence_parallel());
   for (const SlicedParameter& p : parameters_)
     text += fmt::format(
         "{}: {}, shape [{}]{}{}\n", p.name, c10::toString(p.tensor.scalar_type()),
@@ -194,6 +195,34 @@ void TensorSlices::cut() {
     p.tensor.set_data(std::exchange(p.slice, at::Tensor()));
   }
   sliced_->set_tensor_group(group_);
+}
+
+// They have the type of their parameters, and may be rows of them, in the host's memory.
+void TensorSlices::average_gradients() {
+  if (!group_) return;
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+  const at::NoGradGuard no_grad;
+  nn::TensorGroup::Parameters partial = group_->take_partial();
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_type;
+  for (const SlicedParameter& p : parameters_)
+    if (partial.erase(p.tensor.unsafeGetTensorImpl()) > 0 && p.tensor.grad().defined())
+      by_type[p.tensor.scalar_type()].push_back(p.tensor.grad());
+  if (!partial.empty())
+    throw UsageError(kTensorParallel,
+                     "{} of the tensors that went through nn::enter_weight() are no parameters of "
+                     "the module, so that nobody adds up their gradients. Give it parameters, and "
+                     "what is computed from them to nn::enter().",
+                     partial.size());
+  for (const auto& [type, gradients] : by_type) {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& each : gradients) flat.push_back(each.reshape({-1}).to(line_.device()));
+    const at::Tensor all = at::cat(flat);
+    line_.all_reduce(all, ReduceOp::kAvg).wait();
+    std::int64_t next = 0;
+    for (const at::Tensor& each : gradients)
+      each.copy_(
+          all.narrow(0, std::exchange(next, next + each.numel()), each.numel()).view(each.sizes()));
+  }
 }
 
 void TensorSlices::check_backward() const {

@@ -68,6 +68,11 @@ class TensorSlices {
   at::Tensor slice_of(const SlicedParameter& p, const at::Tensor& whole) const;
   at::Tensor whole_of(const SlicedParameter& p, const at::Tensor& slice);
 
+  // At the end of the last backward before a step: the gradients of what is on every rank and was
+  // used with slices (nn::enter_weight()), in one message for each type. Nothing where there are
+  // none, or no more than were averaged before. Collective.
+  void average_gradients();
+
   // UsageError for a backward of whole parameters, and for a rule that steps whole matrices.
   void check_backward() const;
   static void check_rule(const optim::Rule& rule, const std::string& parameter);

@@ -235,6 +235,8 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   for (const double bytes : work.tensor_gathers)
     micro_s += all_gather_s(one_copy, work.tensor_ranks, bytes);
   time.communication_s = static_cast<double>(work.accumulation) * micro_s;
+  if (work.tensor_once > 0)
+    time.communication_s += all_reduce_s(one_copy, work.tensor_ranks, work.tensor_once);
   time.exposed_s = time.communication_s;
   if (ranks < 2) return time;
   if (work.tensor_ranks > 1) {
@@ -246,6 +248,7 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
     Work own = work;
     own.tensor_ranks = 1;
     own.tensor_sums = own.tensor_gathers = {};
+    own.tensor_once = 0;
     const StepTime between = step_time(own, copies, ranks);
     time.communication_s += between.communication_s;
     time.exposed_s += between.exposed_s;

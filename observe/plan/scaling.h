@@ -79,6 +79,7 @@ struct Work {
   int tensor_ranks = 1;
   std::vector<double> tensor_sums{};
   std::vector<double> tensor_gathers{};
+  double tensor_once = 0;  // bytes of one more sum, once in an update
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 

@@ -317,28 +317,25 @@ bool divides_layers(const Model& model, int degree) {
   if (model.causal_lm() == nullptr) return false;
   const models::DecoderSpec& spec = model.causal_lm()->spec();
   const models::AttentionSpec& attention = spec.block.attention;
-  return !spec.block.mlp.experts && attention.heads % degree == 0 &&
-         attention.key_value_heads % degree == 0 &&
+  return attention.heads % degree == 0 && attention.key_value_heads % degree == 0 &&
          std::min(spec.vocabulary, spec.block.mlp.out.in) >= degree;
 }
 
-// Parameters that every tensor parallel rank has and uses with slices, or on its part of the
-// sequence: their gradients are added up in each micro-batch, of positions for the tokens that
-// there are.
-std::vector<double> shared_gradients(const Training& t) {
+// Bytes of the gradients of parameters that every tensor parallel rank has and uses with slices, or
+// on its part of the sequence: they are added up together, once in an update.
+double shared_gradients(const Training& t) {
   const bool all = t.model.sequence_parts() > 1;
   Model whole = t.model;
   whole.slices = 1;
   const std::vector<io::TensorShape> tensors = trained_tensors(whole),
                                      own = trained_tensors(t.model);
-  const std::int64_t most = t.model.length * t.model.spec().width;
-  std::vector<double> bytes;
+  double bytes = 0;
   for (std::size_t i = 0; i < own.size(); ++i) {
     const bool adapter = own[i].name.find(".lora_") != std::string::npos;
     if (own[i].shape != tensors[i].shape || !(all || adapter)) continue;
     std::int64_t count = 1;
     for (const std::int64_t size : own[i].shape) count *= size;
-    bytes.push_back(4 * static_cast<double>(std::min(count, most)));
+    bytes += 4 * static_cast<double>(count);
   }
   return bytes;
 }
@@ -355,8 +352,8 @@ void add_tensor_work(const Training& t, std::int64_t batch, bool fused, Work& wo
   const auto pairs = static_cast<std::size_t>(2 * t.model.blocks());
   const std::size_t forwards = t.checkpointing ? 2 : 1;
   work.tensor_ranks = t.model.slices;
-  work.tensor_sums = shared_gradients(t);
-  work.tensor_sums.insert(work.tensor_sums.end(), {4 * tokens, 8 * tokens});
+  work.tensor_once = shared_gradients(t);
+  work.tensor_sums = {4 * tokens, 8 * tokens};
   if (t.model.sequence_parts() > 1) {
     // The embedding's and its gradient's, which a frozen one does not have; the head's three.
     work.tensor_gathers.assign(t.model.lora ? 1 : 2, 4 * stream);
@@ -468,9 +465,9 @@ bool can_train(const Training& t, const Card& card, const Parts& parts) {
     return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
   if (has_slices(strategy))
     return (t.may_tensor || degree == t.tensor) &&
-           (strategy == Strategy::kTensor || t.sequence.value_or(true)) && !t.fp8 && degree > 1 &&
-           gpus % degree == 0 && (degree <= t.node_gpus || degree == t.tensor) &&
-           divides_layers(t.model, degree);
+           (strategy == Strategy::kTensor || t.sequence.value_or(true)) &&
+           !(t.fp8 && t.model.lora) && degree > 1 && gpus % degree == 0 &&
+           (degree <= t.node_gpus || degree == t.tensor) && divides_layers(t.model, degree);
   if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
   // Units are a model's blocks: without them it would be whole in every step.
   if (is_fsdp(strategy) && (blocks == 0 || gpus % std::max(1, t.shard_degree) != 0)) return false;
@@ -637,9 +634,14 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
     work.accumulation += choice.stages - 1;
   }
   const Parameters parameters = parameters_of(t.model);
-  // Parameters travel as they are held: in float, and frozen matrices in the half type.
-  work.parameter_bytes =
-      (4 * parameters.total() - (t.half ? 2 * parameters.frozen_matrices : 0)) / stages;
+  // Parameters travel as they are held, in float, and frozen matrices in the half type; the
+  // matrices of blocks in the type that they are computed in (nn::Block::products).
+  const std::int64_t products =
+      t.half && parameters.unused == 0 ? parameters.block_matrices * t.model.blocks() : 0;
+  const std::int64_t halved = t.half ? parameters.frozen_matrices : 0;
+  work.parameter_bytes = (4 * parameters.total() - 2 * halved - (t.model.lora ? 0 : 2 * products) -
+                          (t.fp8 ? products : 0)) /
+                         stages;
   // A measurement has the update in it, and so has the time of launching.
   if (!speed.tokens_per_second && card.memory_bandwidth > 0)
     work.optimizer_s = std::max(0.0, kUpdateBytes * static_cast<double>(parameters.trainable) /
@@ -648,8 +650,10 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
   work.sharding = choice.sharding;
   if (fsdp_of(t, choice.strategy) && choice.replicas() > 1 && !speed.tokens_per_second &&
       card.memory_bandwidth > 0) {
-    // What travels is one buffer for a block, copied to and from its tensors: read and written.
-    const double once = 2 * static_cast<double>(work.parameter_bytes) / card.memory_bandwidth;
+    // What travels is one buffer for a block, copied to and from its tensors.
+    const double once =
+        static_cast<double>(work.parameter_bytes + 4 * parameters.total() / stages) /
+        card.memory_bandwidth;
     const double gathers = work.sharding == Sharding::kFull ? 1 : 0;
     work.forward_s += once;
     work.backward_s += gathers * once + 8 * static_cast<double>(parameters.trainable) / stages /
