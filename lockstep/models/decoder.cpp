@@ -36,12 +36,25 @@ nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
   return x.values.scalar_type() == type ? x : x.values.to(type);
 }
 
-at::Tensor project(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias = true) {
-  if (pass.fp8 && layer->has_lora() && pass.tensor)
+// Ranks whose slices have unequal widths all compute in the other type: what they exchange follows
+// from it.
+bool slices_equally(const Linear& layer) {
+  const std::int64_t whole = layer->options.in_features() * layer->options.out_features();
+  return whole % layer->weight.numel() == 0;
+}
+
+bool computes_in_fp8(const Linear& layer, const Pass& pass) {
+  if (!pass.fp8 || !slices_equally(layer)) return false;
+  if (pass.tensor && layer->has_lora() && !layer->merged())
     throw UsageError("tensor_parallel",
                      "adapters on a base in fp8 are not divided. Train in bf16, or without tensor "
                      "parallelism.");
-  if (pass.fp8) return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
+  return true;
+}
+
+at::Tensor project(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias = true) {
+  if (computes_in_fp8(layer, pass))
+    return layer->forward_fp8(fp8_input(x), *pass.fp8, with_bias || !pass.fused);
   return pass.fused ? layer->forward_fused(x.values, with_bias, pass.tensor)
                     : layer->forward(x.values, true, pass.tensor);
 }
@@ -68,7 +81,8 @@ at::Tensor dropped(const at::Tensor& x, double p, std::int64_t sequence,
 // By the last layer of a branch, whose inputs a TensorGroup divides.
 at::Tensor project_out(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias) {
   if (!pass.tensor) return project(layer, x, pass, with_bias);
-  const at::Tensor y = pass.fp8     ? layer->forward_fp8(fp8_input(x), *pass.fp8, false)
+  const at::Tensor y = computes_in_fp8(layer, pass)
+                           ? layer->forward_fp8(fp8_input(x), *pass.fp8, false)
                        : pass.fused ? layer->forward_fused(x.values, false, pass.tensor)
                                     : layer->forward(x.values, false, pass.tensor);
   return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
@@ -80,7 +94,7 @@ bool joins_in_fp8(const std::vector<Linear>& layers) {
   std::vector<at::Tensor> weights;
   for (const Linear& layer : layers) {
     const bool biased = layer->bias.defined() == layers.front()->bias.defined();
-    if (layer->has_lora() || layer->stored_fp8() || !biased ||
+    if (layer->has_lora() || layer->stored_fp8() || !biased || !slices_equally(layer) ||
         layer->options.layout() != WeightLayout::kOutIn)
       return false;
     weights.push_back(layer->weight);
@@ -571,6 +585,8 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
   const at::Tensor x = stage.first ? embedded(ids, run, types.residual) : stage.input;
   Pass pass = begin(ids, run, run.fused ? at::kFloat : x.scalar_type());
   pass.type = types.compute;
+  // Whoever gathers the parameters of blocks sees what they compute in.
+  const nn::Fp8Autocast fp8(pass.fp8);
   Stream stream = through_blocks({.sum = x}, pass, run, stage);
   return stage.last ? last_norm_.forward(stream, pass) : stream.total();
 }

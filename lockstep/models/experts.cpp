@@ -48,8 +48,8 @@ Choice choose(const at::Tensor& logits, const ExpertsSpec& spec) {
   return choice;
 }
 
-// For a loss that all ranks compute from it: of its gradient, which is summed over ranks, each has
-// a share.
+// For a loss that every rank computes from all logits: its gradient is divided by the number of
+// ranks, over which gradients are added up.
 at::Tensor for_each_rank(const at::Tensor& logits, const nn::TensorGroupPtr& group) {
   if (!group) return logits;
   const at::Tensor value = logits.detach();

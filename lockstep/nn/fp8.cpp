@@ -161,6 +161,10 @@ Fp8Autocast::~Fp8Autocast() {
   current_recipe = before_;
 }
 
+void Fp8Autocast::set(std::optional<Fp8Recipe> recipe) {
+  current_recipe = recipe;
+}
+
 std::optional<Fp8Recipe> Fp8Autocast::current() {
   return current_recipe;
 }

@@ -40,6 +40,7 @@ class Fp8Autocast {
   Fp8Autocast& operator=(const Fp8Autocast&) = delete;
 
   static std::optional<Fp8Recipe> current();
+  static void set(std::optional<Fp8Recipe> recipe);  // without a guard
 
  private:
   std::optional<Fp8Recipe> before_;

@@ -4,9 +4,11 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
 
+#include <optional>
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/fp8.h"
 #include "lockstep/parallel/pass_end.h"
 
 namespace lockstep {
@@ -23,6 +25,7 @@ struct Surroundings {
   bool autocast_cuda = false;
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
   at::ScalarType autocast_cuda_dtype = at::kHalf;
+  std::optional<nn::Fp8Recipe> fp8{};
 };
 
 at::Tensor random_state_of(at::Generator generator) {
@@ -51,6 +54,7 @@ Surroundings surroundings_now(const std::vector<at::Tensor>& inputs) {
   now.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
   now.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   now.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  now.fp8 = nn::Fp8Autocast::current();
   return now;
 }
 
@@ -62,6 +66,7 @@ void apply_surroundings(const Surroundings& then) {
   at::autocast::set_autocast_enabled(at::kCUDA, then.autocast_cuda);
   at::autocast::set_autocast_dtype(at::kCPU, then.autocast_cpu_dtype);
   at::autocast::set_autocast_dtype(at::kCUDA, then.autocast_cuda_dtype);
+  nn::Fp8Autocast::set(then.fp8);
 }
 
 // Restores what the caller had, however the block leaves.

@@ -329,7 +329,7 @@ void FullyShardImpl::begin_window() {
     wait_for_ranks();
   }
   in_window_ = true;
-  has_amax_ = false;
+  forget_amax();
 }
 
 void FullyShardImpl::end_window() {
@@ -350,7 +350,7 @@ void FullyShardImpl::before_forward(int stage) {
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
   // Weights may have been loaded into rows, by each rank in its time.
   if (!held() && !in_window_) wait_for_ranks();
-  exchange_amax();
+  if (!in_window_) forget_amax();
   units_.back().gather({});
 }
 
@@ -360,13 +360,15 @@ ProductType FullyShardImpl::computed_here() const {
   ProductType computed;
   if (at::autocast::is_autocast_enabled(device))
     computed.type = at::autocast::get_autocast_dtype(device);
-  computed.fp8 = nn::Fp8Autocast::current() == nn::Fp8Recipe::kTensorwise;
+  computed.fp8 = nn::Fp8Autocast::current();
   return computed;
 }
 
-// One exchange for all blocks, before each forward: anybody may have written rows since the last.
-void FullyShardImpl::exchange_amax() {
-  if (!computed_here().fp8 || held() || (in_window_ && has_amax_)) return;
+// One exchange for all blocks, before the first one of a forward that computes in fp8: anybody may
+// have written rows since the last.
+void FullyShardImpl::exchange_amax(const ProductType& computed) {
+  if (computed.fp8 != nn::Fp8Recipe::kTensorwise || has_amax_ || in_backward_ || held()) return;
+  has_amax_ = true;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> rows;
   for (const ShardUnit& unit : units_)
@@ -383,7 +385,11 @@ void FullyShardImpl::exchange_amax() {
     const auto count = static_cast<std::int64_t>(unit.fp8_rows().size());
     if (count > 0) unit.set_amax(all.narrow(0, std::exchange(begin, begin + count), count));
   }
-  has_amax_ = true;
+}
+
+void FullyShardImpl::forget_amax() {
+  if (!std::exchange(has_amax_, false)) return;
+  for (ShardUnit& unit : units_) unit.set_amax({});
 }
 
 at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& body,
@@ -404,6 +410,7 @@ at::Tensor FullyShardImpl::run_block(std::size_t unit, const nn::Block::Body& bo
         if (input.defined() && input.requires_grad()) input = marked[next++];
     }
   }
+  exchange_amax(graph->computed);
   units_[unit].gather(graph->computed);
   // A second forward inside backward (checkpointing) is the beginning of the block's backward.
   if (in_backward_) {

@@ -115,7 +115,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool held() const { return !held_.expired(); }
   bool marks_rows() const { return line_.size() > 1 || slices_ != nullptr; }
   ProductType computed_here() const;
-  void exchange_amax();
+  void exchange_amax(const ProductType& computed);
+  void forget_amax();
   void prefetch(std::size_t unit, const ProductType& computed);
   void prefetch_before(std::size_t unit, const ProductType& computed);
   bool reduces() const { return !alone_ && (last_ || options_.reduce_every_backward); }
@@ -149,7 +150,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool alone_;  // nobody else has gradients
   bool local_;  // .grad has whole gradients of this rank alone
   bool in_window_ = false;
-  bool has_amax_ = false;  // in this window
+  bool has_amax_ = false;  // of this forward, or of this window
   bool in_backward_ = false;
   bool absent_here_ = true;  // what other stages hold
   bool failed_ = false;

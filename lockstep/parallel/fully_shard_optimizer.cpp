@@ -161,6 +161,7 @@ void FullyShardOptimizer::take_gradients() {
     throw UsageError(model_->component(),
                      "step() found gradients of this rank alone. Call the last backward() before a "
                      "step with last = true, and zero_grad() where there is none.");
+  if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
   model_->each_parameter([](ShardedParameter& p) {
     p.shard.set_requires_grad(p.tensor.requires_grad());
     p.shard.mutable_grad() = p.tensor.grad();

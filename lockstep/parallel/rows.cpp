@@ -97,6 +97,7 @@ at::Tensor Packing::pack(const at::Tensor& rows) const {
 void Packing::unpack(const at::Tensor& parts, std::size_t piece, const RowCut& cut,
                      const at::Tensor& whole) const {
   const Piece& what = pieces_[piece];
+  if (what.length == 0) return;
   copy_from_parts(cut, parts.narrow(1, offsets_[piece], size_of(what)).view(what.type), whole);
   if (what.amax.defined()) nn::scale_part_from_fp8(whole, what.amax);
 }

@@ -31,7 +31,7 @@ RowCut cut_rows(at::IntArrayRef sizes, int ranks);
 void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts);
 void copy_from_parts(const RowCut& cut, const at::Tensor& parts, const at::Tensor& whole);
 
-// Memory of `length` elements of a flat tensor as a tensor of its own, not a view.
+// Elements of a flat tensor, from `offset` on, as a tensor of its own, not a view.
 at::Tensor alias_of(const at::Tensor& flat, std::int64_t offset, at::IntArrayRef sizes);
 
 // Rows of several parameters as the bytes of one message.

@@ -306,8 +306,10 @@ Packing ShardUnit::packing_of(const Flat& flat, const TravelTypes& types,
     };
     travels_in(types.gather);
     if (!p.product) continue;
-    if (!types.gather) travels_in(computed.type);
-    if (!computed.fp8 || p.amax.length == 0 || !amax_.defined()) continue;
+    // What is cast to fp8 later must not be rounded to a wider type before.
+    const bool cast = computed.fp8 && p.amax.length > 0;
+    if (!types.gather && !cast) travels_in(computed.type);
+    if (!cast || computed.fp8 != nn::Fp8Recipe::kTensorwise || !amax_.defined()) continue;
     travels_in(at::kFloat8_e4m3fn);
     if (pieces.back().type == at::kFloat8_e4m3fn)
       pieces.back().amax = amax_.narrow(0, p.amax.begin, p.amax.length).amax();

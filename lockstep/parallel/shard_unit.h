@@ -31,6 +31,7 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/nn/fp8.h"
 #include "lockstep/parallel/rows.h"
 
 namespace lockstep::parallel {
@@ -52,7 +53,7 @@ struct ShardedParameter {
   nn::RowsPtr rows{};      // what other code sees then
   at::Tensor shared{};     // all rows, flat, in memory that all ranks map; undefined: in none
   bool product = false;    // one of nn::Block::products()
-  nn::Range amax{};        // in fp8 the largest of these of amax(); empty: not covered by fp8
+  nn::Range amax{};        // those of its list among set_amax()'s; empty: fp8 does not cover it
   // The ranks along "pipeline" whose stages read it, in order; the first one's copy counts and is
   // gathered. `absent`: this rank is none of them, and holds no rows.
   std::vector<int> holders{0};
@@ -66,10 +67,10 @@ struct TravelTypes {
 };
 
 // What a block's products (nn::Block::products) are computed in; unset: their own type. They travel
-// in it. In fp8 each list has one scale.
+// in it. In fp8 by tensor each list has one scale; by row they travel in their own type.
 struct ProductType {
   std::optional<at::ScalarType> type{};
-  bool fp8 = false;
+  std::optional<nn::Fp8Recipe> fp8{};
   bool operator==(const ProductType&) const = default;
 };
 

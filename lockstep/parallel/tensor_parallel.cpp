@@ -227,7 +227,7 @@ optim::StepResult TensorParallelOptimizer::step(const optim::StepOptions& option
     bool& on;
   } const stepping(model_->stepping);
   model_->slices().cut();
-  model_->slices().average_gradients();  // of a loss.backward()
+  model_->slices().average_gradients();  // after a plain loss.backward()
   return step_divided(this, options,
                       {.norm = [this] { return norm(); },
                        .scale = [this](const at::Tensor& factor) { scale(factor); },

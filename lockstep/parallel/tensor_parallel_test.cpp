@@ -728,42 +728,48 @@ TEST(TensorParallel, RefusesWhatIsNotForSlices) {
 // A slice has a scale of its own, so that its values differ from the whole's by fp8's rounding: not
 // more from those of float than one process in fp8 does, within a factor for chance.
 TEST(TensorParallel, TrainsInFp8) {
-  const CausalLmConfig config = models::parse_config(
-      R"({"model_type": "llama", "vocab_size": 37, "hidden_size": 64, "intermediate_size": 96,
-          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2})",
-      "fp8");
-  for (const bool sequence : {false, true})
-    run_threads(2, [&](World& world) {
-      const optim::SGDOptions sgd{.lr = 0.1};
-      Trained exact = whole(config, sgd), one = whole(config, sgd),
-              run = sliced(config, tensor_mesh(world), sgd);
-      run.net->use_sequence_parallel(sequence);
-      exact.backward(batch_of(0));
-      {
-        const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
-        one.step(batch_of(0));
-        run.step(batch_of(0));
-      }
-      exact.optimizer->step();
-      EXPECT_NE(one.loss, exact.loss);
-      EXPECT_LT(std::abs(run.loss - exact.loss), 0.02 * exact.loss);
-      const at::Tensor want = exact.weights();
-      const double off = (one.weights() - want).norm().item<double>();
-      EXPECT_GT(off, 0);
-      EXPECT_LT((run.weights() - want).norm().item<double>(), 2 * off);
-      run.parallelism->verify_parameters();
-    });
+  // A width of 95 is 47 and 48, of which fp8 would cover one.
+  for (const int width : {96, 95})
+    for (const bool sequence : {false, true}) {
+      const CausalLmConfig config = models::parse_config(
+          fmt::format(R"({{"model_type": "llama", "vocab_size": 37, "hidden_size": 64,
+          "intermediate_size": {}, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2}})",
+                      width),
+          "fp8");
+      run_threads(2, [&](World& world) {
+        const optim::SGDOptions sgd{.lr = 0.1};
+        Trained exact = whole(config, sgd), one = whole(config, sgd),
+                run = sliced(config, tensor_mesh(world), sgd);
+        run.net->use_sequence_parallel(sequence);
+        exact.backward(batch_of(0));
+        {
+          const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+          one.step(batch_of(0));
+          run.step(batch_of(0));
+        }
+        exact.optimizer->step();
+        EXPECT_NE(one.loss, exact.loss);
+        EXPECT_LT(std::abs(run.loss - exact.loss), 0.02 * exact.loss);
+        const at::Tensor want = exact.weights();
+        const double off = (one.weights() - want).norm().item<double>();
+        EXPECT_GT(off, 0);
+        EXPECT_LT((run.weights() - want).norm().item<double>(), 2 * off);
+        run.parallelism->verify_parameters();
+      });
+    }
 }
 
 TEST(TensorParallel, RefusesAdaptersOnABaseInFp8) {
-  run_threads(2, [&](World& world) {
-    const auto net = make(config_of("llama"));
-    models::add_lora(*net, {.r = 2, .target_modules = {"q_proj"}});
-    const TensorParallel model(*net, tensor_mesh(world));
-    const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
-    EXPECT_THAT(message_of<UsageError>([&] { net->forward(batch_of(0).ids); }),
-                HasSubstr("adapters on a base in fp8 are not divided"));
-  });
+  for (const char* layer : {"q_proj", "o_proj"})
+    run_threads(2, [&](World& world) {
+      const auto net = make(config_of("llama"));
+      models::add_lora(*net, {.r = 2, .target_modules = {layer}});
+      const TensorParallel model(*net, tensor_mesh(world));
+      const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+      EXPECT_THAT(message_of<UsageError>([&] { net->forward(batch_of(0).ids); }),
+                  HasSubstr("adapters on a base in fp8 are not divided"));
+    });
 }
 
 TEST(TensorParallel, RefusesTheStateOfAnotherModel) {

@@ -268,9 +268,11 @@ BlockBytes fused_block_bytes(const Model& model, const DecoderSpec& spec, const 
   each_projection(b, h, false, [&](const std::string& layer, std::int64_t in, bool) {
     bytes.saved += adapter_bytes(trained, layer, in, h);
   });
-  // Inputs of products take a byte instead of two; attention keeps its result beside that.
+  // Inputs of products take a byte instead of two; attention keeps its result beside that. Norms of
+  // parts of a sequence keep these, beside the bytes of the whole.
+  const std::int64_t inputs = model.sequence_parts() > 1 ? -2 * s.width : 2 * s.width;
   if (fp8 && !trained.adapters() && !b.mlp.experts)
-    bytes.saved -= 2 * s.width + b.mlp.out.in - s.queries;
+    bytes.saved -= inputs + b.mlp.out.in - s.queries;
   bytes.working = 3 * h * s.width + mlp_working(b.mlp, h, b.mlp.gated() ? 3 : 1);
   return bytes;
 }

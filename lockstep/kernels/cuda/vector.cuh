@@ -115,7 +115,7 @@ __device__ __forceinline__ std::uint32_t magnitude(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
-// Of `most` and the eight values.
+// The largest of `most` and the eight magnitudes.
 template <typename T>
 __device__ __forceinline__ std::uint32_t larger_of(std::uint32_t most, Vector8<T> vector) {
   float x[8];
