@@ -116,8 +116,10 @@ class Fsdp(TrainCase):
             half, _ = self.run_with(2, f"bf16-{recipe}", "--bf16", "true", *NO_CLIPPING)
             plain, _ = self.run_with(2, f"ddp-{recipe}", "--shard_optimizer", "false", *flags)
             self.assertNotEqual(losses(half), losses(plain))  # 8 bits were there
-            for more in ((), ("--gradient_checkpointing", "true")):
-                name = f"fsdp-{recipe}{len(more)}"
+            gloo = ("--ddp_backend", "gloo")  # weights travel: tensorwise in 8 bits
+            for more in ((), ("--gradient_checkpointing", "true"), gloo,
+                         ("--gradient_checkpointing", "true", *gloo)):
+                name = f"fsdp-{recipe}{'-'.join(more)}"
                 whole, _ = self.run_with(2, name, "--fsdp", "full_shard", *flags, *more)
                 self.assertEqual(losses(plain), losses(whole))
                 self.assert_same(self.newest(plain), self.newest(whole))
