@@ -106,16 +106,17 @@ bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
   return pass.fp8 && joins_in_fp8(layers);
 }
 
-// As nn::Block::products().
+// As nn::Block::products(). Slices of unequal widths are not computed in fp8 and are not listed.
 void add_products(std::vector<std::vector<at::Tensor>>& lists, const std::vector<Linear>& in,
                   const Linear& out) {
-  const bool joined = joins_in_fp8(in);
-  if (joined) lists.emplace_back();
-  for (const Linear& layer : in) {
-    if (!joined) lists.emplace_back();
-    lists.back().push_back(layer->weight);
+  if (joins_in_fp8(in)) {
+    lists.emplace_back();
+    for (const Linear& layer : in) lists.back().push_back(layer->weight);
+  } else {
+    for (const Linear& layer : in)
+      if (slices_equally(layer)) lists.push_back({layer->weight});
   }
-  lists.push_back({out->weight});
+  if (slices_equally(out)) lists.push_back({out->weight});
 }
 
 // Their outputs side by side; `gated`: swiglu() of those.
