@@ -189,10 +189,7 @@ struct Report {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
   }
   std::string strategy(const plan::Choice& choice) const {
-    const std::string text =
-        plan::strategy_text(choice.strategy, choice.gpus, choice.stages, devices.card.cpu);
-    const bool both = choice.stages > 1 && choice.sharding != plan::Sharding::kNone;
-    return both ? fmt::format("{}, {}", text, fsdp_word(*training.fsdp)) : text;
+    return plan::parts_text(choice, devices.card.cpu);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
 };
@@ -360,11 +357,6 @@ void add_ways(Report& report, bool here) {
 Report make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
-  if (config.arguments.tensor_parallel_degree > 1 && config.arguments.pipeline_parallel_degree > 1)
-    throw UsageError("plan",
-                     "{} has pipeline_parallel_degree and tensor_parallel_degree, and the plan "
-                     "knows one at a time. Set either to 1 to see the other ways.",
-                     request.file);
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
   const Here here = devices_here(request.gpus);
   const int per_node = request.per_node.value_or(here.devices.card.cpu ? here.devices.count : 8);
@@ -673,7 +665,7 @@ Node choice_node(const Report& r, const Row& row) {
   NodeMembers members{{"gpus", integer_node(c.gpus)},
                       {"strategy", text_node(r.strategy(c))},
                       {"replicas", integer_node(c.replicas())},
-                      {"gpus_per_replica", integer_node(c.stages)},
+                      {"gpus_per_replica", integer_node(c.gpus_per_replica())},
                       {"per_device_train_batch_size", integer_node(c.batch)},
                       {"gradient_accumulation_steps", integer_node(c.accumulation)},
                       {"global_batch", integer_node(c.global_batch)},

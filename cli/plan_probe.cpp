@@ -71,12 +71,12 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
     arguments.emplace_back("--shard_optimizer=false");
   if (options.cpu) arguments.emplace_back("--use_cpu=true");
   const plan::Choice& c = way.choice;
-  const std::string what = fmt::format(
-      "{} x {}, {} x {}{}{}", c.gpus, strategy_text(c.strategy, c.gpus, c.stages, options.cpu),
-      c.batch, c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
-      way.fp8    ? ", 8 bits"
-      : way.half ? ", 16 bits"
-                 : "");
+  const std::string what =
+      fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, options.cpu), c.batch,
+                  c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
+                  way.fp8    ? ", 8 bits"
+                  : way.half ? ", 16 bits"
+                             : "");
   const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
   const RanksOutcome end =
       run_ranks({.ranks = ranks, .timeout_s = options.timeout_s, .arguments = std::move(arguments)},

@@ -79,10 +79,12 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
 }
 
 NodeMembers members_of(const plan::Measurement& way) {
-  return {{"gpus", integer_node(way.gpus)},
-          {"strategy", integer_node(static_cast<int>(way.strategy))},
-          {"strategy_text", text_node(strategy_text(way.strategy, way.gpus, way.stages))},
-          {"stages", integer_node(way.stages)},
+  return {{"gpus", integer_node(way.parts.gpus)},
+          {"strategy", integer_node(static_cast<int>(way.parts.strategy))},
+          {"strategy_text", text_node(parts_text(way.parts))},
+          {"stages", integer_node(way.parts.stages)},
+          {"slices", integer_node(way.parts.slices)},
+          {"sequence_parallel", bool_node(way.parts.sequence)},
           {"per_device_train_batch_size", integer_node(way.batch)},
           {"gradient_accumulation_steps", integer_node(way.accumulation)},
           {"gradient_checkpointing", bool_node(way.checkpointing)},
@@ -92,14 +94,18 @@ NodeMembers members_of(const plan::Measurement& way) {
           {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))}};
 }
 
-// Nothing for one whose text does not belong to its number: it is from another version.
+// Nothing for one from another version: it lacks a key, or its text does not belong to its number.
 std::optional<plan::Measurement> measurement_in(const Node& node) {
   const auto integer = [&](const char* key) {
     return static_cast<std::int64_t>(number_of(node, key));
   };
-  const plan::Measurement way{.gpus = static_cast<int>(integer("gpus")),
-                              .strategy = static_cast<plan::Strategy>(integer("strategy")),
-                              .stages = static_cast<int>(integer("stages")),
+  const plan::Parts parts{.gpus = static_cast<int>(integer("gpus")),
+                          .strategy = static_cast<plan::Strategy>(integer("strategy")),
+                          .stages = static_cast<int>(integer("stages")),
+                          .slices = static_cast<int>(integer("slices")),
+                          .sequence = flag_of(node, "sequence_parallel")};
+  if (parts.stages < 1 || parts.slices < 1) return std::nullopt;
+  const plan::Measurement way{.parts = parts,
                               .batch = integer("per_device_train_batch_size"),
                               .accumulation = integer("gradient_accumulation_steps"),
                               .checkpointing = flag_of(node, "gradient_checkpointing"),
@@ -107,8 +113,7 @@ std::optional<plan::Measurement> measurement_in(const Node& node) {
                               .fp8 = flag_of(node, "fp8"),
                               .step_s = number_of(node, "step_s"),
                               .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes"))};
-  const std::string text = strategy_text(way.strategy, way.gpus, way.stages);
-  if (text_of(node, "strategy_text") != text || !(way.step_s > 0)) return std::nullopt;
+  if (text_of(node, "strategy_text") != parts_text(parts) || !(way.step_s > 0)) return std::nullopt;
   return way;
 }
 
@@ -166,8 +171,8 @@ void save_ways(const std::string& training, const std::vector<plan::Measurement>
     nodes.push_back(map_node(std::move(members)));
   }
   replace("ways",
-          {"host", "training", "gpus", "strategy", "stages", "per_device_train_batch_size",
-           "gradient_checkpointing", "half", "fp8"},
+          {"host", "training", "gpus", "strategy", "stages", "slices", "sequence_parallel",
+           "per_device_train_batch_size", "gradient_checkpointing", "half", "fp8"},
           std::move(nodes));
 }
 
@@ -185,17 +190,17 @@ std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement
   using plan::Strategy;
   std::optional<plan::Measurement> best;
   for (const plan::Measurement& way : ways) {
+    const auto& [gpus, strategy, stages, slices, sequence] = way.parts;
     const bool open = training.may_shard && !training.sharded_optimizer && !training.fsdp;
-    const bool written = way.strategy == Strategy::kDdp || way.strategy == Strategy::kSingle
+    const bool written = strategy == Strategy::kDdp || strategy == Strategy::kSingle
                              ? !training.sharded_optimizer && !training.fsdp
-                         : way.strategy == Strategy::kShardedOptimizer
-                             ? training.sharded_optimizer
-                             : way.strategy == training.fsdp;
-    const bool followed =
-        has_slices(way.strategy) ? training.may_tensor : way.strategy < Strategy::kSplit;
-    const bool refused = way.strategy == Strategy::kSequence && !training.sequence.value_or(true);
-    if (way.gpus != ranks || !followed || refused || way.half != training.half ||
-        way.fp8 != training.fp8 || !(open || written))
+                         : strategy == Strategy::kShardedOptimizer ? training.sharded_optimizer
+                                                                   : strategy == training.fsdp;
+    const bool followed = stages == 1 && strategy < Strategy::kSplit &&
+                          (slices == 1 || (training.may_tensor && open)) &&
+                          (!sequence || training.sequence.value_or(true));
+    if (gpus != ranks || !followed || way.half != training.half || way.fp8 != training.fp8 ||
+        !(open || written))
       continue;
     if (!best || way.step_s < best->step_s) best = way;
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/train/checks.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
@@ -56,6 +57,7 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.device_map = task.model.device_map.has_value();
   training.built_whole = arguments.auto_find_batch_size || model.causal_lm() == nullptr;
   training.fp8 = arguments.mixed_precision == "fp8";
+  training.rowwise = train::fp8_recipe_name(arguments) == "rowwise";
   training.may_fp8 = true;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
   training.tensor = static_cast<int>(arguments.tensor_parallel_degree);
@@ -76,11 +78,9 @@ plan::Choice choose_for(const plan::Training& training, const plan::Card& card, 
                         const std::optional<plan::Measurement>& measured) {
   if (!measured) return plan::fastest_batch(training, card, ranks);
   plan::Training held = training;
-  held.global_batch =
-      measured->batch * measured->accumulation * (ranks / std::max(1, measured->stages));
+  held.global_batch = measured->batch * measured->accumulation * measured->parts.replicas();
   held.checkpointing = measured->checkpointing;
-  return plan::make_choice(held, card, {ranks, measured->strategy, measured->stages},
-                           measured->batch);
+  return plan::make_choice(held, card, measured->parts, measured->batch);
 }
 
 void set_arguments(TrainingArguments& arguments, const plan::Training& training,
@@ -88,9 +88,9 @@ void set_arguments(TrainingArguments& arguments, const plan::Training& training,
   arguments.per_device_train_batch_size = choice.batch;
   // With global_batch_size or tokens_per_update the accumulation follows from the batch.
   if (!training.global_batch) arguments.gradient_accumulation_steps = choice.accumulation;
-  if (has_slices(choice.strategy)) {
-    arguments.tensor_parallel_degree = choice.stages;
-    arguments.sequence_parallel = choice.strategy == plan::Strategy::kSequence;
+  if (choice.slices > 1) {
+    arguments.tensor_parallel_degree = choice.slices;
+    arguments.sequence_parallel = choice.sequence;
     arguments.elastic_gpu = false;  // no batch is tried on a model that no rank has whole
   }
   if (arguments.shard_optimizer != "auto" || training.fsdp) return;
@@ -110,17 +110,16 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
     return {};
   const plan::Choice choice = choose_for(training, card, ranks, measured);
-  const bool split = choice.stages > 1 && !has_slices(choice.strategy);
+  const bool split = choice.strategy == plan::Strategy::kSplit;
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
   if (measured && !training.fixed_checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;
   std::string text = fmt::format(
       "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
       "about {:.1f} GiB each",
-      strategy_text(choice.strategy, choice.gpus, choice.stages), ranks,
-      card.cpu ? "CPU ranks" : card.name, choice.batch, choice.accumulation, choice.replicas(),
-      choice.replicas() == 1 ? "" : "s", choice.global_batch,
-      static_cast<double>(choice.memory.total()) / (1u << 30));
+      parts_text(choice), ranks, card.cpu ? "CPU ranks" : card.name, choice.batch,
+      choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
+      choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
   if (measured)
     text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it",
                         1e3 * measured->step_s);

@@ -37,9 +37,7 @@ Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer
 }
 
 TEST(Measurements, TravelBetweenRanksWhole) {
-  const plan::Measurement way{.gpus = 4,
-                              .strategy = plan::Strategy::kPipeline,
-                              .stages = 2,
+  const plan::Measurement way{.parts = {4, plan::Strategy::kFullShard, 2, 1, false},
                               .batch = 3,
                               .accumulation = 5,
                               .checkpointing = true,
@@ -48,6 +46,9 @@ TEST(Measurements, TravelBetweenRanksWhole) {
                               .step_s = 0.1,
                               .memory_bytes = 123};
   EXPECT_EQ(parse_measurement(measurement_text(way)), way);
+  plan::Measurement slices = way;
+  slices.parts = {8, plan::Strategy::kDdp, 2, 2, true};
+  EXPECT_EQ(parse_measurement(measurement_text(slices)), slices);
   EXPECT_EQ(parse_measurement(""), std::nullopt);
 }
 
@@ -85,8 +86,7 @@ TEST(ElasticGpu, AndStillLessDividesTheWholeModel) {
 }
 
 TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
-  const plan::Measurement measured{.gpus = 4,
-                                   .strategy = plan::Strategy::kShardGradOp,
+  const plan::Measurement measured{.parts = {4, plan::Strategy::kShardGradOp},
                                    .batch = 2,
                                    .accumulation = 4,
                                    .checkpointing = true,
@@ -107,9 +107,7 @@ TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
 }
 
 TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
-  const plan::Measurement measured{.gpus = 4,
-                                   .strategy = plan::Strategy::kTensor,
-                                   .stages = 2,
+  const plan::Measurement measured{.parts = {4, plan::Strategy::kDdp, 1, 2},
                                    .batch = 4,
                                    .accumulation = 4,
                                    .half = true,
@@ -130,7 +128,7 @@ TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
   EXPECT_EQ(fastest_way({measured}, training, 4), std::nullopt);
   // With parts of the sequence where the file does not refuse them.
   plan::Measurement sequence = measured;
-  sequence.strategy = plan::Strategy::kSequence;
+  sequence.parts.sequence = true;
   EXPECT_FALSE(planned.arguments.sequence_parallel);
   EXPECT_TRUE(plan_on(80, 4, "auto", sequence).arguments.sequence_parallel);
   training.may_tensor = true;
@@ -138,7 +136,7 @@ TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
   training.sequence = false;
   EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
   // Stages are not followed.
-  sequence.strategy = plan::Strategy::kPipeline;
+  sequence.parts = {4, plan::Strategy::kDdp, 2};
   EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
 }
 

@@ -214,10 +214,11 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
     else
       part.head_saved = part.head_forward = part.head_backward = 0;
     const Parameters parameters = parameters_of(model, all, stage);
-    if (options.state_bytes)
-      o.state_bytes = *options.state_bytes * static_cast<std::uint64_t>(parameters.trainable) /
-                      static_cast<std::uint64_t>(all.trainable);
-    const Memory memory = peak_of(model, parameters, part, stage.blocks, o);
+    MemoryOptions own = o;
+    if (o.state_bytes)
+      own.state_bytes = *o.state_bytes * static_cast<std::uint64_t>(parameters.trainable) /
+                        static_cast<std::uint64_t>(all.trainable);
+    const Memory memory = peak_of(model, parameters, part, stage.blocks, own);
     if (memory.total() > most.total()) most = memory;
   }
   return o.built_whole ? made_whole(whole, o, most) : most;

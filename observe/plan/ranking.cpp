@@ -72,16 +72,13 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
     all.push_back({"mixed_precision", way.fp8 ? "fp8" : "bf16"});
   else if (way.half != file.half)
     all.push_back({"bf16", "true"});
-  if (const int stages = c.strategy == Strategy::kPipeline ? c.stages : 1; stages != file.pipeline)
-    all.push_back({"pipeline_parallel_degree", std::to_string(stages)});
-  const bool sliced = has_slices(c.strategy);
-  if (const int slices = sliced ? c.stages : 1; slices != file.tensor)
-    all.push_back({"tensor_parallel_degree", std::to_string(slices)});
-  const bool sequence = c.strategy == Strategy::kSequence;
-  if (sliced && sequence != file.sequence.value_or(false))
-    all.push_back({"sequence_parallel", sequence ? "true" : "false"});
+  if (c.stages != file.pipeline)
+    all.push_back({"pipeline_parallel_degree", std::to_string(c.stages)});
+  if (c.slices != file.tensor) all.push_back({"tensor_parallel_degree", std::to_string(c.slices)});
+  if (c.slices > 1 && c.sequence != file.sequence.value_or(false))
+    all.push_back({"sequence_parallel", c.sequence ? "true" : "false"});
   // Batches are tried on a whole model.
-  if (sliced && !file.adapts.empty()) all.push_back({file.adapts, "false"});
+  if (c.slices > 1 && !file.adapts.empty()) all.push_back({file.adapts, "false"});
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
@@ -142,6 +139,31 @@ std::vector<Training> computations(const Training& training, const Machine& mach
   return all;
 }
 
+// Replicas of stages, of slices, and of both, that are copied or fully sharded. Degrees are powers of
+// two and the file's own.
+std::vector<Parts> divided_replicas(const Training& training, int gpus) {
+  std::vector<Parts> all;
+  if (training.device_map) return all;
+  const auto degrees = [&](int written) {
+    std::vector<int> found;
+    for (int degree = 1; degree <= gpus; ++degree)
+      if ((degree & (degree - 1)) == 0 || degree == written) found.push_back(degree);
+    return found;
+  };
+  for (const int stages : degrees(training.pipeline))
+    for (const int slices : degrees(training.tensor))
+      for (const bool sequence : {false, true}) {
+        Parts parts{gpus, Strategy::kDdp, stages, slices, sequence};
+        if (stages * slices == 1 || gpus % (stages * slices) != 0 || (sequence && slices == 1))
+          continue;
+        all.push_back(parts);
+        if (parts.replicas() == 1) continue;
+        parts.strategy = training.fsdp.value_or(Strategy::kFullShard);
+        all.push_back(parts);
+      }
+  return all;
+}
+
 }  // namespace
 
 std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus) {
@@ -150,16 +172,16 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
       training.global_batch.value_or(training.batch * training.accumulation * gpus);
   for (Training& computed : computations(training, machine)) {
     computed.global_batch = global;
-    Training unsharded = computed;  // ways have fsdp or stages or slices
-    unsharded.fsdp.reset();
     for (const int n : counts_of(gpus)) {
-      const auto add = [&](const Training& one, const Parts& parts) {
-        const auto choice = best_batch({one, parts}, machine.card, [&](const Choice& c) {
-          const auto step = timed(one, machine, c).step;
+      const auto add = [&](const Parts& parts) {
+        if (!can_train(computed, machine.card, parts)) return;
+        const auto choice = best_batch({computed, parts}, machine.card, [&](const Choice& c) {
+          const auto step = timed(computed, machine, c).step;
           return step ? std::optional(step->total_s()) : std::nullopt;
         });
         if (!choice) return;
-        Way way{timed(one, machine, *choice), one.checkpointing, one.half, one.fp8};
+        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half,
+                computed.fp8};
         way.settings = settings_of(training, way, gpus);
         way.estimate = *way.step;
         ways.push_back(std::move(way));
@@ -169,17 +191,9 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
         const bool other_word =
             training.fsdp && !fsdp_word(strategy).empty() && strategy != training.fsdp;
         const bool mapped = n == 1 || !training.device_map || strategy == Strategy::kSplit;
-        if (mapped && !other_word && can_train(training, machine.card, {n, strategy}))
-          add(computed, {n, strategy});
+        if (mapped && !other_word) add({n, strategy});
       }
-      for (int degree = 2; degree <= n && !training.device_map; ++degree)
-        for (const auto& [strategy, written] : {std::pair(Strategy::kPipeline, training.pipeline),
-                                                std::pair(Strategy::kTensor, training.tensor),
-                                                std::pair(Strategy::kSequence, training.tensor)}) {
-          const bool tried = (degree & (degree - 1)) == 0 || degree == written;
-          if (tried && can_train(computed, machine.card, {n, strategy, degree}))
-            add(unsharded, {n, strategy, degree});
-        }
+      for (const Parts& parts : divided_replicas(training, n)) add(parts);
     }
   }
   sort_ways(ways);
@@ -187,9 +201,7 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
 }
 
 Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes) {
-  return {.gpus = way.choice.gpus,
-          .strategy = way.choice.strategy,
-          .stages = way.choice.stages,
+  return {.parts = way.choice,
           .batch = way.choice.batch,
           .accumulation = way.choice.accumulation,
           .checkpointing = way.checkpointing,
@@ -241,7 +253,8 @@ void use_measurements(std::vector<Way>& ways, const Training& training,
 
 Choice fastest_batch(const Training& training, const Card& card, int ranks) {
   const Choice usual = choose(training, card, ranks);
-  if (card.cpu || !usual.fits || usual.stages > 1 || !usual.same_global_batch) return usual;
+  if (card.cpu || !usual.fits || usual.gpus_per_replica() > 1 || !usual.same_global_batch)
+    return usual;
   Training held = training;
   held.global_batch = usual.global_batch;
   // How micro-batches compare depends little on the card: one that is not known is taken for an

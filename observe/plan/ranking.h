@@ -42,9 +42,7 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
 
 // What a few steps of a way have shown.
 struct Measurement {
-  int gpus = 1;
-  Strategy strategy = Strategy::kSingle;
-  int stages = 1;
+  Parts parts{};
   std::int64_t batch = 1;
   std::int64_t accumulation = 1;
   bool checkpointing = false;

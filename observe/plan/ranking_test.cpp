@@ -95,7 +95,7 @@ TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
   Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_pipeline = true};
   t.global_batch = 64;
   const Card card = card_of(80);
-  const Parts parts{4, Strategy::kPipeline, 4};
+  const Parts parts{4, Strategy::kSingle, 4};
   const Choice c = make_choice(t, card, parts, 4);
   EXPECT_EQ(c.replicas(), 1);
   EXPECT_EQ(c.accumulation, 16);
@@ -114,21 +114,21 @@ TEST(Ways, APipelineHasABubbleAndPartsOfTheLayers) {
   EXPECT_NEAR(static_cast<double>(c.memory.activations),
               static_cast<double>(one.memory.activations), 0.02 * one.memory.activations);
   const auto ways = rank_ways(t, machine_of(80), 4);
-  const auto found = std::ranges::find_if(
-      ways, [](const Way& way) { return way.choice.strategy == Strategy::kPipeline; });
+  const auto found =
+      std::ranges::find_if(ways, [](const Way& way) { return way.choice.stages > 1; });
   ASSERT_TRUE(found != ways.end());
   EXPECT_EQ(std::ranges::count(found->settings, "pipeline_parallel_degree", &Setting::key), 1);
   EXPECT_GT(found->step->total_s(), ways.front().step->total_s());  // DDP fits, and waits for none
   t.pipeline = 4;  // a file that has stages: other ways end them
   for (const Way& way : rank_ways(t, machine_of(80), 4)) {
-    const bool kept = way.choice.strategy == Strategy::kPipeline && way.choice.stages == 4;
-    EXPECT_EQ(std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key), !kept);
+    EXPECT_EQ(std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key),
+              way.choice.stages != 4);
   }
-  EXPECT_FALSE(can_train(t, card, {6, Strategy::kPipeline, 4}));
+  EXPECT_FALSE(can_train(t, card, {6, Strategy::kSingle, 4}));
   t.pipeline = 3;  // no power of two, and the file's
   const auto thirds = rank_ways(t, machine_of(80), 3);
   EXPECT_TRUE(std::ranges::any_of(thirds, [](const Way& way) {
-    return way.choice.strategy == Strategy::kPipeline && way.choice.stages == 3 &&
+    return way.choice.stages == 3 &&
            std::ranges::count(way.settings, "pipeline_parallel_degree", &Setting::key) == 0;
   }));
   t.may_pipeline = false;
@@ -139,7 +139,7 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_tensor = true};
   t.global_batch = 64;
   const Machine machine = machine_of(80);
-  const Choice c = make_choice(t, machine.card, {4, Strategy::kTensor, 2}, 4);
+  const Choice c = make_choice(t, machine.card, {4, Strategy::kDdp, 1, 2}, 4);
   EXPECT_EQ(c.replicas(), 2);
   EXPECT_EQ(c.accumulation, 8);
   // Matrices of a block, all biases but two, and the embedding (of 50257 tokens: 25129) are cut.
@@ -148,7 +148,7 @@ TEST(Ways, SlicesOfLayersAreSummedUpInEveryBlock) {
   EXPECT_EQ(c.memory.optimizer, 2 * c.memory.parameters);
   t.state_bytes = 4000;
   EXPECT_NEAR(static_cast<double>(
-                  make_choice(t, machine.card, {2, Strategy::kTensor, 2}, 4).memory.optimizer),
+                  make_choice(t, machine.card, {2, Strategy::kSingle, 1, 2}, 4).memory.optimizer),
               2000, 50);
   t.state_bytes.reset();
   // Half of the products; one sum after the embedding, two in each block, and as many in backward.
@@ -191,8 +191,8 @@ TEST(Ways, SequenceParallelismTakesLessMemory) {
   Training t{.model = gpt_1b3(), .batch = 4, .half = true, .bf16 = true, .may_tensor = true};
   t.global_batch = 8;
   const Machine machine = machine_of(80);
-  const Choice tensor = make_choice(t, machine.card, {2, Strategy::kTensor, 2}, 4);
-  const Choice sequence = make_choice(t, machine.card, {2, Strategy::kSequence, 2}, 4);
+  const Choice tensor = make_choice(t, machine.card, {2, Strategy::kSingle, 1, 2}, 4);
+  const Choice sequence = make_choice(t, machine.card, {2, Strategy::kSingle, 1, 2, true}, 4);
   const double saved = 8192.0 * (24 * (2 * (4 * 2048 + 8)) + 4 * 2048) / 2;
   EXPECT_NEAR(static_cast<double>(tensor.memory.activations - sequence.memory.activations), saved,
               0.01 * saved);
@@ -205,28 +205,27 @@ TEST(Ways, SequenceParallelismTakesLessMemory) {
   EXPECT_EQ(work->tensor_once, 4.0 * 2048 * (6 * 24 + 2 + 2048));
   EXPECT_LT(work->forward_s, work_of(t, tensor, machine.card, {})->forward_s);  // norms of a part
   std::vector<Way> ways = rank_ways(t, machine, 2);
-  const auto settings = [&](Strategy strategy) {
+  const auto settings = [&](bool divided) {
     std::vector<Setting> found;
     for (const Way& way : ways)
-      if (way.choice.strategy == strategy)
+      if (way.choice.slices > 1 && way.choice.sequence == divided)
         for (const Setting& one : way.settings)
           if (one.key == "sequence_parallel") found.push_back(one);
     return found;
   };
-  EXPECT_THAT(settings(Strategy::kSequence), ::testing::Each(Setting{"sequence_parallel", "true"}));
-  EXPECT_FALSE(settings(Strategy::kSequence).empty());
-  EXPECT_TRUE(settings(Strategy::kTensor).empty());
+  EXPECT_THAT(settings(true), ::testing::Each(Setting{"sequence_parallel", "true"}));
+  EXPECT_FALSE(settings(true).empty());
+  EXPECT_TRUE(settings(false).empty());
   t.tensor = 2;
   t.sequence = true;  // the file's
   ways = rank_ways(t, machine, 2);
   EXPECT_TRUE(as_written(t, machine.card, 2).as_written);
-  EXPECT_EQ(as_written(t, machine.card, 2).strategy, Strategy::kSequence);
-  EXPECT_TRUE(settings(Strategy::kSequence).empty());
-  EXPECT_THAT(settings(Strategy::kTensor),
-              ::testing::Contains(Setting{"sequence_parallel", "false"}));
+  EXPECT_TRUE(as_written(t, machine.card, 2).sequence);
+  EXPECT_TRUE(settings(true).empty());
+  EXPECT_THAT(settings(false), ::testing::Contains(Setting{"sequence_parallel", "false"}));
   t.sequence = false;
-  EXPECT_FALSE(can_train(t, machine.card, {2, Strategy::kSequence, 2}));
-  EXPECT_EQ(as_written(t, machine.card, 2).strategy, Strategy::kTensor);
+  EXPECT_FALSE(can_train(t, machine.card, {2, Strategy::kSingle, 1, 2, true}));
+  EXPECT_FALSE(as_written(t, machine.card, 2).sequence);
 }
 
 TEST(Ways, AdaptersOfSlicesAreAddedUp) {
@@ -234,7 +233,7 @@ TEST(Ways, AdaptersOfSlicesAreAddedUp) {
   t.model.lora = lora(16, {"qkv_proj", "o_proj"});
   t.global_batch = 8;
   const Card card = card_of(80);
-  const Choice c = make_choice(t, card, {4, Strategy::kTensor, 2}, 2);
+  const Choice c = make_choice(t, card, {4, Strategy::kDdp, 1, 2}, 2);
   const auto work = work_of(t, c, card, {});
   // lora_A of queries, keys and values, and lora_B after attention are on every rank.
   EXPECT_EQ(work->tensor_once, 4.0 * 16 * 3072 * 2 * 32);
@@ -243,24 +242,83 @@ TEST(Ways, AdaptersOfSlicesAreAddedUp) {
   for (const std::int64_t bytes : work->gradients) gradients += bytes;
   EXPECT_EQ(gradients, 4 * 32 * 16 * (3072 + 3 * 3072 / 2 + 3072 / 2 + 3072));
   const auto ways = rank_ways(t, machine_of(80), 2);
-  EXPECT_TRUE(
-      std::ranges::any_of(ways, [](const Way& way) { return has_slices(way.choice.strategy); }));
+  EXPECT_TRUE(std::ranges::any_of(ways, [](const Way& way) { return way.choice.slices > 1; }));
 }
 
-// fsdp, stages and slices are ways of their own.
-TEST(Ways, OfStagesAndSlicesEndFsdp) {
+TEST(Ways, ReplicasOfStagesAndSlicesAreCopiedOrFullySharded) {
   Training t{
       .model = gpt_1b3(), .batch = 1, .half = true, .may_pipeline = true, .may_tensor = true};
-  t.fsdp = Strategy::kFullShard;
   t.global_batch = 8;
-  int seen = 0;
-  for (const Way& way : rank_ways(t, machine_of(80), 2)) {
-    if (way.choice.strategy < Strategy::kPipeline) continue;
-    ++seen;
-    EXPECT_EQ(way.choice.sharding, Sharding::kNone);
-    EXPECT_EQ(std::ranges::count(way.settings, Setting{"fsdp", "\"\""}), 1);
-  }
-  EXPECT_GT(seen, 0);
+  const Machine machine = machine_of(80);
+  const auto has = [&](const Parts& parts, const std::vector<Setting>& settings) {
+    return std::ranges::any_of(rank_ways(t, machine, 8), [&](const Way& way) {
+      return static_cast<const Parts&>(way.choice) == parts && !way.checkpointing &&
+             std::ranges::all_of(settings, [&](const Setting& one) {
+               return std::ranges::count(way.settings, one) == 1;
+             });
+    });
+  };
+  const Setting stages{"pipeline_parallel_degree", "2"}, slices{"tensor_parallel_degree", "2"};
+  EXPECT_TRUE(has({8, Strategy::kDdp, 2, 2}, {stages, slices}));
+  EXPECT_TRUE(has({8, Strategy::kFullShard, 2, 2, true},
+                  {stages, slices, {"sequence_parallel", "true"}, {"fsdp", "full_shard"}}));
+  EXPECT_TRUE(has({8, Strategy::kSingle, 4, 2}, {{"pipeline_parallel_degree", "4"}, slices}));
+  EXPECT_FALSE(has({8, Strategy::kShardGradOp, 2, 1}, {}));
+  t.fsdp = Strategy::kShardGradOp;  // the file's word
+  EXPECT_TRUE(has({8, Strategy::kShardGradOp, 2, 1}, {stages}));
+  EXPECT_FALSE(has({8, Strategy::kFullShard, 2, 1}, {}));
+  EXPECT_TRUE(has({8, Strategy::kDdp, 2, 1}, {stages, {"fsdp", "\"\""}}));
+}
+
+TEST(Ways, AStageOfSlicesHasPartsOfBoth) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_pipeline = true};
+  t.pipeline = t.tensor = 2;
+  t.global_batch = 64;
+  const Machine machine = machine_of(80);
+  const Choice c = as_written(t, machine.card, 8);
+  EXPECT_EQ(c.replicas(), 2);
+  EXPECT_EQ(c.accumulation, 32);
+  EXPECT_TRUE(c.as_written);
+  EXPECT_EQ(parts_text(c), "pipeline of 2, tensor over 2");
+  // The first stage: half of the blocks and the embeddings, of which slices have what they have
+  // without stages.
+  const std::uint64_t w = 2048, block = (12 * w * w + 7 * w) / 2 + 6 * w;
+  EXPECT_EQ(c.memory.parameters, 4 * (12 * block + (25129 + 2048 + 2) * w));
+  EXPECT_EQ(c.memory.optimizer, 2 * c.memory.parameters);
+  t.state_bytes = 8 * parameters_of(t.model).total();
+  EXPECT_NEAR(static_cast<double>(as_written(t, machine.card, 8).memory.optimizer),
+              2.0 * static_cast<double>(c.memory.parameters), 1e6);
+  t.state_bytes.reset();
+  const auto whole = work_of(t, make_choice(t, machine.card, {4, Strategy::kDdp, 1, 2}, 1),
+                             machine.card, {.utilisation = 0.5});
+  const auto part = work_of(t, c, machine.card, {.utilisation = 0.5});
+  EXPECT_NEAR(part->forward_s / whole->forward_s, 0.53, 0.02);  // and the head
+  EXPECT_EQ(whole->tensor_sums.size() - part->tensor_sums.size(), 4 * 12u);
+  EXPECT_EQ(part->accumulation, 33);  // one step of the bubble
+  t.fsdp = Strategy::kFullShard;
+  const Choice rows = as_written(t, machine.card, 8);
+  EXPECT_EQ(parts_text(rows), "pipeline of 2, tensor over 2, full_shard");
+  EXPECT_EQ(rows.memory.optimizer, c.memory.optimizer / 2);
+  EXPECT_THAT(refusals(t, machine.card, choose(t, machine.card, 6)),
+              ::testing::Contains("pipeline_parallel_degree 2 x tensor_parallel_degree 2 trains on "
+                                  "multiples of 4 GPUs: use such a number, or smaller degrees"));
+}
+
+// Rows that have a scale each, or lie in the host's memory, travel as they are held.
+TEST(Ways, WeightsTravelInTheTypeOfTheirProducts) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true};
+  t.fsdp = Strategy::kFullShard;
+  const Card card = parse_devices("H200").card;
+  const auto bytes = [&] { return work_of(t, as_written(t, card, 2), card, {})->parameter_bytes; };
+  const std::int64_t all = 4 * parameters_of(t.model).total(), products = 24 * 12 * 2048 * 2048;
+  EXPECT_EQ(bytes(), all - 2 * products);
+  t.fp8 = true;
+  EXPECT_EQ(bytes(), all - 3 * products);
+  t.rowwise = true;
+  EXPECT_EQ(bytes(), all);
+  t.rowwise = false;
+  t.offload = true;
+  EXPECT_EQ(bytes(), all);
 }
 
 TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
@@ -269,29 +327,29 @@ TEST(Ways, TensorParallelDegreesDivideHeadsAndStayInANode) {
   Training t{.model = llama, .batch = 1, .half = true, .bf16 = true, .may_tensor = true};
   t.global_batch = 64;
   const Card card = card_of(80);
-  EXPECT_TRUE(can_train(t, card, {8, Strategy::kTensor, 4}));
-  EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 8}));
-  EXPECT_FALSE(can_train(t, card, {6, Strategy::kTensor, 4}));
+  EXPECT_TRUE(can_train(t, card, {8, Strategy::kDdp, 1, 4}));
+  EXPECT_FALSE(can_train(t, card, {8, Strategy::kDdp, 1, 8}));
+  EXPECT_FALSE(can_train(t, card, {6, Strategy::kDdp, 1, 4}));
   t.node_gpus = 2;
-  EXPECT_FALSE(can_train(t, card, {8, Strategy::kTensor, 4}));
+  EXPECT_FALSE(can_train(t, card, {8, Strategy::kDdp, 1, 4}));
   const auto ways = rank_ways(t, machine_of(80), 2);
-  const auto found = std::ranges::find_if(
-      ways, [](const Way& way) { return way.choice.strategy == Strategy::kTensor; });
+  const auto found =
+      std::ranges::find_if(ways, [](const Way& way) { return way.choice.slices > 1; });
   ASSERT_TRUE(found != ways.end());
   EXPECT_EQ(std::ranges::count(found->settings, Setting{"tensor_parallel_degree", "2"}), 1);
   t.adapts = "elastic_gpu";
   for (const Way& way : rank_ways(t, machine_of(80), 2))
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"elastic_gpu", "false"}),
-              has_slices(way.choice.strategy));
+              way.choice.slices > 1);
   t.adapts = "";
   t.tensor = 2;  // a file that has slices: other ways end them
   for (const Way& way : rank_ways(t, machine_of(80), 2)) {
     EXPECT_EQ(std::ranges::count(way.settings, Setting{"tensor_parallel_degree", "1"}),
-              !has_slices(way.choice.strategy));
+              way.choice.slices == 1);
   }
   t.tensor = 1;
   t.may_tensor = false;
-  EXPECT_FALSE(can_train(t, card, {2, Strategy::kTensor, 2}));
+  EXPECT_FALSE(can_train(t, card, {2, Strategy::kSingle, 1, 2}));
 }
 
 TEST(Ways, StagesOnACpuShareItsCores) {
@@ -309,7 +367,7 @@ TEST(Ways, StagesOnACpuShareItsCores) {
   };
   // A stage has one of the two cores, as a replica has, and waits while the pipeline fills. The
   // last one has the head, too: a fiftieth of the operations.
-  EXPECT_NEAR(seconds({2, Strategy::kPipeline, 2}) / seconds({2, Strategy::kDdp}), 9.0 / 8, 0.03);
+  EXPECT_NEAR(seconds({2, Strategy::kSingle, 2}) / seconds({2, Strategy::kDdp}), 9.0 / 8, 0.03);
 }
 
 TEST(Ways, StagesOfUnequalSizesCountAsTheLargest) {
@@ -429,7 +487,7 @@ TEST(Ways, WhatWasMeasuredReplacesEstimates) {
   // What belongs to no way changes nothing.
   auto same = rank_ways(t, machine_of(80), 2);
   Measurement stranger = measurement_of(first, 1, 1);
-  stranger.gpus = 7;
+  stranger.parts.gpus = 7;
   use_measurements(same, t, {stranger});
   EXPECT_NEAR(same.front().step->total_s(), first.estimate.total_s(), 1e-12);
 }

@@ -68,12 +68,13 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
   Training t{.model = gpt_1b3(), .batch = 1, .may_pipeline = true, .tensor = 2};
   const Card card = card_of(80);
   const auto state = [&](int gpus) { return as_written(t, card, gpus).memory.optimizer; };
-  for (const Strategy strategy : {Strategy::kTensor, Strategy::kPipeline}) {
+  for (const bool slices : {true, false}) {
     t.fsdp.reset();
-    t.tensor = strategy == Strategy::kTensor ? 2 : 1;
-    t.pipeline = strategy == Strategy::kPipeline ? 2 : 1;
+    t.tensor = slices ? 2 : 1;
+    t.pipeline = slices ? 1 : 2;
     const Choice copies = as_written(t, card, 8);
-    ASSERT_EQ(copies.strategy, strategy);
+    ASSERT_EQ(copies.slices, t.tensor);
+    ASSERT_EQ(copies.stages, t.pipeline);
     t.fsdp = Strategy::kFullShard;
     const Choice rows = as_written(t, card, 8);
     EXPECT_EQ(rows.sharding, Sharding::kFull);
@@ -88,7 +89,7 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
     EXPECT_GT(as_written(t, card, 8).memory.parameters, rows.memory.parameters);
     t.fsdp = Strategy::kHybridShard;
     t.node_gpus = 4;  // two slices of two rows, or four rows of a stage
-    EXPECT_EQ(state(8), copies.memory.optimizer / (strategy == Strategy::kTensor ? 2 : 4));
+    EXPECT_EQ(state(8), copies.memory.optimizer / (slices ? 2 : 4));
     t.node_gpus = 8;
     t.fsdp = Strategy::kFullShard;
     t.shard_degree = 2;

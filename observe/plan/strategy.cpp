@@ -91,34 +91,26 @@ Sharding sharding_of(Strategy strategy) {
   return is_fsdp(strategy) ? Sharding::kFull : Sharding::kNone;
 }
 
-// The file's fsdp, of stages and slices, too; nothing where a strategy ends it.
-std::optional<Strategy> fsdp_of(const Training& t, Strategy strategy) {
-  if (is_fsdp(strategy)) return strategy;
-  return strategy >= Strategy::kPipeline ? t.fsdp : std::nullopt;
-}
-
 // Ranks that a fully sharded model is divided over, as mesh_for() has them; 0: all that hold the
 // same part of it.
 int shard_ranks_of(const Training& t, const Choice& choice) {
-  const std::optional<Strategy> fsdp = fsdp_of(t, choice.strategy);
-  if (!fsdp) return 0;
-  if (fsdp != Strategy::kHybridShard) return t.shard_degree;
-  const int slices = has_slices(choice.strategy) ? choice.stages : 1;
+  if (!is_fsdp(choice.strategy)) return 0;
+  if (choice.strategy != Strategy::kHybridShard) return t.shard_degree;
   const int local = std::min(t.node_gpus, choice.gpus);
-  return local % slices == 0 ? std::gcd(choice.replicas(), local / slices) : 1;
+  return local % choice.slices == 0 ? std::gcd(choice.replicas(), local / choice.slices) : 1;
 }
 
 // fsdp of the file on one GPU, too: its blocks come and go.
 bool offloads(const Training& t, const Card& card, const Choice& choice) {
   return t.offload && !card.cpu && t.fsdp &&
-         (fsdp_of(t, choice.strategy) || choice.strategy == Strategy::kSingle);
+         (is_fsdp(choice.strategy) || choice.strategy == Strategy::kSingle);
 }
 
 // What a rank has of it, and between layers.
 Model part_of(const Model& model, const Choice& choice) {
   Model part = model;
-  if (has_slices(choice.strategy)) part.slices = choice.stages;
-  part.sequence_parallel = choice.strategy == Strategy::kSequence;
+  part.slices = choice.slices;
+  part.sequence_parallel = choice.sequence;
   return part;
 }
 
@@ -132,12 +124,10 @@ bool is_fused(const Training& t, const Card& card, const Choice& choice) {
 // Whether training does it without a change to the file.
 bool is_written(const Training& t, const Choice& choice) {
   const Strategy strategy = choice.strategy;
-  if (strategy == Strategy::kPipeline) return choice.stages == t.pipeline;
-  if (has_slices(strategy))
-    return choice.stages == t.tensor &&
-           (strategy == Strategy::kSequence) == t.sequence.value_or(false);
   if (strategy == Strategy::kSplit) return t.device_map;
-  if (t.tensor > 1) return false;
+  if (choice.stages != t.pipeline || choice.slices != t.tensor ||
+      choice.sequence != (t.tensor > 1 && t.sequence.value_or(false)))
+    return false;
   if (is_fsdp(strategy))
     return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
                                   strategy == Strategy::kFullShard);
@@ -159,13 +149,12 @@ Parts written_parts(const Training& t, const Card& card, int gpus) {
   if (gpus == 1) return {};
   const Parts split{gpus, Strategy::kSplit};
   if (t.device_map && can_train(t, card, split)) return split;
-  const Parts stages{gpus, Strategy::kPipeline, t.pipeline};
-  if (can_train(t, card, stages)) return stages;
-  const Parts slices{gpus, t.sequence.value_or(false) ? Strategy::kSequence : Strategy::kTensor,
-                     t.tensor};
-  if (can_train(t, card, slices)) return slices;
-  return {gpus,
-          t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp)};
+  const Strategy copies =
+      t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
+  const Parts all{gpus, copies, t.pipeline, t.tensor, t.tensor > 1 && t.sequence.value_or(false)};
+  Parts copied = all;
+  copied.strategy = Strategy::kDdp;
+  return can_train(t, card, copied) ? all : Parts{gpus, copies};
 }
 
 // Changes in their order, each alone and on top of those before it.
@@ -303,7 +292,7 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
   }
   // A step with anything sharded cannot be captured.
   if (card.cpu ||
-      (t.captured && choice.stages == 1 && sharding_of(choice.strategy) == Sharding::kNone))
+      (t.captured && choice.gpus_per_replica() == 1 && choice.sharding == Sharding::kNone))
     return 0;
   return blocks * (is_fused(t, card, choice) ? kFusedLaunch_s : kPlainLaunch_s);
 }
@@ -340,19 +329,20 @@ double shared_gradients(const Training& t) {
   return bytes;
 }
 
-// What tensor parallel ranks send in a micro-batch: sums after the embedding, whose weights are in
+// What tensor parallel ranks of a stage send in a micro-batch: sums after the embedding, whose weights are in
 // float, and twice in each block, and in backward as many, in the type of activations (of plain
 // modules in float, as norms are); and the loss's, a number for a token and two. Where they divide
 // the sequence each sum is a reduce-scatter and a gather, and what layers have read is gathered
 // once more in backward.
-void add_tensor_work(const Training& t, std::int64_t batch, bool fused, Work& work) {
-  const auto tokens = static_cast<double>(batch * t.model.length);
+void add_tensor_work(const Training& t, const Choice& choice, bool fused, Work& work) {
+  const auto tokens = static_cast<double>(choice.batch * t.model.length);
   const double stream = tokens * static_cast<double>(t.model.spec().width);
   const double half = (t.half ? 2 : 4) * stream;
-  const auto pairs = static_cast<std::size_t>(2 * t.model.blocks());
+  const std::int64_t blocks = (t.model.blocks() + choice.stages - 1) / choice.stages;
+  const auto pairs = static_cast<std::size_t>(2 * blocks);
   const std::size_t forwards = t.checkpointing ? 2 : 1;
   work.tensor_ranks = t.model.slices;
-  work.tensor_once = shared_gradients(t);
+  work.tensor_once = shared_gradients(t) / choice.stages;
   work.tensor_sums = {4 * tokens, 8 * tokens};
   if (t.model.sequence_parts() > 1) {
     // The embedding's and its gradient's, which a frozen one does not have; the head's three.
@@ -368,12 +358,10 @@ void add_tensor_work(const Training& t, std::int64_t batch, bool fused, Work& wo
 }  // namespace
 
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
-  Choice choice{.gpus = parts.gpus,
-                .strategy = parts.gpus == 1 ? Strategy::kSingle : parts.strategy,
-                .stages = parts.gpus / parts.replicas()};
+  Choice choice{parts};
   const int replicas = choice.replicas();
-  const bool slices = has_slices(choice.strategy);
-  const bool by_layers = choice.strategy >= Strategy::kPipeline;
+  const bool split = choice.strategy == Strategy::kSplit && choice.gpus > 1;
+  if (replicas == 1 && !split) choice.strategy = Strategy::kSingle;
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
@@ -381,8 +369,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
   choice.same_global_batch = batches.same;
   const bool offload = offloads(t, card, choice);
   const int shard_ranks = shard_ranks_of(t, choice);
-  choice.sharding =
-      sharding_of(offload ? *t.fsdp : fsdp_of(t, choice.strategy).value_or(choice.strategy));
+  choice.sharding = sharding_of(offload ? *t.fsdp : choice.strategy);
   choice.memory = memory_of(
       part_of(t.model, choice),
       {.batch = batches.batch,
@@ -395,15 +382,15 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
        .sharding = choice.sharding,
        .shard_ranks = shard_ranks,
        .state_bytes = t.state_bytes,
-       .stages = slices ? 1 : choice.stages,
-       .pipeline = choice.strategy == Strategy::kPipeline,
+       .stages = split ? choice.gpus : choice.stages,
+       .pipeline = choice.stages > 1,
        .cpu = card.cpu,
-       .shares_memory =
-           card.cpu && t.shares_memory &&
-           (shard_ranks > 0 ? shard_ranks : replicas) * (slices ? choice.stages : 1) <= t.node_gpus,
+       .shares_memory = card.cpu && t.shares_memory &&
+                        (shard_ranks > 0 ? shard_ranks : replicas) * choice.slices <= t.node_gpus,
        .offload = offload,
        // Adapters convert the base, which must be whole then.
-       .built_whole = (t.model.lora && t.half) || (t.built_whole && !by_layers)});
+       .built_whole = (t.model.lora && t.half) ||
+                      (t.built_whole && choice.stages == 1 && choice.slices == 1)});
   choice.fits = fits(choice.memory, card);
   choice.smaller_batch = batch < micro_batches(t, replicas).front();
   choice.as_written = choice.fits && is_written(t, choice) && refusals(t, card, choice).empty() &&
@@ -425,16 +412,16 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
   if (t.pipeline > 1 && t.pipeline > t.model.blocks())
     all.push_back(fmt::format("pipeline_parallel_degree {} is more than the model's {} blocks",
                               t.pipeline, t.model.blocks()));
-  else if (choice.gpus % t.pipeline != 0)
+  else if (t.pipeline > 1 && t.tensor > 1 && choice.gpus % (t.pipeline * t.tensor) != 0)
+    all.push_back(fmt::format(
+        "pipeline_parallel_degree {} x tensor_parallel_degree {} trains on multiples of {} {}: use "
+        "such a number, or smaller degrees",
+        t.pipeline, t.tensor, t.pipeline * t.tensor, devices));
+  else if (choice.gpus % (t.pipeline * t.tensor) != 0)
     all.push_back(
-        fmt::format("pipeline_parallel_degree {0} trains on multiples of {0} {1}: use such a "
-                    "number, or set pipeline_parallel_degree: 1",
-                    t.pipeline, devices));
-  if (choice.gpus % t.tensor != 0)
-    all.push_back(
-        fmt::format("tensor_parallel_degree {0} trains on multiples of {0} {1}: use such a number, "
-                    "or set tensor_parallel_degree: 1",
-                    t.tensor, devices));
+        fmt::format("{0} {1} trains on multiples of {1} {2}: use such a number, or set {0}: 1",
+                    t.pipeline > 1 ? "pipeline_parallel_degree" : "tensor_parallel_degree",
+                    t.pipeline * t.tensor, devices));
   if (t.fsdp && choice.replicas() % std::max(1, t.shard_degree) != 0)
     all.push_back(fmt::format(
         "data_parallel_shard_degree {} does not divide the {} {} that hold the same part of the "
@@ -458,19 +445,24 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
 }
 
 bool can_train(const Training& t, const Card& card, const Parts& parts) {
-  const auto [gpus, strategy, degree] = parts;
+  const auto [gpus, strategy, stages, slices, sequence] = parts;
   const std::int64_t blocks = t.model.blocks();
-  if (gpus == 1) return strategy == Strategy::kSingle;
-  if (strategy == Strategy::kPipeline)
-    return t.may_pipeline && degree > 1 && gpus % degree == 0 && degree <= blocks;
-  if (has_slices(strategy))
-    return (t.may_tensor || degree == t.tensor) &&
-           (strategy == Strategy::kTensor || t.sequence.value_or(true)) &&
-           !(t.fp8 && t.model.lora) && degree > 1 && gpus % degree == 0 &&
-           (degree <= t.node_gpus || degree == t.tensor) && divides_layers(t.model, degree);
+  if (gpus % (stages * slices) != 0) return false;
+  if (stages > 1 && (!t.may_pipeline || stages > blocks)) return false;
+  if (slices > 1 &&
+      ((!t.may_tensor && slices != t.tensor) || (sequence && !t.sequence.value_or(true)) ||
+       (t.fp8 && t.model.lora) || (slices > t.node_gpus && slices != t.tensor) ||
+       !divides_layers(t.model, slices)))
+    return false;
+  const bool divided = stages * slices > 1;
+  if (divided && (strategy == Strategy::kSplit || strategy == Strategy::kShardedOptimizer))
+    return false;
+  if (gpus == 1 || (divided && parts.replicas() == 1))
+    return divided || strategy == Strategy::kSingle;
   if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
   // Units are a model's blocks: without them it would be whole in every step.
-  if (is_fsdp(strategy) && (blocks == 0 || gpus % std::max(1, t.shard_degree) != 0)) return false;
+  if (is_fsdp(strategy) && (blocks == 0 || parts.replicas() % std::max(1, t.shard_degree) != 0))
+    return false;
   if (strategy == Strategy::kHybridShard)
     return gpus > t.node_gpus && gpus % t.node_gpus == 0 && t.shard_degree == 0;
   return strategy != Strategy::kSingle;
@@ -489,7 +481,17 @@ std::string_view fsdp_word(Strategy strategy) {
   }
 }
 
-std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
+std::string parts_text(const Parts& parts, bool cpu) {
+  const auto& [gpus, strategy, stages, slices, sequence] = parts;
+  if (stages > 1 || slices > 1) {
+    std::string text =
+        stages == 1 ? fmt::format("tensor{} parallel over {}", sequence ? ", sequence" : "", slices)
+        : slices == 1 ? fmt::format("pipeline of {} stages", stages)
+                      : fmt::format("pipeline of {}, tensor{} over {}", stages,
+                                    sequence ? " and sequence" : "", slices);
+    if (is_fsdp(strategy)) text += fmt::format(", {}", fsdp_word(strategy));
+    return text;
+  }
   switch (strategy) {
     case Strategy::kSingle:
       return cpu ? "single rank" : "single GPU";
@@ -499,12 +501,6 @@ std::string strategy_text(Strategy strategy, int gpus, int stages, bool cpu) {
       return "DDP, sharded optimizer";
     case Strategy::kSplit:
       return fmt::format("one rank, device_map over {}", gpus);
-    case Strategy::kTensor:
-      return fmt::format("tensor parallel over {}", stages);
-    case Strategy::kSequence:
-      return fmt::format("tensor, sequence parallel over {}", stages);
-    case Strategy::kPipeline:
-      return fmt::format("pipeline of {} stages", stages);
     default:
       return fmt::format("fsdp: {}", fsdp_word(strategy));
   }
@@ -524,7 +520,7 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      *training.global_batch, gpus);
   const Strategy written = parts.strategy;
   const Choice plain = best_of(training, card, parts);
-  if (plain.fits || written >= Strategy::kSplit) return plain;
+  if (plain.fits || written == Strategy::kSplit || parts.stages * parts.slices > 1) return plain;
   for (const Strategy next :
        {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
     // A fully sharded model's optimizer is sharded already.
@@ -543,20 +539,23 @@ Choice as_written(const Training& training, const Card& card, int gpus) {
 std::vector<Change> changes(const Training& training, const Card& card, int gpus) {
   using State = Changes::State;
   Changes all(training, card, gpus);
-  const Strategy written = all.together().parts.strategy;
-  const bool divided = written >= Strategy::kSplit;  // by layers
+  const Parts parts = all.together().parts;
+  const bool whole = parts.stages == 1 && parts.slices == 1;
   add_smaller_batch(training, all.together().parts.replicas(), all, /*alone=*/true);
-  if (written == Strategy::kDdp)
+  if (whole && parts.strategy == Strategy::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
             [](State& state) { state.parts.strategy = Strategy::kShardedOptimizer; });
-  if (written == Strategy::kTensor)
+  if (parts.slices > 1 && !parts.sequence)
     all.add("sequence_parallel: true", "what layers read is gathered once more in backward",
-            [](State& state) { state.parts.strategy = Strategy::kSequence; });
+            [](State& state) { state.parts.sequence = true; });
   if (training.model.blocks() > 0 && !training.checkpointing)
     all.add("gradient_checkpointing: true", "blocks run twice: about a third more computation",
             [](State& state) { state.training.checkpointing = true; });
   add_smaller_batch(training, all.together().parts.replicas(), all);
-  if (written < Strategy::kFullShard && can_train(training, card, {gpus, Strategy::kFullShard}))
+  Parts divided = parts;
+  divided.strategy = Strategy::kFullShard;
+  if (parts.strategy < Strategy::kFullShard && parts.replicas() > 1 &&
+      can_train(training, card, divided))
     all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
             [](State& state) { state.parts.strategy = Strategy::kFullShard; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
@@ -574,7 +573,8 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               lora.target_modules = models::ModuleNames(models::kAllLinear);
               state.training.model.lora = std::move(lora);
             });
-  if (!divided && can_train(training, card, {gpus, Strategy::kSplit}))
+  if (whole && parts.strategy != Strategy::kSplit &&
+      can_train(training, card, {gpus, Strategy::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
             "the GPUs work one after another",
             [](State& state) { state.parts.strategy = Strategy::kSplit; });
@@ -596,8 +596,7 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
                             const Speed& speed) {
   Training t = whole;
   t.model = part_of(whole.model, choice);
-  const bool slices = has_slices(choice.strategy);
-  const int stages = slices ? 1 : choice.stages;
+  const int stages = choice.gpus_per_replica() / choice.slices;
   const double peak = peak_flops(t, card);
   if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
@@ -624,8 +623,8 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
             .accumulation = choice.accumulation,
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= stages;
-  if (slices) add_tensor_work(t, choice.batch, is_fused(t, card, choice), work);
-  if (choice.strategy == Strategy::kPipeline) {
+  if (choice.slices > 1) add_tensor_work(t, choice, is_fused(t, card, choice), work);
+  if (choice.stages > 1) {
     // Stages compute at once at the pace of the one that has most to do, and wait while the
     // pipeline fills and empties: (p-1)/(m+p-1).
     const double share = largest_share(t.model, choice.stages);
@@ -635,9 +634,11 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
   }
   const Parameters parameters = parameters_of(t.model);
   // Parameters travel as they are held, in float, and frozen matrices in the half type; the
-  // matrices of blocks in the type that they are computed in (nn::Block::products).
-  const std::int64_t products =
-      t.half && parameters.unused == 0 ? parameters.block_matrices * t.model.blocks() : 0;
+  // matrices of blocks in the type that they are computed in (nn::Block::products). Rows in the
+  // host's memory, and those that have a scale each, travel as they are held.
+  const bool rounded =
+      t.half && parameters.unused == 0 && !offloads(t, card, choice) && !(t.fp8 && t.rowwise);
+  const std::int64_t products = rounded ? parameters.block_matrices * t.model.blocks() : 0;
   const std::int64_t halved = t.half ? parameters.frozen_matrices : 0;
   work.parameter_bytes = (4 * parameters.total() - 2 * halved - (t.model.lora ? 0 : 2 * products) -
                           (t.fp8 ? products : 0)) /
@@ -648,8 +649,7 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
                                              stages / card.memory_bandwidth -
                                          idle_s);
   work.sharding = choice.sharding;
-  if (fsdp_of(t, choice.strategy) && choice.replicas() > 1 && !speed.tokens_per_second &&
-      card.memory_bandwidth > 0) {
+  if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
     // What travels is one buffer for a block, copied to and from its tensors.
     const double once =
         static_cast<double>(work.parameter_bytes + 4 * parameters.total() / stages) /

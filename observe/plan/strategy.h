@@ -27,27 +27,35 @@
 
 namespace lockstep::plan {
 
+// How the replicas of a model share the work.
 enum class Strategy {
-  kSingle,
+  kSingle,  // there is one replica
   kDdp,
   kShardedOptimizer,
   kFullShard,    // fsdp: full_shard
   kShardGradOp,  // fsdp: shard_grad_op
   kHybridShard,  // fsdp: hybrid_shard; divided inside a node, copied between nodes
   kSplit,        // one rank with a device map
-  kPipeline,  // pipeline_parallel_degree ranks hold a stage each; copies of them see other samples
-  kTensor,    // tensor_parallel_degree ranks hold a slice of each layer; copies likewise
-  kSequence,  // these, with sequence_parallel
 };
-inline bool has_slices(Strategy strategy) {
-  return strategy == Strategy::kTensor || strategy == Strategy::kSequence;
-}
-// "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
-// "one rank, device_map over 2", "pipeline of 2 stages", "tensor parallel over 2",
-// "tensor, sequence parallel over 2".
-std::string strategy_text(Strategy strategy, int gpus, int stages = 1, bool cpu = false);
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
+
+// How many GPUs are used, and how. A replica is divided into stages, and each of these into slices.
+struct Parts {
+  int gpus = 1;
+  Strategy strategy = Strategy::kSingle;
+  int stages = 1;         // pipeline_parallel_degree
+  int slices = 1;         // tensor_parallel_degree
+  bool sequence = false;  // sequence_parallel, of slices
+
+  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / (stages * slices); }
+  int gpus_per_replica() const { return gpus / replicas(); }
+  bool operator==(const Parts&) const = default;
+};
+// "single GPU" ("single rank" of a CPU), "DDP", "DDP, sharded optimizer", "fsdp: full_shard",
+// "one rank, device_map over 2", "pipeline of 2 stages", "tensor parallel over 2",
+// "tensor, sequence parallel over 2", "pipeline of 2, tensor over 2, full_shard".
+std::string parts_text(const Parts& parts, bool cpu = false);
 
 // What a training file says, as far as memory and time depend on it.
 struct Training {
@@ -69,7 +77,7 @@ struct Training {
   std::string adapts{};
   std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
   bool device_map = false;                     // the file's: one rank has all GPUs
-  std::optional<Strategy> fsdp{};              // the file's, beside stages and slices too
+  std::optional<Strategy> fsdp{};              // the file's
   int shard_degree = 0;                        // data_parallel_shard_degree; 0: all that can
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool shares_memory = true;                   // CPU ranks of a node do: their backend is shm
@@ -77,6 +85,7 @@ struct Training {
   bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
   bool built_whole = true;                     // as in MemoryOptions, with fsdp
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
+  bool rowwise = false;                        // of fp8: a scale for each row
   bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree
   int pipeline = 1;                            // the file's pipeline_parallel_degree
@@ -85,10 +94,7 @@ struct Training {
   std::optional<bool> sequence{};              // its sequence_parallel; unset: either may be
 };
 
-struct Choice {
-  int gpus = 1;
-  Strategy strategy = Strategy::kSingle;
-  int stages = 1;  // GPUs of one replica: 1, all of them, or those of a pipeline or of slices
+struct Choice : Parts {
   Sharding sharding = Sharding::kNone;  // over replicas
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
@@ -98,18 +104,8 @@ struct Choice {
   bool fits = false;
   bool smaller_batch = false;  // the file's micro-batch does not fit
   bool as_written = false;     // it fits, and training does this without a change to the file
-
-  int replicas() const { return gpus / stages; }
 };
 
-// How many GPUs are used, and how.
-struct Parts {
-  int gpus = 1;
-  Strategy strategy = Strategy::kSingle;
-  int degree = 1;  // stages of a pipeline, or tensor parallel ranks
-
-  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / degree; }
-};
 // One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
 Choice make_choice(const Training& training, const Card& card, const Parts& parts,
                    std::int64_t batch);
