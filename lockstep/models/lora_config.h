@@ -33,6 +33,7 @@ struct ModuleNames {
   std::vector<std::string> suffixes{};
   std::string regex{};
   bool empty() const { return suffixes.empty() && regex.empty(); }
+  bool operator==(const ModuleNames&) const = default;
 };
 
 inline constexpr const char* kAllLinear = "all-linear";
@@ -64,6 +65,7 @@ struct LoraConfig {
   // What the adapter is for, as adapter_config.json says it.
   std::string base_model_name_or_path{};
   std::string task_type = "CAUSAL_LM";
+  bool operator==(const LoraConfig&) const = default;
 };
 
 // The map of a training file (`what` names it in errors: "lora"). UsageError with the place for a

@@ -53,6 +53,7 @@ struct RopeConfig {
   bool truncate = true;
   std::vector<double> short_factor{};  // longrope: one for each pair of a head
   std::vector<double> long_factor{};   // for sequences beyond original_max_position_embeddings
+  bool operator==(const RopeConfig&) const = default;
 };
 
 // Llama, and with fused_projections Phi-3. The defaults are Llama 2 of 7 billion parameters.

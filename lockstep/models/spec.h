@@ -31,6 +31,7 @@ struct NormSpec {
   NormKind kind = NormKind::kRms;
   std::int64_t width = 0;
   double epsilon = 1e-6;
+  bool operator==(const NormSpec&) const = default;
 };
 
 // How a matrix is stored: [out, in] as torch.nn.Linear, or [in, out] as GPT-2's "Conv1D".
@@ -45,6 +46,7 @@ struct Projection {
   double deviation = 0.02;  // of the initial weights
 
   std::int64_t out() const;
+  bool operator==(const Projection&) const = default;
 };
 
 // The parts of `in`, in this order: queries, keys, values; of one matrix or of several. Tensor
@@ -64,6 +66,7 @@ struct AttentionSpec {
 
   std::int64_t queries() const { return heads * width; }
   std::int64_t keys() const { return key_value_heads * width; }
+  bool operator==(const AttentionSpec&) const = default;
 };
 
 // Perceptrons of one shape, of which a router chooses a few for each token: those with the largest
@@ -76,6 +79,7 @@ struct ExpertsSpec {
   double jitter = 0;             // in training the input is times 1 - jitter to 1 + jitter
 
   std::int64_t count() const { return router.out(); }
+  bool operator==(const ExpertsSpec&) const = default;
 };
 
 // The parts of `in`: gate and what it multiplies, or one alone. Tensor parallelism cuts each of
@@ -88,6 +92,7 @@ struct MlpSpec {
   std::optional<ExpertsSpec> experts{};
 
   bool gated() const { return in.size() > 1 || in.front().parts.size() > 1; }
+  bool operator==(const MlpSpec&) const = default;
 };
 
 struct BlockSpec {
@@ -99,11 +104,13 @@ struct BlockSpec {
   MlpSpec mlp{};
   double dropout = 0;        // of what is added
   bool norms_first = false;  // in the order of parameters: each norm before what it is for
+  bool operator==(const BlockSpec&) const = default;
 };
 
 struct Rotary {
   RopeConfig scaling{};
   std::int64_t width = 0;  // of a head, the part that is rotated
+  bool operator==(const Rotary&) const = default;
 };
 
 struct DecoderSpec {
@@ -133,6 +140,7 @@ struct DecoderSpec {
 
   std::int64_t layers() const { return static_cast<std::int64_t>(windows.size()); }
   bool positions_end() const { return !positions.empty(); }
+  bool operator==(const DecoderSpec&) const = default;
 };
 
 // Parameters in the module's order, which decides how optimizers are sharded.

@@ -1,6 +1,7 @@
 #include "observe/plan/model_shape.h"
 
 #include <algorithm>
+#include <deque>
 #include <set>
 #include <string>
 #include <string_view>
@@ -424,7 +425,32 @@ std::int64_t Model::blocks() const {
   return causal_lm() != nullptr ? causal_lm()->layers() : 0;
 }
 
-Parameters parameters_of(const Model& model) {
+namespace {
+
+// Counting goes over the names of all tensors, and a plan asks for the same few models thousands of
+// times: those of a thread's last calls are kept.
+template <auto count>
+auto remembered(const Model& model) {
+  struct Known {
+    DecoderSpec spec;
+    std::optional<models::LoraConfig> lora;
+    int slices;
+    decltype(count(model)) value;
+  };
+  constexpr std::size_t kMost = 16;
+  thread_local std::deque<Known> all;
+  if (model.causal_lm() == nullptr) return count(model);
+  const auto found = std::ranges::find_if(all, [&](const Known& one) {
+    return one.slices == model.slices && one.lora == model.lora &&
+           one.spec == model.causal_lm()->spec();
+  });
+  if (found != all.end()) return found->value;
+  if (all.size() == kMost) all.pop_back();
+  all.push_front({model.causal_lm()->spec(), model.lora, model.slices, count(model)});
+  return all.front().value;
+}
+
+Parameters count_parameters(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);
   Parameters all;
@@ -455,6 +481,12 @@ Parameters parameters_of(const Model& model) {
   if (lm != nullptr && lm->tied() && !model.lora) all.trainable_matrices += all.head;
   if (lm != nullptr) all.unused = models::unused_by_a_token(lm->spec());
   return all;
+}
+
+}  // namespace
+
+Parameters parameters_of(const Model& model) {
+  return remembered<&count_parameters>(model);
 }
 
 std::vector<Stage> stages_of(const Model& model, int stages) {
@@ -506,7 +538,9 @@ double largest_share(const Model& model, int stages) {
   return most / whole;
 }
 
-std::vector<io::TensorShape> trained_tensors(const Model& model) {
+namespace {
+
+std::vector<io::TensorShape> list_trained(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);
   std::vector<io::TensorShape> all;
@@ -523,7 +557,7 @@ std::vector<io::TensorShape> trained_tensors(const Model& model) {
   return all;
 }
 
-std::vector<std::int64_t> gradients_of(const Model& model) {
+std::vector<std::int64_t> list_gradients(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);
   std::vector<std::int64_t> bytes;
@@ -535,6 +569,16 @@ std::vector<std::int64_t> gradients_of(const Model& model) {
   }
   std::ranges::reverse(bytes);
   return bytes;
+}
+
+}  // namespace
+
+std::vector<io::TensorShape> trained_tensors(const Model& model) {
+  return remembered<&list_trained>(model);
+}
+
+std::vector<std::int64_t> gradients_of(const Model& model) {
+  return remembered<&list_gradients>(model);
 }
 
 double forward_flops_per_token(const Model& model) {
