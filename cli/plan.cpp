@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <sstream>
 
 #include "cli/commands.h"
@@ -441,12 +442,20 @@ std::string plan_head_text(const Report& r) {
   return text + fmt::format("assumed   {}; {}\n", speed, r.machine.cluster.text);
 }
 
+// Of the column in which choices have their strategies.
+int strategy_width(const Report& r, const auto& choices) {
+  std::size_t width = 32;
+  for (const auto& one : choices) width = std::max(width, r.strategy(one.choice).size() + 1);
+  return static_cast<int>(width);
+}
+
 std::string rows_text(const Report& r) {
+  const int width = strategy_width(r, r.rows);
   const bool timed =
       std::ranges::any_of(r.rows, [](const Row& row) { return row.step.has_value(); });
   std::string text =
-      fmt::format("\n{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", r.device_text() + std::string("s"),
-                  "strategy", "batch x accum", "global", "GiB each", "fits");
+      fmt::format("\n{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", r.device_text() + std::string("s"),
+                  "strategy", width, "batch x accum", "global", "GiB each", "fits");
   if (timed)
     text += fmt::format("{:>11}{:>12}{:>10}", "ms/step", r.unit() + std::string("s/s"), "speed-up");
   if (timed && r.request.tokens)
@@ -454,7 +463,7 @@ std::string rows_text(const Report& r) {
   text += "\n";
   for (const Row& row : r.rows) {
     const plan::Choice& c = row.choice;
-    text += fmt::format("{:>5}  {:<32}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy(c),
+    text += fmt::format("{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy(c), width,
                         fmt::format("{} x {}", c.batch, c.accumulation), c.global_batch,
                         gib(c.memory.total()), c.fits ? "yes" : "no");
     if (row.step)
@@ -556,25 +565,27 @@ std::string settings_text(const plan::Way& way) {
 
 std::string ways_text(const Report& r) {
   if (r.ways.size() < 2) return "";
+  const std::span shown(r.ways.data(), std::min(r.ways.size(), r.request.ways));
+  const int width = strategy_width(r, shown);
   std::string text = fmt::format(
-      "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<32}{:>14}"
+      "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<{}}{:>14}"
       "{:>10}{:>11}{:>12}",
       r.ways.front().choice.global_batch,
       r.ways.size() > r.request.ways
           ? fmt::format(" ({} of {}; --ways all shows all)", r.request.ways, r.ways.size())
           : "",
-      "way", r.device_text() + std::string("s"), "strategy", "batch x accum", "GiB each", "ms/step",
-      r.unit() + std::string("s/s"));
+      "way", r.device_text() + std::string("s"), "strategy", width, "batch x accum", "GiB each",
+      "ms/step", r.unit() + std::string("s/s"));
   const bool measured = std::ranges::any_of(r.ways, &plan::Way::measured);
   if (measured) text += fmt::format("{:>11}", "");
   if (r.request.tokens)
     text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
   text += "  what to set\n";
-  for (std::size_t i = 0; i < std::min(r.ways.size(), r.request.ways); ++i) {
-    const plan::Way& way = r.ways[i];
+  for (std::size_t i = 0; i < shown.size(); ++i) {
+    const plan::Way& way = shown[i];
     const plan::Choice& c = way.choice;
-    text += fmt::format("{:>4}{:>6}  {:<32}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,
-                        r.strategy(c), fmt::format("{} x {}", c.batch, c.accumulation),
+    text += fmt::format("{:>4}{:>6}  {:<{}}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,
+                        r.strategy(c), width, fmt::format("{} x {}", c.batch, c.accumulation),
                         gib(way.memory_bytes()), 1e3 * way.step->total_s(), way.tokens_per_second);
     if (measured) text += fmt::format("{:>11}", way.measured ? "measured" : "estimate");
     if (r.request.tokens)

@@ -179,6 +179,15 @@ Memory made_whole(const Model& whole, const MemoryOptions& o, const Memory& peak
   return memory.allocated() > peak.allocated() ? memory : peak;
 }
 
+// What belongs to `part` of the state of `whole`. The product would not fit 64 bits.
+std::optional<std::uint64_t> state_of(const MemoryOptions& o, const Parameters& part,
+                                      const Parameters& whole) {
+  if (!o.state_bytes) return std::nullopt;
+  return static_cast<std::uint64_t>(static_cast<double>(*o.state_bytes) *
+                                    static_cast<double>(part.trainable) /
+                                    static_cast<double>(whole.trainable));
+}
+
 }  // namespace
 
 Memory memory_of(const Model& model, const MemoryOptions& options) {
@@ -192,9 +201,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
                                                .fused = o.fused,
                                                .fp8 = o.fp8});
   const Parameters all = parameters_of(model);
-  if (model.slices > 1 && o.state_bytes)
-    o.state_bytes = *o.state_bytes * static_cast<std::uint64_t>(all.trainable) /
-                    static_cast<std::uint64_t>(parameters_of(whole).trainable);
+  if (model.slices > 1) o.state_bytes = state_of(o, all, parameters_of(whole));
   if (!o.pipeline) {
     const Memory peak = peak_of(model, all, a, model.blocks(), o);
     return o.built_whole && model.slices > 1 ? made_whole(whole, o, peak) : peak;
@@ -215,9 +222,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
       part.head_saved = part.head_forward = part.head_backward = 0;
     const Parameters parameters = parameters_of(model, all, stage);
     MemoryOptions own = o;
-    if (o.state_bytes)
-      own.state_bytes = *o.state_bytes * static_cast<std::uint64_t>(parameters.trainable) /
-                        static_cast<std::uint64_t>(all.trainable);
+    own.state_bytes = state_of(o, parameters, all);
     const Memory memory = peak_of(model, parameters, part, stage.blocks, own);
     if (memory.total() > most.total()) most = memory;
   }

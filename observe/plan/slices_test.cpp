@@ -105,6 +105,25 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
   }
 }
 
+// 70 billion parameters times the bytes of their state are more than 64 bits hold.
+TEST(Slices, OfLargeModelsHaveTheirPartOfTheState) {
+  const models::LlamaConfig sizes{.vocab_size = 128'256,
+                                  .hidden_size = 8192,
+                                  .intermediate_size = 28'672,
+                                  .num_hidden_layers = 80,
+                                  .num_attention_heads = 64,
+                                  .num_key_value_heads = 8};
+  Training t{.model = {.config = models::CausalLmConfig{.model = sizes}, .length = 64}, .batch = 1};
+  t.may_pipeline = true;
+  t.pipeline = 4;
+  t.tensor = 8;
+  const Choice counted = as_written(t, card_of(80), 32);
+  ASSERT_EQ(counted.replicas(), 1);
+  t.state_bytes = 8 * static_cast<std::uint64_t>(parameters_of(t.model).trainable);
+  const auto given = static_cast<double>(as_written(t, card_of(80), 32).memory.optimizer);
+  EXPECT_NEAR(given, static_cast<double>(counted.memory.optimizer), 1e-3 * given);
+}
+
 TEST(Slices, MayDivideTheSequenceToFit) {
   Training t{.model = gpt_1b3(), .batch = 4, .half = true, .bf16 = true, .tensor = 2};
   t.global_batch = 4;
