@@ -310,9 +310,26 @@ class Plan(unittest.TestCase):
         self.plan(out, "--gpus", "4xH100", "--write", back, "--way", number + 1)
         with open(back) as text:
             self.assertRegex(text.read(), "tensor_parallel_degree: [24]")
-        file = self.gpt2("tensor_parallel_degree: 2\npipeline_parallel_degree: 2\n")
-        self.assertIn("the plan knows one at a time. Set either to 1",
-                      self.plan(file, "--gpus", "4xH100", code=2).stderr)
+
+    def test_stages_slices_and_fsdp_together_are_planned_as_they_are_written(self):
+        file = self.gpt2("global_batch_size: 64\ntensor_parallel_degree: 2\n"
+                         "pipeline_parallel_degree: 2\nfsdp: full_shard\n")
+        plan = self.json(file, "--gpus", "8xH100")
+        row = plan["rows"][-1]
+        self.assertEqual((row["strategy"], row["gpus_per_replica"], row["replicas"]),
+                         ("pipeline of 2, tensor over 2, full_shard", 4, 2))
+        self.assertTrue(row["as_written"])
+        own = [way for way in plan["ways"] if not {"pipeline_parallel_degree", "fsdp",
+                                                   "tensor_parallel_degree"} & set(way["settings"])]
+        self.assertTrue(any(way["strategy"] == row["strategy"] for way in own))
+        self.assertIn("pipeline_parallel_degree 2 x tensor_parallel_degree 2 trains on multiples "
+                      "of 4 GPUs: use such a number, or smaller degrees",
+                      self.json(file, "--gpus", "6xH100", code=1)["notes"])
+        # Columns stand below their names, however long a strategy's is.
+        lines = self.plan(file, "--gpus", "8xH100").stdout.splitlines()
+        head = next(line for line in lines if " strategy" in line and "fits" in line)
+        shown = next(line for line in lines if "full_shard" in line and "yes" in line)
+        self.assertEqual(head.index("fits"), shown.index("yes"))
 
     def test_fp8_on_a_card_without_it(self):
         file = self.gpt2("global_batch_size: 64\nmixed_precision: fp8\n")

@@ -71,8 +71,8 @@ class PlanProbe(TrainCase):
         # Slices of layers, too, where they are the fastest.
         record = self.record()
         way = next(way for way in record["ways"] if way["gpus"] == 2)
-        record["ways"].append({**way, "strategy": 8, "strategy_text": "tensor parallel over 2",
-                               "stages": 2, "per_device_train_batch_size": 8,
+        record["ways"].append({**way, "strategy": 0, "strategy_text": "tensor parallel over 2",
+                               "slices": 2, "per_device_train_batch_size": 8,
                                "gradient_accumulation_steps": 1, "step_s": 1e-6})
         (self.cache / "plan.json").write_text(json.dumps(record))
         done = self.train(2, self.place / "slices", "--elastic_gpu", "--max_steps", "1",
@@ -85,7 +85,8 @@ class PlanProbe(TrainCase):
         text = self.config.read_text().replace("n_embd: 256", "n_embd: 640")
         slices = "tensor_parallel_degree: 2\n"
         adapters = "lora: {r: 8, target_modules: all-linear}\n"
-        for ranks, keys in ((4, slices + "fsdp: full_shard\n"), (2, slices + adapters),
+        for ranks, keys in ((4, slices + "fsdp: full_shard\n"),
+                            (4, slices + "pipeline_parallel_degree: 2\n"), (2, slices + adapters),
                             (2, slices + adapters + "sequence_parallel: true\n")):
             self.config.write_text(text + keys)
             row = self.plan("--gpus", f"{ranks}xcpu")["rows"][-1]
