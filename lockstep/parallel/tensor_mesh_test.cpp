@@ -382,10 +382,11 @@ TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
             });
 }
 
-// Of slices of 47 and 48 hidden units fp8 would cover one rank's, so that all ranks compute them in
-// bf16; they travel along "shard" as they are. Copies of the slices send no weights: their losses
-// and, since a rate of 1 rounds nothing but the sum, their weights have the same bits.
-TEST(TensorMesh, UnequalSlicesAreNotRoundedToFp8) {
+// In fp8 rows travel in 8 bits, with a scale of their own in each forward. Slices of 47 and 48
+// hidden units, of which fp8 would cover one rank's, are computed in bf16 and travel as they are.
+// Copies send no weights: their losses and, since a rate of 1 rounds the difference alone, their
+// weights have the same bits.
+TEST(TensorMesh, RowsHaveTheBitsOfCopiesInFp8) {
   testing::ThreadOptions gloo;  // ranks share no rows
   gloo.world.backend = "gloo";
   const models::CausalLmConfig config{.model = models::LlamaConfig{.vocab_size = kVocabulary,
@@ -395,41 +396,40 @@ TEST(TensorMesh, UnequalSlicesAreNotRoundedToFp8) {
                                                                    .num_attention_heads = 4,
                                                                    .num_key_value_heads = 2}};
   const auto first = models::make_causal_lm(config);
-  testing::run_threads(
-      4,
-      [&](World& world) {
-        const auto train = [&](const char* axis, std::optional<nn::Fp8Recipe> recipe) {
-          const auto net = models::make_causal_lm(config, {.draw = false});
-          {
-            const torch::NoGradGuard no_grad;
-            for (auto& p : net->named_parameters())
-              p.value().copy_(first->named_parameters()[p.key()]);
-          }
-          const Mesh mesh(world, {{axis, 2}, {"tensor", 2}});
-          Trained run(net, way_of(*net, mesh), kGradients);
-          std::vector<double> losses;
-          for (int k = 0; k < 2; ++k) {
-            run.way->before_forward();
-            const at::Tensor loss = [&] {
-              const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
-              const nn::Fp8Autocast fp8(recipe);
-              return run.way->watch(run.pass(k).forward());
-            }();
-            run.way->backward(loss, /*last=*/true);
-            run.optimizer->step();
-            run.optimizer->zero_grad();
-            losses.push_back(loss.item<double>());
-          }
-          return std::pair(losses, run.weights());
-        };
-        const auto got = train("shard", nn::Fp8Recipe::kTensorwise);
-        const auto expected = train("data", nn::Fp8Recipe::kTensorwise);
-        EXPECT_EQ(got.first, expected.first);
-        EXPECT_TENSOR_EQ(got.second, expected.second);
-        EXPECT_NE(got.first, train("shard", std::nullopt).first);  // fp8 was there
-        world.barrier();
-      },
-      gloo);
+  const auto train = [&](const Mesh& mesh, std::optional<nn::Fp8Recipe> recipe) {
+    const auto net = models::make_causal_lm(config, {.draw = false});
+    const auto from = first->parameters(), to = net->parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i].detach());
+    Trained run(net, way_of(*net, mesh), kGradients);
+    std::vector<double> losses;
+    for (int k = 0; k < 2; ++k) {
+      Parallelism::Pass pass = run.pass(k);
+      pass.forward = [recipe, forward = pass.forward] {
+        const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
+        const nn::Fp8Autocast fp8(recipe);
+        return forward();
+      };
+      losses.push_back(run.way->run_window({pass})[0].item<double>());
+      run.optimizer->step();
+      run.optimizer->zero_grad();
+    }
+    return std::pair(losses, run.weights());
+  };
+  const auto compare = [&](World& world) {
+    for (const bool stages : {false, true}) {
+      const auto with = [&](const char* axis) {
+        return stages ? Mesh(world, {{"pipeline", 2}, {axis, 2}})
+                      : Mesh(world, {{axis, 2}, {"tensor", 2}});
+      };
+      const auto got = train(with("shard"), nn::Fp8Recipe::kTensorwise);
+      const auto expected = train(with("data"), nn::Fp8Recipe::kTensorwise);
+      EXPECT_EQ(got.first, expected.first) << stages;
+      EXPECT_TENSOR_EQ(got.second, expected.second) << stages;
+      EXPECT_NE(got.first, train(with("shard"), std::nullopt).first);  // fp8 was there
+    }
+    world.barrier();
+  };
+  testing::run_threads(4, compare, gloo);
 }
 
 TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
