@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "lockstep/core/error.h"
 #include "lockstep/nn/on_cuda.h"
 
 namespace lockstep::nn {
@@ -173,6 +174,16 @@ at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targ
   const at::Tensor flat = targets.reshape(-1).to(logits.device(), at::kLong).contiguous();
   if (group) return GroupCrossEntropy::apply(logits, flat, vocabulary, group, ignore_index);
   return at::cross_entropy_loss(logits.flatten(0, -2), flat, {}, at::Reduction::Mean, ignore_index);
+}
+
+void Sliced::use_sequence_parallel(bool on) {
+  if (was_cut_ && on != sequence_parallel_)
+    throw UsageError("tensor_parallel",
+                     "use_sequence_parallel({}) was called after the model was cut, when ranks "
+                     "compared it. Ranks that differ would wait for each other. Call it before a "
+                     "TensorParallel, a FullyShard or a Pipeline is made of the model.",
+                     on);
+  sequence_parallel_ = on;
 }
 
 }  // namespace lockstep::nn

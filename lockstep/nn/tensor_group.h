@@ -110,16 +110,21 @@ class Sliced {
 
   // Null: parameters are whole.
   const TensorGroupPtr& tensor_group() const { return tensor_group_; }
-  void set_tensor_group(TensorGroupPtr group) { tensor_group_ = std::move(group); }
+  void set_tensor_group(TensorGroupPtr group) {
+    tensor_group_ = std::move(group);
+    was_cut_ = was_cut_ || tensor_group_;
+  }
 
   // Whether each rank has a part of the sequence between the layers (lockstep/nn/sequence.h), as
-  // with Megatron-LM's sequence_parallel. Before the model is cut, which compares it over ranks.
+  // with Megatron-LM's sequence_parallel. Before the model is cut, which compares it over ranks;
+  // UsageError for a change after that.
   bool sequence_parallel() const { return sequence_parallel_; }
-  void use_sequence_parallel(bool on) { sequence_parallel_ = on; }
+  void use_sequence_parallel(bool on);
 
  private:
   TensorGroupPtr tensor_group_;
   bool sequence_parallel_ = false;
+  bool was_cut_ = false;  // also while parameters are whole again
 };
 
 }  // namespace lockstep::nn

@@ -20,7 +20,9 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/step_totals.h"
+#include "lockstep/models/generate.h"
 #include "lockstep/models/gpt.h"
+#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/llama.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
@@ -244,6 +246,13 @@ models::CausalLmPtr model_for_fp8(bool gpt, std::uint64_t seed = 5) {
                                                               .num_key_value_heads = 2}});
 }
 
+// Rows travel, since ranks share no memory.
+void on_gloo(int ranks, const std::function<void(World&)>& body) {
+  testing::ThreadOptions options;
+  options.world.backend = "gloo";
+  testing::run_threads(ranks, body, options);
+}
+
 std::int64_t different_values(const at::Tensor& t) {
   return std::get<0>(at::_unique(t.detach().abs().flatten())).numel();
 }
@@ -251,62 +260,104 @@ std::int64_t different_values(const at::Tensor& t) {
 // Products travel in the type that they are computed in, other parameters in their own, and a step
 // has the bits of one with the exact parameters.
 TEST(GatheredProducts, AreRoundedWithoutALoss) {
-  testing::ThreadOptions gloo;
-  gloo.world.backend = "gloo";
   const at::Tensor ids = at::arange(22, at::kLong).view({2, 11});
   for (const bool gpt : {true, false})
     for (const int ranks : {2, 3})
       for (const std::optional<nn::Fp8Recipe>& fp8 :
            {std::optional<nn::Fp8Recipe>(), std::optional(nn::Fp8Recipe::kTensorwise),
             std::optional(nn::Fp8Recipe::kRowwise)})
-        testing::run_threads(
-            ranks,
-            [&](World& world) {
-              const auto net = model_for_fp8(gpt);
-              std::map<std::string, at::Tensor> own;
-              for (const auto& p : net->named_parameters())
-                own[p.key()] = p.value().detach().clone();
-              FullyShard model(*net, Mesh(world, {{"shard", -1}}),
-                               {.reshard_after_forward = false});
-              const auto step = [&] {
-                model.before_forward();  // also before what computes in fp8
-                const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
-                const nn::Fp8Autocast as_fp8(fp8);
-                return net->loss(ids, ids);
-              };
-              const auto gradients = [&](const at::Tensor& loss) {
-                model.backward(loss);
-                std::vector<at::Tensor> all{loss.detach().view({1})};
-                for (at::Tensor& p : net->parameters()) {
-                  all.push_back(p.grad().flatten());
-                  p.mutable_grad() = at::Tensor();
-                }
-                return at::cat(all);
-              };
-              const at::Tensor loss = step();
-              const std::string block = gpt ? "transformer.h.1." : "model.layers.1.";
-              for (const auto& p : net->named_parameters()) {
-                if (!p.key().starts_with(block)) continue;
-                if (p.value().dim() == 2 && fp8 != nn::Fp8Recipe::kRowwise) {
-                  EXPECT_TENSOR_NEAR(p.value(), own[p.key()], fp8 ? 0.01 : 0.001);
-                  EXPECT_FALSE(p.value().equal(own[p.key()])) << p.key();
-                  if (fp8) {
-                    EXPECT_LE(different_values(p.value()), 127) << p.key();
-                  }
-                } else {
-                  EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
-                }
+        on_gloo(ranks, [&](World& world) {
+          const auto net = model_for_fp8(gpt);
+          std::map<std::string, at::Tensor> own;
+          for (const auto& p : net->named_parameters()) own[p.key()] = p.value().detach().clone();
+          FullyShard model(*net, Mesh(world, {{"shard", -1}}), {.reshard_after_forward = false});
+          const auto step = [&] {
+            model.before_forward();  // also before what computes in fp8
+            const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
+            const nn::Fp8Autocast as_fp8(fp8);
+            return net->loss(ids, ids);
+          };
+          const auto gradients = [&](const at::Tensor& loss) {
+            model.backward(loss);
+            std::vector<at::Tensor> all{loss.detach().view({1})};
+            for (at::Tensor& p : net->parameters()) {
+              all.push_back(p.grad().flatten());
+              p.mutable_grad() = at::Tensor();
+            }
+            return at::cat(all);
+          };
+          const at::Tensor loss = step();
+          const std::string block = gpt ? "transformer.h.1." : "model.layers.1.";
+          for (const auto& p : net->named_parameters()) {
+            if (!p.key().starts_with(block)) continue;
+            if (p.value().dim() == 2 && fp8 != nn::Fp8Recipe::kRowwise) {
+              EXPECT_TENSOR_NEAR(p.value(), own[p.key()], fp8 ? 0.01 : 0.001);
+              EXPECT_FALSE(p.value().equal(own[p.key()])) << p.key();
+              if (fp8) {
+                EXPECT_LE(different_values(p.value()), 127) << p.key();
               }
-              const at::Tensor rounded = gradients(loss);
-              // Without autocasting the next forward has exact values.
-              model.before_forward();
-              net->loss(ids, ids);
-              for (const auto& p : net->named_parameters())
-                EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
-              const auto whole = model.gathered();
-              EXPECT_TENSOR_EQ(rounded, gradients(step()));
-            },
-            gloo);
+            } else {
+              EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
+            }
+          }
+          const at::Tensor rounded = gradients(loss);
+          // Without autocasting the next forward has exact values.
+          model.before_forward();
+          net->loss(ids, ids);
+          for (const auto& p : net->named_parameters()) EXPECT_TENSOR_EQ(p.value(), own[p.key()]);
+          const auto whole = model.gathered();
+          EXPECT_TENSOR_EQ(rounded, gradients(step()));
+        });
+}
+
+// In a loop of one's own before_forward() may be outside of what computes in fp8. The largest
+// magnitudes are exchanged again after an update all the same: those of the forward before would
+// cut off what has grown.
+TEST(GatheredProducts, AreScaledByTheMagnitudesOfTheirForward) {
+  const at::Tensor ids = at::arange(22, at::kLong).view({2, 11});
+  on_gloo(2, [&](World& world) {
+    const auto net = model_for_fp8(/*gpt=*/true);
+    FullyShard model(*net, Mesh(world, {{"shard", -1}}));
+    const auto optimizer = model.make_optimizer({{net->parameters(), optim::SGDOptions{.lr = 1}}});
+    const auto loss = [&] {
+      model.before_forward();
+      const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+      return net->loss(ids, ids);
+    };
+    for (int k = 0; k < 2; ++k) {
+      model.backward(loss());
+      for (at::Tensor& p : net->parameters())  // the step doubles every weight
+        p.mutable_grad().copy_(-nn::rows_of(p)->values.view_as(p.grad()));
+      optimizer->step();
+      optimizer->zero_grad();
+      const torch::NoGradGuard no_grad;
+      const at::Tensor got = loss();
+      const auto whole = model.gathered();
+      EXPECT_TENSOR_EQ(got, loss());
+    }
+  });
+}
+
+// With a cache of keys and values nothing is computed in fp8, and weights do not travel in it.
+TEST(GatheredProducts, GenerationWithACacheHasTheTextsOfOneProcess) {
+  const at::Tensor ids = at::arange(22, at::kLong).view({2, 11});
+  for (const bool gpt : {true, false})
+    on_gloo(2, [&](World& world) {
+      const auto net = model_for_fp8(gpt), one = model_for_fp8(gpt);
+      FullyShard model(*net, Mesh(world, {{"shard", -1}}));
+      const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
+      const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+      const torch::NoGradGuard no_grad;
+      model.before_forward();
+      EXPECT_TENSOR_EQ(net->loss(ids, ids), one->loss(ids, ids));  // in fp8
+      model.before_forward();
+      models::KvCache cache, whole_cache;
+      for (const at::Tensor& next : {ids.narrow(1, 0, 10), ids.narrow(1, 10, 1)})
+        EXPECT_TENSOR_EQ(net->forward(next, &cache), one->forward(next, &whole_cache));
+      const models::GenerateOptions greedy{.max_new_tokens = 8};
+      EXPECT_EQ(models::generate(*net, {1, 2, 3}, greedy),
+                models::generate(*one, {1, 2, 3}, greedy));
+    });
 }
 
 // ---------------------------------------------------------------- the ledger

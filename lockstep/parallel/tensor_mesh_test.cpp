@@ -21,6 +21,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/nn/fp8.h"
+#include "lockstep/optim/autocast.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/optimizer.h"
@@ -95,9 +97,10 @@ const optim::Rule kGradients = optim::SGDOptions{.lr = 1};  // what a step subtr
 
 // FullyShard, or Pipeline where the mesh has such an axis.
 Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
-                FullyShardOptions options = {}) {
+                FullyShardOptions options = {}, bool sequence = false) {
   const auto net =
       small_model(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
+  net->use_sequence_parallel(sequence);
   if (mesh.size("pipeline") == 1)
     return {net, std::make_shared<FullyShard>(*net, mesh, options), rule};
   const PipelineOptions stages{
@@ -146,8 +149,8 @@ constexpr std::pair<bool, bool> kModels[] = {
 TEST(TensorMesh, HasTheGradientsOfOneProcess) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
     for (const auto& [tied, sequence] : kModels) {
-      Trained run = divided(mesh, tied, kGradients), one = whole(mesh, tied, kGradients);
-      run.net->use_sequence_parallel(sequence);
+      Trained run = divided(mesh, tied, kGradients, {}, sequence);
+      Trained one = whole(mesh, tied, kGradients);
       const at::Tensor before = one.weights();
       run.train(1, 1, 0);
       one.train(1, 1, 0);
@@ -162,8 +165,7 @@ TEST(TensorMesh, HasTheGradientsOfOneProcess) {
 TEST(TensorMesh, HasTheLossesAndNormsOfOneProcess) {
   on_meshes(kMeshes, [](const Mesh& mesh) {
     for (const auto& [tied, sequence] : kModels) {
-      Trained run = divided(mesh, tied, kAdamW, {.reshard_after_forward = tied});
-      run.net->use_sequence_parallel(sequence);
+      Trained run = divided(mesh, tied, kAdamW, {.reshard_after_forward = tied}, sequence);
       Trained one = whole(mesh, tied);
       EXPECT_THAT(run.way->text(), HasSubstr(", in slices on 2 tensor parallel ranks"));
       const auto got = run.train(3, 3, 0.5, /*empty=*/true);
@@ -358,6 +360,78 @@ TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
   });
 }
 
+// A step averages them where no backward was said to be the last.
+TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
+  on_meshes({{{"tensor", 2}}, {{"shard", 1}, {"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}},
+            [](const Mesh& mesh) {
+              for (const bool tied : {false, true}) {
+                const auto net = small_model(tied);
+                net->use_sequence_parallel(true);
+                Trained run(net, way_of(*net, mesh), kGradients);
+                Trained one = whole(mesh, tied, kGradients);
+                for (int k = 0; k < 2; ++k) {
+                  run.way->before_forward();
+                  run.way->backward(run.pass(k).forward(), /*last=*/false);
+                  one.way->backward(one.pass(k).forward(), /*last=*/k == 1);
+                }
+                run.optimizer->step();
+                one.optimizer->step();
+                EXPECT_TENSOR_NEAR(run.weights(), one.weights(), 2 * kSums);
+                run.way->verify_parameters();
+              }
+            });
+}
+
+// In fp8 rows travel in 8 bits, with a scale of their own in each forward. Slices of 47 and 48
+// hidden units, of which fp8 would cover one rank's, are computed in bf16 and travel as they are.
+// Copies send no weights: their losses and, since a rate of 1 rounds the difference alone, their
+// weights have the same bits.
+TEST(TensorMesh, RowsHaveTheBitsOfCopiesInFp8) {
+  testing::ThreadOptions gloo;  // ranks share no rows
+  gloo.world.backend = "gloo";
+  const models::CausalLmConfig config{.model = models::LlamaConfig{.vocab_size = kVocabulary,
+                                                                   .hidden_size = 64,
+                                                                   .intermediate_size = 95,
+                                                                   .num_hidden_layers = 2,
+                                                                   .num_attention_heads = 4,
+                                                                   .num_key_value_heads = 2}};
+  const auto first = models::make_causal_lm(config);
+  const auto train = [&](const Mesh& mesh, std::optional<nn::Fp8Recipe> recipe) {
+    const auto net = models::make_causal_lm(config, {.draw = false});
+    const auto from = first->parameters(), to = net->parameters();
+    for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i].detach());
+    Trained run(net, way_of(*net, mesh), kGradients);
+    std::vector<double> losses;
+    for (int k = 0; k < 2; ++k) {
+      Parallelism::Pass pass = run.pass(k);
+      pass.forward = [recipe, forward = pass.forward] {
+        const optim::Autocast autocast(at::kCPU, at::kBFloat16, /*cache_enabled=*/false);
+        const nn::Fp8Autocast fp8(recipe);
+        return forward();
+      };
+      losses.push_back(run.way->run_window({pass})[0].item<double>());
+      run.optimizer->step();
+      run.optimizer->zero_grad();
+    }
+    return std::pair(losses, run.weights());
+  };
+  const auto compare = [&](World& world) {
+    for (const bool stages : {false, true}) {
+      const auto with = [&](const char* axis) {
+        return stages ? Mesh(world, {{"pipeline", 2}, {axis, 2}})
+                      : Mesh(world, {{axis, 2}, {"tensor", 2}});
+      };
+      const auto got = train(with("shard"), nn::Fp8Recipe::kTensorwise);
+      const auto expected = train(with("data"), nn::Fp8Recipe::kTensorwise);
+      EXPECT_EQ(got.first, expected.first) << stages;
+      EXPECT_TENSOR_EQ(got.second, expected.second) << stages;
+      EXPECT_NE(got.first, train(with("shard"), std::nullopt).first);  // fp8 was there
+    }
+    world.barrier();
+  };
+  testing::run_threads(4, compare, gloo);
+}
+
 TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
   on_meshes(kMade, [](const Mesh& mesh) {
     for (const bool tied : {false, true}) {
@@ -537,6 +611,23 @@ TEST(TensorMesh, RanksAgreeOnSequenceParallelism) {
               EXPECT_THAT(message_of<UsageError>([&] { way_of(*net, mesh); }),
                           HasSubstr("rank 1 has 'sequence_parallel: true', but rank 0 has "
                                     "'sequence_parallel: false'."));
+            });
+}
+
+TEST(TensorMesh, SequenceParallelismIsChosenBeforeTheModelIsCut) {
+  on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
+            [](const Mesh& mesh) {
+              const auto net = made_cut(mesh, [] { return small_model(/*tied=*/true); });
+              net->use_sequence_parallel(true);  // nobody has compared it yet
+              const auto way = way_of(*net, mesh);
+              const auto refused = HasSubstr(
+                  "use_sequence_parallel(false) was called after the model was cut, when ranks "
+                  "compared it");
+              const auto change = [&] { net->use_sequence_parallel(false); };
+              EXPECT_THAT(message_of<UsageError>(change), refused);
+              const auto held = way->gathered();
+              EXPECT_THAT(message_of<UsageError>(change), refused);
+              net->use_sequence_parallel(true);  // no change
             });
 }
 

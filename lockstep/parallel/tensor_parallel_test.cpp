@@ -403,8 +403,8 @@ TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
   for (const bool sequence : {false, true})
     run_threads(2, [&](World& world) {
       const optim::SGDOptions sgd{.lr = 1};
-      Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd);
-      run.net->use_sequence_parallel(sequence);
+      const Change change = [&](CausalLm& model) { model.use_sequence_parallel(sequence); };
+      Trained one = whole(config, sgd), run = sliced(config, tensor_mesh(world), sgd, change);
       one.step(batch_of(0));
       run.parallelism->before_forward();
       const at::Tensor logits = run.net->forward(batch_of(0).ids);
@@ -739,9 +739,9 @@ TEST(TensorParallel, TrainsInFp8) {
           "fp8");
       run_threads(2, [&](World& world) {
         const optim::SGDOptions sgd{.lr = 0.1};
+        const Change change = [&](CausalLm& model) { model.use_sequence_parallel(sequence); };
         Trained exact = whole(config, sgd), one = whole(config, sgd),
-                run = sliced(config, tensor_mesh(world), sgd);
-        run.net->use_sequence_parallel(sequence);
+                run = sliced(config, tensor_mesh(world), sgd, change);
         exact.backward(batch_of(0));
         {
           const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
