@@ -210,8 +210,9 @@ std::string written_note(const Report& report, const plan::Choice& c) {
   if (!c.fits) return "";
   if (c.strategy == plan::Strategy::kSplit && !t.device_map)
     return fmt::format(
-        "{} hold this model only when they split it: set model.device_map: balanced and start one "
-        "rank (lockstep train FILE, without --nproc-per-node)",
+        "{} hold this as the file computes it only when they split it: set model.device_map: "
+        "balanced and start one rank (lockstep train FILE, without --nproc-per-node). The ways "
+        "have others that fit",
         devices);
   if (c.strategy == plan::Strategy::kShardedOptimizer && !t.may_shard)
     return fmt::format(
@@ -421,13 +422,13 @@ std::string plan_head_text(const Report& r) {
   const char* logits = t.model.causal_lm() == nullptr ? ""
                        : t.unfused || card.cpu        ? ", logits as a whole"
                                                       : ", fused, logits in chunks";
+  const bool captured = t.captured && !card.cpu && !t.fsdp && t.pipeline * t.tensor == 1;
   text += fmt::format("training  {}{}, gradient checkpointing {}{}{}\n",
                       t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
                       t.fp8    ? "fp8 and 16-bit autocast"
                       : t.half ? "16-bit autocast"
                                : "float32",
-                      t.checkpointing ? "on" : "off", logits,
-                      t.captured && !card.cpu ? ", one CUDA graph" : "");
+                      t.checkpointing ? "on" : "off", logits, captured ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
   std::string speed = std::ranges::any_of(r.ways, &plan::Way::measured)
@@ -550,6 +551,9 @@ std::string changes_text(const Report& r) {
                         gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
                         c.together_fits ? "*" : " ", c.cost);
   if (!r.changes.empty() && r.changes.back().together_fits) return text + "  * fits\n";
+  if (!r.ways.empty())
+    return text + (r.changes.empty() ? " " : "Even together they do not suffice. ") +
+           "The ways above change more.\n";
   return text + fmt::format("{}Use {}, or a smaller model.\n",
                             r.changes.empty() ? " " : "Even together they do not suffice. ",
                             r.devices.card.cpu ? "a host with more memory, fewer ranks"

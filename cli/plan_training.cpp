@@ -60,6 +60,8 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.rowwise = train::fp8_recipe_name(arguments) == "rowwise";
   training.may_fp8 = true;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
+  training.gpipe = arguments.pipeline_parallel_schedule == "GPipe";
+  if (arguments.pipeline_parallel_schedule == "Interleaved1F1B") training.chunks = 2;
   training.tensor = static_cast<int>(arguments.tensor_parallel_degree);
   if (config.setting("sequence_parallel").origin != train::Origin::kDefault)
     training.sequence = arguments.sequence_parallel;

@@ -179,6 +179,16 @@ Memory made_whole(const Model& whole, const MemoryOptions& o, const Memory& peak
   return memory.allocated() > peak.allocated() ? memory : peak;
 }
 
+// Micro-batches that a stage has begun and not ended. 1F1B: one for itself and one for each stage
+// that follows. Interleaved, a rank begins two chunks for each of these, and all but its last chunk
+// for as many micro-batches as there are ranks.
+double in_flight(const MemoryOptions& o, const Stage& stage, int stages) {
+  if (o.gpipe) return static_cast<double>(o.accumulation);
+  const int begun = o.chunks == 1 ? stage.after + 1 : 2 * stage.after + (o.chunks - 1) * stages + 1;
+  return std::min<double>(static_cast<double>(begun) / o.chunks,
+                          static_cast<double>(o.accumulation));
+}
+
 // What belongs to `part` of the state of `whole`. The product would not fit 64 bits.
 std::optional<std::uint64_t> state_of(const MemoryOptions& o, const Parameters& part,
                                       const Parameters& whole) {
@@ -210,12 +220,10 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   const std::uint64_t all_blocks = a.saved - a.head_saved;
   Memory most;
   for (const Stage& stage : stages_of(model, options.stages)) {
-    // 1F1B: a stage has begun one micro-batch for itself and each stage that follows.
-    const auto in_flight =
-        static_cast<std::uint64_t>(std::min<std::int64_t>(stage.after + 1, o.accumulation));
     Activations part = a;
-    part.saved = all_blocks / static_cast<std::uint64_t>(model.blocks()) *
-                 static_cast<std::uint64_t>(stage.blocks) * in_flight;
+    part.saved = static_cast<std::uint64_t>(
+        static_cast<double>(all_blocks / static_cast<std::uint64_t>(model.blocks())) *
+        static_cast<double>(stage.blocks) * in_flight(o, stage, options.stages));
     if (stage.last)
       part.saved += a.head_saved;
     else

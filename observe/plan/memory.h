@@ -38,6 +38,8 @@ struct MemoryOptions {
   std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
   int stages = 1;              // GPUs that the layers of one replica are divided over
   bool pipeline = false;       // by blocks, with 1F1B: the GPU that needs most counts
+  bool gpipe = false;          // a stage holds all micro-batches of an update, not those of 1F1B
+  int chunks = 1;              // stages of a rank, with interleaved 1F1B
   bool cpu = false;            // no CUDA, no NCCL
   bool shares_memory = false;  // the ranks that divide something map each other's memory
   bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory

@@ -55,8 +55,10 @@ class Trained {
       if (lm == nullptr && tensor.shape.size() == 2) linear.push_back(module_of(tensor.name));
     linear_.insert(linear.begin(), linear.end());
     if (lm != nullptr)
-      for (std::string& name : models::routers_and_experts(lm->spec()))
-        linear_.insert(std::move(name));
+      for (std::string& name : models::routers_and_experts(lm->spec())) {
+        linear_.insert(name);
+        experts_.insert(std::move(name));
+      }
     if (!model.lora) return;
     lora_ = *model.lora;
     targets_.emplace(lora_);
@@ -67,6 +69,9 @@ class Trained {
 
   bool is_linear(const io::TensorShape& tensor) const {
     return tensor.name.ends_with(".weight") && linear_.contains(module_of(tensor.name));
+  }
+  bool is_of_experts(const io::TensorShape& tensor) const {
+    return experts_.contains(module_of(tensor.name));
   }
   bool is_trained(const io::TensorShape& tensor) const {
     if (!targets_) return true;
@@ -95,6 +100,7 @@ class Trained {
 
  private:
   std::set<std::string> linear_;
+  std::set<std::string> experts_;  // and routers, which are among the linear layers
   std::set<std::string> adapted_;
   models::LoraConfig lora_{};
   std::optional<models::LoraTargets> targets_;
@@ -471,7 +477,7 @@ Parameters count_parameters(const Model& model) {
     all.block += count + adapter;
     all.block_trainable += (own ? count : 0) + adapter;
     if (own) all.largest = std::max(all.largest, count);
-    if (!trained.is_linear(tensor)) continue;
+    if (!trained.is_linear(tensor) || trained.is_of_experts(tensor)) continue;
     all.block_matrices += count;
     all.block_widths += tensor.shape.at(0) + tensor.shape.at(1);
   }

@@ -58,7 +58,7 @@ struct Parameters {
   std::int64_t unused = 0;   // of experts that a token does not go to
   std::int64_t block = 0;    // of one block, adapters included; 0: there are no blocks
   std::int64_t block_trainable = 0;
-  std::int64_t block_matrices = 0;  // weights of linear layers in one block
+  std::int64_t block_matrices = 0;  // weights of linear layers in one block, without experts
   std::int64_t block_widths = 0;    // inputs and outputs of those layers
   std::int64_t largest = 0;         // tensor of a block that is trained
 

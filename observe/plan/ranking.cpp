@@ -42,6 +42,10 @@ std::optional<Choice> best_batch(const Variant& variant, const Card& card, const
   for (const std::int64_t batch : divisors_of(*training.global_batch / replicas)) {
     Choice choice = make_choice(training, card, parts, batch);
     if (!choice.fits) break;  // a larger one needs more
+    // Batch norms of fewer samples are another training.
+    if (std::holds_alternative<models::ResNetConfig>(training.model.config) &&
+        batch < training.batch)
+      continue;
     const std::optional<double> time = seconds(choice);
     if (!time) return std::nullopt;
     fitting.emplace_back(*time, std::move(choice));
@@ -49,9 +53,10 @@ std::optional<Choice> best_batch(const Variant& variant, const Card& card, const
   if (fitting.empty()) return std::nullopt;
   const auto time = [](const auto& one) { return one.first; };
   const double least = time(*std::ranges::min_element(fitting, {}, time));
-  return std::ranges::find_if(
-             fitting, [&](const auto& one) { return time(one) <= least * (1 + kWorthMemory); })
-      ->second;
+  const auto fast = [&](const auto& one) { return time(one) <= least * (1 + kWorthMemory); };
+  const auto written = std::ranges::find_if(
+      fitting, [&](const auto& one) { return fast(one) && one.second.batch == training.batch; });
+  return written != fitting.end() ? written->second : std::ranges::find_if(fitting, fast)->second;
 }
 
 // What `way` needs that the file does not say.

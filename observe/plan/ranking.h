@@ -5,8 +5,8 @@
 //
 // A way has a number of GPUs (some may stay idle), a strategy, a micro-batch with its accumulation,
 // and may checkpoint activations or compute in a half type where the file does neither. Of its
-// micro-batches it has the smallest that is within a hundredth of the fastest: memory is left free
-// for a longer batch.
+// micro-batches it has the file's where that is within a hundredth of the fastest, or the smallest
+// that is: memory is left free for a longer batch.
 //
 // Values and functions without state; call from any thread.
 #pragma once

@@ -27,6 +27,17 @@ TEST(Ways, AMicroBatchIsRaisedToo) {
     EXPECT_EQ(ways[i].choice.global_batch, 256);
     EXPECT_GE(1.01 * ways[i].step->total_s(), ways[i == 0 ? 0 : i - 1].step->total_s());
   }
+  t.batch = 2 * best.choice.batch;  // as fast as an estimate can tell: the file's stays
+  EXPECT_TRUE(rank_ways(t, machine_of(80), 2).front().settings.empty());
+}
+
+// Batch norms of fewer samples are another training.
+TEST(Ways, TheBatchOfAResNetIsNotLowered) {
+  Training t{.model = {.config = models::ResNetConfig{}, .image_size = 224}, .batch = 64};
+  t.global_batch = 512;
+  const auto ways = rank_ways(t, machine_of(80), 4);
+  ASSERT_FALSE(ways.empty());
+  for (const Way& way : ways) EXPECT_GE(way.choice.batch, 64);
 }
 
 TEST(Ways, AFullyShardedModelIsRankedAndWritten) {
@@ -268,6 +279,51 @@ TEST(Ways, ReplicasOfStagesAndSlicesAreCopiedOrFullySharded) {
   EXPECT_TRUE(has({8, Strategy::kShardGradOp, 2, 1}, {stages}));
   EXPECT_FALSE(has({8, Strategy::kFullShard, 2, 1}, {}));
   EXPECT_TRUE(has({8, Strategy::kDdp, 2, 1}, {stages, {"fsdp", "\"\""}}));
+}
+
+TEST(Ways, SchedulesDifferInWhatAStageHoldsAndHowLongItWaits) {
+  Training t{.model = gpt_1b3(), .batch = 1, .half = true, .bf16 = true, .may_pipeline = true};
+  t.pipeline = 4;
+  t.global_batch = 16;
+  const Machine machine = machine_of(80);
+  const auto of = [&] { return as_written(t, machine.card, 4); };
+  const auto steps = [&] { return work_of(t, of(), machine.card, {})->accumulation; };
+  const Choice usual = of();
+  EXPECT_EQ(steps(), 16 + 3);
+  t.gpipe = true;  // the first stage holds all 16 micro-batches, not those of the four stages
+  EXPECT_NEAR(static_cast<double>(of().memory.activations),
+              4 * static_cast<double>(usual.memory.activations), 0.1 * of().memory.activations);
+  EXPECT_EQ(steps(), 16 + 3);
+  t.gpipe = false;
+  t.chunks = 2;  // interleaved: (2 x 3 + 4 + 1) / 2 micro-batches instead of 4, and half the bubble
+  EXPECT_NEAR(static_cast<double>(of().memory.activations),
+              5.5 / 4 * static_cast<double>(usual.memory.activations),
+              0.1 * of().memory.activations);
+  EXPECT_EQ(steps(), 16 + 1.5);
+}
+
+// Experts are computed in 16 bits, and adapters are not attached to them.
+TEST(Ways, ExpertsAreNotInEightBits) {
+  const Model model{.config = models::parse_config(R"({"model_type": "mixtral"})", "c"),
+                    .length = 4096};
+  Training t{.model = model, .batch = 1, .half = true, .bf16 = true};
+  const Machine machine{.card = parse_devices("H200").card, .cluster = {}};
+  const auto seconds = [&] {
+    return work_of(t, as_written(t, machine.card, 1), machine.card, {})->compute_s();
+  };
+  const double half = seconds();
+  t.fp8 = true;
+  EXPECT_GT(seconds(), 0.9 * half);
+  t.fp8 = false;
+  EXPECT_TRUE(std::ranges::any_of(changes(t, machine.card, 1), [](const Change& change) {
+    return change.text == "lora: {r: 16, target_modules: [q_proj, k_proj, v_proj, o_proj]}";
+  }));
+}
+
+TEST(Ways, ADeviceMapStaysInANode) {
+  const Training t{.model = gpt_1b3(), .batch = 1};
+  EXPECT_TRUE(can_train(t, card_of(80), {8, Strategy::kSplit}));
+  EXPECT_FALSE(can_train(t, card_of(80), {16, Strategy::kSplit}));
 }
 
 TEST(Ways, AStageOfSlicesHasPartsOfBoth) {

@@ -219,7 +219,7 @@ double all_gather_s(const Cluster& cluster, int ranks, double bytes) {
 }
 
 StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
-  const double slower = slowdown(cluster, ranks * work.tensor_ranks);
+  const double slower = slowdown(cluster, ranks * work.stages * work.tensor_ranks);
   // Ranks that a rank's state is divided over.
   const int group = work.sharding == Sharding::kNone ? 1
                     : work.shard_ranks > 0           ? std::min(work.shard_ranks, ranks)
@@ -234,7 +234,7 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
     micro_s += all_reduce_s(one_copy, work.tensor_ranks, bytes);
   for (const double bytes : work.tensor_gathers)
     micro_s += all_gather_s(one_copy, work.tensor_ranks, bytes);
-  time.communication_s = static_cast<double>(work.accumulation) * micro_s;
+  time.communication_s = work.accumulation * micro_s;
   if (work.tensor_once > 0)
     time.communication_s += all_reduce_s(one_copy, work.tensor_ranks, work.tensor_once);
   time.exposed_s = time.communication_s;
@@ -268,10 +268,10 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
     case Sharding::kFull:
     case Sharding::kGradOp: {
       const int gathers = work.sharding == Sharding::kFull ? 2 : 1;
-      time.communication_s = static_cast<double>(work.accumulation) *
-                             (gathers * all_gather_s(cluster, group, parameters) +
-                              all_gather_s(cluster, group, gradients) +
-                              copies_s(cluster, ranks / group, group, gradients));
+      time.communication_s =
+          work.accumulation * (gathers * all_gather_s(cluster, group, parameters) +
+                               all_gather_s(cluster, group, gradients) +
+                               copies_s(cluster, ranks / group, group, gradients));
       break;
     }
   }

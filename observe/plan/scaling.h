@@ -68,13 +68,14 @@ enum class Sharding {
 struct Work {
   double forward_s = 0;  // of one micro-batch
   double backward_s = 0;
-  std::int64_t accumulation = 1;
+  double accumulation = 1;                // micro-batches, and those in which a pipeline waits
   double optimizer_s = 0;                 // of the whole state; sharding divides it
   std::vector<std::int64_t> gradients{};  // bytes, in the order in which backward produces them
   std::int64_t parameter_bytes = 0;       // that kFull and kGradOp gather
   Sharding sharding = Sharding::kNone;
   int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
-  // Tensor parallel ranks of one replica, and the bytes of each sum over them in a micro-batch; of
+  int stages = 1;       // ranks of a pipeline
+  // Tensor parallel ranks of one stage, and the bytes of each sum over them in a micro-batch; of
   // each gather and each reduce-scatter where they divide the sequence.
   int tensor_ranks = 1;
   std::vector<double> tensor_sums{};
@@ -83,7 +84,7 @@ struct Work {
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;
 
-  double compute_s() const { return static_cast<double>(accumulation) * (forward_s + backward_s); }
+  double compute_s() const { return accumulation * (forward_s + backward_s); }
 };
 
 double all_reduce_s(const Cluster& cluster, int ranks, double bytes);

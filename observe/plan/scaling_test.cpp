@@ -217,7 +217,7 @@ Work sharded_work(const Group& group, const Published& row, double seconds_per_s
   const double micro = seconds_per_sequence * static_cast<double>(row.micro_batch);
   return {.forward_s = micro / 3,
           .backward_s = 2 * micro / 3,
-          .accumulation = group.accumulation,
+          .accumulation = static_cast<double>(group.accumulation),
           .gradients = {static_cast<std::int64_t>(group.gradient_bytes * group.parameters)},
           .parameter_bytes = static_cast<std::int64_t>(2 * group.parameters),
           .sharding = Sharding::kFull};

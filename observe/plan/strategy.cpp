@@ -157,6 +157,16 @@ Parts written_parts(const Training& t, const Card& card, int gpus) {
   return can_train(t, card, copied) ? all : Parts{gpus, copies};
 }
 
+// All linear layers, or those of attention where routers and experts are beside them.
+models::ModuleNames adapted_modules(const Model& model) {
+  const models::BlockSpec& block = model.causal_lm()->spec().block;
+  if (!block.mlp.experts) return models::kAllLinear;
+  std::vector<std::string> names;
+  for (const models::Projection& one : block.attention.in) names.push_back(one.name);
+  names.push_back(block.attention.out.name);
+  return names;
+}
+
 // Changes in their order, each alone and on top of those before it.
 class Changes {
  public:
@@ -384,6 +394,8 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
        .state_bytes = t.state_bytes,
        .stages = split ? choice.gpus : choice.stages,
        .pipeline = choice.stages > 1,
+       .gpipe = t.gpipe,
+       .chunks = t.chunks,
        .cpu = card.cpu,
        .shares_memory = card.cpu && t.shares_memory &&
                         (shard_ranks > 0 ? shard_ranks : replicas) * choice.slices <= t.node_gpus,
@@ -459,7 +471,8 @@ bool can_train(const Training& t, const Card& card, const Parts& parts) {
     return false;
   if (gpus == 1 || (divided && parts.replicas() == 1))
     return divided || strategy == Strategy::kSingle;
-  if (strategy == Strategy::kSplit) return !card.cpu && gpus <= blocks;
+  if (strategy == Strategy::kSplit)
+    return !card.cpu && gpus <= blocks && gpus <= t.node_gpus;  // one process has them all
   // Units are a model's blocks: without them it would be whole in every step.
   if (is_fsdp(strategy) && (blocks == 0 || parts.replicas() % std::max(1, t.shard_degree) != 0))
     return false;
@@ -564,15 +577,19 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
             card.bfloat16 ? "products with 8 bits of mantissa"
                           : "products with 11 bits of mantissa, and the loss is scaled",
             [](State& state) { state.training.half = true; });
-  if (training.model.causal_lm() != nullptr && !training.model.lora)
-    all.add(fmt::format("{}lora: {{r: 16, target_modules: all-linear}}",
-                        all.together().training.half ? "" : std::string(half) + " and "),
-            "trains adapters instead of the model's weights", [](State& state) {
-              state.training.half = true;
-              models::LoraConfig lora{.r = 16, .lora_alpha = 32};
-              lora.target_modules = models::ModuleNames(models::kAllLinear);
-              state.training.model.lora = std::move(lora);
-            });
+  if (training.model.causal_lm() != nullptr && !training.model.lora) {
+    const models::ModuleNames targets = adapted_modules(training.model);
+    all.add(
+        fmt::format("{}lora: {{r: 16, target_modules: {}}}",
+                    all.together().training.half ? "" : std::string(half) + " and ",
+                    targets.regex.empty() ? fmt::format("[{}]", fmt::join(targets.suffixes, ", "))
+                                          : targets.regex),
+        "trains adapters instead of the model's weights", [&](State& state) {
+          state.training.half = true;
+          state.training.model.lora =
+              models::LoraConfig{.r = 16, .lora_alpha = 32, .target_modules = targets};
+        });
+  }
   if (whole && parts.strategy != Strategy::kSplit &&
       can_train(training, card, {gpus, Strategy::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
@@ -620,24 +637,24 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
   }
   Work work{.forward_s = micro_s * forward / all,
             .backward_s = micro_s * (1 - forward / all),
-            .accumulation = choice.accumulation,
+            .accumulation = static_cast<double>(choice.accumulation),
             .gradients = gradients_of(t.model)};
   for (std::int64_t& bytes : work.gradients) bytes /= stages;
   if (choice.slices > 1) add_tensor_work(t, choice, is_fused(t, card, choice), work);
   if (choice.stages > 1) {
     // Stages compute at once at the pace of the one that has most to do, and wait while the
-    // pipeline fills and empties: (p-1)/(m+p-1).
+    // pipeline fills and empties: (p-1)/(m+p-1), and with v chunks for a v-th of that time.
     const double share = largest_share(t.model, choice.stages);
     work.forward_s *= share;
     work.backward_s *= share;
-    work.accumulation += choice.stages - 1;
+    work.accumulation += static_cast<double>(choice.stages - 1) / t.chunks;
+    work.stages = choice.stages;
   }
   const Parameters parameters = parameters_of(t.model);
   // Parameters travel as they are held, in float, and frozen matrices in the half type; the
   // matrices of blocks in the type that they are computed in (nn::Block::products). Rows in the
   // host's memory, and those that have a scale each, travel as they are held.
-  const bool rounded =
-      t.half && parameters.unused == 0 && !offloads(t, card, choice) && !(t.fp8 && t.rowwise);
+  const bool rounded = t.half && !offloads(t, card, choice) && !(t.fp8 && t.rowwise);
   const std::int64_t products = rounded ? parameters.block_matrices * t.model.blocks() : 0;
   const std::int64_t halved = t.half ? parameters.frozen_matrices : 0;
   work.parameter_bytes = (4 * parameters.total() - 2 * halved - (t.model.lora ? 0 : 2 * products) -

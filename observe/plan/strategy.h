@@ -89,6 +89,8 @@ struct Training {
   bool may_fp8 = false;                        // mixed_precision: fp8 may be proposed
   bool may_pipeline = false;                   // and pipeline_parallel_degree
   int pipeline = 1;                            // the file's pipeline_parallel_degree
+  bool gpipe = false;                          // as in MemoryOptions
+  int chunks = 1;                              // likewise
   bool may_tensor = false;                     // tensor_parallel_degree may be proposed
   int tensor = 1;                              // the file's
   std::optional<bool> sequence{};              // its sequence_parallel; unset: either may be
