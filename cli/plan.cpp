@@ -211,8 +211,7 @@ std::string written_note(const Report& report, const plan::Choice& c) {
   if (c.strategy == plan::Strategy::kSplit && !t.device_map)
     return fmt::format(
         "{} hold this as the file computes it only when they split it: set model.device_map: "
-        "balanced and start one rank (lockstep train FILE, without --nproc-per-node). The ways "
-        "have others that fit",
+        "balanced and start one rank (lockstep train FILE, without --nproc-per-node)",
         devices);
   if (c.strategy == plan::Strategy::kShardedOptimizer && !t.may_shard)
     return fmt::format(

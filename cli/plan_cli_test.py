@@ -450,9 +450,9 @@ class Plan(unittest.TestCase):
         last = plan["rows"][-1]
         self.assertEqual(last["strategy"], "one rank, device_map over 8")
         self.assertTrue(last["fits"])
-        self.assertIn("8 GPUs hold this model only when they split it: set model.device_map: "
-                      "balanced and start one rank (lockstep train FILE, without "
-                      "--nproc-per-node)", plan["notes"])
+        self.assertIn("8 GPUs hold this as the file computes it only when they split it: set "
+                      "model.device_map: balanced and start one rank (lockstep train FILE, "
+                      "without --nproc-per-node)", plan["notes"])
         first = next(row for row in plan["rows"] if row["fits"])
         self.assertEqual(first["speedup"], 1)
         self.assertIn(f"the speed-up is over {first['gpus']} GPUs, the fewest that hold this",

@@ -485,7 +485,7 @@ Parameters count_parameters(const Model& model) {
   // A tied head multiplies with the embedding, which is copied for it too.
   const CausalLmConfig* lm = model.causal_lm();
   if (lm != nullptr && lm->tied() && !model.lora) all.trainable_matrices += all.head;
-  if (lm != nullptr) all.unused = models::unused_by_a_token(lm->spec());
+  if (lm != nullptr) all.unused = models::unused_by_a_token(model.spec());
   return all;
 }
 
@@ -544,9 +544,7 @@ double largest_share(const Model& model, int stages) {
   return most / whole;
 }
 
-namespace {
-
-std::vector<io::TensorShape> list_trained(const Model& model) {
+std::vector<io::TensorShape> trained_tensors(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);
   std::vector<io::TensorShape> all;
@@ -563,6 +561,8 @@ std::vector<io::TensorShape> list_trained(const Model& model) {
   return all;
 }
 
+namespace {
+
 std::vector<std::int64_t> list_gradients(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
   const Trained trained(model, tensors);
@@ -577,10 +577,24 @@ std::vector<std::int64_t> list_gradients(const Model& model) {
   return bytes;
 }
 
+SharedGradients count_shared(const Model& model) {
+  Model whole = model;
+  whole.slices = 1;
+  const std::vector<io::TensorShape> tensors = trained_tensors(whole), own = trained_tensors(model);
+  SharedGradients shared;
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    if (own[i].shape != tensors[i].shape) continue;
+    const std::int64_t bytes = 4 * count_of(own[i]);
+    shared.all += bytes;
+    if (own[i].name.find(".lora_") != std::string::npos) shared.adapters += bytes;
+  }
+  return shared;
+}
+
 }  // namespace
 
-std::vector<io::TensorShape> trained_tensors(const Model& model) {
-  return remembered<&list_trained>(model);
+SharedGradients shared_gradients(const Model& model) {
+  return remembered<&count_shared>(model);
 }
 
 std::vector<std::int64_t> gradients_of(const Model& model) {

@@ -88,6 +88,13 @@ std::vector<io::TensorShape> trained_tensors(const Model& model);
 // Bytes of the gradients in the order in which backward produces them: the last layer first.
 std::vector<std::int64_t> gradients_of(const Model& model);
 
+// Bytes of the gradients of what every one of `slices` tensor parallel ranks has whole.
+struct SharedGradients {
+  std::int64_t all = 0;
+  std::int64_t adapters = 0;  // among them
+};
+SharedGradients shared_gradients(const Model& model);
+
 // For one token (one sample for images), forward and backward: two for each multiply-add.
 // Attention counts every pair of tokens, as is usual for utilisation figures. A frozen weight needs
 // no gradient of its own. Recomputation for gradient checkpointing is not in it.

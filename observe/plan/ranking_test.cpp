@@ -315,6 +315,10 @@ TEST(Ways, ExpertsAreNotInEightBits) {
   t.fp8 = true;
   EXPECT_GT(seconds(), 0.9 * half);
   t.fp8 = false;
+  // Of the experts that a token goes to a slice has its part
+  EXPECT_NEAR(forward_flops_per_token({.config = model.config, .length = 0, .slices = 2}) /
+                  forward_flops_per_token({.config = model.config, .length = 0}),
+              0.5, 0.01);
   EXPECT_TRUE(std::ranges::any_of(changes(t, machine.card, 1), [](const Change& change) {
     return change.text == "lora: {r: 16, target_modules: [q_proj, k_proj, v_proj, o_proj]}";
   }));

@@ -320,25 +320,6 @@ bool divides_layers(const Model& model, int degree) {
          std::min(spec.vocabulary, spec.block.mlp.out.in) >= degree;
 }
 
-// Bytes of the gradients of parameters that every tensor parallel rank has and uses with slices, or
-// on its part of the sequence: they are added up together, once in an update.
-double shared_gradients(const Training& t) {
-  const bool all = t.model.sequence_parts() > 1;
-  Model whole = t.model;
-  whole.slices = 1;
-  const std::vector<io::TensorShape> tensors = trained_tensors(whole),
-                                     own = trained_tensors(t.model);
-  double bytes = 0;
-  for (std::size_t i = 0; i < own.size(); ++i) {
-    const bool adapter = own[i].name.find(".lora_") != std::string::npos;
-    if (own[i].shape != tensors[i].shape || !(all || adapter)) continue;
-    std::int64_t count = 1;
-    for (const std::int64_t size : own[i].shape) count *= size;
-    bytes += 4 * static_cast<double>(count);
-  }
-  return bytes;
-}
-
 // What tensor parallel ranks of a stage send in a micro-batch: sums after the embedding, whose weights are in
 // float, and twice in each block, and in backward as many, in the type of activations (of plain
 // modules in float, as norms are); and the loss's, a number for a token and two. Where they divide
@@ -352,7 +333,12 @@ void add_tensor_work(const Training& t, const Choice& choice, bool fused, Work& 
   const auto pairs = static_cast<std::size_t>(2 * blocks);
   const std::size_t forwards = t.checkpointing ? 2 : 1;
   work.tensor_ranks = t.model.slices;
-  work.tensor_once = shared_gradients(t) / choice.stages;
+  // Gradients of what every rank has and uses with slices, or on its part of the sequence, are
+  // added up together, once in an update.
+  const SharedGradients shared = shared_gradients(t.model);
+  work.tensor_once =
+      static_cast<double>(t.model.sequence_parts() > 1 ? shared.all : shared.adapters) /
+      choice.stages;
   work.tensor_sums = {4 * tokens, 8 * tokens};
   if (t.model.sequence_parts() > 1) {
     // The embedding's and its gradient's, which a frozen one does not have; the head's three.
