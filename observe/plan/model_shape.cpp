@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <memory>
 #include <set>
 #include <string>
 #include <string_view>
@@ -105,6 +106,33 @@ class Trained {
   models::LoraConfig lora_{};
   std::optional<models::LoraTargets> targets_;
 };
+
+// Counting goes over the names of all tensors, and a plan asks for the same few models thousands of
+// times: those of a thread's last calls are kept.
+template <auto count>
+auto remembered(const Model& model) {
+  struct Known {
+    DecoderSpec spec;
+    std::optional<models::LoraConfig> lora;
+    int slices;
+    decltype(count(model)) value;
+  };
+  constexpr std::size_t kMost = 16;
+  thread_local std::deque<Known> all;
+  if (model.causal_lm() == nullptr) return count(model);
+  const auto found = std::ranges::find_if(all, [&](const Known& one) {
+    return one.slices == model.slices && one.lora == model.lora &&
+           one.spec == model.causal_lm()->spec();
+  });
+  if (found != all.end()) return found->value;
+  if (all.size() == kMost) all.pop_back();
+  all.push_front({model.causal_lm()->spec(), model.lora, model.slices, count(model)});
+  return all.front().value;
+}
+
+std::shared_ptr<const Trained> make_trained(const Model& model) {
+  return std::make_shared<const Trained>(model, model.tensors());
+}
 
 std::int64_t head_weight(const Model& model) {
   const CausalLmConfig* lm = model.causal_lm();
@@ -352,8 +380,8 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
 }
 
 Activations language_activations(const Model& model, const ActivationOptions& options) {
-  const std::vector<io::TensorShape> tensors = model.tensors();
-  const Trained trained(model, tensors);
+  const auto known = remembered<&make_trained>(model);
+  const Trained& trained = *known;
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
   const DecoderSpec spec = model.spec();
@@ -432,29 +460,6 @@ std::int64_t Model::blocks() const {
 }
 
 namespace {
-
-// Counting goes over the names of all tensors, and a plan asks for the same few models thousands of
-// times: those of a thread's last calls are kept.
-template <auto count>
-auto remembered(const Model& model) {
-  struct Known {
-    DecoderSpec spec;
-    std::optional<models::LoraConfig> lora;
-    int slices;
-    decltype(count(model)) value;
-  };
-  constexpr std::size_t kMost = 16;
-  thread_local std::deque<Known> all;
-  if (model.causal_lm() == nullptr) return count(model);
-  const auto found = std::ranges::find_if(all, [&](const Known& one) {
-    return one.slices == model.slices && one.lora == model.lora &&
-           one.spec == model.causal_lm()->spec();
-  });
-  if (found != all.end()) return found->value;
-  if (all.size() == kMost) all.pop_back();
-  all.push_front({model.causal_lm()->spec(), model.lora, model.slices, count(model)});
-  return all.front().value;
-}
 
 Parameters count_parameters(const Model& model) {
   const std::vector<io::TensorShape> tensors = model.tensors();
