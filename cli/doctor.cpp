@@ -15,7 +15,6 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/spelling.h"
 #include "lockstep/rendezvous/this_host.h"
 #include "lockstep/version.h"
 

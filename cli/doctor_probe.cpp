@@ -10,7 +10,6 @@
 #include "cli/local_ranks.h"
 #include "cli/plan_record.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/core/kernel_files.h"
 
 namespace lockstep::cli {

@@ -1,8 +1,6 @@
 // `lockstep doctor --run DIR`: where the time of a recorded run went, and what to change.
 #include <fmt/format.h>
 
-#include <cstdio>
-
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "lockstep/core/document.h"

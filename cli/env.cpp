@@ -17,7 +17,6 @@
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
 #include "lockstep/monitor/gpu_sampler.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/this_host.h"

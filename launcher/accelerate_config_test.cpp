@@ -6,6 +6,7 @@
 
 #include "launcher/flags.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -21,13 +22,8 @@ AccelerateLaunch read(const std::string& text) {
                                 {"learning_rate", "ddp_bucket_cap_mb", "seed", "fsdp_config"});
 }
 
-std::string message_of(const std::string& text) {
-  try {
-    read(text);
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(nothing was thrown)";
+std::string refusal(const std::string& text) {
+  return message_of([&] { read(text); });
 }
 
 constexpr const char* kGenerated =
@@ -49,16 +45,16 @@ TEST(AccelerateConfig, TheFileThatAccelerateWritesIsRead) {
 
 TEST(AccelerateConfig, EveryKeyOfTheListIsRead) {
   for (const std::string& key : launcher_keys()) {
-    const std::string message = message_of(key + ":\n");
-    EXPECT_EQ(message, "(nothing was thrown)") << key;
+    const std::string message = refusal(key + ":\n");
+    EXPECT_EQ(message, "(nothing thrown)") << key;
   }
 }
 
 // Accelerate writes empty ones beside what was chosen.
 TEST(AccelerateConfig, EmptySectionsAreSkipped) {
   for (const char* key : {"fsdp_config", "deepspeed_config", "fp8_config"}) {
-    EXPECT_EQ(message_of(std::string(key) + ": {}\n"), "(nothing was thrown)") << key;
-    EXPECT_EQ(message_of(std::string(key) + ":\n"), "(nothing was thrown)") << key;
+    EXPECT_EQ(refusal(std::string(key) + ": {}\n"), "(nothing thrown)") << key;
+    EXPECT_EQ(refusal(std::string(key) + ":\n"), "(nothing thrown)") << key;
   }
 }
 
@@ -128,7 +124,7 @@ struct Mistake {
 };
 class AccelerateMistake : public ::testing::TestWithParam<Mistake> {};
 TEST_P(AccelerateMistake, IsNamedWithPlaceAndRemedy) {
-  EXPECT_THAT(message_of(GetParam().text), HasSubstr("[config] acc.yaml:" + GetParam().expected));
+  EXPECT_THAT(refusal(GetParam().text), HasSubstr("[config] acc.yaml:" + GetParam().expected));
 }
 
 const Mistake kMistakes[] = {
@@ -186,7 +182,7 @@ INSTANTIATE_TEST_SUITE_P(AccelerateConfig, AccelerateMistake, ::testing::ValuesI
                          [](const auto& one) { return one.param.name; });
 
 TEST(AccelerateConfig, AllMistakesAreReportedAtOnce) {
-  const std::string message = message_of("num_processes: x\nseed: 1\n");
+  const std::string message = refusal("num_processes: x\nseed: 1\n");
   EXPECT_THAT(message, HasSubstr("[config] 2 mistakes:\n  acc.yaml:2:1: seed belongs"));
   EXPECT_THAT(message, HasSubstr("\n  acc.yaml:1:16: num_processes must be"));
 }

@@ -6,7 +6,6 @@
 #include <cctype>
 #include <sstream>
 
-#include "lockstep/core/spelling.h"
 
 namespace lockstep::launch {
 namespace {

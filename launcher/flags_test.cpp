@@ -10,13 +10,13 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <regex>
 
 #include "launcher/arguments.h"
 #include "launcher/program.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/folder_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -76,28 +76,11 @@ std::string refusal_of(Args flags, Environment environment = {}) {
   return refusal(std::move(flags), std::move(environment));
 }
 
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string pattern = std::filesystem::temp_directory_path() / "lockstep_flags_XXXXXX";
-    path_ = ::mkdtemp(pattern.data());
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  std::string file(const std::string& name, mode_t mode) const {
-    const std::string path = path_ + "/" + name;
-    std::ofstream(path) << "#!/bin/sh\n";
-    ::chmod(path.c_str(), mode);
-    return path;
-  }
-  std::string text(const std::string& name, const std::string& lines) const {
-    std::ofstream(path_ + "/" + name) << lines;
-    return path_ + "/" + name;
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+std::string script_in(const TemporaryDirectory& folder, const std::string& name, mode_t mode) {
+  const std::string path = folder.write(name, "#!/bin/sh\n");
+  ::chmod(path.c_str(), mode);
+  return path;
+}
 
 // ------------------------------------------------------------------ spelling
 
@@ -461,9 +444,9 @@ TEST(World, RendezvousSettingsAreTimeoutOrExplained) {
 
 TEST(ConfigFile, FlagsBeatVariablesBeatTheFileBeatsDefaults) {
   const TemporaryDirectory place;
-  const std::string file = place.text("acc.yaml",
-                                      "num_processes: 3\nmain_process_port: 29511\n"
-                                      "mixed_precision: bf16\nmain_training_function: train\n");
+  const std::string file = place.write("acc.yaml",
+                                       "num_processes: 3\nmain_process_port: 29511\n"
+                                       "mixed_precision: bf16\nmain_training_function: train\n");
   const std::string flag = "--config_file=" + file;
   LaunchPlan plan = plan_of({flag});
   EXPECT_EQ(plan.nproc_per_node, 3);
@@ -478,9 +461,9 @@ TEST(ConfigFile, FlagsBeatVariablesBeatTheFileBeatsDefaults) {
 
 TEST(ConfigFile, StandaloneChoosesTheRendezvous) {
   const TemporaryDirectory place;
-  const std::string file = place.text("acc.yaml",
-                                      "num_machines: 2\nnum_processes: 4\nmachine_rank: 1\n"
-                                      "main_process_ip: 10.0.0.1\nrdzv_backend: static\n");
+  const std::string file = place.write("acc.yaml",
+                                       "num_machines: 2\nnum_processes: 4\nmachine_rank: 1\n"
+                                       "main_process_ip: 10.0.0.1\nrdzv_backend: static\n");
   EXPECT_EQ(plan_of({"--config-file", file}).nnodes, 2);
   EXPECT_EQ(plan_of({"--config-file", file}).node_rank, 1);
   EXPECT_EQ(plan_of({"--config-file", file, "--node-rank=0"}).node_rank, 0);
@@ -493,7 +476,7 @@ TEST(ConfigFile, StandaloneChoosesTheRendezvous) {
 
 TEST(ConfigFile, ItsGpusAreCounted) {
   const TemporaryDirectory place;
-  const std::string file = place.text("acc.yaml", "gpu_ids: 1,3\n");
+  const std::string file = place.write("acc.yaml", "gpu_ids: 1,3\n");
   const auto count = [&](Environment environment) {
     LaunchContext context = machine(std::move(environment));
     context.gpus = [] { return Gpus{.count = 8}; };
@@ -507,7 +490,7 @@ TEST(ConfigFile, ItsGpusAreCounted) {
 TEST(ConfigFile, MultiGpuNeedsAGpu) {
   const TemporaryDirectory place;
   const std::string file =
-      place.text("acc.yaml", "num_processes: 2\ndistributed_type: MULTI_GPU\n");
+      place.write("acc.yaml", "num_processes: 2\ndistributed_type: MULTI_GPU\n");
   const Args flags = {"--config-file=" + file};
   EXPECT_THAT(
       refusal_of(flags),
@@ -524,7 +507,7 @@ TEST(ConfigFile, MultiGpuNeedsAGpu) {
 TEST(ConfigFile, MistakesHaveTheirPlace) {
   const TemporaryDirectory place;
   const std::string file =
-      place.text("acc.yaml", "num_proceses: 2\nlearning_rate: 1e-4\nmachine_rank: x\n");
+      place.write("acc.yaml", "num_proceses: 2\nlearning_rate: 1e-4\nmachine_rank: x\n");
   const std::string text = refusal_of({"--config-file=" + file});
   EXPECT_THAT(text, HasSubstr("3 mistakes"));
   EXPECT_THAT(text, HasSubstr("acc.yaml:1:1: there is no key 'num_proceses'"));
@@ -665,9 +648,9 @@ TEST(Program, ArgumentsAfterItAreNotTouched) {
 
 TEST(Program, PythonFilesAndModulesRunUnderPython) {
   const TemporaryDirectory directory;
-  const std::string script = directory.file("train.py", 0644);
-  const std::string other = directory.file("train", 0644);
-  const std::string python = directory.file("mypython", 0755);
+  const std::string script = script_in(directory, "train.py", 0644);
+  const std::string other = script_in(directory, "train", 0644);
+  const std::string python = script_in(directory, "mypython", 0755);
   const Environment exec = {{"PYTHON_EXEC", python}};
   EXPECT_THAT(parse({script, "-x"}, exec).plan.command, ElementsAre(python, "-u", script, "-x"));
   EXPECT_THAT(parse({"-m", "pkg.train", "-x"}, exec).plan.command,
@@ -694,7 +677,7 @@ TEST(Program, OurOwnProgramIsFoundWithoutPath) {
 
 TEST(Program, NoPythonExecutesDirectly) {
   const TemporaryDirectory directory;
-  const std::string script = directory.file("run.py", 0755);
+  const std::string script = script_in(directory, "run.py", 0755);
   EXPECT_THAT(parse({"--no-python", script}).plan.command, ElementsAre(script));
   EXPECT_THAT(refusal({"--no-python", "-m", "x"}), HasSubstr("contradict each other"));
 }
@@ -702,7 +685,7 @@ TEST(Program, NoPythonExecutesDirectly) {
 TEST(Program, ADirectoryWithAMainFileRunsUnderPython) {
   const TemporaryDirectory directory;
   EXPECT_THAT(refusal({directory.path()}), HasSubstr("is a directory without __main__.py"));
-  directory.file("__main__.py", 0644);
+  script_in(directory, "__main__.py", 0644);
   EXPECT_THAT(parse({directory.path(), "a"}).plan.command,
               ElementsAre(HasSubstr("python3"), "-u", directory.path(), "a"));
   EXPECT_THAT(refusal({"--no-python", directory.path()}), HasSubstr("is a directory"));
@@ -715,9 +698,9 @@ TEST(Program, WhatCannotRunIsSaidBeforeAnythingStarts) {
   EXPECT_THAT(refusal({"no-such-program"}), HasSubstr("'no-such-program' is not on PATH"));
   EXPECT_THAT(refusal({"/no/such.py"}), HasSubstr("the script '/no/such.py' does not exist"));
   EXPECT_THAT(refusal({directory.path()}), HasSubstr("is a directory"));
-  EXPECT_THAT(refusal({directory.file("plain", 0644)}), HasSubstr("is not executable"));
+  EXPECT_THAT(refusal({script_in(directory, "plain", 0644)}), HasSubstr("is not executable"));
   const std::filesystem::path before = std::filesystem::current_path();
-  directory.file("here", 0755);
+  script_in(directory, "here", 0755);
   std::filesystem::current_path(directory.path());
   const std::string text = refusal({"here"});
   std::filesystem::current_path(before);
@@ -726,7 +709,7 @@ TEST(Program, WhatCannotRunIsSaidBeforeAnythingStarts) {
 
 TEST(Program, AnUnreadableScriptIsRefused) {
   const TemporaryDirectory directory;
-  const std::string script = directory.file("a.py", 0000);
+  const std::string script = script_in(directory, "a.py", 0000);
   ::chmod(directory.path().c_str(), 0755);
   // In a child that gives up root, which may read everything.
   const pid_t child = ::fork();

@@ -8,11 +8,10 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <memory>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/folder_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -23,21 +22,13 @@ using testing::IsEmpty;
 
 // A made-up machine under a temporary directory.
 struct Machine {
-  Machine() {
-    std::string pattern = std::filesystem::temp_directory_path() / "lockstep_host_XXXXXX";
-    root = ::mkdtemp(pattern.data());
-    files = {root + "/proc", root + "/sys"};
-  }
-  ~Machine() { std::filesystem::remove_all(root); }
-
   void write(const std::string& path, const std::string& text) const {
-    const std::filesystem::path full = root + path;
-    std::filesystem::create_directories(full.parent_path());
-    std::ofstream(full) << text << '\n';
+    folder.write(path, text + '\n');
   }
 
-  std::string root;
-  HostFiles files;
+  TemporaryDirectory folder;
+  std::string root = folder.path();
+  HostFiles files{root + "/proc", root + "/sys"};
 };
 
 // ------------------------------------------------------------------ cores

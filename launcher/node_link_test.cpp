@@ -10,12 +10,13 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdlib>
 
 #include "launcher/node_spoke.h"
 #include "launcher/ports.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/rendezvous/secure_channel.h"
 #include "lockstep/rendezvous/world_layout.h"
 
@@ -25,16 +26,6 @@ namespace {
 using ::testing::HasSubstr;
 using Kind = Message::Kind;
 using Side = SecureContext::Side;
-
-template <typename F>
-std::string refusal_of(F&& f) {
-  try {
-    f();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(no error)";
-}
 
 // ---------------------------------------------------------------- WorldLayout
 
@@ -51,25 +42,25 @@ TEST(WorldLayout, NodesMayBringDifferentNumbersOfRanksAndRoles) {
 }
 
 TEST(WorldLayout, WhatCannotBeAWorldIsRefused) {
-  EXPECT_THAT(refusal_of([] { layout_of({}, 0); }), HasSubstr("node rank 0 is not one of 0"));
-  EXPECT_THAT(refusal_of([] { layout_of({{1}}, -1); }), HasSubstr("node rank -1 is not one of 1"));
-  EXPECT_THAT(refusal_of([] { layout_of({{1}, {0}}, 0); }), HasSubstr("0 ranks on node 1"));
+  EXPECT_THAT(message_of([] { layout_of({}, 0); }), HasSubstr("node rank 0 is not one of 0"));
+  EXPECT_THAT(message_of([] { layout_of({{1}}, -1); }), HasSubstr("node rank -1 is not one of 1"));
+  EXPECT_THAT(message_of([] { layout_of({{1}, {0}}, 0); }), HasSubstr("0 ranks on node 1"));
   const std::vector<NodeShare> many(5000, {kMaxWorldSize});
-  EXPECT_THAT(refusal_of([&] { layout_of(many, 0); }), HasSubstr("a world of 2000000"));
+  EXPECT_THAT(message_of([&] { layout_of(many, 0); }), HasSubstr("a world of 2000000"));
 }
 
 // ---------------------------------------------------------------- messages
 
 TEST(NodeMessage, WhatCouldTurnAFailureIntoASuccessIsRefused) {
   Message message;
-  const auto refusal = [&] { return refusal_of([&] { decode(encode(message)); }); };
+  const auto refusal = [&] { return message_of([&] { decode(encode(message)); }); };
   message.kind = Kind::kStop;
   for (const int signal : {0, -1, 1000}) {
     message.signal = signal;
     EXPECT_THAT(refusal(), HasSubstr("another launcher's 'signal'")) << signal;
   }
   message.signal = 15;
-  EXPECT_EQ(refusal(), "(no error)");
+  EXPECT_EQ(refusal(), "(nothing thrown)");
   for (const int code : {0, 256, -256, 512}) {
     message = Message();
     message.kind = Kind::kFailed;
@@ -91,7 +82,7 @@ TEST(NodeMessage, TheStartNamesTheSharesOfAllNodes) {
   message.nodes = {{2, "a"}, {3, "b"}};
   EXPECT_EQ(decode(encode(message)).nodes, message.nodes);
   message.nodes[1].nproc = 0;
-  EXPECT_THAT(refusal_of([&] { decode(encode(message)); }), HasSubstr("'nproc_per_node' (0)"));
+  EXPECT_THAT(message_of([&] { decode(encode(message)); }), HasSubstr("'nproc_per_node' (0)"));
 }
 
 TEST(NodeMessage, TextOfOthersCannotCommandATerminal) {
@@ -127,30 +118,22 @@ TEST(Spoke, OneThatIsClosedLooksForNobody) {
 
 class SecretFile : public ::testing::Test {
  protected:
-  SecretFile() {
-    EXPECT_NE(::mkdtemp(directory_.data()), nullptr);
-    path_ = directory_ + "/secret";
-  }
-  ~SecretFile() override {
-    ::unlink(path_.c_str());
-    ::rmdir(directory_.c_str());
-  }
   std::string put(std::string_view text, mode_t mode) {
     ::unlink(path_.c_str());
     const Fd file(::open(path_.c_str(), O_WRONLY | O_CREAT, 0600));
     write_all(file.get(), text);
     EXPECT_EQ(::fchmod(file.get(), mode), 0);
-    return refusal_of([&] { SecretKey::from_file(path_); });
+    return message_of([&] { SecretKey::from_file(path_); });
   }
 
-  std::string directory_ = "/tmp/secret_file_XXXXXX";
-  std::string path_;
+  TemporaryDirectory directory_;
+  std::string path_ = directory_ / "secret";
 };
 
 TEST_F(SecretFile, OnlyAPrivateOneOfSomeLengthIsTaken) {
   const std::string good = "0123456789abcdef";
-  EXPECT_EQ(put(good, 0600), "(no error)");
-  EXPECT_EQ(put(good, 0400), "(no error)");
+  EXPECT_EQ(put(good, 0600), "(nothing thrown)");
+  EXPECT_EQ(put(good, 0400), "(nothing thrown)");
   for (const mode_t mode : {0644, 0640, 0660, 0604, 0601, 0610})
     EXPECT_THAT(put(good, mode), HasSubstr("others on this host may use it")) << mode;
   EXPECT_THAT(put(good.substr(1) + "\n\n\n", 0600), HasSubstr("holds 15 bytes"));

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -67,14 +68,7 @@ TEST(HeldPort, NobodyCanBindItWhetherItListensOrNot) {
 
 TEST(HeldPort, AnAskedPortThatIsInUseNamesWhoHasIt) {
   const HeldPort free = HeldPort::any();
-  const auto refusal = [&]() -> std::string {
-    try {
-      HeldPort::exactly(free.number());
-    } catch (const UsageError& error) {
-      return error.what();
-    }
-    return "(no error)";
-  };
+  const auto refusal = [&] { return message_of([&] { HeldPort::exactly(free.number()); }); };
   const std::string flag = fmt::format("--master-port={} cannot be used: ", free.number());
   EXPECT_THAT(refusal(), HasSubstr(flag + "another process has bound it. Choose another port"));
   free.listen();

@@ -13,6 +13,7 @@
 
 #include "launcher/supervisor.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/folder_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -69,27 +70,24 @@ class Notes : public RunObserver {
 class RunObserverTest : public testing::Test {
  protected:
   RunObserverTest() {
-    std::string pattern = (fs::temp_directory_path() / "lockstep_observer_XXXXXX").string();
-    folder_ = ::mkdtemp(pattern.data());
     plan_.nproc_per_node = 2;
     plan_.stall_timeout = std::chrono::milliseconds(0);
     plan_.shutdown_timeout = std::chrono::milliseconds(5000);
   }
-  ~RunObserverTest() override { fs::remove_all(folder_); }
 
   // The exit code; what was noted and printed is in notes_ and said_.
   int run(const std::string& script) {
     plan_.command = {"bash", "-c", script};
-    Notes observer(folder_ + "/notes");
+    Notes observer(folder_ / "notes");
     testing::internal::CaptureStderr();
     const int code = supervise(plan_, &observer);
     said_ = testing::internal::GetCapturedStderr();
-    notes_ = read_file(folder_ + "/notes");
+    notes_ = read_file(folder_ / "notes");
     return code;
   }
 
   LaunchPlan plan_;
-  std::string folder_;
+  TemporaryDirectory folder_;
   std::string notes_;
   std::string said_;
 };
@@ -175,7 +173,7 @@ TEST_F(RunObserverTest, AnExceptionEndsTheObservationNotTheRun) {
 }
 
 TEST_F(RunObserverTest, FilesThatTheRankWritesAreNamed) {
-  plan_.log_dir = folder_ + "/logs";
+  plan_.log_dir = folder_ / "logs";
   plan_.redirects.all = Streams::kOut;
   EXPECT_EQ(run("echo to the file; echo to the pipe >&2"), 0);
   EXPECT_THAT(notes_, HasSubstr("rank 0 started, pid known, ledger there, files 'stdout.log' ''"));

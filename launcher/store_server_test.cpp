@@ -10,10 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstring>
-#include <map>
 #include <optional>
-#include <set>
 #include <thread>
 
 #include "lockstep/core/error.h"

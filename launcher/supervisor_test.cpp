@@ -12,7 +12,6 @@
 
 #include <cstdlib>
 #include <map>
-#include <set>
 
 #include "launcher/console.h"
 #include "launcher/event_loop.h"
@@ -22,6 +21,7 @@
 #include "launcher/report.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -29,16 +29,6 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-template <typename E, typename F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "(no error)";
-}
 
 // ---------------------------------------------------------------- EventLoop
 
@@ -448,19 +438,12 @@ TEST(Report, TheFirstLineHasCauseAndRemedy) {
 }
 
 TEST(Report, NumbersThatAreNoIntsAreRefused) {
-  const auto refusal = [](const std::string& line) -> std::string {
-    try {
-      decode(line);
-    } catch (const UsageError& error) {
-      return error.what();
-    }
-    return "";
-  };
+  const auto refusal = [](const std::string& line) { return message_of([&] { decode(line); }); };
   EXPECT_THAT(refusal(R"({"lockstep": 1e300})"), HasSubstr("not a number from"));
   Message message;
   message.failure = RankFailure{};
   std::string line = encode(message);
-  EXPECT_EQ(refusal(line), "");
+  EXPECT_EQ(refusal(line), "(nothing thrown)");
   const auto swapped = [&](const std::string& from, const std::string& to) {
     std::string changed = line;
     const auto at = changed.find(from);

@@ -4,9 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <fstream>
+
+#include "lockstep/core/folder_for_test.h"
 
 namespace lockstep::launch {
 namespace {
@@ -267,18 +267,14 @@ TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
 class FirstCause : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = ::testing::TempDir() + "blame_XXXXXX";
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    directory_ = pattern;
     for (int rank = 0; rank < 4; ++rank) {
       ranks_.push_back({.rank = 4 + rank,
                         .local_rank = rank,
                         .pid = 100 + rank,
-                        .error_file = directory_ + "/" + std::to_string(rank)});
+                        .error_file = directory_ / std::to_string(rank)});
       ranks_.back().life.move(RankLife::kRunning);
     }
   }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
 
   RankRecord& end(int index, Ending ending, double when) {
     RankRecord& rank = ranks_[static_cast<std::size_t>(index)];
@@ -310,7 +306,7 @@ class FirstCause : public ::testing::Test {
   static constexpr Ending kCrashed{true, SIGSEGV, false};
   static constexpr Ending kObeyed{true, SIGTERM, false};
 
-  std::string directory_;
+  TemporaryDirectory directory_;
   std::vector<RankRecord> ranks_;
 };
 

@@ -12,6 +12,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/peer_error.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -19,16 +20,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::run_threads;
-
-template <typename Exception>
-std::string text_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Exception& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(Agree, LeaderFirst) {
   std::atomic<bool> leader_done{false};
@@ -51,9 +42,9 @@ TEST(Agree, LeaderFirst) {
       });
     };
     if (world.is_leader()) {
-      EXPECT_EQ(text_of<std::runtime_error>(fail), "disk full");
+      EXPECT_EQ(message_of<std::runtime_error>(fail), "disk full");
     } else {
-      EXPECT_EQ(text_of<Error>(fail), "[world] rank 0: disk full");
+      EXPECT_EQ(message_of<Error>(fail), "[world] rank 0: disk full");
     }
     EXPECT_EQ(all_reduce(world, 1), 3) << "the world itself is well";
   });
@@ -70,9 +61,9 @@ TEST(Agree, AgreeFailsOnAllRanksWhenOneFails) {
       });
     };
     if (world.rank() == 1) {
-      EXPECT_EQ(text_of<std::runtime_error>(fail), "disk full");
+      EXPECT_EQ(message_of<std::runtime_error>(fail), "disk full");
     } else {
-      EXPECT_EQ(text_of<Error>(fail), "[world] rank 1: disk full");
+      EXPECT_EQ(message_of<Error>(fail), "[world] rank 1: disk full");
     }
     EXPECT_EQ(all_reduce(world, 1), 3) << "the world itself still works";
   });

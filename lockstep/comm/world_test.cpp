@@ -17,7 +17,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/testing/faults.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
@@ -32,19 +32,6 @@ using testing::run_threads;
 using testing::run_threads_collecting;
 using testing::ThreadOptions;
 using Clock = std::chrono::steady_clock;
-
-// The text of the UsageError (or other exception) that `body` throws.
-template <typename Exception = UsageError>
-std::string thrown(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Exception& e) {
-    return e.what();
-  } catch (const std::exception& e) {
-    return std::string("another exception: ") + e.what();
-  }
-  return "nothing was thrown";
-}
 
 milliseconds since(Clock::time_point begin) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
@@ -111,9 +98,9 @@ TEST(Symmetric, WithoutTheMemoryItIsRefusedOnAllRanks) {
   run_threads(
       2,
       [](World& world) {
-        EXPECT_THAT(thrown([&] { world.symmetric({int64_t{1} << 48}); }),
+        EXPECT_THAT(message_of([&] { world.symmetric({int64_t{1} << 48}); }),
                     AllOf(HasSubstr("cannot make a symmetric block"), HasSubstr("needed")));
-        EXPECT_THAT(thrown([&] { world.symmetric_empty({int64_t{1} << 48}); }),
+        EXPECT_THAT(message_of([&] { world.symmetric_empty({int64_t{1} << 48}); }),
                     HasSubstr("cannot make a symmetric block"));
         EXPECT_EQ(all_reduce(world, 1), 2);
         EXPECT_EQ(world.symmetric({10}).size(), 2u);
@@ -320,39 +307,11 @@ TEST(World, SubWorldsOfSubWorlds) {
   });
 }
 
-// ---------------------------------------------------------------- delays
-
-TEST(Testing, DelayedAllReduceDoesNotBlock) {
-  run_threads(2, [](World& world) {
-    testing::delay_all_reduce(world, milliseconds(1000));
-    // A busy machine may hold a rank up between two lines, but not in all of five tries.
-    bool held_up = true;
-    for (int attempt = 0; attempt < 5 && held_up; ++attempt) {
-      world.barrier();
-      const auto begin = Clock::now();
-      at::Tensor a = at::ones({8});
-      at::Tensor b = at::ones({8});
-      Work first = world.all_reduce(a);
-      Work second = world.all_reduce(b);
-      const auto issued = since(begin);
-      first.wait();
-      second.wait();
-      EXPECT_GE(since(begin), milliseconds(1000));
-      EXPECT_TENSOR_EQ(a, at::full({8}, 2.0f));
-      EXPECT_TENSOR_EQ(b, at::full({8}, 2.0f));
-      held_up = false;
-      for (const auto& late : all_gather_bytes(world, issued < milliseconds(900) ? "" : "x"))
-        held_up |= !late.empty();
-    }
-    EXPECT_FALSE(held_up) << "the caller waited for the delay";
-  });
-}
-
 // ---------------------------------------------------------------- failures
 
 TEST(World, AnExceptionInOneRankFreesTheOthers) {
   const auto begin = Clock::now();
-  EXPECT_THAT(thrown<std::runtime_error>([] {
+  EXPECT_THAT(message_of<std::runtime_error>([] {
                 run_threads(3, [](World& world) {
                   if (world.rank() == 1) throw std::runtime_error("out of cheese");
                   at::Tensor x = at::ones({3});
@@ -389,7 +348,7 @@ TEST(World, TimeoutNamesTheOperation) {
           EXPECT_EQ(e.context().rank, 0);
           EXPECT_GE(e.context().elapsed, milliseconds(300));
           checked = true;
-          EXPECT_THAT(thrown<CommError>([&] { all_reduce(world, 1); }),
+          EXPECT_THAT(message_of<CommError>([&] { all_reduce(world, 1); }),
                       AllOf(HasSubstr("all_reduce cannot start, because this world has failed"),
                             HasSubstr("all_reduce #2")));
           throw;
@@ -421,7 +380,7 @@ std::vector<std::string> barrier_of_two_of_four() {
     if (world.rank() == 2) {
       waiting = true;
       // Rank 0 gives up first, which releases it.
-      EXPECT_NE(thrown<CommError>([&] { world.barrier(seconds(60)); }), "nothing was thrown");
+      EXPECT_NE(message_of<CommError>([&] { world.barrier(seconds(60)); }), "(nothing thrown)");
       return;
     }
     until(waiting);
@@ -457,7 +416,7 @@ TEST(World, AbortEndsWhatIsUnderWay) {
       copy.abort("the user pressed a button");
     });
     const auto begin = Clock::now();
-    std::string text = thrown<CommError>([&] { receiving.wait(); });
+    std::string text = message_of<CommError>([&] { receiving.wait(); });
     killer.join();
     EXPECT_THAT(text, AllOf(HasSubstr("recv #1 (Float, 1 element, peer 1) failed after"),
                             HasSubstr("the user pressed a button.")));
@@ -472,7 +431,7 @@ TEST(World, AbortReachesSubWorlds) {
     auto pair = world.split(0);
     world.barrier();
     world.abort("enough");
-    EXPECT_THAT(thrown<CommError>([&] { all_reduce(*pair, 1); }), HasSubstr("enough"));
+    EXPECT_THAT(message_of<CommError>([&] { all_reduce(*pair, 1); }), HasSubstr("enough"));
   });
 }
 
@@ -481,26 +440,27 @@ TEST(World, AbortReachesSubWorlds) {
 TEST(WorldRefuses, WhatHasNoMeaning) {
   World world;
   at::Tensor x = at::ones({4});
-  EXPECT_THAT(thrown([&] { world.all_reduce(at::Tensor()).wait(); }),
+  EXPECT_THAT(message_of([&] { world.all_reduce(at::Tensor()).wait(); }),
               HasSubstr("[world] all_reduce: the tensor is undefined"));
-  EXPECT_THAT(thrown([&] { world.broadcast(x.to_sparse(), 0).wait(); }),
+  EXPECT_THAT(message_of([&] { world.broadcast(x.to_sparse(), 0).wait(); }),
               HasSubstr("broadcast: the tensor is sparse"));
-  EXPECT_THAT(thrown([&] { world.broadcast(x, 1).wait(); }),
+  EXPECT_THAT(message_of([&] { world.broadcast(x, 1).wait(); }),
               HasSubstr("broadcast: rank 1 does not exist in a world of 1"));
-  EXPECT_THAT(thrown([&] { world.send(x, -1).wait(); }), HasSubstr("send: rank -1 does not exist"));
-  EXPECT_THAT(thrown([&] { world.all_gather(at::zeros({3}), x).wait(); }),
+  EXPECT_THAT(message_of([&] { world.send(x, -1).wait(); }),
+              HasSubstr("send: rank -1 does not exist"));
+  EXPECT_THAT(message_of([&] { world.all_gather(at::zeros({3}), x).wait(); }),
               HasSubstr("all_gather: 3 elements of Float do not fit 1 times 4 elements of Float"));
-  EXPECT_THAT(thrown([&] { world.gather({at::zeros({4}, at::kLong)}, x).wait(); }),
+  EXPECT_THAT(message_of([&] { world.gather({at::zeros({4}, at::kLong)}, x).wait(); }),
               HasSubstr("gather: 4 elements of Long do not fit"));
-  EXPECT_THAT(thrown([&] { world.gather({}, x).wait(); }),
+  EXPECT_THAT(message_of([&] { world.gather({}, x).wait(); }),
               HasSubstr("gather: the list has 0 tensors, but the world has 1 ranks"));
-  EXPECT_THAT(thrown([&] { world.all_to_all({x, x}, {x}).wait(); }),
+  EXPECT_THAT(message_of([&] { world.all_to_all({x, x}, {x}).wait(); }),
               HasSubstr("all_to_all: 2 outputs and 1 inputs in a world of 1"));
-  EXPECT_THAT(thrown([&] { world.all_reduce(x, ReduceOp::kXor).wait(); }),
+  EXPECT_THAT(message_of([&] { world.all_reduce(x, ReduceOp::kXor).wait(); }),
               HasSubstr("all_reduce: 'xor' of Float tensors has no meaning"));
-  EXPECT_THAT(thrown([&] { world.recv(x, 0).wait(); }),
+  EXPECT_THAT(message_of([&] { world.recv(x, 0).wait(); }),
               HasSubstr("recv: rank 0 receives from itself, but has sent nothing"));
-  EXPECT_THAT(thrown([&] { world.all_gather_v(at::scalar_tensor(1)); }),
+  EXPECT_THAT(message_of([&] { world.all_gather_v(at::scalar_tensor(1)); }),
               HasSubstr("all_gather_v: the tensor needs a first dimension"));
   // A refusal leaves the world usable.
   EXPECT_EQ(all_reduce(world, 1), 1);
@@ -510,9 +470,9 @@ TEST(WorldRefuses, ListsWhereTheyDoNotBelong) {
   run_threads(2, [](World& world) {
     at::Tensor x = at::ones({4});
     if (world.rank() == 1) {
-      EXPECT_THAT(thrown([&] { world.gather({x, x}, x, 0).wait(); }),
+      EXPECT_THAT(message_of([&] { world.gather({x, x}, x, 0).wait(); }),
                   HasSubstr("gather: rank 1 gave 2 outputs, but only root 0 receives"));
-      EXPECT_THAT(thrown([&] { world.scatter(x, {x, x}, 0).wait(); }),
+      EXPECT_THAT(message_of([&] { world.scatter(x, {x, x}, 0).wait(); }),
                   HasSubstr("scatter: rank 1 gave 2 inputs, but only root 0 sends"));
     }
     EXPECT_EQ(all_reduce(world, 1), 2);
@@ -522,7 +482,7 @@ TEST(WorldRefuses, ListsWhereTheyDoNotBelong) {
 TEST(WorldRefuses, TensorsThatAreElsewhere) {
   run_threads(2, [](World& world) {
     const at::Tensor nowhere = at::ones({4}, at::device(at::kMeta));
-    EXPECT_THAT(thrown([&] { world.all_reduce(nowhere).wait(); }),
+    EXPECT_THAT(message_of([&] { world.all_reduce(nowhere).wait(); }),
                 HasSubstr(fmt::format("[world] rank {}: the tensor is on meta, but this rank's "
                                       "device is cpu. Move it there",
                                       world.rank())));
@@ -532,14 +492,14 @@ TEST(WorldRefuses, TensorsThatAreElsewhere) {
 
 TEST(WorldRefuses, DevicesAndBackendsThatDoNotExist) {
   const auto connect_with = [](const WorldOptions& options) {
-    return thrown([&] { connect({}, {.rank = 0, .size = 1}, options); });
+    return message_of([&] { connect({}, {.rank = 0, .size = 1}, options); });
   };
   EXPECT_THAT(connect_with({.backend = "mpi"}), HasSubstr("there is no backend 'mpi'"));
   EXPECT_THAT(connect_with({.backend = "nccl", .device = c10::Device(c10::kCPU)}),
               HasSubstr("backend nccl needs a CUDA device"));
   EXPECT_THAT(connect_with({.device = c10::Device(c10::kCUDA, 99)}),
               HasSubstr("local rank 0 wants cuda:99, but"));
-  EXPECT_THAT(thrown([] { connect({}, {.rank = 3, .size = 2}); }),
+  EXPECT_THAT(message_of([] { connect({}, {.rank = 3, .size = 2}); }),
               HasSubstr("rank 3 does not exist in a world of 2"));
   ::setenv("LOCKSTEP_DEVICE", "tpu", 1);
   EXPECT_THAT(connect_with({}), HasSubstr("LOCKSTEP_DEVICE='tpu' is not a device"));
@@ -619,8 +579,9 @@ TEST(StartUp, PlacesThatNobodySaidAreCounted) {
 }
 
 TEST(StartUp, LocalRanksThatDoNotExist) {
-  EXPECT_THAT(thrown([] { connect({}, {.rank = 1, .size = 2, .local_rank = 3, .local_size = 2}); }),
-              HasSubstr("rank 1: local rank 3 does not exist among 2 local ranks"));
+  EXPECT_THAT(
+      message_of([] { connect({}, {.rank = 1, .size = 2, .local_rank = 3, .local_size = 2}); }),
+      HasSubstr("rank 1: local rank 3 does not exist among 2 local ranks"));
   for (const auto& error : start(3, [](Identity& identity, WorldOptions&) {
          identity.local_size = 0;
          if (identity.rank > 0) identity.local_rank = 3;
@@ -636,7 +597,7 @@ TEST(StartUp, ASecondProcessWithARankThatIsAtWork) {
   });
   World world = connect(store, {.rank = 0, .size = 2, .local_size = 2}, options);
   World peer = other.get();
-  EXPECT_THAT(thrown([&] { connect(store, {.rank = 1, .size = 2, .local_size = 2}, options); }),
+  EXPECT_THAT(message_of([&] { connect(store, {.rank = 1, .size = 2, .local_size = 2}, options); }),
               HasSubstr("two processes say they are rank 1"));
 }
 

@@ -15,22 +15,13 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/printable.h"
 #include "lockstep/core/terminal.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep {
 namespace {
 
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
-
-template <typename E, typename F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  return "(nothing thrown)";
-}
 
 TEST(Error, CarriesComponentAndValues) {
   EXPECT_EQ(message_of<UsageError>([] { throw UsageError("world", "rank {} of {}.", 4, 4); }),

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep {
 namespace {
@@ -26,12 +27,7 @@ class DeviceRuleTest : public ::testing::Test {
     return {.local_rank = local_rank, .visible_gpus = [gpus] { return gpus; }};
   }
   static std::string refusal(const DeviceRequest& request) {
-    try {
-      apply_device_rule(request);
-    } catch (const UsageError& e) {
-      return e.what();
-    }
-    return "nothing was thrown";
+    return message_of([&] { apply_device_rule(request); });
   }
 };
 

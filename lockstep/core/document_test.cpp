@@ -8,8 +8,6 @@
 
 #include <chrono>
 #include <filesystem>
-#include <fstream>
-#include <functional>
 #include <thread>
 
 #include "lockstep/core/error.h"
@@ -18,6 +16,7 @@
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep {
 namespace {
@@ -25,15 +24,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(nothing was thrown)";
-}
 
 Node yaml(const std::string& text) {
   return parse_yaml(text, "a.yaml");
@@ -355,15 +345,6 @@ TEST(Document, OneLongLineIsReadInItsLength) {
 
 // ------------------------------------------------------------------ the cursor
 
-std::string json_error(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const JsonError& error) {
-    return error.what();
-  }
-  return "(nothing was thrown)";
-}
-
 TEST(JsonReader, ReadsInOrder) {
   JsonReader json(R"( {"a" : [1, 2 ,18446744073709551615], "b\n\u00e9\ud83d\ude00": "\\\"\/",
                       "c": {"d": [[], {}, -1.5e-3, true, false, null, "x"]}} )");
@@ -385,7 +366,7 @@ TEST(JsonReader, ReadsInOrder) {
 }
 
 std::string skip_all(const std::string& text) {
-  return json_error([&] {
+  return message_of<JsonError>([&] {
     JsonReader json(text);
     json.skip();
     json.end();
@@ -427,16 +408,17 @@ TEST(JsonReader, RefusesWhatIsNotJson) {
   };
   for (const auto& [text, wanted] : cases) EXPECT_THAT(skip_all(text), HasSubstr(wanted)) << text;
   const auto number = [](const char* text) {
-    return json_error([&] { JsonReader(text).unsigned_integer(); });
+    return message_of<JsonError>([&] { JsonReader(text).unsigned_integer(); });
   };
   EXPECT_THAT(number("-1"), HasSubstr("0 or more"));
   EXPECT_THAT(number("1.0"), HasSubstr("without a fraction"));
   EXPECT_THAT(number("1e0"), HasSubstr("without a fraction"));
   EXPECT_THAT(number("007"), HasSubstr("not a JSON number"));
   EXPECT_THAT(number("18446744073709551616"), HasSubstr("beyond 64 bits"));
-  EXPECT_THAT(json_error([] { JsonReader("[]").enter_object(); }), HasSubstr("an object"));
-  EXPECT_THAT(json_error([] { JsonReader("{}").enter_array(); }), HasSubstr("a list"));
-  EXPECT_THAT(json_error([] { JsonReader("1").string(); }), HasSubstr("a string"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("[]").enter_object(); }),
+              HasSubstr("an object"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("{}").enter_array(); }), HasSubstr("a list"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("1").string(); }), HasSubstr("a string"));
 }
 
 TEST(JsonReader, QuotesWhatItReads) {
@@ -454,7 +436,7 @@ TEST(JsonReader, QuotesWhatItReads) {
 TEST(JsonReader, BeginsAnywhere) {
   const std::string text = "{}\n[1,\n oops]";
   std::size_t offset = 0;
-  EXPECT_THAT(json_error([&] {
+  EXPECT_THAT(message_of<JsonError>([&] {
                 try {
                   JsonReader(text, 3).skip();
                 } catch (const JsonError& error) {
@@ -464,7 +446,8 @@ TEST(JsonReader, BeginsAnywhere) {
               }),
               HasSubstr("'oops' is not a JSON value"));
   EXPECT_EQ(offset, text.find("oops"));
-  EXPECT_THAT(json_error([] { JsonReader("{}\n[1,", 3).skip(); }), HasSubstr("that line 2 opened"));
+  EXPECT_THAT(message_of<JsonError>([] { JsonReader("{}\n[1,", 3).skip(); }),
+              HasSubstr("that line 2 opened"));
 }
 
 // ------------------------------------------------------------------ types

@@ -6,10 +6,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
-#include <set>
 #include <stdexcept>
-#include <string>
 #include <thread>
 
 #include "lockstep/core/error.h"

@@ -1,6 +1,5 @@
 // tokenizer.json, read strictly: what is not supported is refused with its field and value.
 #include <algorithm>
-#include <initializer_list>
 #include <utility>
 
 #include "lockstep/core/document.h"

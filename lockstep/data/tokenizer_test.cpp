@@ -8,10 +8,11 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/core/utf8.h"
 #include "lockstep/data/bpe.h"
 
@@ -24,11 +25,7 @@ using testing::HasSubstr;
 
 class TokenizerTest : public testing::Test {
  protected:
-  ~TokenizerTest() override { std::filesystem::remove_all(folder_); }
-
-  void write(const std::string& name, const std::string& text) const {
-    std::ofstream(folder_ / name, std::ios::binary) << text;
-  }
+  void write(const std::string& name, const std::string& text) const { folder_.write(name, text); }
   // A tokenizer.json of characters a to e, "ab", "abc" and the space mark.
   void write_tokenizer(const std::string& more = "", const std::string& model = "",
                        const std::string& merges = R"(["a b", "ab c"])") const {
@@ -38,20 +35,12 @@ class TokenizerTest : public testing::Test {
               "d": 4, "e": 5, "ab": 6, "abc": 7, "▁": 8}}, "merges": {}}}}})",
               more, model, merges));
   }
-  Tokenizer load() const { return Tokenizer::from_file(folder_.string()); }
+  Tokenizer load() const { return Tokenizer::from_file(folder_.path()); }
   std::string refused() const {
-    try {
-      load();
-    } catch (const UsageError& error) {
-      return error.what();
-    }
-    return "";
+    return message_of([&] { load(); });
   }
 
-  std::filesystem::path folder_ = [] {
-    std::string name = (std::filesystem::temp_directory_path() / "tokenizer_XXXXXX").string();
-    return std::filesystem::path(::mkdtemp(name.data()));
-  }();
+  TemporaryDirectory folder_;
 };
 
 TEST_F(TokenizerTest, MergesInBothForms) {
@@ -80,7 +69,7 @@ TEST_F(TokenizerTest, TokensAndIds) {
   EXPECT_EQ(tokenizer.encode("ab</s>c"), (Ids{6, 9, 3}));
   EXPECT_EQ(tokenizer.decode(Ids{6, 9, 12345, -7, 3}), "ab c");
   EXPECT_EQ(tokenizer.decode(Ids{6, 9, 3}, {.skip_special_tokens = false}), "ab </s> c");
-  EXPECT_EQ(Tokenizer::from_file((folder_ / "tokenizer.json").string()).eos_token_id(), 9);
+  EXPECT_EQ(Tokenizer::from_file(folder_ / "tokenizer.json").eos_token_id(), 9);
 }
 
 // tests/tokenizer compares them with transformers.

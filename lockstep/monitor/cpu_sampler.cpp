@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -26,7 +25,7 @@ using Count = std::optional<std::uint64_t>;
 constexpr std::size_t kState = 3, kMinorFaults = 10, kMajorFaults = 12, kUser = 14, kSystem = 15,
                       kThreads = 20, kStart = 22, kResident = 24;
 
-// The switches and states of every thread: /proc/PID/status has those of the main thread alone.
+// The switches of every thread: /proc/PID/status has those of the main thread alone.
 void add_threads(const std::string& folder, ProcessSample& sample) {
   const std::unique_ptr<DIR, int (*)(DIR*)> tasks(::opendir((folder + "/task").c_str()),
                                                   &::closedir);
@@ -36,9 +35,6 @@ void add_threads(const std::string& folder, ProcessSample& sample) {
     const std::string text = text_or_empty(folder + "/task/" + entry->d_name + "/status");
     sample.voluntary_switches += number_after(text, "voluntary_ctxt_switches").value_or(0);
     sample.involuntary_switches += number_after(text, "nonvoluntary_ctxt_switches").value_or(0);
-    const std::string_view state = text_after(text, "State");
-    sample.threads_running += state.substr(0, 1) == "R" ? 1 : 0;
-    sample.threads_blocked += state.substr(0, 1) == "D" ? 1 : 0;
   }
 }
 
@@ -162,11 +158,6 @@ CgroupSample read_cgroup(pid_t pid, const HostFiles& files) {
 
 HostSample read_host(const HostFiles& files) {
   HostSample sample;
-  const std::string load = text_or_empty(files.proc + "/loadavg");
-  char* end = nullptr;
-  sample.load_1m = std::strtod(load.c_str(), &end);
-  sample.load_5m = std::strtod(end, &end);
-  sample.load_15m = std::strtod(end, nullptr);
   const std::string stat = text_or_empty(files.proc + "/stat");
   for (std::size_t at = stat.find("\ncpu"); at != std::string::npos;
        at = stat.find("\ncpu", at + 1))

@@ -34,8 +34,6 @@ struct ProcessSample {
   std::uint64_t minor_faults = 0;
   std::uint64_t major_faults = 0;
   int threads = 0;
-  int threads_running = 0;
-  int threads_blocked = 0;  // in state D
   // Sums over the threads that exist now.
   std::uint64_t voluntary_switches = 0;
   std::uint64_t involuntary_switches = 0;
@@ -85,9 +83,6 @@ struct CgroupSample {
 CgroupSample read_cgroup(pid_t pid, const HostFiles& files = {});
 
 struct HostSample {
-  double load_1m = 0;
-  double load_5m = 0;
-  double load_15m = 0;
   int cores = 0;  // online
   std::uint64_t memory_total_bytes = 0;
   std::uint64_t memory_available_bytes = 0;

@@ -10,7 +10,6 @@
 
 #include <atomic>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <iterator>
 #include <string>
@@ -20,6 +19,7 @@
 #include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/folder_for_test.h"
 #include "lockstep/core/pages.h"
 
 namespace lockstep::monitor {
@@ -104,7 +104,6 @@ TEST(CpuSampler, ABusyProcessUsesCpuTime) {
   const ProcessSample after =
       process.until([&](const auto& s) { return s.user_s > before.user_s + 0.2; });
   EXPECT_EQ(after.state, 'R');
-  EXPECT_GE(after.threads_running, 1);
   const auto change = rates(before, after);
   ASSERT_TRUE(change);
   EXPECT_GT(change->cores, 0.01);
@@ -187,21 +186,13 @@ TEST(CpuSampler, RatesAreOfOneProcess) {
 
 class MadeUpHost : public testing::Test {
  protected:
-  MadeUpHost() {
-    std::string pattern = std::filesystem::temp_directory_path() / "lockstep_cpu_XXXXXX";
-    root_ = ::mkdtemp(pattern.data());
-    files_ = {root_ + "/proc", root_ + "/sys"};
-  }
-  ~MadeUpHost() override { std::filesystem::remove_all(root_); }
-
   void write(const std::string& path, const std::string& text) const {
-    const std::filesystem::path full = root_ + path;
-    std::filesystem::create_directories(full.parent_path());
-    std::ofstream(full) << text << '\n';
+    folder_.write(path, text + '\n');
   }
 
-  std::string root_;
-  HostFiles files_;
+  TemporaryDirectory folder_;
+  std::string root_ = folder_.path();
+  HostFiles files_{root_ + "/proc", root_ + "/sys"};
 };
 
 TEST_F(MadeUpHost, CgroupVersion2) {
@@ -252,13 +243,10 @@ TEST_F(MadeUpHost, WithoutControlGroups) {
   EXPECT_EQ(sample.memory_used_bytes, std::nullopt);
 }
 
-TEST_F(MadeUpHost, LoadCoresAndMemory) {
-  write("/proc/loadavg", "1.50 0.75 0.25 2/345 6789");
+TEST_F(MadeUpHost, CoresAndMemory) {
   write("/proc/stat", "cpu  1 2 3\ncpu0 1 2 3\ncpu1 1 2 3\ncpu2 1 2 3\nintr 5\nctxt 6");
   write("/proc/meminfo", "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB");
   const HostSample sample = read_host(files_);
-  EXPECT_EQ(sample.load_1m, 1.5);
-  EXPECT_EQ(sample.load_15m, 0.25);
   EXPECT_EQ(sample.cores, 3);
   EXPECT_EQ(sample.memory_total_bytes, 2048u * 1024);
   EXPECT_EQ(sample.memory_available_bytes, 1024u * 1024);

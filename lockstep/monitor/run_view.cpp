@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <chrono>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/unix_time.h"

@@ -15,6 +15,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/monitor/chrome_trace.h"
 #include "lockstep/monitor/prometheus.h"
 #include "lockstep/monitor/resource_metrics.h"
@@ -27,16 +28,6 @@ using namespace std::chrono_literals;
 using testing::HasSubstr;
 using testing::Not;
 using Clock = std::chrono::steady_clock;
-
-template <typename Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // ------------------------------------------------------------------ the queue
 
@@ -220,7 +211,7 @@ TEST(PrometheusPage, HasHelpTypeAndEscapedLabels) {
 TEST(PrometheusPage, RefusesNamesThatPrometheusDoesNotTake) {
   Prometheus page;
   const auto error = [&](const Metric& metric, const Labels& labels = {}) {
-    return error_of([&] { page.set(metric, labels, 0); });
+    return message_of([&] { page.set(metric, labels, 0); });
   };
   EXPECT_THAT(error({"1st", ""}), HasSubstr("[prometheus] '1st' cannot be the name of a metric."));
   EXPECT_THAT(error({"a-b", ""}), HasSubstr("'a-b' cannot"));

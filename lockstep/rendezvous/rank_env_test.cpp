@@ -18,6 +18,7 @@
 #include "lockstep/core/child_for_test.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep {
@@ -56,12 +57,7 @@ RankEnv read(const Variables& variables) {
 }
 
 std::string refusal(const Variables& variables) {
-  try {
-    read(variables);
-  } catch (const UsageError& e) {
-    return e.what();
-  }
-  return "(accepted)";
+  return message_of([&] { read(variables); });
 }
 
 Variables with(Variables base, const Variables& more) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 
 namespace lockstep {
 namespace {
@@ -19,16 +20,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Kind = StoreFrame::Kind;
-
-template <typename F>
-std::string rejection_of(F&& f) {
-  try {
-    f();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(no error)";
-}
 
 // ---------------------------------------------------------------- frames
 
@@ -60,7 +51,7 @@ TEST(StoreFrame, IsTheSameBytesOnEveryHost) {
 
 TEST(StoreFrame, WhatIsNotOneIsRejected) {
   const auto rejection = [](const StoreFrame& frame) {
-    return rejection_of([&] { decoded(encode(frame)); });
+    return message_of([&] { decoded(encode(frame)); });
   };
   EXPECT_THAT(rejection({.kind = Kind::kData, .stream = 1, .value = 0}), HasSubstr("bad length"));
   EXPECT_THAT(rejection({.kind = Kind::kData, .stream = 1, .value = 1u << 30}),
@@ -71,9 +62,9 @@ TEST(StoreFrame, WhatIsNotOneIsRejected) {
   EXPECT_THAT(rejection({.kind = Kind::kCredit, .stream = 1, .value = 1u << 30}),
               HasSubstr("more than a window"));
   EXPECT_EQ(rejection({.kind = Kind::kOpen, .stream = 1, .value = StoreFrame::kNoRank}),
-            "(no error)");
+            "(nothing thrown)");
   StoreFrame frame;
-  EXPECT_THAT(rejection_of([&] { decode("\x05", frame); }), HasSubstr("unknown kind"));
+  EXPECT_THAT(message_of([&] { decode("\x05", frame); }), HasSubstr("unknown kind"));
   for (const char first : {'{', '\x15', '\x16', '\0', '\xff'})
     EXPECT_FALSE(begins_store_frame(first));
 }
@@ -227,7 +218,7 @@ TEST(StoreStreams, EitherSideMayCloseWhileFramesAreOnTheWay) {
 
 TEST(StoreStreams, APeerThatBreaksTheProtocolIsRejected) {
   const auto rejection = [](Pair::Side& side, const StoreFrame& frame) {
-    return rejection_of([&] { side.streams->on_frame(frame); });
+    return message_of([&] { side.streams->on_frame(frame); });
   };
   const std::string much(StoreFrame::kMaxPayload, 'x');
   const StoreFrame data{.kind = Kind::kData,
@@ -236,8 +227,8 @@ TEST(StoreStreams, APeerThatBreaksTheProtocolIsRejected) {
                         .payload = much};
   const StoreFrame open{.kind = Kind::kOpen, .stream = 1, .value = 0};
   Pair pair;
-  EXPECT_EQ(rejection(pair.zero, data), "(no error)");  // for a stream that is closed here
-  EXPECT_EQ(rejection(pair.zero, open), "(no error)");
+  EXPECT_EQ(rejection(pair.zero, data), "(nothing thrown)");  // for a stream that is closed here
+  EXPECT_EQ(rejection(pair.zero, open), "(nothing thrown)");
   EXPECT_THAT(rejection(pair.zero, open), HasSubstr("opens a stream again"));
   EXPECT_THAT(rejection(pair.node, open), HasSubstr("a node that has no store"));
   pair.zero.consumed_at_once = 0;

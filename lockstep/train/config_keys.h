@@ -39,15 +39,19 @@ struct Check {
   std::string_view range;
 };
 
-struct KeySpec {
-  std::string_view name;
-  Member member;
-  std::string_view help;
+// What a key has beside a name, a member and a help text.
+struct KeyRules {
   const Check* check = nullptr;   // for numbers
   std::string_view choices = {};  // "no|steps|epoch": for strings and lists of strings
   std::string_view unset = {};    // what happens without a value, where that is possible
   bool ours = false;              // not one of Hugging Face's
   bool path = false;              // for text: `~` at the start is a home directory
+};
+
+struct KeySpec : KeyRules {
+  std::string_view name;
+  Member member;
+  std::string_view help;
 
   bool optional() const;         // may be unset with null
   std::string type() const;      // "integer", "boolean", "no, steps or epoch", ...

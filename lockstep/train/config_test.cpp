@@ -5,11 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <functional>
 #include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -29,15 +29,6 @@ Config resolve(const std::string& yaml, std::vector<std::string> flags = {},
                          .environment = std::move(environment),
                          .flags = std::move(flags),
                          .launcher_keys = {"mixed_precision", "num_processes", "num_machines"}});
-}
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(nothing was thrown)";
 }
 
 std::string refused(const std::string& yaml, std::vector<std::string> flags = {},

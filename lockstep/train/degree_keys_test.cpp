@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <functional>
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -15,15 +15,6 @@ namespace lockstep::train {
 namespace {
 
 using ::testing::HasSubstr;
-
-std::string refusal(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "(nothing thrown)";
-}
 
 TrainingArguments degrees(std::int64_t stages, std::int64_t slices) {
   TrainingArguments a;
@@ -42,20 +33,20 @@ TEST(Degrees, GlobalBatchesAreMultiplesOfWhatCopiesSee) {
   // Without a launcher, and with one that starts fewer ranks than a copy needs, it is one copy.
   for (const char* ranks : {"", "1", "2", "3"}) {
     if (*ranks != 0) ::setenv("WORLD_SIZE", ranks, 1);
-    EXPECT_THAT(refusal([&] { check_arguments(a); }), HasSubstr(one)) << ranks;
+    EXPECT_THAT(message_of([&] { check_arguments(a); }), HasSubstr(one)) << ranks;
   }
   ::setenv("WORLD_SIZE", "4", 1);
-  EXPECT_THAT(refusal([&] { check_arguments(a); }),
+  EXPECT_THAT(message_of([&] { check_arguments(a); }),
               HasSubstr("is not a multiple of 8 (batch 4 x 2 copies of the model on 4 ranks). The "
                         "nearest that are: 8 and 16."));
   ::unsetenv("WORLD_SIZE");
-  EXPECT_EQ(refusal([&] { accumulation_steps(a, batch_ranks(a, 2)); }), "[config] " + one);
+  EXPECT_EQ(message_of([&] { accumulation_steps(a, batch_ranks(a, 2)); }), "[config] " + one);
   a.global_batch_size = 12;
   EXPECT_EQ(accumulation_steps(a, batch_ranks(a, 2)), 3);
   a = degrees(1, 2);
   a.tokens_per_update = 50;
   a.max_seq_len = 8;
-  EXPECT_THAT(refusal([&] { accumulation_steps(a, batch_ranks(a, 4)); }),
+  EXPECT_THAT(message_of([&] { accumulation_steps(a, batch_ranks(a, 4)); }),
               HasSubstr("64 (batch 4 x 8 tokens x 2 copies of the model on 4 ranks)"));
 }
 

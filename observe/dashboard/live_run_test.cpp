@@ -19,6 +19,7 @@
 #include "lockstep/core/child_for_test.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/folder_for_test.h"
 #include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "observe/dashboard/doctor_report.h"
@@ -105,22 +106,6 @@ bool soon(Condition condition, milliseconds limit = milliseconds(30'000)) {
   }
   return true;
 }
-
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (fs::temp_directory_path() / "lockstep_live_XXXXXX").string();
-    path_ = ::mkdtemp(pattern.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 void append(const std::string& path, const std::string& text) {
   std::ofstream(path, std::ios::app) << text << std::flush;
@@ -257,7 +242,7 @@ TEST(RankGpus, TheDriverKnowsWhoUsesAGpuOtherwiseTheLocalRankSays) {
 // ---------------------------------------------------------------- record
 
 TEST(RecordWriter, WhatItWritesIsReadBackAndMovedAwayByTheNextRun) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   monitor::RunFacts facts;
   facts.world_size = 2;
   facts.program = "./train";
@@ -297,7 +282,7 @@ TEST(RecordWriter, WhatItWritesIsReadBackAndMovedAwayByTheNextRun) {
 }
 
 TEST(RecordWriter, AfterAnHourALineCoversTenSecondsOfOneStart) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   Interval interval = steady_rank(0, 0.25).intervals.back();
   {
     RecordWriter writer(folder.path(), 0);
@@ -330,7 +315,7 @@ TEST(RecordWriter, AfterAnHourALineCoversTenSecondsOfOneStart) {
 
 TEST(RecordWriter, AFolderThatCannotBeMadeIsAnErrorAndALaterOneIsReportedOnce) {
   EXPECT_THROW(RecordWriter("/proc/none", 0), std::exception);
-  const Folder folder;
+  const TemporaryDirectory folder;
   RecordWriter writer(folder.path(), 0);
   fs::remove_all(folder / "monitor");
   std::ofstream(folder / "monitor") << "in its place";
@@ -604,8 +589,8 @@ TEST(LiveRun, RulesThatFailAreReportedOnce) {
 }
 
 TEST(LiveRun, RecordsWhatDoctorReadsLater) {
-  const Folder folder;
-  const Folder output;
+  const TemporaryDirectory folder;
+  const TemporaryDirectory output;
   append(output / "metrics.jsonl", "{\"step\": 5, \"loss\": 0.5, \"tokens_per_second\": 100}\n");
   LiveRunOptions options = without_gpus();
   options.record_dir = folder.path();
@@ -647,7 +632,7 @@ TEST(LiveRun, ARunThatWasAskedToStopHasNotFailed) {
 
 // Ranks that record into their output_dir, where one of them is killed.
 TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
-  const Folder output;
+  const TemporaryDirectory output;
   LiveRun run(without_gpus());
   run.run_started(plan_of_two());
   run.attempt_started({.world_size = 2, .local_ranks = 2});
@@ -672,7 +657,7 @@ TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
 
 TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {
   for (const bool trainer : {false, true}) {
-    const Folder folder;
+    const TemporaryDirectory folder;
     LiveRunOptions options = without_gpus();
     options.record_dir = folder.path();
     LiveRun run(options);
@@ -694,7 +679,7 @@ TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {
 }
 
 TEST(LiveRun, RecordsOnlyFactsWhileATrainerMayStartUp) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   LiveRunOptions options = without_gpus();
   options.record_dir = folder.path();
   LiveRun run(options);
@@ -712,7 +697,7 @@ TEST(LiveRun, RecordsOnlyFactsWhileATrainerMayStartUp) {
 }
 
 TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   append(folder / "script", "devices 2\n0 utilisation 100 0\n1 utilisation 0 100\n");
   ::setenv("FAKE_NVML_SCRIPT", (folder / "script").c_str(), 1);
   for (const char* name : {"LOCKSTEP_DEVICE", "CUDA_VISIBLE_DEVICES"}) ::unsetenv(name);
@@ -742,7 +727,7 @@ TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
 
 // Under the real supervisor: a companion lives in its process and sees what the page would see.
 TEST(LiveRun, ACompanionSeesTheRunAndIsGoneWithIt) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   launch::LaunchPlan plan = plan_of_two();
   plan.command = {fs::read_symlink("/proc/self/exe").string(), "--child=trains"};
   plan.stall_timeout = milliseconds(0);

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "lockstep/core/document.h"
+#include "lockstep/core/folder_for_test.h"
 #include "lockstep/monitor/run_view.h"
 #include "lockstep/monitor/writer_process.h"
 #include "observe/dashboard/record_writer.h"
@@ -21,13 +22,6 @@ using monitor::Interval;
 
 class RecordView : public testing::Test {
  protected:
-  RecordView() {
-    std::string pattern =
-        (std::filesystem::temp_directory_path() / "lockstep_view_XXXXXX").string();
-    folder_ = ::mkdtemp(pattern.data());
-  }
-  ~RecordView() override { std::filesystem::remove_all(folder_); }
-
   // Five seconds until now of a program without steps, and the rest after its last sample.
   void write(const monitor::RunFacts& facts) {
     RecordWriter writer(folder_, 0);
@@ -48,7 +42,8 @@ class RecordView : public testing::Test {
     std::ofstream(folder_ + "/metrics.jsonl", std::ios::app) << line << "\n";
   }
 
-  std::string folder_;
+  TemporaryDirectory directory_;
+  std::string folder_ = directory_.path();
 };
 
 TEST_F(RecordView, OfAProgramWithoutStepsShowsWhatIsKnown) {

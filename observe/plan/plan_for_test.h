@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/thrown_for_test.h"
 #include "observe/plan/strategy.h"
 
 namespace lockstep::plan {
@@ -33,16 +34,6 @@ inline models::LoraConfig lora(std::int64_t r, models::ModuleNames targets) {
   models::LoraConfig config{.r = r, .lora_alpha = 2.0 * static_cast<double>(r)};
   config.target_modules = std::move(targets);
   return config;
-}
-
-template <typename Body>
-std::string refusal(const Body& body) {
-  try {
-    body();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 inline Card card_of(double gib) {

@@ -105,7 +105,7 @@ TEST(Parameters, OfAdapters) {
 TEST(Parameters, AdaptersOfNoLayerAreRefused) {
   Model model = gpt2();
   model.lora = lora(8, {"q_proj"});
-  EXPECT_THAT(refusal([&] { parameters_of(model); }), HasSubstr("c_attn"));
+  EXPECT_THAT(message_of([&] { parameters_of(model); }), HasSubstr("c_attn"));
 }
 
 TEST(Operations, OfATokenAreThreeForwards) {
@@ -322,14 +322,15 @@ TEST(Cards, AreParsed) {
 }
 
 TEST(Cards, ThatAreNotKnownAreRefused) {
-  EXPECT_THAT(refusal([] { parse_devices("2xA100"); }),
+  EXPECT_THAT(message_of([] { parse_devices("2xA100"); }),
               HasSubstr("[plan] A100 comes with several sizes of memory. Write A100-80GB or "
                         "A100-40GB."));
-  EXPECT_THAT(refusal([] { parse_devices("4xB900"); }), HasSubstr("the card 'B900' is not known."));
-  EXPECT_THAT(refusal([] { parse_devices("4xH100-81GB"); }), HasSubstr("is not known"));
-  EXPECT_THAT(refusal([] { parse_devices("0xH100"); }), HasSubstr("names 0 devices"));
-  EXPECT_THAT(refusal([] { parse_devices("4x"); }), HasSubstr("names no card"));
-  EXPECT_THAT(refusal([] { detected_devices({}, "no driver"); }),
+  EXPECT_THAT(message_of([] { parse_devices("4xB900"); }),
+              HasSubstr("the card 'B900' is not known."));
+  EXPECT_THAT(message_of([] { parse_devices("4xH100-81GB"); }), HasSubstr("is not known"));
+  EXPECT_THAT(message_of([] { parse_devices("0xH100"); }), HasSubstr("names 0 devices"));
+  EXPECT_THAT(message_of([] { parse_devices("4x"); }), HasSubstr("names no card"));
+  EXPECT_THAT(message_of([] { detected_devices({}, "no driver"); }),
               HasSubstr("there is no GPU to plan for (no driver)"));
 }
 
@@ -515,7 +516,7 @@ TEST(Strategies, PreserveTheGlobalBatch) {
   t.adapts = "elastic_gpu";
   EXPECT_TRUE(choose(t, card_of(80), 16).as_written);
   EXPECT_FALSE(choose(t, card_of(80), 3).as_written);
-  EXPECT_THAT(refusal([&] { choose(t, card_of(80), 65); }),
+  EXPECT_THAT(message_of([&] { choose(t, card_of(80), 65); }),
               HasSubstr("a global batch of 64 samples is less than one for each of 65 GPUs"));
 }
 
@@ -739,7 +740,7 @@ TEST(Scaling, EndsWhereTheLinkIsTooSlow) {
     EXPECT_LE(points[i].efficiency, points[i - 1].efficiency);
     EXPECT_EQ(points[i].choice.global_batch, 64 * points[i].choice.gpus);
   }
-  EXPECT_THAT(refusal([&] { scale(t, fast, {0}); }), HasSubstr("0 GPUs do not exist"));
+  EXPECT_THAT(message_of([&] { scale(t, fast, {0}); }), HasSubstr("0 GPUs do not exist"));
 }
 
 TEST(Scaling, HoldsTheGlobalBatchWhileEveryGpuHasASample) {

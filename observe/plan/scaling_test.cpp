@@ -85,15 +85,17 @@ TEST(Links, ThatWereMeasuredReplaceWhatWasAssumed) {
 TEST(Links, ThatAreNotKnownAreRefused) {
   for (const char* text : {"ib400", "nvlink+", "nvlink+ib", "nvlink+400", "nvlink+ib-4",
                            "nvlink+ibx", "pcie+eth25/rack", ""})
-    EXPECT_THAT(refusal([&] { parse_link(text, h100(), 8); }), HasSubstr("is not a link")) << text;
-  EXPECT_THAT(refusal([] { parse_link("nvlink", parse_devices("L40S").card, 8); }),
+    EXPECT_THAT(message_of([&] { parse_link(text, h100(), 8); }), HasSubstr("is not a link"))
+        << text;
+  EXPECT_THAT(message_of([] { parse_link("nvlink", parse_devices("L40S").card, 8); }),
               HasSubstr("L40S has no NVLink"));
   // A port that does not exist; a node has as many as GPUs, and 8 at least.
   for (const char* text : {"nvlink+ib99999", "nvlink+ib801", "nvlink+eth0.5", "pcie+eth6401/node"})
-    EXPECT_THAT(refusal([&] { parse_link(text, h100(), 4); }), HasSubstr(" Gbit/s, and a")) << text;
+    EXPECT_THAT(message_of([&] { parse_link(text, h100(), 4); }), HasSubstr(" Gbit/s, and a"))
+        << text;
   EXPECT_EQ(parse_link("nvlink+ib800", h100(), 8).between.bandwidth, 0.9 * 800e9);
   EXPECT_EQ(parse_link("nvlink+ib6400/node", h100(), 4).between.bandwidth, 0.9 * 800e9);
-  EXPECT_THAT(refusal([] { parse_link("nvlink", h100(), 0); }), HasSubstr("a node of 0 GPUs"));
+  EXPECT_THAT(message_of([] { parse_link("nvlink", h100(), 0); }), HasSubstr("a node of 0 GPUs"));
 }
 
 // ---------------------------------------------------------------- steps

@@ -4,10 +4,10 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <numeric>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/folder_for_test.h"
 #include "observe/report/run_report.h"
 #include "observe/report/run_summary.h"
 #include "observe/report/scale_report.h"
@@ -25,18 +25,10 @@ using ::testing::Pointwise;
 
 class Folder : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "lockstep-report-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    path = name;
-  }
-  void TearDown() override { fs::remove_all(path); }
-  void write(const std::string& name, const std::string& text) {
-    fs::create_directories((path / name).parent_path());
-    std::ofstream(path / name) << text;
-  }
+  void write(const std::string& name, const std::string& text) { folder.write(name, text); }
 
-  fs::path path;
+  TemporaryDirectory folder;
+  fs::path path = folder.path();
 };
 
 monitor::Interval interval(double end, double seconds, std::int64_t steps, double cores = 1) {

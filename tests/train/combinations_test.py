@@ -6,8 +6,7 @@ import signal
 import time
 import unittest
 
-from train_case import (BOUND_S, TrainCase, checkpoints, copy_until, losses, ranks_of,
-                        wait_for_step)
+from train_case import BOUND_S, TrainCase, checkpoints, copy_until, losses, ranks_of, wait_for_step
 
 BATCH = 12  # samples of a step, of which a rank has 12 / (data x shard), one at a time
 STEPS, SAVED = 6, 3

@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import unittest
 
-from train_case import (BOUND_S, CONFIG, LOCKSTEP, SOAK, TrainCase, checkpoints, command,
-                        environment)
+from train_case import BOUND_S, CONFIG, LOCKSTEP, SOAK, TrainCase, checkpoints, command, finished
 
 COUNT = 1000 if SOAK else 120
 
@@ -54,8 +53,7 @@ class Damage(TrainCase):
         rng = random.Random(4)
         for _ in range(COUNT):
             what = damage(victim, rng)
-            done = subprocess.run([LOCKSTEP, "checkpoint", "verify", str(output)],
-                                  capture_output=True, text=True, timeout=BOUND_S, check=False)
+            done = finished([LOCKSTEP, "checkpoint", "verify", output])
             self.assertEqual(done.returncode, 1, f"{what}: {done.stdout}")
             self.assertIn(f"damaged {victim}", done.stdout, what)
             self.assertIn(f"ok      {output}/checkpoint-5", done.stdout, what)
@@ -85,10 +83,7 @@ class Damage(TrainCase):
                   f"head -c 1600000 /dev/zero >{place}/filler\n"
                   f"{subprocess.list2cmdline(command(0, self.config, place / 'out', *flags))}\n"
                   f"echo code $?; {LOCKSTEP} checkpoint verify {place}/out; ls {place}/out")
-        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
-        if done.returncode == 99 or "unshare" in done.stderr:
-            self.skipTest("no file system can be mounted here")
+        done = self.with_mounts(script)
         self.assertIn("code 1", done.stdout, done.stderr)
         self.assertIn("trained until step 20, but the last checkpoint (step 20) could not be "
                       "written", done.stderr)
@@ -102,10 +97,7 @@ class Damage(TrainCase):
         place.mkdir()
         script = (f"mount -t tmpfs -o size=40k none {place} || exit 99\n"
                   f"{subprocess.list2cmdline(command(0, self.config, place / 'out'))}")
-        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
-        if done.returncode == 99 or "unshare" in done.stderr:
-            self.skipTest("no file system can be mounted here")
+        done = self.with_mounts(script)
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertRegex(done.stderr, r"has room for .* and one checkpoint takes about")
 
@@ -114,10 +106,7 @@ class Damage(TrainCase):
         place.mkdir()
         script = (f"mount -t tmpfs -o ro none {place} || exit 99\n"
                   f"{subprocess.list2cmdline(command(2, self.config, place / 'a/out'))}")
-        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
-        if done.returncode == 99 or "unshare" in done.stderr:
-            self.skipTest("no file system can be mounted here")
+        done = self.with_mounts(script)
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertIn(f"output_dir {place}/a/out: nothing can be written in {place} (Read-only "
                       "file system). Choose another output_dir", done.stderr)
@@ -125,9 +114,7 @@ class Damage(TrainCase):
 
     def test_a_folder_that_cannot_be_made_is_refused_before_training(self):
         # root may write in /proc by its permissions, and makes no folder there all the same.
-        done = subprocess.run(command(1, self.config, "/proc/out"), capture_output=True, text=True,
-                              timeout=BOUND_S, env=environment(), check=False)
-        self.assertEqual(done.returncode, 2, done.stderr)
+        done = self.train(1, "/proc/out", code=2)
         self.assertRegex(done.stderr, r"output_dir /proc/out( cannot be made: No such file|"
                          r": nothing can be written in /proc)")
         self.assertNotIn("has room for", done.stderr)
@@ -138,15 +125,9 @@ class Damage(TrainCase):
         place.mkdir()
         self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 200"))
         train = subprocess.list2cmdline(command(0, self.config, place / "out"))
-        done = subprocess.run(["unshare", "-m", "sh", "-c",
-                               f"mount -t tmpfs -o size=2600k none {place} || exit 99\n"
-                               f"head -c 1600000 /dev/zero >{place}/filler\n"
-                               f"train='timeout {BOUND_S / 2} {train}'\n{script}"],
-                              capture_output=True, text=True, timeout=BOUND_S, env=environment(),
-                              check=False)
-        if done.returncode == 99 or "unshare" in done.stderr:
-            self.skipTest("no file system can be mounted here")
-        return done
+        return self.with_mounts(f"mount -t tmpfs -o size=2600k none {place} || exit 99\n"
+                                f"head -c 1600000 /dev/zero >{place}/filler\n"
+                                f"train='timeout {BOUND_S / 2} {train}'\n{script}")
 
     def test_room_for_two_checkpoints_is_required_where_two_exist_at_once(self):
         done = self.in_small_place(
@@ -180,10 +161,7 @@ class Damage(TrainCase):
                            (["diff", "a"], "diff needs two folders"),
                            (["shwo"], "there is no 'shwo'. It is verify, show, diff, import or "
                                       "merge.")):
-            done = subprocess.run([LOCKSTEP, "checkpoint", *args], capture_output=True, text=True,
-                                  timeout=BOUND_S, check=False)
-            self.assertEqual(done.returncode, 2, args)
-            self.assertIn(text, done.stderr)
+            self.assertIn(text, self.lockstep("checkpoint", *args, code=2).stderr)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 memory stand for two devices, and every bit is that of the model in one piece."""
 
 import json
-import subprocess
 import unittest
 
-from train_case import BOUND_S, LOCKSTEP, TrainCase, copy_until, environment, losses
+from train_case import TrainCase, copy_until, losses
 
 GPT = "model: {name: gpt, n_layer: 3, n_head: 2, n_embd: 32%s}\n"
 GPT_MAP = ", device_map: {'': cpu:0, transformer.h.1-2: cpu:1}"
@@ -85,10 +84,7 @@ class DeviceMap(TrainCase):
                 ("model: {name: mlp, device_map: auto}\ndata: random\n", "device_map")):
             text = model + self.rest if "mlp" not in model else model
             self.config.write_text(text)
-            done = subprocess.run([LOCKSTEP, "config", "check", self.config], capture_output=True,
-                                  text=True, timeout=BOUND_S, env=environment(), check=False)
-            self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
-            self.assertIn(message, done.stderr)
+            self.assertIn(message, self.lockstep("config", "check", self.config, code=2).stderr)
             self.assertIn(message, self.train(0, self.place / "out", code=2).stderr)
 
     def test_ranks_have_one_device_each(self):

@@ -10,8 +10,7 @@ import sys
 import time
 import unittest
 
-from train_case import (BIN, BOUND_S, CONFIG, LOCKSTEP, TrainCase, checkpoints, command,
-                        environment, losses)
+from train_case import BIN, CONFIG, LOCKSTEP, TrainCase, checkpoints, command, finished, losses
 
 STRIKE = BIN / "tests" / "lockstep_strike.so"
 PEER = BIN / "tests" / "train_peer"
@@ -21,18 +20,10 @@ class End(TrainCase):
     def with_strike(self, command, **strike):
         if "asan" in str(BIN):
             self.skipTest("a sanitizer's own library must be loaded first")
-        return subprocess.run([str(arg) for arg in command], capture_output=True, text=True,
-                              timeout=BOUND_S, check=False, stdin=subprocess.DEVNULL,
-                              env=environment(LD_PRELOAD=str(STRIKE),
-                                              STRIKE_PLACE=str(self.place), **strike))
+        return finished(command, LD_PRELOAD=str(STRIKE), STRIKE_PLACE=str(self.place), **strike)
 
     def peer(self, ranks, *args):
-        launcher = [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([str(arg) for arg in (*launcher, PEER, *args)],
-                              capture_output=True, text=True, timeout=BOUND_S, env=environment(),
-                              stdin=subprocess.DEVNULL, check=False)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        return done
+        return self.lockstep("run", "--standalone", f"--nproc-per-node={ranks}", PEER, *args)
 
     # ------------------------------------------------------------ the last checkpoint
 
@@ -50,10 +41,7 @@ class End(TrainCase):
                           f"{train} 2>{self.place}/log; echo code $?\n"
                           f"{LOCKSTEP} checkpoint verify {place}/out\n"
                           f"rm {place}/filler; {train} --resume auto; echo again $?")
-                done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True,
-                                      text=True, timeout=BOUND_S, env=environment(), check=False)
-                if done.returncode == 99 or "unshare" in done.stderr:
-                    self.skipTest("no file system can be mounted here")
+                done = self.with_mounts(script)
                 self.assertIn("code 1\n", done.stdout, done.stderr)
                 self.assertIn(f"ok      {place}/out/checkpoint-5", done.stdout)
                 self.assertIn("again 0", done.stdout, done.stderr)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import unittest
 
-from train_case import (LOCKSTEP, BOUND_S, TrainCase, checkpoints, environment, losses)
+from train_case import BOUND_S, LOCKSTEP, TrainCase, checkpoints, finished, losses
 
 LAYERS, WIDTH = 48, 384
 PARAMETERS = 4 * 12 * LAYERS * WIDTH * WIDTH  # bytes of the blocks' weights, in float
@@ -104,11 +104,9 @@ class FsdpMemory(TrainCase):
         self.config.write_text(CONFIG.replace("TEXT", str(text)))
 
     def run_limited(self, output, *flags):
-        command = [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={RANKS}", "sh", "-c",
-                   self.limits.script, "rank", LOCKSTEP, "train", str(self.config),
-                   "--output_dir", str(output), *flags]
-        return subprocess.run(command, capture_output=True, text=True, timeout=3 * BOUND_S,
-                              env=environment(), check=False, stdin=subprocess.DEVNULL)
+        return finished([LOCKSTEP, "run", "--standalone", f"--nproc-per-node={RANKS}", "sh", "-c",
+                         self.limits.script, "rank", LOCKSTEP, "train", self.config,
+                         "--output_dir", output, *flags], limit_s=3 * BOUND_S)
 
     def test_a_model_of_twice_the_limit(self):
         for name, flags in (("shards", ("--fsdp", "full_shard")),

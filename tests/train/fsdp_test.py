@@ -6,8 +6,8 @@ import signal
 import subprocess
 import unittest
 
-from train_case import (BOUND_S, CONFIG, LOCKSTEP, TrainCase, checkpoints, copy_until, end,
-                        environment, losses, ranks_of, wait_for_step)
+from train_case import (BOUND_S, CONFIG, LOCKSTEP, TrainCase, copy_until, end, environment, losses,
+                        ranks_of, wait_for_step)
 
 STEP = 10  # of a checkpoint in the middle
 # Two ranks, one pass per step and no clipping: every sum has two terms, in one order. Kernels round
@@ -33,21 +33,6 @@ use_cpu: true
 
 
 class Fsdp(TrainCase):
-    def run_with(self, ranks, name, *flags):
-        """Trains and returns the folder, with what was said."""
-        output = self.place / name
-        done = self.train(ranks, output, *flags)
-        return output, done.stdout + done.stderr
-
-    def newest(self, output):
-        return output / f"checkpoint-{checkpoints(output)[-1]}"
-
-    def assert_close(self, one, other, relative):
-        self.assertEqual(losses(one).keys(), losses(other).keys())
-        for step, loss in losses(one).items():
-            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
-                                   msg=f"step {step}")
-
     def test_has_the_bits_of_data_parallelism(self):
         self.config.write_text(WHOLE_VECTORS)
         plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *EXACT)

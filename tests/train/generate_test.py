@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 import unittest
 
-from train_case import BOUND_S, LOCKSTEP, TrainCase, environment
+from train_case import LOCKSTEP, TrainCase, finished
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 try:
@@ -61,8 +60,7 @@ class Generate(TrainCase):
         self.folder = self.place / "model"
 
     def generate(self, *flags):
-        done = subprocess.run([LOCKSTEP, "generate", *map(str, flags)], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        done = finished([LOCKSTEP, "generate", *flags])
         return done.returncode, done.stdout, done.stderr
 
     def made(self, *flags):

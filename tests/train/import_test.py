@@ -4,11 +4,10 @@ to the bit, and what it says of files that are none."""
 import collections
 import json
 import struct
-import subprocess
 import sys
 import unittest
 
-from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, environment
+from train_case import BIN, TrainCase, finished
 
 TYPES = {"Float": "F32", "Double": "F64", "Half": "F16", "BFloat16": "BF16", "Long": "I64",
          "Bool": "BOOL"}
@@ -42,17 +41,13 @@ def number(tensor):
 class Import(TrainCase):
     def import_of(self, archive, code=0):
         folder = self.place / f"imported-{archive.name}"
-        done = subprocess.run([LOCKSTEP, "checkpoint", "import", str(archive), str(folder)],
-                              capture_output=True, text=True, timeout=BOUND_S, env=environment(),
-                              check=False)
-        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        done = self.lockstep("checkpoint", "import", archive, folder, code=code)
         self.assertEqual(folder.exists(), code == 0)
         return folder, done
 
     def written(self):
         """By archive, what archive_peer says it has put into it."""
-        done = subprocess.run([BIN / "tests" / "archive_peer", self.place], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        done = finished([BIN / "tests" / "archive_peer", self.place])
         self.assertEqual(done.returncode, 0, done.stderr)
         archives = collections.defaultdict(dict)
         for line in done.stdout.splitlines():
@@ -83,8 +78,7 @@ class Import(TrainCase):
         self.assertIn("optimizer.state.0.exp_avg", archives["all.pt"])
 
     def test_files_of_python_are_refused_with_a_remedy(self):
-        done = subprocess.run([sys.executable, "-c", PYTHON, str(self.place)], capture_output=True,
-                              text=True, timeout=BOUND_S, check=False)
+        done = finished([sys.executable, "-c", PYTHON, self.place])
         self.assertEqual(done.returncode, 0, done.stderr)
         for name in ("new.pt", "old.pt"):
             _, refused = self.import_of(self.place / name, code=2)
@@ -112,10 +106,7 @@ class Import(TrainCase):
         for args, text in ((["import", "a"], "usage: lockstep checkpoint import ARCHIVE FOLDER"),
                            (["import", "/nowhere", "b"], "/nowhere is not a file."),
                            (["import", self.place / "list.pt", taken], "is there already.")):
-            done = subprocess.run([LOCKSTEP, "checkpoint", *map(str, args)], capture_output=True,
-                                  text=True, timeout=BOUND_S, env=environment(), check=False)
-            self.assertEqual(done.returncode, 2, args)
-            self.assertIn(text, done.stderr)
+            self.assertIn(text, self.lockstep("checkpoint", *args, code=2).stderr)
 
 
 if __name__ == "__main__":

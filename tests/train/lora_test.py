@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import unittest
 
-from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, copy_until, environment, losses)
+from train_case import LOCKSTEP, TrainCase, checkpoints, copy_until, finished, losses
 
 GPT = "model: {name: gpt, n_layer: 2, n_head: 2, n_embd: 32%s}\n"
 REST = """
@@ -65,8 +64,7 @@ class Lora(TrainCase):
                         for step in (4, 12)]
             self.assertNotEqual(*adapters)
         # 4 adapters of rank 4: [32 -> 96] and [128 -> 32], twice.
-        shown = subprocess.run([LOCKSTEP, "checkpoint", "show", str(newest)], check=True,
-                               capture_output=True, text=True, timeout=BOUND_S).stdout
+        shown = self.lockstep("checkpoint", "show", newest).stdout
         self.assertRegex(shown, r"adapter +8 tensors, 2304 elements")
         self.assertRegex(shown, r"optimizer +24 tensors, 46")
 
@@ -108,9 +106,8 @@ with torch.no_grad():
                                              held[:, 1:].reshape(-1))
 print(f"loss {loss.item()!r}")
 """
-        done = subprocess.run([sys.executable, "-c", program, str(newest),
-                               str(self.place / "text")], capture_output=True, text=True,
-                              timeout=BOUND_S, env=environment(HF_HUB_OFFLINE="1"), check=False)
+        done = finished([sys.executable, "-c", program, newest, self.place / "text"],
+                        HF_HUB_OFFLINE="1")
         self.assertEqual(done.returncode, 0, done.stderr)
         loss = float(done.stdout.split("loss ")[-1])
         self.assertAlmostEqual(loss, wanted, delta=1e-5)
@@ -121,10 +118,7 @@ print(f"loss {loss.item()!r}")
         for number, given in enumerate(("base/checkpoint-12", "./base/../base/checkpoint-12")):
             self.use_lora(given)
             out = self.place / f"out{number}"
-            done = subprocess.run([LOCKSTEP, "train", str(self.config), "--output_dir", str(out)],
-                                  capture_output=True, text=True, timeout=BOUND_S, check=False,
-                                  env=environment(), cwd=self.place)
-            self.assertEqual(done.returncode, 0, done.stderr)
+            self.lockstep("train", self.config, "--output_dir", out, cwd=self.place)
             config = json.loads((out / "checkpoint-12" / "adapter_config.json").read_text())
             self.assertEqual(config["base_model_name_or_path"], str(base))
 
@@ -163,14 +157,10 @@ bound = 1e-6 if ours.dtype == torch.float32 else 2e-2
 for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bound)
 """
         def run(*args):
-            done = subprocess.run([sys.executable, "-c", *map(str, args)], capture_output=True,
-                                  text=True, timeout=BOUND_S, check=False,
-                                  env=environment(HF_HUB_OFFLINE="1"))
+            done = finished([sys.executable, "-c", *args], HF_HUB_OFFLINE="1")
             self.assertEqual(done.returncode, 0, done.stderr)
         def merge(*args):
-            return subprocess.run([LOCKSTEP, "checkpoint", "merge", *map(str, args)],
-                                  capture_output=True, text=True, timeout=BOUND_S, check=False,
-                                  env=environment())
+            return finished([LOCKSTEP, "checkpoint", "merge", *args])
         for kind, dtype in (("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16")):
             with self.subTest(kind=kind, dtype=dtype):
                 place = self.place / f"{kind}-{dtype}"

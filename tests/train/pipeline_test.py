@@ -6,8 +6,7 @@ import os
 import signal
 import unittest
 
-from train_case import (BOUND_S, TrainCase, checkpoints, copy_until, losses, ranks_of,
-                        wait_for_step)
+from train_case import BOUND_S, TrainCase, copy_until, losses, ranks_of, wait_for_step
 
 STEP = 4  # of a checkpoint in the middle
 YAML = """
@@ -51,24 +50,9 @@ class Pipeline(TrainCase):
     def use_model(self, model):
         self.config.write_text(self.yaml.replace("MODEL", model))
 
-    def run_with(self, ranks, name, *flags):
-        """Trains and returns the folder, with what was said."""
-        output = self.place / name
-        done = self.train(ranks, output, *flags)
-        return output, done.stdout + done.stderr
-
-    def newest(self, output):
-        return output / f"checkpoint-{checkpoints(output)[-1]}"
-
     def eval_losses(self, output):
         lines = (output / "metrics.jsonl").read_text().splitlines()
         return [entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry]
-
-    def assert_close(self, one, other, relative):
-        self.assertEqual(losses(one).keys(), losses(other).keys())
-        for step, loss in losses(one).items():
-            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
-                                   msg=f"step {step}")
 
     def assert_same_training(self, one, other):
         """Weights and optimizer, to the byte: other numbers of stages have other generators."""

@@ -4,10 +4,9 @@ Times are whatever they are; what is compared is where they come from, and memor
 depend on the machine's load."""
 
 import json
-import subprocess
 import unittest
 
-from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, environment
+from train_case import BIN, BOUND_S, TrainCase
 
 CONFIG = """
 model: {name: gpt, n_layer: 4, n_head: 4, n_embd: 256}
@@ -31,11 +30,7 @@ class PlanProbe(TrainCase):
         self.cache = self.place / "cache"
 
     def run_here(self, *args, code=0):
-        done = subprocess.run([LOCKSTEP, *map(str, args)], capture_output=True, text=True,
-                              timeout=3 * BOUND_S, check=False, stdin=subprocess.DEVNULL,
-                              env=environment(LOCKSTEP_CACHE=str(self.cache)))
-        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
-        return done
+        return self.lockstep(*args, code=code, limit_s=3 * BOUND_S, LOCKSTEP_CACHE=str(self.cache))
 
     def plan(self, *args):
         return json.loads(self.run_here("plan", self.config, "--json", *args).stdout)

@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import unittest
 
-from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, copy_until, environment, losses,
+from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, copy_until, finished, losses,
                         ranks_of)
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -71,8 +70,7 @@ class Pretrained(TrainCase):
                                                  ids[:, 1:].flatten()).item()
 
     def check(self):
-        done = subprocess.run([LOCKSTEP, "config", "check", self.config], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
+        done = finished([LOCKSTEP, "config", "check", self.config])
         return done.returncode, done.stderr
 
     def test_two_ranks_are_killed_and_resume_to_the_same_bits(self):

@@ -7,10 +7,9 @@ one batch of every rank is skipped.
 """
 
 import collections
-import subprocess
 import unittest
 
-from train_case import BIN, BOUND_S, LOCKSTEP, TrainCase, checkpoints, environment
+from train_case import BIN, LOCKSTEP, TrainCase, checkpoints, finished
 
 SAMPLES, BATCH, EPOCHS = 101, 4, 2
 # (ranks, the step after which rank 0 requests a stop, which happens one step later).
@@ -31,9 +30,7 @@ class Ranks(TrainCase):
                        "--output_dir", output, "--resume_from_checkpoint", "auto",
                        "--num_train_epochs", EPOCHS, "--per_device_train_batch_size", BATCH,
                        "--save_strategy", "no", "--disable_tqdm", "--use_cpu", *flags]
-            done = subprocess.run([str(arg) for arg in command], capture_output=True, text=True,
-                                  timeout=BOUND_S, env=environment(), stdin=subprocess.DEVNULL,
-                                  check=False)
+            done = finished(command)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             lines = [(log / str(rank)).read_text().splitlines() for rank in range(ranks)]
             self.assertEqual(len({len(one) for one in lines}), 1, "ranks made other steps")

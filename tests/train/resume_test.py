@@ -3,11 +3,10 @@
 import json
 import shutil
 import struct
-import subprocess
 import unittest
 
-from train_case import (BOUND_S, CONFIG, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until,
-                        environment, losses)
+from train_case import (CONFIG, LOCKSTEP, SOURCE, TrainCase, checkpoints, copy_until, environment,
+                        finished, losses)
 
 # 5121 tokens are 160 windows: 20 steps of two ranks an epoch.
 TOKENS = """
@@ -57,8 +56,7 @@ class Resume(TrainCase):
         self.assertEqual(names, ["SHA256SUMS", "model.safetensors", "optimizer.safetensors",
                                  "rng_state.safetensors", "sampler.json", "scheduler.json",
                                  "trainer_state.json", "training_args.json"])
-        shown = subprocess.run([LOCKSTEP, "checkpoint", "show", str(newest), "--tensors"],
-                               capture_output=True, text=True, timeout=BOUND_S, check=True).stdout
+        shown = self.lockstep("checkpoint", "show", newest, "--tensors").stdout
         self.assertIn(f"step        {steps[-1]} of {steps[-1]}, epoch 4.0000", shown)
         self.assertRegex(shown, r"net\.1\.running_mean +F32 +\[32\]")
         self.assertIn("2 ranks x batch 4 x accumulation 3", shown)
@@ -90,8 +88,7 @@ class Resume(TrainCase):
             shutil.copytree(one, other)
             members = json.loads((other / name).read_text())
             (other / name).write_text(json.dumps({**members, **changed}))
-            done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
-                                  capture_output=True, timeout=BOUND_S, check=False)
+            done = finished([LOCKSTEP, "checkpoint", "diff", one, other])
             return done.returncode, done.stdout
 
         self.assertEqual(diff("sampler.json")[0], 0)
@@ -114,9 +111,7 @@ class Resume(TrainCase):
         self.assertEqual(code, 0, text)
         (one / "scaler.json").write_text("{}")
         (other / "scaler.json").unlink(missing_ok=True)
-        done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
-                              capture_output=True, timeout=BOUND_S, check=False)
-        self.assertEqual(done.returncode, 1)
+        done = self.lockstep("checkpoint", "diff", one, other, code=1)
         self.assertIn(f"scaler: only in {one}\n", done.stdout)
 
     def test_diff_counts_the_tensors_of_both(self):
@@ -132,9 +127,7 @@ class Resume(TrainCase):
             folder.mkdir()
             (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
         for one, other in (folders, folders[::-1]):
-            done = subprocess.run([LOCKSTEP, "checkpoint", "diff", one, other], text=True,
-                                  capture_output=True, timeout=BOUND_S, check=False)
-            self.assertEqual(done.returncode, 1, done.stderr)
+            done = self.lockstep("checkpoint", "diff", one, other, code=1)
             self.assertEqual(set(done.stdout.splitlines()), {
                 f"model: mine only in {folders[0]}", "model: moved differs by at most 0.5",
                 f"model: theirs only in {folders[1]}", f"model: too only in {folders[1]}",
@@ -156,16 +149,14 @@ class Resume(TrainCase):
     def test_token_shards_have_their_own_sampler(self):
         text, shards = self.place / "text.txt", self.place / "shards"
         text.write_bytes(bytes(range(256)) * 20)
-        subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
-                       timeout=BOUND_S, capture_output=True)
+        self.lockstep("data", "tokenize", "--output", shards, text)
         self.config.write_text(TOKENS + f"dataset_dir: {shards}\n")
         self.check_exact(2)
 
     def test_initial_weights(self):
         text, shards = self.place / "text.txt", self.place / "shards"
         text.write_bytes(bytes(range(256)) * 20)
-        subprocess.run([LOCKSTEP, "data", "tokenize", "--output", shards, text], check=True,
-                       timeout=BOUND_S, capture_output=True)
+        self.lockstep("data", "tokenize", "--output", shards, text)
         config = TOKENS + f"dataset_dir: {shards}\n"
         self.config.write_text(config)
         first, second = self.place / "first", self.place / "second"
@@ -301,9 +292,7 @@ class Resume(TrainCase):
                   "w = s.load_file(sys.argv[1])\n"
                   "print(len(w), tuple(w['net.0.weight'].shape))")
         python = environment().get("LOCKSTEP_PYTHON") or shutil.which("python3")
-        done = subprocess.run([python, "-c", script,
-                               output / "checkpoint-5" / "model.safetensors"], capture_output=True,
-                              text=True, timeout=BOUND_S, check=False)
+        done = finished([python, "-c", script, output / "checkpoint-5" / "model.safetensors"])
         if "No module named" in done.stderr:
             self.skipTest("the safetensors package is not installed")
         self.assertEqual(done.stdout, "16 (32, 12)\n", done.stderr)

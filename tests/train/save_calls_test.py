@@ -5,11 +5,10 @@ saver's thread is killed from inside in the middle of training (strike.c)."""
 import os
 import re
 import shutil
-import subprocess
 import sys
 import unittest
 
-from train_case import BIN, BOUND_S, SOAK, TrainCase, checkpoints, command, environment
+from train_case import BIN, SOAK, TrainCase, checkpoints, command, finished
 
 STRIKE = BIN / "tests" / "lockstep_strike.so"
 # The recorder writes by the clock, into the same folder.
@@ -19,10 +18,8 @@ SAVING = ("--save_steps", "1", "--save_total_limit", "2", "--warmup_steps", "1",
 
 class KillAtEveryCall(TrainCase):
     def run_struck(self, work, **strike):
-        variables = environment(LD_PRELOAD=str(STRIKE), STRIKE_PLACE=str(work), **strike)
-        return subprocess.run(command(0, self.config, work, "--resume", "auto", "--max_steps",
-                                      "3", *SAVING), capture_output=True, text=True,
-                              timeout=BOUND_S, env=variables, check=False)
+        return finished(command(0, self.config, work, "--resume", "auto", "--max_steps", "3",
+                                *SAVING), LD_PRELOAD=str(STRIKE), STRIKE_PLACE=str(work), **strike)
 
     def test_killed_at_every_call(self):
         template, work = self.place / "template", self.place / "work"

@@ -23,9 +23,6 @@ class Shard(TrainCase):
         done = self.train(ranks, output, "--shard_optimizer", shard, *flags)
         return output, done.stdout + done.stderr
 
-    def newest(self, output):
-        return output / f"checkpoint-{checkpoints(output)[-1]}"
-
     def test_same_checkpoints_on_shared_memory(self):
         for ranks in (2, 3):
             plain, said = self.run_with("false", ranks, f"false{ranks}")

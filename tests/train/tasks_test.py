@@ -9,7 +9,7 @@ import subprocess
 import sys
 import unittest
 
-from train_case import (BIN, BOUND_S, CONFIG, LOCKSTEP, SOURCE, TrainCase, copy_until, environment,
+from train_case import (BIN, BOUND_S, CONFIG, LOCKSTEP, SOURCE, TrainCase, copy_until, finished,
                         losses)
 
 INSTRUCTIONS = """
@@ -151,8 +151,7 @@ class Tasks(TrainCase):
 
         def refused():
             stderr = self.train(0, self.place / "out", code=2).stderr
-            done = subprocess.run([LOCKSTEP, "config", "check", self.config], capture_output=True,
-                                  text=True, timeout=BOUND_S, env=environment(), check=False)
+            done = finished([LOCKSTEP, "config", "check", self.config])
             self.assertEqual((done.returncode, done.stdout), (2, ""))
             said = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
             self.assertEqual([line for line in map(message_of, said)
@@ -202,9 +201,7 @@ class Tasks(TrainCase):
         said = []
         for args in (["config", "check", str(self.config), *flags],
                       ["train", str(self.config), "--output_dir", str(self.place / "out"), *flags]):
-            done = subprocess.run([*before, LOCKSTEP, *args], capture_output=True, text=True,
-                                  check=False, timeout=BOUND_S, env=environment(),
-                                  stdin=subprocess.DEVNULL)
+            done = finished([*before, LOCKSTEP, *args])
             self.assertEqual(done.returncode, code, done.stdout + done.stderr)
             said.append(done.stderr)
         return said
@@ -329,23 +326,18 @@ class Tasks(TrainCase):
 
     def test_nothing_to_train_is_refused(self):
         for args in [], ["--nproc-per-node=2"]:
-            done = subprocess.run([LOCKSTEP, "train", *args], capture_output=True, text=True,
-                                  timeout=BOUND_S, env=environment(), cwd=self.place, check=False)
-            self.assertEqual(done.returncode, 2, done.stderr)
+            done = self.lockstep("train", *args, code=2, cwd=self.place)
             self.assertIn("[train] what shall be trained? Give a training file", done.stderr)
             self.assertFalse((self.place / "trainer_output").exists())
 
     def run_train(self, args, **variables):
-        return subprocess.run([LOCKSTEP, "train", *args], capture_output=True, text=True,
-                              timeout=BOUND_S, env=environment(**variables), check=False)
+        return finished([LOCKSTEP, "train", *args], **variables)
 
     def test_the_home_directory(self):
         home = self.place / "home"
         home.mkdir()
-        done = subprocess.run([LOCKSTEP, "train", self.config, "--output_dir=~/out",
-                               "--max_steps=4"], capture_output=True, text=True, timeout=BOUND_S,
-                              cwd=self.place, env=environment(HOME=str(home)), check=False)
-        self.assertEqual(done.returncode, 0, done.stderr)
+        self.lockstep("train", self.config, "--output_dir=~/out", "--max_steps=4", cwd=self.place,
+                      HOME=str(home))
         self.assertTrue((home / "out" / "checkpoint-4").is_dir())
         self.assertFalse((self.place / "~").exists())
 
@@ -368,8 +360,7 @@ class Tasks(TrainCase):
         archive, imported = self.place / "mlp.pt", self.place / "imported"
         subprocess.run([BIN / "tests" / "train_peer", "archive", archive], check=True,
                        timeout=BOUND_S)
-        subprocess.run([LOCKSTEP, "checkpoint", "import", archive, imported], check=True,
-                       timeout=BOUND_S, capture_output=True)
+        self.lockstep("checkpoint", "import", archive, imported)
         text = self.config.read_text()
 
         def begin(folder, output, *flags, code=0):
@@ -384,8 +375,7 @@ class Tasks(TrainCase):
 
         one, two = self.place / "one", self.place / "two"
         begin(imported, one)
-        shown = subprocess.run([LOCKSTEP, "checkpoint", "diff", imported, one / "checkpoint-1"],
-                               capture_output=True, text=True, timeout=BOUND_S, check=False).stdout
+        shown = finished([LOCKSTEP, "checkpoint", "diff", imported, one / "checkpoint-1"]).stdout
         changed = re.findall(r"^model: (\S+)", shown, re.MULTILINE)
         # Batch norm's statistics are of the step's samples.
         self.assertTrue(changed and all("running" in name or "batches" in name
@@ -428,9 +418,8 @@ class Tasks(TrainCase):
         self.train(0, folder.parent, *flags)
         subprocess.run([BIN / "tests" / "train_peer", "logits", folder, ours], check=True,
                        timeout=BOUND_S)
-        done = subprocess.run([sys.executable, "-c", LOGITS, folder, ours, text, str(length),
-                               str(eval_bytes)], capture_output=True, text=True, timeout=BOUND_S,
-                              check=False, env={**environment(), "HF_HUB_OFFLINE": "1"})
+        done = finished([sys.executable, "-c", LOGITS, folder, ours, text, length, eval_bytes],
+                        HF_HUB_OFFLINE="1")
         self.assertEqual(done.returncode, 0, done.stderr)
         apart, smoothed, plain = map(float, done.stdout.split()[-3:])
         # Relative to the largest logit: sums of at most 256 float32 products, in other orders.

@@ -72,15 +72,6 @@ class Tensor(TrainCase):
         (self.place / "config.json").write_text(json.dumps(config))
         self.use_model(f"{{config: {self.place / 'config.json'}}}")
 
-    def run_with(self, ranks, name, *flags):
-        """Trains and returns the folder, with what was said."""
-        output = self.place / name
-        done = self.train(ranks, output, *flags)
-        return output, done.stdout + done.stderr
-
-    def newest(self, output):
-        return output / f"checkpoint-{checkpoints(output)[-1]}"
-
     def figures(self, output, name):
         lines = (output / "metrics.jsonl").read_text().splitlines()
         return {entry["step"]: entry[name] for entry in map(json.loads, lines) if name in entry}
@@ -293,10 +284,8 @@ class Tensor(TrainCase):
 
     def test_a_text_is_generated_from_what_was_trained(self):
         run, _ = self.run_with(2, "run", *tensor(2))
-        done = subprocess.run([LOCKSTEP, "generate", "--model", str(self.newest(run)), "--ids",
-                               "116,111,32", "--max_new_tokens", "4"], capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(), check=False)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = self.lockstep("generate", "--model", self.newest(run), "--ids", "116,111,32",
+                             "--max_new_tokens", "4")
         self.assertEqual(len(done.stdout.split()), 4)
 
     def test_refuses_what_it_cannot_do(self):

@@ -51,6 +51,13 @@ def command(ranks, config, output, *flags):
     return [LOCKSTEP, "run", "--standalone", f"--nproc-per-node={ranks}", *train]
 
 
+def finished(args, limit_s=BOUND_S, cwd=None, **variables):
+    """A command that has ended: its exit code and what it said."""
+    return subprocess.run([str(arg) for arg in args], capture_output=True, text=True,
+                          timeout=limit_s, env=environment(**variables), cwd=cwd, check=False,
+                          stdin=subprocess.DEVNULL)
+
+
 class TrainCase(unittest.TestCase):
     def setUp(self):
         directory = tempfile.TemporaryDirectory(prefix="lockstep-train-")
@@ -60,10 +67,26 @@ class TrainCase(unittest.TestCase):
         self.config.write_text(CONFIG)
 
     def train(self, ranks, output, *flags, code=0, **variables):
-        done = subprocess.run(command(ranks, self.config, output, *flags), capture_output=True,
-                              text=True, timeout=BOUND_S, env=environment(**variables),
-                              check=False, stdin=subprocess.DEVNULL)
+        done = finished(command(ranks, self.config, output, *flags), **variables)
         self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def run_with(self, ranks, name, *flags):
+        """Trains and returns the folder, with what was said."""
+        output = self.place / name
+        done = self.train(ranks, output, *flags)
+        return output, done.stdout + done.stderr
+
+    def lockstep(self, *args, code=0, **options):
+        done = finished([LOCKSTEP, *args], **options)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
+
+    def with_mounts(self, script):
+        """Runs it where it may mount file systems; 99 is its exit code when it cannot."""
+        done = finished(["unshare", "-m", "sh", "-c", script])
+        if done.returncode == 99 or "unshare" in done.stderr:
+            self.skipTest("no file system can be mounted here")
         return done
 
     def start(self, ranks, output, *flags):
@@ -94,17 +117,22 @@ class TrainCase(unittest.TestCase):
         return (self.place / "log").read_text(encoding="utf-8", errors="replace")
 
     def verify(self, folder, code=0):
-        done = subprocess.run([LOCKSTEP, "checkpoint", "verify", str(folder)], capture_output=True,
-                              text=True, timeout=BOUND_S, check=False)
-        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
-        return done.stdout
+        return self.lockstep("checkpoint", "verify", folder, code=code).stdout
+
+    def newest(self, output):
+        return output / f"checkpoint-{checkpoints(output)[-1]}"
+
+    def assert_close(self, one, other, relative):
+        """The losses of two runs."""
+        self.assertEqual(losses(one).keys(), losses(other).keys())
+        for step, loss in losses(one).items():
+            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
+                                   msg=f"step {step}")
 
     def assert_same(self, one, other):
         """Weights, buffers, optimizer and generators of two checkpoints, to the bit, and how far
         they are: step, position in the data, schedule."""
-        done = subprocess.run([LOCKSTEP, "checkpoint", "diff", str(one), str(other)],
-                              capture_output=True, text=True, timeout=BOUND_S, check=False)
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.lockstep("checkpoint", "diff", one, other)
 
 
 def checkpoints(output):

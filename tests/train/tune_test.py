@@ -2,10 +2,9 @@
 is given where the number of ranks has changed the batch."""
 
 import re
-import subprocess
 import unittest
 
-from train_case import BOUND_S, LOCKSTEP, TrainCase, environment
+from train_case import TrainCase
 
 # 4.1 MiB of gradients: unset, 1 and 5 are measured, in 3 + 3 * 3 * 4 steps.
 CONFIG = """
@@ -29,12 +28,9 @@ class Tune(TrainCase):
     def test_the_fastest_size_is_chosen_and_the_bits_stay(self):
         self.train(2, self.place / "plain")
         # The file may follow the flag.
-        done = subprocess.run(
-            [LOCKSTEP, "train", "--nproc-per-node=2", "--tune", "bucket_cap_mb", str(self.config),
-             "--output_dir", str(self.place / "tuned")], capture_output=True, text=True,
-            timeout=BOUND_S, env=environment(), check=False, stdin=subprocess.DEVNULL)
+        done = self.lockstep("train", "--nproc-per-node=2", "--tune", "bucket_cap_mb", self.config,
+                             "--output_dir", self.place / "tuned")
         said = done.stdout + done.stderr
-        self.assertEqual(done.returncode, 0, said)
         self.assertEqual(said.count("tune: bucket_cap_mb, medians of 9 steps each on 2 ranks"), 1)
         rows = re.findall(r"^(?:\[0\] )? +(unset|[\d.]+) +(\d+) +([\d.]+) +([\d.]+)(  as set)?"
                           r"(  chosen)?$", said, re.M)

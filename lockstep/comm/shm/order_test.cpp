@@ -3,12 +3,10 @@
 // two worlds in opposite orders wait for each other.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <deque>
 #include <functional>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "lockstep/comm/shm/worlds_for_test.h"

@@ -93,62 +93,34 @@ struct Truth {
   static std::uint8_t store(std::uint8_t value) { return value; }
 };
 
-struct Add {
-  template <typename T>
-  static T both(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      using U = std::make_unsigned_t<T>;
-      return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
-    } else {
-      return a + b;
-    }
+constexpr auto kAdd = []<typename T>(T a, T b) -> T {
+  if constexpr (std::is_integral_v<T>) {
+    using U = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+  } else {
+    return a + b;
   }
 };
-struct Multiply {
-  template <typename T>
-  static T both(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      // 64 bits: two 16-bit factors would otherwise be multiplied as signed int.
-      const auto product = static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b);
-      return static_cast<T>(product);
-    } else {
-      return a * b;
-    }
+constexpr auto kMultiply = []<typename T>(T a, T b) -> T {
+  if constexpr (std::is_integral_v<T>) {
+    // 64 bits: two 16-bit factors would otherwise be multiplied as signed int.
+    return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+  } else {
+    return a * b;
   }
 };
 // A NaN on either side wins: it is the one value that differs from itself.
-struct Least {
-  template <typename T>
-  static T both(T a, T b) {
-    return a != a || a < b ? a : (b != b ? b : (b < a ? b : a));
-  }
+constexpr auto kLeast = []<typename T>(T a, T b) -> T {
+  return a != a || a < b ? a : (b != b ? b : (b < a ? b : a));
 };
-struct Greatest {
-  template <typename T>
-  static T both(T a, T b) {
-    return a != a || a > b ? a : (b != b ? b : (b > a ? b : a));
-  }
+constexpr auto kGreatest = []<typename T>(T a, T b) -> T {
+  return a != a || a > b ? a : (b != b ? b : (b > a ? b : a));
 };
-struct And {
-  template <typename T>
-  static T both(T a, T b) {
-    return static_cast<T>(a & b);
-  }
-};
-struct Or {
-  template <typename T>
-  static T both(T a, T b) {
-    return static_cast<T>(a | b);
-  }
-};
-struct Xor {
-  template <typename T>
-  static T both(T a, T b) {
-    return static_cast<T>(a ^ b);
-  }
-};
+constexpr auto kBitAnd = []<typename T>(T a, T b) { return static_cast<T>(a & b); };
+constexpr auto kBitOr = []<typename T>(T a, T b) { return static_cast<T>(a | b); };
+constexpr auto kBitXor = []<typename T>(T a, T b) { return static_cast<T>(a ^ b); };
 
-template <typename Type, typename Combine, bool kAverage = false>
+template <typename Type, auto kCombine, bool kAverage = false>
 void loop(const Arrays& arrays) {
   using Stored = typename Type::Stored;
   using Sum = typename Type::Sum;
@@ -164,8 +136,7 @@ void loop(const Arrays& arrays) {
       if (r == 0) {
         for (std::size_t i = 0; i < count; ++i) sum[i] = Type::load(stored[i]);
       } else {
-        for (std::size_t i = 0; i < count; ++i)
-          sum[i] = Combine::template both<Sum>(sum[i], Type::load(stored[i]));
+        for (std::size_t i = 0; i < count; ++i) sum[i] = kCombine(sum[i], Type::load(stored[i]));
       }
     }
     if constexpr (kAverage) {
@@ -177,60 +148,45 @@ void loop(const Arrays& arrays) {
 }
 
 template <typename Type>
-void floating(Op op, const Arrays& arrays) {
+void bits(Op op, const Arrays& arrays) {
   switch (op) {
-    case Op::kSum:
-      return loop<Type, Add>(arrays);
-    case Op::kAvg:
-      return loop<Type, Add, true>(arrays);
-    case Op::kMin:
-      return loop<Type, Least>(arrays);
-    case Op::kMax:
-      return loop<Type, Greatest>(arrays);
-    case Op::kProduct:
-      return loop<Type, Multiply>(arrays);
+    case Op::kAnd:
+      return loop<Type, kBitAnd>(arrays);
+    case Op::kOr:
+      return loop<Type, kBitOr>(arrays);
+    case Op::kXor:
+      return loop<Type, kBitXor>(arrays);
     default:
       LOCKSTEP_ASSERT(false);
   }
 }
 
 template <typename Type>
-void integral(Op op, const Arrays& arrays) {
+void numbers(Op op, const Arrays& arrays) {
+  constexpr bool kWhole = std::is_integral_v<typename Type::Sum>;
+  using Averaged = std::conditional_t<kWhole, Wide<typename Type::Stored>, Type>;
   switch (op) {
     case Op::kSum:
-      return loop<Type, Add>(arrays);
-    case Op::kMin:
-      return loop<Type, Least>(arrays);
-    case Op::kMax:
-      return loop<Type, Greatest>(arrays);
-    case Op::kProduct:
-      return loop<Type, Multiply>(arrays);
-    case Op::kAnd:
-      return loop<Type, And>(arrays);
-    case Op::kOr:
-      return loop<Type, Or>(arrays);
-    case Op::kXor:
-      return loop<Type, Xor>(arrays);
+      return loop<Type, kAdd>(arrays);
     case Op::kAvg:
-      return loop<Wide<typename Type::Stored>, Add, true>(arrays);
+      return loop<Averaged, kAdd, true>(arrays);
+    case Op::kMin:
+      return loop<Type, kLeast>(arrays);
+    case Op::kMax:
+      return loop<Type, kGreatest>(arrays);
+    case Op::kProduct:
+      return loop<Type, kMultiply>(arrays);
+    default:
+      if constexpr (kWhole) return bits<Type>(op, arrays);
+      LOCKSTEP_ASSERT(false);
   }
 }
 
-void boolean(Op op, const Arrays& arrays) {
-  switch (op) {
-    case Op::kSum:
-    case Op::kMax:
-    case Op::kOr:
-      return loop<Truth, Or>(arrays);
-    case Op::kProduct:
-    case Op::kMin:
-    case Op::kAnd:
-      return loop<Truth, And>(arrays);
-    case Op::kXor:
-      return loop<Truth, Xor>(arrays);
-    case Op::kAvg:
-      LOCKSTEP_ASSERT(false);
-  }
+void truths(Op op, const Arrays& arrays) {
+  LOCKSTEP_ASSERT(op != Op::kAvg);
+  if (op == Op::kSum || op == Op::kMax) op = Op::kOr;
+  if (op == Op::kProduct || op == Op::kMin) op = Op::kAnd;
+  bits<Truth>(op, arrays);
 }
 
 }  // namespace
@@ -238,25 +194,25 @@ void boolean(Op op, const Arrays& arrays) {
 void combine_plain(DType dtype, Op op, const Arrays& arrays) {
   switch (dtype) {
     case DType::kF32:
-      return floating<Number<float>>(op, arrays);
+      return numbers<Number<float>>(op, arrays);
     case DType::kF64:
-      return floating<Number<double>>(op, arrays);
+      return numbers<Number<double>>(op, arrays);
     case DType::kF16:
-      return floating<Half>(op, arrays);
+      return numbers<Half>(op, arrays);
     case DType::kBf16:
-      return floating<Bfloat>(op, arrays);
+      return numbers<Bfloat>(op, arrays);
     case DType::kI8:
-      return integral<Number<std::int8_t>>(op, arrays);
+      return numbers<Number<std::int8_t>>(op, arrays);
     case DType::kI16:
-      return integral<Number<std::int16_t>>(op, arrays);
+      return numbers<Number<std::int16_t>>(op, arrays);
     case DType::kI32:
-      return integral<Number<std::int32_t>>(op, arrays);
+      return numbers<Number<std::int32_t>>(op, arrays);
     case DType::kI64:
-      return integral<Number<std::int64_t>>(op, arrays);
+      return numbers<Number<std::int64_t>>(op, arrays);
     case DType::kU8:
-      return integral<Number<std::uint8_t>>(op, arrays);
+      return numbers<Number<std::uint8_t>>(op, arrays);
     case DType::kBool:
-      return boolean(op, arrays);
+      return truths(op, arrays);
   }
 }
 

@@ -12,8 +12,6 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -27,6 +25,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/folder_for_test.h"
 
 namespace lockstep::shm {
 namespace {
@@ -71,18 +70,8 @@ class FileStore final : public KeyValueStore {
   std::string dies_at_ = "-";
 };
 
-class Directory {
- public:
-  Directory() {
-    char pattern[] = "/tmp/lockstep-shm-XXXXXX";
-    path_ = ::mkdtemp(pattern);
-    ::chmod(path_.c_str(), 0777);  // a rank of another user writes there too
-  }
-  ~Directory() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
+struct Directory : TemporaryDirectory {
+  Directory() { ::chmod(path().c_str(), 0777); }  // a rank of another user writes there too
 };
 
 // ---------------------------------------------------------------- the ranks' side

@@ -17,6 +17,7 @@
 
 #include "lockstep/comm/shm/symmetric.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
+#include "lockstep/core/folder_for_test.h"
 #include "lockstep/core/memory_limits.h"
 
 namespace lockstep::shm {
@@ -126,28 +127,22 @@ TEST(Segment, RefusesWhatDoesNotFit) {
 class FakeRoot {
  public:
   FakeRoot() {
-    char pattern[] = "/tmp/lockstep-limits-XXXXXX";
-    path_ = ::mkdtemp(pattern);
     write("/proc/meminfo", "MemTotal: 100 kB\nMemAvailable:    8192 kB\n");
     write("/proc/self/statm", "100 10 10 1 0 10 0\n");
-    const std::string groups = path_ + "/sys/fs/cgroup";
+    const std::string groups = folder_ / "sys/fs/cgroup";
     write("/proc/self/mountinfo", "31 23 0:28 / " + groups + " rw - cgroup2 cgroup2 rw\n" +
                                       "32 31 0:29 / " + groups +
                                       "/memory rw - cgroup cgroup rw,memory\n");
   }
-  ~FakeRoot() { std::filesystem::remove_all(path_); }
-  void write(const std::string& name, const std::string& text) const {
-    std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
-    std::ofstream(path_ + name) << text;
-  }
+  void write(const std::string& name, const std::string& text) const { folder_.write(name, text); }
   // `groups`: those of all ranks, this one included.
   std::string lack(std::size_t mib, const std::vector<std::string>& groups = {}) const {
     return lacking_memory({.own_bytes = mib << 20, .host_bytes = mib << 20, .groups = groups},
-                          {.proc = path_ + "/proc", .sys = path_ + "/sys"});
+                          {.proc = folder_ / "proc", .sys = folder_ / "sys"});
   }
 
  private:
-  std::string path_;
+  TemporaryDirectory folder_;
 };
 
 TEST(MemoryLimits, AvailableMemoryOfTheHost) {
