@@ -17,11 +17,11 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kOurs = "ours";      // DDP and ShardedOptimizer on shm
-constexpr const char* kAlone = "alone";    // ranks that do not communicate
-constexpr const char* kCached = "cached";  // as alone, with the memory cache of run()
-constexpr const char* kMet = "met";        // as cached, with a barrier after every step
-constexpr const char* kPython = "python";  // PyTorch's DDP over gloo
+constexpr const char* kOurs = "ours";         // DDP and ShardedOptimizer on shm
+constexpr const char* kAloneRanks = "alone";  // ranks that do not communicate
+constexpr const char* kCached = "cached";     // as alone, with the memory cache of run()
+constexpr const char* kMet = "met";           // as cached, with a barrier after every step
+constexpr const char* kPython = "python";     // PyTorch's DDP over gloo
 
 constexpr int kFirstSteps = 4;
 // Both sides call the same kernels, so losses mostly agree in every bit; gloo adds over more than
@@ -39,7 +39,7 @@ struct TrainSide {
 
   static ModelSettings with(const std::string& key, ModelSettings settings) {
     settings.sharded = key == kOurs;
-    settings.alone = key == kAlone || key == kCached;
+    settings.alone = key == kAloneRanks || key == kCached;
     settings.cached = key == kCached || key == kMet;
     settings.barrier = key == kMet;
     return settings;
@@ -47,7 +47,7 @@ struct TrainSide {
 
   const char* long_name() const {
     if (name == kOurs) return "Lockstep: DDP + ShardedOptimizer on shm";
-    if (name == kAlone) return "ranks that do not communicate";
+    if (name == kAloneRanks) return "ranks that do not communicate";
     if (name == kCached) return "the same with cached memory, as under run()";
     if (name == kMet) return "cached memory, and a barrier after every step";
     return "PyTorch DDP over gloo";
@@ -133,7 +133,7 @@ struct TrainOptions {
   std::vector<int> batches{1, 2, 4, 8};
   int ranks = 2, steps = 10;
   Turns turns{.rounds = 12, .seconds = 240, .unit = "samples/s"};
-  std::vector<std::string> contenders{kOurs, kAlone};
+  std::vector<std::string> contenders{kOurs, kAloneRanks};
   std::string corrupt{};
 };
 
@@ -216,7 +216,7 @@ int train_main(int argc, char** argv) {
                "no data");
   options.text("--corrupt", o.corrupt,
                "let this contender train differently, to see that it is refused",
-               {kOurs, kAlone, kCached, kMet, kPython});
+               {kOurs, kAloneRanks, kCached, kMet, kPython});
   options.text("--require-alone", require_alone,
                "BATCH:RATIO,...: fail when ours / not communicating is below");
   options.text("--require-python", require_python, "BATCH:RATIO,...: the same beside PyTorch");
@@ -227,7 +227,7 @@ int train_main(int argc, char** argv) {
   std::vector<std::string> measured;
   for (const int batch : o.batches) measured.push_back(fmt::format("{}", batch));
   const GoalWords words{"BATCH", "1:1.15,8:1.03", "batch ", "Add it to --batches."};
-  const Wanted wanted{{kAlone, parse_goals(require_alone, measured, words)},
+  const Wanted wanted{{kAloneRanks, parse_goals(require_alone, measured, words)},
                       {kPython, parse_goals(require_python, measured, words)}};
   if (o.model.n_embd % o.model.n_head != 0)
     throw UsageError("bench", "--width {} is not a multiple of {}, the number of heads.",

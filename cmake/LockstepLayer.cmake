@@ -76,8 +76,8 @@ endfunction()
 # What a test is compiled with beside lockstep_common's: tests do nothing for long themselves.
 set(LOCKSTEP_TEST_OPTIONS $<$<CONFIG:Release>:-O0>)
 
-# A program: -rdynamic so that its failure report can name its functions. Those in bin/tests are
-# compiled as tests are.
+# A program: -rdynamic so that its failure report can name its functions. Those in bin/tests and
+# bin/examples are compiled as tests are.
 function(lockstep_program name)
   cmake_parse_arguments(ARG "TORCH" "OUTPUT_DIR;OUTPUT_NAME" "SOURCES;DEPENDS;LINK" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
@@ -97,10 +97,12 @@ function(lockstep_program name)
   if(ARG_TORCH)
     target_link_libraries(${name} PRIVATE lockstep_torch)
   endif()
-  if(ARG_OUTPUT_DIR STREQUAL "bin/tests")
+  set(unoptimized OFF)
+  if(ARG_OUTPUT_DIR MATCHES "^bin/(tests|examples)$")
+    set(unoptimized ON)
     target_compile_options(${name} PRIVATE ${LOCKSTEP_TEST_OPTIONS})
   endif()
-  if(ARG_TORCH AND ARG_OUTPUT_DIR STREQUAL "bin/tests")
+  if(ARG_TORCH AND unoptimized)
     lockstep_use_pch(${name} lockstep_test_pch)
     # As the header has it, also where a peer of a test does not link GoogleTest.
     target_compile_definitions(${name} PRIVATE
@@ -124,9 +126,25 @@ if(LOCKSTEP_SANITIZE)
   list(APPEND LOCKSTEP_TEST_ENV SANITIZED=${LOCKSTEP_SANITIZE})
 endif()
 
+# An empty file takes 12 s of a compiler with torch's precompiled header, so small tests share a
+# program. WITH is the test of this folder whose program has these sources, too; each of the two
+# runs suites of its own, and a suite that is not found in SOURCES here runs with the other's.
+#
+#   lockstep_test(fp8_test WITH nn_test SOURCES fp8_test.cpp LABELS unit)
 function(lockstep_test name)
-  cmake_parse_arguments(ARG "TORCH" "TIMEOUT" "SOURCES;DEPENDS;LINK;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH" "TIMEOUT;WITH" "SOURCES;DEPENDS;LINK;LABELS" ${ARGN})
   if(NOT LOCKSTEP_BUILD_TESTS)
+    return()
+  endif()
+  if(ARG_WITH)
+    target_sources(${ARG_WITH} PRIVATE ${ARG_SOURCES})
+    list(TRANSFORM ARG_DEPENDS PREPEND lockstep_)
+    target_link_libraries(${ARG_WITH} PRIVATE ${ARG_DEPENDS} ${ARG_LINK})
+    add_custom_target(${name})
+    add_dependencies(${name} ${ARG_WITH})
+    add_test(NAME ${name} COMMAND ${ARG_WITH})
+    lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+    lockstep_divide_suites(${name} ${ARG_WITH} ${ARG_SOURCES})
     return()
   endif()
   set(torch)
@@ -135,9 +153,30 @@ function(lockstep_test name)
   endif()
   lockstep_program(${name} ${torch} OUTPUT_DIR bin/tests SOURCES ${ARG_SOURCES}
     DEPENDS ${ARG_DEPENDS} LINK ${ARG_LINK} GTest::gtest_main GTest::gmock)
-  lockstep_compile_together(${name})
+  lockstep_compile_together(${name} 16)
   add_test(NAME ${name} COMMAND ${name})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+endfunction()
+
+# GoogleTest's filters: a test runs the suites of these sources, and the other all but those.
+function(lockstep_divide_suites name other)
+  set(suites)
+  foreach(source ${ARGN})
+    file(STRINGS ${source} lines REGEX "^(TEST|TEST_F|TEST_P|TYPED_TEST)\\(")
+    foreach(line ${lines})
+      string(REGEX REPLACE "^[A-Z_]+\\(([A-Za-z0-9_]+).*" "\\1" suite "${line}")
+      list(APPEND suites "${suite}.*" "*/${suite}.*" "${suite}/*")  # parameters, types
+    endforeach()
+  endforeach()
+  list(REMOVE_DUPLICATES suites)
+  set_property(TARGET ${other} APPEND PROPERTY LOCKSTEP_SUITES_ELSEWHERE ${suites})
+  get_target_property(elsewhere ${other} LOCKSTEP_SUITES_ELSEWHERE)
+  list(JOIN suites ":" suites)
+  list(JOIN elsewhere ":" elsewhere)
+  set_tests_properties(${name} PROPERTIES
+    ENVIRONMENT "${LOCKSTEP_TEST_ENV};GTEST_FILTER=${suites}")
+  set_tests_properties(${other} PROPERTIES
+    ENVIRONMENT "${LOCKSTEP_TEST_ENV};GTEST_FILTER=-${elsewhere}")
 endfunction()
 
 # A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)

@@ -21,6 +21,13 @@ if(LOCKSTEP_BUILD_TESTS)
   target_compile_options(lockstep_test_pch PRIVATE ${LOCKSTEP_TEST_OPTIONS})
 endif()
 
+# For sources that include few of torch's headers. Whatever the precompiled header holds of pending
+# templates is instantiated for each file that uses it: 10 s of a compiler for an empty one, beside
+# 5 s for all of a file that includes ATen/core/Tensor.h and some of ATen/ops.
+function(lockstep_without_pch)
+  set_target_properties(${ARGN} PROPERTIES DISABLE_PRECOMPILE_HEADERS ON)
+endfunction()
+
 function(lockstep_use_pch target pch)
   target_precompile_headers(${target} REUSE_FROM ${pch})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")

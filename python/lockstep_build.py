@@ -91,6 +91,18 @@ def sources():
     return [(p, kernels.get(p.name) or FLAGS.get(p.name, [])) for p in own + engine + core]
 
 
+def units():
+    """{name: (sources that are compiled as one file, their flags)}. What a source costs is mostly
+    its headers, so those of a folder are compiled together, as CMake does with a layer's."""
+    found = {}
+    for path, extra in sources():
+        name = path.parent.relative_to(ROOT).as_posix().replace("/", "-")
+        if extra:  # has the instructions of one processor
+            name += f"-{path.stem}"
+        found.setdefault(name, ([], extra))[0].append(path)
+    return found
+
+
 def python_headers():
     folder = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(folder, "Python.h")):
@@ -112,7 +124,7 @@ def standard_library(compiler):
 
 
 def commands(torch, objects, into):
-    """(compile commands by object, link command)."""
+    """(compile commands by object, link command, library)."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"the compiler {compiler[0]} is not there. Install g++ 12 or newer, or "
@@ -126,11 +138,10 @@ def commands(torch, objects, into):
         flags += ["-isystem", str(folder)]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     compiles = {}
-    for path, extra in sources():
-        name = path.relative_to(ROOT).as_posix().replace("/", "-") + ".o"
-        target = objects / name
+    for name, (_, extra) in units().items():
+        source, target = objects / f"{name}.cpp", objects / f"{name}.o"
         compiles[target] = [*compiler, *flags, *extra, "-MD", "-MF", f"{target}.d", "-c",
-                            str(path), "-o", str(target)]
+                            str(source), "-o", str(target)]
     linker = compiler[1:] if compiler[0] == "ccache" else compiler
     library = into / NAME / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
     link = [*linker, "-shared", "-pthread", *map(str, compiles), "-o", str(library),
@@ -181,6 +192,11 @@ def build(into, objects):
     into, objects = pathlib.Path(into).resolve(), pathlib.Path(objects).resolve()
     (into / NAME).mkdir(parents=True, exist_ok=True)
     objects.mkdir(parents=True, exist_ok=True)
+    for name, (paths, _) in units().items():
+        source = objects / f"{name}.cpp"
+        text = "".join(f'#include "{path}"\n' for path in paths)
+        if not source.exists() or source.read_text(encoding="utf-8") != text:
+            source.write_text(text, encoding="utf-8")
     compiles, link, library = commands(torch, objects, into)
     with concurrent.futures.ThreadPoolExecutor(jobs()) as pool:
         changed = list(pool.map(compile_one, compiles.items()))

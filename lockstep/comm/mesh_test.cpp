@@ -1,7 +1,7 @@
 // Mesh, over real processes and both backends of the CPU.
 #include "lockstep/comm/mesh.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/tensor.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,6 @@
 #include "lockstep/data/batch.h"
 
+#include <ATen/ops/stack.h>
 #include <fmt/format.h>
 
 #include <sstream>

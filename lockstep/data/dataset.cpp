@@ -1,6 +1,7 @@
 #include "lockstep/data/dataset.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/tensor.h>
 
 #include "lockstep/core/error.h"
 

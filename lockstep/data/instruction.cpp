@@ -1,5 +1,8 @@
 #include "lockstep/data/instruction.h"
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+
 #include <algorithm>
 #include <utility>
 

@@ -1,6 +1,9 @@
 #include "lockstep/data/sampler.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/multinomial.h>
+#include <ATen/ops/randperm.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,7 @@
 #include "lockstep/data/token_shards.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <numeric>
 

@@ -26,17 +26,17 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 template <typename Body>
-std::string message_of(Body body) {
+std::string placing_error(Body body) {
   return lockstep::testing::message_of<UsageError>(body);
 }
 
 const GptConfig kGpt{.n_layer = 4, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
-const LlamaConfig kLlama{.vocab_size = 50,
-                         .hidden_size = 16,
-                         .intermediate_size = 24,
-                         .num_hidden_layers = 4,
-                         .num_attention_heads = 4,
-                         .num_key_value_heads = 2};
+const LlamaConfig kPlacedLlama{.vocab_size = 50,
+                               .hidden_size = 16,
+                               .intermediate_size = 24,
+                               .num_hidden_layers = 4,
+                               .num_attention_heads = 4,
+                               .num_key_value_heads = 2};
 
 DeviceMap read(const std::string& yaml, const CausalLmConfig& config,
                const std::vector<std::string>& devices = {"cuda:0", "cuda:1"}) {
@@ -66,20 +66,21 @@ TEST(DeviceMap, HasHuggingFacesNames) {
   const auto llama = read(
       "m: {model.embed_tokens: 0, model.rotary_emb: 0, model.layers.0-2: 0, model.layers.3: 1,"
       " model.norm: 1, lm_head: cuda}",
-      {.model = kLlama});
+      {.model = kPlacedLlama});
   EXPECT_EQ(llama.parts[0].name, "model.embed_tokens");
   EXPECT_EQ(llama.parts[5].name, "model.norm");
   EXPECT_THAT(devices_in(llama),
               ElementsAre("cuda:0", "cuda:0", "cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:0"));
   // The longest name decides, wherever it is written.
-  EXPECT_THAT(devices_in(read("m: {model.layers.1: 1, model: 0, lm_head: 0}", {.model = kLlama})),
-              ElementsAre("cuda:0", "cuda:0", "cuda:1", "cuda:0", "cuda:0", "cuda:0", "cuda:0"));
+  EXPECT_THAT(
+      devices_in(read("m: {model.layers.1: 1, model: 0, lm_head: 0}", {.model = kPlacedLlama})),
+      ElementsAre("cuda:0", "cuda:0", "cuda:1", "cuda:0", "cuda:0", "cuda:0", "cuda:0"));
   // A tied head is where the embedding is, and need not be named.
   EXPECT_EQ(read("m: {transformer: cpu}", {.model = kGpt}).parts.back().device, "cpu");
 }
 
 TEST(DeviceMap, BalancesBytes) {
-  LlamaConfig large = kLlama;
+  LlamaConfig large = kPlacedLlama;
   large.num_hidden_layers = 8;
   for (const char* kind : {"m: auto", "m: balanced"}) {
     const auto map = read(kind, {.model = large}, {"cuda:0", "cuda:1"});
@@ -105,35 +106,36 @@ TEST(DeviceMap, BalancesBytes) {
       EXPECT_LE(runs.size(), devices);
     }
   }
-  EXPECT_THAT(message_of([] { balanced_device_map({.model = kGpt}, {}); }),
+  EXPECT_THAT(placing_error([] { balanced_device_map({.model = kGpt}, {}); }),
               HasSubstr("over no device"));
 }
 
 TEST(DeviceMap, RefusesWhatIsNone) {
   const auto refused = [](const std::string& map, const CausalLmConfig& config) {
-    return message_of([&] { read(map, config); });
+    return placing_error([&] { read(map, config); });
   };
-  EXPECT_THAT(refused("m: {model.layrs.0: 0}", {.model = kLlama}),
+  EXPECT_THAT(refused("m: {model.layrs.0: 0}", {.model = kPlacedLlama}),
               HasSubstr("t.yaml:1:5: device_map: the model has no part 'model.layrs.0'. Did you "
                         "mean model.layers.0?"));
-  EXPECT_THAT(refused("m: {'': 0, model.layers.2-4: 1}", {.model = kLlama}),
+  EXPECT_THAT(refused("m: {'': 0, model.layers.2-4: 1}", {.model = kPlacedLlama}),
               HasSubstr("no part 'model.layers.4'"));
-  EXPECT_THAT(refused("m: {'': 0, model.layers.3-2: 1}", {.model = kLlama}),
+  EXPECT_THAT(refused("m: {'': 0, model.layers.3-2: 1}", {.model = kPlacedLlama}),
               HasSubstr("'model.layers.3-2' is no range"));
-  EXPECT_THAT(refused("m: {'': 0, model.layers.2: 0, model.layers.1-2: 1}", {.model = kLlama}),
-              HasSubstr("device_map names model.layers.2 twice"));
-  EXPECT_THAT(refused("m: {'': 0, model.layers.1.mlp: 1}", {.model = kLlama}),
+  EXPECT_THAT(
+      refused("m: {'': 0, model.layers.2: 0, model.layers.1-2: 1}", {.model = kPlacedLlama}),
+      HasSubstr("device_map names model.layers.2 twice"));
+  EXPECT_THAT(refused("m: {'': 0, model.layers.1.mlp: 1}", {.model = kPlacedLlama}),
               HasSubstr("model.layers.1.mlp is inside of model.layers.1, which stays whole"));
-  EXPECT_THAT(refused("m: {model.embed_tokens: 0, model.norm: 0}", {.model = kLlama}),
+  EXPECT_THAT(refused("m: {model.embed_tokens: 0, model.norm: 0}", {.model = kPlacedLlama}),
               HasSubstr("no device for 5 of the model's 7 parts: model.layers.0, model.layers.1, "
                         "model.layers.2, ..."));
-  EXPECT_THAT(refused("m: {'': disk}", {.model = kLlama}),
+  EXPECT_THAT(refused("m: {'': disk}", {.model = kPlacedLlama}),
               HasSubstr("device_map. must be a device, and 'disk' is"));
   for (const char* device : {"cuda:x", "cuda:-1", "-1", "cpu:", "mps", "1.5", "128"})
-    EXPECT_THAT(refused(std::string("m: {'': '") + device + "'}", {.model = kLlama}),
+    EXPECT_THAT(refused(std::string("m: {'': '") + device + "'}", {.model = kPlacedLlama}),
                 HasSubstr("must be a device"))
         << device;
-  EXPECT_THAT(refused("m: sequential", {.model = kLlama}),
+  EXPECT_THAT(refused("m: sequential", {.model = kPlacedLlama}),
               HasSubstr("device_map must be auto, balanced or a map of names to devices"));
   EXPECT_THAT(refused("m: {'': 0, lm_head: 1}", {.model = kGpt}),
               HasSubstr("lm_head is on cuda:1, and its weight is transformer.wte's, on cuda:0"));
@@ -189,7 +191,7 @@ struct Split {
 std::vector<Split> splits() {
   GptConfig untied = kGpt;
   untied.tie_word_embeddings = false;
-  LlamaConfig phi = kLlama;
+  LlamaConfig phi = kPlacedLlama;
   phi.fused_projections = true;
   phi.sliding_window = 5;  // a mask, which the stages share
   return {
@@ -203,12 +205,12 @@ std::vector<Split> splits() {
        "{'': second, transformer.wte: first, transformer.wpe: first, lm_head: first}",
        2},
       {"llama",
-       {.model = kLlama},
+       {.model = kPlacedLlama},
        "{model.embed_tokens: first, model.layers.0-1: first, model.layers.2-3: second, "
        "model.norm: second, lm_head: second}",
        1},
       {"phi3", {.model = phi}, "{'': first, model.layers.1: second, lm_head: second}", 3},
-      {"one stage", {.model = kLlama}, "{'': first}", 0},
+      {"one stage", {.model = kPlacedLlama}, "{'': first}", 0},
   };
 }
 
@@ -217,7 +219,7 @@ CausalLmPtr model_of(const CausalLmConfig& config, int seed = 1) {
   return make_causal_lm(config);
 }
 
-at::Tensor some_ids(std::int64_t time = 9) {
+at::Tensor placed_ids(std::int64_t time = 9) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   return at::randint(0, 50, {3, time}, generator, at::kLong);
 }
@@ -229,7 +231,7 @@ TEST(Place, SplitModelsComputeWhatWholeOnesDo) {
       place(*parted, stages(split.map, split.config));
       if (checkpointed)
         for (const auto& model : {whole, parted}) model->run_blocks_with(lockstep::checkpoint);
-      const auto ids = some_ids(), targets = some_ids().roll(-1, 1);
+      const auto ids = placed_ids(), targets = placed_ids().roll(-1, 1);
       const auto wanted = next_token_loss(whole->forward(ids), targets);
       const auto got = next_token_loss(parted->forward(ids), targets);
       expect_equal(wanted, got, split.name);
@@ -247,14 +249,14 @@ TEST(Place, SplitModelsComputeWhatWholeOnesDo) {
 }
 
 TEST(Place, DropsTheSameWithGradientCheckpointing) {
-  LlamaConfig config = kLlama;
+  LlamaConfig config = kPlacedLlama;
   config.attention_dropout = 0.5;
   const auto loss_and_gradient = [&](bool checkpointed) {
     const auto model = model_of({.model = config});
     place(*model, stages("{'': first, model.layers.1-2: second}", {.model = config}));
     if (checkpointed) model->run_blocks_with(lockstep::checkpoint);
     torch::manual_seed(3);
-    const auto loss = next_token_loss(model->forward(some_ids()), some_ids());
+    const auto loss = next_token_loss(model->forward(placed_ids()), placed_ids());
     loss.backward();
     return std::pair(loss, model->named_parameters()["model.layers.2.mlp.up_proj.weight"].grad());
   };
@@ -275,7 +277,7 @@ TEST(Place, GeneratesWithACache) {
 
 TEST(Place, AdaptersAreWhereTheirLayersAre) {
   const LoraConfig lora{.r = 4, .target_modules = {"q_proj", "down_proj"}};
-  const CausalLmConfig config{.model = kLlama};
+  const CausalLmConfig config{.model = kPlacedLlama};
   const auto map = stages("{'': first, model.layers.2-3: second}", config);
   for (const bool before : {false, true}) {
     const auto whole = model_of(config), parted = model_of(config);
@@ -292,8 +294,8 @@ TEST(Place, AdaptersAreWhereTheirLayersAre) {
                           item.key().find("layers.3") != std::string::npos;
       EXPECT_EQ(item.value().device(), device_of(map.parts[second ? 3 : 0].device)) << item.key();
     }
-    const auto wanted = next_token_loss(whole->forward(some_ids()), some_ids());
-    const auto got = next_token_loss(parted->forward(some_ids()), some_ids());
+    const auto wanted = next_token_loss(whole->forward(placed_ids()), placed_ids());
+    const auto got = next_token_loss(parted->forward(placed_ids()), placed_ids());
     expect_equal(wanted, got, "loss");
     wanted.backward();
     got.backward();
@@ -305,7 +307,7 @@ TEST(Place, AdaptersAreWhereTheirLayersAre) {
 }
 
 TEST(Place, StaysWhereItIs) {
-  const CausalLmConfig config{.model = kLlama};
+  const CausalLmConfig config{.model = kPlacedLlama};
   const auto map = stages("{'': first, model.layers.2-3: second}", config);
   const auto model = model_of(config);
   place(*model, map);
@@ -315,26 +317,26 @@ TEST(Place, StaysWhereItIs) {
   model->to(c10::Device(c10::kCPU), torch::kDouble);
   EXPECT_EQ(model->named_parameters()["model.embed_tokens.weight"].device(),
             device_of(map.parts[0].device));
-  EXPECT_EQ(model->forward(some_ids()).scalar_type(), torch::kDouble);
+  EXPECT_EQ(model->forward(placed_ids()).scalar_type(), torch::kDouble);
   // Another map replaces the first.
   model->to(torch::kFloat);
   place(*model, stages("{'': first}", config));
-  const auto loss = next_token_loss(model->forward(some_ids()), some_ids());
+  const auto loss = next_token_loss(model->forward(placed_ids()), placed_ids());
   EXPECT_EQ(copies_in_graph(loss), 0);
 }
 
 TEST(Place, RefusesAnotherModelsMap) {
-  const auto model = model_of({.model = kLlama});
-  LlamaConfig smaller = kLlama;
+  const auto model = model_of({.model = kPlacedLlama});
+  LlamaConfig smaller = kPlacedLlama;
   smaller.num_hidden_layers = 3;
   const auto fewer = balanced_device_map({.model = smaller}, {"cpu"});
-  EXPECT_THAT(message_of([&] { place(*model, fewer); }),
+  EXPECT_THAT(placing_error([&] { place(*model, fewer); }),
               HasSubstr("the device map has 3 blocks, and the model 4"));
   const auto other = balanced_device_map({.model = kGpt}, {"cpu"});
-  EXPECT_THAT(message_of([&] { place(*model, other); }),
+  EXPECT_THAT(placing_error([&] { place(*model, other); }),
               HasSubstr("names transformer.wte, which the model does not have"));
-  const auto far = balanced_device_map({.model = kLlama}, {"cuda:99"});
-  EXPECT_THAT(message_of([&] { place(*model, far); }),
+  const auto far = balanced_device_map({.model = kPlacedLlama}, {"cuda:99"});
+  EXPECT_THAT(placing_error([&] { place(*model, far); }),
               HasSubstr("the device map names cuda:99, and this process sees"));
 }
 

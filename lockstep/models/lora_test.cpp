@@ -34,22 +34,22 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 template <typename Body>
-std::string message_of(Body body) {
+std::string lora_error(Body body) {
   return lockstep::testing::message_of<UsageError>(body);
 }
 
-const GptConfig kSmall{
+const GptConfig kAdapted{
     .n_layer = 2, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
 const LoraConfig kBasic{.r = 4, .lora_alpha = 8, .target_modules = {"c_attn", "mlp.c_proj"}};
 
-at::Tensor some_ids() {
+at::Tensor adapted_ids() {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   return at::randint(0, 50, {3, 12}, generator, at::kLong);
 }
 
 Gpt small_gpt(int seed = 1) {
   torch::manual_seed(seed);
-  return Gpt(kSmall);
+  return Gpt(kAdapted);
 }
 
 // Adapters that change the output.
@@ -90,7 +90,7 @@ TEST(Linear, ComputesInBothLayouts) {
   }
   EXPECT_EQ(Linear(LinearOptions(6, 4).bias(false))->named_parameters().size(), 1u);
   EXPECT_EQ(Linear(LinearOptions(6, 4).deviation(0))->weight.abs().sum().item<double>(), 0);
-  EXPECT_THAT(message_of([] { Linear bad(LinearOptions(0, 4)); }),
+  EXPECT_THAT(lora_error([] { Linear bad(LinearOptions(0, 4)); }),
               HasSubstr("[linear] a layer of 0 inputs and 4 outputs"));
 }
 
@@ -216,11 +216,11 @@ TEST(Linear, TrainsAFloatAdapterBesideAWeightInHalfThePrecision) {
 
 TEST(Lora, HasPeftsNamesAndStartsAsTheBase) {
   Gpt gpt = small_gpt();
-  const at::Tensor before = gpt(some_ids());
+  const at::Tensor before = gpt(adapted_ids());
   EXPECT_THAT(add_lora(*gpt, kBasic),
               ElementsAre("transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_proj",
                           "transformer.h.1.attn.c_attn", "transformer.h.1.mlp.c_proj"));
-  EXPECT_EQ(distance(gpt(some_ids()), before), 0);
+  EXPECT_EQ(distance(gpt(adapted_ids()), before), 0);
   const auto parameters = gpt->named_parameters();
   EXPECT_EQ(parameters["transformer.h.0.attn.c_attn.lora_A.weight"].sizes(),
             (at::IntArrayRef{4, 16}));
@@ -238,7 +238,7 @@ TEST(Lora, HasPeftsNamesAndStartsAsTheBase) {
 }
 
 std::vector<std::string> chosen(const LoraConfig& config) {
-  return LoraTargets(config).select(linear_layers(FamilyConfig(kSmall).spec()));
+  return LoraTargets(config).select(linear_layers(FamilyConfig(kAdapted).spec()));
 }
 
 TEST(Lora, ChoosesLayersAsPeftDoes) {
@@ -302,14 +302,14 @@ TEST(Lora, CountsTheBytesOfItsFile) {
     add_lora(*gpt, config);
     std::uint64_t bytes = 0;
     for (const auto& [name, tensor] : lora_tensors(*gpt, config)) bytes += tensor.nbytes();
-    EXPECT_EQ(adapter_bytes(config, FamilyConfig(kSmall).spec()), bytes);
+    EXPECT_EQ(adapter_bytes(config, FamilyConfig(kAdapted).spec()), bytes);
   }
 }
 
 TEST(Lora, SaysWhatItCannotDo) {
   Gpt gpt = small_gpt();
   const auto adding = [&](const LoraConfig& config) {
-    return message_of([&] { add_lora(*gpt, config); });
+    return lora_error([&] { add_lora(*gpt, config); });
   };
   EXPECT_THAT(adding({.target_modules = {"q_proj", "v_proj"}}),
               AllOf(HasSubstr("[lora] target_modules [\"q_proj\",\"v_proj\"] matches no linear"),
@@ -331,7 +331,7 @@ TEST(Lora, SaysWhatItCannotDo) {
   EXPECT_TRUE(trained_names(*gpt).contains("transformer.wte.weight"));  // nothing has changed yet
   add_lora(*gpt, kBasic);
   EXPECT_THAT(adding(kBasic), HasSubstr("transformer.h.0.attn.c_attn has an adapter already"));
-  EXPECT_THAT(message_of([&] { save_adapter(*small_gpt(), kBasic, "nowhere"); }),
+  EXPECT_THAT(lora_error([&] { save_adapter(*small_gpt(), kBasic, "nowhere"); }),
               HasSubstr("no adapter to save"));
 }
 
@@ -345,24 +345,24 @@ TEST(Lora, MergesAndRestoresTheBaseToTheBit) {
     std::map<std::string, at::Tensor> before;
     for (const auto& item : gpt->named_parameters())
       before[item.key()] = item.value().detach().clone();
-    const at::Tensor plain = gpt(some_ids());
+    const at::Tensor plain = gpt(adapted_ids());
     merge_lora(*gpt);
     merge_lora(*gpt);  // once
-    EXPECT_LT(distance(gpt(some_ids()), plain), type == at::kFloat ? 1e-6 : 0.02);
+    EXPECT_LT(distance(gpt(adapted_ids()), plain), type == at::kFloat ? 1e-6 : 0.02);
     EXPECT_FALSE(torch::equal(gpt->named_parameters()["transformer.h.0.attn.c_attn.weight"],
                               before["transformer.h.0.attn.c_attn.weight"]));
     unmerge_lora(*gpt);
     for (const auto& item : gpt->named_parameters())
       EXPECT_TRUE(torch::equal(item.value(), before[item.key()])) << item.key();
-    EXPECT_TRUE(torch::equal(gpt(some_ids()), plain));
+    EXPECT_TRUE(torch::equal(gpt(adapted_ids()), plain));
   }
 }
 
 TEST(Lora, UnloadsToAPlainModel) {
   Gpt gpt = adapted_gpt();
-  const at::Tensor adapted = gpt(some_ids());
+  const at::Tensor adapted = gpt(adapted_ids());
   unload_lora(*gpt);
-  EXPECT_LT(distance(gpt(some_ids()), adapted), 1e-6);
+  EXPECT_LT(distance(gpt(adapted_ids()), adapted), 1e-6);
   EXPECT_EQ(gpt->named_parameters().keys(), small_gpt()->named_parameters().keys());
   EXPECT_EQ(add_lora(*gpt, kBasic).size(), 4u);
 }
@@ -377,7 +377,7 @@ TEST(Lora, HoldsTheBaseInHalfTheMemoryWithTheSameBits) {
     at::Tensor loss;
     {
       const optim::Autocast autocast(at::kCPU, at::kBFloat16);
-      loss = next_token_loss(gpt(some_ids()), some_ids());
+      loss = next_token_loss(gpt(adapted_ids()), adapted_ids());
     }
     loss.backward();
     losses.push_back(loss);
@@ -391,7 +391,8 @@ TEST(Lora, HoldsTheBaseInHalfTheMemoryWithTheSameBits) {
 TEST(Lora, LearnsThroughCheckpointedBlocks) {
   Gpt plain = adapted_gpt(), again = adapted_gpt();
   again->run_blocks_with(lockstep::checkpoint);
-  for (Gpt gpt : {plain, again}) next_token_loss(gpt->forward(some_ids()), some_ids()).backward();
+  for (Gpt gpt : {plain, again})
+    next_token_loss(gpt->forward(adapted_ids()), adapted_ids()).backward();
   for (const auto& item : plain->named_parameters()) {
     const at::Tensor other = again->named_parameters()[item.key()].grad();
     EXPECT_EQ(item.value().grad().defined(), item.value().requires_grad());
@@ -417,7 +418,7 @@ TEST(Lora, SynchronisesAdaptersAlone) {
     const at::Tensor base =
         gpt->named_parameters()["transformer.h.0.attn.c_attn.weight"].detach().clone();
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor ids = (some_ids() + world.rank()).remainder(50);
+      const at::Tensor ids = (adapted_ids() + world.rank()).remainder(50);
       next_token_loss(model(ids), ids).backward();
       optimizer.step();
       optimizer.zero_grad();
@@ -457,24 +458,24 @@ TEST(Lora, WritesAndReadsAnAdapter) {
   EXPECT_EQ(read.rank_pattern, config.rank_pattern);
   EXPECT_EQ(read.target_modules.suffixes, config.target_modules.suffixes);
   other->eval();
-  EXPECT_TRUE(torch::equal(other(some_ids()), gpt(some_ids())));
+  EXPECT_TRUE(torch::equal(other(adapted_ids()), gpt(adapted_ids())));
   load_adapter(*other, folder);  // over those that are there
   std::ofstream(folder + "/tokenizer.json") << "{}";
-  EXPECT_THAT(message_of([&] { save_adapter(*gpt, config, folder); }), HasSubstr("adapter"));
+  EXPECT_THAT(lora_error([&] { save_adapter(*gpt, config, folder); }), HasSubstr("adapter"));
 
   Gpt larger{GptConfig{.n_layer = 2, .n_head = 2, .n_embd = 32, .vocab_size = 50}};
-  EXPECT_THAT(message_of([&] { load_adapter(*larger, folder); }),
+  EXPECT_THAT(lora_error([&] { load_adapter(*larger, folder); }),
               HasSubstr("The adapter belongs to another model"));
   Gpt deeper{GptConfig{.n_layer = 3, .n_head = 2, .n_embd = 16, .vocab_size = 50}};
-  EXPECT_THAT(message_of([&] { load_adapter(*deeper, folder); }),
+  EXPECT_THAT(lora_error([&] { load_adapter(*deeper, folder); }),
               HasSubstr("6 of its tensors are missing"));
-  EXPECT_THAT(message_of([&] { load_adapter(*gpt, temporary.path()); }),
+  EXPECT_THAT(lora_error([&] { load_adapter(*gpt, temporary.path()); }),
               HasSubstr("is not a folder with an adapter"));
 }
 
 TEST(LoraConfig, RefusesByName) {
   const auto reading = [](const std::string& fields) {
-    return message_of([&] {
+    return lora_error([&] {
       parse_adapter_config(R"({"peft_type": "LORA", "target_modules": ["a"], )" + fields + "}",
                            "a.json");
     });
@@ -489,11 +490,11 @@ TEST(LoraConfig, RefusesByName) {
   EXPECT_EQ(reading(R"("use_dora": false, "eva_config": null, "loftq_config": {}, )"
                     R"("peft_version": "0.21.2", "megatron_core": "megatron.core")"),
             "(nothing thrown)");
-  EXPECT_THAT(message_of([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
+  EXPECT_THAT(lora_error([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
               HasSubstr("peft_type is IA3, and only LORA"));
-  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{rank: 3}", "t.yaml"), "lora"); }),
+  EXPECT_THAT(lora_error([] { read_lora_config(parse_yaml("{rank: 3}", "t.yaml"), "lora"); }),
               HasSubstr("t.yaml:1:2: lora.rank is not supported"));
-  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{lora_alfa: 3}", "t.yaml"), "lora"); }),
+  EXPECT_THAT(lora_error([] { read_lora_config(parse_yaml("{lora_alfa: 3}", "t.yaml"), "lora"); }),
               HasSubstr("Did you mean lora_alpha?"));
 }
 

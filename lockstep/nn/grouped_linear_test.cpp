@@ -17,17 +17,17 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 // One rounding to the type, of sums in float.
-double tolerance(at::ScalarType type) {
+double grouped_tolerance(at::ScalarType type) {
   return type == at::kBFloat16 ? 3 * 0x1p-8 : type == at::kHalf ? 3 * 0x1p-11 : 1e-5;
 }
 
-void expect_close(const at::Tensor& got, const at::Tensor& want, const std::string& what) {
+void expect_grouped(const at::Tensor& got, const at::Tensor& want, const std::string& what) {
   ASSERT_TRUE(got.defined()) << what;
   ASSERT_EQ(got.sizes(), want.sizes()) << what;
   if (want.numel() == 0) return;
   const double apart = (got.to(at::kDouble) - want).abs().max().item<double>();
   const double scale = want.abs().max().item<double>();
-  EXPECT_LE(apart, tolerance(got.scalar_type()) * scale) << what;
+  EXPECT_LE(apart, grouped_tolerance(got.scalar_type()) * scale) << what;
 }
 
 at::Tensor random(at::IntArrayRef sizes, at::ScalarType type) {
@@ -55,12 +55,12 @@ void check(const Case& c, const std::string& what) {
   for (std::size_t group = 0; group < 3; from = c.ends[group++])
     parts.push_back(torch::linear(wide[0].slice(0, from, c.ends[group]), wide[group + 1]));
   const at::Tensor want = torch::cat(parts);
-  expect_close(y, want, what);
+  expect_grouped(y, want, what);
   const at::Tensor dy = random(y.sizes(), c.type);
   y.backward(dy);
   want.backward(dy.to(at::kDouble));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    expect_close(inputs[i].grad(), wide[i].grad(), what + ", input " + std::to_string(i));
+    expect_grouped(inputs[i].grad(), wide[i].grad(), what + ", input " + std::to_string(i));
     EXPECT_EQ(inputs[i].grad().scalar_type(), c.type);
   }
 }
@@ -106,9 +106,9 @@ TEST(GroupedLinear, GradientsOfFloatWeightsAreFloat) {
   for (int i = 0; i < 2; ++i)
     weights.push_back(random({16, 8}, at::kBFloat16).to(at::kFloat).set_requires_grad(true));
   grouped_linear(x, weights, ends, {.one_product = false}).backward(dy);
-  expect_close(weights[1].grad(),
-               at::mm(dy.slice(0, 4).t().to(at::kDouble), x.slice(0, 4).to(at::kDouble)),
-               "float gradient of bfloat16 tensors");
+  expect_grouped(weights[1].grad(),
+                 at::mm(dy.slice(0, 4).t().to(at::kDouble), x.slice(0, 4).to(at::kDouble)),
+                 "float gradient of bfloat16 tensors");
   for (at::Tensor& weight : weights) weight.mutable_grad().reset();
   grouped_linear(x, weights, ends, {.one_product = true}).backward(dy);
   for (const at::Tensor& weight : weights) EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);

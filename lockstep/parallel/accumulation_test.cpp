@@ -596,7 +596,7 @@ TEST(CheckpointSequential, WorksUnderEveryDdpOption) {
 
 // ---------------------------------------------------------------- sharded and replicated
 
-struct Trained {
+struct TrainedWith {
   std::vector<at::Tensor> parameters;
   optim::TensorDict state;
   std::vector<double> norms, skipped, scales;
@@ -605,7 +605,7 @@ struct Trained {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // Five steps, of which one has infinite gradients on rank 1 alone.
-Trained train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
+TrainedWith train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
   DistributedDataParallel model{make_net(), world};
   const auto optimizer =
       make_optimizer(share, model, optim::AdamWOptions{.lr = 0.5, .weight_decay = 0.125});
@@ -614,7 +614,7 @@ Trained train_with(World& world, bool share, const optim::TensorDict* from = nul
   if (from != nullptr) optimizer->load_state_dict(*from);
   optim::Ema ema{*model.module()};
   optim::GradScaler scaler{world, {.init_scale = 1024, .growth_interval = 2}};
-  Trained run;
+  TrainedWith run;
   for (int step = 0; step < 5; ++step) {
     optimizer->set_lr(0, 0.25 / (step + 1));
     const Micro micro = samples(step * 8 + world.rank() * 4, 4, false);
@@ -636,8 +636,8 @@ Trained train_with(World& world, bool share, const optim::TensorDict* from = nul
 
 TEST(Optimizers, ShardedDoesWhatReplicatedDoes) {
   run_shm(2, [](World& world) {
-    const Trained replicated = train_with(world, false);
-    const Trained shared = train_with(world, true);
+    const TrainedWith replicated = train_with(world, false);
+    const TrainedWith shared = train_with(world, true);
     for (std::size_t i = 0; i < shared.parameters.size(); ++i)
       EXPECT_TENSOR_EQ(shared.parameters[i], replicated.parameters[i]);
     EXPECT_EQ(shared.norms, replicated.norms);
@@ -651,8 +651,8 @@ TEST(Optimizers, ShardedDoesWhatReplicatedDoes) {
       ASSERT_EQ(replicated.state.count(name), 1u) << name;
       EXPECT_TENSOR_EQ(tensor, replicated.state.at(name));
     }
-    const Trained a = train_with(world, false, &shared.state);
-    const Trained b = train_with(world, true, &replicated.state);
+    const TrainedWith a = train_with(world, false, &shared.state);
+    const TrainedWith b = train_with(world, true, &replicated.state);
     for (std::size_t i = 0; i < a.parameters.size(); ++i)
       EXPECT_TENSOR_EQ(a.parameters[i], b.parameters[i]);
   });

@@ -5,7 +5,8 @@
 //
 // Exit code 0 when it ended as it must. `stream` as an argument waits on the stream first, so that
 // the host hangs in the device instead of in our wait, as a training loop would.
-#include <ATen/ATen.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <chrono>
 #include <cstdio>

@@ -1,5 +1,6 @@
 """What needs a GPU: nccl with one rank, and with two ranks that share one. Skipped without one."""
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,14 @@ def run(label, ranks, program, expect, env=None, timeout=300):
     if ranks > 1:
         shared.update({"LOCKSTEP_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"})
     return check(label, command, expect, {**shared, **(env or {})}, timeout)
+
+
+def suites(program, source):
+    """The tests of one source of a program that has several."""
+    with open(f"{SOURCE}/{source}", encoding="utf-8") as file:
+        names = sorted(set(re.findall(r"^TEST(?:_F|_P)?\((\w+)", file.read(), re.MULTILINE)))
+    return [f"{BIN}/tests/{program}",
+            "--gtest_filter=" + ":".join(f"{name}.*:*/{name}.*" for name in names)]
 
 
 def bench(kind, *options):
@@ -54,17 +63,19 @@ def main():
         print("SKIPPED: no GPU on this machine")
         return 77
     results = [
-        run("kernels beside double precision", 1, [f"{BIN}/tests/nn_test"], ["PASSED"],
-            timeout=600),
-        run("models on a GPU and the CPU", 1, [f"{BIN}/tests/device_map_test"], ["PASSED"]),
-        run("AdamW in one pass", 1, [f"{BIN}/tests/adamw_pass_test"], ["PASSED"]),
-        run("fused models beside plain ones", 1, [f"{BIN}/tests/fused_test"], ["PASSED"]),
-        run("mixtures of experts", 1, [f"{BIN}/tests/experts_test"], ["PASSED"],
+        run("kernels beside double precision, attention with a soft cap, grouped and fp8 products",
+            1, [f"{BIN}/tests/nn_test"], ["PASSED"], timeout=600),
+        run("models on a GPU and the CPU", 1,
+            suites("gpt_test", "lockstep/models/device_map_test.cpp"), ["PASSED"]),
+        run("AdamW in one pass", 1,
+            suites("optim_test", "lockstep/optim/adamw_pass_test.cpp"), ["PASSED"]),
+        run("fused models beside plain ones", 1,
+            suites("gpt_test", "lockstep/models/fused_test.cpp"), ["PASSED"]),
+        run("mixtures of experts", 1,
+            suites("gpt_test", "lockstep/models/experts_test.cpp"), ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # ranks are on the CPU
-        run("attention with a soft cap", 1, [f"{BIN}/tests/capped_attention_test"], ["PASSED"]),
-        run("grouped products", 1, [f"{BIN}/tests/grouped_linear_test"], ["PASSED"]),
-        run("fp8 casts and products", 1, [f"{BIN}/tests/fp8_test"], ["PASSED"]),
-        run("captured steps", 1, [f"{BIN}/tests/captured_step_test"], ["PASSED"],
+        run("captured steps", 1,
+            suites("trainer_test", "lockstep/train/captured_step_test.cpp"), ["PASSED"],
             env={"LOCKSTEP_BACKEND": "gloo"}),  # one case has ranks on the CPU
         run("example 03, one rank", 1, [f"{BIN}/examples/03_mlp"], ["replicas identical", "nccl"]),
         # The line of log_gpu_memory() is that of the allocator, with a tensor of 1 GiB.

@@ -8,7 +8,8 @@
 //   run_peer leave RANK    that rank's body returns before the others'
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
 //   run_peer spawn-CASE    spawn() in a situation that it must refuse, or that a signal ends
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/run.h>

@@ -8,7 +8,8 @@
 //   values    each rank reads what the others have set, up to the largest value; then times small
 //             calls beside large ones
 //   parent    uses the store and starts itself as `child`, which says whether it has the channel
-#include <torch/torch.h>
+#include <ATen/ops/ones.h>
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,9 +23,9 @@
 #include <vector>
 
 #include "lockstep/comm/launcher_store.h"
-#include "lockstep/lockstep.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
+#include "lockstep/run.h"
 
 namespace {
 
