@@ -144,8 +144,8 @@ std::vector<Training> computations(const Training& training, const Machine& mach
   return all;
 }
 
-// Replicas of stages, of slices, and of both, that are copied or fully sharded. Degrees are powers of
-// two and the file's own.
+// Replicas of stages, of slices, and of both, that are copied or fully sharded. Degrees are powers
+// of two and the file's own.
 std::vector<Parts> divided_replicas(const Training& training, int gpus) {
   std::vector<Parts> all;
   if (training.device_map) return all;

@@ -320,11 +320,11 @@ bool divides_layers(const Model& model, int degree) {
          std::min(spec.vocabulary, spec.block.mlp.out.in) >= degree;
 }
 
-// What tensor parallel ranks of a stage send in a micro-batch: sums after the embedding, whose weights are in
-// float, and twice in each block, and in backward as many, in the type of activations (of plain
-// modules in float, as norms are); and the loss's, a number for a token and two. Where they divide
-// the sequence each sum is a reduce-scatter and a gather, and what layers have read is gathered
-// once more in backward.
+// What tensor parallel ranks of a stage send in a micro-batch: sums after the embedding, whose
+// weights are in float, and twice in each block, and in backward as many, in the type of
+// activations (of plain modules in float, as norms are); and the loss's, a number for a token and
+// two. Where they divide the sequence each sum is a reduce-scatter and a gather, and what layers
+// have read is gathered once more in backward.
 void add_tensor_work(const Training& t, const Choice& choice, bool fused, Work& work) {
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
   const double stream = tokens * static_cast<double>(t.model.spec().width);
