@@ -121,7 +121,8 @@ int show_checkpoint(const Args& args) {
   if (fs::exists(sampler)) {
     const auto at = train::parse_data_position(read_file(sampler), sampler);
     fmt::print(
-        "  {:<12}epoch {}, sample {} of {}, seed {}; {} rank{} x batch {} x accumulation {}{}\n",
+        "  {:<12}epoch {}, sample {} of {}, seed {}; {} data parallel rank{} x batch {} x "
+        "accumulation {}{}\n",
         "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size,
         at.world_size == 1 ? "" : "s", at.batch_size, at.accumulation,
         at.threads > 0 ? fmt::format(", OMP_NUM_THREADS={}", at.threads) : "");

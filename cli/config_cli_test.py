@@ -47,7 +47,7 @@ class Config(unittest.TestCase):
         self.write("t.yaml", "preset: standard\n")
         for command in (("show",), ("check", "--own-program")):
             done = self.run_config(*command, "t.yaml", "--world-size", "8", *flags)
-            self.assertIn("2 accumulation x 2 copies of the model on 8 ranks", done.stdout,
+            self.assertIn("2 accumulation x 2 data parallel groups of 4 ranks", done.stdout,
                           done.stderr)
         done = self.run_config("show", "t.yaml", "--world-size", "6", *flags)
         self.assertNotEqual(done.returncode, 0)
@@ -59,12 +59,41 @@ class Config(unittest.TestCase):
                              "global_batch_size: 15\n")
         done = self.run_config("show", "t.yaml", "--world-size", "2")
         self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 4 (batch 4 x 1 copy of the model on 2 ranks). The "
+        self.assertIn("is not a multiple of 4 (batch 4 x 1 data parallel group of 2 ranks). The "
                       "nearest that are: 12 and 16.", done.stderr)
         done = self.run_config("show", "t.yaml", "--world-size", "4", "--global_batch_size=12")
         self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 8 (batch 4 x 2 copies of the model on 4 ranks). The "
+        self.assertIn("is not a multiple of 8 (batch 4 x 2 data parallel groups of 2 ranks). The "
                       "nearest that are: 8 and 16.", done.stderr)
+
+    def test_check_refuses_stages_that_the_model_does_not_have(self):
+        tiny = {"model_type": "mixtral", "vocab_size": 257, "hidden_size": 32,
+                "num_local_experts": 2, "intermediate_size": 32, "num_hidden_layers": 4,
+                "num_attention_heads": 4, "num_key_value_heads": 4,
+                "max_position_embeddings": 128}
+        self.write("plain.json", json.dumps(tiny))
+        self.write("balanced.json", json.dumps({**tiny, "output_router_logits": True}))
+        self.write("a.txt", "to be or not to be, that is the question. " * 100)
+        interleaved = "pipeline_parallel_schedule: Interleaved1F1B\n"
+        gpt = "name: gpt, n_layer: 4"
+        for model, keys, said in (
+                (gpt, "pipeline_parallel_degree: 4\n", None),
+                (gpt, "pipeline_parallel_degree: 8\n",
+                 "8 stages (8 ranks x 1), and the model has 4 blocks. Every stage needs one. Lower "
+                 "pipeline_parallel_degree."),
+                (gpt, "pipeline_parallel_degree: 2\n" + interleaved, None),
+                (gpt, "pipeline_parallel_degree: 4\n" + interleaved,
+                 "8 stages (4 ranks x 2), and the model has 4 blocks. Every stage needs one. Lower "
+                 "pipeline_parallel_degree, or set pipeline_parallel_schedule to 1F1B."),
+                ("config: plain.json", "pipeline_parallel_degree: 2\n", None),
+                ("config: balanced.json", "", None),
+                ("config: balanced.json", "pipeline_parallel_degree: 2\n",
+                 "Set output_router_logits to false in config.json.")):
+            self.write("t.yaml", f"model: {{{model}}}\nmax_seq_len: 32\n"
+                                 f"data: {{name: bytes, path: a.txt, suffix: .txt}}\n{keys}")
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 2 if said else 0, (keys, done.stderr))
+            self.assertIn(said or "", done.stderr)
 
     def test_show_json_and_all(self):
         done = self.run_config("show", "--json", LOCKSTEP_BF16="1")

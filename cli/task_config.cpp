@@ -395,6 +395,24 @@ bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   return false;
 }
 
+// What Pipeline would refuse once the model is made.
+void check_stages(const models::DecoderSpec& spec, const TrainingArguments& a, Problems& problems) {
+  const bool interleaves = a.pipeline_parallel_schedule == "Interleaved1F1B";
+  const std::int64_t ranks = a.pipeline_parallel_degree, per_rank = interleaves ? 2 : 1;
+  if (spec.layers() < ranks * per_rank)
+    problems.add(
+        fmt::format("{} stages ({} ranks x {}), and the model has {} block{}. Every stage needs "
+                    "one. Lower pipeline_parallel_degree{}.",
+                    ranks * per_rank, ranks, per_rank, spec.layers(), spec.layers() == 1 ? "" : "s",
+                    interleaves ? ", or set pipeline_parallel_schedule to 1F1B" : ""));
+  const auto& experts = spec.block.mlp.experts;
+  if (experts && experts->load_balancing != 0 && a.label_smoothing_factor == 0)
+    problems.add(
+        "pipeline_parallel_degree: the load balancing loss is taken over the routers of all "
+        "blocks, and each stage of a pipeline has some of them. Set output_router_logits to false "
+        "in config.json.");
+}
+
 // `right`: the model has no mistakes so far.
 void check_degrees(const TaskConfig& task, const TrainingArguments& a, Problems& problems,
                    bool right) {
@@ -410,7 +428,10 @@ void check_degrees(const TaskConfig& task, const TrainingArguments& a, Problems&
     return problems.add(
         fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.", key,
                     task.model.name));
-  if (slices && right)
+  if (!right) return;
+  if (a.pipeline_parallel_degree > 1)
+    check_stages(causal_lm_config(task.model).spec(), a, problems);
+  if (slices)
     problems.attempt([&] {
       models::tensor_cuts(causal_lm_config(task.model).spec(),
                           static_cast<int>(a.tensor_parallel_degree));

@@ -277,9 +277,11 @@ void set_loss(TrainerTask& task, std::shared_ptr<Module> net, double smoothing) 
 void set_language_loss(TrainerTask& task, const models::CausalLmPtr& net, double smoothing) {
   set_loss(task, net, smoothing);
   if (smoothing != 0) return;
-  task.loss = [net, with_logits = task.loss](const Batch& batch) {
-    if (!torch::GradMode::is_enabled()) return with_logits(batch);
-    return LossOutput(net->loss(batch.data, batch.target).to(batch.target.device()));
+  task.loss = [net](const Batch& batch) {
+    at::Tensor logits;
+    const bool trains = torch::GradMode::is_enabled();
+    const at::Tensor loss = net->loss(batch.data, batch.target, trains ? nullptr : &logits);
+    return LossOutput(loss.to(batch.target.device()), logits);
   };
 }
 

@@ -124,20 +124,26 @@ const at::Tensor* CausalLm::head_weight() const {
   return head_->has_lora() ? nullptr : &head_->weight;
 }
 
-at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets) {
+at::Tensor CausalLm::loss(const at::Tensor& ids, const at::Tensor& targets,
+                          at::Tensor* all_logits) {
   const std::optional<ExpertsSpec>& experts = config_.spec().block.mlp.experts;
   const double share = experts ? experts->load_balancing : 0;
-  if (share == 0) {
-    const at::Tensor hidden = decode(ids, nullptr, /*router_logits=*/nullptr);
-    return stage().last ? cross_entropy(hidden, targets, sequence_of(ids)) : hidden;
-  }
-  if (!stage().first || !stage().last)
+  if (share != 0 && (!stage().first || !stage().last))
     throw UsageError(config_.spec().family,
                      "the load balancing loss is taken over the routers of all blocks, and each "
                      "stage of a pipeline has some of them. Set output_router_logits to false.");
   std::vector<at::Tensor> routers;
-  const at::Tensor loss = cross_entropy(decode(ids, nullptr, &routers), targets, sequence_of(ids));
-  if (routers.empty()) return loss;  // a model without blocks
+  const at::Tensor hidden = decode(ids, nullptr, share != 0 ? &routers : nullptr);
+  if (!stage().last) return hidden;
+  const std::int64_t sequence = sequence_of(ids);
+  at::Tensor loss;
+  if (all_logits != nullptr) {
+    *all_logits = logits(sequence > 0 ? nn::join(hidden, 1, sequence, tensor_group()) : hidden);
+    loss = next_token_loss(*all_logits, targets);
+  } else {
+    loss = cross_entropy(hidden, targets, sequence);
+  }
+  if (routers.empty()) return loss;
   return loss + share * detail::load_balancing_loss(routers, *experts).to(loss.device());
 }
 

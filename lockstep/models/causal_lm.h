@@ -51,8 +51,10 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // The mean cross entropy against the ids that come next [batch, time]; those that are -100 do not
   // count. On a GPU head and loss are one, and the logits of all tokens never exist at once. With
   // output_router_logits in the configuration of a model with experts, router_aux_loss_coef times
-  // their load balancing loss is added, as in transformers.
-  at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets);
+  // their load balancing loss is added, as in transformers. `all_logits`: the logits too, for
+  // metrics; they then exist.
+  at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets,
+                  at::Tensor* all_logits = nullptr);
 
   // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/kernels.md) or by
   // ATen's operations alone. Unset: on a GPU with our kernels. Never with a cache.

@@ -37,14 +37,25 @@ nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
 }
 
 // Ranks whose slices have unequal widths all compute in the other type: what they exchange follows
-// from it.
+// from it. A slice does not say how many there are: of 6 columns 4 ranks have 1, 2, 1 and 2, which
+// divide 6. Only widths above the number of equal slices cannot come from an unequal division, so
+// that narrower ones count as unequal.
 bool slices_equally(const Linear& layer) {
-  const std::int64_t whole = layer->options.in_features() * layer->options.out_features();
-  return whole % layer->weight.numel() == 0;
+  const at::Tensor& slice = layer->weight;
+  const std::int64_t in = layer->options.in_features(), out = layer->options.out_features();
+  if (slice.numel() == in * out) return true;
+  const std::int64_t rows = layer->options.layout() == WeightLayout::kOutIn ? out : in;
+  const std::int64_t width = slice.size(0) == rows ? slice.size(1) : slice.size(0);
+  return in * out % slice.numel() == 0 && width > in * out / slice.numel();
 }
 
 bool computes_in_fp8(const Linear& layer, const Pass& pass) {
-  if (!pass.fp8 || !slices_equally(layer)) return false;
+  if (!pass.fp8) return false;
+  if (!slices_equally(layer)) {
+    nn::warn_not_in_fp8(layer->options.in_features(), layer->options.out_features(),
+                        "because tensor parallel ranks have slices of unequal width of it");
+    return false;
+  }
   if (pass.tensor && layer->has_lora() && !layer->merged())
     throw UsageError("tensor_parallel",
                      "adapters on a base in fp8 are not divided. Train in bf16, or without tensor "

@@ -155,6 +155,9 @@ TEST(LoadBalancing, IsTheNumberOfExpertsOfATokenForAnEvenRouter) {
   const double base = without_it->loss(ids, ids).item<double>();
   EXPECT_NEAR(model->loss(ids, ids).item<double>(), base + 0.25 * 2, 1e-5);
   EXPECT_NEAR(next_token_loss(model->forward(ids), ids).item<double>(), base, 1e-6);
+  at::Tensor logits;  // which an evaluation wants too
+  EXPECT_NEAR(model->loss(ids, ids, &logits).item<double>(), base + 0.25 * 2, 1e-5);
+  expect_near(logits, model->forward(ids), "logits");
 }
 
 struct Trained {

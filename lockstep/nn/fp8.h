@@ -104,6 +104,9 @@ Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
 // Whether the sizes of these weights are computed in fp8.
 bool fp8_covers(const std::vector<at::Tensor>& weights);
 
+// Says that a layer is not computed in fp8, and why; once for each size.
+void warn_not_in_fp8(std::int64_t inputs, std::int64_t outputs, std::string_view why);
+
 // lora_linear() with a frozen base in fp8: to_fp8 of its weight [out, in].
 at::Tensor fp8_lora_linear(const Fp8Input& x, const Fp8Pair& base, const at::Tensor& bias,
                            const at::Tensor& a, const at::Tensor& b,

@@ -155,24 +155,13 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
   }
 };
 
-// Each size is named once.
-void say_not_covered(const at::Tensor& weight) {
-  static std::mutex mutex;
-  static std::set<std::pair<std::int64_t, std::int64_t>> said;
-  const std::lock_guard lock(mutex);
-  if (!said.insert({weight.size(0), weight.size(1)}).second) return;
-  log::warning("fp8",
-               "a linear layer of {} inputs and {} outputs is not computed in fp8, which needs "
-               "multiples of 16",
-               weight.size(1), weight.size(0));
-}
-
 at::Tensor not_covered(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                        const at::Tensor& bias) {
   std::vector<at::Tensor> parts;
   std::int64_t first = 0;
   for (const at::Tensor& weight : weights) {
-    if (!fp8_covers({weight})) say_not_covered(weight);
+    if (!fp8_covers({weight}))
+      warn_not_in_fp8(weight.size(1), weight.size(0), "which needs multiples of 16");
     const at::Tensor own =
         bias.defined() && weights.size() > 1 ? bias.narrow(0, first, weight.size(0)) : bias;
     parts.push_back(linear(x, weight, own));
@@ -206,6 +195,15 @@ at::Tensor fp8_layer(const char* who, const at::Tensor& x, const std::vector<at:
 }
 
 }  // namespace
+
+void warn_not_in_fp8(std::int64_t inputs, std::int64_t outputs, std::string_view why) {
+  static std::mutex mutex;
+  static std::set<std::pair<std::int64_t, std::int64_t>> said;
+  const std::lock_guard lock(mutex);
+  if (said.insert({inputs, outputs}).second)
+    log::warning("fp8", "a linear layer of {} inputs and {} outputs is not computed in fp8, {}",
+                 inputs, outputs, why);
+}
 
 at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                       const at::Tensor& bias, Fp8Recipe recipe) {

@@ -39,9 +39,10 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
     throw UsageError(
         who,
         "the parameter of shape [{}] belongs to a ShardedOptimizer, so its gradient is this rank's "
-        "own until step() averages and uses it, or to FullyShard, where it has this rank's rows "
-        "alone. Ask that step instead: step({{.max_grad_norm = 1, .scaler = &scaler, "
-        ".skip_non_finite = true}}) clips, unscales and skips a bad step; ShardedOptimizer's "
+        "own until step() averages and uses it, or to FullyShard, Pipeline or TensorParallel, "
+        "where a rank has a part of it. Make the optimizer by model.make_optimizer() instead of on "
+        "the parameters, and leave clipping and unscaling to it: step({{.max_grad_norm = 1, "
+        ".scaler = &scaler, .skip_non_finite = true}}) also skips a bad step; ShardedOptimizer's "
         "reduce_now() shows averaged gradients.",
         fmt::join(param.sizes(), ", "));
   }

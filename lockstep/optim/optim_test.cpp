@@ -551,6 +551,7 @@ TEST(LocalGradients, AreRefusedUntilTheyAreAveraged) {
   };
   EXPECT_THAT(refusal({other, mine}),
               AllOf(HasSubstr("[clip_grad_norm_] the parameter of shape [2, 3]"),
+                    HasSubstr("Make the optimizer by model.make_optimizer()"),
                     HasSubstr("step({.max_grad_norm")));
   // New memory under the same tensor.
   mine.set_data(at::zeros({2, 3}));

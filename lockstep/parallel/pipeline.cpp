@@ -308,10 +308,13 @@ void PipelineImpl::check(torch::nn::Module& module) {
   const int blocks = static_cast<int>(parts.blocks.size());
   if (blocks < stages())
     throw UsageError(kPipeline,
-                     "{} stages ({} ranks x {}), and the model has {} blocks. Every stage needs "
+                     "{} stages ({} ranks x {}), and the model has {} block{}. Every stage needs "
                      "one. Use fewer ranks along 'pipeline' (pipeline_parallel_degree){}.",
                      stages(), line_.size(), options_.stages_per_rank, blocks,
-                     interleaves ? ", fewer stages_per_rank, or the schedule 1F1B" : "");
+                     blocks == 1 ? "" : "s",
+                     interleaves ? ", fewer PipelineOptions::stages_per_rank, or the schedule 1F1B "
+                                   "(pipeline_parallel_schedule)"
+                                 : "");
   model_ = ModelTensors(parameters_of(module), buffers_of(module), {});
   begins_ = split_blocks(blocks, stages());
   holders_ = assign_parts(parts);

@@ -585,10 +585,11 @@ TEST(PipelineFaults, RefusedBeforeAnythingIsSent) {
       return message_of<UsageError>([&] { Pipeline(net, mesh, options); });
     };
     EXPECT_THAT(refused({.blocks = 1}, {}),
-                HasSubstr("2 stages (2 ranks x 1), and the model has 1 blocks. Every stage needs "
+                HasSubstr("2 stages (2 ranks x 1), and the model has 1 block. Every stage needs "
                           "one. Use fewer ranks along 'pipeline' (pipeline_parallel_degree)."));
     EXPECT_THAT(refused({.blocks = 3}, {PipelineSchedule::kInterleaved1F1B}),
-                HasSubstr("or the schedule 1F1B"));
+                HasSubstr("fewer PipelineOptions::stages_per_rank, or the schedule 1F1B "
+                          "(pipeline_parallel_schedule)."));
     EXPECT_THAT(refused({}, {PipelineSchedule::kGPipe, 2}), HasSubstr("stages_per_rank = 2"));
     EXPECT_THAT(refused({.blocks = 4 + mesh.rank("pipeline")}, {}), HasSubstr("rank 1 has"));
     torch::nn::LinearImpl linear(2, 2);

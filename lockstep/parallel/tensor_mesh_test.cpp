@@ -432,6 +432,47 @@ TEST(TensorMesh, RowsHaveTheBitsOfCopiesInFp8) {
   testing::run_threads(4, compare, gloo);
 }
 
+models::CausalLmPtr llama_of_width(std::int64_t width) {
+  return models::make_causal_lm({.model = models::LlamaConfig{.vocab_size = kVocabulary,
+                                                              .hidden_size = 64,
+                                                              .intermediate_size = width,
+                                                              .num_hidden_layers = 1,
+                                                              .num_attention_heads = 4,
+                                                              .num_key_value_heads = 4}});
+}
+
+TEST(TensorMesh, SaysWhichSlicesAreNotComputedInFp8) {
+  ::testing::internal::CaptureStderr();
+  testing::run_threads(2, [&](World& world) {
+    const auto net = llama_of_width(93);
+    const TensorParallel model(*net, Mesh(world, {{"tensor", 2}}));
+    const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);
+    for (int pass = 0; pass < 2; ++pass) net->forward(at::zeros({2, 5}, at::kLong));
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  const std::string line =
+      "a linear layer of 93 inputs and 64 outputs is not computed in fp8, because tensor parallel "
+      "ranks have slices of unequal width of it";
+  EXPECT_THAT(said, HasSubstr(line));
+  EXPECT_EQ(said.find(line), said.rfind(line));  // once for a process
+}
+
+// Of 6 hidden units 4 ranks have 1, 2, 1 and 2: each divides 6.
+TEST(TensorMesh, UnequalSlicesAreNotAmongTheProductsOfABlock) {
+  for (const std::int64_t width : {6, 128})
+    testing::run_threads(4, [&](World& world) {
+      const auto net = llama_of_width(width);
+      const TensorParallel model(*net, Mesh(world, {{"tensor", 4}}));
+      const at::Tensor down = net->named_parameters()["model.layers.0.mlp.down_proj.weight"];
+      int found = 0;
+      for (const auto& module : net->modules())
+        if (const auto* const block = dynamic_cast<const nn::Block*>(module.get()))
+          for (const auto& list : block->products())
+            for (const at::Tensor& weight : list) found += weight.is_same(down) ? 1 : 0;
+      EXPECT_EQ(found, width == 128 ? 1 : 0) << width;
+    });
+}
+
 TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
   on_meshes(kMade, [](const Mesh& mesh) {
     for (const bool tied : {false, true}) {

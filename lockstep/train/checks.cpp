@@ -80,9 +80,18 @@ class Checker {
     }
   }
 
+  // mixed_precision has set one of them, where the file has it.
+  void both_halves() {
+    const std::string word = arguments_.mixed_precision.value_or("no");
+    if (word == "no") return add({"bf16", "fp16"}, "bf16 and fp16 cannot both be true. Keep one.");
+    const char* const other = word == "fp16" ? "bf16" : "fp16";
+    add({"mixed_precision", other},
+        fmt::format("mixed_precision is {}, and {} is true. Keep one.", word, other));
+  }
+
   void precision() {
     const TrainingArguments& a = arguments_;
-    if (a.bf16 && a.fp16) add({"bf16", "fp16"}, "bf16 and fp16 cannot both be true. Keep one.");
+    if (a.bf16 && a.fp16) both_halves();
     fp8();
     if (a.tune && a.full_determinism) {
       add({"tune", "full_determinism"},
@@ -419,8 +428,14 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       "nothing is saved (save_strategy: no, enable_jit_checkpoint: false)";
   const bool fully = a.fsdp && !a.fsdp->empty();
   const bool stages = a.pipeline_parallel_degree > 1;
-  const char* const why = fully ? "fsdp is set, which averages the gradients of a block"
-                                : "a pipeline averages the gradients of its stages";
+  // Beside copies of the slices they have an effect, so it depends on the number of ranks.
+  const bool slices = a.tensor_parallel_degree > 1 &&
+                      env::get_int("WORLD_SIZE").value_or(0) == a.tensor_parallel_degree;
+  const bool no_ddp = fully || stages || slices;
+  const char* const why = fully    ? "fsdp is set, which averages the gradients of a block"
+                          : stages ? "a pipeline averages the gradients of its stages"
+                                   : "all ranks hold slices of one model (tensor_parallel_degree), "
+                                     "and no other rank has gradients of them";
   const bool betas = a.optim == "adamw" || a.optim == "adam" || a.optim == "lion";
   const bool epsilon = a.optim == "adamw" || a.optim == "adam" || a.optim == "muon";
   const std::string other = "optim is " + a.optim;
@@ -447,10 +462,10 @@ std::vector<Idle> idle_keys(const TrainingArguments& a) {
       {"fsdp_config", !fully, "fsdp is unset"},
       {"data_parallel_shard_degree", !fully, "fsdp is unset"},
       {"pipeline_parallel_schedule", !stages, "pipeline_parallel_degree is 1"},
-      {"ddp_find_unused_parameters", fully || stages, why},
-      {"ddp_bucket_cap_mb", fully || stages, why},
-      {"ddp_broadcast_buffers", fully || stages, why},
-      {"ddp_static_graph", fully || stages, why},
+      {"ddp_find_unused_parameters", no_ddp, why},
+      {"ddp_bucket_cap_mb", no_ddp, why},
+      {"ddp_broadcast_buffers", no_ddp, why},
+      {"ddp_static_graph", no_ddp, why},
   };
 }
 
@@ -472,8 +487,8 @@ std::int64_t ranks_of_copy(const TrainingArguments& a) {
 
 std::string copies_text(std::int64_t copies, std::int64_t ranks_of_copy) {
   if (ranks_of_copy == 1) return fmt::format("{} rank{}", copies, copies == 1 ? "" : "s");
-  return fmt::format("{} cop{} of the model on {} ranks", copies, copies == 1 ? "y" : "ies",
-                     copies * ranks_of_copy);
+  return fmt::format("{} data parallel group{} of {} ranks", copies, copies == 1 ? "" : "s",
+                     ranks_of_copy);
 }
 
 std::string uneven_text(const UpdateSize& size, int copies) {

@@ -163,8 +163,8 @@ class Resolver {
     }
     for (const ForeignKey& foreign : foreign_keys()) {
       if (foreign.name == key) {
-        return fmt::format("{} is a key of Hugging Face's that is not read here: {}. Delete it.",
-                           key, foreign.why);
+        return fmt::format("{} is a key of {} that is not read here: {}. Delete it.", key,
+                           foreign.of, foreign.why);
       }
     }
     for (const MisplacedKey& other : misplaced_keys()) {

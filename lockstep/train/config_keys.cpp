@@ -315,6 +315,10 @@ constexpr ForeignKey kForeignKeys[] = {
     {"prediction_loss_only", "evaluation keeps metrics, not predictions"},
     {"tpu_num_cores", "there is no TPU support"},
     {"use_mps_device", "there is no MPS support"},
+    {"context_parallel_degree", "context parallelism is not supported", "torchtitan's"},
+    {"expert_parallel_degree", "expert parallelism is not supported", "torchtitan's"},
+    {"data_parallel_replicate_degree", "it follows from the number of ranks and the other degrees",
+     "torchtitan's"},
 };
 
 // The keys of `model` and `data` are the program's, here those of `lockstep train`

@@ -71,10 +71,11 @@ struct OldKey {
 };
 std::span<const OldKey> old_keys();
 
-// A key of Hugging Face's that has no meaning here, and why.
+// A key of another program that has no meaning here, and why.
 struct ForeignKey {
   std::string_view name;
   std::string_view why;
+  std::string_view of = "Hugging Face's";
 };
 std::span<const ForeignKey> foreign_keys();
 

@@ -39,8 +39,8 @@ int batch_ranks(const TrainingArguments& arguments, int ranks) {
 std::string other_batch_text(const BatchParts& then, const BatchParts& now) {
   const auto whole = [](const BatchParts& p) { return p.ranks * p.batch * p.accumulation; };
   return fmt::format(
-      "the checkpoint was made with {} rank{} x batch {} x accumulation {}, now {} x {} x {}: the "
-      "samples come in the same order, each once per epoch; the effective batch {}.",
+      "the checkpoint was made with {} data parallel rank{} x batch {} x accumulation {}, now {} x "
+      "{} x {}: the samples come in the same order, each once per epoch; the effective batch {}.",
       then.ranks, then.ranks == 1 ? "" : "s", then.batch, then.accumulation, now.ranks, now.batch,
       now.accumulation,
       whole(then) == whole(now) ? fmt::format("is {} as before", whole(now))
@@ -116,7 +116,7 @@ std::string learning_rate_advice(const TrainingArguments& arguments, int world_s
       "{}; set learning_rate_batch_size to what it was chosen for, or global_batch_size to keep "
       "the batch.",
       arguments.learning_rate, now, world_size,
-      ranks_of_copy(arguments) == 1 ? "ranks" : "copies of the model", then, then, suggestion);
+      ranks_of_copy(arguments) == 1 ? "ranks" : "data parallel groups", then, then, suggestion);
 }
 
 std::int64_t smaller_batch(const TrainingArguments& arguments, int world_size) {

@@ -67,10 +67,10 @@ std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& 
   const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
   if (run.world.is_leader())
     log::info("trainer",
-              "a pipeline of {} ranks and {} micro-batches a step: by the schedule a rank waits "
+              "a pipeline of {} ranks and {} micro-batch{} a step: by the schedule a rank waits "
               "at least {:.0f} % of the time, less with more micro-batches "
               "(gradient_accumulation_steps)",
-              stages, passes, waits);
+              stages, passes, passes == 1 ? "" : "es", waits);
   return pipeline;
 }
 
@@ -95,6 +95,8 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                        "the mesh has {} ranks along '{}', and {}_parallel_degree is {}. Make them "
                        "equal, or give the Trainer the world.",
                        run.mesh.size(axis), axis, axis, degree);
+  if (plan.cpu_offload && run.world.device().is_cpu() && run.world.is_leader())
+    log::warning("trainer", "offload of fsdp has no effect: the model is on the CPU already.");
   if (a.pipeline_parallel_degree > 1) return pipeline_of(run, plan);
   if (plan.on) return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
   if (a.tensor_parallel_degree > 1)

@@ -24,10 +24,13 @@
 namespace lockstep::train {
 namespace {
 
-// "sharded fused adamw"; "custom" for one that the task provides, about which nothing is known.
+// "sharded fused adamw", "fully sharded over 2 ranks, fused adamw"; "custom" for one that the task
+// provides, about which nothing is known.
 std::string optimizer_text(const RunContext& run) {
   const bool ours = !run.task.make_optimizer;
-  return run.parallelism->text() + (ours ? " fused " + run.arguments.optim : " custom");
+  const std::string text = run.parallelism->text();
+  return fmt::format("{}{} {}", text, text.find(' ') == text.npos ? "" : ",",
+                     ours ? "fused " + run.arguments.optim : "custom");
 }
 
 }  // namespace

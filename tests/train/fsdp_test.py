@@ -1,6 +1,7 @@
 """`fsdp` under `lockstep train`: the bits of data parallelism where sums have one order,
 checkpoints that either continues, and runs that are killed and resumed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -115,11 +116,14 @@ class Fsdp(TrainCase):
         whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard auto_wrap", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(whole))
         self.assert_same(self.newest(plain), self.newest(whole))
-        again, _ = self.run_with(
+        again, said = self.run_with(
             2, "again", "--fsdp", "full_shard offload", "--fsdp_config",
             "{version: 2, activation_checkpointing: true, "
             "transformer_layer_cls_to_wrap: [GPT2Block]}", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(again))
+        facts = json.loads((again / "monitor/run.json").read_text())
+        self.assertEqual(facts["optimizer"], "fully sharded over 2 ranks, fused adamw")
+        self.assertEqual(said.count("offload of fsdp has no effect: the model is on the CPU"), 1)
         _, said = self.run_with(2, "compiled", "--fsdp", "full_shard", "--compile_model", "true",
                                 "--max_steps", "1")
         self.assertIn("steps run without a CUDA graph: fsdp gathers and frees", said)

@@ -144,8 +144,8 @@ class Pipeline(TrainCase):
                  "data_parallel_shard_degree is 3, and the run has 2 ranks. Start a multiple of 3, "
                  "or write 2."),
                 (2, (*stages(2), "--global_batch_size", 15, "--gradient_accumulation_steps", 1),
-                 "global_batch_size 15 is not a multiple of 4 (batch 4 x 1 copy of the model on 2 "
-                 "ranks). The nearest that are: 12 and 16."),
+                 "global_batch_size 15 is not a multiple of 4 (batch 4 x 1 data parallel group of "
+                 "2 ranks). The nearest that are: 12 and 16."),
                 (5, stages(5), "5 stages (5 ranks x 1), and the model has 4 blocks")):
             done = self.train(ranks, self.place / "refused", *flags, code=2)
             self.assertIn(text, done.stdout + done.stderr)

@@ -59,7 +59,7 @@ class Resume(TrainCase):
         shown = self.lockstep("checkpoint", "show", newest, "--tensors").stdout
         self.assertIn(f"step        {steps[-1]} of {steps[-1]}, epoch 4.0000", shown)
         self.assertRegex(shown, r"net\.1\.running_mean +F32 +\[32\]")
-        self.assertIn("2 ranks x batch 4 x accumulation 3", shown)
+        self.assertIn("2 data parallel ranks x batch 4 x accumulation 3", shown)
 
     def test_another_number_of_threads_is_a_warning(self):
         """Sums are divided over threads: the bits are others."""
@@ -142,7 +142,8 @@ class Resume(TrainCase):
         self.assertRegex(done.stdout, r"trained 5 steps, mean loss \d+\.\d{4}; ")
         done = self.train(1, output, "--resume", "auto", "--max_steps", 8)
         self.assertRegex(done.stdout, r"trained 8 steps, mean loss since step 5 \d+\.\d{4}; ")
-        self.assertIn("the checkpoint was made with 2 ranks x batch 4 x accumulation 3, now 1 x 4 "
+        self.assertIn("the checkpoint was made with 2 data parallel ranks x batch 4 x "
+                      "accumulation 3, now 1 x 4 "
                       "x 3: the samples come in the same order", done.stderr)
         self.assertIn("the effective batch is 12 instead of 24", done.stderr)
 

@@ -3,6 +3,7 @@ whole model that continue with any degree or without, copies of the slices, and 
 killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -117,6 +118,15 @@ class Tensor(TrainCase):
             run, _ = self.run_with(2, name, *tensor(2), *flags)
             self.assert_close(plain, run)
             self.assertEqual(shapes(self.newest(plain)), shapes(self.newest(run)))
+
+    def test_an_evaluation_has_the_load_balancing_loss(self):
+        """Weights of zero leave ln(vocabulary), and an even router 2: the experts of a token."""
+        self.use_config({**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
+                         "output_router_logits": True, "router_aux_loss_coef": 0.25,
+                         "initializer_range": 0})
+        run, _ = self.run_with(2, "run", *tensor(2), "--eval_on_start", "true", "--max_steps", "1",
+                               "--eval_strategy", "no")
+        self.assertAlmostEqual(self.figures(run, "eval_loss")[0], math.log(257) + 0.5, places=4)
 
     def test_bf16(self):
         plain, _ = self.run_with(1, "one", "--bf16", "true")
