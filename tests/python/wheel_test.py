@@ -109,6 +109,14 @@ class Wheel(unittest.TestCase):
         self.assertIn("\n  run  ", text)
         self.assertNotRegex(text, r"\n  (train|generate|bench) ")
 
+    def test_the_launcher_is_configured_without_tests(self):
+        """As pip does it where no launcher is given. That it compiles is shown by the build."""
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DLOCKSTEP_TORCH_FREE_ONLY=ON",
+                   "-DLOCKSTEP_BUILD_TESTS=OFF"]
+        code, text, errors = output_of("cmake", "-S", SOURCE, "-B",
+                                       pathlib.Path(self.folder.name) / "launcher", *options)
+        self.assertEqual(code, 0, text + errors)
+
     def test_without_torch(self):
         """The sentence that pip shows where the environment has no torch."""
         code, _, text = output_of(self.env / "bin/python3", "-S", "-B", BUILDER, "--check", env={})
