@@ -16,6 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -38,12 +39,6 @@ bool is_v4(const std::string& text) {
 bool is_v6(const std::string& text) {
   in6_addr parsed;
   return ::inet_pton(AF_INET6, text.c_str(), &parsed) == 1;
-}
-
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
 }
 
 // The name of "name", "name:port", "[v6]" or "[v6]:port"; nothing where it is not one of these.
