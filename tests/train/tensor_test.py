@@ -302,7 +302,7 @@ class Tensor(TrainCase):
         device_map = f"{{config: {self.place / 'config.json'}, device_map: {{'': cpu}}}}"
         for config, ranks, flags, text in (
                 (LLAMA, 3, tensor(2), "tensor_parallel_degree is 2, and there are 3 ranks"),
-                (LLAMA, 4, (*tensor(2), "--pipeline_parallel_degree", 4),
+                (LLAMA, 4, (*tensor(4), "--pipeline_parallel_degree", 2),
                  "pipeline_parallel_degree x tensor_parallel_degree is 8, and there are 4 ranks"),
                 (LLAMA, 3, tensor(3), "that divides both (tensor_parallel_degree): 1, 2 or 4."),
                 (LLAMA, 2, (*tensor(2), "--optim", "muon"), "step whole matrices"),
