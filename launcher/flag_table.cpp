@@ -6,7 +6,6 @@
 #include <cctype>
 #include <sstream>
 
-
 namespace lockstep::launch {
 namespace {
 

@@ -130,7 +130,7 @@ def main():
         check("verify", whole)
         shown = check("show", whole / f"checkpoint-{last}")
         assert re.search(rf"step +{last}, epoch {EPOCHS}\.0000", shown), shown
-        assert "2 ranks x batch 16 x accumulation 2" in shown, shown
+        assert "2 data parallel ranks x batch 16 x accumulation 2" in shown, shown
         assert last_factor(whole) < 1e-9, last_factor(whole)
 
         ways = {"launcher": (143, lambda process, _: process.send_signal(signal.SIGTERM)),

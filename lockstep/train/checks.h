@@ -37,7 +37,7 @@ std::string uneven_text(const UpdateSize& size, int copies);
 // The ranks that hold one copy of the model together and see the same samples: stages of a pipeline
 // x slices of a layer.
 std::int64_t ranks_of_copy(const TrainingArguments& arguments);
-// "2 ranks", or where one does not hold the whole model "1 copy of the model on 2 ranks".
+// "2 ranks", or where one does not hold the whole model "1 data parallel group of 2 ranks".
 std::string copies_text(std::int64_t copies, std::int64_t ranks_of_copy);
 
 // "tensorwise" or "rowwise" where mixed_precision is fp8, otherwise empty. UsageError for another

@@ -420,9 +420,11 @@ TEST(SaveResume, TheEffectiveBatchCountsTheAccumulation) {
   };
   EXPECT_THAT(said(), Not(HasSubstr("effective batch")));
   parts.accumulation = &two;
-  EXPECT_THAT(said(), HasSubstr("made with 1 rank x batch 3 x accumulation 4, now 1 x 3 x 2: the "
-                                "samples come in the same order, each once per epoch; the "
-                                "effective batch is 6 instead of 12."));
+  EXPECT_THAT(
+      said(),
+      HasSubstr("made with 1 data parallel rank x batch 3 x accumulation 4, now 1 x 3 x 2: the "
+                "samples come in the same order, each once per epoch; the "
+                "effective batch is 6 instead of 12."));
 }
 
 // Sums of floats depend on how many threads divide them.
