@@ -182,16 +182,45 @@ endfunction()
 # A test that is a script: lockstep_script_test(style_layers COMMAND python3 layers.py)
 # Tests run four at a time, since most wait more than they compute; ALONE is for those that
 # measure a speed. COST: the seconds of a long one, which begins before the others.
+#
+# CASES are arguments of the script: those of its cases that this test runs, or all of them. The
+# label `quick` makes it one of the quick tests (`./dev test`), QUICK_CASES only these cases. NEEDS:
+# the programs that the script runs beside `lockstep`, which the quick tests then build.
+#
+#   lockstep_script_test(train_resume_test COMMAND python3 resume_test.py LABELS train
+#     QUICK_CASES Resume.test_bits NEEDS lockstep_train_cli)
 function(lockstep_script_test name)
-  cmake_parse_arguments(ARG "ALONE" "TIMEOUT;COST" "COMMAND;LABELS" ${ARGN})
-  add_test(NAME ${name} COMMAND ${ARG_COMMAND})
+  cmake_parse_arguments(ARG "ALONE" "TIMEOUT;COST" "COMMAND;CASES;QUICK_CASES;LABELS;NEEDS" ${ARGN})
+  set(tests ${name})
+  add_test(NAME ${name} COMMAND ${ARG_COMMAND} ${ARG_CASES})
   lockstep_test_properties(${name} TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+  if(ARG_QUICK_CASES)
+    list(APPEND tests ${name}_quick)
+    add_test(NAME ${name}_quick COMMAND ${ARG_COMMAND} ${ARG_QUICK_CASES})
+    lockstep_test_properties(${name}_quick TIMEOUT ${ARG_TIMEOUT}
+      LABELS ${ARG_LABELS} quick excerpt)
+  endif()
   if(ARG_ALONE)
-    set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+    set_tests_properties(${tests} PROPERTIES RUN_SERIAL ON)
   endif()
   if(ARG_COST)
-    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
+    set_tests_properties(${tests} PROPERTIES COST ${ARG_COST})
   endif()
+  if(ARG_QUICK_CASES OR "quick" IN_LIST ARG_LABELS)
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_QUICK_PROGRAMS lockstep_cli ${ARG_NEEDS})
+  endif()
+endfunction()
+
+# The target that `./dev test` builds. A program that this build does not have (without torch) is
+# needed by no test of it.
+function(lockstep_quick_tests)
+  get_property(programs GLOBAL PROPERTY LOCKSTEP_QUICK_PROGRAMS)
+  add_custom_target(quick_tests)
+  foreach(program ${programs})
+    if(TARGET ${program})
+      add_dependencies(quick_tests ${program})
+    endif()
+  endforeach()
 endfunction()
 
 function(lockstep_test_properties name)
@@ -201,6 +230,9 @@ function(lockstep_test_properties name)
   endif()
   if(CMAKE_CROSSCOMPILING)
     math(EXPR ARG_TIMEOUT "5 * ${ARG_TIMEOUT}")  # an emulator runs it
+  endif()
+  if("quick" IN_LIST ARG_LABELS AND TARGET ${name})
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_QUICK_PROGRAMS ${name})
   endif()
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
     ENVIRONMENT "${LOCKSTEP_TEST_ENV}" SKIP_RETURN_CODE 77)

@@ -132,12 +132,12 @@ TEST(Fsdp, KeysOfTheFirstFsdpHaveNoEffect) {
           HasSubstr("fsdp_config.state_dict_type has no effect: ranks write their parts")));
 }
 
-struct Mistake {
+struct FsdpMistake {
   std::string yaml, text;
 };
 
 TEST(Fsdp, EveryMistakeIsNamed) {
-  for (const Mistake& one : std::vector<Mistake>{
+  for (const FsdpMistake& one : std::vector<FsdpMistake>{
            {"fsdp: full_shrd\n",
             "t.yaml:1:1: fsdp: 'full_shrd' is none of full_shard, shard_grad_op, hybrid_shard, "
             "hybrid_shard_zero2, offload and auto_wrap. Did you mean full_shard?"},

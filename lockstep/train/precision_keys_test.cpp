@@ -9,22 +9,23 @@
 namespace lockstep::train {
 namespace {
 
-Config resolve(const std::string& file, const std::vector<std::string>& flags = {}) {
+Config with_precision(const std::string& file, const std::vector<std::string>& flags = {}) {
   return resolve_config({.file = parse_yaml(file, "t.yaml"), .flags = flags});
 }
 
 TEST(PrecisionKeys, MixedPrecisionSetsWhatItStandsFor) {
-  const Config fp8 = resolve("mixed_precision: fp8\nfp8: {recipe: rowwise}\n");
+  const Config fp8 = with_precision("mixed_precision: fp8\nfp8: {recipe: rowwise}\n");
   EXPECT_TRUE(fp8.arguments.bf16);
   EXPECT_EQ(fp8.setting("bf16").where, "mixed_precision");
   EXPECT_EQ(fp8_recipe_name(fp8.arguments), "rowwise");
-  EXPECT_EQ(fp8_recipe_name(resolve("mixed_precision: fp8\n").arguments), "tensorwise");
-  const Config bf16 = resolve("mixed_precision: bf16\n");
+  EXPECT_EQ(fp8_recipe_name(with_precision("mixed_precision: fp8\n").arguments), "tensorwise");
+  const Config bf16 = with_precision("mixed_precision: bf16\n");
   EXPECT_TRUE(bf16.arguments.bf16);
   EXPECT_EQ(fp8_recipe_name(bf16.arguments), "");
-  EXPECT_TRUE(resolve("", {"--mixed_precision=fp16"}).arguments.fp16);
-  EXPECT_FALSE(resolve("mixed_precision: no\n").arguments.bf16);
-  EXPECT_EQ(resolve("bf16: true\n", {"--mixed_precision=fp8"}).setting("bf16").where, "t.yaml:1:1");
+  EXPECT_TRUE(with_precision("", {"--mixed_precision=fp16"}).arguments.fp16);
+  EXPECT_FALSE(with_precision("mixed_precision: no\n").arguments.bf16);
+  EXPECT_EQ(with_precision("bf16: true\n", {"--mixed_precision=fp8"}).setting("bf16").where,
+            "t.yaml:1:1");
 }
 
 TEST(PrecisionKeys, MistakesAreNamedWithPlaceAndRemedy) {
@@ -48,7 +49,7 @@ TEST(PrecisionKeys, MistakesAreNamedWithPlaceAndRemedy) {
       {"mixed_precision: fp8\nfp8: {backend: TE}\n", "t.yaml:2:7: fp8 has no key 'backend'"}};
   for (const auto& [file, text] : mistakes) {
     try {
-      resolve(file);
+      with_precision(file);
       ADD_FAILURE() << file;
     } catch (const UsageError& error) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr(text)) << file;

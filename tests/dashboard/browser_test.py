@@ -416,6 +416,6 @@ if __name__ == "__main__":
         sys.exit(0)
     if PROGRAM is None:
         print("SKIP the page in a browser: no Chromium is here (Debian's package "
-              "chromium-headless-shell; ./dev test installs it)")
+              "chromium-headless-shell; ./dev test --all installs it)")
         sys.exit(77)
     unittest.main()
