@@ -1,7 +1,7 @@
 """A real SLURM of two nodes on this machine, and our program as its tasks.
 
-Needs Debian's munge, slurmctld, slurmd and slurm-client, which `./dev test --all` installs; without them
-the test is skipped (77). Everything it starts runs in the foreground as its own child and the user
+Needs Debian's munge, slurmctld, slurmd and slurm-client, which `./dev test --all` installs; without
+them the test is skipped (77). Everything it starts runs in the foreground as its own child and the user
 of the test, and is ended by its process id, or with the test.
 """
 
