@@ -1,8 +1,8 @@
 """A real SLURM of two nodes on this machine, and our program as its tasks.
 
 Needs Debian's munge, slurmctld, slurmd and slurm-client, which `./dev test --all` installs; without
-them the test is skipped (77). Everything it starts runs in the foreground as its own child and the user
-of the test, and is ended by its process id, or with the test.
+them the test is skipped (77). Everything it starts runs in the foreground as its own child and the
+user of the test, and is ended by its process id, or with the test.
 """
 
 import ctypes
