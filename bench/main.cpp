@@ -27,8 +27,6 @@ struct Benchmark {
 };
 const Benchmark kBenchmarks[] = {
     {"launch", "start-to-end time of a one-all-reduce program, beside torchrun", launch_main},
-    {"ddp", "what the wrapper costs in a world of one, beside PyTorch's", ddp_main},
-    {"overlap", "how much communication is hidden behind backward", overlap_main},
     {"allreduce", "shared memory beside gloo and Open MPI, over size", allreduce_main},
     {"step", "gradient synchronisation and optimizer in one pass, beside two", step_main},
     {"train", "a small GPT on the CPU, beside PyTorch's DDP over gloo", train_main},
@@ -46,14 +44,12 @@ const Benchmark kBenchmarks[] = {
     {"presets", "the presets standard and fast, beside one rank and a guide's figures",
      presets_main},
     {"ablation", "what each speed setting of a training file is worth", ablation_main},
-    {"timeline", "traces of a split model and of two ranks, for tools/timeline.py", timeline_main},
 };
 
 const std::map<std::string, RankMain*> kRanks{{"allreduce", allreduce_rank},
                                               {"step", step_rank},
                                               {"model", model_rank},
-                                              {"dp-vs-ddp", dp_vs_ddp_rank},
-                                              {"timeline", timeline_rank}};
+                                              {"dp-vs-ddp", dp_vs_ddp_rank}};
 
 // ---------------------------------------------------------------- other programs
 
