@@ -91,7 +91,6 @@ class Pipeline final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
-  void set_bucket_cap_mb(std::optional<double> mb) override;
 
   std::vector<std::string> parameter_names() const;  // of this rank's stages; no collective
 

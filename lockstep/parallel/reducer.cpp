@@ -65,7 +65,7 @@ void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTe
                      model_.size());
   if (options_.init_sync) model_.broadcast(world_, 0);
   choose_overlap();
-  limits_ = limits_for(options_.bucket_cap_mb);
+  limits_ = limits_as_set();
   plan_first();
 }
 
@@ -80,10 +80,10 @@ void ReducerImpl::choose_overlap() {
   }
 }
 
-BucketLimits ReducerImpl::limits_for(std::optional<double> bucket_cap_mb) const {
+BucketLimits ReducerImpl::limits_as_set() const {
   constexpr std::int64_t kMinBytes = 4 << 20;
-  BucketLimits limits = limits_of(bucket_cap_mb);
-  if (overlap_ || bucket_cap_mb) return limits;
+  BucketLimits limits = limits_of(options_.bucket_cap_mb);
+  if (overlap_ || options_.bucket_cap_mb) return limits;
   limits.first_cap_bytes = limits.cap_bytes;
   limits.min_bytes = kMinBytes;
   return limits;
@@ -96,10 +96,9 @@ std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
   return order;
 }
 
-void ReducerImpl::plan(std::vector<std::size_t> order) {
+void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   ++layout_;
-  order_ = std::move(order);
-  buckets_.lay_out(change_.forms(), order_, limits_);
+  buckets_.lay_out(change_.forms(), order, limits_);
   reset_pass();
 }
 
@@ -600,21 +599,6 @@ void Reducer::register_comm_hook(CommHook hook) {
                      "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
                      "where no communication hook runs. Use a replicated optimizer with hooks.");
   impl_->hook_ = std::move(hook);
-}
-
-void Reducer::set_bucket_cap_mb(std::optional<double> mb) {
-  parallel::ReducerImpl& impl = *impl_;
-  if (impl.pass_.running() || impl.pass_.interrupted())
-    throw UsageError("reducer",
-                     "set_bucket_cap_mb was called during backward, or after one that did not "
-                     "finish. Call it between steps.");
-  if (impl.strategy_ != nullptr)
-    throw UsageError("reducer",
-                     "the bucket size cannot be changed: this model's gradients are reduced by a "
-                     "ShardedOptimizer, in one pass of its step() and not bucket by bucket during "
-                     "backward. Use a replicated optimizer (shard_optimizer: false).");
-  impl.limits_ = impl.limits_for(mb);
-  if (!impl.passive_) impl.plan(impl.order_);
 }
 
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {

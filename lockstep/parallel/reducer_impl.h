@@ -60,8 +60,8 @@ class ReducerImpl final : public BackwardListener,
   friend class lockstep::Reducer;  // the handle of this one
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
-  BucketLimits limits_for(std::optional<double> bucket_cap_mb) const;
-  void plan(std::vector<std::size_t> order);
+  BucketLimits limits_as_set() const;
+  void plan(const std::vector<std::size_t>& order);
   void plan_first();
   bool begin_pass();
   void start_pass();
@@ -104,7 +104,6 @@ class ReducerImpl final : public BackwardListener,
   std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
   std::optional<ledger::Phase> phase_before_;  // the pass that runs
   BucketLimits limits_;
-  std::vector<std::size_t> order_;  // of the plan
   CommHook hook_;
   ReduceStrategy* strategy_ = nullptr;  // null: buckets are reduced in backward
 };
