@@ -11,16 +11,13 @@ DEFAULTS = {
     "launch": ("--ranks", "--rounds", "--require-python", "--require-cpp"),
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
     "kernels": ("--device", "--rows", "--rounds"),
-    "gpt": ("--model", "--dtype", "--mode", "--device", "--steps", "--rounds", "--peer-modes"),
-    "llama": ("--model", "--dtype", "--fp8_recipe"),
-    "lora": ("--model", "--dtype", "--lora_dropout"),
-    "resnet": ("--model", "--dtype", "--image_size"),
+    "recipes": ("--accumulation", "--updates", "--rounds", "--peer-modes"),
     "scale": ("--ranks", "--steps", "--rounds", "--threads", "--output"),
     "dp-vs-ddp": ("--ranks", "--steps", "--batch_size", "--model", "--image_size", "--device"),
     "presets": ("--ranks", "--steps", "--rounds", "--threads"),
     "ablation": ("--ranks", "--steps", "--rounds", "--workers", "--threads"),
 }
-TAKES_A_FILE = {"presets", "ablation"}
+TAKES_A_FILE = {"presets", "ablation", "recipes"}
 
 
 def bench(*arguments, **variables):
