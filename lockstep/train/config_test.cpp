@@ -342,8 +342,8 @@ TEST(Config, Notes) {
               ElementsAre("LOCKSTEP_LEARNING_RAT is not read. Did you mean "
                           "LOCKSTEP_LEARNING_RATE?"));
   for (const char* other :
-       {"LOCKSTEP_DEVICE", "LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT_S", "LOCKSTEP_STORE_FD",
-        "LOCKSTEP_SHARE_DEVICE", "LOCKSTEP_CONTROL_FD", "LOCKSTEP_STORE_CHANNEL"})
+       {"LOCKSTEP_DEVICE", "LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT_S", "LOCKSTEP_SHARE_DEVICE",
+        "LOCKSTEP_CONTROL_FD", "LOCKSTEP_STORE_CHANNEL"})
     EXPECT_THAT(resolve("", {}, {{other, "1"}}).notes, IsEmpty()) << other;
 }
 
