@@ -4,7 +4,7 @@
 //   HookSet          reports a gradient                             on_gradient
 //   PassState        a pass begins with the first one               begin_pass, start_pass
 //   JoinSession      which ranks take part                          start_pass
-//   ChangeDetector   is the model what the buckets are for          start_pass, plan_again
+//   ChangeDetector   is the model what the buckets are for          start_pass, refuse_change
 //   BucketSet        the gradient goes to its slot                  on_gradient
 //   PassState        its bucket may be ready                        launch_ready, launch
 //   PassEnd          the outermost backward has ended               on_backward_end
@@ -78,11 +78,10 @@ class ReducerImpl final : public BackwardListener,
   void count_update();
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
-  void plan_again();
-  void announce_change();
+  [[noreturn]] void refuse_change();
   bool flag_in_bucket() const;
   const at::Tensor& received_flag();
-  void refuse_change_of_another();
+  [[noreturn]] void refuse_change_of_another();
   void shadow_pass();
 
   World world_;

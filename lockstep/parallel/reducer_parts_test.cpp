@@ -231,7 +231,8 @@ TEST(ChangeDetector, SeesEveryKindOfChangeUntilItIsAccepted) {
       {"frozen", [&] { at::Tensor(tensor).set_requires_grad(false); }},
       {"unfrozen", [&] { at::Tensor(tensor).set_requires_grad(true); }},
       {"moved to Double", [&] { at::Tensor(tensor).set_data(tensor.detach().to(at::kDouble)); }},
-      {"given another shape", [&] { at::Tensor(tensor).set_data(at::ones({2, 4}, at::kDouble)); }}};
+      {"given the shape [2, 4]",
+       [&] { at::Tensor(tensor).set_data(at::ones({2, 4}, at::kDouble)); }}};
   for (const auto& [what, make] : cases) {
     changes.accept();
     EXPECT_FALSE(changes.changed()) << what;
@@ -277,7 +278,9 @@ TEST(ChangeDetector, ModelsThatDifferAreRefusedByAllRanks) {
     changes.check_same_model();
     if (world.rank() == 1) at::Tensor(model[1].tensor).set_requires_grad(false);
     EXPECT_THAT(message_of<UsageError>([&] { changes.check_same_model(); }),
-                HasSubstr("rank 1 has 'p1: shape [4], Float on cpu, requires_grad=false, changed"));
+                HasSubstr("rank 1 has 'p1: shape [4], Float on cpu, requires_grad=false'"));
+    EXPECT_THAT(message_of<UsageError>([&] { changes.refuse(); }),
+                HasSubstr("on rank 1 parameter 'p1' was frozen."));
     if (world.rank() == 0) at::Tensor(model[1].tensor).set_requires_grad(false);
     changes.check_same_model();  // on all: as before it is accepted
     const auto refusal =
