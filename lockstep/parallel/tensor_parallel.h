@@ -31,7 +31,6 @@
 #include <torch/nn/module.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
