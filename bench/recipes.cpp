@@ -48,8 +48,8 @@ struct RecipeOptions {
 struct Recipe {
   std::string name, file;
   TrainingArguments arguments;
-  std::string data;  // the name of its data
-  ModelSettings settings;
+  std::string data{};  // the name of its data
+  ModelSettings settings{};
 
   double samples() const {
     return static_cast<double>(settings.batch_size * settings.accumulation);
