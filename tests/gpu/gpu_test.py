@@ -13,7 +13,7 @@ RECIPES = {
     "gpt": "model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 257}\n"
            "max_seq_len: 32\n",
     "lora": "model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 257}\n"
-            "data: {name: instructions, path: none.json}\nmax_seq_len: 32\n"
+            "data: {name: instructions, path: none.json}\nmax_seq_len: 256\n"
             "lora: {r: 4, lora_alpha: 8, target_modules: [c_attn, c_proj]}\n",
     "resnet": "model: resnet18\n"
               "data: {name: images, samples: 64, image_size: 32, classes: 10}\n"}
