@@ -94,6 +94,7 @@ class Recipes(Case):
 
     def test_refuses_nonsense(self):
         file = self.write("gpt.yaml", GPT + ALL)
+        mlp = self.write("mlp.yaml", "model: mlp\ndata: random\n" + ALL)
         for arguments, part in (((), "file is required"),
                                 ((file, "--peer-modes", "fast"), "--peer-modes"),
                                 ((file, "--require", "compile"), "is not SIDE:RATIO"),
@@ -104,7 +105,7 @@ class Recipes(Case):
                                  "loss scaling"),
                                 ((file, "--flag=--model={name: gpt, n_embd: 31, n_head: 4}"),
                                  "model.n_embd 31 does not divide into 4 heads"),
-                                ((self.write("mlp.yaml", "model: mlp\ndata: random\n" + ALL),), "an mlp")):
+                                ((mlp,), "trains an mlp")):
             with self.subTest(arguments):
                 self.fails(2, part, "recipes", *arguments)
 
