@@ -9,20 +9,15 @@ LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
 # Options that have a default to show; paths have none.
 DEFAULTS = {
     "launch": ("--ranks", "--rounds", "--require-python", "--require-cpp"),
-    "ddp": ("--blocks", "--steps", "--batch", "--time", "--threads", "--device", "--require-ratio"),
-    "overlap": ("--ranks", "--steps", "--delay-ms", "--bucket-mb", "--require-hidden"),
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
     "kernels": ("--device", "--rows", "--rounds"),
-    "gpt": ("--model", "--dtype", "--mode", "--device", "--steps", "--rounds", "--peer-modes"),
-    "llama": ("--model", "--dtype", "--fp8_recipe"),
-    "lora": ("--model", "--dtype", "--lora_dropout"),
-    "resnet": ("--model", "--dtype", "--image_size"),
+    "recipes": ("--accumulation", "--updates", "--rounds", "--peer-modes"),
     "scale": ("--ranks", "--steps", "--rounds", "--threads", "--output"),
     "dp-vs-ddp": ("--ranks", "--steps", "--batch_size", "--model", "--image_size", "--device"),
     "presets": ("--ranks", "--steps", "--rounds", "--threads"),
     "ablation": ("--ranks", "--steps", "--rounds", "--workers", "--threads"),
 }
-TAKES_A_FILE = {"presets", "ablation"}
+TAKES_A_FILE = {"presets", "ablation", "recipes"}
 
 
 def bench(*arguments, **variables):
@@ -78,19 +73,18 @@ class Arguments(unittest.TestCase):
                 self.assertIn(part, done.stderr)
         self.assertIn("there is no option --step (did you mean --steps?).",
                       bench("dp-vs-ddp", "--step", "20").stderr)
-        done = bench("overlap", "--ranks", "1")
+        done = bench("presets", "--ranks", "1")
         self.assertEqual(done.returncode, 2)
         self.assertIn("--ranks", done.stderr)
         self.assertEqual(bench("elephant").returncode, 2)
 
     def test_an_invalid_value_is_reported_clearly(self):
-        cases = [(("ddp", "--device", "foo"), "--device: 'foo' is not a device; use cpu, cuda or"),
+        cases = [(("kernels", "--device", "foo"), "--device: 'foo' is not a device; use cpu,"),
                  (("loader", "--device", "cuda:x"), "--device: 'cuda:x' is not a device"),
-                 (("overlap", "--delay-ms", "0"), "--delay-ms: '0' is not a number above zero"),
                  (("step", "--seconds", "nan"), "--seconds: 'nan' is not a number above zero")]
         # Where there are fewer GPUs than that, as on any machine.
         cases += [((name, "--device", "cuda:999"), "--device cuda:999: ")
-                  for name in ("ddp", "loader")]
+                  for name in ("kernels", "loader")]
         for arguments, part in cases:
             with self.subTest(arguments):
                 done = bench(*arguments)

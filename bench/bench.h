@@ -7,13 +7,12 @@
 namespace lockstep::bench {
 
 using Main = int(int argc, char** argv);
-Main launch_main, ddp_main, overlap_main, allreduce_main, step_main, train_main, loader_main,
-    kernels_main, gpt_main, llama_main, lora_main, resnet_main, scale_main, recipes_main,
-    dp_vs_ddp_main, presets_main, ablation_main, timeline_main;
+Main launch_main, allreduce_main, step_main, train_main, loader_main, kernels_main, recipes_main,
+    scale_main, dp_vs_ddp_main, presets_main, ablation_main;
 
 // A rank: connects to the others as its settings say, and serves orders from a socket.
 using RankMain = int(const nlohmann::json& settings, const std::string& orders);
-RankMain allreduce_rank, step_rank, model_rank, dp_vs_ddp_rank, timeline_rank;
+RankMain allreduce_rank, step_rank, model_rank, dp_vs_ddp_rank;
 
 // The rank's side of `launch`: one all-reduce, printed by rank 0.
 int allreduce_once_main();

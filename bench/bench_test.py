@@ -199,9 +199,6 @@ class Others(Case):
     def test_the_quick_ones_verify_and_write(self):
         for arguments, rows in (
                 (("kernels", "--small", "--device", "cpu", "--rows", "64", "--rounds", "1"), 12),
-                (("ddp", "--blocks", "2", "--steps", "1", "--batch", "1", "--time", "8",
-                  "--no-python"), 1),
-                (("overlap", "--steps", "2", "--delay-ms", "1"), 4),
                 (("loader", "--batches", "4", "--no-python"), 5),
                 (("launch", "--ranks", "2", "--rounds", "1"), 3)):
             with self.subTest(arguments[0]):

@@ -27,33 +27,24 @@ struct Benchmark {
 };
 const Benchmark kBenchmarks[] = {
     {"launch", "start-to-end time of a one-all-reduce program, beside torchrun", launch_main},
-    {"ddp", "what the wrapper costs in a world of one, beside PyTorch's", ddp_main},
-    {"overlap", "how much communication is hidden behind backward", overlap_main},
     {"allreduce", "shared memory beside gloo and Open MPI, over size", allreduce_main},
     {"step", "gradient synchronisation and optimizer in one pass, beside two", step_main},
     {"train", "a small GPT on the CPU, beside PyTorch's DDP over gloo", train_main},
     {"loader", "load, collate, copy and wait times of a batch, beside PyTorch's", loader_main},
     {"kernels", "fused operations beside ATen's and beside a copy of as many bytes", kernels_main},
-    {"gpt", "training a GPT-2 of 124 M to 1.3 B parameters, beside PyTorch", gpt_main},
-    {"llama", "training a Llama of 1 B or 3 B parameters, beside PyTorch", llama_main},
-    {"lora", "fine-tuning Phi-3 with LoRA, beside PyTorch", lora_main},
-    {"resnet", "training a ResNet on images, beside PyTorch", resnet_main},
-    {"recipes", "the files of examples/configs through lockstep train, beside PyTorch",
-     recipes_main},
+    {"recipes", "training files through lockstep train, beside PyTorch", recipes_main},
     {"scale", "a training file on 1, 2, ... ranks: speed-up and step budget", scale_main},
     {"dp-vs-ddp", "one process that drives all devices, beside one process for each",
      dp_vs_ddp_main},
     {"presets", "the presets standard and fast, beside one rank and a guide's figures",
      presets_main},
     {"ablation", "what each speed setting of a training file is worth", ablation_main},
-    {"timeline", "traces of a split model and of two ranks, for tools/timeline.py", timeline_main},
 };
 
 const std::map<std::string, RankMain*> kRanks{{"allreduce", allreduce_rank},
                                               {"step", step_rank},
                                               {"model", model_rank},
-                                              {"dp-vs-ddp", dp_vs_ddp_rank},
-                                              {"timeline", timeline_rank}};
+                                              {"dp-vs-ddp", dp_vs_ddp_rank}};
 
 // ---------------------------------------------------------------- other programs
 

@@ -2,20 +2,17 @@
 // wrapper and optimizer are used as lockstep::Trainer uses them.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/torch.h>
 
-#include <array>
 #include <filesystem>
-#include <set>
 
 #include "bench/bench.h"
 #include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/marks.h"
 #include "bench/models.h"
+#include "cli/task_config.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/memory/cpu_cache.h"
@@ -28,10 +25,10 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
-#include "lockstep/train/async_saver.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint.h"
-#include "observe/plan/model_shape.h"
+#include "lockstep/train/checks.h"
+#include "lockstep/train/config.h"
 
 namespace lockstep::bench {
 namespace {
@@ -40,64 +37,33 @@ using nlohmann::json;
 
 constexpr std::uint64_t kSeed = 42;
 
-// ---------------------------------------------------------------- sizes
+// ---------------------------------------------------------------- the model that is asked for
 
-const ModelPreset& preset_of(const ModelSettings& settings) {
-  for (const ModelPreset& preset : kPresets)
-    if (preset.kind == settings.kind && preset.name == settings.model) return preset;
-  throw UsageError("bench", "{} has no model '{}'.", settings.kind, settings.model);
-}
+// What decides the model of a training file, as `lockstep train` reads it.
+struct Asked {
+  models::CausalLmConfig lm{};
+  std::optional<models::LoraConfig> lora{};
+  std::optional<models::ResNetConfig> resnet{};
+  std::optional<nn::Fp8Recipe> fp8{};
+  bool residual_in_fp32 = false;
+};
 
-models::GptConfig gpt_config(const ModelSettings& settings) {
-  if (settings.model == "small")
-    return {.n_layer = settings.n_layer,
-            .n_head = settings.n_head,
-            .n_embd = settings.n_embd,
-            .vocab_size = settings.vocab_size,
-            .n_positions = settings.sequence_length,
-            .tie_word_embeddings = settings.tied};
-  const ModelPreset& preset = preset_of(settings);
-  return {.n_layer = preset.layers,
-          .n_head = preset.heads,
-          .n_embd = preset.width,
-          .vocab_size = preset.vocabulary > 0 ? preset.vocabulary : settings.vocab_size,
-          .n_positions = settings.sequence_length};
-}
-
-// As Llama 3.2 has them, with one weight for embedding and head; those with adapters as Phi-3.
-models::LlamaConfig llama_config(const ModelSettings& settings) {
-  const ModelPreset& preset = preset_of(settings);
-  const bool llama = settings.kind == "llama";
-  models::LlamaConfig c{.vocab_size = preset.vocabulary,
-                        .hidden_size = preset.width,
-                        .intermediate_size = preset.inner,
-                        .num_hidden_layers = preset.layers,
-                        .num_attention_heads = preset.heads,
-                        .num_key_value_heads = preset.keys,
-                        .max_position_embeddings = settings.sequence_length,
-                        .rms_norm_eps = 1e-5,
-                        .tie_word_embeddings = llama,
-                        .fused_projections = !llama};
-  if (llama || settings.model == "llama3-8b") c.rope.rope_theta = 500000;
-  return c;
-}
-
-models::CausalLmConfig lm_config(const ModelSettings& settings) {
-  if (settings.kind == "gpt") return {.model = gpt_config(settings)};
-  return {.model = llama_config(settings)};
-}
-
-models::LoraConfig lora_config(const ModelSettings& settings) {
-  return {.r = 16,
-          .lora_alpha = 32,
-          .lora_dropout = settings.lora_dropout,
-          .target_modules = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}};
-}
-
-models::ResNetConfig resnet_config(const ModelSettings& settings) {
-  if (settings.model == "resnet50") return {.depth = 50};
-  if (settings.model == "resnet18") return {.depth = 18};
-  return {.depth = 18, .num_classes = 10};
+Asked asked(const ModelSettings& settings) {
+  if (settings.file.empty())
+    return {.lm = {.model = models::GptConfig{.n_layer = settings.n_layer,
+                                              .n_head = settings.n_head,
+                                              .n_embd = settings.n_embd,
+                                              .vocab_size = settings.classes,
+                                              .n_positions = settings.sequence_length,
+                                              .tie_word_embeddings = false}}};
+  const TrainingArguments a = train::load_config(settings.file, settings.flags).arguments;
+  const cli::TaskConfig task = cli::read_task(a, cli::TaskFiles::kUnread);
+  if (settings.kind == "resnet") return {.resnet = cli::resnet_config(task)};
+  Asked result{.lm = cli::causal_lm_config(task.model),
+               .lora = task.lora,
+               .residual_in_fp32 = a.residual_in_fp32};
+  if (settings.dtype == "fp8") result.fp8 = nn::fp8_recipe_of(train::fp8_recipe_name(a));
+  return result;
 }
 
 bool is_resnet(const ModelSettings& settings) {
@@ -132,7 +98,7 @@ at::Tensor hashed(const at::Tensor& position) {
 }
 
 ModelBatch token_batch(const ModelSettings& settings, std::int64_t step, const at::Tensor& like) {
-  const std::int64_t vocabulary = lm_config(settings).vocab_size();
+  const std::int64_t vocabulary = settings.classes;
   const std::int64_t rows = settings.batch_size, columns = settings.sequence_length + 1;
   const std::int64_t count = rows * columns;
   const at::Tensor places = torch::arange(step * count, (step + 1) * count, like.options()) * 3;
@@ -153,7 +119,7 @@ ModelBatch image_batch(const ModelSettings& settings, std::int64_t step, const a
   at::Tensor images = (hashed(places).to(at::kFloat) * 0x1p-30 - 1).view({rows, 3, side, side});
   if (images.is_cuda()) images = images.contiguous(at::MemoryFormat::ChannelsLast);
   const at::Tensor numbers = torch::arange(step * rows, (step + 1) * rows, like.options());
-  return {images, hashed(numbers).remainder(resnet_config(settings).num_classes)};
+  return {images, hashed(numbers).remainder(settings.classes)};
 }
 
 // ---------------------------------------------------------------- models
@@ -162,39 +128,18 @@ struct Net {
   std::shared_ptr<torch::nn::Module> module;
   std::function<at::Tensor(const ModelBatch&)> loss;
   std::optional<models::LoraConfig> lora{};
+  std::optional<nn::Fp8Recipe> fp8{};
 };
 
-template <typename Module>
-Net net_of(std::shared_ptr<Module> module) {
-  module->train();
-  return {module,
-          [module](const ModelBatch& batch) {
-            const at::Tensor logits = module->forward(batch.data);
-            return torch::cross_entropy_loss(logits.flatten(0, -2), batch.target.flatten());
-          },
-          {}};
-}
-
-// Head and loss are fused where the model can; "plain" uses only ATen's operations.
-Net lm_of(const models::CausalLmPtr& module, const ModelSettings& settings) {
-  module->train();
-  if (settings.mode == "plain") module->use_fused(false);
-  module->use_fp32_residual(settings.residual_in_fp32);
-  return {module,
-          [module](const ModelBatch& batch) { return module->loss(batch.data, batch.target); },
-          {}};
-}
-
 // Billions of weights are drawn on the device where they stay.
-models::CausalLmPtr drawn_base(const ModelSettings& settings, at::ScalarType type,
-                               c10::Device device) {
+models::CausalLmPtr drawn_lm(const Asked& model, at::ScalarType type, c10::Device device) {
   const torch::NoGradGuard no_grad;
   const auto made =
-      models::make_causal_lm(lm_config(settings), {.dtype = type, .device = device, .draw = false});
+      models::make_causal_lm(model.lm, {.dtype = type, .device = device, .draw = false});
   for (const auto& parameter : made->named_parameters()) {
     at::Tensor weight = parameter.value();
     if (weight.dim() == 1)
-      weight.fill_(1);  // norms; there are no biases
+      weight.fill_(parameter.key().ends_with("bias") ? 0 : 1);  // of a norm
     else
       weight.normal_(0, 0.02);
   }
@@ -212,55 +157,46 @@ void set_adapters(torch::nn::Module& module) {
   }
 }
 
-std::optional<nn::Fp8Recipe> fp8_of(const ModelSettings& settings) {
-  if (settings.dtype != "fp8") return std::nullopt;
-  return nn::fp8_recipe_of(settings.fp8_recipe);
-}
-
-Net make_lm(const ModelSettings& settings, at::ScalarType type, c10::Device device) {
-  const bool lora = settings.kind == "lora";
-  models::CausalLmPtr made;
-  if (!settings.start.empty())
-    made = models::load_pretrained(model_folder(settings), {.dtype = type, .device = device});
-  else if (settings.kind != "gpt")
-    made = drawn_base(settings, type, device);
-  else
-    made = models::make_causal_lm(lm_config(settings));
+// A frozen base is held in the compute dtype; what is trained is float.
+Net make_lm(const Asked& model, const ModelSettings& settings, c10::Device device) {
+  const at::ScalarType type = model.lora && settings.dtype != "fp32" ? at::kBFloat16 : at::kFloat;
+  const models::CausalLmPtr made =
+      settings.start.empty()
+          ? drawn_lm(model, type, device)
+          : models::load_pretrained(model_folder(settings), {.dtype = type, .device = device});
   made->to(device);
-  Net net = lm_of(made, settings);
-  if (!lora) return net;
-  if (settings.start.empty()) {
-    net.lora = lora_config(settings);
-    models::add_lora(*made, *net.lora);
-  } else {
-    net.lora = models::load_adapter(*made, adapter_folder(settings));
-  }
+  made->use_fp32_residual(model.residual_in_fp32);
+  if (model.lora && settings.start.empty()) models::add_lora(*made, *model.lora);
+  if (model.lora && !settings.start.empty()) models::load_adapter(*made, adapter_folder(settings));
   made->train(!settings.exact);
   if (settings.exact) set_adapters(*made);
-  if (const auto recipe = fp8_of(settings)) models::store_frozen_fp8(*made, *recipe);
-  return net;
+  if (model.lora && model.fp8) models::store_frozen_fp8(*made, *model.fp8);
+  return {made, [made](const ModelBatch& batch) { return made->loss(batch.data, batch.target); },
+          model.lora, model.fp8};
 }
 
-Net make_resnet(const ModelSettings& settings, c10::Device device) {
-  const auto made = models::ResNet(resnet_config(settings)).ptr();
+Net make_resnet(const Asked& model, const ModelSettings& settings, c10::Device device) {
+  const auto made = models::ResNet(*model.resnet).ptr();
   if (!settings.start.empty()) train::load_weights(model_folder(settings), *made);
   made->to(device);
   if (device.is_cuda())
     for (auto& parameter : made->parameters())
       if (parameter.dim() == 4)
         parameter.set_data(parameter.data().contiguous(at::MemoryFormat::ChannelsLast));
-  return net_of(made);
+  made->train();
+  return {made, [made](const ModelBatch& batch) {
+            return torch::cross_entropy_loss(made->forward(batch.data), batch.target);
+          }};
 }
 
 at::ScalarType type_of(const ModelSettings& settings) {
   return settings.dtype == "fp32" ? at::kFloat : at::kBFloat16;
 }
 
-// A frozen base is held in the compute dtype; what is trained is float.
 Net make_net(const ModelSettings& settings, c10::Device device) {
   torch::manual_seed(kSeed);
-  if (is_resnet(settings)) return make_resnet(settings, device);
-  return make_lm(settings, settings.kind == "lora" ? type_of(settings) : at::kFloat, device);
+  const Asked model = asked(settings);
+  return model.resnet ? make_resnet(model, settings, device) : make_lm(model, settings, device);
 }
 
 // Batch `number` on the settings' device; the same numbers as in peers/peer_loop.py.
@@ -273,7 +209,7 @@ ModelBatch make_batch(const ModelSettings& settings, std::int64_t step) {
                              : token_batch(settings, step, like);
 }
 
-// Draws the initial weights and writes them to settings.start: model/ and, for lora, adapter/.
+// Draws the initial weights and writes them to settings.start: model/ and, with lora, adapter/.
 void write_start(const ModelSettings& settings) {
   ModelSettings drawn = settings;
   drawn.start.clear();
@@ -294,7 +230,6 @@ void write_start(const ModelSettings& settings) {
 
 class ModelStep {
  public:
-  enum class Phase { kForward, kBackward, kOptimizer };
   ModelStep(const ModelSettings& settings, World world);
   ModelStep(const ModelStep&) = delete;
   ModelStep& operator=(const ModelStep&) = delete;
@@ -302,20 +237,7 @@ class ModelStep {
   // Forward, backward, clipping and AdamW. Returns the loss.
   at::Tensor step(const ModelBatch& batch);
 
-  // Called after each part of an eager step was launched.
-  void on_phase(std::function<void(Phase)> called) { on_phase_ = std::move(called); }
-  // Called before parameters and optimizer state change; in a captured step before the whole step.
-  void before_update(std::function<void()> called) { before_update_ = std::move(called); }
-
-  // The contents of its checkpoint, as the Trainer saves it; tensors are the model's own.
-  train::CheckpointContents contents(std::int64_t step);
-
-  double parameters(bool trainable = false) const;  // all, or those
-  // Floating-point operations of a step with settings.batch_size samples, forward and backward:
-  //   gpt      6 N + 12 L T C for a token (N parameters, L layers, T tokens, C channels)
-  //   lora     4 N + 6 n + 12 L T C (N frozen, n trained: a frozen weight has no gradient)
-  //   resnet   6 for each multiplication of a forward's convolutions and last layer
-  double flops() const;
+  double parameters() const;
 
  private:
   at::Tensor eager_step(const ModelBatch& batch);
@@ -327,8 +249,6 @@ class ModelStep {
   std::optional<DistributedDataParallel<std::shared_ptr<torch::nn::Module>>> wrapped_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<CapturedStep> captured_;
-  std::function<void(Phase)> on_phase_;
-  std::function<void()> before_update_;
 };
 
 ModelStep::ModelStep(const ModelSettings& settings, World world)
@@ -339,7 +259,7 @@ ModelStep::ModelStep(const ModelSettings& settings, World world)
   const optim::AdamWOptions options{
       .lr = settings.lr, .betas = {kBeta1, kBeta2}, .weight_decay = kWeightDecay};
   if (settings.ddp) {
-    wrapped_.emplace(net_.module, world_, DdpOptions{.force_reducer = settings.force_reducer});
+    wrapped_.emplace(net_.module, world_);
     if (settings.sharded)
       optimizer_ = std::make_unique<ShardedOptimizer>(*wrapped_, options);
     else
@@ -350,90 +270,43 @@ ModelStep::ModelStep(const ModelSettings& settings, World world)
   }
   if (settings.mode != "captured") return;
   captured_ = std::make_unique<CapturedStep>(
-      *optimizer_, CapturedStepOptions{{.max_grad_norm = kMaxGradNorm}, net_.module->parameters()},
+      *optimizer_,
+      CapturedStepOptions{{.max_grad_norm = settings.clip ? kMaxGradNorm : 0},
+                          net_.module->parameters()},
       [this](const CapturedStep::Tensors& inputs, int) {
         return CapturedStep::Tensors{eager_step({inputs[0], inputs[1]})};
       });
 }
 
 at::Tensor ModelStep::step(const ModelBatch& batch) {
-  if (!captured_) return eager_step(batch);
-  if (before_update_) before_update_();
-  return captured_->run({batch.data, batch.target})[0];
+  return captured_ ? captured_->run({batch.data, batch.target})[0] : eager_step(batch);
 }
 
 at::Tensor ModelStep::eager_step(const ModelBatch& batch) {
-  const auto reached = [this](Phase phase) {
-    if (on_phase_) on_phase_(phase);
-  };
   at::Tensor loss;
   {
     const optim::Autocast autocast(device_, type_of(settings_));
-    const nn::Fp8Autocast fp8(fp8_of(settings_));
+    const nn::Fp8Autocast fp8(net_.fp8);
     loss = net_.loss(batch);
   }
   if (wrapped_) loss = wrapped_->reducer().watch(loss);
-  reached(Phase::kForward);
   loss.backward();
-  reached(Phase::kBackward);
-  if (before_update_ && !captured_) before_update_();
   optimizer_->step({.max_grad_norm = settings_.clip ? kMaxGradNorm : 0});
   optimizer_->zero_grad();
   if (settings_.barrier) world_.barrier();
-  reached(Phase::kOptimizer);
   return loss.detach();
 }
 
-train::CheckpointContents ModelStep::contents(std::int64_t step) {
-  train::CheckpointContents all;
-  if (net_.lora) {
-    all.files = {.stem = models::kAdapterStem, .config = models::kAdapterConfig};
-    all.model = models::lora_tensors(*net_.module, *net_.lora);
-    all.model_config = models::adapter_config_text(*net_.module, *net_.lora);
-  } else {
-    all.model = train::model_tensors(*net_.module, /*copy_buffers=*/true);
-  }
-  all.optimizer = optimizer_->state_dict({.copy = false});
-  all.state.global_step = step;
-  return all;
-}
-
-double ModelStep::parameters(bool trainable) const {
+double ModelStep::parameters() const {
   double count = 0;
   for (const at::Tensor& parameter : net_.module->parameters())
-    if (!trainable || parameter.requires_grad()) count += static_cast<double>(parameter.numel());
+    count += static_cast<double>(parameter.numel());
   return count;
-}
-
-double ModelStep::flops() const {
-  const auto batch = static_cast<double>(settings_.batch_size);
-  if (is_resnet(settings_))
-    return batch * plan::flops_per_token({.config = resnet_config(settings_),
-                                          .image_size = settings_.sequence_length});
-  const models::CausalLmConfig config = lm_config(settings_);
-  const auto length = static_cast<double>(settings_.sequence_length);
-  const auto width = static_cast<double>(config.spec().width);
-  const double trained = parameters(true), frozen = parameters() - trained;
-  const double token =
-      4 * frozen + 6 * trained + 12 * static_cast<double>(config.layers()) * length * width;
-  return batch * length * token;
 }
 
 // ---------------------------------------------------------------- a rank
 
 constexpr std::int64_t kDistinctBatches = 4;  // while steps are timed
-constexpr int kStepsAroundSave = 8;
-
-// Asks the driver, since LibTorch has no name without its CUDA headers. Empty when there is none.
-std::string cuda_name(int index) {
-  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return "";
-  const auto name = reinterpret_cast<int (*)(char*, int, int)>(::dlsym(library, "cuDeviceGetName"));
-  std::array<char, 256> text{};
-  if (name == nullptr || name(text.data(), static_cast<int>(text.size()) - 1, index) != 0)
-    return "";
-  return text.data();
-}
 
 class Trainee {
  public:
@@ -462,14 +335,9 @@ class Trainee {
     }
     LOCKSTEP_ASSERT(model_ != nullptr);
     if (what == "train") return train_steps(order);
-    if (what == "time") {
-      settings_.batch_size = order.value("batch_size", settings_.batch_size);
-      return time_steps(order.at("warmup"), order.at("steps"));
-    }
-    if (what == "breakdown") return breakdown(order.at("steps"));
-    if (what == "kernels") return kernels(order.at("steps"));
-    LOCKSTEP_ASSERT(what == "save");
-    return save(order.at("folder"), order.at("saves"));
+    LOCKSTEP_ASSERT(what == "time");
+    settings_.batch_size = order.value("batch_size", settings_.batch_size);
+    return time_steps(order.at("warmup"), order.at("steps"));
   }
 
  private:
@@ -489,11 +357,7 @@ class Trainee {
     optim::set_tf32(order.at("tf32"));
     model_ = std::make_unique<ModelStep>(settings_, world_);
     trained_ = 0;
-    if (device_.is_cuda()) c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(device_.index());
-    return {{"parameters", model_->parameters()},
-            {"trainable", model_->parameters(true)},
-            {"flops", model_->flops()},
-            {"device", device_.is_cuda() ? cuda_name(device_.index()) : "cpu"}};
+    return {{"parameters", model_->parameters()}};
   }
 
   json train_steps(const json& order) {
@@ -533,115 +397,8 @@ class Trainee {
       marks.add();
     }
     json answer{{"ms", marks.between()}, {"loss", loss.item<double>()}};
-    const auto [peak, reserved] = memory();
-    answer["peak_bytes"] = peak;
-    answer["reserved_bytes"] = reserved;
     release();
     return answer;
-  }
-
-  // Peaks since "new": what is allocated, and what is held for it. 0 on the CPU.
-  std::pair<std::int64_t, std::int64_t> memory() const {
-    if (!device_.is_cuda()) return {0, 0};
-    const auto stats = c10::getDeviceAllocator(c10::kCUDA)->getDeviceStats(device_.index());
-    constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-    return {stats.allocated_bytes[kAll].peak, stats.reserved_bytes[kAll].peak};
-  }
-
-  // Medians over steps of the time until each part's work is done in the stream.
-  json breakdown(int steps) {
-    const auto inputs = batches();
-    step(inputs);
-    std::array<std::vector<double>, 3> parts;
-    for (int i = 0; i < steps; ++i) {
-      Marks marks(device_);
-      marks.add();
-      model_->on_phase([&](ModelStep::Phase) { marks.add(); });
-      step(inputs);
-      model_->on_phase({});
-      const auto ms = marks.between();
-      if (ms.size() != parts.size()) return json::object();  // a step without such parts
-      for (std::size_t part = 0; part < parts.size(); ++part) parts[part].push_back(ms[part]);
-    }
-    release();
-    return {{"forward_ms", median(parts[0])},
-            {"backward_ms", median(parts[1])},
-            {"optimizer_ms", median(parts[2])}};
-  }
-
-  // From LibTorch's profiler: how much of a step each kernel takes.
-  json kernels(int steps) {
-    namespace profiler = torch::autograd::profiler;
-    using torch::profiler::impl::ActivityType;
-    const auto inputs = batches();
-    step(inputs);
-    const profiler::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
-    const std::set<ActivityType> activities{ActivityType::CUDA};
-    profiler::prepareProfiler(config, activities);
-    profiler::enableProfiler(config, activities);
-    for (int i = 0; i < steps; ++i) step(inputs);
-    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
-    const auto result = profiler::disableProfiler();
-    std::map<std::string, std::pair<int, double>> sums;
-    for (const auto& event : result->events()) {
-      if (event.deviceType() != c10::DeviceType::CUDA) continue;
-      auto& [count, ms] = sums[event.name()];
-      ++count;
-      ms += static_cast<double>(event.durationNs()) * 1e-6;
-    }
-    json all = json::array();
-    for (const auto& [name, sum] : sums)
-      all.push_back({{"name", name},
-                     {"count", static_cast<double>(sum.first) / steps},
-                     {"ms", sum.second / steps}});
-    release();
-    return {{"kernels", all}};
-  }
-
-  // The step after a save begins waits for the copy before it changes anything. The time beyond the
-  // median of the steps around it is the stall; blocked_ms is the host's share. Steps before those
-  // bring an idle GPU to its usual clocks.
-  json save(const std::string& folder, int saves) {
-    using Clock = Deadline::Clock;
-    const auto ms_since = [](Clock::time_point start) { return 1e3 * seconds_since(start); };
-    train::AsyncSaver saver({.output_dir = folder, .limit = 1});
-    const auto inputs = batches();
-    json stalls = json::array();
-    for (int number = 0; number < saves; ++number) {
-      for (int i = 0; i < kStepsAroundSave; ++i) step(inputs);
-      Marks marks(device_);
-      marks.add();
-      const auto train = [&] {
-        for (int i = 0; i < kStepsAroundSave; ++i) {
-          step(inputs);
-          marks.add();
-        }
-      };
-      train();
-      auto start = Clock::now();
-      saver.begin(model_->contents(trained_));
-      double blocked_ms = ms_since(start);
-      model_->before_update([&] {
-        start = Clock::now();
-        saver.wait_copied();
-        blocked_ms += ms_since(start);
-      });
-      step(inputs);
-      model_->before_update({});
-      marks.add();
-      train();
-      std::vector<double> ms = marks.between();
-      const double with_save = ms[kStepsAroundSave];
-      ms.erase(ms.begin() + kStepsAroundSave);
-      const auto outcome = saver.wait();
-      LOCKSTEP_ASSERT(outcome.has_value());
-      if (!outcome->committed) throw Error("bench", outcome->alert);
-      stalls.push_back({{"stall_ms", with_save - median(ms)},
-                        {"blocked_ms", blocked_ms},
-                        {"copy_ms", outcome->copy_ms},
-                        {"write_ms", outcome->write_ms}});
-    }
-    return {{"stalls", stalls}};
   }
 
   ModelSettings settings_;

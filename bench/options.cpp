@@ -84,7 +84,8 @@ void Options::text(const char* name, std::string& value, const char* help,
 
 void Options::list(const char* name, std::vector<std::string>& values, const char* help,
                    std::vector<std::string> choices) {
-  CLI::Option* option = app_->add_option(name, values, help)->delimiter(',');
+  CLI::Option* option =
+      app_->add_option(name, values, help)->delimiter(',')->allow_extra_args(false);
   if (!choices.empty()) option->check(CLI::IsMember(std::move(choices)));
 }
 

@@ -1,6 +1,6 @@
-// lockstep bench recipes: the training files of examples/configs as `lockstep train` runs them,
-// beside the step benchmark and PyTorch on the same shapes. What a user gets is measured here, not
-// the parts that it is made of.
+// lockstep bench recipes: training files as `lockstep train` runs them, beside PyTorch on the same
+// model and shapes, and beside our training step alone. What a user gets is measured here, not the
+// parts that it is made of.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -14,9 +14,12 @@
 #include "bench/harness.h"
 #include "bench/models.h"
 #include "bench/train_runs.h"
+#include "cli/task_config.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/train/config.h"
+#include "lockstep/train/effective_batch.h"
 
 namespace lockstep::bench {
 namespace {
@@ -24,38 +27,77 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kTrain = "lockstep train";
-constexpr const char* kStep = "step";  // our step benchmark, without the Trainer
-
-struct Recipe {
-  const char* name;  // the file's, without .yaml
-  const char* kind;  // one of the kinds of models.h
-  const char* model;
-  std::int64_t vocabulary, batch_size, sequence_length, accumulation;
-  int updates;  // in a timed run
-};
-constexpr Recipe kRecipes[] = {{"gpt2_124m", "gpt", "124m", 50257, 64, 1024, 8, 16},
-                               {"gpt_1.3b", "gpt", "1.3b", 50257, 4, 2048, 64, 12},
-                               {"phi3_lora_170k", "lora", "phi3-mini", 0, 4, 512, 4, 20},
-                               {"tiny", "gpt", "tiny", 128, 4, 32, 2, 8}};  // on a CPU, for tests
+constexpr const char* kStep = "step";  // our training step alone
+constexpr std::int64_t kMostBatches = 8;
+// Relative tolerances for fp32 losses: sums in another order, then AdamW steps on gradients that
+// differ by as much. Twice the learning rate shows as 6e-4 in the second step of a tiny GPT, and as
+// more in larger ones.
+constexpr double kFirstTolerance = 1e-4, kLaterTolerance = 3e-4;
+constexpr double kVerifiedRate = 3e-4;
 
 struct RecipeOptions {
-  std::vector<std::string> recipes;
+  std::vector<std::string> files;
   std::vector<std::string> peers;
   std::vector<std::string> flags;  // for lockstep train
   std::int64_t accumulation = 0;
-  int rounds = 3;
-  std::string configs;
+  int updates = 16, rounds = 3;
+  bool step = false;
+  std::string corrupt;
 };
 
-// `lockstep train`, the step benchmark, or PyTorch in one mode.
+struct Recipe {
+  std::string name, file;
+  TrainingArguments arguments;
+  std::string data{};  // the name of its data
+  ModelSettings settings{};
+
+  double samples() const {
+    return static_cast<double>(settings.batch_size * settings.accumulation);
+  }
+};
+
+// `lockstep train`, our step, or PyTorch in one mode.
 struct RecipeSide {
   std::string name;
   std::unique_ptr<Crew> crew{};  // none: lockstep train
   std::vector<double> ms{};      // per update, a median for each round
 };
 
-bool on_gpu() {
-  return cuda_device_count() > 0;
+// ---------------------------------------------------------------- the training file
+
+Recipe read_recipe(const std::string& file, const RecipeOptions& options) {
+  Recipe recipe{.name = std::filesystem::path(file).stem(),
+                .file = file,
+                .arguments = train::load_config(file, options.flags).arguments};
+  const TrainingArguments& a = recipe.arguments;
+  const cli::TaskConfig task = cli::read_task(a, cli::TaskFiles::kUnread);
+  if (task.model.name == "mlp")
+    throw UsageError("bench",
+                     "{} trains an mlp, which has no peer in PyTorch here. Give a language "
+                     "model or a ResNet.",
+                     file);
+  if (a.fp16)
+    throw UsageError("bench",
+                     "{} has fp16, whose loss scaling the peers do not have. Add "
+                     "--flag=--fp16=false --flag=--bf16=true.",
+                     file);
+  const bool images = task.model.name.starts_with("resnet");
+  recipe.data = task.data.name;
+  ModelSettings& s = recipe.settings;
+  s.kind = images ? "resnet" : task.model.name == "gpt" && !task.lora ? "gpt" : "pretrained";
+  s.file = file;
+  s.flags = options.flags;
+  s.device = on_cpu(a) ? "cpu" : "cuda";
+  s.dtype = a.mixed_precision == "fp8" ? "fp8" : a.bf16 ? "bf16" : "fp32";
+  s.batch_size = a.per_device_train_batch_size;
+  s.sequence_length = images ? task.data.image_size : task.data.length;
+  s.classes = images ? task.data.classes : cli::causal_lm_config(task.model).vocab_size();
+  s.clip = a.max_grad_norm > 0;
+  s.accumulation = options.step ? 1
+                   : options.accumulation > 0
+                       ? options.accumulation
+                       : std::min(kMostBatches, train::accumulation_steps(a, 1));
+  return recipe;
 }
 
 // ---------------------------------------------------------------- data
@@ -84,97 +126,141 @@ void write_instructions(const std::string& path, std::int64_t length, std::int64
   write_file_atomically(path, records.dump());
 }
 
-// ---------------------------------------------------------------- one recipe
-
-ModelSettings settings_of(const Recipe& recipe, std::int64_t accumulation) {
-  ModelSettings settings;
-  settings.kind = recipe.kind;
-  settings.model = recipe.model;
-  settings.device = on_gpu() ? "cuda" : "cpu";
-  settings.batch_size = recipe.batch_size;
-  settings.sequence_length = recipe.sequence_length;
-  settings.accumulation = accumulation;
-  return settings;
-}
-
 // What differs from the file: where the data is, how long it runs, and that it saves nothing.
 std::vector<std::string> train_flags(const Recipe& recipe, const RecipeOptions& options,
-                                     std::int64_t accumulation, const Scratch& scratch) {
-  std::vector<std::string> flags = short_run(recipe.updates, recipe.updates / 4);
-  const std::int64_t samples = recipe.batch_size * accumulation * recipe.updates;
-  if (std::string(recipe.kind) == "gpt") {
-    const std::string folder = scratch.file(std::string("tokens-") + recipe.name);
-    write_tokens(folder, recipe.vocabulary, (samples + 1) * recipe.sequence_length + 1);
+                                     const Scratch& scratch) {
+  const ModelSettings& s = recipe.settings;
+  std::vector<std::string> flags = short_run(options.updates, options.updates / 4);
+  const std::int64_t update = s.batch_size * s.accumulation;
+  if (recipe.data == "tokens") {
+    const std::string folder = scratch.file("tokens-" + recipe.name);
+    write_tokens(folder, s.classes, (update * options.updates + 1) * s.sequence_length + 1);
     flags.push_back("--dataset_dir=" + folder);
-    flags.push_back(fmt::format("--tokens_per_update={}",
-                                accumulation * recipe.batch_size * recipe.sequence_length));
-  } else {
-    const std::string path = scratch.file("instructions.json");
-    write_instructions(path, recipe.sequence_length, samples);
+  } else if (recipe.data == "instructions") {
+    const std::string path = scratch.file("instructions-" + recipe.name + ".json");
+    write_instructions(path, s.sequence_length, update * options.updates);
     flags.push_back(fmt::format("--data={{name: instructions, path: {}}}", path));
-    flags.push_back(fmt::format("--gradient_accumulation_steps={}", accumulation));
   }
+  if (recipe.arguments.tokens_per_update)
+    flags.push_back(fmt::format("--tokens_per_update={}", update * s.sequence_length));
+  else if (recipe.arguments.global_batch_size)
+    flags.push_back(fmt::format("--global_batch_size={}", update));
+  else
+    flags.push_back(fmt::format("--gradient_accumulation_steps={}", s.accumulation));
   flags.insert(flags.end(), options.flags.begin(), options.flags.end());
   return flags;
 }
 
-std::int64_t accumulation_of(const Recipe& recipe, const RecipeOptions& options) {
-  return options.accumulation > 0 ? options.accumulation
-                                  : std::min<std::int64_t>(recipe.accumulation, 8);
+// ---------------------------------------------------------------- one recipe
+
+// The losses of the first steps in fp32, without dropout and with adapters that are not zero.
+std::vector<double> exact_losses(Crew& crew, const ModelSettings& settings, double lr) {
+  constexpr int kSteps = 3;
+  json order = new_order("eager", lr, /*ddp=*/true);
+  order["exact"] = true;
+  crew.ask(order);
+  // A batch norm needs several samples.
+  const std::int64_t batch =
+      std::min<std::int64_t>(settings.batch_size, settings.kind == "resnet" ? 8 : 2);
+  std::vector<double> losses;
+  const json answer = crew.ask({{"do", "train"}, {"steps", kSteps}, {"batch_size", batch}});
+  for (const json& loss : answer.at("losses"))
+    losses.push_back(loss.is_number() ? loss.get<double>() : NAN);  // JSON has no NaN
+  crew.ask({{"do", "drop"}});
+  return losses;
+}
+
+void verify(const Recipe& recipe, Crew& step, Crew& peer, const std::string& corrupt) {
+  const auto ours = exact_losses(step, recipe.settings, kVerifiedRate);
+  const auto other =
+      exact_losses(peer, recipe.settings, kVerifiedRate * (corrupt == peer.name ? 2 : 1));
+  double worst = 0;
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    const double difference = std::abs(ours[i] - other.at(i)) / std::abs(ours[i]);
+    const double allowed = i == 0 ? kFirstTolerance : kLaterTolerance;
+    if (!(difference <= allowed))
+      throw Error(
+          "bench",
+          fmt::format("{}: lockstep and {} do not train the same: the loss of step {} is "
+                      "{:.9g} and {:.9g}, {:.1e} apart; allowed are {:.0e}",
+                      recipe.name, peer.name, i + 1, ours[i], other[i], difference, allowed));
+    worst = std::max(worst, difference);
+  }
+  fmt::print(stderr,
+             "verified: lockstep and pytorch train {} the same in fp32, losses differ by {:.1g}\n",
+             recipe.name, worst);
 }
 
 std::vector<RecipeSide> start_sides(const Recipe& recipe, const RecipeOptions& options,
                                     const Scratch& scratch) {
-  ModelSettings settings = settings_of(recipe, accumulation_of(recipe, options));
-  // Where PyTorch finds our initial weights.
-  if (!options.peers.empty()) settings.start = scratch.file("start");
+  ModelSettings settings = recipe.settings;
+  std::vector<RecipeSide> sides;
+  sides.push_back({.name = kTrain});
+  if (!options.step && options.peers.empty()) return sides;
+  if (!options.peers.empty()) settings.start = scratch.file("start-" + recipe.name);
   auto step =
       std::make_unique<Crew>(CrewOptions{.name = kStep, .rank = "model", .settings = settings});
   if (!options.peers.empty()) step->ask({{"do", "write"}});
-  std::vector<RecipeSide> sides;
-  sides.push_back({.name = kTrain});
-  // Our step benchmark takes one batch per step.
-  if (settings.accumulation == 1) sides.push_back({.name = kStep, .crew = std::move(step)});
-  step.reset();
+  std::vector<RecipeSide> peers;
   for (const std::string& mode : options.peers)
-    sides.push_back({.name = mode,
+    peers.push_back({.name = mode,
                      .crew = std::make_unique<Crew>(CrewOptions{
                          .name = mode, .rank = settings.kind + "_peer.py", .settings = settings})});
-  for (RecipeSide& side : sides) {
-    const std::string ours = on_gpu() ? "captured" : "eager";
+  if (!peers.empty()) verify(recipe, *step, *peers.front().crew, options.corrupt);
+  if (options.step) sides.push_back({.name = kStep, .crew = std::move(step)});
+  step.reset();
+  std::move(peers.begin(), peers.end(), std::back_inserter(sides));
+  const bool tf32 = settings.dtype != "fp32" || recipe.arguments.tf32.value_or(false);
+  const std::string ours = settings.device == "cpu" ? "eager" : "captured";
+  for (RecipeSide& side : sides)
     if (side.crew)
-      side.crew->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, true, "bf16", true));
-  }
+      side.crew->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, /*ddp=*/true,
+                               settings.dtype, tf32));
   return sides;
+}
+
+double update_ms(Crew& crew, int steps) {
+  const json answer = crew.ask({{"do", "time"}, {"warmup", 3}, {"steps", steps}});
+  if (!answer.at("loss").is_number())
+    throw Error("bench", fmt::format("the loss of {} is not finite", crew.name));
+  return median(answer.at("ms").get<std::vector<double>>());
 }
 
 std::vector<RecipeSide> run_recipe(const Recipe& recipe, const RecipeOptions& options) {
   const Scratch scratch;
-  const std::int64_t accumulation = accumulation_of(recipe, options);
   std::vector<RecipeSide> sides = start_sides(recipe, options, scratch);
-  const TrainJob job{.name = recipe.name,
-                     .file = fmt::format("{}/{}.yaml", options.configs, recipe.name),
-                     .flags = train_flags(recipe, options, accumulation, scratch)};
-  const auto samples = static_cast<double>(recipe.batch_size * accumulation);
-  const json order{{"do", "time"}, {"warmup", 3}, {"steps", std::max(4, recipe.updates / 2)}};
+  const TrainJob job{
+      .name = recipe.name, .file = recipe.file, .flags = train_flags(recipe, options, scratch)};
   by_turns({.rounds = options.rounds,
             .unit = "ms an update",
             .what = fmt::format("{}, round", recipe.name)},
            sides, [&](RecipeSide& side) {
              return side.ms.emplace_back(
-                 side.crew ? median(side.crew->ask(order).at("ms").get<std::vector<double>>())
-                           : 1e3 * samples / run_train(job, scratch.file("out")).settled_rate());
+                 side.crew
+                     ? update_ms(*side.crew, std::max(4, options.updates / 2))
+                     : 1e3 * recipe.samples() / run_train(job, scratch.file("out")).settled_rate());
            });
   for (RecipeSide& side : sides)
     if (side.crew) side.crew->finish();
   return sides;
 }
 
-std::vector<std::string> recipe_names() {
-  std::vector<std::string> names;
-  for (const Recipe& recipe : kRecipes) names.emplace_back(recipe.name);
-  if (on_gpu()) names.pop_back();
-  return names;
+void add_rows(Report& report, const Recipe& recipe, const std::vector<RecipeSide>& sides) {
+  const ModelSettings& s = recipe.settings;
+  for (const RecipeSide& side : sides) {
+    const double rate = 1e3 * recipe.samples() / median(side.ms);
+    Row& row = report.row(recipe.name)
+                   .text("side", side.name == kTrain  ? side.name
+                                 : side.name == kStep ? "our step alone"
+                                                      : "PyTorch, DDP, " + side.name)
+                   .value("side", side.name)
+                   .number("batches", static_cast<double>(s.accumulation))
+                   .spread("ms", side.ms, 2, "min p50 max")
+                   .number("samples/s", rate, 1, "samples_per_s");
+    if (s.kind != "resnet")
+      row.number("tokens/s", rate * static_cast<double>(s.sequence_length), 0, "tokens_per_s");
+    row.number("ours / this", over(side.ms, sides.front().ms).p50, 3, "ours_times_this");
+  }
 }
 
 }  // namespace
@@ -182,51 +268,52 @@ std::vector<std::string> recipe_names() {
 int recipes_main(int argc, char** argv) {
   RecipeOptions o;
   std::string require;
-  o.recipes = on_gpu() ? recipe_names() : std::vector<std::string>{"tiny"};
-  o.peers = {on_gpu() ? "compile" : "eager"};
-  o.configs = program_beside("../../examples/configs");
+  o.peers = {cuda_device_count() > 0 ? "compile" : "eager"};
   Options options(
-      "The training files of examples/configs through `lockstep train`, beside PyTorch on the same "
-      "vocabulary and shapes, for a machine with a GPU. Data are random tokens. Ratios are of "
-      "updates a second, ours over the other, medians over the rounds.");
-  options.list("--recipe", o.recipes, "which of them", recipe_names());
-  options.list("--peer-modes", o.peers, "of PyTorch: eager, compile, graphs; none: \"\"");
+      "Training files of language models and ResNets through `lockstep train` on one rank, beside "
+      "PyTorch with the same model and shapes. Tokens and instructions are random ones. Ratios are "
+      "of updates a second, ours over the other, medians over the rounds.");
+  options.app().add_option("file", o.files, "training files")->required();
+  options.list("--peer-modes", o.peers,
+               "of PyTorch: eager, compile, graphs (mode=reduce-overhead), fp8 (compiled, with "
+               "linear layers by torch._scaled_mm); none: \"\"",
+               {"eager", "compile", "graphs", "fp8", ""});
+  options.flag("--step", o.step,
+               "also our training step without the Trainer; an update has one batch then");
   options.number("--accumulation", o.accumulation, 0, 1024,
-                 "batches of an update, on all sides; 0: as the file has it, at most 8. With 1 our "
-                 "step benchmark is measured too");
+                 "batches of an update, on all sides; 0: as the file has it, at most 8");
+  options.number("--updates", o.updates, 8, 100000, "of each run of lockstep train");
   options.number("--rounds", o.rounds, 1, 100, "runs of each side");
-  options.app().add_option("--flag", o.flags, "for lockstep train: --flag=--residual_in_fp32=true");
-  options.text("--configs", o.configs, "the folder of the training files");
+  options.app()
+      .add_option("--flag", o.flags, "for lockstep train: --flag=--residual_in_fp32=true")
+      ->allow_extra_args(false);
+  options.text("--corrupt", o.corrupt,
+               "let this peer train differently, to see that it is refused");
   options.text("--require", require, "SIDE:RATIO,...: fail when a recipe is below");
   if (const auto code = options.parse(argc, argv)) return *code;
   std::erase(o.peers, "");
+  if (o.step && o.accumulation > 1)
+    throw UsageError("bench",
+                     "--step measures one batch in an update, and --accumulation is {}. "
+                     "Drop one of them.",
+                     o.accumulation);
   std::vector<std::string> measured = o.peers;
-  if (o.accumulation == 1) measured.emplace_back(kStep);
-  const auto wanted = parse_goals(require, measured,
-                                  {"SIDE", "compile:1.15,step:0.97", "",
-                                   "Add it to --peer-modes; step needs --accumulation 1."});
+  if (o.step) measured.emplace_back(kStep);
+  const auto wanted = parse_goals(
+      require, measured,
+      {"SIDE", "compile:1.15,step:0.97", "", "Add it to --peer-modes; step needs --step."});
+  std::vector<Recipe> recipes;
+  for (const std::string& file : o.files) recipes.push_back(read_recipe(file, o));
   Report report("recipes", "recipe");
   Goals goals("recipes");
-  for (const Recipe& recipe : kRecipes) {
-    if (std::find(o.recipes.begin(), o.recipes.end(), recipe.name) == o.recipes.end()) continue;
+  for (const Recipe& recipe : recipes) {
     const std::vector<RecipeSide> sides = run_recipe(recipe, o);
-    const std::int64_t accumulation = accumulation_of(recipe, o);
-    const auto tokens =
-        static_cast<double>(recipe.batch_size * recipe.sequence_length * accumulation);
-    for (const RecipeSide& side : sides) {
-      const double ratio = over(side.ms, sides.front().ms).p50;
-      report.row(recipe.name)
-          .text("side", side.name == kTrain  ? side.name
-                        : side.name == kStep ? "our step benchmark"
-                                             : "PyTorch, DDP, " + side.name)
-          .value("side", side.name)
-          .number("batches", static_cast<double>(accumulation))
-          .spread("ms", side.ms, 2, "min p50 max")
-          .number("tokens/s", 1e3 * tokens / median(side.ms), 0, "tokens_per_s")
-          .number("ours / this", ratio, 3, "ours_times_this");
-      if (const auto found = wanted.find(side.name); found != wanted.end())
-        goals.at_least(fmt::format("{}: ours / {}", recipe.name, side.name), ratio, found->second);
-    }
+    add_rows(report, recipe, sides);
+    for (const auto& [name, ratio] : wanted)
+      for (const RecipeSide& side : sides)
+        if (side.name == name)
+          goals.at_least(fmt::format("{}: ours / {}", recipe.name, name),
+                         over(side.ms, sides.front().ms).p50, ratio);
   }
   report.publish(options);
   return goals.exit_code();

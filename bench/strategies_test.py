@@ -1,19 +1,14 @@
-"""dp-vs-ddp, presets, ablation and timeline on tiny sizes: what they write and what they refuse."""
+"""dp-vs-ddp, presets and ablation on tiny sizes: what they write and what they refuse."""
 
 import csv
 import json
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 import unittest
-from xml.etree import ElementTree
 
 LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
-SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"])
-sys.path.insert(0, str(SOURCE / "tools"))
-import timeline  # noqa: E402  tools/timeline.py
 
 DP = ["dp-vs-ddp", "--device", "cpu", "--image_size", "4", "--batch_size", "8", "--steps", "12"]
 TINY = """model: {name: gpt, n_layer: 1, n_head: 2, n_embd: 16}
@@ -175,58 +170,6 @@ class Ablation(Case):
         self.refused(2, "global_batch_size", "ablation", file, "--set", "global_batch_size=9",
                      "--set", "per_device_train_batch_size=1")
         self.refused(2, "--steps", "ablation", file, "--steps", "3")
-
-
-class Timeline(Case):
-    def test_a_split_model_alternates_and_ranks_work_together(self):
-        traces, drawing = self.folder / "traces", self.folder / "a.svg"
-        result = bench("timeline", "--output", traces, "--steps", "2", "--batch", "1")
-        self.assertEqual(result.returncode, 0, result.stderr)
-        split = timeline.read_lanes([traces / "split.json"])
-        ranks = timeline.read_lanes([traces / "rank-0.json", traces / "rank-1.json"])
-        self.assertEqual([name for name, _ in split],
-                         ["device 0: layers 0-3", "device 1: layers 4-7"])
-        self.assertEqual([name for name, _ in ranks],
-                         ["device 0: rank 0, all layers", "device 1: rank 1, all layers"])
-        for _, spans in split:
-            self.assertEqual([name for name, _, _ in spans],
-                             2 * ["forward", "backward", "optimizer"])
-        begin, end = timeline.window(split)
-        self.assertAlmostEqual(timeline.overlap(split[0][1], split[1][1]), 0, places=3)
-        self.assertGreater(sum(timeline.busy(spans) for _, spans in split), 0.9 * (end - begin))
-        # On a busy machine the ranks take turns on the cores, but both are in a step all the time.
-        begin, end = timeline.window(ranks)
-        self.assertGreater(timeline.overlap(ranks[0][1], ranks[1][1]), 0.3 * (end - begin))
-        drawn = subprocess.run(
-            [sys.executable, SOURCE / "tools" / "timeline.py", "--output", drawing,
-             f"Split & joined={traces}/split.json",
-             f"Two ranks={traces}/rank-0.json,{traces}/rank-1.json"],
-            capture_output=True, text=True, timeout=60)
-        self.assertEqual(drawn.returncode, 0, drawn.stderr)
-        self.assertIn("both at once 0 % of the time", drawn.stdout)
-        picture = ElementTree.parse(drawing).getroot()
-        words = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("text")]
-        for label in ("Split & joined", "Two ranks", "device 1: layers 4-7", "forward",
-                      "waits for gradients"):
-            self.assertIn(label, words)
-        self.assertLess(drawing.stat().st_size, 60_000)
-
-    def test_refuses_nonsense(self):
-        self.refused(2, "--output is required", "timeline")
-        for panel, part in (("no file", "is not TITLE=FILE"), ("a=/none", "cannot be drawn")):
-            drawn = subprocess.run([sys.executable, SOURCE / "tools" / "timeline.py", "--output",
-                                    self.folder / "b.svg", panel], capture_output=True, text=True,
-                                   timeout=60)
-            self.assertEqual(drawn.returncode, 2)
-            self.assertIn(part, drawn.stderr)
-
-
-class Pictures(unittest.TestCase):
-    def test_those_of_the_documents_are_small_and_whole(self):
-        for name in ("timeline_split_ddp.svg",):
-            path = SOURCE / "docs" / "images" / name
-            self.assertLess(path.stat().st_size, 60_000)
-            ElementTree.parse(path)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ int train_main(int argc, char** argv) {
   options.positive("--seconds", o.turns.seconds, "of measuring, for all batch sizes together");
   options.number("--layers", o.model.n_layer, 1, 1000, "blocks of the model");
   options.number("--width", o.model.n_embd, 4, 16384, "a multiple of 4");
-  options.number("--vocab", o.model.vocab_size, 2, 1e6, "size of the vocabulary");
+  options.number("--vocab", o.model.classes, 2, 1e6, "size of the vocabulary");
   options.number("--tokens", o.model.sequence_length, 1, 65536, "per sequence");
   options.flag("!--no-python", python, "leave out the PyTorch peer");
   options.flag("--cached", cached,

@@ -69,7 +69,6 @@ std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_step
           "--disable_tqdm=true",
           "--auto_find_batch_size=false",
           "--elastic_gpu=false",
-          "--tune=none",
           "--resume_from_checkpoint=never"};
 }
 

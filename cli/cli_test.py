@@ -355,7 +355,6 @@ class Env(unittest.TestCase):
             self.assertEqual(f["variables"]["LOCKSTEP_RUN"], f["variables"]["TORCHELASTIC_RUN_ID"])
             self.assertEqual(f["variables"]["TORCHELASTIC_USE_AGENT_STORE"], "True")
             self.assertIn("LOCKSTEP_STORE_CHANNEL", f["variables"])
-            self.assertNotIn("LOCKSTEP_STORE_FD", f["variables"])
 
     def logs(self):
         self.log_dir = tempfile.mkdtemp(prefix="lockstep_cli_logs_")

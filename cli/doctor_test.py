@@ -485,7 +485,7 @@ class RealRanks(Marked):
     def test_a_rank_that_is_stopped(self):
         probe, err = self.end_of_a_rank(signal.SIGSTOP)
         self.assertTrue(probe["lines"])
-        self.assertIn("SIGSTOP", " ".join(probe["lines"]))
+        self.assertIn("it is stopped", " ".join(probe["lines"]))
         line = "lockstep doctor: running ranks that compute and communicate ..."
         said = [text for text in err.splitlines() if text.startswith(line)]
         self.assertEqual(said[0], line, err)

@@ -136,8 +136,6 @@ std::string rendezvous_text(const RankEnv& me) {
     return fmt::format("a store hosted by the launcher, on descriptor {} (no port)",
                        me.store_channel);
   if (me.agent_store) return where + ", a store hosted by the launcher";
-  if (me.store_fd >= 0)
-    return fmt::format("{}, on descriptor {} handed over by the launcher", where, me.store_fd);
   return where + ", a store hosted by rank 0";
 }
 

@@ -44,7 +44,7 @@ std::vector<std::string> command(const RanksRequest& request, const std::string&
                                "--shutdown-timeout=2",
                                "--log-dir=" + folder + "/logs",  // a stall's table is kept there
                                fmt::format("--stall-timeout={}", third),
-                               fmt::format("--stopped-timeout={}", third),
+                               "--stall-action=stop",
                                fmt::format("--startup-timeout={}", 2 * third),
                                fmt::format("--timeout={}", 2 * third),
                                train_program()};

@@ -64,7 +64,7 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
        {"save_strategy=no", "eval_strategy=no", "eval_on_start=false", "logging_strategy=no",
         "load_best_model_at_end=false", "report_to=none", "record_run=false", "disable_tqdm=true",
         "elastic_gpu=false", "auto_find_batch_size=false", "resume_from_checkpoint=never",
-        "early_stopping_patience=none", "tune=none"})
+        "early_stopping_patience=none"})
     arguments.push_back(std::string("--") + off);
   // `auto` may shard where the way does not.
   if (way.choice.strategy == plan::Strategy::kDdp)

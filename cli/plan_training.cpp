@@ -67,7 +67,7 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
     training.sequence = arguments.sequence_parallel;
   // What `lockstep train` refuses beside them and no way changes. elastic_gpu follows slices that
   // were measured, and no stages.
-  const bool plain = !arguments.tune && arguments.shard_optimizer != "true";
+  const bool plain = arguments.shard_optimizer != "true";
   training.may_pipeline = training.pipeline > 1 || (plain && training.adapts.empty());
   training.may_tensor = plain && arguments.optim != "muon" && arguments.optim != "adafactor";
   return training;

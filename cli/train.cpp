@@ -42,7 +42,7 @@ namespace {
 
 constexpr const char* kTrainHelp =
     "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
-    "                      [--resume auto|PATH|never] [--tune bucket_cap_mb]\n\n"
+    "                      [--resume auto|PATH|never]\n\n"
     "Trains a bundled model (gpt, mlp, resnet18, resnet50) or one of a Hugging Face folder as\n"
     "FILE says, on one rank.\n\n"
     "--nproc-per-node=N   on N ranks (or auto, gpu). Every flag of `lockstep run` may be given:\n"
@@ -52,9 +52,7 @@ constexpr const char* kTrainHelp =
     "                 when there is none\n"
     "--resume PATH    continue from this folder\n"
     "--resume never   a new run (as without the flag; but an attempt that lockstep run\n"
-    "                 --max-restarts has restarted resumes unless never is given)\n"
-    "--tune bucket_cap_mb   measure bucket sizes in the first steps, use the fastest one and say\n"
-    "                 which key to write into FILE\n\n"
+    "                 --max-restarts has restarted resumes unless never is given)\n\n"
     "A stop signal (SIGTERM, SIGUSR1, SIGUSR2) to any rank ends in a checkpoint and exit code\n"
     "143 (1 when that could not be saved). A run whose last checkpoint could not be written ends\n"
     "with 1. `lockstep config keys` lists the keys, docs/training.md explains the rest\n"
@@ -75,8 +73,6 @@ TrainRequest parse_train(int argc, char** argv) {
       request.flags.push_back(std::string("--resume_from_checkpoint=") + argv[++i]);
     } else if (arg.rfind("--resume=", 0) == 0) {
       request.flags.push_back("--resume_from_checkpoint=" + arg.substr(9));
-    } else if (arg == "--tune" && i + 1 < argc) {
-      request.flags.push_back(std::string("--tune=") + argv[++i]);
     } else if (arg.rfind("--", 0) != 0 && request.file.empty() &&
                (request.flags.empty() || request.flags.back().find('=') != std::string::npos)) {
       // After a flag without a value of its own it might be that value.

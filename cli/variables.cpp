@@ -36,7 +36,6 @@ constexpr KnownVariable kKnown[] = {
     {"LOCKSTEP_RUN", "id of the `lockstep run` that started this rank"},
     {"LOCKSTEP_SPAWN", "the call of lockstep::spawn that started this rank"},
     {"LOCKSTEP_CONTROL_FD", "pipe on which the launcher announces failures"},
-    {"LOCKSTEP_STORE_FD", "bound socket for the store that rank 0 hosts"},
     {"LOCKSTEP_LEDGER", "memory in which this rank notes where it is, for the launcher"},
     {"LOCKSTEP_TERMINAL", "rank 0's pipe to the launcher's terminal, and its columns"},
     {"LOCKSTEP_STORE_CHANNEL", "socket to the store that the launcher serves"},

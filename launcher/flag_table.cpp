@@ -39,7 +39,6 @@ constexpr FlagSpec kFlags[] = {
      "start all ranks again after a failure or the loss of a host that comes back (0); not after "
      "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
     {"shutdown-timeout", "SECONDS", "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
-    {"stopped-timeout", "SECONDS", "a rank stopped by SIGSTOP is failed after this (30)", false},
     {"stall-timeout", "SECONDS",
      "when no rank moves for this, and for ten median steps, a table says where each rank "
      "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "

@@ -486,7 +486,6 @@ void settle_supervision(const Values& values, LaunchPlan& plan) {
   plan.max_restarts = values.number("max-restarts", 0, 0, kMaxCount);
   plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
   plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
-  plan.stopped_timeout = values.seconds("stopped-timeout", plan.stopped_timeout, 0);
   plan.stall_timeout = values.seconds("stall-timeout", plan.stall_timeout, 0);
   if (const Given* given = values.find("stall-action"))
     plan.stall_action =

@@ -520,7 +520,6 @@ TEST(Supervision, NumbersAndSecondsAreChecked) {
   EXPECT_EQ(plan_of({"--max-restarts=3"}).max_restarts, 3);
   EXPECT_EQ(plan_of({"--shutdown-timeout=1.5"}).shutdown_timeout, milliseconds(1500));
   EXPECT_EQ(plan_of({"--shutdown_timeout", "0"}).shutdown_timeout, milliseconds(0));
-  EXPECT_EQ(plan_of({"--stopped-timeout=4"}).stopped_timeout, milliseconds(4000));
   EXPECT_EQ(plan_of({}).stall_timeout, milliseconds(30'000));
   EXPECT_EQ(plan_of({"--stall-timeout=0"}).stall_timeout, milliseconds(0));
   EXPECT_EQ(plan_of({}).stall_action, StallAction::kWarn);

@@ -60,7 +60,6 @@ struct LaunchPlan {
   // Supervision.
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
-  std::chrono::milliseconds stopped_timeout{30'000};   // a SIGSTOPped rank is failed after this
   // When no rank moves for this long and for ten median steps, a table says who is behind. 0: no
   // table, and no ledgers without an observer (run_observer.h).
   std::chrono::milliseconds stall_timeout{30'000};

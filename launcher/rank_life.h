@@ -1,10 +1,9 @@
 // The life of one rank as its launcher sees it: one state, and the transitions there are.
 //
-//   kNew ──> kRunning <──> kPaused
-//               │             │
-//               ├─────────────┴──> kFailed      the launcher fails it while it is alive
-//               ├─> kNotified                   it knows that another rank has failed
-//               ├─> kAsked                      it has had a signal to end
+//   kNew ──> kRunning
+//               ├─> kFailed            the launcher fails it while it is alive
+//               ├─> kNotified          it knows that another rank has failed
+//               ├─> kAsked             it has had a signal to end
 //               └─> kEnded or kLeft
 //
 // From kFailed it may be notified, from there on asked, and from each of them it ends; a rank that
@@ -28,8 +27,7 @@ class RankLife {
   enum State : unsigned {
     kNew,        // not started
     kRunning,    // nobody has asked it for anything
-    kPaused,     // stopped by SIGSTOP or the like
-    kFailed,     // alive; stalled, or stopped for too long
+    kFailed,     // alive; stalled
     kNotified,   // knows that another rank failed: its own end is no news after that
     kAsked,      // the same, by a signal to its group
     kEnded,      // reaped
@@ -55,8 +53,7 @@ class RankLife {
   static constexpr unsigned kEnds = 1u << kEnded | 1u << kLeft;
   static constexpr std::array<unsigned, kAbandoned + 1> kAllowed = {
       /*kNew*/ 1u << kRunning,
-      /*kRunning*/ 1u << kPaused | 1u << kFailed | 1u << kNotified | 1u << kAsked | kEnds,
-      /*kPaused*/ 1u << kRunning | 1u << kFailed | 1u << kNotified | 1u << kAsked | kEnds,
+      /*kRunning*/ 1u << kFailed | 1u << kNotified | 1u << kAsked | kEnds,
       /*kFailed*/ 1u << kNotified | 1u << kAsked | kEnds,
       /*kNotified*/ 1u << kAsked | kEnds,
       /*kAsked*/ 1u << kAsked | 1u << kAbandoned | kEnds,

@@ -49,7 +49,7 @@ struct RankStarted {
 struct RankEnded {
   int rank = 0;
   // "exited with code 3", "killed by SIGKILL", or what the launcher failed it for while it was
-  // alive: "stopped by SIGSTOP for 30.0 s"
+  // alive: "stalled. Rank 1 is behind: ..."
   std::string outcome{};
   bool failed = false;  // false for those that were ended because another one failed
 };

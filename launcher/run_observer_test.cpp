@@ -149,13 +149,6 @@ TEST_F(RunObserverTest, SeesAFailureAndTheAttemptAfterIt) {
   EXPECT_THAT(notes_, ContainsRegex("attempt 1 ended\nrun ended with 0: \n$"));
 }
 
-TEST_F(RunObserverTest, ARankThatWasFailedWhileItLivedHasFailed) {
-  plan_.stopped_timeout = std::chrono::milliseconds(300);
-  EXPECT_EQ(run("if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 60"), 128 + SIGSTOP);
-  EXPECT_THAT(notes_, HasSubstr("rank 1 stopped by SIGSTOP for 0.3 s, failed\n"));
-  EXPECT_THAT(notes_, HasSubstr("rank 0 killed by SIGTERM\n"));
-}
-
 TEST_F(RunObserverTest, HearsWhyTheRunFailed) {
   EXPECT_EQ(run("if [ $RANK = 1 ]; then exit 3; fi; sleep 60"), 3);
   EXPECT_THAT(notes_, ContainsRegex("run ended with 3: rank 1 on .* failed: exited with code 3\n"));

@@ -177,17 +177,6 @@ void StallWatch::say_busy() {
       quiet.count()));
 }
 
-void StallWatch::report_now(milliseconds quiet, std::function<void(const StallReport*)> then) {
-  const auto now = Clock::now();
-  if (!collecting_ && moved()) rest(now);
-  const bool stalled = watches() && reported_ != Reported::kStall && now - quiet_since_ >= quiet;
-  if (!collecting_ && !stalled) return then(nullptr);
-  then_ = std::move(then);
-  if (collecting_) return;
-  perhaps_busy_ = false;
-  begin_report(views());
-}
-
 void StallWatch::ask(Watched& watched, const RankView& view) {
   watched.stacks = watched.rank.ledger->stacks_taken();
   watched.no_stack.clear();
@@ -232,14 +221,13 @@ void StallWatch::report() {
       view.stack.push_back(view.ledger.place(frame));
   }
   const bool stuck = find_stuck_devices(seen);
-  if (perhaps_busy_ && !stuck && !then_) return say_busy();
+  if (perhaps_busy_ && !stuck) return say_busy();
   const duration<double> stall = stall_time();
   const duration<double> quiet = Clock::now() - quiet_since_;
   const StallReport report = describe_stall(seen, {.quiet_s = quiet.count(),
                                                    .stall_s = stall.count(),
                                                    .now_ns = ledger::monotonic_ns(),
                                                    .other_hosts = options_.other_hosts});
-  if (const auto then = std::exchange(then_, nullptr)) return then(&report);
   events_.stalled(report);
 }
 

@@ -56,10 +56,6 @@ class StallWatch {
 
   void add(const WatchedRank& rank);
   void remove(int rank);
-  // For a caller that is about to end the run over a stall: `then` gets the current report, once
-  // the stacks are there, or null where this stall was already reported or a rank has moved within
-  // `quiet`.
-  void report_now(std::chrono::milliseconds quiet, std::function<void(const StallReport*)> then);
 
  private:
   using Clock = EventLoop::Clock;
@@ -96,11 +92,10 @@ class StallWatch {
   Clock::time_point quiet_since_;
   std::optional<Clock::time_point> compared_since_;  // the time at which cpu_s was read
   Clock::time_point judged_;
-  Reported reported_ = Reported::kNothing;        // during this quiet period
-  bool said_busy_ = false;                        // during this quiet period
-  bool perhaps_busy_ = false;                     // the stacks decide
-  bool collecting_ = false;                       // collecting stacks for a report
-  std::function<void(const StallReport*)> then_;  // instead of events_.stalled
+  Reported reported_ = Reported::kNothing;  // during this quiet period
+  bool said_busy_ = false;                  // during this quiet period
+  bool perhaps_busy_ = false;               // the stacks decide
+  bool collecting_ = false;                 // collecting stacks for a report
   Timer timer_;
 };
 

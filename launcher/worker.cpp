@@ -19,12 +19,8 @@ void make_directories(const std::string& path) {
   if (problem) throw SystemError("launch", "cannot create the directory " + path, problem.value());
 }
 
-Worker::Worker(GroupSetup& setup, const GroupInfo& place, RankRecord& of,
-               PauseWatch::Handlers handlers)
-    : record(of),
-      pauses(setup.loop, setup.plan.stopped_timeout, std::move(handlers)),
-      setup_(setup),
-      place_(place) {}
+Worker::Worker(GroupSetup& setup, const GroupInfo& place, RankRecord& of)
+    : record(of), setup_(setup), place_(place) {}
 
 Worker::~Worker() {
   if (alive()) setup_.loop.forget(process.pidfd());
@@ -137,7 +133,6 @@ void Worker::signal(int number) {
 void Worker::let_go() {
   setup_.loop.forget(process.pidfd());
   control_.reset();
-  pauses.cancel();
 }
 
 void Worker::make_ledger() {

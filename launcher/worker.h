@@ -1,6 +1,6 @@
 // One rank of this host: its process, what it prints, its control pipe and its ledger.
 //
-//   Worker worker(setup, place, record, pause_handlers);
+//   Worker worker(setup, place, record);
 //   worker.start(options, [&] { on_exit(worker); });
 //   worker.notify(line);                              // another rank has failed
 //   worker.signal(SIGTERM);
@@ -16,7 +16,6 @@
 
 #include "launcher/output.h"
 #include "launcher/plan.h"
-#include "launcher/rank_pauses.h"
 #include "launcher/rank_record.h"
 #include "launcher/run_observer.h"
 #include "launcher/store_server.h"
@@ -50,8 +49,7 @@ struct GroupInfo {
 
 class Worker {
  public:
-  Worker(GroupSetup& setup, const GroupInfo& place, RankRecord& record,
-         PauseWatch::Handlers handlers);
+  Worker(GroupSetup& setup, const GroupInfo& place, RankRecord& record);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -69,7 +67,6 @@ class Worker {
   void save_ledger() const;  // beside its error file, if it was used
 
   RankRecord& record;
-  PauseWatch pauses;
   Process process{};
   std::optional<OutputStream> out{}, err{};
   std::shared_ptr<ledger::File> ledger{};  // null: none

@@ -75,7 +75,6 @@ Environment worker_environment(const LaunchPlan& plan, const WorkerInfo& place,
   // run.
   set["LOCKSTEP_RUN"] = plan.run_id;
   set["LOCKSTEP_CONTROL_FD"] = place.control_fd >= 0 ? std::to_string(place.control_fd) : "";
-  set["LOCKSTEP_STORE_FD"] = "";  // a socket of another launcher's rank 0
   set[terminal::kVariable] = place.terminal;
   set[ledger::kVariable] = place.ledger;
   set["LOCKSTEP_STORE_CHANNEL"] = place.store_channel;

@@ -96,7 +96,6 @@ TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
                                 {"NCCL_SOCKET_IFNAME", "=eth0"},
                                 {"LOCKSTEP_RUN", "job"},
                                 {"LOCKSTEP_CONTROL_FD", "7"},
-                                {"LOCKSTEP_STORE_FD", ""},
                                 {"LOCKSTEP_TERMINAL", ""},
                                 {"LOCKSTEP_LEDGER", "11:456"},
                                 {"LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234"}};
@@ -131,7 +130,6 @@ TEST(WorkerEnvironment, WithoutDescriptorsTheirVariablesAreRemoved) {
   place.threads = 0;
   const Environment set = worker_environment(two_by_four(), place, variables_of({}));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_CONTROL_FD", "")));
-  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_STORE_FD", "")));
   EXPECT_THAT(set, Contains(Pair("LOCKSTEP_LEDGER", "")));
   EXPECT_THAT(set, Not(Contains(Key("GLOO_SOCKET_IFNAME"))));
   EXPECT_THAT(set, Not(Contains(Key("OMP_NUM_THREADS"))));

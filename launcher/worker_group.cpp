@@ -84,11 +84,11 @@ void WorkerGroup::start() {
   for (int local_rank = 0; local_rank < plan.nproc_per_node; ++local_rank)
     ranks_.push_back({.rank = setup_.layout.first_rank + local_rank, .local_rank = local_rank});
   for (RankRecord& rank : ranks_) {
-    workers_.push_back(std::make_unique<Worker>(setup_, place_, rank, pause_handlers(rank)));
+    workers_.push_back(std::make_unique<Worker>(setup_, place_, rank));
     Worker& worker = *workers_.back();
     try {
       worker.start(filtered_, stalls_ || setup_.observed, [this, &worker] { on_exit(worker); });
-      // A rank alone waits for no other: its pauses are its own.
+      // A rank alone waits for no other.
       if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
         stalls_->add({rank.rank, rank.pid, worker.ledger.get(), rank.error_file + ".stack"});
     } catch (const std::exception& error) {
@@ -99,25 +99,6 @@ void WorkerGroup::start() {
       return fail(std::move(failure));
     }
   }
-}
-
-PauseWatch::Handlers WorkerGroup::pause_handlers(const RankRecord& rank) {
-  const auto index = static_cast<std::size_t>(rank.local_rank);
-  PauseWatch::Handlers handlers;
-  handlers.report = [this, &rank](int signal, const std::string& earlier, const std::string& note) {
-    setup_.console.say(
-        fmt::format("[launch] rank {} (pid {}) on {} was stopped by {}{}; it is failed after "
-                    "{:.1f} s unless it "
-                    "continues. Continue it with: kill -CONT {}{}",
-                    rank.rank, rank.pid, setup_.host, signal_name(signal), earlier,
-                    seconds_of(setup_.plan.stopped_timeout), rank.pid, note));
-  };
-  handlers.continued = [this, &rank] {
-    setup_.console.say(fmt::format("[launch] rank {} continues.", rank.rank));
-  };
-  handlers.look = [this, index] { return !watching() || take_pauses(*workers_[index]); };
-  handlers.overdue = [this, index](int signal) { on_stopped_too_long(*workers_[index], signal); };
-  return handlers;
 }
 
 // ---------------------------------------------------------------- stalls
@@ -182,47 +163,24 @@ void WorkerGroup::report_end(const RankRecord& rank) {
 }
 
 void WorkerGroup::on_child_signal() {
-  for (const auto& worker : workers_) take_pauses(*worker);
+  for (const auto& worker : workers_)
+    while (const auto pause = worker->process.look_for_pause()) on_pause(*worker, *pause);
   reap_orphans();
   if (phase_ == Phase::kSweeping && no_children_left()) finish();
 }
 
-bool WorkerGroup::take_pauses(Worker& worker) {
-  bool any = false;
-  for (; const auto pause = worker.process.look_for_pause(); any = true) on_pause(worker, *pause);
-  return any;
-}
-
-void WorkerGroup::on_pause(Worker& worker, const Pause& pause) {
-  RankLife& life = worker.record.life;
+// It is said and nothing more: whoever has stopped the rank may continue it.
+void WorkerGroup::on_pause(const Worker& worker, const Pause& pause) {
+  const RankRecord& rank = worker.record;
   if (phase_ != Phase::kRunning) {
-    worker.pauses.cancel();
     if (pause.stopped) worker.process.signal_group(SIGCONT);
-    return;
+  } else if (pause.stopped) {
+    setup_.console.say(fmt::format(
+        "[launch] rank {} (pid {}) on {} was stopped by {}. Continue it with: kill -CONT {}",
+        rank.rank, rank.pid, setup_.host, signal_name(pause.signal), rank.pid));
+  } else {
+    setup_.console.say(fmt::format("[launch] rank {} continues.", rank.rank));
   }
-  const RankLife::State next = pause.stopped ? RankLife::kPaused : RankLife::kRunning;
-  if (life.may_move(next)) life.move(next);  // one that has failed stays so
-  if (pause.stopped) return worker.pauses.stopped(pause.signal);
-  worker.pauses.continued();
-}
-
-void WorkerGroup::on_stopped_too_long(Worker& worker, int signal) {
-  const auto fail_it = [this, &worker, signal,
-                        stops = worker.pauses.stops()](const StallReport* stall) {
-    if (stall != nullptr) show_stall(*stall);
-    RankRecord& rank = worker.record;
-    // Not one that was continued, or stopped again, meanwhile.
-    if (!watching() || take_pauses(worker) || rank.life.now() != RankLife::kPaused ||
-        worker.pauses.stops() != stops)
-      return;
-    fail_alive(rank,
-               fmt::format("stopped by {} for {:.1f} s", signal_name(signal),
-                           seconds_of(setup_.plan.stopped_timeout)),
-               128 + signal);
-  };
-  // Which ranks wait for it, and where, is known only while they live.
-  if (stalls_) return stalls_->report_now(setup_.plan.stopped_timeout / 2, fail_it);
-  fail_it(nullptr);
 }
 
 void WorkerGroup::reap_orphans() {
@@ -259,7 +217,6 @@ void WorkerGroup::fail_alive(RankRecord& rank, std::string cause, int code) {
 void WorkerGroup::begin_stopping(milliseconds head_start) {
   phase_ = Phase::kStopping;
   stalls_.reset();
-  for (const auto& worker : workers_) worker->pauses.cancel();
   stop_.begin(head_start, setup_.plan.shutdown_timeout);
 }
 

@@ -7,9 +7,9 @@
 //
 //   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
 //
-// A rank is a Worker (worker.h) in a state of RankLife (rank_life.h). Its pauses (rank_pauses.h),
-// the times of a stop (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is
-// to blame (rank_record.h) are parts of their own; this brings them together.
+// A rank is a Worker (worker.h) in a state of RankLife (rank_life.h). The times of a stop
+// (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is to blame
+// (rank_record.h) are parts of their own; this brings them together.
 //
 //   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
 //   group.start();
@@ -73,12 +73,9 @@ class WorkerGroup {
  private:
   enum class Phase { kRunning, kStopping, kSweeping, kOver };
 
-  PauseWatch::Handlers pause_handlers(const RankRecord& rank);
   void on_exit(Worker& worker);
   void on_left(const RankRecord& rank);
-  bool take_pauses(Worker& worker);  // whether there were any
-  void on_pause(Worker& worker, const Pause& pause);
-  void on_stopped_too_long(Worker& worker, int signal);
+  void on_pause(const Worker& worker, const Pause& pause);
   void show_stall(const StallReport& stall);
   void on_stall(const StallReport& stall);
   void report_end(const RankRecord& rank);

@@ -74,19 +74,17 @@ TEST(Timer, EndsWithItsOwner) {
 
 TEST(RankLife, HasTheTransitionsOfItsHeader) {
   using L = RankLife;
-  const std::vector<L::State> all = {L::kNew,   L::kRunning, L::kPaused, L::kFailed,   L::kNotified,
+  const std::vector<L::State> all = {L::kNew,   L::kRunning, L::kFailed, L::kNotified,
                                      L::kAsked, L::kEnded,   L::kLeft,   L::kAbandoned};
   const std::map<L::State, std::set<L::State>> allowed = {
       {L::kNew, {L::kRunning}},
-      {L::kRunning, {L::kPaused, L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
-      {L::kPaused, {L::kRunning, L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
+      {L::kRunning, {L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
       {L::kFailed, {L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
       {L::kNotified, {L::kAsked, L::kEnded, L::kLeft}},
       {L::kAsked, {L::kAsked, L::kEnded, L::kLeft, L::kAbandoned}}};
   const std::map<L::State, std::vector<L::State>> ways = {
       {L::kNew, {}},
       {L::kRunning, {L::kRunning}},
-      {L::kPaused, {L::kRunning, L::kPaused}},
       {L::kFailed, {L::kRunning, L::kFailed}},
       {L::kNotified, {L::kRunning, L::kNotified}},
       {L::kAsked, {L::kRunning, L::kAsked}},
@@ -117,7 +115,7 @@ TEST(RankLife, RemembersWhyARankEnds) {
   EXPECT_FALSE(life.alive());
   EXPECT_TRUE(life.was(RankLife::kNotified));
   EXPECT_TRUE(life.was(RankLife::kAsked));
-  EXPECT_FALSE(life.was(RankLife::kPaused));
+  EXPECT_FALSE(life.was(RankLife::kFailed));
 }
 
 // ---------------------------------------------------------------- StopSequence
@@ -179,87 +177,6 @@ TEST_F(StopSequenceTest, GivesUpWhatSigkillDoesNotEnd) {
   stop_.kill();
   run_until(loop_, [this] { return !steps_.empty(); });
   EXPECT_THAT(steps_, ElementsAre("abandon"));
-}
-
-// ---------------------------------------------------------------- pauses
-
-class PauseWatchTest : public ::testing::Test {
- protected:
-  PauseWatch watch(milliseconds bound) {
-    return PauseWatch(
-        loop_, bound,
-        {.report =
-             [this](int signal, const std::string& earlier, const std::string& note) {
-               said_.push_back(std::to_string(signal) + earlier + note);
-             },
-         .continued = [this] { said_.emplace_back("continues"); },
-         .overdue = [this](int signal) { said_.push_back("overdue " + std::to_string(signal)); },
-         .look = [this] { return news_; }});
-  }
-  EventLoop loop_;
-  std::vector<std::string> said_;
-  bool news_ = false;
-};
-
-TEST_F(PauseWatchTest, ReportsTheFirstThenOneAMinuteWithACount) {
-  PauseWatch pauses = watch(milliseconds(40));
-  auto now = EventLoop::Clock::now();
-  const auto said_at = [&](std::chrono::seconds later) {
-    said_.clear();
-    pauses.stopped(19, now += later);
-    pauses.continued();
-    return said_;
-  };
-  for (int i = 1; i < PauseWatch::kFirst; ++i)
-    EXPECT_THAT(said_at(std::chrono::seconds(0)), ElementsAre("19", "continues"));
-  EXPECT_THAT(said_at(std::chrono::seconds(0)),
-              ElementsAre("19. Later ones are reported once a minute.", "continues"));
-  EXPECT_THAT(said_at(std::chrono::seconds(0)), IsEmpty());
-  EXPECT_THAT(said_at(std::chrono::seconds(59)), IsEmpty());
-  EXPECT_THAT(said_at(std::chrono::seconds(1)),
-              ElementsAre("19 (and 2 times since the last such line)", "continues"));
-}
-
-TEST_F(PauseWatchTest, AStoppedRankIsReportedAndThenOverdue) {
-  PauseWatch pauses = watch(milliseconds(40));
-  pauses.stopped(19);
-  EXPECT_THAT(said_, ElementsAre("19"));
-  run_until(loop_, [this] { return said_.size() >= 2; });
-  EXPECT_THAT(said_, ElementsAre("19", "overdue 19"));
-}
-
-TEST_F(PauseWatchTest, OneThatContinuesIsNotOverdue) {
-  PauseWatch pauses = watch(milliseconds(20));
-  pauses.stopped(19);
-  pauses.continued();
-  run_for(loop_, milliseconds(60));
-  EXPECT_THAT(said_, ElementsAre("19", "continues"));
-}
-
-TEST_F(PauseWatchTest, NewsThatHasNotBeenTakenYetComesFirst) {
-  PauseWatch pauses = watch(milliseconds(20));
-  pauses.stopped(19);
-  news_ = true;
-  run_for(loop_, milliseconds(60));
-  EXPECT_THAT(said_, ElementsAre("19"));
-}
-
-TEST_F(PauseWatchTest, AnUnreportedPauseIsReportedBeforeItIsOverdue) {
-  PauseWatch pauses = watch(milliseconds(40));
-  for (int i = 0; i < PauseWatch::kFirst; ++i) {
-    pauses.stopped(19);
-    pauses.continued();
-  }
-  EXPECT_EQ(said_.size(), 6u);
-  EXPECT_THAT(said_[4], HasSubstr("once a minute"));
-  said_.clear();
-  pauses.stopped(20);
-  pauses.continued();
-  pauses.stopped(20);
-  EXPECT_THAT(said_, IsEmpty());
-  run_until(loop_, [this] { return said_.size() >= 2; });
-  EXPECT_THAT(said_, ElementsAre("20 (and 1 times since the last such line)", "overdue 20"));
-  EXPECT_EQ(pauses.stops(), 5);
 }
 
 // ---------------------------------------------------------------- who is to blame

@@ -1,4 +1,4 @@
-"""Peer of `lockstep bench gpt` and `train`: a GPT-2 in PyTorch's own modules."""
+"""Peer of `lockstep bench train` and `recipes`: a GPT-2 in PyTorch's own modules."""
 import os
 
 import torch

@@ -1,4 +1,4 @@
-"""What the PyTorch peers of `lockstep bench gpt`, `lora`, `resnet` and `train` share.
+"""What the PyTorch peers of `lockstep bench train` and `recipes` share.
 
 A peer defines `build(settings, dtype, device)`, which returns a module that computes a loss from a
 batch, and calls `main(build)`: `peer.py SETTINGS [SOCKET]`. The settings are JSON; orders, as
@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import socket
-import statistics
 import struct
 import sys
 import time
@@ -25,7 +24,6 @@ import fp8_linear
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.95), 0.1, 1.0
 DISTINCT_BATCHES = 4
-STEPS_AROUND_SAVE = 8
 MASK = 0x7fffffff
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
@@ -166,10 +164,7 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.trained, lr=order["lr"], betas=BETAS,
                                            weight_decay=WEIGHT_DECAY, fused=True)
         self.count = 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        return {"parameters": sum(p.numel() for p in self.net.parameters()),
-                "trainable": sum(p.numel() for p in self.trained)}
+        return {"parameters": sum(p.numel() for p in self.net.parameters())}
 
     def batch(self, step, rows=None, same=False):
         shape = (rows or self.settings["batch_size"], self.settings["sequence_length"])
@@ -177,26 +172,23 @@ class Trainee:
         number = step * dist.get_world_size() + (0 if same else dist.get_rank())
         return make(number, shape, self.net.classes, self.device)
 
-    def backward(self, batch, reached=lambda: None):
+    def backward(self, batch):
         with torch.autocast(self.device.type, torch.bfloat16,
                             enabled=self.dtype == torch.bfloat16):
             loss = self.model(*batch)
-        reached()
         (loss / self.settings["accumulation"] if self.accumulates else loss).backward()
-        reached()
         return loss
 
-    def step(self, batch, reached=lambda: None):
+    def step(self, batch):
         if self.accumulates:
             with getattr(self.model, "no_sync", contextlib.nullcontext)():
                 for _ in range(self.settings["accumulation"] - 1):
                     self.backward(batch)
-        loss = self.backward(batch, reached)
+        loss = self.backward(batch)
         if self.settings["clip"]:
             torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        reached()
         self.count += 1
         # The next step of a captured graph writes to the same memory.
         return loss.detach().clone()
@@ -222,77 +214,11 @@ class Trainee:
             loss = self.step(batches[self.count % len(batches)])
             if i >= order["warmup"]:
                 marks.add()
-        ms, loss, peak, reserved = marks.between(), loss.item(), 0, 0
-        if self.device.type == "cuda":
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        ms, loss = marks.between(), loss.item()
         del batches
         self.accumulates = False
         self.release()
-        return {"ms": ms, "p50_ms": statistics.median(ms), "peak_bytes": peak,
-                "reserved_bytes": reserved, "loss": loss if math.isfinite(loss) else None}
-
-    def breakdown(self, order):
-        batches = self.batches()
-        self.step(batches[0])
-        parts = []
-        for i in range(order["steps"]):
-            marks = Marks(self.device)
-            marks.add()
-            self.step(batches[i % len(batches)], marks.add)
-            parts.append(marks.between())
-        del batches
-        self.release()
-        names = ("forward_ms", "backward_ms", "optimizer_ms")
-        return {name: statistics.median(times) for name, times in zip(names, zip(*parts))}
-
-    def kernels(self, order):
-        batches = self.batches()
-        self.step(batches[0])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for i in range(order["steps"]):
-                self.step(batches[i % len(batches)])
-            torch.cuda.synchronize()
-        sums = {}
-        for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                sum_of = sums.setdefault(event.name, [0, 0.0])
-                sum_of[0] += 1
-                sum_of[1] += event.device_time_total * 1e-3
-        del batches
-        self.release()
-        return {"kernels": [{"name": name, "count": count / order["steps"],
-                             "ms": ms / order["steps"]} for name, (count, ms) in sums.items()]}
-
-    def save(self, order):
-        """torch.distributed.checkpoint's asynchronous save, between two steps."""
-        import torch.distributed.checkpoint as checkpoint
-        batches, stalls = self.batches(), []
-        for number in range(order["saves"]):
-            def train(marks=None):
-                for i in range(STEPS_AROUND_SAVE):
-                    self.step(batches[i % len(batches)])
-                    if marks:
-                        marks.add()
-
-            train()
-            marks = Marks(self.device)
-            marks.add()
-            train(marks)
-            state = {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
-            begin = time.perf_counter()
-            written = checkpoint.async_save(
-                state, checkpoint_id=os.path.join(order["folder"], str(number)))
-            blocked = time.perf_counter() - begin
-            self.step(batches[0])
-            marks.add()
-            train(marks)
-            around = marks.between()
-            after = around.pop(STEPS_AROUND_SAVE)
-            written.result()
-            stalls.append({"stall_ms": after - statistics.median(around),
-                           "blocked_ms": blocked * 1e3,
-                           "write_ms": (time.perf_counter() - begin) * 1e3})
-        return {"stalls": stalls}
+        return {"ms": ms, "loss": loss if math.isfinite(loss) else None}
 
 
 # ---------------------------------------------------------------- orders

@@ -1,4 +1,4 @@
-"""Peer of `lockstep bench resnet`: a ResNet in PyTorch's own modules, under torchvision's names."""
+"""Peer of `lockstep bench recipes`: a ResNet in PyTorch's modules, under torchvision's names."""
 import os
 
 import torch

@@ -294,7 +294,6 @@ StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
         "connecting to the launcher's store", deadline,
         [fd = env.store_channel] { return detail::open_launcher_store(fd); });
   }
-  env.store_fd = claim_store_fd(env);
   const bool hosts = env.rank == 0 && !env.agent_store;
   if (hosts && env.store_fd < 0) env.store_fd = bind_on_loopback(env);
   for (;;) {

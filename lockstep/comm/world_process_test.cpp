@@ -148,9 +148,8 @@ TEST(ProcessWorld, WithoutMemoryToShareTheyTakeGloo) {
 
 TEST(ProcessWorld, PortThatIsTaken) {
   ProcessOptions options;
-  options.hold_port = false;
+  options.port_is_taken = true;
   options.env["LOCKSTEP_STARTUP_TIMEOUT_S"] = "2";
-  // The test still listens on the port: rank 0 says so.
   const auto ranks = run_processes(2, [](World&) {}, options);
   EXPECT_EQ(ranks[0].exit_code, 1);
   EXPECT_THAT(ranks[0].output, AllOf(HasSubstr("rank 0 cannot open the store at 127.0.0.1:"),
@@ -291,13 +290,13 @@ TEST(ProcessWorld, RanksOutOfRangeAreRefusedAtOnce) {
 }
 
 TEST(ProcessWorld, NoStoreEndsStartUp) {
-  const auto ranks = run_bare_processes(
-      2,
-      [] {
-        if (env::get_int("RANK") == 0) return;
-        World::from_env();
-      },
-      {.env = {{"LOCKSTEP_STARTUP_TIMEOUT_S", "1"}, {"MASTER_PORT", "9"}}, .hold_port = false});
+  const auto ranks =
+      run_bare_processes(2,
+                         [] {
+                           if (env::get_int("RANK") == 0) return;
+                           World::from_env();
+                         },
+                         {.env = {{"LOCKSTEP_STARTUP_TIMEOUT_S", "1"}, {"MASTER_PORT", "9"}}});
   EXPECT_EQ(ranks[1].exit_code, 1);
   EXPECT_THAT(ranks[1].output, HasSubstr("rank 1: no store at 127.0.0.1:9 within 1 s"));
 }

@@ -4,8 +4,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::parallel {
@@ -59,11 +61,10 @@ void ChangeDetector::check_same_model(std::exception_ptr refusal) const {
     if (kind(line) == earlier) return line;
     return earlier == 1 ? "(no such buffer)" : "(no such parameter)";
   };
-  throw UsageError(
-      "reducer",
-      "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
-      "same model with the same options on every rank, and change it on all identically.",
-      show(other->first), other->rank, show(other->here));
+  throw UsageError("reducer",
+                   "the models differ between ranks: rank 0 has '{}', rank {} has '{}'. Build the "
+                   "same model with the same options on every rank.",
+                   show(other->first), other->rank, show(other->here));
 }
 
 // A line for everything that decides which collectives follow, and what lies where in them.
@@ -72,11 +73,10 @@ std::string ChangeDetector::describe() const {
   for (std::size_t i = 0; i < model_.size(); ++i) {
     const ModelParameter& p = model_[i];
     const ParameterForm form = p.form();
-    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}{}{}\n", p.name,
+    text += fmt::format("{}: shape [{}], {} on {}, requires_grad={}{}{}\n", p.name,
                         fmt::join(form.sizes, ", "), c10::toString(form.dtype),
                         c10::DeviceTypeName(form.device.type(), /*lower_case=*/true),
-                        form.requires_grad, show_strides(p.tensor), p.sparse ? ", sparse" : "",
-                        form == forms_[i] ? "" : ", changed after wrapping");
+                        form.requires_grad, show_strides(p.tensor), p.sparse ? ", sparse" : "");
   }
   text += model_.describe_buffers();
   const auto option = [&](const char* name, const auto& value) {
@@ -94,20 +94,50 @@ std::string ChangeDetector::describe() const {
   return text;
 }
 
+std::string ChangeDetector::change_of(std::size_t parameter) const {
+  const ParameterForm now = model_[parameter].form();
+  const ParameterForm& then = forms_[parameter];
+  if (now.requires_grad != then.requires_grad) return now.requires_grad ? "unfrozen" : "frozen";
+  if (now.dtype != then.dtype) return fmt::format("moved to {}", c10::toString(now.dtype));
+  if (now.device != then.device) return "moved to " + now.device.str();
+  if (now.sizes == then.sizes) return "";
+  return fmt::format("given the shape [{}]", fmt::join(now.sizes, ", "));
+}
+
 void ChangeDetector::check_unchanged(const char* since) const {
   for (std::size_t i = 0; i < forms_.size(); ++i) {
-    const ParameterForm now = model_[i].form();
-    const ParameterForm& then = forms_[i];
-    if (now == then) continue;
-    std::string change = "given another shape";
-    if (now.device != then.device) change = "moved to " + now.device.str();
-    if (now.dtype != then.dtype) change = fmt::format("moved to {}", c10::toString(now.dtype));
-    if (now.requires_grad != then.requires_grad) change = now.requires_grad ? "unfrozen" : "frozen";
+    const std::string change = change_of(i);
+    if (change.empty()) continue;
     throw UsageError("ShardedOptimizer",
                      "parameter '{}' was {} after {}. Change the model first, then wrap it and "
                      "make the optimizer again.",
                      model_[i].name, change, since);
   }
+}
+
+void ChangeDetector::refuse() const {
+  constexpr std::size_t kShown = 4;
+  std::vector<std::string> changes;
+  for (std::size_t i = 0; i < forms_.size(); ++i)
+    if (const std::string change = change_of(i); !change.empty())
+      changes.push_back(fmt::format("parameter '{}' was {}", model_[i].name, change));
+  const std::size_t more = changes.size() > kShown ? changes.size() - kShown : 0;
+  changes.resize(changes.size() - more);
+  std::string mine = fmt::format("{}", fmt::join(changes, ", "));
+  if (more > 0) mine += fmt::format(" and {} more were changed", more);
+  // The ranks with the same changes together.
+  std::map<std::string, std::vector<int>> ranks;
+  const std::vector<std::string> all = all_gather_bytes(world_, mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].empty()) ranks[all[rank]].push_back(static_cast<int>(rank));
+  std::vector<std::string> lines;
+  for (const auto& [change, which] : ranks)
+    lines.push_back(fmt::format("on {} {}", show_ranks(which), change));
+  throw UsageError("reducer",
+                   "the model was changed after it was wrapped: {}. What ranks exchange is laid "
+                   "out for the model as it was. Make the change on every rank, and wrap the model "
+                   "again.",
+                   fmt::join(lines, "; "));
 }
 
 void ChangeDetector::send_flag(at::Tensor carrier) {

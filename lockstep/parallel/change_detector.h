@@ -1,15 +1,16 @@
 // ChangeDetector: whether the model is still what its buckets were laid out for, here and on the
-// other ranks. Parameters may have been frozen, unfrozen or moved to another dtype or device.
+// other ranks. Parameters may have been frozen, unfrozen, reshaped or moved to another dtype or
+// device. Such a model is refused, by name and on all ranks: it is wrapped again.
 //
 //   if (changes.look()) ...            // at the beginning of a pass
 //   changes.send_flag(buckets.flag()); // with the first bucket
 //   changes.flag();                    // at its end: not zero where some rank's model has changed
+//   changes.refuse();                  // then, on every rank
 //
 // A rank that changed cannot know whether the others did, and an exchange in every step would cost
-// too much. So it takes part once more in the pass that the others may be in: the buckets of the
-// old plan, as zeros, with a change flag behind the first one's gradients. Everyone reads the flag
-// when that pass ends. If it is set, all ranks compare their models, and either all plan again or
-// all throw, naming rank and parameter. One thread at a time.
+// too much. So it takes part once more in the pass that the others may be in: the buckets as zeros,
+// with a change flag behind the first one's gradients. Everyone reads the flag when that pass ends,
+// and then all ranks tell each other what has changed. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,8 @@ class ChangeDetector {
   void check_same_model(std::exception_ptr refusal = {}) const;
   // Throws UsageError naming a parameter that has changed `since`.
   void check_unchanged(const char* since) const;
+  // Throws UsageError on all ranks, with what has changed on which of them. Collective.
+  [[noreturn]] void refuse() const;
 
   // `carrier` is one element that will be reduced with other things; undefined: a message of its
   // own, collective.
@@ -47,6 +50,7 @@ class ChangeDetector {
 
  private:
   std::string describe() const;
+  std::string change_of(std::size_t parameter) const;  // such as frozen; empty: none
 
   World& world_;
   const ModelTensors& model_;

@@ -48,10 +48,10 @@ class DataParallel final : public Parallelism {
   bool settled() const override { return reducer_->settled(); }
   std::shared_ptr<void> recording() override;
   // A reducer of one rank has no buckets, unless it is sharded, and sees no gradients.
-  bool counts_passes() const override { return mesh_.batch().size() > 1 || bucket_count() > 0; }
+  bool counts_passes() const override {
+    return mesh_.batch().size() > 1 || reducer_->bucket_count() > 0;
+  }
   void count_replayed(bool synchronised) override { reducer_->count_replayed(synchronised); }
-  std::size_t bucket_count() const override { return reducer_->bucket_count(); }
-  void set_bucket_cap_mb(std::optional<double> mb) override { reducer_->set_bucket_cap_mb(mb); }
 
  private:
   DataParallel(std::shared_ptr<Reducer> reducer, NamedParameters names, Mesh mesh)

@@ -561,57 +561,6 @@ TEST(Ddp, AnotherOrderKeepsGradients) {
   });
 }
 
-TEST(Ddp, AnotherBucketSizeKeepsTheBits) {
-  for (const int ranks : {2, 3}) {
-    run_threads(ranks, [](World& world) {
-      // Over gloo three ranks add a gradient in an order that depends on where it lies.
-      const bool same_bits = world.size() == 2 || world.backend() == "shm";
-      Net net = locked_net();
-      Net twin = locked_net();
-      DistributedDataParallel model{net, world, {.overlap = true}};
-      DistributedDataParallel plain{twin, world, {.overlap = true}};
-      const auto step = [&](DistributedDataParallel<Net>& wrapped, int seed) {
-        wrapped->zero_grad();
-        wrapped(batch_of(world.rank() + 7 * seed)).sum().backward();
-        return gradients_of(*wrapped.module());
-      };
-      const std::size_t as_wrapped = model.reducer().bucket_count();
-      int seed = 0;
-      for (const std::optional<double> cap :
-           {std::optional<double>(0.0001), std::optional<double>(25.0), std::optional<double>()}) {
-        model.reducer().set_bucket_cap_mb(cap);
-        for (int i = 0; i < 2; ++i, ++seed) {
-          const auto here = step(model, seed);
-          const auto there = step(plain, seed);
-          for (std::size_t k = 0; k < here.size(); ++k) {
-            if (same_bits) {
-              EXPECT_TENSOR_EQ(here[k], there[k]);
-            } else {
-              EXPECT_TENSOR_NEAR(here[k], there[k], 1e-6);
-            }
-          }
-        }
-        EXPECT_EQ(model.reducer().bucket_count() > 2, cap == 0.0001);
-      }
-      EXPECT_EQ(model.reducer().bucket_count(), as_wrapped) << "unset: as it was";
-      const auto refused = [&](double mb) {
-        return message_of<UsageError>([&] { model.reducer().set_bucket_cap_mb(mb); });
-      };
-      EXPECT_THAT(refused(-1), HasSubstr("must be positive"));
-      ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.1}};
-      EXPECT_THAT(refused(5), HasSubstr("reduced by a ShardedOptimizer, in one pass of its step"));
-    });
-  }
-}
-
-TEST(Ddp, AnotherBucketSizeLeavesThePhase) {
-  DistributedDataParallel model{locked_net(), World{}, {.force_reducer = true}};
-  model(batch_of(1)).sum().backward();
-  const ledger::PhaseScope logging(ledger::Phase::kLogging);
-  model.reducer().set_bucket_cap_mb(0.0001);
-  EXPECT_EQ(ledger::set_phase(ledger::Phase::kLogging), ledger::Phase::kLogging);
-}
-
 TEST(Ddp, CoresAreCountedOverAllRanks) {
   const std::vector<int> cores = allowed_cpus();
   if (cores.size() < 2) GTEST_SKIP() << "one core";
@@ -716,15 +665,12 @@ TEST(Ddp, AnUnannouncedNestedBackwardDoesNotEndThePass) {
   });
 }
 
-TEST(Ddp, StaticGraphLearnsAgainAfterUnfreezingAndNoticesAChangedGraph) {
+TEST(Ddp, StaticGraphNoticesAChangedGraph) {
   run_threads(2, [](World& world) {
     auto net = std::make_shared<Branches>();
     DistributedDataParallel model{net, world, {.static_graph = true}};
-    net->left->bias.set_requires_grad(false);
     for (int step = 0; step < 3; ++step) model(at::ones({1, 2}), 0).sum().backward();
     EXPECT_FALSE(net->right->weight.grad().defined());
-    net->left->bias.set_requires_grad(true);
-    for (int step = 0; step < 3; ++step) model(at::ones({1, 2}), 0).sum().backward();
     EXPECT_TRUE(net->left->bias.grad().equal(at::full({2}, 3.f)));
     EXPECT_THAT(message_of<UsageError>([&] { model(at::ones({1, 2}), 1).sum().backward(); }),
                 HasSubstr("The graph is not static"));

@@ -704,12 +704,6 @@ void FullyShard::verify_buffers() {
   impl_->verify_buffers();
 }
 
-void FullyShard::set_bucket_cap_mb(std::optional<double>) {
-  throw UsageError(parallel::kFullyShard,
-                   "there are no buckets: the gradients of a block are averaged together. Delete "
-                   "ddp_bucket_cap_mb, or `tune`.");
-}
-
 std::vector<std::string> FullyShard::units() const {
   return impl_->unit_names();
 }

@@ -103,7 +103,6 @@ class FullyShard final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
-  void set_bucket_cap_mb(std::optional<double> mb) override;
 
   // The units in the order of the module, "" for the root; no collective.
   std::vector<std::string> units() const;

@@ -44,7 +44,7 @@ void HookSet::install(const std::weak_ptr<BackwardListener>& listener,
   for (std::size_t i = 0; i < model_.size(); ++i) {
     const ModelParameter& p = model_[i];
     Installed& hook = installed_[i];
-    // One that was frozen since has no accumulator; the next synchronised pass plans again.
+    // One that was frozen since has no accumulator; the next synchronised pass refuses that.
     if (!forms[i].requires_grad || !p.tensor.requires_grad()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     if (accumulator == hook.accumulator) continue;

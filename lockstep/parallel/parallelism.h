@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -102,10 +101,6 @@ class Parallelism {
   virtual void count_replayed(bool) {}
   // Whether it counts passes and steps in the ledger. False: Accumulation does.
   virtual bool counts_passes() const { return false; }
-
-  // Gradients that travel in buckets; UsageError where their size cannot be changed.
-  virtual std::size_t bucket_count() const { return 0; }
-  virtual void set_bucket_cap_mb(std::optional<double> mb) = 0;
 };
 
 }  // namespace lockstep

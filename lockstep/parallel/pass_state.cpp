@@ -14,7 +14,6 @@ void PassState::expect(const std::vector<ParameterForm>& forms) {
   gradients_.resize(forms.size());
   for (std::size_t i = 0; i < forms.size(); ++i)
     gradients_[i].expected = forms[i].requires_grad ? 1 : 0;
-  learned_ = false;
 }
 
 void PassState::reset() {

@@ -43,7 +43,7 @@ class PassState {
       : model_(model), buckets_(buckets), options_(options) {}
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
 
-  // One gradient of every trained parameter; what static_graph learned is learned again.
+  // One gradient of every trained parameter.
   void expect(const std::vector<ParameterForm>& forms);
   void reset();  // idle, with everything to wait for
   void begin(bool synchronised);

@@ -562,11 +562,6 @@ void Pipeline::verify_buffers() {
   impl_->verify_buffers();
 }
 
-void Pipeline::set_bucket_cap_mb(std::optional<double>) {
-  throw UsageError(parallel::kPipeline,
-                   "there are no buckets whose size could be changed. Leave it out.");
-}
-
 std::vector<std::string> Pipeline::parameter_names() const {
   std::vector<std::string> names;
   for (const parallel::ShardedParameter* const p : impl_->shards()->parameters())

@@ -42,7 +42,6 @@
 #include <torch/nn/module.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -91,7 +90,6 @@ class Pipeline final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
-  void set_bucket_cap_mb(std::optional<double> mb) override;
 
   std::vector<std::string> parameter_names() const;  // of this rank's stages; no collective
 

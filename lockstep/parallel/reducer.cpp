@@ -65,7 +65,7 @@ void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTe
                      model_.size());
   if (options_.init_sync) model_.broadcast(world_, 0);
   choose_overlap();
-  limits_ = limits_for(options_.bucket_cap_mb);
+  limits_ = limits_as_set();
   plan_first();
 }
 
@@ -80,10 +80,10 @@ void ReducerImpl::choose_overlap() {
   }
 }
 
-BucketLimits ReducerImpl::limits_for(std::optional<double> bucket_cap_mb) const {
+BucketLimits ReducerImpl::limits_as_set() const {
   constexpr std::int64_t kMinBytes = 4 << 20;
-  BucketLimits limits = limits_of(bucket_cap_mb);
-  if (overlap_ || bucket_cap_mb) return limits;
+  BucketLimits limits = limits_of(options_.bucket_cap_mb);
+  if (overlap_ || options_.bucket_cap_mb) return limits;
   limits.first_cap_bytes = limits.cap_bytes;
   limits.min_bytes = kMinBytes;
   return limits;
@@ -96,10 +96,9 @@ std::vector<std::size_t> ReducerImpl::reverse_dense_order() const {
   return order;
 }
 
-void ReducerImpl::plan(std::vector<std::size_t> order) {
+void ReducerImpl::plan(const std::vector<std::size_t>& order) {
   ++layout_;
-  order_ = std::move(order);
-  buckets_.lay_out(change_.forms(), order_, limits_);
+  buckets_.lay_out(change_.forms(), order, limits_);
   reset_pass();
 }
 
@@ -119,10 +118,8 @@ void ReducerImpl::on_gradient(std::size_t parameter, const at::Tensor& arrived) 
                      model_[parameter].name);
   if (!begin_pass()) return;
   pass_[parameter].used = true;
-  // Frozen after forward: the engine added nothing to .grad. Or not planned yet: .grad is taken
-  // along when it is.
   if (!change_.trained(parameter)) return;
-  // The slot of a changed model may be of another kind; planning again takes .grad along.
+  // The slot of a changed model may be of another kind; without no_sync() it is refused.
   if (!change_.stale()) buckets_.store(parameter, arrived, pass_.sync);
   if (pass_.sync && pass_.arrived(parameter) && overlap_) launch_ready();
 }
@@ -166,7 +163,7 @@ void ReducerImpl::start_pass() {
   pass_.recorded = recording(world_);
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
-  if (change_.look() && pass_.sync) plan_again();
+  if (change_.look() && pass_.sync) refuse_change();
   pass_.run();
   // The others count at once, so that their buckets need not wait for the end.
   if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
@@ -178,7 +175,7 @@ void ReducerImpl::start_pass() {
 // with it the flag that announces a changed model, would not be exchanged again.
 void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
-  if (change_.look()) reason = "the model was changed since the last synchronised backward";
+  if (change_.look()) reason = "the model was changed after it was wrapped";
   if (world_.size() > 1 && !may_record_)
     reason =
         "whoever records it does not know of the other ranks (CapturedStepOptions::parallelism)";
@@ -204,7 +201,7 @@ void ReducerImpl::count_as_unused(std::size_t parameter) {
 }
 
 // The slot, while nothing is in it that anybody needs. Asked before the first hook of a pass, too,
-// which may find the model changed and lay the buckets out again.
+// which may find the model changed.
 at::Tensor ReducerImpl::free_slot(std::size_t parameter) {
   const auto lock = pass_.lock();
   const at::Tensor& slot = buckets_.slot(parameter);
@@ -393,31 +390,20 @@ void ReducerImpl::reset_pass() {
 
 // ---------------------------------------------------------------- a changed model
 
-// At the first gradient of a synchronised pass, before anything was sent.
-void ReducerImpl::plan_again() {
+// At the first gradient of a synchronised pass, before anything was sent. The others learn of it at
+// the end of that pass.
+void ReducerImpl::refuse_change() {
   torch::NoGradGuard no_grad;
-  announce_change();
-  change_.check_same_model();
-  change_.accept();
-  pass_.expect(change_.forms());
-  rebuilt_ = false;
-  plan(reverse_dense_order());
-}
-
-void ReducerImpl::announce_change() {
   pass_.shadow = true;
   if (buckets_.empty()) change_.send_flag({});
-  bool everyone = false;
-  for (std::size_t i = 0; i < buckets_.size() && !everyone; ++i) {
+  for (std::size_t i = 0; i < buckets_.size(); ++i) {
     pass_.launched = i + 1;
     launch(i);
-    if (i > 0) continue;
-    const bool sum = !flag_in_bucket() || join_.divides_by_active();
-    everyone = received_flag().eq(sum ? world_.size() : 1).item<bool>();
   }
   pass_.wait_for_buckets(/*finish=*/false);
   static_cast<void>(received_flag());
   pass_.launched = 0;
+  change_.refuse();
 }
 
 // In the first bucket, where it costs nothing. Reading it there would make a host wait for its GPU,
@@ -431,14 +417,12 @@ const at::Tensor& ReducerImpl::received_flag() {
   return change_.flag();
 }
 
-// Throws on every rank and leaves them in step: with the change taken back, or made everywhere,
-// training could continue.
+// Leaves this rank in step with the others.
 void ReducerImpl::refuse_change_of_another() {
   pass_.wait_for_buckets(/*finish=*/false);
   pass_.drop_used();
   close_pass();
-  change_.check_same_model();
-  LOCKSTEP_ASSERT(false && "a change was announced, but the models are the same");
+  change_.refuse();
 }
 
 // ---------------------------------------------------------------- uneven inputs
@@ -448,7 +432,7 @@ void ReducerImpl::shadow_pass() {
   torch::NoGradGuard no_grad;
   try {
     phase_before_ = ledger::set_phase(ledger::Phase::kCommunication);
-    if (change_.look()) plan_again();
+    if (change_.look()) refuse_change();
     pass_.begin_shadow();
     finalize();
   } catch (...) {
@@ -600,21 +584,6 @@ void Reducer::register_comm_hook(CommHook hook) {
                      "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
                      "where no communication hook runs. Use a replicated optimizer with hooks.");
   impl_->hook_ = std::move(hook);
-}
-
-void Reducer::set_bucket_cap_mb(std::optional<double> mb) {
-  parallel::ReducerImpl& impl = *impl_;
-  if (impl.pass_.running() || impl.pass_.interrupted())
-    throw UsageError("reducer",
-                     "set_bucket_cap_mb was called during backward, or after one that did not "
-                     "finish. Call it between steps.");
-  if (impl.strategy_ != nullptr)
-    throw UsageError("reducer",
-                     "the bucket size cannot be changed: this model's gradients are reduced by a "
-                     "ShardedOptimizer, in one pass of its step() and not bucket by bucket during "
-                     "backward. Use a replicated optimizer (shard_optimizer: false).");
-  impl.limits_ = impl.limits_for(mb);
-  if (!impl.passive_) impl.plan(impl.order_);
 }
 
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options) {

@@ -18,7 +18,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "lockstep/comm/world.h"
@@ -45,9 +44,6 @@ class Reducer {
 
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
-  // Lays the buckets out again, as if the model had been wrapped with this option; nothing else
-  // changes. Between steps, on all ranks identically (it communicates).
-  void set_bucket_cap_mb(std::optional<double> mb);
   void verify_replicas();  // both of these
   void verify_parameters();
   void verify_buffers();

@@ -4,7 +4,7 @@
 //   HookSet          reports a gradient                             on_gradient
 //   PassState        a pass begins with the first one               begin_pass, start_pass
 //   JoinSession      which ranks take part                          start_pass
-//   ChangeDetector   is the model what the buckets are for          start_pass, plan_again
+//   ChangeDetector   is the model what the buckets are for          start_pass, refuse_change
 //   BucketSet        the gradient goes to its slot                  on_gradient
 //   PassState        its bucket may be ready                        launch_ready, launch
 //   PassEnd          the outermost backward has ended               on_backward_end
@@ -60,8 +60,8 @@ class ReducerImpl final : public BackwardListener,
   friend class lockstep::Reducer;  // the handle of this one
   void choose_overlap();
   std::vector<std::size_t> reverse_dense_order() const;
-  BucketLimits limits_for(std::optional<double> bucket_cap_mb) const;
-  void plan(std::vector<std::size_t> order);
+  BucketLimits limits_as_set() const;
+  void plan(const std::vector<std::size_t>& order);
   void plan_first();
   bool begin_pass();
   void start_pass();
@@ -78,11 +78,10 @@ class ReducerImpl final : public BackwardListener,
   void count_update();
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
-  void plan_again();
-  void announce_change();
+  [[noreturn]] void refuse_change();
   bool flag_in_bucket() const;
   const at::Tensor& received_flag();
-  void refuse_change_of_another();
+  [[noreturn]] void refuse_change_of_another();
   void shadow_pass();
 
   World world_;
@@ -104,7 +103,6 @@ class ReducerImpl final : public BackwardListener,
   std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
   std::optional<ledger::Phase> phase_before_;  // the pass that runs
   BucketLimits limits_;
-  std::vector<std::size_t> order_;  // of the plan
   CommHook hook_;
   ReduceStrategy* strategy_ = nullptr;  // null: buckets are reduced in backward
 };

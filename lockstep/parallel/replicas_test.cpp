@@ -512,11 +512,6 @@ TEST(Join, AHookSeesZerosWhereARankHasRunOut) {
       for (const auto& item : list)
         EXPECT_TRUE(item.tensor.grad().equal(
             at::full({3}, world.rank() == last ? 1.f / world.size() : 56.f)));
-      // Announcing a change sends the old buckets as zeros.
-      list[0].tensor.set_requires_grad(false);
-      list[1].tensor.mutable_grad() = at::Tensor();
-      (list[1].tensor * (world.rank() + 1)).sum().backward();
-      EXPECT_TRUE(list[1].tensor.grad().equal(at::full({3}, (world.size() + 1) / 2.f)));
     });
   }
 }

@@ -354,12 +354,4 @@ bool TensorParallel::counts_passes() const {
   return impl_->copies().counts_passes();
 }
 
-std::size_t TensorParallel::bucket_count() const {
-  return impl_->copies().bucket_count();
-}
-
-void TensorParallel::set_bucket_cap_mb(std::optional<double> mb) {
-  impl_->copies().set_bucket_cap_mb(mb);
-}
-
 }  // namespace lockstep

@@ -31,7 +31,6 @@
 #include <torch/nn/module.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,8 +71,6 @@ class TensorParallel final : public Parallelism {
   void verify_parameters() override;
   void verify_buffers() override;
   bool counts_passes() const override;
-  std::size_t bucket_count() const override;
-  void set_bucket_cap_mb(std::optional<double> mb) override;
 
  private:
   std::shared_ptr<parallel::TensorParallelImpl> impl_;

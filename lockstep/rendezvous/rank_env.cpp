@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <climits>
 #include <cstdint>
 #include <mutex>
@@ -332,29 +331,6 @@ void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
                   info.rank, info.size, launcher->rank, launcher->size));
 }
 
-bool is_tcp_port(int fd, int port) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  int type = 0;
-  socklen_t type_length = sizeof type;
-  if (::getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_length) != 0 || type != SOCK_STREAM)
-    return false;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return false;
-  if (address.ss_family == AF_INET)
-    return ntohs(reinterpret_cast<sockaddr_in*>(&address)->sin_port) == port;
-  if (address.ss_family == AF_INET6)
-    return ntohs(reinterpret_cast<sockaddr_in6*>(&address)->sin6_port) == port;
-  return false;
-}
-
-// The launcher's socket, unless the variable is older than this process: then the descriptor is
-// closed or something else, and rank 0 binds the port itself.
-int inherited_store_fd(const RankEnv& env) {
-  if (env.rank != 0) return -1;
-  const auto fd = number("LOCKSTEP_STORE_FD");
-  return fd && is_tcp_port(*fd, env.master_port) ? *fd : -1;
-}
-
 // Not for a process whose rank was set by anything other than our launcher, nor for a child of a
 // rank, whose descriptor is closed.
 int inherited_store_channel(const RankEnv& env) {
@@ -387,11 +363,7 @@ RankEnv from_variables(const RankInfo& info) {
   }
   // "True" is what torchrun writes and what torch compares with.
   env.agent_store = env::get("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  if (env.agent_store) {
-    env.store_channel = inherited_store_channel(env);
-  } else {
-    env.store_fd = inherited_store_fd(env);
-  }
+  if (env.agent_store) env.store_channel = inherited_store_channel(env);
   return env;
 }
 
@@ -484,15 +456,6 @@ RankEnv read_rank_env() {
   }
   if (auto pet = from_pet()) return *pet;
   return from_nothing();
-}
-
-int claim_store_fd(RankEnv& env) {
-  static std::atomic<bool> inherited_claimed{false};
-  const int fd = std::exchange(env.store_fd, -1);
-  if (fd < 0) return -1;
-  if (env.rendezvous_name.empty() && inherited_claimed.exchange(true)) return -1;
-  set_cloexec(fd);
-  return fd;
 }
 
 int bind_on_loopback(const RankEnv& env) {

@@ -10,7 +10,6 @@
 //
 //   RankEnv env = read_rank_env();
 //   rendezvous(env, 300'000);          // settles master_port where the launcher gave none
-//   int fd = claim_store_fd(env);      // rank 0: a listening socket, or -1: bind the port
 #pragma once
 
 #include <string>
@@ -30,9 +29,9 @@ struct RankEnv {
   bool node_known = true;
   std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
 
-  // The rendezvous of the ranks. Rank 0 listens on store_fd when it was handed one, otherwise binds
-  // the port, unless agent_store: then the launcher hosts the store and rank 0 is a client, over
-  // store_channel where this process has one (store_channel.h) and over TCP otherwise.
+  // The rendezvous of the ranks. Rank 0 listens on store_fd where rendezvous() has made one and
+  // binds the port otherwise, unless agent_store: then the launcher hosts the store and rank 0 is a
+  // client, over store_channel where this process has one (store_channel.h) and over TCP otherwise.
   std::string master_addr;
   int master_port = 0;
   int store_fd = -1;
@@ -52,14 +51,10 @@ struct RankEnv {
 RankEnv read_rank_env();
 
 // Settles master_port where it is still open (rendezvous_name): rank 0 listens on a free port
-// (store_fd) and publishes it to the others. A no-op otherwise. Every rank of the job calls it, the
-// same number of times. Throws TimeoutError naming ranks that did not come.
+// (store_fd, which the caller owns) and publishes it to the others. A no-op otherwise. Every rank
+// of the job calls it, the same number of times. Throws TimeoutError naming ranks that did not
+// come.
 void rendezvous(RankEnv& env, int timeout_ms);
-
-// Hands out env.store_fd and with it the duty to close it; closed on exec from now on, so that a
-// rank's own children cannot take it for theirs. A socket that the launcher gave is handed out once
-// per process: a second world binds the port itself. -1 when there is none left.
-int claim_store_fd(RankEnv& env);
 
 // A socket bound to master_port on loopback, where master_addr is loopback: c10d by itself would
 // listen on every interface. -1 where it is another address or the port is taken (by the store of

@@ -1,10 +1,7 @@
 #include "lockstep/rendezvous/rank_env.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -350,50 +347,6 @@ TEST(RankEnv, NodeLists) {
   EXPECT_THROW(tasks_on_node("2(x3),1", 4), UsageError);
   EXPECT_THROW(tasks_on_node("2(x", 0), UsageError);
   EXPECT_THROW(tasks_on_node("two", 0), UsageError);
-}
-
-// ---------------------------------------------------------------- the store's socket
-
-Fd listening_socket(int& port) {
-  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(::bind(fd.get(), generic, length), 0);
-  EXPECT_EQ(::listen(fd.get(), 8), 0);
-  EXPECT_EQ(::getsockname(fd.get(), generic, &length), 0);
-  port = ntohs(address.sin_port);
-  return fd;
-}
-
-TEST(RankEnv, TheLaunchersSocketIsCheckedAndClaimedOnce) {
-  int port = 0;
-  const Fd listener = listening_socket(port);
-  const Fd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  const Variables base = {{"RANK", "0"},
-                          {"WORLD_SIZE", "2"},
-                          {"MASTER_ADDR", "127.0.0.1"},
-                          {"MASTER_PORT", std::to_string(port)}};
-  const auto store_fd = [&](int fd, const Variables& more = {}) {
-    return read(with(with(base, {{"LOCKSTEP_STORE_FD", std::to_string(fd)}}), more)).store_fd;
-  };
-  EXPECT_EQ(store_fd(listener.get()), listener.get());
-  EXPECT_EQ(store_fd(listener.get(), {{"RANK", "1"}}), -1);
-  EXPECT_EQ(store_fd(listener.get(), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}}), -1);
-  // Left over from a process further up: closed, something else, or another job's port.
-  EXPECT_EQ(store_fd(916), -1);
-  EXPECT_EQ(store_fd(file.get()), -1);
-  EXPECT_EQ(store_fd(listener.get(), {{"MASTER_PORT", "1"}}), -1);
-
-  ::fcntl(listener.get(), F_SETFD, 0);
-  RankEnv env = read(with(base, {{"LOCKSTEP_STORE_FD", std::to_string(listener.get())}}));
-  RankEnv second = env;
-  EXPECT_EQ(claim_store_fd(env), listener.get());
-  EXPECT_EQ(env.store_fd, -1);
-  EXPECT_EQ(::fcntl(listener.get(), F_GETFD), FD_CLOEXEC);
-  EXPECT_EQ(claim_store_fd(second), -1);
 }
 
 TEST(RankEnv, TheStoreChannelIsForTheRankThatTheLauncherStarted) {

@@ -51,9 +51,6 @@ class NaiveShard final : public Parallelism {
   void check_shardable() const override {
     throw UsageError("NaiveShard", "the optimizer's state is divided already.");
   }
-  void set_bucket_cap_mb(std::optional<double>) override {
-    throw UsageError("NaiveShard", "there are no buckets.");
-  }
 
   void before_forward() override {
     const torch::NoGradGuard no_grad;

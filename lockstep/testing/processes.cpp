@@ -37,7 +37,6 @@ constexpr const char* kForeign[] = {"RANK",
                                     "GROUP_RANK",
                                     "MASTER_ADDR",
                                     "MASTER_PORT",
-                                    "LOCKSTEP_STORE_FD",
                                     "LOCKSTEP_STORE_CHANNEL",
                                     "LOCKSTEP_CONTROL_FD",
                                     "LOCKSTEP_RUN",
@@ -46,25 +45,26 @@ constexpr const char* kForeign[] = {"RANK",
                                     "TORCHELASTIC_RESTART_COUNT",
                                     "TORCHELASTIC_ERROR_FILE"};
 
-struct Listener {
+struct Port {
   Fd fd;
-  int port = 0;
+  int number = 0;
 };
 
-Listener listen_somewhere() {
-  Listener listener{Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), 0};
+// A port that is bound and not listened on: no other program gets it, and rank 0 may bind it too.
+Port hold_port() {
+  Port port{Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), 0};
+  const int on = 1;
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t length = sizeof address;
   auto* raw = reinterpret_cast<sockaddr*>(&address);
-  if (!listener.fd || ::bind(listener.fd.get(), raw, length) != 0 ||
-      ::listen(listener.fd.get(), 128) != 0 ||
-      ::getsockname(listener.fd.get(), raw, &length) != 0) {
-    throw SystemError("testing", "cannot listen on the loopback interface", errno);
+  if (!port.fd || ::setsockopt(port.fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      ::bind(port.fd.get(), raw, length) != 0 || ::getsockname(port.fd.get(), raw, &length) != 0) {
+    throw SystemError("testing", "cannot bind a port of the loopback interface", errno);
   }
-  listener.port = ntohs(address.sin_port);
-  return listener;
+  port.number = ntohs(address.sin_port);
+  return port;
 }
 
 struct Child {
@@ -133,7 +133,7 @@ class Ranks : public RunningRanks {
   explicit Ranks(int size)
       : results_(static_cast<std::size_t>(size)), children_(static_cast<std::size_t>(size)) {}
 
-  void start(int rank, const Task& task, const Variables& variables, const Fd& listener) {
+  void start(int rank, const Task& task, const Variables& variables) {
     Child& child = at(rank);
     Pipe output = make_pipe();
     Pipe control = make_pipe();
@@ -142,8 +142,7 @@ class Ranks : public RunningRanks {
     std::fflush(nullptr);  // a fork must not print again what is still in a buffer
     child.pid = ::fork();
     if (child.pid < 0) throw SystemError("testing", "cannot start a rank", errno);
-    if (child.pid == 0)
-      become(task, variables, {output.write.get(), control.read.get(), listener.get(), parent});
+    if (child.pid == 0) become(task, variables, {output.write.get(), control.read.get(), parent});
     child.output = std::move(output.read);
     child.control = std::move(control);
     set_nonblocking(child.output.get());
@@ -204,7 +203,7 @@ class Ranks : public RunningRanks {
 
  private:
   struct Inherit {
-    int output, control, listener;
+    int output, control;
     pid_t parent;
   };
 
@@ -226,10 +225,6 @@ class Ranks : public RunningRanks {
     if (variables.contains("LOCKSTEP_CONTROL_FD")) {
       ::setenv("LOCKSTEP_CONTROL_FD", std::to_string(inherit.control).c_str(), 1);
       ::fcntl(inherit.control, F_SETFD, 0);
-    }
-    if (variables.contains("LOCKSTEP_STORE_FD")) {
-      ::setenv("LOCKSTEP_STORE_FD", std::to_string(inherit.listener).c_str(), 1);
-      ::fcntl(inherit.listener, F_SETFD, 0);
     }
     if (task.body) {
       be_a_rank([&] {
@@ -276,21 +271,21 @@ std::string next_call() {
 }
 
 std::vector<RankResult> run_task(int size, const Task& task, const ProcessOptions& options) {
-  const Listener listener = listen_somewhere();
+  const Port port = hold_port();
+  if (options.port_is_taken) ::listen(port.fd.get(), 1);
   Ranks ranks(size);
   const Deadline deadline = Deadline::after(options.timeout);
   for (int rank = 0; rank < size; ++rank) {
     Variables variables{
         {"RANK", std::to_string(rank)},       {"WORLD_SIZE", std::to_string(size)},
         {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", std::to_string(size)},
-        {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(listener.port)}};
+        {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(port.number)}};
     if (options.control) variables["LOCKSTEP_CONTROL_FD"] = "given";
-    if (options.hold_port && rank == 0) variables["LOCKSTEP_STORE_FD"] = "given";
     for (const auto& [name, value] : options.env) variables[name] = value;
     if (options.rank_env) {
       for (const auto& [name, value] : options.rank_env(rank)) variables[name] = value;
     }
-    ranks.start(rank, task, variables, listener.fd);
+    ranks.start(rank, task, variables);
   }
   std::thread meanwhile;
   if (options.meanwhile) meanwhile = std::thread([&] { options.meanwhile(ranks); });

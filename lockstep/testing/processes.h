@@ -47,7 +47,7 @@ struct ProcessOptions {
   Variables env = {};                                // for all ranks; "" removes a variable
   std::function<Variables(int rank)> rank_env = {};  // for one
   bool control = false;                              // give ranks a control descriptor
-  bool hold_port = true;  // rank 0 gets a listening socket; false: it binds MASTER_PORT itself
+  bool port_is_taken = false;                        // somebody listens on MASTER_PORT
   std::chrono::milliseconds timeout{std::chrono::seconds(120)};
   std::function<void(RunningRanks&)> meanwhile = {};  // runs beside the ranks
 };

@@ -143,7 +143,6 @@ struct TrainingArguments {
   std::optional<bool> ddp_broadcast_buffers{};
   std::optional<bool> ddp_static_graph{};
   std::int64_t ddp_timeout = 1800;
-  std::optional<std::string> tune{};  // what the first steps measure: see bucket_tuner.h
 };
 
 // Ranges, choices and contradictions between keys; for arguments that were set in a program. Throws

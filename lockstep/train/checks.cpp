@@ -93,11 +93,6 @@ class Checker {
     const TrainingArguments& a = arguments_;
     if (a.bf16 && a.fp16) both_halves();
     fp8();
-    if (a.tune && a.full_determinism) {
-      add({"tune", "full_determinism"},
-          "tune chooses the buckets by measured times, so that two runs may add gradients in "
-          "another order, and full_determinism is true. Delete one of them.");
-    }
     if (a.use_cpu && a.fp16) {
       add({"fp16", "use_cpu"},
           "fp16 needs a GPU, and use_cpu is true. Use bf16, or delete one of them.");
@@ -247,8 +242,6 @@ class Checker {
     if (a.shard_optimizer == "true")
       add({"fsdp", "shard_optimizer"},
           "fsdp divides the optimizer's state with the parameters. Delete shard_optimizer.");
-    if (a.tune)
-      add({"fsdp", "tune"}, "fsdp has no buckets whose size could be measured. Delete tune.");
     if (a.gradient_checkpointing && plan.activation_checkpointing)
       add({"gradient_checkpointing", "fsdp_config"},
           "gradient_checkpointing and fsdp_config.activation_checkpointing are the same. Keep "
@@ -261,8 +254,6 @@ class Checker {
     if (a.shard_optimizer == "true" && !plan.on)
       add({kKey, "shard_optimizer"},
           "each stage of a pipeline has its optimizer's state. Delete shard_optimizer.");
-    if (a.tune && !plan.on)
-      add({kKey, "tune"}, "a pipeline has no buckets whose size could be measured. Delete tune.");
     if (a.auto_find_batch_size || a.elastic_gpu)
       add({kKey, a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size"},
           "batches are tried on the whole model, which a pipeline does not hold. Delete one.");
@@ -277,8 +268,6 @@ class Checker {
     refuse(a.shard_optimizer == "true", "shard_optimizer",
            "each tensor parallel rank has the optimizer's state of its slices. Delete "
            "shard_optimizer.");
-    refuse(a.tune.has_value(), "tune",
-           "tensor parallel ranks send activations too, which tune does not measure. Delete tune.");
     refuse(a.auto_find_batch_size || a.elastic_gpu,
            a.elastic_gpu ? "elastic_gpu" : "auto_find_batch_size",
            "batches are tried on the whole model, of which tensor parallel ranks hold slices. "

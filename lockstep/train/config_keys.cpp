@@ -270,9 +270,6 @@ constexpr KeySpec kKeys[] = {
         "promise that every step uses the same parameters equally often", {.unset = "false"}),
     key("ddp_timeout", &A::ddp_timeout, "deadline of a collective, in seconds",
         {.check = &kSeconds}),
-    key("tune", &A::tune,
-        "measure bucket sizes in the first steps, and keep the fastest for the rest",
-        {.choices = "bucket_cap_mb", .unset = "nothing", .ours = true}),
 };
 
 constexpr OldKey kOldKeys[] = {

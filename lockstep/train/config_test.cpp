@@ -342,8 +342,8 @@ TEST(Config, Notes) {
               ElementsAre("LOCKSTEP_LEARNING_RAT is not read. Did you mean "
                           "LOCKSTEP_LEARNING_RATE?"));
   for (const char* other :
-       {"LOCKSTEP_DEVICE", "LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT_S", "LOCKSTEP_STORE_FD",
-        "LOCKSTEP_SHARE_DEVICE", "LOCKSTEP_CONTROL_FD", "LOCKSTEP_STORE_CHANNEL"})
+       {"LOCKSTEP_DEVICE", "LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT_S", "LOCKSTEP_SHARE_DEVICE",
+        "LOCKSTEP_CONTROL_FD", "LOCKSTEP_STORE_CHANNEL"})
     EXPECT_THAT(resolve("", {}, {{other, "1"}}).notes, IsEmpty()) << other;
 }
 
@@ -641,9 +641,6 @@ TEST(Arguments, AreCheckedWithoutAFileToo) {
   EXPECT_NO_THROW(check_arguments({}));
   EXPECT_EQ(message_of([] { check_arguments({.bf16 = true, .fp16 = true}); }),
             "[config] bf16 and fp16 cannot both be true. Keep one.");
-  EXPECT_THAT(
-      message_of([] { check_arguments({.full_determinism = true, .tune = "bucket_cap_mb"}); }),
-      HasSubstr("tune chooses the buckets by measured times"));
   EXPECT_EQ(message_of([] { check_arguments({.learning_rate = -1}); }),
             "[config] learning_rate must be above 0, up to 1000, and -1.0 is not.");
   EXPECT_THAT(message_of([] { check_arguments({.optim = "sofia"}); }),

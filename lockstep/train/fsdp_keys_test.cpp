@@ -172,13 +172,11 @@ TEST(Fsdp, EveryMistakeIsNamed) {
             "t.yaml:2:1: fsdp_config.mixed_precision_policy.param_dtype: 'int8' is none of"},
            {"fsdp: full_shard\nshard_optimizer: true\n",
             "t.yaml:1:1: fsdp divides the optimizer's state with the parameters."},
-           {"fsdp: full_shard\ntune: bucket_cap_mb\n", "t.yaml:1:1: fsdp has no buckets"},
            {"gradient_checkpointing: true\nfsdp: full_shard\n"
             "fsdp_config: {activation_checkpointing: true}\n",
             "t.yaml:1:1: gradient_checkpointing and fsdp_config.activation_checkpointing are the "
             "same."},
            {"tensor_parallel_degree: 2\nshard_optimizer: true\n", "Delete shard_optimizer."},
-           {"tensor_parallel_degree: 2\ntune: bucket_cap_mb\n", "Delete tune."},
            {"tensor_parallel_degree: 2\nauto_find_batch_size: true\n",
             "batches are tried on the whole model, of which tensor parallel ranks hold slices."},
            {"tensor_parallel_degree: 2\nelastic_gpu: true\n", "batches are tried on the whole"},

@@ -330,9 +330,6 @@ void Loop::open(const std::string& resumed_from) {
   state.eval_steps = static_cast<double>(plan_.eval_steps);
   state.save_steps = static_cast<double>(plan_.save_steps);
   run_.result.first_step = state.global_step;
-  // It may refuse; then an earlier run is still in its place.
-  if (any_rank(run_.world, run_.arguments.tune.has_value()))
-    tuner_ = BucketTuner::make(run_, plan_.max_steps - state.global_step);
   control_.listen();
   checkpoints_.open(resumed_from, saves_at_the_end_alone());
   metrics_.open();
@@ -366,7 +363,7 @@ DataPosition Loop::position() const {
 bool Loop::micro_batch(const data::Batch& batch) {
   metrics_.count_samples(batch.samples());
   return run_.with_memory_advice(
-      [&] { return captures() ? captured_micro_batch(batch) : backward(batch, {}); });
+      [&] { return captured_ ? captured_micro_batch(batch) : backward(batch, {}); });
 }
 
 MicroBatch Loop::micro_of(const data::Batch& batch) const {
@@ -400,7 +397,7 @@ void Loop::before_step() {
     const ledger::PhaseScope communication(ledger::Phase::kCommunication);
     Waits waits = metrics_.waits();
     // A graph is one piece of work, so how much of it is communication is unknown.
-    if (captures() && captured_->unavailable_reason().empty()) waits.communication = -1;
+    if (captured_ && captured_->unavailable_reason().empty()) waits.communication = -1;
     control_.exchange(waits);
   }
   control_.notify(&Observer::on_optimizer_step);
@@ -408,7 +405,7 @@ void Loop::before_step() {
 }
 
 void Loop::optimizer_step() {
-  if (!captures()) {
+  if (!captured_) {
     mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
     before_step();
     const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
@@ -533,14 +530,12 @@ void Loop::run_epoch(std::int64_t epoch) {
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     --left;
     if (!begun) control_.notify(&Observer::on_step_begin);
-    if (!begun && tuner_) tuner_->begin_step();
     begun = !micro_batch(*batch);
     if (begun) {
       control_.notify(&Observer::on_substep_end);
       continue;
     }
     optimizer_step();
-    if (tuner_ && tuner_->end_step()) tuner_.reset();
     run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
     control_.notify(&Observer::on_step_end);
     metrics_.show_step();

@@ -19,7 +19,6 @@
 
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/accumulation.h"
-#include "lockstep/train/bucket_tuner.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint_manager.h"
 #include "lockstep/train/evaluator.h"
@@ -66,8 +65,6 @@ class Loop {
   void run_epoch(std::int64_t epoch);
   bool micro_batch(const data::Batch& batch);
   void capture_steps();
-  // While bucket sizes are tried, gradients move.
-  bool captures() const { return captured_ && !tuner_; }
   bool captured_micro_batch(const data::Batch& batch);
   CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
   bool backward(const data::Batch& batch, const at::Tensor& values);
@@ -89,7 +86,6 @@ class Loop {
   StepPlan plan_;
   Accumulation accumulation_;
   TrainOptimizer optimizer_;
-  std::unique_ptr<BucketTuner> tuner_;      // until it has chosen
   std::unique_ptr<CapturedStep> captured_;  // compile_model
   std::map<std::vector<std::int64_t>, int> variants_;
   const data::Batch* captured_batch_ = nullptr;          // the one it computes

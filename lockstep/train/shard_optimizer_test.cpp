@@ -77,9 +77,6 @@ TEST(TrainerOptimizer, AutoShardsWhereItIsFasterOrNeeded) {
   EXPECT_EQ(why({.ranks = 1, .share_memory = true}), "");
   EXPECT_EQ(why({.ranks = 2, .share_memory = true, .unable = true}), "");
   EXPECT_EQ(why({.ranks = 2, .lack_room = true, .unable = true}), "");
-  EXPECT_THAT(why({.ranks = 2, .share_memory = true, .tune = true}),
-              HasSubstr("ranks share memory"));
-  EXPECT_EQ(why({.ranks = 2, .lack_room = true, .tune = true}), "");
   EXPECT_EQ(reason_to_shard("false", {.ranks = 2, .share_memory = true}), "");
   EXPECT_EQ(reason_to_shard("true", {.ranks = 1}), "shard_optimizer: true");
 }

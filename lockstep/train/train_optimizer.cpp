@@ -50,7 +50,6 @@ ShardFacts shard_facts(RunContext& run) {
     return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
-  facts.tune = any_rank(run.world, run.arguments.tune.has_value());
   std::string unable;
   try {
     run.parallelism->check_shardable();
@@ -111,7 +110,7 @@ std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   if (asked != "auto") return asked == "true" ? "shard_optimizer: true" : "";
   if (facts.ranks == 1 || facts.unable) return "";
   if (facts.share_memory) return "ranks share memory: averaging and step are one pass";
-  if (facts.lack_room && !facts.tune)
+  if (facts.lack_room)
     return "the state of every rank would need more than half of the free memory";
   return "";
 }

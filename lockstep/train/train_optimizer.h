@@ -28,7 +28,6 @@ struct ShardFacts {
   bool share_memory = false;
   bool lack_room = false;  // for the whole state on every rank
   bool unable = false;     // the model cannot be sharded
-  bool tune = false;       // the buckets of the replicated one are to be measured
 };
 // Why the optimizer is sharded; empty: it is replicated.
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);

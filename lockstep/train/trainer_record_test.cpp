@@ -125,7 +125,6 @@ TEST(TrainerRecord, OneRankMayRecordAlone) {
     a.max_steps = 20;
     a.shard_optimizer = "auto";
     a.record_run = world.is_leader();
-    if (!world.is_leader()) a.tune = "bucket_cap_mb";
     Trainer(world, task_for(network(), dataset(64, 1)), a).train();
   });
   const monitor::RunRecord run = monitor::read_run(dir.path());

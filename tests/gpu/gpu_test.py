@@ -5,9 +5,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 
 BIN = os.environ["LOCKSTEP_BIN"]
 SOURCE = os.environ["LOCKSTEP_SOURCE"]
+RECIPES = {
+    "gpt": "model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 257}\n"
+           "max_seq_len: 32\n",
+    "lora": "model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 257}\n"
+            "data: {name: instructions, path: none.json}\nmax_seq_len: 256\n"
+            "lora: {r: 4, lora_alpha: 8, target_modules: [c_attn, c_proj]}\n",
+    "resnet": "model: resnet18\n"
+              "data: {name: images, samples: 64, image_size: 32, classes: 10}\n"}
 
 
 def gpus():
@@ -36,12 +45,16 @@ def suites(program, source):
             "--gtest_filter=" + ":".join(f"{name}.*:*/{name}.*" for name in names)]
 
 
-def bench(kind, *options):
-    """A tiny model beside PyTorch's: the same losses, and a table."""
-    command = [f"{BIN}/lockstep", "bench", kind, "--model", "tiny", "--device", "cuda", "--steps",
-               "2", "--rounds", "1", "--peer", "pytorch", "--peer-modes", "eager", *options]
-    return check(f"bench {kind}", command, ["train the same in fp32", "ours / this"],
-                 {"LOCKSTEP_DEVICE": "cuda:0"}, 300)
+def recipe(name, *options):
+    """A small training file through `lockstep train` and beside PyTorch's."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-recipe-") as folder:
+        file = f"{folder}/{name}.yaml"
+        with open(file, "w", encoding="utf-8") as text:
+            text.write(RECIPES[name] + "per_device_train_batch_size: 4\nbf16: true\n")
+        command = [f"{BIN}/lockstep", "bench", "recipes", file, "--updates", "8", "--rounds", "1",
+                   "--peer-modes", "eager", *options]
+        return check(f"bench recipes, {name}", command, ["the same in fp32", "ours / this"],
+                     {"LOCKSTEP_DEVICE": "cuda:0"}, 300)
 
 
 def check(label, command, expect, env, timeout):
@@ -96,7 +109,8 @@ def main():
             {"LOCKSTEP_TIMEOUT_S": "5"}),
         run("desync with the host in the stream", 2, [f"{BIN}/tests/desync", "stream"],
             ["TimeoutError"], {"LOCKSTEP_TIMEOUT_S": "5"}),
-        bench("gpt", "--save-stall", "--bare"), bench("lora"), bench("resnet"),
+        recipe("gpt", "--step"), recipe("resnet"),
+        find_spec("peft") is None or recipe("lora"),
         check("bench dp-vs-ddp, two replicas and two ranks on one GPU",
               [f"{BIN}/lockstep", "bench", "dp-vs-ddp", "--device", "cuda", "--model", "resnet18",
                "--image_size", "32", "--steps", "10"], ["verified: after 2 steps", "DP / this"],

@@ -21,7 +21,7 @@ VALUES = {
     "redirects": "0", "tee": "0", "local-ranks-filter": "0", "duplicate-stdout-filters": "apple",
     "duplicate-stderr-filters": "apple", "node-rank": "0", "master-addr": "127.0.0.1",
     "master-port": "0", "local-addr": "127.0.0.1", "logs-specs": "mine", "numa-binding": "node",
-    "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5", "stopped-timeout": "5",
+    "signals-to-handle": "SIGTERM,SIGUSR1", "shutdown-timeout": "5",
     "stall-timeout": "5", "stall-action": "warn", "timeout": "60", "startup-timeout": "60",
     "line-prefix": "none", "config-file": None, "secret-file": "unused",
 }

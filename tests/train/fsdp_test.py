@@ -184,7 +184,6 @@ class Fsdp(TrainCase):
     def test_refuses_what_it_cannot_do(self):
         for flags, text in (
                 (("--fsdp", "offload"), "'offload' does not say how to divide the model"),
-                (("--fsdp", "full_shard", "--tune", "bucket_cap_mb"), "fsdp has no buckets"),
                 (("--fsdp", "full_shard", "--fsdp_config", "{activation_checkpointing: true}"),
                  "fsdp_config.activation_checkpointing is for models of blocks"),
                 (("--fsdp", "full_shard", "--fsdp_config", "{xla: true}"),

@@ -137,7 +137,6 @@ class Pipeline(TrainCase):
                 (4, (*stages(2), "--fsdp", "full_shard", "--data_parallel_shard_degree", 3),
                  "data_parallel_shard_degree is 3, and 2 ranks hold the same part"),
                 (2, (*stages(2), "--shard_optimizer", "true"), "Delete shard_optimizer"),
-                (2, (*stages(2), "--tune", "bucket_cap_mb"), "no buckets"),
                 (2, (*stages(2), "--auto_find_batch_size", "true"), "tried on the whole model"),
                 (2, stages(2, "ZeroBubble"), "Interleaved1F1B"),
                 (2, ("--fsdp", "full_shard", "--data_parallel_shard_degree", 3),
