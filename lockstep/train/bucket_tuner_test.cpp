@@ -124,6 +124,7 @@ TEST(BucketTuner, AShardedOptimizerIsRefusedOnAllRanks) {
     weights_of(world, a);
     a.max_steps = 40;
     a.tune = "bucket_cap_mb";
+    a.overwrite_output_dir = true;
     EXPECT_THAT(testing::message_of<UsageError>([&] { weights_of(world, a); }),
                 HasSubstr("shard_optimizer: false"));
   });

@@ -127,8 +127,9 @@ void remove_record(const std::string& output_dir) {
   const fs::path folder = fs::path(output_dir) / "monitor";
   std::error_code error;
   for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
-    std::error_code left;
-    if (at->path().filename() != "run.json") fs::remove(at->path(), left);
+    if (at->path().filename() == "run.json") continue;
+    fs::remove_all(folder, error);
+    return;
   }
 }
 

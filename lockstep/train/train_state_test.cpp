@@ -342,10 +342,11 @@ TEST_F(UsedDirectory, OfALinkTheLinkIsRemoved) {
 TEST_F(UsedDirectory, OnlyTheRecordOfAnEarlierRunIsRemoved) {
   std::filesystem::create_directory(dir_ / "monitor");
   io::put(dir_ / "monitor/run.json", "{}");  // the launcher's, of this run
-  io::put(dir_ / "monitor/rank_0.jsonl", "{}");
   remove_record(dir_.path());
   EXPECT_TRUE(std::filesystem::exists(dir_ / "monitor/run.json"));
-  EXPECT_FALSE(std::filesystem::exists(dir_ / "monitor/rank_0.jsonl"));
+  io::put(dir_ / "monitor/rank_0.jsonl", "{}");
+  remove_record(dir_.path());
+  EXPECT_FALSE(std::filesystem::exists(dir_ / "monitor"));
   remove_record(dir_ / "nowhere");
 }
 

@@ -575,7 +575,7 @@ TEST(Checkpoint, GeneratorsOfRanksThatARunCannotHaveAreRefused) {
   train::write_checkpoint(dir / "checkpoint-5", contents_of(net));
   const train::Checkpoint read(dir / "checkpoint-5");
   for (const std::string name :
-       {"-1.cpu", "abc", "", "0", "1cpu", "99999999999.cpu", "+1.cpu", "2147483647.cpu", "1.cpu"}) {
+       {"-1.cpu", "abc", "0", "1cpu", "99999999999.cpu", "+1.cpu", "2147483647.cpu", "1.cpu"}) {
     const std::string header =
         "{\"" + name + "\":{\"dtype\":\"U8\",\"shape\":[1]," + "\"data_offsets\":[0,1]}}";
     std::string bytes(8, '\0');
