@@ -11,6 +11,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -64,7 +65,7 @@ int verify_checkpoints(const Args& args) {
         lines += fmt::format("  {}\n", fault.text);
       }
       whole &= !damaged;
-      fmt::print("{:<8}{}\n{}", damaged ? "damaged" : "ok", folder, lines);
+      print_text("{:<8}{}\n{}", damaged ? "damaged" : "ok", folder, lines);
     }
   }
   return whole ? 0 : 1;
@@ -82,12 +83,12 @@ void show_tensors(const std::string& folder, const std::string& stem, bool all) 
     bytes += entry.end - entry.begin;
     by_type[std::string(io::dtype_name(entry.dtype))] += count;
     if (all)
-      fmt::print("    {:<48}{:<6}[{}]\n", name, io::dtype_name(entry.dtype),
+      print_text("    {:<48}{:<6}[{}]\n", name, io::dtype_name(entry.dtype),
                  fmt::join(entry.shape, ", "));
   }
   std::string types;
   for (const auto& [type, count] : by_type) types += fmt::format(" {} {}", count, type);
-  fmt::print("  {:<12}{} tensors, {} elements ({}),{}\n", stem.substr(0, stem.find('_')),
+  print_text("  {:<12}{} tensors, {} elements ({}),{}\n", stem.substr(0, stem.find('_')),
              set.names().size(), elements, io::size_text(bytes), types);
 }
 
@@ -106,21 +107,21 @@ int show_checkpoint(const Args& args) {
       train::parse_trainer_state(read_file(state_file, 256u << 20), state_file);
   // A user's own loop need not know its last step.
   const std::string of = state.max_steps > 0 ? fmt::format(" of {}", state.max_steps) : "";
-  fmt::print("{}\n  {:<12}{}{}, epoch {:.4f}\n", folder, "step", state.global_step, of,
+  print_text("{}\n  {:<12}{}{}, epoch {:.4f}\n", folder, "step", state.global_step, of,
              state.epoch);
   if (state.best_metric)
-    fmt::print("  {:<12}{} at step {}\n", "best", *state.best_metric,
+    print_text("  {:<12}{} at step {}\n", "best", *state.best_metric,
                state.best_global_step.value_or(-1));
   for (auto entry = state.log_history.rbegin(); entry != state.log_history.rend(); ++entry) {
     const double* loss = train::find_metric(entry->values, "loss");
     if (loss == nullptr) continue;
-    fmt::print("  {:<12}{:.4f} at step {}\n", "loss", *loss, entry->step);
+    print_text("  {:<12}{:.4f} at step {}\n", "loss", *loss, entry->step);
     break;
   }
   const std::string sampler = folder + "/sampler.json";
   if (fs::exists(sampler)) {
     const auto at = train::parse_data_position(read_file(sampler), sampler);
-    fmt::print(
+    print_text(
         "  {:<12}epoch {}, sample {} of {}, seed {}; {} data parallel rank{} x batch {} x "
         "accumulation {}{}\n",
         "data", at.epoch, at.cursor, at.dataset_size, at.seed, at.world_size,
@@ -168,7 +169,7 @@ int diff_set(const Args& args, const std::string& stem) {
                         io::SafetensorsSet::exists(args[1], stem)};
   if (!there[0] && !there[1]) return 0;
   if (there[0] != there[1]) {
-    fmt::print("{}: only in {}\n", stem, args[there[0] ? 0 : 1]);
+    print_text("{}: only in {}\n", stem, args[there[0] ? 0 : 1]);
     return 1;
   }
   const io::SafetensorsSet a(args[0], stem), b(args[1], stem);
@@ -180,16 +181,16 @@ int diff_set(const Args& args, const std::string& stem) {
                           ? std::optional<std::string>(fmt::format("only in {}", args[0]))
                           : difference(a.at(name), other);
     if (!text) continue;
-    fmt::print("{}: {} {}\n", stem, name, *text);
+    print_text("{}: {} {}\n", stem, name, *text);
     ++differing;
   }
   for (const std::string& name : b.names()) {
     if (a.find(name).entry != nullptr) continue;
-    fmt::print("{}: {} only in {}\n", stem, name, args[1]);
+    print_text("{}: {} only in {}\n", stem, name, args[1]);
     ++differing;
     ++all;
   }
-  fmt::print("{}: {} of {} tensors differ\n", stem, differing, all);
+  print_text("{}: {} of {} tensors differ\n", stem, differing, all);
   return differing;
 }
 
@@ -212,7 +213,7 @@ int diff_members(const Args& args, const std::string& stem) {
     roots.push_back(std::move(root));
   }
   if (roots[0].is(NodeKind::kNull) != roots[1].is(NodeKind::kNull)) {
-    fmt::print("{}: only in {}\n", stem, args[roots[0].is(NodeKind::kNull) ? 1 : 0]);
+    print_text("{}: only in {}\n", stem, args[roots[0].is(NodeKind::kNull) ? 1 : 0]);
     return 1;
   }
   int differing = 0;
@@ -224,14 +225,14 @@ int diff_members(const Args& args, const std::string& stem) {
       continue;
     ++differing;
     if (other == nullptr)
-      fmt::print("{}: {} only in {}\n", stem, entry.key, args[0]);
+      print_text("{}: {} only in {}\n", stem, entry.key, args[0]);
     else
-      fmt::print("{}: {} {} and {}\n", stem, entry.key, to_json(entry.value),
+      print_text("{}: {} {} and {}\n", stem, entry.key, to_json(entry.value),
                  to_json(other->value));
   }
   for (const Entry& entry : roots[1].entries) {
     if (roots[0].find(entry.key) != nullptr || entry.key == "log_history") continue;
-    fmt::print("{}: {} only in {}\n", stem, entry.key, args[1]);
+    print_text("{}: {} only in {}\n", stem, entry.key, args[1]);
     ++differing;
   }
   return differing;

@@ -12,6 +12,7 @@
 #include <fstream>
 #include <vector>
 
+#include "cli/print.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/file.h"
@@ -149,10 +150,10 @@ int checkpoint_import_main(int argc, char** argv) {
   contents.model = std::move(found.tensors);
   contents.only_model = true;
   train::write_checkpoint(to, contents);
-  fmt::print("{}: {} tensors, {}\n", to, contents.model.size(),
+  print_text("{}: {} tensors, {}\n", to, contents.model.size(),
              io::size_text(train::checkpoint_bytes(contents)));
   if (!found.skipped.empty())
-    fmt::print("skipped, being neither tensors nor numbers: {}\n", fmt::join(found.skipped, ", "));
+    print_text("skipped, being neither tensors nor numbers: {}\n", fmt::join(found.skipped, ", "));
   return 0;
 }
 

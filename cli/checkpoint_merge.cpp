@@ -1,6 +1,5 @@
 // `lockstep checkpoint merge`: an adapter and its base model become one model, as with PEFT's
 // merge_and_unload().
-#include <fmt/format.h>
 
 #include <filesystem>
 #include <string>
@@ -9,6 +8,7 @@
 
 #include "cli/base_model.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/error.h"
@@ -63,7 +63,7 @@ int checkpoint_merge_main(int argc, char** argv) {
   const LoadedModel loaded = load_model(adapter, base, {.dtype = type});
   models::unload_lora(*loaded.model);
   models::save_pretrained(*loaded.model, out, {.texts = other_files(adapter, base)});
-  fmt::print("{}: {} with the adapter of {}\n", out, base, adapter);
+  print_text("{}: {} with the adapter of {}\n", out, base, adapter);
   return 0;
 }
 

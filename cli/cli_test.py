@@ -1,4 +1,5 @@
 """The `lockstep` program as a user sees it: output, exit codes, `lockstep env`, start-up cost."""
+import hashlib
 import json
 import os
 import re
@@ -390,6 +391,108 @@ class Documentation(unittest.TestCase):
     def test_pet_variables_are_explained(self):
         with open(os.path.join(SOURCE, "docs", "environment.md")) as f:
             self.assertIn("`PET_", f.read())
+
+
+class ForeignText(unittest.TestCase):
+    """A file may say anything: no command sends control characters of it to a terminal."""
+    ESCAPED = rb"\u001b]0;title\u0007 \u009b2J \u0000 \u007f"  # in JSON
+    VALID = b"\x1b]0;title\x07 \xc2\x9b2J"
+    RAW = b"\x9b2J \x00 \x1b[2J \xff"
+
+    def folder(self, text):
+        """A run's folder, with the text in every file."""
+        held = tempfile.TemporaryDirectory(prefix="lockstep-cli-")
+        self.addCleanup(held.cleanup)
+        out = held.name
+        for name in ("a", "b", "monitor", "json"):
+            os.mkdir(os.path.join(out, name))
+        state = b'{"epoch": 1.0, "global_step": 5, "max_steps": 5, "log_history": [], "%s": %d}'
+        tensors = (b'{"__metadata__":{"%s":"%s"},"%s%d":{"dtype":"U8","shape":[1],'
+                   b'"data_offsets":[0,1]}}')
+        for number, name in enumerate(("a", "b")):
+            header = tensors % (text, text, text, number)
+            self.put(out, f"{name}/trainer_state.json", state % (text, number))
+            self.put(out, f"{name}/model.safetensors",
+                     len(header).to_bytes(8, "little") + header + b"x")
+            self.put(out, f"{name}/SHA256SUMS", self.manifest(text))
+            self.put(out, f"{name}/optimizer.safetensors", text)
+        self.put(out, "a/sampler.json", b'{"%s": 1}' % text)
+        self.put(out, "monitor/run.json", b'{"program": "%s", "failure": "%s", "device": "%s"}' %
+                 (text, text, text))
+        self.put(out, "monitor/rank_0.jsonl", b'{"%s": 1}\n' % text)
+        self.put(out, "metrics.jsonl", b'{"step": 1, "%s": 1.0, "run_name": "%s"}\n' % (text, text))
+        self.put(out, "effective_config.json", b'{"%s": "%s"}' % (text, text))
+        self.put(out, "text", text)
+        self.put(out, "chat.jsonl", b'{"messages": [{"role": "user", "content": "%s"}, '
+                 b'{"role": "assistant", "content": "%s"}]}\n' % (text, text))
+        self.put(out, "wrong.jsonl", b'{"%s": "%s"}\n' % (text, text))
+        self.put(out, "json/config.json", b'{"model_type": "llama", "hidden_act": "%s"}' % text)
+        self.put(out, "key.yaml", b'model: {name: mlp}\n"%s": 1\n' % text)
+        self.put(out, "value.yaml", b'model: {name: mlp}\noptim: "%s"\nrun_name: "%s"\n' %
+                 (text, text))
+        self.put(out, "bare.yaml", b"model: {name: %s}\n" % text)
+        self.put(out, "path.yaml", b"model: {path: %s}\n" % os.path.join(out, "json").encode())
+        return out
+
+    @staticmethod
+    def put(out, name, content):
+        with open(os.path.join(out, name), "wb") as file:
+            file.write(content)
+
+    @staticmethod
+    def manifest(text):
+        """As lockstep/io/manifest.cpp writes it."""
+        with open(os.path.join(SOURCE, "lockstep/io/manifest.cpp")) as source:
+            title = re.search(r'kTitle =\s*((?:"[^"]*"\s*)+);', source.read()).group(1)
+        title = "".join(re.findall(r'"([^"]*)"', title)).replace("\\n", "\n")
+        body = (title.encode() + b"# bytes: 1\n" + b"0" * 64 + b"  " + text + b"\n")
+        return (body + b"# digest of the lines above: " +
+                hashlib.sha256(body).hexdigest().encode() + b"\n")
+
+    def commands(self, out):
+        a, b = os.path.join(out, "a"), os.path.join(out, "b")
+        yield ("checkpoint", "verify", a)
+        yield ("checkpoint", "show", a, "--tensors")
+        yield ("checkpoint", "diff", a, b)
+        for name in ("key.yaml", "value.yaml", "bare.yaml", "path.yaml"):
+            file = os.path.join(out, name)
+            yield ("config", "check", file)
+            yield ("config", "check", file, "--launcher")
+            yield ("config", "show", file, "--all")
+            yield ("config", "show", file, "--json")
+            yield ("config", "diff", file, os.path.join(out, "path.yaml"))
+            yield ("plan", file, "--gpus", "2xH100-80GB")
+            yield ("run", "--config_file", file, "true")
+        for name in ("text", "chat.jsonl", "wrong.jsonl"):
+            yield ("data", "inspect", os.path.join(out, name))
+        yield ("monitor", "--once", out)
+        yield ("monitor", "--once", "--json", out)
+        yield ("doctor", "--run", out)
+        yield ("doctor", "--run", out, "--json")
+        yield ("report", out, "-o", os.path.join(out, "report.html"))
+        yield ("ledger", os.path.join(out, "text"))
+        if os.path.exists(os.path.join(os.path.dirname(LOCKSTEP), "..", "libexec",
+                                       "lockstep-train")):
+            for name in ("key.yaml", "value.yaml", "bare.yaml", "path.yaml"):
+                yield ("train", os.path.join(out, name), "--output_dir", os.path.join(out, "run"))
+                yield ("run", "--standalone", LOCKSTEP, "train", os.path.join(out, name),
+                       "--output_dir", os.path.join(out, "run"))
+            for folder in (a, os.path.join(out, "json")):
+                yield ("generate", "--model", folder, "--prompt", "x")
+            yield ("checkpoint", "import", os.path.join(out, "text"), os.path.join(out, "imported"))
+            yield ("checkpoint", "merge", a, os.path.join(out, "merged"))
+
+    def test_no_control_character_of_a_file_reaches_the_terminal(self):
+        for text in (self.ESCAPED, self.VALID, self.RAW):
+            out = self.folder(text)
+            for command in self.commands(out):
+                with self.subTest(" ".join(command), text=text):
+                    done = subprocess.run([LOCKSTEP, *command], timeout=120, capture_output=True,
+                                          stdin=subprocess.DEVNULL, cwd=out, check=False,
+                                          env={**os.environ, "LOCKSTEP_DEVICE": "cpu"})
+                    said = (done.stdout + done.stderr).decode()  # it is UTF-8
+                    self.assertGreaterEqual(done.returncode, 0, said)
+                    self.assertNotRegex(said, "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f]")
 
 
 if __name__ == "__main__":

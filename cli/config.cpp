@@ -9,6 +9,7 @@
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "cli/plan_training.h"
+#include "cli/print.h"
 #include "cli/reading_progress.h"
 #include "cli/task_config.h"
 #include "cli/task_contents.h"
@@ -169,7 +170,7 @@ ConfigRequest parse_config(const Args& args) {
 }
 
 void say_notes(const std::vector<std::string>& notes) {
-  for (const std::string& note : notes) fmt::print(stderr, "note: {}\n", note);
+  for (const std::string& note : notes) print_text(stderr, "note: {}\n", note);
 }
 
 int show_config(const ConfigRequest& request) {
@@ -178,13 +179,13 @@ int show_config(const ConfigRequest& request) {
   const train::Config config = train::load_config(request.names.empty() ? "" : request.names[0],
                                                   request.flags, launch::launcher_keys());
   if (request.json) {
-    fmt::print("{}\n", train::config_json(config));
+    print_text("{}\n", train::config_json(config));
     return 0;
   }
   say_notes(config.notes);
-  fmt::print("{}", train::config_text(config, request.all));
+  print_text("{}", train::config_text(config, request.all));
   if (request.world_size)
-    fmt::print("{}",
+    print_text("{}",
                train::preset_comparison(config.arguments,
                                         train::batch_ranks(config.arguments, *request.world_size)));
   return 0;
@@ -196,7 +197,7 @@ void note_precision(const TrainingArguments& arguments) {
     const bool cpu = env::get("LOCKSTEP_DEVICE") == "cpu" || launch::find_gpus().count == 0;
     train::check_precision(arguments, cpu);
   } catch (const UsageError& error) {
-    fmt::print(stderr, "note: on this machine training is refused: {}\n", error.what());
+    print_text(stderr, "note: on this machine training is refused: {}\n", error.what());
   }
 }
 
@@ -215,7 +216,7 @@ void check_contents(const TaskConfig& task, const train::Config& config, Problem
     if (data.name != "instructions" || path.empty()) continue;
     attempt([&] {
       const std::string cut = what_was_cut(read_instructions(task, path, ReadingProgress(path)));
-      if (!cut.empty()) fmt::print(stderr, "note: {}\n", cut);
+      if (!cut.empty()) print_text(stderr, "note: {}\n", cut);
     });
     if (data.eval_path == data.path) break;
   }
@@ -234,8 +235,8 @@ int check_config(const ConfigRequest& request) {
     const launch::AccelerateLaunch launch =
         launch::load_accelerate_config(file, train::training_keys());
     say_notes(launch.notes);
-    fmt::print("{} can be used: lockstep run {}\n", file, fmt::join(launch.flags, " "));
-    for (const auto& [name, value] : launch.environment) fmt::print("  {}={}\n", name, value);
+    print_text("{} can be used: lockstep run {}\n", file, fmt::join(launch.flags, " "));
+    for (const auto& [name, value] : launch.environment) print_text("  {}={}\n", name, value);
     return 0;
   }
   Problems problems;
@@ -252,8 +253,8 @@ int check_config(const ConfigRequest& request) {
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
   problems.raise();
   if (config.arguments.fp16) note_precision(config.arguments);
-  if (request.world_size) fmt::print("{}\n", batch_text(config.arguments, *request.world_size));
-  fmt::print("{} can be used\n", file);
+  if (request.world_size) print_text("{}\n", batch_text(config.arguments, *request.world_size));
+  print_text("{} can be used\n", file);
   return 0;
 }
 
@@ -280,11 +281,11 @@ int diff_configs(const ConfigRequest& request) {
   const train::Config right = named(request.names[1]);
   const auto found = train::differences(left, right);
   for (const train::Difference& one : found) {
-    fmt::print("{:<30} {:<21} {}\n", one.key->name, value_text(one.left), value_text(one.right));
+    print_text("{:<30} {:<21} {}\n", one.key->name, value_text(one.left), value_text(one.right));
   }
   if (request.world_size) {
     for (const train::Config* config : {&left, &right}) {
-      fmt::print("{}: {}\n", request.names[config == &left ? 0 : 1],
+      print_text("{}: {}\n", request.names[config == &left ? 0 : 1],
                  batch_text(config->arguments, *request.world_size));
     }
   }
@@ -297,9 +298,9 @@ int show_keys(const ConfigRequest& request) {
     throw UsageError("config", "keys takes names of keys or parts of them, and --markdown alone.");
   if (request.markdown || request.names.empty()) {
     if (request.markdown)
-      fmt::print("{}\n{}", train::keys_markdown(), task_keys_markdown());
+      print_text("{}\n{}", train::keys_markdown(), task_keys_markdown());
     else
-      fmt::print("{}\nof `lockstep train`:\n{}", train::keys_help(), task_keys_help());
+      print_text("{}\nof `lockstep train`:\n{}", train::keys_help(), task_keys_help());
     return 0;
   }
   for (const std::string& name : request.names) {
@@ -309,7 +310,7 @@ int show_keys(const ConfigRequest& request) {
                        "there is no key with '{}' in its name.{} 'lockstep config keys' "
                        "lists them all.",
                        name, did_you_mean(name, train::key_names()));
-    fmt::print("{}", text);
+    print_text("{}", text);
   }
   return 0;
 }
@@ -320,7 +321,7 @@ int config_command(const Args& args) {
   const std::string action = args.empty() ? "--help" : args.front();
   if (print_help(args, kConfigHelp)) return 0;
   if (args.empty()) {
-    fmt::print(stderr, "{}", kConfigHelp);
+    print_text(stderr, "{}", kConfigHelp);
     return 2;
   }
   const ConfigRequest request = parse_config(args);

@@ -95,6 +95,34 @@ class Config(unittest.TestCase):
             self.assertEqual(done.returncode, 2 if said else 0, (keys, done.stderr))
             self.assertIn(said or "", done.stderr)
 
+    def test_sizes_that_no_model_has_are_refused_by_name(self):
+        self.write("a.txt", "text\n" * 200)
+        self.write("t.yaml", "model: {config: config.json}\nmax_seq_len: 32\n"
+                             "data: {name: bytes, path: a.txt, suffix: .txt}\n")
+        limit = "config.json:1:%d: config.%s must be from %d to %d, and %d is not"
+        for family, field, least, most in (
+                ("llama", "num_hidden_layers", 0, 1000), ("gpt2", "n_layer", 0, 1000),
+                ("gemma2", "num_hidden_layers", 0, 1000),
+                ("starcoder2", "num_hidden_layers", 0, 1000),
+                ("llama", "hidden_size", 1, 2 ** 24), ("llama", "vocab_size", 1, 2 ** 24),
+                ("mixtral", "num_local_experts", 1, 1000)):
+            head = '{"model_type": "%s", "%s": ' % (family, field)
+            for wrong in (most + 1, 10 ** 9):
+                with self.subTest(family, field=field, wrong=wrong):
+                    self.write("config.json", "%s%d}" % (head, wrong))
+                    for command in (("check", "t.yaml"), ("show", "t.yaml")):
+                        done = self.run_config(*command)
+                        self.assertEqual(done.returncode, 2, done.stderr)
+                        self.assertIn(limit % (len(head) + 1, field, least, most, wrong),
+                                      done.stderr)
+        self.write("config.json", '{"model_type": "mixtral", "num_local_experts": 1000, '
+                                  '"num_hidden_layers": 101}')
+        self.assertIn("num_local_experts 1000 in each of num_hidden_layers 101",
+                      self.run_config("check", "t.yaml").stderr)
+        self.write("config.json", '{"model_type": "llama", "num_hidden_layers": 1000, '
+                                  '"hidden_size": 64, "intermediate_size": 64}')
+        self.assertEqual(self.run_config("check", "t.yaml").returncode, 0)
+
     def test_show_json_and_all(self):
         done = self.run_config("show", "--json", LOCKSTEP_BF16="1")
         record = json.loads(done.stdout)["settings"]

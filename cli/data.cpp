@@ -10,6 +10,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
@@ -116,9 +117,9 @@ int tokenize(const Args& args) {
   const auto start = Clock::now();
   const data::TokenizeResult result = data::tokenize(options);
   const double seconds = seconds_since(start);
-  fmt::print("{}: {} tokens of {} documents in {} shards, {:.1f} s\n", options.output,
+  print_text("{}: {} tokens of {} documents in {} shards, {:.1f} s\n", options.output,
              result.tokens, result.documents, result.shards.size(), seconds);
-  for (const auto& [name, count] : result.shards) fmt::print("  {}  {} tokens\n", name, count);
+  for (const auto& [name, count] : result.shards) print_text("  {}  {} tokens\n", name, count);
   return 0;
 }
 
@@ -156,22 +157,22 @@ struct Inspection {
 void inspect_tokens(const std::string& path, const Inspection& how) {
   const data::TokenFile file(path, how.format);
   const std::uint64_t bytes = file.layout().data_offset + file.size() * file.layout().token_bytes;
-  fmt::print("{}: {}, {} tokens of {} bytes ({})\n", path, data::name(file.layout().format),
+  print_text("{}: {}, {} tokens of {} bytes ({})\n", path, data::name(file.layout().format),
              file.size(), file.layout().token_bytes, io::size_text(bytes));
   if (file.size() == 0) return;
   const std::uint32_t largest = file.largest_token();
-  fmt::print("  largest token {}: a vocabulary of {} or more\n", largest,
+  print_text("  largest token {}: a vocabulary of {} or more\n", largest,
              std::uint64_t{largest} + 1);
   std::vector<std::uint32_t> first;
   for (std::uint64_t i = 0; i < std::min(how.show, file.size()); ++i) first.push_back(file[i]);
   if (first.empty()) return;
-  fmt::print("  begins with {}\n", fmt::join(first, " "));
+  print_text("  begins with {}\n", fmt::join(first, " "));
   if (how.tokenizer)
-    fmt::print("  as text: {}\n", on_one_line(how.tokenizer->decode(
+    print_text("  as text: {}\n", on_one_line(how.tokenizer->decode(
                                       std::vector<std::int64_t>(first.begin(), first.end()),
                                       {.skip_special_tokens = false})));
   else if (largest <= static_cast<std::uint32_t>(data::ByteTokenizer::kEndOfText))
-    fmt::print("  as bytes: {}\n", readable(first));
+    print_text("  as bytes: {}\n", readable(first));
 }
 
 void inspect_chats(const std::string& path, const std::vector<data::Instruction>& items) {
@@ -180,16 +181,16 @@ void inspect_chats(const std::string& path, const std::vector<data::Instruction>
     messages += item.messages.size();
     most = std::max(most, item.messages.size());
   }
-  fmt::print("{}: {} chats with {} messages, {} at most\n----\n", path, items.size(), messages,
+  print_text("{}: {} chats with {} messages, {} at most\n----\n", path, items.size(), messages,
              most);
   const data::Instruction& first = items.front();
   for (std::size_t i = 0; i < first.messages.size(); ++i) {
     const data::ChatMessage& message = first.messages[i];
     const bool learned = first.given > 0 ? i >= first.given : message.role == "assistant";
-    fmt::print("{}: {}{}{}\n", message.role, learned ? "[" : "", message.content,
+    print_text("{}: {}{}{}\n", message.role, learned ? "[" : "", message.content,
                learned ? "]" : "");
   }
-  fmt::print("----\n");
+  print_text("----\n");
 }
 
 // What is learned is printed in brackets.
@@ -205,15 +206,15 @@ void inspect_instructions(const std::string& path) {
     longest = std::max(longest, texts.prompt.size() + texts.response.size());
   }
   if (!items.empty() && items.front().kind == data::RecordKind::kCompletion)
-    fmt::print("{}: {} prompts with completions; the longest has {} bytes\n", path, items.size(),
+    print_text("{}: {} prompts with completions; the longest has {} bytes\n", path, items.size(),
                longest);
   else
-    fmt::print(
+    print_text(
         "{}: {} instructions, {} with an input, {} with an answer; the longest has {} bytes\n",
         path, items.size(), inputs, answers, longest);
   if (items.empty()) return;
   const data::PromptAndResponse first = data::apply({}, items.front());
-  fmt::print("----\n{}[{}]\n----\n", first.prompt, first.response);
+  print_text("----\n{}[{}]\n----\n", first.prompt, first.response);
 }
 
 int inspect(const Args& args) {
@@ -246,7 +247,7 @@ int data_command(const Args& args) {
     return arg == "--help" || arg == "-h" || arg == "help";
   });
   if (help || what.empty()) {
-    fmt::print(help ? stdout : stderr, "{}", kDataHelp);
+    print_text(help ? stdout : stderr, "{}", kDataHelp);
     return help ? 0 : 2;
   }
   if (what == "tokenize") return tokenize(args);

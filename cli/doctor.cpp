@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 #include "cli/doctor_checks.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -202,7 +203,7 @@ int doctor_command(const Args& args) {
   const bool failed = std::ranges::find(checks, Status::kFail, &Check::status) != checks.end();
   const std::string text = request.json ? checks_json(machine, checks, failed ? 1 : 0)
                                         : checks_text(checks, summary(checks));
-  std::fwrite(text.data(), 1, text.size(), stdout);
+  print_text("{}", text);
   return failed ? 1 : 0;
 }
 

@@ -3,6 +3,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/printable.h"
@@ -150,9 +151,9 @@ int doctor_run_command(const Args& args) {
   const auto& findings = view.findings;
   const auto rows = monitor::budget_rows(run);
   if (request.json)
-    fmt::print("{}\n", to_json(diagnosis_node(run, rows, findings)));
+    print_text("{}\n", to_json(diagnosis_node(run, rows, findings)));
   else
-    fmt::print("{}{}\n\n{}{}", run_head_text(request, run.facts),
+    print_text("{}{}\n\n{}{}", run_head_text(request, run.facts),
                table_text(monitor::budget_table(rows)), gpus_text(run.gpus),
                findings_text(run, findings));
   return findings.empty() ? 0 : 1;

@@ -12,6 +12,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "cli/variables.h"
 #include "launcher/host.h"
 #include "lockstep/core/device_rule.h"
@@ -265,7 +266,7 @@ int env_command(const Args& args) {
     throw UsageError("env", "'{}' is no flag. 'lockstep env --help' lists them.", name);
   const Findings found = gather();
   const std::string text = json ? env_json(found) : env_text(found);
-  std::fwrite(text.data(), 1, text.size(), stdout);
+  print_text("{}", text);
   return found.problem.empty() ? 0 : 2;
 }
 

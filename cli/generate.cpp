@@ -15,12 +15,14 @@
 
 #include "cli/base_model.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/map_reader.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
 
@@ -187,7 +189,7 @@ models::GenerateOptions options_for(const GenerateRequest& flags, const std::str
       flags.repetition_penalty.value_or(keys.real("repetition_penalty", 1, 1e-12, kLarge));
   const bool narrows = flags.top_k || flags.top_p;
   if (o.temperature == 0 && narrows)
-    fmt::print(
+    print_text(
         stderr,
         "note: --top_k and --top_p have no effect at temperature 0, which takes the likeliest "
         "token. Give --temperature 1.\n");
@@ -195,7 +197,7 @@ models::GenerateOptions options_for(const GenerateRequest& flags, const std::str
   for (const Entry& entry : root.entries)
     if (!is_honoured(entry)) unused.push_back(entry.key);
   if (!unused.empty())
-    fmt::print(stderr, "note: {}: {} {} not used\n", path, fmt::join(unused, ", "),
+    print_text(stderr, "note: {}: {} {} not used\n", path, fmt::join(unused, ", "),
                unused.size() == 1 ? "is" : "are");
   if (flags.max_new_tokens) {
     o.max_new_tokens = *flags.max_new_tokens;
@@ -328,7 +330,7 @@ int generate_main(int argc, char** argv) {
     return all;
   };
   if (flags.ids) {
-    fmt::print("{}\n",
+    print_text("{}\n",
                fmt::join(models::generate(*loaded.model, *flags.ids, options(*flags.ids)), " "));
     return 0;
   }
@@ -348,7 +350,8 @@ int generate_main(int argc, char** argv) {
   all.insert(all.end(), added.begin(), added.end());
   // Only the answer where one was asked for; otherwise the whole text, because tokens may join at
   // the seam.
-  fmt::print("{}\n", text.decode(text.answers_alone() ? added : all));
+  const std::string answer = text.decode(text.answers_alone() ? added : all);
+  fmt::print("{}\n", ::isatty(STDOUT_FILENO) != 0 ? printable_lines(answer) : answer);
   return 0;
 }
 

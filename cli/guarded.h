@@ -5,13 +5,12 @@
 // A program that links LibTorch passes the result to end_at_once().
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
 
+#include "cli/print.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::cli {
@@ -21,10 +20,10 @@ int guarded(Body&& body) {
   try {
     return body();
   } catch (const UsageError& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
+    print_text(stderr, "lockstep: {}\n", error.what());
     return 2;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
+    print_text(stderr, "lockstep: {}\n", error.what());
     return 1;
   }
 }

@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "launcher/stall_table.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -90,16 +91,16 @@ void print_attempt(const std::string& attempt, const std::vector<std::string>& f
   }
   std::sort(ranks.begin(), ranks.end(),
             [](const auto& a, const auto& b) { return a.ledger.rank < b.ledger.rank; });
-  fmt::print("{}: {} of {} ranks, attempt {}{}\n", attempt, ranks.size(),
+  print_text("{}: {} of {} ranks, attempt {}{}\n", attempt, ranks.size(),
              ranks.front().ledger.world_size, ranks.front().ledger.attempt,
              launch::ledger_table(ranks, saved_ns));
   for (const launch::RankView& rank : ranks) {
     const auto& all = rank.ledger.records;
     const std::size_t shown = std::min(records, all.size());
     if (shown == 0) continue;
-    fmt::print("  last operations of rank {}:\n", rank.ledger.rank);
+    print_text("  last operations of rank {}:\n", rank.ledger.rank);
     for (std::size_t i = all.size() - shown; i < all.size(); ++i)
-      fmt::print("    {}\n", record_line(rank.ledger, all[i]));
+      print_text("    {}\n", record_line(rank.ledger, all[i]));
   }
 }
 

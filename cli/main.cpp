@@ -13,6 +13,7 @@
 
 #include "cli/commands.h"
 #include "cli/guarded.h"
+#include "cli/print.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/spelling.h"
 
@@ -86,7 +87,7 @@ int execute(const char* program, const Args& args) {
   for (const std::string& arg : args) arguments.push_back(const_cast<char*>(arg.c_str()));
   arguments.push_back(nullptr);
   ::execv(path.c_str(), arguments.data());
-  fmt::print(stderr,
+  print_text(stderr,
              "lockstep: '{}' needs LibTorch and is in {}, which cannot be executed ({}). Was only "
              "the torch-free part built or installed?\n",
              args.front(), path, std::strerror(errno));
@@ -104,7 +105,7 @@ namespace {
 
 int dispatch(const Args& args) {
   if (args.empty()) {
-    fmt::print(stderr, "{}", help());
+    print_text(stderr, "{}", help());
     return 2;
   }
   const std::string& first = args.front();

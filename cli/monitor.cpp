@@ -13,6 +13,7 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -103,7 +104,7 @@ class Output {
     const Node snapshot = dashboard::parse_snapshot(json);
     state_ = dashboard::run_state(snapshot);
     if (request_.json) {
-      fmt::print("{}\n", json);
+      print_text("{}\n", json);
     } else if (screen_) {
       draw(snapshot);
     } else if (request_.once) {
@@ -112,7 +113,7 @@ class Output {
                  dashboard::terminal_view(snapshot, {.columns = columns > 0 ? columns : 160,
                                                      .colour = ::isatty(STDOUT_FILENO) != 0}));
     } else {
-      fmt::print("{}\n", dashboard::status_line(snapshot));
+      print_text("{}\n", dashboard::status_line(snapshot));
     }
     std::fflush(stdout);
   }
@@ -217,11 +218,11 @@ int watch_gpus(const MonitorRequest& request) {
                            ? "the driver does not answer"
                            : now.problem.substr(0, now.problem.find_last_not_of('.') + 1));
     if (request.json)
-      fmt::print("{}\n", to_json(monitor::gpu_node(now)));
+      print_text("{}\n", to_json(monitor::gpu_node(now)));
     else if (screen)
       terminal.draw(gpu_screen(now));
     else
-      fmt::print("{}{}", request.once ? gpu_screen(now) : monitor::gpu_line(now),
+      print_text("{}{}", request.once ? gpu_screen(now) : monitor::gpu_line(now),
                  request.once ? "" : "\n");
     std::fflush(stdout);
     if (request.once) return 0;

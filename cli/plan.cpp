@@ -16,6 +16,7 @@
 #include "cli/plan_record.h"
 #include "cli/plan_training.h"
 #include "cli/plan_write.h"
+#include "cli/print.h"
 #include "cli/task_config.h"
 #include "launcher/accelerate_config.h"
 #include "lockstep/core/document.h"
@@ -618,7 +619,7 @@ void write_way(const Report& r) {
   write_file_atomically(request.write,
                         with_settings(read_file(request.file), way.settings, request.file));
   const int ranks = way.choice.strategy == plan::Strategy::kSplit ? 1 : way.choice.gpus;
-  fmt::print(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
+  print_text(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
              settings_text(way),
              ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
              request.write);
@@ -747,15 +748,15 @@ Node plan_node(const Report& r) {
 int plan_command(const Args& args) {
   if (print_help(args, kPlanHelp)) return 0;
   if (args.empty()) {
-    fmt::print(stderr, "{}", kPlanHelp);
+    print_text(stderr, "{}", kPlanHelp);
     return 2;
   }
   const Report report = make_report(parse_plan(args));
   if (report.request.json) {
-    fmt::print("{}\n", to_json(plan_node(report)));
+    print_text("{}\n", to_json(plan_node(report)));
   } else {
-    for (const std::string& note : report.notes) fmt::print(stderr, "note: {}\n", note);
-    fmt::print("{}{}{}{}{}{}", plan_head_text(report), rows_text(report), memory_text(report),
+    for (const std::string& note : report.notes) print_text(stderr, "note: {}\n", note);
+    print_text("{}{}{}{}{}{}", plan_head_text(report), rows_text(report), memory_text(report),
                ways_text(report), scale_text(report), changes_text(report));
   }
   write_way(report);

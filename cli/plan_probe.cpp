@@ -8,6 +8,7 @@
 
 #include "cli/local_ranks.h"
 #include "cli/plan_write.h"
+#include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -83,17 +84,17 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
                 folder.path());
   const auto seen = end.ok() ? read_ranks(folder.path(), ranks) : std::nullopt;
   if (!seen) {
-    fmt::print(stderr, "probe: {}: {}\n", what,
+    print_text(stderr, "probe: {}: {}\n", what,
                !end.in_time      ? fmt::format("not done after {} s", options.timeout_s)
                : end.ending.ok() ? fmt::format("the data ends before {} steps", steps)
                                  : "the ranks failed");
     if (!end.ok())
-      for (const std::string& line : tail(end.output)) fmt::print(stderr, "  {}\n", line);
+      for (const std::string& line : tail(end.output)) print_text(stderr, "  {}\n", line);
     return std::nullopt;
   }
   // What the allocator does not see is as planned.
   const std::uint64_t memory = seen->memory_bytes + c.memory.workspace + c.memory.context;
-  fmt::print(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB\n", what,
+  print_text(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB\n", what,
              1e3 * seen->step_s, kSteps, 1e3 * seen->longest_s,
              static_cast<double>(memory) / (1u << 30));
   return measurement_of(way, seen->step_s, memory);

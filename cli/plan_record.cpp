@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -74,7 +75,7 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
     fs::create_directories(fs::path(path).parent_path());
     write_file_atomically(path, to_json(map_node(std::move(members))) + "\n");
   } catch (const std::exception& e) {
-    fmt::print(stderr, "note: what was measured is not kept: {}\n", e.what());
+    print_text(stderr, "note: what was measured is not kept: {}\n", e.what());
   }
 }
 

@@ -1,11 +1,11 @@
 // `lockstep report`: what a run has recorded, as a page to read.
-#include <fmt/format.h>
 
 #include <cstdio>
 #include <filesystem>
 
 #include "cli/commands.h"
 #include "cli/flags.h"
+#include "cli/print.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "observe/report/run_report.h"
@@ -56,7 +56,7 @@ int report_command(const Args& args) {
           : report::comparison_report(
                 first, monitor::read_run_view(request.runs[1], monitor::Detail::kAll));
   write_file_atomically(request.output, page);
-  fmt::print("written to {}\n", request.output);
+  print_text("written to {}\n", request.output);
   return 0;
 }
 

@@ -21,6 +21,7 @@
 
 #include "cli/plan_record.h"
 #include "cli/plan_training.h"
+#include "cli/print.h"
 #include "cli/train_commands.h"
 #include "cli/train_tasks.h"
 #include "launcher/accelerate_config.h"
@@ -85,7 +86,7 @@ TrainRequest parse_train(int argc, char** argv) {
 }
 
 // Writes effective_config.json to output_dir: each value, its source and what it overrides. Done
-// when the run begins, because an earlier run's files have been archived by then.
+// when the run begins: one that is refused leaves an earlier run's as it is.
 struct KeepRecord : Observer {
   KeepRecord(std::string directory, std::string text)
       : path(std::move(directory) + "/effective_config.json"), record(std::move(text)) {}
@@ -250,7 +251,7 @@ void say_result(const TrainResult& result, const TrainingArguments& arguments) {
   if (result.exit_code() != 0 || result.global_step <= result.first_step) return;
   const std::string since =
       result.first_step > 0 ? fmt::format(" since step {}", result.first_step) : "";
-  fmt::print("trained {} steps, mean loss{} {:.4f}; {}\n", result.global_step, since,
+  print_text("trained {} steps, mean loss{} {:.4f}; {}\n", result.global_step, since,
              result.train_loss, arguments.output_dir);
 }
 

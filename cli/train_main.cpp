@@ -1,12 +1,12 @@
 // lockstep-train: `lockstep train`, `generate`, `checkpoint import` and `checkpoint merge`, which
 // need LibTorch, and the ranks of `lockstep doctor` and `lockstep plan --probe`.
 // `lockstep` executes it, so that everything else starts in milliseconds.
-#include <fmt/format.h>
 
 #include <cstdio>
 #include <string>
 
 #include "cli/guarded.h"
+#include "cli/print.h"
 #include "cli/train_commands.h"
 
 int main(int argc, char** argv) {
@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     if (command == "checkpoint" && action == "merge")
       return lockstep::cli::checkpoint_merge_main(argc - 2, argv + 2);
-    fmt::print(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+    print_text(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));
 }

@@ -26,6 +26,7 @@
 
 #include "launcher/event_loop.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/printable.h"
 
 namespace lockstep::launch {
 
@@ -50,7 +51,7 @@ class Console {
 
   void put(const Piece& piece);
   // A line of the launcher itself, on stderr; several lines stay together.
-  void say(std::string_view text) { put({kErr, kLauncher, "", text, true}); }
+  void say(std::string_view text) { put({kErr, kLauncher, "", printable_lines(text), true}); }
 
   // True when `source` should not be read from; `resume` is called once when it may again.
   bool full(int source) const;

@@ -76,7 +76,8 @@ void train(lockstep::World& world) {
   encoder.verify_replicas();
   head.verify_replicas();
   lockstep::save_checkpoint("out/frozen_model", world,
-                            {.module = trained.get(), .optimizer = &optimizer}, {.step = step});
+                            {.module = trained.get(), .optimizer = &optimizer},
+                            {.step = step, .overwrite_output_dir = true});
   if (world.is_leader())
     std::printf("replicas identical, frozen model %s\n",
                 sum_of(*frozen) == before ? "unchanged" : "changed");

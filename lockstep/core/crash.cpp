@@ -28,6 +28,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/printable.h"
 #include "lockstep/core/source_lines.h"
 #include "lockstep/core/symbols.h"
 #include "lockstep/core/thread_signals.h"
@@ -408,7 +409,7 @@ std::vector<std::string> thrown_at(const std::exception& e) {
 }
 
 std::string describe(const std::exception& e) {
-  return fmt::format("{}: {}", symbols::demangle(typeid(e).name()), e.what());
+  return fmt::format("{}: {}", symbols::demangle(typeid(e).name()), printable_lines(e.what()));
 }
 
 bool report(const Report& report) noexcept {

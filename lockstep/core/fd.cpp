@@ -130,8 +130,9 @@ void end_child(pid_t child) {
 
 void write_file_atomically(const std::string& path, std::string_view data) {
   const std::string temporary = fmt::format("{}.tmp.{}", path, ::getpid());
+  ::unlink(temporary.c_str());  // of a process that died, or a link to somewhere else
   {
-    Fd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+    Fd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
     if (!fd)
       throw SystemError::described(
           "fd",

@@ -10,6 +10,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/printable.h"
 
 namespace lockstep::log {
 namespace {
@@ -61,7 +62,8 @@ bool enabled(Level level) {
   return level != Level::kInfo || s.rank == 0 || s.level == Level::kDebug || s.chosen;
 }
 
-void write(Level level, std::string_view component, std::string_view text) {
+void write(Level level, std::string_view component, std::string_view said) {
+  const std::string text = printable_lines(said);  // it may quote a file
   State& s = state();
   constexpr spdlog::level::level_enum kLevels[] = {spdlog::level::debug, spdlog::level::info,
                                                    spdlog::level::warn, spdlog::level::err};

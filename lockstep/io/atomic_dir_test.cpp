@@ -550,6 +550,16 @@ TEST(FolderLock, IsOnesAloneAndNamesItsHolder) {
   EXPECT_TRUE(FolderLock(folder, "run 2", kNoWait).held());
 }
 
+TEST(FolderLock, DoesNotFollowALink) {
+  TemporaryDirectory dir, other;
+  put(other / "precious", "kept");
+  std::filesystem::create_symlink(other / "precious", dir / kFolderLockName);
+  const FolderLock lock(dir.path(), "run 1", kNoWait);
+  EXPECT_FALSE(lock.held());
+  EXPECT_THAT(lock.problem(), HasSubstr("cannot be opened: Too many levels of symbolic links"));
+  EXPECT_EQ(get(other / "precious"), "kept");
+}
+
 TEST(FolderLock, GoesWithTheProcessThatHeldIt) {
   TemporaryDirectory dir;
   Pipe ready = make_pipe();

@@ -36,6 +36,8 @@ std::string remedy(int error_number) {
       return "Free some space, keep fewer checkpoints, or write to another disk.";
     case EIO:
       return "The disk or the network file system is failing; look at the kernel's log.";
+    case ELOOP:
+      return "A symbolic link is there. Delete it.";
     case EMFILE:
     case ENFILE:
       return "Too many files are open; raise `ulimit -n`.";

@@ -8,8 +8,10 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <thread>
 
+#include "lockstep/core/error.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::io {
@@ -45,6 +47,16 @@ std::string first_line(const std::string& note) {
 
 }  // namespace
 
+void refuse_link(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path target = std::filesystem::read_symlink(path, error);
+  if (error) return;
+  throw UsageError("io",
+                   "{} is a symbolic link to {}, and a run does not write through links in its "
+                   "folder. Delete the link. The folder itself may be one, and so may checkpoints.",
+                   path, target.string());
+}
+
 FolderLock::FolderLock(const std::string& folder, const std::string& token,
                        std::chrono::milliseconds timeout) {
   try {
@@ -53,7 +65,7 @@ FolderLock::FolderLock(const std::string& folder, const std::string& token,
     // Opening the file reports what is wrong with it.
   }
   const std::string path = folder + "/" + kFolderLockName;
-  Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
+  Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644));
   if (!fd) {
     problem_ = fmt::format("{} cannot be opened: {}", path, std::strerror(errno));
     return;

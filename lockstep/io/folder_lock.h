@@ -18,6 +18,10 @@ namespace lockstep::io {
 
 inline constexpr const char* kFolderLockName = ".lockstep.lock";
 
+// UsageError where `path` is a symbolic link: for what a run writes in its folder and somebody else
+// could point elsewhere.
+void refuse_link(const std::string& path);
+
 // Used by one thread. Owns the lock from construction to its end; a second one on the same folder,
 // even in the same process, finds it taken.
 class FolderLock {

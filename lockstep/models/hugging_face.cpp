@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr auto kMost = static_cast<std::int64_t>(Option::kMost);
+constexpr std::int64_t kMost = 1 << 24;  // of a size: far above every model's
 constexpr double kLarge = 1e12;
 
 // ---------------------------------------------------------------- reading
@@ -44,9 +44,10 @@ const std::map<std::string, Activation, std::less<>>& activations() {
 OptionValue read_value(const Option& option, std::string_view key, const Node& node) {
   const std::string name = fmt::format("config.{}", key);
   const auto check = [&](double value) {
-    if (value >= option.least && value <= option.most) return;
-    refuse_at(node.location, "{} must be from {} to {}, and {} is not.", name, option.least,
-              option.most, to_json(node));
+    const double most = std::min(option.most, static_cast<double>(kMost));
+    if (value >= option.least && value <= most) return;
+    refuse_at(node.location, "{} must be from {} to {}, and {} is not.", name, option.least, most,
+              to_json(node));
   };
   if (std::holds_alternative<bool>(option.fallback)) return as_bool(node, name);
   if (std::holds_alternative<std::int64_t>(option.fallback)) {

@@ -55,7 +55,7 @@ void LineFile::append(const std::string& line) {
 
 void LineFile::open() {
   io::make_directories(std::filesystem::path(path_).parent_path().string());
-  Fd fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
+  Fd fd(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW | O_CLOEXEC, 0644));
   if (!fd) throw io::file_error("open", path_, errno);
   cut_torn_line(fd.get());
   fd_ = std::move(fd);

@@ -10,6 +10,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/unix_time.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/folder_lock.h"
 #include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {
@@ -48,6 +49,7 @@ std::optional<double> throttled_share(const CgroupSample& before, const CgroupSa
 
 void write_facts(const std::string& directory, const RunFacts& facts) {
   const std::string folder = directory + "/" + kRecordFolder;
+  io::refuse_link(folder);
   io::make_directories(folder);
   write_file_atomically(folder + "/run.json", facts_json(facts) + "\n");
 }

@@ -114,16 +114,6 @@ void read_config(RunView& run) {
       "train writes, nor a checkpoint.");
 }
 
-void read_archived(RunView& run) {
-  std::error_code error;
-  for (auto it = fs::directory_iterator(run.id, error); !error && it != fs::directory_iterator();
-       it.increment(error)) {
-    const std::string name = it->path().filename().string();
-    if (name.starts_with("earlier-")) run.archived.push_back(name);
-  }
-  std::ranges::sort(run.archived);
-}
-
 // Each part by itself: one that cannot be read does not take the others with it.
 template <typename Read>
 void attempt(RunView& run, const char* what, Read&& read) {
@@ -160,7 +150,6 @@ void read_everything(RunView& run, const MetricsFile& metrics) {
   attempt(run, "the checkpoints", [&] { read_checkpoints(run); });
   attempt(run, "the state of the newest checkpoint", [&] { read_best(run); });
   attempt(run, "the configuration", [&] { read_config(run); });
-  read_archived(run);
   if (!run.metrics.empty() || run.record || !run.checkpoints.empty()) return;
   throw UsageError("report",
                    "{} holds nothing of a run. {} Give the output_dir of a Trainer, or the folder "

@@ -114,9 +114,8 @@ struct RunView {
   std::optional<std::int64_t> best_step{};
   std::optional<double> best_metric{};
   std::vector<ConfigValue> config{};
-  std::vector<std::string> archived{};  // folders with what earlier runs have left
-  std::vector<std::string> missing{};   // sentences: what is not there, or cannot be read
-  std::vector<Table> tables{};          // for the page (report::run_tables)
+  std::vector<std::string> missing{};  // sentences: what is not there, or cannot be read
+  std::vector<Table> tables{};         // for the page (report::run_tables)
 
   const RunFacts& facts() const;  // of the record; nothing is known without one
 };

@@ -106,6 +106,7 @@ struct TrainingArguments {
 
   // Checkpoints.
   std::string output_dir = "trainer_output";
+  bool overwrite_output_dir = false;  // delete the checkpoints of a run that is not continued
   Interval save_strategy = Interval::kSteps;
   double save_steps = 500;
   std::optional<std::int64_t> save_total_limit{};

@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 #include <torch/utils.h>
 
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 
@@ -213,11 +214,26 @@ TensorDict Checkpoint::optimizer() const {
 }
 
 TensorDict Checkpoint::rng(int rank) const {
+  const std::string path = path_ + "/rng_state.safetensors";
+  const auto refuse = [&](const std::string& name) {
+    throw UsageError("checkpoint",
+                     "{} has a tensor '{}', and those of a run are 0.cpu, 1.cpu and so on, for "
+                     "each of its ranks. The file is damaged or another program's. Resume from "
+                     "another checkpoint.",
+                     path, name);
+  };
   std::map<int, TensorDict> ranks;
-  for (auto& [name, tensor] : read_tensors(path_ + "/rng_state.safetensors"))
-    ranks[std::stoi(name)].emplace(name.substr(name.find('.') + 1), tensor);
+  for (auto& [name, tensor] : read_tensors(path)) {
+    int owner = -1;
+    const char* const end = name.data() + name.size();
+    const auto [dot, error] = std::from_chars(name.data(), end, owner);
+    if (error != std::errc() || owner < 0 || dot == end || *dot != '.') refuse(name);
+    ranks[owner].emplace(std::string(dot + 1, end), tensor);
+  }
   if (ranks.empty()) return {};
-  const int saved = ranks.rbegin()->first + 1;
+  const int saved = static_cast<int>(ranks.size());
+  if (ranks.rbegin()->first >= saved)
+    refuse(fmt::format("{}.{}", ranks.rbegin()->first, ranks.rbegin()->second.begin()->first));
   TensorDict mine = ranks[rank % saved];
   if (rank < saved) return mine;
   TensorDict derived;

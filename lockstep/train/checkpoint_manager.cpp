@@ -51,7 +51,7 @@ void CheckpointManager::resume(const Checkpoint& checkpoint) {
   saved_step_ = run_.result.durable_step = run_.state.global_step;
 }
 
-void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
+void CheckpointManager::open(bool only_last) {
   if (!run_.writes()) return;
   const TrainingArguments& a = run_.arguments;
   saver_ = std::make_unique<AsyncSaver>(saver_options(a));
@@ -69,7 +69,7 @@ void CheckpointManager::open(const std::string& resumed_from, bool only_last) {
   const bool has_one = run_.result.durable_step >= 0;  // and it goes when there are two more
   check_room(a, size,
              a.save_strategy != Interval::kNo && a.save_total_limit && !only_last && !has_one);
-  claim_output_dir(resumed_from);
+  claim_output_dir();
 }
 
 // ---------------------------------------------------------------- saving

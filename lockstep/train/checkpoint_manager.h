@@ -3,7 +3,8 @@
 //
 //   CheckpointManager checkpoints(run, control);
 //   const io::FolderLock alone = checkpoints.lock();
-//   checkpoints.open(checkpoints.choose(), /*only_last=*/false);
+//   const std::string path = checkpoints.choose();
+//   checkpoints.open(/*only_last=*/false);
 //   checkpoints.end_previous();               // one save in flight
 //   checkpoints.save(position, optimizer, tokens);   // written beside the training
 //   checkpoints.collect();                    // outcomes since; errors surface here
@@ -18,9 +19,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/io/folder_lock.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
+#include "lockstep/train/folder_owner.h"
 #include "lockstep/train/run_control.h"
 #include "lockstep/train/train_optimizer.h"
 
@@ -35,12 +36,15 @@ class CheckpointManager {
   io::FolderLock lock();
   // Collective. The folder that resume_from_checkpoint stands for; empty: a new run. An attempt
   // that the launcher has restarted continues where the one before it was, unless the user has said
-  // never.
+  // never. UsageError where output_dir has checkpoints that the run does not continue, before
+  // anything is written.
   std::string choose();
   // Takes state, best model and durable step over. The position in the data is the caller's.
   void resume(const Checkpoint& checkpoint);
   // Begins to write into output_dir. `only_last`: nothing is saved before the run's end.
-  void open(const std::string& resumed_from, bool only_last);
+  void open(bool only_last);
+  // Whether it continues from a checkpoint in output_dir, and with it that run's metrics.
+  bool continues_in_place() const { return in_place_; }
 
   // Parameters and optimizer state may change from here on.
   void wait_copied();
@@ -65,7 +69,8 @@ class CheckpointManager {
   void close() { saver_.reset(); }
 
  private:
-  void claim_output_dir(const std::string& checkpoint) const;
+  void begin_at(const RunStart& start);
+  void claim_output_dir() const;
   std::chrono::duration<double> wait_for_saves(bool last);
   void take(const SaveOutcome& ended);
   CheckpointContents contents(const DataPosition& position, TrainOptimizer& optimizer,
@@ -75,6 +80,8 @@ class CheckpointManager {
   RunControl& control_;
   std::unique_ptr<AsyncSaver> saver_;  // on ranks that write
   std::int64_t saved_step_ = -1;
+  RunStart start_{};
+  bool in_place_ = false;
   std::shared_ptr<void> whole_;  // parameters, until the save has copied them
   // On ranks that write.
   std::string newest_;

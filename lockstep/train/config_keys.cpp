@@ -201,6 +201,9 @@ constexpr KeySpec kKeys[] = {
         "by how much a metric must improve to count as better", {.check = &kMeasure, .ours = true}),
 
     key("output_dir", &A::output_dir, "folder of checkpoints and metrics", {.path = true}),
+    key("overwrite_output_dir", &A::overwrite_output_dir,
+        "where the run does not resume, delete the checkpoints that are in output_dir; false: "
+        "refuse to start"),
     key("save_strategy", &A::save_strategy, "when a checkpoint is written",
         {.choices = "no|steps|epoch|best"}),
     key("save_steps", &A::save_steps, "steps between checkpoints", {.check = &kSteps}),
@@ -294,7 +297,6 @@ constexpr ForeignKey kForeignKeys[] = {
     {"do_train", "`lockstep train` trains"},
     {"do_eval", "eval_strategy decides"},
     {"do_predict", "there is no prediction run"},
-    {"overwrite_output_dir", "folders are never overwritten; resume_from_checkpoint decides"},
     {"remove_unused_columns", "datasets here have no columns"},
     {"length_column_name", "length grouping is the loader's: see `data`"},
     {"gradient_checkpointing_kwargs", "checkpointing here has no options"},

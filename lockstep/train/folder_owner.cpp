@@ -3,18 +3,21 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <system_error>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/train/run_checks.h"
+#include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {
 namespace {
@@ -23,6 +26,11 @@ namespace fs = std::filesystem;
 
 // For a run that was killed a moment ago and is not gone yet.
 constexpr std::chrono::seconds kLockTimeout{3};
+
+// What a run writes into, besides checkpoints, which replace what has their name.
+constexpr const char* kWritten[] = {
+    io::kFolderLockName,     ".run_id", "metrics.jsonl", "metrics.superseded.jsonl",
+    "effective_config.json", "monitor", "runs"};
 
 std::mutex g_mutex;
 
@@ -39,6 +47,7 @@ std::string key_of(const std::string& directory) {
 
 io::FolderLock lock_or_refuse(const std::string& folder, const std::string& token) {
   check_output_dir(folder);
+  for (const char* name : kWritten) io::refuse_link(folder + "/" + name);
   try {
     io::make_directories(folder);
   } catch (const SystemError& e) {
@@ -67,7 +76,62 @@ io::FolderLock lock_or_refuse(const std::string& folder, const std::string& toke
   return lock;
 }
 
+// The highest of them that is start.checkpoint.
+const io::NumberedDir* begun_from(const std::vector<io::NumberedDir>& all, const RunStart& start) {
+  std::error_code error;
+  for (const io::NumberedDir& dir : all)
+    if (!start.checkpoint.empty() && fs::equivalent(dir.path, start.checkpoint, error)) return &dir;
+  return nullptr;
+}
+
 }  // namespace
+
+bool continues_in(const std::string& output_dir, const RunStart& start) {
+  return begun_from(io::list_numbered(output_dir, kCheckpointPrefix), start) != nullptr;
+}
+
+std::vector<io::NumberedDir> other_checkpoints(const std::string& output_dir,
+                                               const RunStart& start) {
+  std::vector<io::NumberedDir> all = io::list_numbered(output_dir, kCheckpointPrefix);
+  if (const io::NumberedDir* from = begun_from(all, start); from != nullptr) {
+    const std::int64_t step = start.newest ? std::numeric_limits<std::int64_t>::max() : from->step;
+    std::erase_if(all, [&](const io::NumberedDir& dir) { return dir.step <= step; });
+  }
+  return all;
+}
+
+void refuse_others(const std::string& output_dir, const std::vector<io::NumberedDir>& others) {
+  if (others.empty()) return;
+  throw UsageError(
+      "checkpoint",
+      "output_dir {} has {} of another run or of later steps than this one continues "
+      "from ({}). The next run would resume from them, or this one replace them. To "
+      "continue from the newest that is whole: resume_from_checkpoint: auto "
+      "(lockstep train --resume auto; in a loop of your own, resume()). To delete "
+      "them: overwrite_output_dir: true. Or choose another output_dir.",
+      output_dir,
+      others.size() == 1 ? "a checkpoint" : fmt::format("{} checkpoints", others.size()),
+      others.size() == 1 ? fs::path(others[0].path).filename().string()
+                         : fmt::format("{} to {}", fs::path(others.back().path).filename().string(),
+                                       fs::path(others[0].path).filename().string()));
+}
+
+void remove_others(const std::vector<io::NumberedDir>& others) {
+  for (const io::NumberedDir& dir : others) {
+    io::remove_durably(dir.path);
+    log::warning("checkpoint", "removed {}, as overwrite_output_dir says.", dir.path);
+  }
+}
+
+void remove_record(const std::string& output_dir) {
+  const fs::path folder = fs::path(output_dir) / "monitor";
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    if (at->path().filename() == "run.json") continue;
+    fs::remove_all(folder, error);
+    return;
+  }
+}
 
 std::string new_lock_token() {
   const auto now = std::chrono::system_clock::now().time_since_epoch().count();
@@ -97,15 +161,17 @@ LoopDirectory& LoopDirectory::hold(const std::string& directory) {
   return all.emplace(key, std::move(own)).first->second;
 }
 
-std::string LoopDirectory::archive_others(std::int64_t step) {
-  // A lower step than the last one: steps are repeated, or the process has begun another run.
-  if (!written_.empty() && step < *written_.rbegin())
-    written_.erase(written_.lower_bound(step), written_.end());
-  return archive_checkpoints(directory_, [&](const io::NumberedDir& dir) {
-    const bool behind = dir.step < step || dir.step == start_.step;
-    return dir.step > step ||
-           !(written_.contains(dir.step) || (behind && is_before(dir, directory_, start_)));
+void LoopDirectory::make_way(std::int64_t step, bool overwrite) const {
+  const std::vector<io::NumberedDir> others = other_checkpoints(directory_, start_);
+  std::vector<io::NumberedDir> in_the_way = io::list_numbered(directory_, kCheckpointPrefix);
+  std::erase_if(in_the_way, [&](const io::NumberedDir& dir) {
+    if (written_.contains(dir.step)) return dir.step <= step;
+    return std::ranges::find(others, dir.path, &io::NumberedDir::path) == others.end();
   });
+  if (overwrite)
+    remove_others(in_the_way);
+  else
+    refuse_others(directory_, in_the_way);
 }
 
 }  // namespace lockstep::train

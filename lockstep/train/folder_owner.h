@@ -1,12 +1,16 @@
-// Ownership of output_dir: one run at a time trains there, and no other run's files are replaced or
-// deleted.
+// Ownership of output_dir: one run at a time trains there, and no other run's checkpoints are
+// replaced or deleted unless overwrite_output_dir says so.
+//
+// The newest checkpoint is the one with the highest step. One that this run does not continue would
+// be resumed from next time instead of this run's own, or be replaced by it. So a run is refused
+// where there is one.
 //
 // A Trainer holds its lock from the beginning of train() to its end. save_checkpoint() and resume()
 // are functions without an object that lives as long as the run, so the process remembers for them
 // which directories it holds and which checkpoints there are its own:
 //
 //   LoopDirectory& own = LoopDirectory::hold("out");          // UsageError: another run has it
-//   const std::string place = own.archive_others(40);         // before step 40 is saved
+//   own.make_way(40, /*overwrite=*/false);                    // before step 40 is saved
 //   own.saved(40);
 //
 // On the rank that writes. One thread per directory.
@@ -15,11 +19,32 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "lockstep/io/folder_lock.h"
-#include "lockstep/train/previous_run.h"
+#include "lockstep/io/numbered_dirs.h"
 
 namespace lockstep::train {
+
+struct RunStart {
+  std::string checkpoint{};  // the folder that the run continues from; empty: it starts again
+  std::int64_t step = -1;
+  bool newest = false;  // of those that are whole: any later one cannot be used, and is replaced
+};
+
+// Whether start.checkpoint is a checkpoint in output_dir, by whatever path or link.
+bool continues_in(const std::string& output_dir, const RunStart& start);
+// The checkpoints in output_dir that a run with this start does not continue: all of them, or those
+// of later steps than the one that it was told to continue from. The highest step comes first.
+std::vector<io::NumberedDir> other_checkpoints(const std::string& output_dir,
+                                               const RunStart& start);
+// UsageError that names them and what to do; nothing where there are none.
+void refuse_others(const std::string& output_dir, const std::vector<io::NumberedDir>& others);
+// Deletes them, and logs it. Of a checkpoint that is a link, the link.
+void remove_others(const std::vector<io::NumberedDir>& others);
+// Deletes an earlier run's record, output_dir/monitor. Facts alone (run.json) are those of this run:
+// `lockstep run --record` writes them first.
+void remove_record(const std::string& output_dir);
 
 // Waits a few seconds for a run that is ending. UsageError: another run trains there. `token` names
 // those who may share it. A directory that a user's loop in this process holds is taken over.
@@ -33,11 +58,14 @@ class LoopDirectory {
   static LoopDirectory& hold(const std::string& directory);
 
   // `start.checkpoint` is empty where there was nothing to resume from.
-  void resumed(const RunStart& start) { start_ = start; }
+  void resumed(const RunStart& start) {
+    start_ = start;
+    if (start.newest) written_.clear();  // what it has written later is damaged
+  }
   const RunStart& start() const { return start_; }
-  // Moves the checkpoints that this run neither wrote nor has below its start, and those of the
-  // steps that it repeats. Returns the new place; empty: nothing was there. SystemError.
-  std::string archive_others(std::int64_t step);
+  // Before `step` is saved: removes or refuses (UsageError) the checkpoints that this run neither
+  // wrote nor continues, and its own of later steps.
+  void make_way(std::int64_t step, bool overwrite) const;
   void saved(std::int64_t step) { written_.insert(step); }
 
  private:

@@ -320,7 +320,7 @@ bool Loop::saves_at_the_end_alone() const {
   }
 }
 
-void Loop::open(const std::string& resumed_from) {
+void Loop::open() {
   TrainerState& state = run_.state;
   optimizer_.set_schedule(plan_);
   state.max_steps = plan_.max_steps;
@@ -331,8 +331,8 @@ void Loop::open(const std::string& resumed_from) {
   state.save_steps = static_cast<double>(plan_.save_steps);
   run_.result.first_step = state.global_step;
   control_.listen();
-  checkpoints_.open(resumed_from, saves_at_the_end_alone());
-  metrics_.open();
+  checkpoints_.open(saves_at_the_end_alone());
+  metrics_.open(checkpoints_.continues_in_place() ? state.global_step : 0);
   if (!run_.world.is_leader()) return;
   const auto& name = run_.arguments.run_name;
   log::info("trainer", "{}{} steps of {}, {} samples in {} steps per epoch",

@@ -46,7 +46,7 @@ class Loop {
 
   void resume(const Checkpoint& checkpoint);
   // Everything that is left to do before the first step.
-  void open(const std::string& resumed_from);
+  void open();
   void run();
   // Facts for the record of the run (run_recording.cpp).
   monitor::RunFacts facts() const;

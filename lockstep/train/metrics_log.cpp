@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/folder_lock.h"
 
 namespace lockstep::train {
 namespace {
@@ -29,7 +30,7 @@ std::optional<LogEntry> read_line(const std::string& line) {
 }
 
 Fd open_to_append(const std::string& path) {
-  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
+  Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_CLOEXEC, 0644));
   if (!fd) throw io::file_error("open", path, errno);
   return fd;
 }
@@ -97,6 +98,7 @@ MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& op
   if (!options.tensorboard) return;
   // TensorBoard shows the folder's name as the run's.
   const std::string runs = directory + "/runs" + (run_name_.empty() ? "" : "/" + run_name_);
+  io::refuse_link(runs);
   events_ = std::make_unique<io::EventFile>(runs);
   // What an earlier run logged for later steps stays in its files, and readers ignore it.
   events_->begin_at(options.resumed_at > 0 ? options.resumed_at + 1 : 0);

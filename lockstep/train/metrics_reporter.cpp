@@ -45,7 +45,7 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 
 }  // namespace
 
-void MetricsReporter::open() {
+void MetricsReporter::open(std::int64_t resumed_at) {
   since_log_ = at::zeros({3}, at::dtype(at::kDouble).device(run_.world.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
@@ -56,7 +56,7 @@ void MetricsReporter::open() {
   file_ = std::make_unique<MetricsLog>(a.output_dir,
                                        MetricsLogOptions{.tensorboard = tensorboard,
                                                          .run_name = a.run_name.value_or(""),
-                                                         .resumed_at = run_.state.global_step});
+                                                         .resumed_at = resumed_at});
   progress_ = std::make_unique<Progress>(ProgressOptions{.total_steps = run_.state.max_steps,
                                                          .done_steps = run_.state.global_step,
                                                          .bar = !a.disable_tqdm});

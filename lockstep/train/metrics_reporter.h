@@ -29,7 +29,7 @@ class MetricsReporter {
  public:
   MetricsReporter(RunContext& run, RunControl& control) : run_(run), control_(control) {}
 
-  void open();
+  void open(std::int64_t resumed_at);
   void start();  // the clocks, at the first step
 
   void count_samples(std::int64_t samples) { samples_ += samples; }

@@ -1,5 +1,5 @@
 // CheckpointManager before the first step: which run owns output_dir, which checkpoint the run
-// continues from, and what has to make way.
+// continues from, and whether others are in its way.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -16,7 +16,6 @@
 #include "lockstep/io/file.h"
 #include "lockstep/train/checkpoint_manager.h"
 #include "lockstep/train/folder_owner.h"
-#include "lockstep/train/previous_run.h"
 #include "lockstep/train/run_checks.h"
 
 namespace lockstep::train {
@@ -31,30 +30,37 @@ std::string launchers_run() {
   return env::get("TORCHELASTIC_RUN_ID").value_or("");
 }
 
-// The previous attempt may have died before it put the checkpoints of an earlier run aside: then no
-// file names this run, and this attempt begins as that one did.
+std::int64_t restarts() {
+  return env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+}
+
+// Collective. The previous attempt may have died before it began to write: then no file names this
+// run, and this attempt begins as that one did.
 void resume_restarted(RunContext& run) {
-  const std::string asked = run.arguments.resume_from_checkpoint.value_or("");
-  const std::int64_t attempt = env::get_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
-  if (attempt == 0 && run.world.is_leader()) ::unlink(run_file(run.arguments).c_str());
-  if (attempt == 0 || asked == "never" || asked == "auto") return;
-  const std::string& folder = run.arguments.output_dir;
+  TrainingArguments& a = run.arguments;
+  const std::string asked = a.resume_from_checkpoint.value_or("");
+  if (restarts() == 0 || asked == "auto") return;
   std::string answer;
   if (run.world.is_leader()) {
     try {
-      const bool ours = read_file(run_file(run.arguments)) == launchers_run();
+      const bool ours = read_file(run_file(a)) == launchers_run();
       // Before its first checkpoint it begins again from the folder that it was given.
-      if (ours && (asked.empty() || find_checkpoint(folder, "auto").step >= 0)) answer = "auto";
+      if (ours && asked == "never")
+        answer = asked;
+      else if (ours && (asked.empty() || find_checkpoint(a.output_dir, "auto").step >= 0))
+        answer = "auto";
     } catch (const SystemError& e) {
-      log::info("trainer", "no attempt of this run has begun in {} ({})", folder, e.what());
+      log::info("trainer", "no attempt of this run has begun in {} ({})", a.output_dir, e.what());
     }
   }
-  if (broadcast_bytes(run.world, answer).empty()) return;
-  run.arguments.resume_from_checkpoint = "auto";
+  answer = broadcast_bytes(run.world, answer);
+  if (answer == "never") a.overwrite_output_dir = true;  // of what it has saved itself
+  if (answer != "auto") return;
+  a.resume_from_checkpoint = answer;
   if (run.world.is_leader())
     log::info("trainer",
               "attempt {} of this run resumes from its newest checkpoint (not with --resume never)",
-              attempt);
+              restarts());
 }
 
 io::Newest newest_up_to(const std::string& output_dir, std::int64_t most) {
@@ -126,39 +132,40 @@ io::FolderLock CheckpointManager::lock() {
 }
 
 std::string CheckpointManager::choose() {
-  sweep_output_dir(run_);
   resume_restarted(run_);
   const std::string flag = run_.arguments.resume_from_checkpoint.value_or("never");
-  if (flag == "never") return {};
-  if (flag == "auto") return newest_on_all(run_);
-  agree(run_.world, [&] {
-    if (run_.writes()) find_checkpoint(run_.arguments.output_dir, flag);
-  });
-  return flag;
+  RunStart start;
+  if (flag == "auto") {
+    start = {.checkpoint = newest_on_all(run_), .newest = true};
+  } else if (flag != "never") {
+    agree(run_.world, [&] {
+      if (run_.writes()) find_checkpoint(run_.arguments.output_dir, flag);
+    });
+    start.checkpoint = flag;
+  }
+  begin_at(start);
+  return start.checkpoint;
 }
 
-// Only once it is certain that the run begins: a start that is refused leaves everything in place.
-void CheckpointManager::claim_output_dir(const std::string& checkpoint) const {
+// A start that is refused leaves everything in place.
+void CheckpointManager::begin_at(const RunStart& start) {
   const TrainingArguments& a = run_.arguments;
-  const std::string place = archive_previous_run(
-      a.output_dir, {.checkpoint = checkpoint, .step = run_.state.global_step});
-  if (!place.empty() && !checkpoint.empty()) {
-    log::warning(
-        "checkpoint",
-        "the run continues from {}: checkpoints that are not on its way have been moved to "
-        "{}.",
-        checkpoint, place);
-  } else if (!place.empty()) {
-    const bool automatic = a.resume_from_checkpoint.value_or("never") == "auto";
-    log::warning(
-        "checkpoint",
-        "this is a new run, and what an earlier one has left has been moved to {}. To continue "
-        "from its checkpoints: --resume {}/checkpoint-<step>{}",
-        place, place,
-        automatic ? "."
-                  : "; next time: resume_from_checkpoint: auto (lockstep train --resume "
-                    "auto).");
-  }
+  agree(run_.world, [&] {
+    if (!run_.writes()) return;
+    if (!a.overwrite_output_dir)
+      refuse_others(a.output_dir, other_checkpoints(a.output_dir, start));
+    in_place_ = continues_in(a.output_dir, start);
+  });
+  start_ = start;
+  if (restarts() == 0 && run_.world.is_leader()) ::unlink(run_file(a).c_str());
+  sweep_output_dir(run_);
+}
+
+// Only once it is certain that the run begins.
+void CheckpointManager::claim_output_dir() const {
+  const TrainingArguments& a = run_.arguments;
+  remove_others(other_checkpoints(a.output_dir, start_));
+  if (!in_place_) remove_record(a.output_dir);
   if (run_.world.is_leader() && env::get_int("TORCHELASTIC_MAX_RESTARTS").value_or(0) > 0)
     write_file_atomically(run_file(a), launchers_run());
 }

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <thread>
 
 #include "lockstep/comm/agree.h"
@@ -19,7 +20,6 @@
 #include "lockstep/core/step_totals.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
-#include "lockstep/train/previous_run.h"
 #include "lockstep/train/run_recording.h"
 
 namespace lockstep {
@@ -118,15 +118,13 @@ struct RunLog::Impl {
 
 void RunLog::Impl::take_directory() {
   train::LoopDirectory& own = train::LoopDirectory::hold(directory);
-  const std::int64_t step =
-      std::max<std::int64_t>(options.resumed_at.value_or(own.start().step), 0);
-  const bool own_checkpoint = options.resumed_at && step > 0;
-  const std::string place =
-      own_checkpoint ? std::string() : train::archive_measurements(directory, own.start());
-  if (!place.empty())
-    log::warning("log", "what an earlier run has measured in {} was moved to {}.", directory,
-                 place);
-  open(step);
+  std::int64_t step = options.resumed_at.value_or(0);  // whoever gives it knows the directory
+  if (!options.resumed_at) {
+    own.make_way(std::numeric_limits<std::int64_t>::max(), options.overwrite_output_dir);
+    if (train::continues_in(directory, own.start())) step = own.start().step;
+  }
+  if (step <= 0) train::remove_record(directory);
+  open(std::max<std::int64_t>(step, 0));
 }
 
 void RunLog::Impl::write(Line line) {

@@ -17,7 +17,8 @@
 //
 // The names that the dashboard knows are the Trainer's: loss, eval_loss, learning_rate, grad_norm,
 // tokens_per_second, samples_per_second; it draws any other, too. A run that resume() has restored
-// continues the files; what any other has measured in that directory is moved to out/earlier-<n>/.
+// continues the files. Any other is refused where there are checkpoints; without them the lines of
+// the run before it are moved to metrics.superseded.jsonl, and its record is deleted.
 //
 // The constructor is a collective, log() is not. One thread. From then on rank 0's process holds
 // the directory, as with save_checkpoint().
@@ -59,12 +60,14 @@ struct RunLogOptions {
   // The step that a loop with checkpoints of its own continues from. Not set: what resume() has
   // restored from this directory, or else a new run.
   std::optional<std::int64_t> resumed_at{};
+  // Delete the checkpoints of a run that this one does not continue, instead of refusing.
+  bool overwrite_output_dir = false;
 };
 
 class RunLog {
  public:
-  // UsageError on all ranks where another run has the directory; SystemError where rank 0 cannot
-  // write there.
+  // UsageError on all ranks where another run has the directory or has left checkpoints there;
+  // SystemError where rank 0 cannot write there.
   RunLog(const std::string& directory, World world, const RunLogOptions& options = {});
   ~RunLog();  // writes what is left, and that the run has ended
   RunLog(const RunLog&) = delete;

@@ -45,7 +45,7 @@ TEST(RunLog, WritesWhatRankZeroHandsOver) {
   EXPECT_EQ(record.facts.failure, "");
 }
 
-TEST(RunLog, AFreshRunMovesAnEarlierOnesFiguresAndOneThatContinuesDoesNot) {
+TEST(RunLog, AFreshRunSupersedesAnEarlierOnesFiguresAndOneThatContinuesDoesNot) {
   const io::TemporaryDirectory out;
   const auto run = [&](RunLogOptions options, std::int64_t first, std::int64_t last) {
     testing::run_threads(1, [&](World& world) {
@@ -55,12 +55,13 @@ TEST(RunLog, AFreshRunMovesAnEarlierOnesFiguresAndOneThatContinuesDoesNot) {
     return io::get(out / "metrics.jsonl");
   };
   const std::string two = run({}, 1, 2);
+  io::put(out / "monitor/rank_7.jsonl", "");  // a rank that this run does not have
   EXPECT_EQ(run({}, 1, 2), two);
-  EXPECT_EQ(io::get(out / "earlier-1/metrics.jsonl"), two);
-  EXPECT_TRUE(std::filesystem::exists(out / "earlier-1/monitor/rank_0.jsonl"));
+  EXPECT_EQ(io::get(out / "metrics.superseded.jsonl"), two);
+  EXPECT_FALSE(std::filesystem::exists(out / "monitor/rank_7.jsonl"));
+  EXPECT_TRUE(std::filesystem::exists(out / "monitor/rank_0.jsonl"));
   EXPECT_EQ(run({.resumed_at = 1}, 2, 3), two + "{\"step\":3,\"loss\":1.5}\n");
-  EXPECT_EQ(io::get(out / "metrics.superseded.jsonl"), "{\"step\":2,\"loss\":1.5}\n");
-  EXPECT_FALSE(std::filesystem::exists(out / "earlier-2"));
+  EXPECT_EQ(io::get(out / "metrics.superseded.jsonl"), two + "{\"step\":2,\"loss\":1.5}\n");
 }
 
 TEST(RunLog, AStepThatIsRepeatedIsThereOnce) {

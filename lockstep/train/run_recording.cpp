@@ -78,8 +78,8 @@ Recording start_recording(World& world, const std::string& folder, const monitor
   facts.hosts = static_cast<int>(all_reduce(world, world.node_rank(), ReduceOp::kMax)) + 1;
   // A launcher may start this rank again.
   facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
-  // After this exchange the folder is this run's on every rank: the ranks that write have moved
-  // away what an earlier run left there.
+  // After this exchange the folder is this run's on every rank: the ranks that write have
+  // deleted an earlier run's record.
   agree(world, [&] {
     if (!world.is_leader() || !record) return;
     try {

@@ -216,17 +216,10 @@ void check_same_step(const std::vector<std::string>& all) {
                        all[rank].substr(0, all[rank].find('\n')));
 }
 
-void clear_way(const std::string& directory, const std::string& path, std::int64_t step) {
-  train::LoopDirectory& own = train::LoopDirectory::hold(directory);
+void clear_way(const std::string& directory, const SaveOptions& options) {
+  train::LoopDirectory::hold(directory).make_way(options.step, options.overwrite_output_dir);
   for (const std::string& left : io::sweep(directory).removed)
     log::info("checkpoint", "removed {}, which a writer that was killed left behind", left);
-  const std::string place = own.archive_others(step);
-  if (place.empty()) return;
-  log::warning("checkpoint",
-               "{} had checkpoints that this run neither wrote nor resumed from, or of steps that "
-               "it repeats. They were moved to {}, and {} is saved now. To continue from one of "
-               "them: resume() with {{.checkpoint = \"{}/checkpoint-<step>\"}}.",
-               directory, place, path, place);
 }
 
 std::string chosen_path(const std::string& directory, const ResumeOptions& options) {
@@ -302,7 +295,7 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
   }
   train::CheckpointContents all;
   agree(world, [&] {
-    if (world.is_leader()) clear_way(directory, path, options.step);
+    if (world.is_leader()) clear_way(directory, options);
     if (!world.is_leader() && !divided) return;
     all = contents_of(parts, mesh, options);
     all.optimizer = std::move(state);
@@ -370,7 +363,8 @@ std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const Che
   train::warn_of_other_threads(mesh, *checkpoint);
   ledger::continue_at(saved.global_step);
   if (world.is_leader()) {
-    train::LoopDirectory::hold(directory).resumed({.checkpoint = path, .step = saved.global_step});
+    train::LoopDirectory::hold(directory).resumed(
+        {.checkpoint = path, .step = saved.global_step, .newest = options.checkpoint.empty()});
     log::info("checkpoint", "resumed from {} at step {}, epoch {:.2f}", path, saved.global_step,
               saved.epoch);
   }

@@ -77,13 +77,14 @@ struct SaveOptions {
   std::string retain{};        // one that the limit does not delete: the best model's folder
   train::Metrics metrics{};    // numbers of this step, in the log_history of its folder
   std::string model_config{};  // JSON, the folder's config.json; empty: no such file
+  // Delete other runs' checkpoints in the directory, and those of later steps, instead of refusing.
+  bool overwrite_output_dir = false;
 };
 
 // Saves after an optimizer step, when no gradients are accumulated: those are not part of it.
-// Durable on return, on every rank; returns the folder. Checkpoints in `directory` that this run
-// neither wrote nor resumed from, and those of higher steps, are moved to <directory>/earlier-<n>/:
-// none is replaced or deleted, and the highest step is the one that is resumed from. Throws for a
-// full disk too; the older checkpoints are unharmed.
+// Durable on return, on every rank; returns the folder. UsageError where `directory` has
+// checkpoints that this run neither wrote nor resumed from, or of higher steps: the highest step is
+// the one that is resumed from. Throws for a full disk too; the older checkpoints are unharmed.
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options);
 

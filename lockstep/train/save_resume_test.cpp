@@ -32,6 +32,7 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
+#include "lockstep/train/run_log.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer_for_test.h"
 
@@ -295,8 +296,8 @@ TEST(SaveResume, DamagedFoldersAreSkipped) {
     ASSERT_TRUE(third.resume_from(dir.path()));
     EXPECT_EQ(third.step, 3);
   });
-  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3, 2));
-  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(4));
+  // It stays until its own step is saved.
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(4, 3, 2));
 }
 
 TEST(SaveResume, AFolderMayBeNamed) {
@@ -568,60 +569,62 @@ void leave_run_in(const std::string& directory, const std::vector<std::int64_t>&
   std::filesystem::copy(place.path(), directory, std::filesystem::copy_options::recursive);
 }
 
-TEST(SaveResumeFolder, AForeignFolderOfTheStepIsMovedAndNotReplaced) {
+TEST(SaveResumeFolder, AForeignFolderOfTheStepIsNotReplaced) {
   io::TemporaryDirectory dir;
   std::filesystem::create_directory(dir / "checkpoint-2");
   io::put(dir / "checkpoint-2/pytorch_model.bin", "somebody's");
-  OwnLoop loop(World{});
-  loop.train_to(2);
-  loop.save(dir.path());
-  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-2/pytorch_model.bin"), "somebody's");
-  EXPECT_THAT(io::verify(dir / "checkpoint-2"), ::testing::IsEmpty());
-  // Also one that appears while the run is under way.
-  std::filesystem::create_directory(dir / "checkpoint-3");
-  io::put(dir / "checkpoint-3/pytorch_model.bin", "another's");
-  loop.train_to(3);
-  loop.save(dir.path(), {.save_total_limit = 1});
-  EXPECT_EQ(io::get(dir / "earlier-2/checkpoint-3/pytorch_model.bin"), "another's");
-  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3));
+  testing::run_threads(2, [&](World& world) {
+    OwnLoop loop(world);
+    loop.train_to(2);
+    EXPECT_THAT(io::message_of<UsageError>([&] { loop.save(dir.path()); }),
+                HasSubstr("output_dir " + dir.path() + " has a checkpoint of another run"));
+    EXPECT_THAT(io::message_of<UsageError>([&] { RunLog(dir.path(), world); }),
+                HasSubstr("overwrite_output_dir: true"));
+  });
+  EXPECT_EQ(io::get(dir / "checkpoint-2/pytorch_model.bin"), "somebody's");
+  EXPECT_FALSE(std::filesystem::exists(dir / "metrics.jsonl"));
 }
 
-TEST(SaveResumeFolder, AFreshRunMovesTheCheckpointsOfTheOneBefore) {
+TEST(SaveResumeFolder, AFreshRunRemovesTheCheckpointsOfTheOneBeforeOnRequestAlone) {
   io::TemporaryDirectory dir;
   leave_run_in(dir.path(), {2, 3, 5});
   const std::string before = io::get(dir / "checkpoint-3/SHA256SUMS");
   OwnLoop loop(World{});
   loop.train_to(3);
-  loop.step = 3;
-  loop.save(dir.path(), {.save_total_limit = 1, .metrics = {{"run", 2}}});
-  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(5, 3, 2));
-  EXPECT_EQ(io::get(dir / "earlier-1/checkpoint-3/SHA256SUMS"), before);
+  const auto again = [&](bool overwrite) {
+    loop.save(dir.path(),
+              {.save_total_limit = 1, .metrics = {{"run", 2}}, .overwrite_output_dir = overwrite});
+  };
+  EXPECT_THAT(io::message_of<UsageError>([&] { again(false); }),
+              HasSubstr("(checkpoint-2 to checkpoint-5)"));
+  EXPECT_EQ(io::get(dir / "checkpoint-3/SHA256SUMS"), before);
+  again(true);
   EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(3));
+  EXPECT_NE(io::get(dir / "checkpoint-3/SHA256SUMS"), before);
   // What this run has written is its own: saved again it is replaced, later its limit deletes it.
-  loop.save(dir.path());
+  again(false);
   loop.train_to(4);
-  loop.save(dir.path(), {.save_total_limit = 1});
+  again(false);
   EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(4));
-  EXPECT_FALSE(std::filesystem::exists(dir / "earlier-2"));
-  // The same process begins again, without resume().
-  OwnLoop again(World{});
-  again.train_to(4);
-  again.step = 2;
-  again.save(dir.path());
-  EXPECT_THAT(train::steps_in(dir / "earlier-2"), ElementsAre(4));
+  // Of a lower step the next run would not resume.
+  loop.step = 2;
+  EXPECT_THAT(io::message_of<UsageError>([&] { again(false); }), HasSubstr("(checkpoint-4)"));
+  again(true);
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(2));
 }
 
 TEST(SaveResumeFolder, ARunThatContinuesHasWhatIsBelowItsStart) {
-  io::TemporaryDirectory dir;
+  io::TemporaryDirectory dir, other;
   leave_run_in(dir.path(), {2, 3, 5});
+  std::filesystem::create_directory_symlink(dir / "checkpoint-3", other / "link");
   OwnLoop loop(World{});
-  const auto resumed =
-      resume(dir.path(), World{}, loop.parts(), {.checkpoint = dir / "checkpoint-3"});
-  ASSERT_TRUE(resumed);
+  ASSERT_TRUE(resume(dir.path(), World{}, loop.parts(), {.checkpoint = other / "link"}));
   loop.step = 6;
+  EXPECT_THAT(io::message_of<UsageError>([&] { loop.save(dir.path()); }),
+              HasSubstr("(checkpoint-5)"));
+  ASSERT_TRUE(resume(dir.path(), World{}, loop.parts()));
   loop.save(dir.path());
-  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(6, 3, 2));
-  EXPECT_THAT(train::steps_in(dir / "earlier-1"), ElementsAre(5));
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(6, 5, 3, 2));
 }
 
 TEST(SaveResumeFolder, IsRefusedOnAllRanksWhileAnotherRunHasIt) {

@@ -19,7 +19,6 @@
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
-#include "lockstep/train/previous_run.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/step_plan.h"
 #include "lockstep/train/stop_signals.h"
@@ -29,6 +28,7 @@ namespace lockstep::train {
 namespace {
 
 using std::chrono::milliseconds;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -252,6 +252,22 @@ TEST(MetricsLog, LinesThatAreLostAreCounted) {
   EXPECT_EQ(io::get(dir / "metrics.jsonl"), "");
 }
 
+TEST(MetricsLog, DoesNotWriteThroughLinks) {
+  namespace fs = std::filesystem;
+  const io::TemporaryDirectory dir, other;
+  io::put(other / "precious", "kept");
+  fs::create_symlink(other / "precious", dir / "metrics.jsonl");
+  EXPECT_THAT(io::message_of<SystemError>([&] { MetricsLog(dir.path(), {}); }),
+              HasSubstr("metrics.jsonl"));
+  fs::remove(dir / "metrics.jsonl");
+  fs::create_directory(dir / "runs");
+  fs::create_directory_symlink(other.path(), dir / "runs/a");
+  EXPECT_THAT(io::message_of<UsageError>(
+                  [&] { MetricsLog(dir.path(), {.tensorboard = true, .run_name = "a"}); }),
+              HasSubstr("runs/a is a symbolic link"));
+  EXPECT_EQ(io::get(other / "precious"), "kept");
+}
+
 TEST(MetricsLog, ARunsNameIsInEveryLineAndTensorBoardsFolder) {
   io::TemporaryDirectory dir;
   MetricsLog metrics(dir.path(), {.tensorboard = true, .run_name = "lr \"high\""});
@@ -263,100 +279,130 @@ TEST(MetricsLog, ARunsNameIsInEveryLineAndTensorBoardsFolder) {
 
 // ---------------------------------------------------------------- what other runs have left
 
-class ArchivePreviousRun : public ::testing::Test {
+class UsedDirectory : public ::testing::Test {
  protected:
   void SetUp() override {
-    for (const char* step : {"5", "10", "15"}) {
-      std::filesystem::create_directory(dir_ / (std::string("checkpoint-") + step));
-      io::put(dir_ / (std::string("checkpoint-") + step + "/file"), step);
-    }
+    for (const char* step : {"5", "10", "15"}) add(step);
     io::put(dir_ / "metrics.jsonl", "{}\n");
-    std::filesystem::create_directory(dir_ / "runs");
-    io::put(dir_ / "runs/events", "x");
-    io::put(dir_ / "notes.txt", "mine");
-    io::put(dir_ / "report.html", "<html>");
   }
-  static std::vector<std::string> names(const std::string& directory) {
-    std::vector<std::string> all;
-    for (const auto& entry : std::filesystem::directory_iterator(directory))
-      all.push_back(entry.path().filename().string());
-    std::sort(all.begin(), all.end());
+  void add(const std::string& step) const {
+    std::filesystem::create_directory(dir_ / ("checkpoint-" + step));
+    io::put(dir_ / ("checkpoint-" + step + "/file"), step);
+  }
+  static std::vector<std::int64_t> steps(const std::vector<io::NumberedDir>& dirs) {
+    std::vector<std::int64_t> all;
+    for (const io::NumberedDir& dir : dirs) all.push_back(dir.step);
     return all;
+  }
+  std::vector<std::int64_t> others(const RunStart& start) const {
+    return steps(other_checkpoints(dir_.path(), start));
+  }
+  std::vector<std::int64_t> left() const {
+    return steps(io::list_numbered(dir_.path(), kCheckpointPrefix));
+  }
+  static std::string refused(const LoopDirectory& own, std::int64_t step) {
+    return io::message_of<UsageError>([&] { own.make_way(step, false); });
   }
   io::TemporaryDirectory dir_;
 };
 
-TEST_F(ArchivePreviousRun, FirstRunFindsNothing) {
-  EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
-  EXPECT_THAT(names(dir_ / "earlier-1"),
-              ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5", "metrics.jsonl",
-                          "report.html", "runs"));
-  EXPECT_EQ(io::get(dir_ / "earlier-1/checkpoint-15/file"), "15");
-  EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "nothing is left";
+TEST_F(UsedDirectory, ARunContinuesWhatItResumesFromByAnyPath) {
+  namespace fs = std::filesystem;
+  EXPECT_THAT(others({}), ElementsAre(15, 10, 5));
+  const io::TemporaryDirectory other;
+  fs::create_directory(other / "checkpoint-10");
+  EXPECT_THAT(others({.checkpoint = other / "checkpoint-10", .newest = true}),
+              ElementsAre(15, 10, 5));
+  // The checkpoint is on another disk, the directory has a second name, and both at once.
+  fs::rename(dir_ / "checkpoint-10", other / "moved");
+  fs::create_directory_symlink(other / "moved", dir_ / "checkpoint-10");
+  fs::create_directory_symlink(dir_.path(), other / "link");
+  for (const std::string& path :
+       {dir_ / "checkpoint-10", dir_ / "checkpoint-10/", dir_ / "./checkpoint-15/../checkpoint-10",
+        other / "link/checkpoint-10", other / "moved"}) {
+    EXPECT_THAT(others({.checkpoint = path}), ElementsAre(15)) << path;
+    EXPECT_THAT(others({.checkpoint = path, .newest = true}), ElementsAre()) << path;
+    EXPECT_TRUE(continues_in(dir_.path(), {.checkpoint = path}));
+    EXPECT_THAT(steps(other_checkpoints(other / "link", {.checkpoint = path})), ElementsAre(15));
+  }
+  EXPECT_FALSE(continues_in(dir_.path(), {}));
+  EXPECT_THAT(other_checkpoints(dir_ / "nowhere", {}), ElementsAre());
+}
+
+TEST_F(UsedDirectory, OfALinkTheLinkIsRemoved) {
+  const io::TemporaryDirectory other;
+  std::filesystem::rename(dir_ / "checkpoint-10", other / "moved");
+  std::filesystem::create_directory_symlink(other / "moved", dir_ / "checkpoint-10");
+  remove_others(other_checkpoints(dir_.path(), {}));
+  EXPECT_THAT(left(), ElementsAre());
+  EXPECT_EQ(io::get(other / "moved/file"), "10");
+  EXPECT_EQ(io::get(dir_ / "metrics.jsonl"), "{}\n");
+}
+
+TEST_F(UsedDirectory, OnlyTheRecordOfAnEarlierRunIsRemoved) {
   std::filesystem::create_directory(dir_ / "monitor");
-  io::put(dir_ / "monitor/run.json", "{}");
-  EXPECT_EQ(archive_previous_run(dir_.path(), {}), "") << "of the launcher, for this run";
-  EXPECT_EQ(archive_previous_run(dir_ / "nowhere", {}), "");
-  io::put(dir_ / "metrics.jsonl", "{}\n");
-  EXPECT_EQ(archive_previous_run(dir_.path(), {}), dir_ / "earlier-2");
-  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("metrics.jsonl"));
+  io::put(dir_ / "monitor/run.json", "{}");  // the launcher's, of this run
+  remove_record(dir_.path());
+  EXPECT_TRUE(std::filesystem::exists(dir_ / "monitor/run.json"));
+  io::put(dir_ / "monitor/rank_0.jsonl", "{}");
+  remove_record(dir_.path());
+  EXPECT_FALSE(std::filesystem::exists(dir_ / "monitor"));
+  remove_record(dir_ / "nowhere");
 }
 
-TEST_F(ArchivePreviousRun, ARunThatContinuesLeavesTheOtherBranch) {
-  const RunStart start{.checkpoint = dir_ / "checkpoint-5/", .step = 5};
-  EXPECT_EQ(archive_previous_run(dir_.path(), start), dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_.path()), ElementsAre("checkpoint-5", "earlier-1", "metrics.jsonl",
-                                              "notes.txt", "report.html", "runs"));
-  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-10", "checkpoint-15"));
-  EXPECT_EQ(archive_previous_run(dir_.path(), start), "");
-}
+using LoopDirectoryOf = UsedDirectory;  // a user's own loop
 
-TEST_F(ArchivePreviousRun, FromAnotherPlaceNothingHereIsItsOwn) {
-  io::TemporaryDirectory other;
-  std::filesystem::create_directory(other / "checkpoint-10");
-  EXPECT_EQ(archive_previous_run(dir_.path(), {.checkpoint = other / "checkpoint-10", .step = 10}),
-            dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_.path()), ElementsAre("earlier-1", "notes.txt"));
-  // Also when it continues from a place that was itself archived.
-  std::filesystem::create_directory(dir_ / "checkpoint-3");
-  EXPECT_EQ(
-      archive_previous_run(dir_.path(), {.checkpoint = dir_ / "earlier-1/checkpoint-5", .step = 5}),
-      dir_ / "earlier-2");
-  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-3"));
-}
-
-using LoopDirectoryOf = ArchivePreviousRun;  // a user's own loop
-
-TEST_F(LoopDirectoryOf, AFreshRunMovesEveryCheckpointAndNoOtherFile) {
+TEST_F(LoopDirectoryOf, AFreshRunIsRefusedOrRemovesEveryCheckpointAndNoOtherFile) {
   LoopDirectory& own = LoopDirectory::hold(dir_.path());
-  EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_ / "earlier-1"),
-              ElementsAre("checkpoint-10", "checkpoint-15", "checkpoint-5"));
-  EXPECT_THAT(names(dir_.path()), ElementsAre(".lockstep.lock", "earlier-1", "metrics.jsonl",
-                                              "notes.txt", "report.html", "runs"));
+  EXPECT_THAT(refused(own, 20),
+              AllOf(HasSubstr("output_dir " + dir_.path() + " has 3 checkpoints"),
+                    HasSubstr("(checkpoint-5 to checkpoint-15)"), HasSubstr("--resume auto"),
+                    HasSubstr("overwrite_output_dir: true")));
+  EXPECT_THAT(left(), ElementsAre(15, 10, 5));
+  own.make_way(20, true);
+  EXPECT_THAT(left(), ElementsAre());
+  EXPECT_EQ(io::get(dir_ / "metrics.jsonl"), "{}\n");
   // What it has saved is its own, even when it saves the same step again.
-  std::filesystem::create_directory(dir_ / "checkpoint-20");
+  add("20");
   own.saved(20);
-  EXPECT_EQ(LoopDirectory::hold(dir_ / ".").archive_others(20), "");
-  EXPECT_EQ(own.archive_others(30), "");
+  LoopDirectory::hold(dir_ / ".").make_way(20, false);
+  own.make_way(30, false);
   // Somebody else's folder of that step is not.
-  std::filesystem::create_directory(dir_ / "checkpoint-30");
-  EXPECT_EQ(own.archive_others(30), dir_ / "earlier-2");
+  add("30");
+  EXPECT_THAT(refused(own, 30), HasSubstr("has a checkpoint of another run or of later steps than "
+                                          "this one continues from (checkpoint-30)"));
   // Steps are repeated.
-  EXPECT_EQ(own.archive_others(19), dir_ / "earlier-3");
-  EXPECT_THAT(names(dir_ / "earlier-3"), ElementsAre("checkpoint-20"));
+  std::filesystem::remove_all(dir_ / "checkpoint-30");
+  EXPECT_THAT(refused(own, 19), HasSubstr("(checkpoint-20)"));
 }
 
 TEST_F(LoopDirectoryOf, ARunThatContinuesHasWhatIsBelowItsStart) {
   LoopDirectory& own = LoopDirectory::hold(dir_.path());
   own.resumed({.checkpoint = dir_ / "checkpoint-10", .step = 10});
-  EXPECT_EQ(own.archive_others(20), dir_ / "earlier-1");
-  EXPECT_THAT(names(dir_ / "earlier-1"), ElementsAre("checkpoint-15"));
-  EXPECT_EQ(own.archive_others(10), "") << "saved again where it was resumed";
-  // A step before its start: that folder is not to be replaced.
-  EXPECT_EQ(own.archive_others(5), dir_ / "earlier-2");
-  EXPECT_THAT(names(dir_ / "earlier-2"), ElementsAre("checkpoint-10", "checkpoint-5"));
+  EXPECT_THAT(refused(own, 20), HasSubstr("(checkpoint-15)"));
+  own.make_way(20, true);
+  EXPECT_THAT(left(), ElementsAre(10, 5));
+  own.make_way(10, false);  // saved again where it was resumed
+  // From the newest that is whole: what is damaged is replaced when its step is saved.
+  add("15");
+  own.saved(15);
+  own.resumed({.checkpoint = dir_ / "checkpoint-10", .step = 10, .newest = true});
+  own.make_way(11, false);
+  EXPECT_THAT(left(), ElementsAre(15, 10, 5));
+}
+
+TEST_F(LoopDirectoryOf, LinksThatARunWouldWriteThroughAreRefused) {
+  namespace fs = std::filesystem;
+  const io::TemporaryDirectory other;
+  fs::create_directory_symlink(other.path(), dir_ / "runs");
+  EXPECT_THAT(io::message_of<UsageError>([&] { LoopDirectory::hold(dir_.path()); }),
+              HasSubstr(dir_ / "runs is a symbolic link to " + other.path()));
+  EXPECT_FALSE(fs::exists(dir_ / ".lockstep.lock"));
+  fs::remove(dir_ / "runs");
+  // The directory itself may be one.
+  fs::create_directory_symlink(dir_.path(), other / "link");
+  LoopDirectory::hold(other / "link");
+  EXPECT_TRUE(fs::exists(dir_ / ".lockstep.lock"));
 }
 
 TEST_F(LoopDirectoryOf, IsAnotherProcessesUntilThatEnds) {

@@ -116,7 +116,7 @@ void TrainerImpl::prepare() {
     find_batch_size(run_, control_);
   loop_.emplace(LoopParts{run_, control_, metrics_, checkpoints_, evaluator_});
   if (checkpoint) loop_->resume(*checkpoint);
-  loop_->open(path);
+  loop_->open();
   if (checkpoint) restore_random_state(run_.mesh, *checkpoint);
 }
 
@@ -224,8 +224,7 @@ void TrainerImpl::say_end() {
                                  : "";
     log::info("trainer",
               "nothing to do: the run in {} is {} step {}{}. To train longer, raise {} "
-              "(now {}); to start again, resume_from_checkpoint: never (lockstep train --resume "
-              "never).",
+              "(now {}); to start again, overwrite_output_dir: true without resuming.",
               run_.arguments.output_dir,
               by_steps && step > run_.arguments.max_steps ? "past max_steps, at" : "complete at",
               step, loss, by_steps ? "max_steps" : "num_train_epochs",

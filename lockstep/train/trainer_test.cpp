@@ -569,6 +569,24 @@ TEST(Checkpoint, RefusesAnotherModelAndWeightsAlone) {
                         "2.weight)"));
 }
 
+TEST(Checkpoint, GeneratorsOfRanksThatARunCannotHaveAreRefused) {
+  io::TemporaryDirectory dir;
+  auto net = network();
+  train::write_checkpoint(dir / "checkpoint-5", contents_of(net));
+  const train::Checkpoint read(dir / "checkpoint-5");
+  for (const std::string name :
+       {"-1.cpu", "abc", "0", "1cpu", "99999999999.cpu", "+1.cpu", "2147483647.cpu", "1.cpu"}) {
+    const std::string header =
+        "{\"" + name + "\":{\"dtype\":\"U8\",\"shape\":[1]," + "\"data_offsets\":[0,1]}}";
+    std::string bytes(8, '\0');
+    bytes[0] = static_cast<char>(header.size());
+    std::filesystem::remove(dir / "checkpoint-5/rng_state.safetensors");
+    io::put(dir / "checkpoint-5/rng_state.safetensors", bytes + header + "x");
+    EXPECT_THAT(io::message_of<UsageError>([&] { read.rng(0); }),
+                HasSubstr("rng_state.safetensors has a tensor '" + name + "'"));
+  }
+}
+
 TEST(Checkpoint, TheNewestThatVerifiesWins) {
   io::TemporaryDirectory dir;
   auto net = network();

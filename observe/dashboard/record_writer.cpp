@@ -8,6 +8,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/folder_lock.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -18,6 +19,7 @@ namespace fs = std::filesystem;
 
 RecordWriter::RecordWriter(const std::string& directory, int host)
     : folder_(directory + "/" + monitor::kRecordFolder), host_(host), files_(folder_) {
+  io::refuse_link(folder_);
   io::make_directories(folder_);
   before_ = listing();
 }

@@ -254,8 +254,6 @@ std::vector<RunEvent> events_of(const RunView& run) {
   add_superseded(run, events);
   for (RunEvent& event : bad_steps_of(run)) events.push_back(std::move(event));
   add_gpu_problems(run, events);
-  for (const std::string& folder : run.archived)
-    events.push_back({{}, 0, fmt::format("What an earlier run had left is in {}.", folder)});
   if (RunEnd end = end_of(run); !end.event.text.empty()) events.push_back(std::move(end.event));
   return events;
 }

@@ -70,8 +70,12 @@ class Damage(TrainCase):
         self.train(0, output, "--max_steps", 5)
         weights = output / "checkpoint-5" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-        said = self.train(0, output, "--resume", "auto", "--max_steps", 5).stderr
+        flags = ("--resume", "auto", "--max_steps", 5)
+        said = self.train(0, output, *flags, code=2).stderr
         self.assertIn("out has no checkpoint that is whole: a new run", said)
+        self.assertIn("overwrite_output_dir: true", said)
+        self.train(0, output, *flags, "--overwrite_output_dir")
+        self.verify(output)
 
     def test_a_full_disk_preserves_the_old_checkpoint_and_training_continues(self):
         place = self.place / "small"

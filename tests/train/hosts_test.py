@@ -78,7 +78,10 @@ class Hosts(TrainCase):
     def test_no_common_checkpoint_starts_a_new_run(self):
         self.train_both("--max_steps", 5)
         shutil.rmtree(self.hosts[0] / "out" / "checkpoint-5")
-        text = self.train_both("--max_steps", 5, "--resume", "auto")[0]
+        flags = ("--max_steps", 5, "--resume", "auto")
+        for text in self.train_both(*flags, code=2):
+            self.assertIn("out has a checkpoint of another run", text)
+        text = self.train_both(*flags, "--overwrite_output_dir")[0]
         self.assertIn("out has no checkpoint that is whole on every host: a new run", text)
 
 

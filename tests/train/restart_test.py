@@ -36,7 +36,6 @@ class Restart(TrainCase):
         self.train(2, whole, *LONG)
         self.killed_at(output, 12)
         self.assertRegex(self.log(), rf"resumed from {output}/checkpoint-\d+ at step")
-        self.assertFalse((output / "earlier-1").exists(), self.log())
         self.assertEqual(checkpoints(output), checkpoints(whole))
         last = f"checkpoint-{checkpoints(whole)[-1]}"
         self.assert_same(whole / last, output / last)
@@ -45,7 +44,7 @@ class Restart(TrainCase):
         output = self.place / "out"
         self.killed_at(output, 12, "--resume", "never")
         self.assertNotIn("resumed from", self.log())
-        self.assertTrue((output / "earlier-1").exists(), self.log())
+        self.assertIn(f"removed {output}/checkpoint-10,", self.log())
 
     def test_a_run_that_began_from_a_folder_continues_from_its_own_checkpoints(self):
         first, output = self.place / "first", self.place / "out"
@@ -56,14 +55,18 @@ class Restart(TrainCase):
         self.assertIn(10, checkpoints(output))
 
     def test_checkpoints_of_an_earlier_run_are_not_taken_for_its_own(self):
-        # The first attempt dies before it has begun, so nothing was moved out of its way.
+        # The first attempt dies before it has begun, so nothing was deleted.
         output = self.place / "out"
         self.train(2, output, "--max_steps", "5", "--save_steps", "5")
-        process = self.launch(output, script='[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 1; '
-                                             'exec "$@"')
+        dies_first = '[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 1; exec "$@"'
+        process = self.launch(output, script=dies_first)
+        self.assertEqual(process.wait(timeout=BOUND_S), 2, self.log())
+        self.assertIn("has a checkpoint of another run", self.log())
+        self.assertEqual(checkpoints(output), [5])
+        process = self.launch(output, "--overwrite_output_dir", script=dies_first)
         self.assertEqual(process.wait(timeout=BOUND_S), 0, self.log())
         self.assertNotIn("resumed from", self.log())
-        self.assertEqual(checkpoints(output / "earlier-1"), [5])
+        self.assertIn(f"removed {output}/checkpoint-5,", self.log())
 
 
 if __name__ == "__main__":

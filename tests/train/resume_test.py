@@ -178,66 +178,104 @@ class Resume(TrainCase):
         self.assertRegex(refused.stderr,
                          r"\[config\] \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
 
-    def test_a_new_run_archives_an_earlier_one(self):
-        output, archive = self.place / "out", self.place / "out" / "earlier-1"
+    def test_a_new_run_is_refused_where_another_has_left_checkpoints(self):
+        output = self.place / "out"
         self.train(0, output, "--max_steps", 10)
-        done = self.train(0, output, "--max_steps", 5, "--run_name", "again", "--report_to",
-                          "tensorboard", "--compile_model")
-        self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
+        before = {p: p.read_bytes() for p in output.rglob("*")
+                  if p.is_file() and p.name != ".lockstep.lock"}
+        again = ("--max_steps", 5, "--run_name", "again", "--report_to", "tensorboard",
+                 "--compile_model")
+        refused = self.train(0, output, *again, code=2)
+        self.assertRegex(refused.stderr, r"\[checkpoint\] output_dir \S+ has 2 checkpoints .*"
+                         r"\(checkpoint-5 to checkpoint-10\).*--resume auto.*"
+                         r"overwrite_output_dir: true")
+        self.assertEqual(before, {p: p.read_bytes() for p in output.rglob("*")
+                                  if p.is_file() and p.name != ".lockstep.lock"})
+        done = self.train(0, output, *again, "--overwrite_output_dir")
         self.assertIn("[trainer] again: 5 steps of effective batch 12", done.stderr)
         self.assertIn("steps run without a CUDA graph: the model is on cpu", done.stderr)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         self.assertEqual({json.loads(line)["run_name"] for line in lines}, {"again"})
         self.assertTrue(list((output / "runs" / "again").glob("events.out.tfevents.*")))
         self.assertEqual(checkpoints(output), [5])
-        self.assertEqual(checkpoints(archive), [5, 10])
-        self.verify(archive)
-        self.assertEqual(sorted(losses(archive)), list(range(1, 11)))
-        self.assertTrue((archive / "effective_config.json").exists())
         self.assertEqual(sorted(losses(output)), list(range(1, 6)))
-        done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
+        # With both, it resumes.
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 6, "--overwrite_output_dir")
         self.assertIn(f"resumed from {output}/checkpoint-5 at step 5", done.stderr)
         self.assertIn("max_steps is 6 and was 5 when the checkpoint was made", done.stderr)
+        self.assertEqual(checkpoints(output), [5, 6])
         done = self.train(0, output, "--resume", "auto", "--max_steps", 6)
         self.assertEqual(done.stdout, "")
         self.assertRegex(done.stderr, rf"\[trainer\] nothing to do: the run in {output} is "
                          r"complete at step 6 \(mean loss \d+\.\d{4}\)\. To train longer, raise "
-                         r"max_steps \(now 6\); to start again, resume_from_checkpoint: never")
+                         r"max_steps \(now 6\); to start again, overwrite_output_dir: true")
         done = self.train(0, output, "--resume", "auto", "--max_steps", 3)
         self.assertIn(f"nothing to do: the run in {output} is past max_steps, at step 6",
                       done.stderr)
         self.assertNotIn("the learning rate is that of", done.stderr)
 
-    def test_a_run_that_continues_from_an_older_one_leaves_the_other_branch(self):
-        output, archive = self.place / "out", self.place / "out" / "earlier-1"
+    def test_a_run_that_continues_from_an_older_checkpoint_does_not_lose_later_ones(self):
+        output = self.place / "out"
         self.train(0, output, "--max_steps", 20)
         older = output / "checkpoint-5"
-        # Another model is refused, and nothing is moved.
+        refused = self.train(0, output, "--resume", older, code=2)
+        self.assertIn("(checkpoint-10 to checkpoint-20)", refused.stderr)
+        # Another model is refused, and nothing is deleted.
+        overwrite = ("--resume", older, "--overwrite_output_dir")
         self.config.write_text(CONFIG.replace("hidden: 32", "hidden: 33"))
-        self.train(0, output, "--resume", older, code=2)
+        self.train(0, output, *overwrite, code=2)
         self.assertEqual(checkpoints(output), [5, 10, 15, 20])
         self.config.write_text(CONFIG.replace("save_steps: 5", "save_steps: 3"))
-        done = self.train(0, output, "--resume", older, "--max_steps", 6)
-        self.assertIn(f"have been moved to {archive}.", done.stderr)
+        self.train(0, output, *overwrite, "--max_steps", 6)
         self.assertEqual(checkpoints(output), [5, 6])
-        self.assertEqual(checkpoints(archive), [10, 15, 20])
         done = self.train(0, output, "--resume", "auto", "--max_steps", 7)
         self.assertIn(f"resumed from {output}/checkpoint-6 at step 6", done.stderr)
         self.assertEqual(sorted(losses(output)), list(range(1, 8)))
 
+    def test_a_checkpoint_may_be_a_link_to_another_disk(self):
+        whole, output, disk = self.place / "whole", self.place / "out", self.place / "disk"
+        self.train(0, whole, "--max_steps", 20)
+        self.train(0, output, "--max_steps", 10)
+        disk.mkdir()
+        (output / "checkpoint-10").rename(disk / "ten")
+        (output / "checkpoint-10").symlink_to(disk / "ten")
+        done = self.train(0, output, "--resume", "auto", "--max_steps", 15)
+        self.assertIn("checkpoint-10 at step 10", done.stderr)
+        self.assertEqual(checkpoints(output), [5, 10, 15])
+        # The same folder by another name, and with a limit that deletes the link alone.
+        (self.place / "name").symlink_to(output)
+        done = self.train(0, output, "--resume", self.place / "name" / "checkpoint-15",
+                          "--save_total_limit", 1, "--max_steps", 20)
+        self.assertIn("checkpoint-15 at step 15", done.stderr)
+        self.assertEqual(checkpoints(output), [20])
+        self.assert_same(whole / "checkpoint-20", output / "checkpoint-20")
+        self.assert_same(whole / "checkpoint-10", disk / "ten")
+        self.assertEqual(sorted(losses(output)), list(range(1, 21)))
+
+    def test_a_link_that_a_run_would_write_through_is_refused(self):
+        for name in (".lockstep.lock", "metrics.jsonl", "monitor", "runs", "effective_config.json"):
+            with self.subTest(name):
+                output, other = self.place / f"out_{name}", self.place / f"other_{name}"
+                output.mkdir()
+                folder = name in ("monitor", "runs")
+                other.mkdir() if folder else other.write_text("precious")
+                (output / name).symlink_to(other)
+                refused = self.train(0, output, "--report_to", "tensorboard", code=2)
+                self.assertIn(f"{output}/{name} is a symbolic link to {other}", refused.stderr)
+                self.assertEqual(list(other.iterdir()) if folder else other.read_text(),
+                                 [] if folder else "precious")
+                self.assertEqual([p.name for p in output.iterdir()], [name])
+
     def test_nothing_is_deleted_where_no_checkpoint_verifies(self):
-        """Hugging Face's own folders, and the retention of ours."""
-        output, archive = self.place / "out", self.place / "out" / "earlier-1"
+        """Hugging Face's own folders."""
+        output = self.place / "out"
         theirs = output / "checkpoint-10"
         theirs.mkdir(parents=True)
         (theirs / "model.safetensors").write_text("weights")
-        (output / "metrics.jsonl").write_text('{"step": 10, "epoch": 1.0, "loss": 2.0}\n')
-        done = self.train(0, output, "--resume", "auto", "--max_steps", 15, "--save_total_limit", 1)
-        self.assertIn("checkpoint-10 is passed over: SHA256SUMS", done.stderr)
-        self.assertIn(f"what an earlier one has left has been moved to {archive}.", done.stderr)
-        self.assertEqual(checkpoints(output), [15])
-        self.assertEqual((archive / "checkpoint-10" / "model.safetensors").read_text(), "weights")
-        self.assertEqual(losses(archive), {10: 2.0})
+        refused = self.train(0, output, "--resume", "auto", "--max_steps", 15, code=2)
+        self.assertIn("checkpoint-10 is passed over: SHA256SUMS", refused.stderr)
+        self.assertIn("has a checkpoint of another run", refused.stderr)
+        self.assertEqual((theirs / "model.safetensors").read_text(), "weights")
 
     def test_a_damaged_checkpoint_is_skipped_and_reported(self):
         output = self.place / "out"

@@ -44,7 +44,7 @@ const Family& gemma2() {
           {{"vocab_size", std::int64_t{256000}, 1},
            {"hidden_size", std::int64_t{2304}, 1},
            {"intermediate_size", std::int64_t{9216}, 1},
-           {"num_hidden_layers", std::int64_t{26}},
+           layers_option(26),
            {"num_attention_heads", std::int64_t{8}, 1},
            count_option("num_key_value_heads", 4),
            count_option("head_dim", 256),

@@ -110,7 +110,10 @@ const Family& gpt2() {
       .classes = {"GPT2LMHeadModel", "GPT2Model"},
       .options =
           {
-              size_option("n_layer", 12, 0, "num_hidden_layers"),
+              {.key = "n_layer",
+               .fallback = std::int64_t{12},
+               .most = kMostLayers,
+               .other_name = "num_hidden_layers"},
               size_option("n_head", 12, 1, "num_attention_heads"),
               size_option("n_embd", 768, 1, "hidden_size"),
               count_option("n_inner", 0),

@@ -14,6 +14,12 @@ DecoderSpec describe_mixtral(const Options& o) {
         "num_experts_per_tok {} with num_local_experts {}. A token goes to between one "
         "and all of the experts; check both fields.",
         chosen, experts);
+  constexpr std::int64_t kMostInAll = 100'000;  // ten times those of the largest models
+  if (experts * o.integer("num_hidden_layers") > kMostInAll)
+    throw UsageError("mixtral",
+                     "num_local_experts {} in each of num_hidden_layers {} are more than {} "
+                     "experts. Check both fields.",
+                     experts, o.integer("num_hidden_layers"), kMostInAll);
   DecoderSpec s = rms_decoder("mixtral", o);
   MlpSpec& mlp = s.block.mlp;
   mlp.name = "block_sparse_moe";
@@ -48,6 +54,7 @@ const Family& mixtral() {
                               {.key = "num_local_experts",
                                .fallback = std::int64_t{8},
                                .least = 1,
+                               .most = kMostExperts,
                                .other_name = "num_experts"},
                               {"output_router_logits", false},
                               {"router_aux_loss_coef", 0.001},

@@ -41,6 +41,10 @@ Option count_option(std::string_view key, std::int64_t fallback) {
   return {.key = key, .fallback = fallback, .least = 1, .null = std::int64_t{0}};
 }
 
+Option layers_option(std::int64_t fallback) {
+  return {.key = "num_hidden_layers", .fallback = fallback, .most = kMostLayers};
+}
+
 Option window_option(std::int64_t fallback) {
   // With a cache transformers keeps all tokens then, and generates another text than without.
   return {.key = "sliding_window",
@@ -67,7 +71,7 @@ std::vector<Option> rms_options(const std::vector<Option>& own) {
       {"vocab_size", std::int64_t{32000}, 1},
       {"hidden_size", std::int64_t{4096}, 1},
       {"intermediate_size", std::int64_t{11008}, 1},
-      {"num_hidden_layers", std::int64_t{32}},
+      layers_option(32),
       {"num_attention_heads", std::int64_t{32}, 1},
       count_option("num_key_value_heads", 0),
       count_option("head_dim", 0),

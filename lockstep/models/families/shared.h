@@ -30,6 +30,11 @@ std::vector<Option> rms_options(const std::vector<Option>& own);
 std::vector<Option> qwen_options(const std::vector<Option>& own);
 // A size that follows from others where it is null: heads of keys and values, the width of a head.
 Option count_option(std::string_view key, std::int64_t fallback);
+// Far above every model's.
+constexpr double kMostLayers = 1000;
+constexpr double kMostExperts = 1000;  // of a layer
+// num_hidden_layers.
+Option layers_option(std::int64_t fallback);
 // How many tokens a token sees; null: all before it.
 Option window_option(std::int64_t fallback);
 

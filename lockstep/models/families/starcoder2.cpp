@@ -27,7 +27,7 @@ std::vector<Option> starcoder2_options() {
   std::vector<Option> all = rms_options({{"vocab_size", std::int64_t{49152}, 1},
                                          {"hidden_size", std::int64_t{3072}, 1},
                                          {"intermediate_size", std::int64_t{12288}, 1},
-                                         {"num_hidden_layers", std::int64_t{30}},
+                                         layers_option(30),
                                          {"num_attention_heads", std::int64_t{24}, 1},
                                          count_option("num_key_value_heads", 2),
                                          {"max_position_embeddings", std::int64_t{4096}, 1},
