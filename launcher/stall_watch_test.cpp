@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -77,6 +78,19 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
   EXPECT_THAT(reports_[0], HasSubstr("#1 all_reduce (Float, 0 B): posted for "));
   EXPECT_THAT(reports_[1], HasSubstr("#2 all_reduce (Float, 0 B): posted for "));
   EXPECT_TRUE(busy_.empty());
+}
+
+TEST_F(Watch, AStallThatEndsWhileStacksAreCollectedIsNone) {
+  sigset_t request;  // which is not answered, so that there is time for it
+  ::sigemptyset(&request);
+  ::sigaddset(&request, file_->read().stack_signal);
+  ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
+  watch(milliseconds(200));
+  const ledger::Ticket ticket = post(1);
+  at(milliseconds(350), [&] { ledger::ended(ticket, ledger::End::kFinished); });
+  run_for(milliseconds(750));
+  ::pthread_sigmask(SIG_UNBLOCK, &request, nullptr);
+  EXPECT_TRUE(reports_.empty()) << reports_.front();
 }
 
 TEST_F(Watch, WhoComputesIsBusy) {

@@ -368,12 +368,12 @@ TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
   failure.rank = 0;
   for (const std::string& first : {std::string("[config] no key 'x'."), std::string(3000, 'x')}) {
     failure.message = first + "\nmore";
-    failure.others = {with_message("rank 1 exited with code 2, 0.08 s later", failure.message),
-                      "rank 2 exited with code 1, 0.09 s later: another reason"};
+    failure.others = {with_message("rank 1 with exit code 2, 0.08 s later", failure.message),
+                      "rank 2 with exit code 1, 0.09 s later: another reason"};
     EXPECT_THAT(
         failure_report(failure),
-        HasSubstr("\n    rank 1 exited with code 2, 0.08 s later: the same\n    rank 2 exited "
-                  "with code 1, 0.09 s later: another reason"));
+        HasSubstr("\n    rank 1 with exit code 2, 0.08 s later: the same\n    rank 2 with "
+                  "exit code 1, 0.09 s later: another reason"));
   }
 }
 

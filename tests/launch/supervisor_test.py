@@ -61,7 +61,7 @@ class Failures(Case):
             flags=("--monitor-interval=60",))
         self.assertEqual(code, 1, err)
         self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 9, \S+ s later: "
+        self.assertRegex(err, r"failed after it:\n    rank 2 with exit code 9, \S+ s later: "
                               r"Connection closed 0{600}\. Look at rank 1\.\n")
 
     def test_ranks_that_all_leave_have_ended(self):
@@ -113,7 +113,7 @@ class Failures(Case):
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"\n  program: \S*bash -c '.*until_notes")
         self.assertIn(f"\n  error file: {self.log(logs, 1, 'error.json')}\n", err)
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n"
+        self.assertRegex(err, r"failed after it:\n    rank 2 with exit code 6, \S+ s later\n"
                               r"  ended because of it:\n    rank 0 killed by SIGTERM\n")
 
     def test_how_each_rank_ended_is_in_the_report(self):
@@ -128,11 +128,12 @@ class Failures(Case):
         code, _, err = self.bash(5, script, flags=("--shutdown-timeout=60",))
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"rank 1 on \S+ failed: exited with code 5\n")
+        self.assertRegex(err, r"\n  rank 1 \(.*\), .* attempt 0, with exit code 5\n")
         # A busy launcher may ask rank 2 to end before it does so by itself.
-        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) exited with code \d+")
+        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) with exit code \d+")
         self.assertRegex(err, r"\n  ended because of it:\n(    .*\n)*"
-                              r"    ranks 0,( 2,)?( 3,)? 4 exited with code 17\n")
-        self.assertRegex(err, r"\n    rank 3 exited with code 7\n|ranks 0,( 2,)? 3, 4 exited")
+                              r"    ranks 0,( 2,)?( 3,)? 4 with exit code 17\n")
+        self.assertRegex(err, r"\n    rank 3 with exit code 7\n|ranks 0,( 2,)? 3, 4 with")
 
     def test_the_error_file_that_is_named_is_there(self):
         _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
@@ -142,6 +143,57 @@ class Failures(Case):
         self.assertNotIn("error file", self.bash(1, "exit 1")[2])
         (left,) = os.listdir(self.tmp)  # of the first run alone
         self.assertIn(left, path)
+
+    def test_the_next_start_sweeps_temporary_directories(self):
+        def left():
+            return set(os.listdir(self.tmp))
+
+        def old(name, days):
+            path = os.path.join(self.tmp, name)
+            then = time.time() - days * 24 * 3600
+            os.utime(path, (then, then))
+            return name
+
+        # Of a launcher that was killed with its supervisor; it goes although it is new.
+        wait = "echo $$ > $NOTES/up.$RANK; sleep 300"
+        killed = self.start_bash(1, wait)
+        self.wait_notes("up", 1)
+        (abandoned,) = left()
+        with open(f"/proc/{killed.pid}/task/{killed.pid}/children") as f:
+            os.kill(int(f.read().split()[0]), signal.SIGKILL)
+        self.finish(killed)
+        self.assertEqual(left(), {abandoned})
+        # Of one that runs, however old its directory is.
+        self.forget_notes()
+        running = self.start_bash(1, wait)
+        self.wait_notes("up", 1)
+        (busy,) = left()  # the other one is gone
+        self.assertNotEqual(busy, abandoned)
+        # Of a run that failed: its report names the file for a day. And what is not ours.
+        script = 'echo \'"message"\' > $TORCHELASTIC_ERROR_FILE; exit 1'
+        kept = []
+        for days in (0, 0.9, 1.1):
+            self.assertEqual(self.bash(1, script)[0], 1)
+            (new,) = left() - {busy, *kept}
+            kept.append(old(new, days))
+        for name in ("lockstep_else", "lockstep_abcdefg", "other_abcdef"):
+            os.mkdir(os.path.join(self.tmp, name))
+            kept.append(old(name, 9))
+        os.symlink(self.notes, os.path.join(self.tmp, "lockstep_linked"))
+        if os.geteuid() == 0:
+            os.mkdir(os.path.join(self.tmp, "lockstep_theirs"))
+            os.chown(os.path.join(self.tmp, "lockstep_theirs"), 12345, -1)
+            kept.append(old("lockstep_theirs", 9))
+        # Output that was asked for is the user's.
+        self.assertEqual(self.bash(1, "echo output", flags=("--redirects=1",))[0], 0)
+        (stored,) = left() - {busy, "lockstep_linked", *kept}
+        kept.append(old(stored, 9))
+        self.assertEqual(self.bash(1, "true")[0], 0)
+        swept = kept.pop(2)
+        self.assertEqual(left(), {busy, "lockstep_linked", *kept}, swept)
+        running.terminate()
+        self.assertEqual(self.finish(running)[0], 143)
+        self.assertEqual(left(), {"lockstep_linked", *kept})
 
     def test_a_temporary_directory_that_cannot_be_written_is_named(self):
         code, _, err = self.bash(1, "true", env={"TMPDIR": "/proc"})
@@ -674,7 +726,7 @@ class ErrorFiles(Case):
                 break
         self.assertEqual(code, 9, err)
         self.assertRegex(err.split("\n")[0], r"rank 1 on .*: cause$")
-        self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1, .* later: victim")
+        self.assertRegex(err, r"failed after it:\n    rank 0 with exit code 1, .* later: victim")
 
     def test_a_killed_rank_is_the_cause_though_its_victim_writes_a_file_in_the_same_second(self):
         script = WAITS + (
