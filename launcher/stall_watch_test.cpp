@@ -11,8 +11,11 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
+
+#include "lockstep/core/fd.h"
 
 namespace lockstep::launch {
 namespace {
@@ -80,16 +83,32 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
   EXPECT_TRUE(busy_.empty());
 }
 
-TEST_F(Watch, AStallThatEndsWhileStacksAreCollectedIsNone) {
-  sigset_t request;  // which is not answered, so that there is time for it
+// A rank that does not answer the request for its stack, so that there is time to move meanwhile.
+[[noreturn]] void move_before_the_stack(const ledger::File& file) {
+  ::setenv(ledger::kVariable, file.variable().c_str(), 1);
+  ::setenv("RANK", "1", 1);
+  if (!ledger::open()) ::_exit(1);
+  sigset_t request;
   ::sigemptyset(&request);
-  ::sigaddset(&request, file_->read().stack_signal);
+  ::sigaddset(&request, ledger::stack_signal());
   ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
-  watch(milliseconds(200));
   const ledger::Ticket ticket = post(1);
-  at(milliseconds(350), [&] { ledger::ended(ticket, ledger::End::kFinished); });
-  run_for(milliseconds(750));
-  ::pthread_sigmask(SIG_UNBLOCK, &request, nullptr);
+  std::this_thread::sleep_for(milliseconds(450));
+  ledger::ended(ticket, ledger::End::kFinished);
+  std::this_thread::sleep_for(std::chrono::seconds(30));
+  ::_exit(0);
+}
+
+TEST_F(Watch, AStallThatEndsWhileStacksAreCollectedIsNone) {
+  const ledger::File file = ledger::File::create({.rank = 1, .world_size = 2});
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) move_before_the_stack(file);
+  watch(milliseconds(200));
+  watch_->add({.rank = 1, .pid = child, .ledger = &file});
+  run_for(milliseconds(800));
+  watch_.reset();
+  end_child(child);
   EXPECT_TRUE(reports_.empty()) << reports_.front();
 }
 

@@ -504,8 +504,8 @@ TEST(NodeLink, WhatIsNotAMessageIsRefused) {
               HasSubstr("not a launcher's message"));
   const Message foreign = decode(R"({"lockstep": 99})");
   EXPECT_EQ(foreign.kind, Message::Kind::kForeign);
-  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 4)"));
-  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 4, "kind": "dance"})"); }),
+  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 5)"));
+  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 5, "kind": "dance"})"); }),
               HasSubstr("unknown message 'dance'"));
   EXPECT_THAT(message_of<UsageError>([] { failure_from_json("{}"); }),
               HasSubstr("a failure that cannot be read"));
