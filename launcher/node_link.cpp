@@ -107,8 +107,8 @@ void Hub::await_nodes() {
   overdue_timer_.start(plan_.rendezvous_timeout, [this] {
     handlers_.overdue(fmt::format(
         "[launch] timed out: only {} of {} launchers came within {} s; missing: node ranks {}. "
-        "Start `lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
-        "and check that the port can be reached.",
+        "Start `lockstep run` there with --nnodes={} --node-rank=... --master-addr={} "
+        "--master-port={}, and check that the port can be reached.",
         guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(),
         first_numbers(missing()), plan_.nnodes, plan_.master_addr, plan_.master_port));
   });

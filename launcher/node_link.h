@@ -61,7 +61,7 @@ constexpr std::chrono::milliseconds kProgress{10'000};
 class Hub {
  public:
   struct Handlers {
-    std::function<void()> complete;  // every node is here
+    std::function<void()> complete;                        // every node is here
     std::function<void(const std::string& text)> overdue;  // rendezvous_timeout has passed
     std::function<void(int node, const Message&)> message;
     std::function<void(int node, const StoreFrame&)> frame;
@@ -127,7 +127,7 @@ class Hub {
   std::map<std::uint64_t, Guest> guests_;
   std::map<int, std::uint64_t> guest_of_node_;
   std::vector<NodeShare> shares_;  // fixed when all are here for the first time
-  std::string run_;  // its token, since then
+  std::string run_;                // its token, since then
   int first_attempt_ = 0;
   std::uint64_t last_guest_ = 0;
   std::set<std::string> reported_;  // since the last progress line

@@ -148,8 +148,8 @@ RankFailure failure_from_json(const std::string& text) {
 }
 
 std::string encode(const Message& message) {
-  json to = {{"lockstep", kProtocol},     {"node", message.node}, {"attempt", message.attempt},
-             {"signal", message.signal},  {"code", message.code}, {"text", message.text},
+  json to = {{"lockstep", kProtocol},      {"node", message.node}, {"attempt", message.attempt},
+             {"signal", message.signal},   {"code", message.code}, {"text", message.text},
              {"request", message.request}, {"run", message.run}};
   for (const auto& [kind, name] : kKindNames)
     if (kind == message.kind) to["kind"] = name;

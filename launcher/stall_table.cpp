@@ -281,9 +281,9 @@ bool none_surely_waits(const std::vector<RankView>& ranks) {
       ranks, [](const RankView& rank) { return rank.surely_waits() || rank.process.stopped(); });
 }
 
-// Whether it is a stall whatever the ranks' devices and those of other hosts do. A run that is ended
-// over less may be a healthy one: one host's ranks may work in a group of their own while all others
-// wait for them.
+// Whether it is a stall whatever the ranks' devices and the ranks of other hosts do. A run that is
+// ended over less may be a healthy one: the ranks of one host may work in a group of their own
+// while all others wait for them.
 bool is_sure(const std::vector<RankView>& ranks, const std::vector<int>& behind, bool other_hosts) {
   const auto any = [&](auto&& holds) { return std::ranges::any_of(ranks, holds); };
   if (any([](const RankView& rank) { return rank.in_startup(); })) return false;

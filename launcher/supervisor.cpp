@@ -165,11 +165,11 @@ Reach Supervisor::asked_reach() const {
 
 void Supervisor::look_up_local_address() {
   if (plan_.nnodes == 1 || plan_.local_addr.empty()) return begin();
-  lookup_ = std::make_unique<Lookup>(
-      loop_, plan_.local_addr, plan_.master_port, [this](const Addresses& found) {
-        local_way_ = interface_towards(plan_.local_addr, found);
-        begin();
-      });
+  lookup_ = std::make_unique<Lookup>(loop_, plan_.local_addr, plan_.master_port,
+                                     [this](const Addresses& found) {
+                                       local_way_ = interface_towards(plan_.local_addr, found);
+                                       begin();
+                                     });
 }
 
 void Supervisor::begin() {

@@ -370,10 +370,9 @@ TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
     failure.message = first + "\nmore";
     failure.others = {with_message("rank 1 with exit code 2, 0.08 s later", failure.message),
                       "rank 2 with exit code 1, 0.09 s later: another reason"};
-    EXPECT_THAT(
-        failure_report(failure),
-        HasSubstr("\n    rank 1 with exit code 2, 0.08 s later: the same\n    rank 2 with "
-                  "exit code 1, 0.09 s later: another reason"));
+    EXPECT_THAT(failure_report(failure),
+                HasSubstr("\n    rank 1 with exit code 2, 0.08 s later: the same\n    rank 2 with "
+                          "exit code 1, 0.09 s later: another reason"));
   }
 }
 
