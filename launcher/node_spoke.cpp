@@ -198,7 +198,7 @@ void Spoke::on_message(const Message& message) {
         message.code,
         fmt::format("[launch] node 0 at {}:{} rejected node rank {}. Its flags do not agree with "
                     "node 0's, or the node rank is taken; node 0's output says which. Compare "
-                    "--rdzv-id, --nnodes and --node-rank, then the other flags.",
+                    "--rdzv-id, --nnodes and --node-rank, then the other flags and the program.",
                     plan_.master_addr, plan_.master_port, plan_.node_rank));
   }
   if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);
