@@ -84,13 +84,14 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
 }
 
 // A rank that does not answer the request for its stack, so that there is time to move meanwhile.
-[[noreturn]] void move_before_the_stack(const ledger::File& file) {
+[[noreturn]] void move_before_the_stack(const ledger::File& file, int stack_signal) {
+  ::signal(stack_signal, SIG_DFL);  // its ledger is another one than this process's
   ::setenv(ledger::kVariable, file.variable().c_str(), 1);
   ::setenv("RANK", "1", 1);
   if (!ledger::open()) ::_exit(1);
   sigset_t request;
   ::sigemptyset(&request);
-  ::sigaddset(&request, ledger::stack_signal());
+  ::sigaddset(&request, stack_signal);
   ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
   const ledger::Ticket ticket = post(1);
   std::this_thread::sleep_for(milliseconds(450));
@@ -101,9 +102,10 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
 
 TEST_F(Watch, AStallThatEndsWhileStacksAreCollectedIsNone) {
   const ledger::File file = ledger::File::create({.rank = 1, .world_size = 2});
+  const int stack_signal = ledger::stack_signal();
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
-  if (child == 0) move_before_the_stack(file);
+  if (child == 0) move_before_the_stack(file, stack_signal);
   watch(milliseconds(200));
   watch_->add({.rank = 1, .pid = child, .ledger = &file});
   run_for(milliseconds(800));
