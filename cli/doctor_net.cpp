@@ -143,10 +143,10 @@ Check check_port(const Machine& machine, const std::optional<Way>& way) {
     if (port == 0) {
       const launch::HeldPort held = launch::HeldPort::any(reach);
       check.value = fmt::format("no --master-port: a free one is chosen, {} now", held.number());
-      held.listener();
+      held.listen();
       return check;
     }
-    launch::HeldPort::exactly(port, reach).listener();
+    launch::HeldPort::exactly(port, reach).listen();
   } catch (const Error& error) {
     check.value = error.what();
     return check.fail(port == 0 ? "Too many ports are in use (ss -s)."

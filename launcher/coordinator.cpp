@@ -166,9 +166,10 @@ void Coordinator::await_lost() {
 void Coordinator::give_up() {
   if (phase_ != Phase::kAwaiting) return;
   failure_ = lost_.at(orders_.missing().at(0));
-  failure_->cause +=
-      fmt::format(". Neither it nor another launcher with --node-rank={} came back within {} s",
-                  failure_->node, plan_.rendezvous_timeout.count());
+  failure_->cause += fmt::format(
+      ". Waiting for it timed out: neither it nor another launcher with "
+      "--node-rank={} came back within {} s",
+      failure_->node, plan_.rendezvous_timeout.count());
   end(failure_->code);
 }
 

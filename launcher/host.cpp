@@ -16,6 +16,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "launcher/lookup.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -117,28 +118,6 @@ Gpus ask_driver(const std::string& path) {
 
 // ------------------------------------------------------------------ interfaces
 
-struct AddressInfoDeleter {
-  void operator()(addrinfo* info) const { ::freeaddrinfo(info); }
-};
-using AddressInfo = std::unique_ptr<addrinfo, AddressInfoDeleter>;
-
-AddressInfo resolve(const std::string& host) {
-  std::string name = host;
-  if (name.size() > 2 && name.front() == '[' && name.back() == ']')
-    name = name.substr(1, name.size() - 2);
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  // The port is never used: connecting a datagram socket only looks up the route.
-  if (const int code = ::getaddrinfo(name.c_str(), "9", &hints, &found); code != 0) {
-    throw UsageError("host",
-                     "the address '{}' does not resolve ({}). Check the spelling, or give an IP "
-                     "address with --master-addr.",
-                     host, ::gai_strerror(code));
-  }
-  return AddressInfo(found);
-}
-
 // The interface that carries `address`; a 127.x address that none names belongs to the loopback.
 std::optional<Interface> carrier_of(const sockaddr* address) {
   ifaddrs* list = nullptr;
@@ -197,10 +176,14 @@ Gpus find_gpus(int timeout_ms, const std::string& driver) {
   return gpus;
 }
 
-Interface interface_towards(const std::string& host) {
-  const AddressInfo addresses = resolve(host);
+Interface interface_towards(const std::string& host, const Addresses& addresses) {
+  if (addresses.error != 0)
+    throw UsageError("host",
+                     "the address '{}' does not resolve ({}). Check the spelling, or give an IP "
+                     "address with --master-addr and --local-addr.",
+                     host, ::gai_strerror(addresses.error));
   int error = ENETUNREACH;
-  for (const addrinfo* info = addresses.get(); info != nullptr; info = info->ai_next) {
+  for (const addrinfo* info = addresses.first.get(); info != nullptr; info = info->ai_next) {
     if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
     const Fd fd(::socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     sockaddr_storage own{};
@@ -213,6 +196,11 @@ Interface interface_towards(const std::string& host) {
     if (const auto found = carrier_of(reinterpret_cast<const sockaddr*>(&own))) return *found;
   }
   throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
+}
+
+Interface interface_towards(const std::string& host) {
+  constexpr int kPort = 9;  // never used: connecting a datagram socket only looks up the route
+  return interface_towards(host, look_up(host, kPort));
 }
 
 std::optional<int> signal_number(std::string_view name) {

@@ -50,6 +50,7 @@ struct Gpus {
 // What the CUDA driver shows this process, CUDA_VISIBLE_DEVICES included.
 Gpus find_gpus(int timeout_ms = 60'000, const std::string& driver = "libcuda.so.1");
 
+struct Addresses;  // lookup.h
 struct Interface {
   std::string name;     // "eth0"
   std::string address;  // this host's address on it
@@ -59,6 +60,7 @@ struct Interface {
 // found on the interface that carries it. Nothing is sent. Throws UsageError when `host` does not
 // resolve and SystemError when there is no route.
 Interface interface_towards(const std::string& host);
+Interface interface_towards(const std::string& host, const Addresses& addresses);  // of that name
 
 // The CPUs that --numa-binding gives to a local rank, ascending and never empty; throws UsageError
 // when that cannot be done. As in torchrun the node is that of the GPU with the rank's index;

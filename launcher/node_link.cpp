@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <random>
 #include <utility>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fingerprint.h"
 #include "lockstep/core/printable.h"
 #include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
@@ -57,6 +59,15 @@ std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan) {
           {"--timeout", plan.timeout.count() > 0 ? std::to_string(plan.timeout.count()) : "unset"}};
 }
 
+NodeShare share_of(const LaunchPlan& plan) {
+  std::string words;
+  for (const std::string& word : plan.command) words += word + '\0';
+  // Its first word is a path, which may differ between hosts: that of an interpreter, say.
+  if (!plan.command.empty()) words.erase(0, plan.command.front().rfind('/') + 1);
+  return {plan.nproc_per_node, plan.role,
+          fmt::format("{:016x}", fingerprint(words.data(), words.size()))};
+}
+
 std::unique_ptr<SecureContext> secure_context(const LaunchPlan& plan, SecureContext::Side side) {
   if (plan.secret_file.empty()) return nullptr;
   return std::make_unique<SecureContext>(side, SecretKey::from_file(plan.secret_file), plan.run_id);
@@ -81,22 +92,23 @@ std::string secret_text(Closing::Secret secret, const std::string& peer) {
 
 // ---------------------------------------------------------------- Hub
 
-Hub::Hub(EventLoop& loop, const LaunchPlan& plan, Handlers handlers)
+Hub::Hub(EventLoop& loop, const LaunchPlan& plan, const HeldPort& port, Handlers handlers)
     : loop_(loop),
       plan_(plan),
+      port_(port),
       handlers_(std::move(handlers)),
       secure_(secure_context(plan, SecureContext::Side::kServer)) {}
 
-void Hub::await_nodes(Fd listener) {
-  listener_ = std::move(listener);
+void Hub::await_nodes() {
   started_ = EventLoop::Clock::now();
-  enlarge_buffer(listener_.get());
-  loop_.watch(listener_.get(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
+  enlarge_buffer(listener());
+  port_.listen();
+  loop_.watch(listener(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
   overdue_timer_.start(plan_.rendezvous_timeout, [this] {
     handlers_.overdue(fmt::format(
-        "[launch] only {} of {} launchers came within {} s; missing: node ranks {}. Start "
-        "`lockstep run` there with --nnodes={} --node-rank=... --master-addr={} --master-port={}, "
-        "and check that the port can be reached.",
+        "[launch] timed out: only {} of {} launchers came within {} s; missing: node ranks {}. "
+        "Start `lockstep run` there with --nnodes={} --node-rank=... --master-addr={} "
+        "--master-port={}, and check that the port can be reached.",
         guest_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(),
         first_numbers(missing()), plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
@@ -104,11 +116,11 @@ void Hub::await_nodes(Fd listener) {
 }
 
 Hub::~Hub() {
-  if (listener_) loop_.forget(listener_.get());
+  loop_.forget(listener());
 }
 
 void Hub::on_connect() {
-  Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  Fd socket(::accept4(listener(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!socket) {
     const bool nothing_left =
         errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
@@ -129,10 +141,8 @@ void Hub::on_connect() {
 }
 
 void Hub::pause_accept() {
-  loop_.change(listener_.get(), 0);
-  accept_timer_.start(kAcceptPause, [this] {
-    if (listener_) loop_.change(listener_.get(), EPOLLIN);
-  });
+  loop_.change(listener(), 0);
+  accept_timer_.start(kAcceptPause, [this] { loop_.change(listener(), EPOLLIN); });
 }
 
 // Drops the oldest connection of the address with the most connections that have not joined, so
@@ -196,7 +206,7 @@ std::string Hub::what_is_wrong(const Guest& guest, const Message& message) const
 std::vector<NodeShare> Hub::nodes() const {
   if (!shares_.empty()) return shares_;
   std::vector<NodeShare> shares(static_cast<std::size_t>(plan_.nnodes));
-  shares[0] = {plan_.nproc_per_node, plan_.role};
+  shares[0] = share_of(plan_);
   for (const auto& [node, number] : guest_of_node_)
     shares[static_cast<std::size_t>(node)] = guests_.at(number).share;
   return shares;
@@ -221,12 +231,20 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
     if (theirs == handshake.flags.end() || theirs->second != ours)
       return differs(flag.c_str(), theirs == handshake.flags.end() ? "?" : theirs->second, ours);
   }
-  if (!shares_.empty() && handshake.share != shares_[index])
+  if (const std::string run = run_of_guests();
+      !run.empty() && !handshake.run.empty() && handshake.run != run)
+    return fmt::format(
+        "[launch] node rank {} on {} comes back to another run than this one, which has the same "
+        "address and --rdzv-id={}. Give every run an id or a port of its own.",
+        handshake.node, handshake.host, plan_.run_id);
+  if (!shares_.empty() && (handshake.share.nproc != shares_[index].nproc ||
+                           handshake.share.role != shares_[index].role))
     return fmt::format(
         "[launch] node rank {} on {} brings {} ranks of role {}, but the launcher that it comes "
         "for had {} of role {}. Use the same --nproc-per-node and --role.",
         handshake.node, handshake.host, handshake.share.nproc, printable(handshake.share.role),
         shares_[index].nproc, printable(shares_[index].role));
+  if (std::string text = program_text(handshake); !text.empty()) return text;
   try {
     auto shares = nodes();
     shares[index] = handshake.share;
@@ -234,6 +252,28 @@ std::string Hub::reason_to_refuse(const Message& handshake) const {
   } catch (const UsageError& error) {
     return error.what();
   }
+  return {};
+}
+
+// A role may have a program of its own.
+std::string Hub::program_text(const Message& handshake) const {
+  const bool first = shares_.empty();
+  const NodeShare expected =
+      first ? share_of(plan_) : shares_[static_cast<std::size_t>(handshake.node)];
+  if (handshake.share.role != expected.role || handshake.share.program == expected.program)
+    return {};
+  return fmt::format(
+      "[launch] node rank {} on {} was started with another program, or with other arguments, "
+      "than {} ({}). Start the same command on every host that has the same --role.",
+      handshake.node, handshake.host, first ? "node 0" : "the launcher that it comes for",
+      first ? shell_text(plan_.command) : "--role=" + printable(expected.role));
+}
+
+// The token of the run that they come back to; any, where none of them has been in one.
+std::string Hub::run_of_guests() const {
+  if (!run_.empty()) return run_;
+  for (const auto& [node, number] : guest_of_node_)
+    if (const Guest& guest = guests_.at(number); !guest.run.empty()) return guest.run;
   return {};
 }
 
@@ -270,6 +310,7 @@ void Hub::on_handshake(std::uint64_t number, const Message& handshake) {
   if (!refusal.empty()) return refuse(number, refusal);
   guest.node = handshake.node;
   guest.host = handshake.host;
+  guest.run = handshake.run;
   guest.share = handshake.share;
   guest.connection->trust();
   guest_of_node_[handshake.node] = number;
@@ -339,6 +380,9 @@ void Hub::report_progress() {
 void Hub::check_complete() {
   if (static_cast<int>(guest_of_node_.size()) + 1 < plan_.nnodes) return;
   stop_waiting();
+  run_ = run_of_guests();
+  if (run_.empty())
+    run_ = fmt::format("{:08x}{:08x}", std::random_device{}(), std::random_device{}());
   shares_ = nodes();  // a node that is lost later keeps its ranks, so the others keep theirs
   for (const auto& [node, number] : guest_of_node_) guests_.at(number).started = true;
   // At once: a node that is lost from here on is one of a run that has begun.
@@ -347,13 +391,14 @@ void Hub::check_complete() {
 
 void Hub::stop_waiting() {
   for (Timer* timer : {&overdue_timer_, &progress_timer_, &accept_timer_}) timer->cancel();
-  if (listener_) loop_.forget(listener_.get());
-  listener_.reset();
+  loop_.forget(listener());
+  port_.stop_listening();
   while (evict()) {
   }
 }
 
-void Hub::broadcast(const Message& message) {
+void Hub::broadcast(Message message) {
+  message.run = run_;
   for (const auto& [node, number] : guest_of_node_) guests_.at(number).connection->send(message);
 }
 

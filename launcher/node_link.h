@@ -3,13 +3,17 @@
 //
 // Node 0 listens on the master port until all nodes are there, and then starts the ranks; it
 // listens again while it waits for a node that was lost. So one port is enough, and nobody can
-// connect to it from the network while ranks run.
+// connect to it from the network while ranks run. It holds the port all the time: a node that comes
+// back can meet nobody else there.
+//
+// A run has a token, which node 0 draws when all are there and tells them. A node that comes back
+// shows it, so that it cannot continue in another run that has the same port and flags.
 //
 // Until a peer has joined, it may be anybody: it has a deadline, short lines and few connections,
 // of which the greediest address loses one first, and the answer reveals nothing about this run.
 //
-//   Hub hub(loop, plan, {...});               // node 0; the others: node_spoke.h
-//   hub.await_nodes(port.listener());
+//   Hub hub(loop, plan, port, {...});         // node 0; the others: node_spoke.h
+//   hub.await_nodes();
 //
 // Owned by the supervisor, one thread. Callbacks come from the event loop, never from a call.
 #pragma once
@@ -26,6 +30,7 @@
 #include "launcher/node_connection.h"
 #include "launcher/node_message.h"
 #include "launcher/plan.h"
+#include "launcher/ports.h"
 
 namespace lockstep::launch {
 
@@ -34,6 +39,8 @@ namespace lockstep::launch {
 // What must be the same on all launchers, as it is written on a command line: node 0 decides by its
 // own values, and what the others were given would be ignored or would contradict it.
 std::map<std::string, std::string> flags_of_the_run(const LaunchPlan& plan);
+// What this launcher brings to the world.
+NodeShare share_of(const LaunchPlan& plan);
 // Whether a launcher forwards the signal by default, or was asked to. If not, why it is refused.
 bool may_stop(const LaunchPlan& plan, int signal);
 std::string bad_signal(int signal);
@@ -54,20 +61,21 @@ constexpr std::chrono::milliseconds kProgress{10'000};
 class Hub {
  public:
   struct Handlers {
-    std::function<void()> complete;  // every node is here, and the port is free
+    std::function<void()> complete;                        // every node is here
     std::function<void(const std::string& text)> overdue;  // rendezvous_timeout has passed
     std::function<void(int node, const Message&)> message;
     std::function<void(int node, const StoreFrame&)> frame;
     std::function<void(int node, const std::string& host, const std::string& why)> lost;
     std::function<void(const std::string& text)> say;
   };
-  Hub(EventLoop& loop, const LaunchPlan& plan, Handlers handlers);
+  // The port outlives it, and has one socket.
+  Hub(EventLoop& loop, const LaunchPlan& plan, const HeldPort& port, Handlers handlers);
   ~Hub();
 
   // Waits for the nodes that are not here; `complete` or `overdue` follows.
-  void await_nodes(Fd listener);
+  void await_nodes();
 
-  void broadcast(const Message& message);
+  void broadcast(Message message);
   void send(int node, const StoreFrame& frame);
   // An address of ours that another host reached; a loopback one when all are on this host.
   std::string local_address() const;
@@ -85,6 +93,7 @@ class Hub {
     std::unique_ptr<Connection> connection;
     std::string address;
     std::string host;
+    std::string run;       // the token that it has shown
     int node = -1;         // until it has joined
     bool asked = false;    // to join
     bool started = false;  // all nodes were here since
@@ -99,7 +108,10 @@ class Hub {
   void on_handshake(std::uint64_t guest, const Message& handshake);
   void refuse(std::uint64_t guest, const std::string& reason);
   void on_closed(std::uint64_t guest, const Closing& closing);
+  int listener() const { return port_.sockets().front().get(); }
+  std::string run_of_guests() const;
   std::string reason_to_refuse(const Message& handshake) const;
+  std::string program_text(const Message& handshake) const;
   std::string taken_text(const Message& handshake) const;
   std::string what_is_wrong(const Guest& guest, const Message& message) const;
   void report(const std::string& rejection);
@@ -109,12 +121,13 @@ class Hub {
 
   EventLoop& loop_;
   const LaunchPlan& plan_;
-  Fd listener_;
+  const HeldPort& port_;
   Handlers handlers_;
   std::unique_ptr<SecureContext> secure_;
   std::map<std::uint64_t, Guest> guests_;
   std::map<int, std::uint64_t> guest_of_node_;
   std::vector<NodeShare> shares_;  // fixed when all are here for the first time
+  std::string run_;                // its token, since then
   int first_attempt_ = 0;
   std::uint64_t last_guest_ = 0;
   std::set<std::string> reported_;  // since the last progress line

@@ -100,7 +100,7 @@ TEST(NodeMessage, TextOfOthersCannotCommandATerminal) {
 TEST(Spoke, OneThatIsClosedLooksForNobody) {
   EventLoop loop;
   const HeldPort port = HeldPort::any(Reach::kIpv4Loopback);
-  const Fd listener = port.listener();
+  port.listen();
   LaunchPlan plan;
   plan.nnodes = 2;
   plan.node_rank = 1;
@@ -111,7 +111,7 @@ TEST(Spoke, OneThatIsClosedLooksForNobody) {
   spoke.close();  // while the name is looked up
   loop.after(std::chrono::milliseconds(300), [&] { loop.stop(); });
   loop.run();
-  EXPECT_FALSE(Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)));
+  EXPECT_FALSE(Fd(::accept4(port.sockets().front().get(), nullptr, nullptr, SOCK_CLOEXEC)));
 }
 
 // ---------------------------------------------------------------- SecretKey

@@ -13,11 +13,12 @@ namespace lockstep {
 
 // Found by its namespace.
 static void to_json(nlohmann::json& to, const NodeShare& share) {
-  to = {{"nproc_per_node", share.nproc}, {"role", share.role}};
+  to = {{"nproc_per_node", share.nproc}, {"role", share.role}, {"program", share.program}};
 }
 static void from_json(const nlohmann::json& from, NodeShare& share) {
   from.at("nproc_per_node").get_to(share.nproc);
   from.at("role").get_to(share.role);
+  from.at("program").get_to(share.program);
 }
 
 namespace launch {
@@ -33,7 +34,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kProtocol = 4;
+constexpr int kProtocol = 5;
 constexpr int kMaxExitCode = 255;
 constexpr std::size_t kMaxHostBytes = 255;
 
@@ -147,9 +148,9 @@ RankFailure failure_from_json(const std::string& text) {
 }
 
 std::string encode(const Message& message) {
-  json to = {{"lockstep", kProtocol},     {"node", message.node}, {"attempt", message.attempt},
-             {"signal", message.signal},  {"code", message.code}, {"text", message.text},
-             {"request", message.request}};
+  json to = {{"lockstep", kProtocol},      {"node", message.node}, {"attempt", message.attempt},
+             {"signal", message.signal},   {"code", message.code}, {"text", message.text},
+             {"request", message.request}, {"run", message.run}};
   for (const auto& [kind, name] : kKindNames)
     if (kind == message.kind) to["kind"] = name;
   if (message.failure) to["failure"] = failure_to_json(*message.failure);
@@ -181,7 +182,8 @@ Message decode(const std::string& line) {
     from.at("signal").get_to(message.signal);
     from.at("code").get_to(message.code);
     from.at("text").get_to(message.text);
-    message.request = from.value("request", 1);
+    from.at("request").get_to(message.request);
+    from.at("run").get_to(message.run);
     if (const auto failure = from.find("failure"); failure != from.end())
       message.failure = failure_from_json(*failure);
     if (message.kind == Message::Kind::kStart) from.at("nodes").get_to(message.nodes);

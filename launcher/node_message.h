@@ -42,6 +42,8 @@ struct Message {
   std::string text = {};
   std::optional<RankFailure> failure = {};
   std::vector<NodeShare> nodes = {};  // kStart only: by node rank
+  // The token of the run; kHandshake: empty for a launcher that has not been in one.
+  std::string run = {};
   // kHandshake only. `attempt`: the lowest that it may take part in, since it has seen earlier
   // ones.
   std::string run_id = {};

@@ -1,18 +1,16 @@
 #include "launcher/node_spoke.h"
 
 #include <fmt/format.h>
-#include <netdb.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <future>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "launcher/lookup.h"
 #include "launcher/node_link.h"
 #include "lockstep/core/deadline.h"
 
@@ -39,57 +37,6 @@ bool met_itself(int fd) {
 }
 
 }  // namespace
-
-// getaddrinfo's answer.
-struct Addresses {
-  int error = 0;
-  std::shared_ptr<const addrinfo> first;
-};
-
-// The addresses of a name, without blocking the event loop: a name server that does not answer
-// takes many seconds, during which no signal and no rank would be heard. `done` runs in the loop,
-// once, and may destroy the object. Once it is destroyed `done` is not called; the asking thread
-// ends when it has its answer.
-class Lookup {
- public:
-  Lookup(EventLoop& loop, const std::string& host, int port,
-         std::function<void(const Addresses&)> done)
-      : loop_(loop) {
-    Pipe pipe = make_pipe();
-    ready_ = std::move(pipe.read);
-    std::promise<Addresses> promise;
-    answer_ = promise.get_future();
-    // Detached: nothing can cut a lookup short, and the launcher does not wait for it.
-    std::thread([host, port = std::to_string(port), promise = std::move(promise),
-                 end = std::move(pipe.write)]() mutable {
-      promise.set_value(ask(host, port));
-      end.reset();
-    }).detach();
-    loop_.watch(ready_.get(), EPOLLIN, [this, done = std::move(done)](std::uint32_t) {
-      loop_.forget(ready_.get());
-      const auto call = done;  // it may destroy this object
-      call(answer_.get());
-    });
-  }
-  ~Lookup() { loop_.forget(ready_.get()); }
-  Lookup(const Lookup&) = delete;
-  Lookup& operator=(const Lookup&) = delete;
-
- private:
-  static Addresses ask(const std::string& host, const std::string& port) {
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    addrinfo* found = nullptr;
-    Addresses result;
-    result.error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
-    if (result.error == 0) result.first = {found, [found](auto) { ::freeaddrinfo(found); }};
-    return result;
-  }
-
-  EventLoop& loop_;
-  Fd ready_;  // at end of file when the answer is there
-  std::future<Addresses> answer_;
-};
 
 Spoke::Spoke(EventLoop& loop, const LaunchPlan& plan, std::string host, Handlers handlers)
     : loop_(loop),
@@ -126,8 +73,8 @@ void Spoke::expect_node_zero() {
   const auto end = started_ + plan_.rendezvous_timeout;
   const auto left = std::chrono::ceil<milliseconds>(end - EventLoop::Clock::now());
   overdue_timer_.start(left, [this] {
-    handlers_.failed(1, fmt::format("[launch] node 0's launcher was not found at {}:{} within {} s "
-                                    "({}). Start it there with "
+    handlers_.failed(1, fmt::format("[launch] timed out: node 0's launcher was not found at {}:{} "
+                                    "within {} s ({}). Start it there with "
                                     "--node-rank=0, and check --master-addr, --master-port and "
                                     "that the port can be reached.",
                                     plan_.master_addr, plan_.master_port,
@@ -203,10 +150,11 @@ void Spoke::on_connected(Fd socket) {
   connection_->send(Message{.kind = Message::Kind::kHandshake,
                             .node = plan_.node_rank,
                             .attempt = first_attempt_,
+                            .run = run_,
                             .run_id = plan_.run_id,
                             .host = host_,
                             .nnodes = plan_.nnodes,
-                            .share = {plan_.nproc_per_node, plan_.role},
+                            .share = share_of(plan_),
                             .flags = flags_of_the_run(plan_)});
 }
 
@@ -228,11 +176,10 @@ void Spoke::on_closed(const Closing& closing) {
 std::string Spoke::what_is_wrong(const Message& message) const {
   if (message.kind == Message::Kind::kStop && !may_stop(plan_, message.signal))
     return bad_signal(message.signal);
-  const NodeShare own{plan_.nproc_per_node, plan_.role};
   const auto node = static_cast<std::size_t>(plan_.node_rank);
   if (message.kind == Message::Kind::kStart &&
       (message.nodes.size() != static_cast<std::size_t>(plan_.nnodes) ||
-       message.nodes[node] != own))
+       message.nodes[node] != share_of(plan_) || (!run_.empty() && message.run != run_)))
     return "it started another run than this one";
   if (!message.failure || message.failure->node != plan_.node_rank || message.failure->rank < 0)
     return {};
@@ -251,7 +198,7 @@ void Spoke::on_message(const Message& message) {
         message.code,
         fmt::format("[launch] node 0 at {}:{} rejected node rank {}. Its flags do not agree with "
                     "node 0's, or the node rank is taken; node 0's output says which. Compare "
-                    "--rdzv-id, --nnodes and --node-rank, then the other flags.",
+                    "--rdzv-id, --nnodes and --node-rank, then the other flags and the program.",
                     plan_.master_addr, plan_.master_port, plan_.node_rank));
   }
   if (message.kind == Message::Kind::kForeign) return handlers_.failed(2, message.text);
@@ -262,11 +209,14 @@ void Spoke::on_message(const Message& message) {
     connection_->trust();
     overdue_timer_.start(plan_.rendezvous_timeout + kNodeZeroSlack, [this] {
       handlers_.failed(1,
-                       "[launch] node 0's launcher answered but never started the run. Look at "
-                       "what it says; it may be stopped.");
+                       "[launch] timed out: node 0's launcher answered but never started the run. "
+                       "Look at what it says; it may be stopped.");
     });
   }
-  begun_ = begun_ || message.kind == Message::Kind::kStart;
+  if (message.kind == Message::Kind::kStart) {
+    begun_ = true;
+    run_ = message.run;
+  }
   if (message.kind == Message::Kind::kSay) {
     if (!message.text.empty()) handlers_.say(message.text);
     return;

@@ -64,6 +64,7 @@ class Spoke {
   bool welcome_ = false;
   bool begun_ = false;  // an attempt, since connect()
   int first_attempt_ = 0;
+  std::string run_;  // its token, once an attempt has begun
   std::size_t tries_ = 0;
   std::string last_problem_ = "no answer yet";
   std::string local_address_;

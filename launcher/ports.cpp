@@ -1,6 +1,5 @@
 #include "launcher/ports.h"
 
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -258,13 +257,17 @@ std::vector<Fd> bind_asked(int port, Reach reach) {
 
 }  // namespace
 
-HeldPort HeldPort::exactly(int port, Reach reach, const std::function<bool()>& try_again) {
-  for (;;) {
-    std::vector<Fd> sockets = bind_asked(port, reach);
-    if (!sockets.empty()) return HeldPort(std::move(sockets), port);
-    if (const int error = errno; error != EADDRINUSE || !try_again || !try_again())
-      refuse(port, error);
-  }
+HeldPort HeldPort::exactly(int port, Reach reach) {
+  std::vector<Fd> sockets = bind_asked(port, reach);
+  if (sockets.empty()) refuse(port, errno);
+  return HeldPort(std::move(sockets), port);
+}
+
+std::optional<HeldPort> HeldPort::unless_in_use(int port, Reach reach) {
+  std::vector<Fd> sockets = bind_asked(port, reach);
+  if (sockets.empty() && errno == EADDRINUSE) return std::nullopt;
+  if (sockets.empty()) refuse(port, errno);
+  return HeldPort(std::move(sockets), port);
 }
 
 void HeldPort::listen() const {
@@ -273,13 +276,6 @@ void HeldPort::listen() const {
 
 void HeldPort::stop_listening() const {
   end_listening(sockets_);
-}
-
-Fd HeldPort::listener() const {
-  listen();
-  Fd fd(::fcntl(sockets_.front().get(), F_DUPFD_CLOEXEC, 0));
-  if (!fd) throw SystemError("launch", "cannot duplicate a socket", errno);
-  return fd;
 }
 
 }  // namespace lockstep::launch

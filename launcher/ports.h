@@ -6,13 +6,15 @@
 // moment, in which nobody else can, and loses the flag. A socket that is bound with the flag and
 // does not listen holds nothing: anybody could bind the port, listen there and answer the ranks.
 //
+// It stays bound while it does not listen, and can listen again beside its connections.
+//
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
 //   port.listen();
 //
 // Owned by the supervisor; one per attempt when the port was not asked for.
 #pragma once
 
-#include <functional>
+#include <optional>
 #include <vector>
 
 #include "lockstep/core/fd.h"
@@ -27,10 +29,10 @@ class HeldPort {
  public:
   // A free port.
   static HeldPort any(Reach reach = Reach::kNetwork);
-  // Throws UsageError naming --master-port and, where it is found, the process that has it. While
-  // the port is in use, `try_again` is called; it waits a moment, or returns false.
-  static HeldPort exactly(int port, Reach reach = Reach::kNetwork,
-                          const std::function<bool()>& try_again = {});
+  // Throws UsageError naming --master-port and, where it is found, the process that has it.
+  static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
+  // Nothing while somebody else has it; otherwise as exactly().
+  static std::optional<HeldPort> unless_in_use(int port, Reach reach);
 
   int number() const { return number_; }
   // One for each address; non-blocking. They belong to this object.
@@ -38,8 +40,6 @@ class HeldPort {
   // Throws UsageError as exactly() does. Does nothing the second time.
   void listen() const;
   void stop_listening() const;  // the port stays held
-  // Listens, and returns the first socket once more.
-  Fd listener() const;
 
  private:
   HeldPort(std::vector<Fd> sockets, int number) : sockets_(std::move(sockets)), number_(number) {}

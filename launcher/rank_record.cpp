@@ -1,5 +1,7 @@
 #include "launcher/rank_record.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -127,10 +129,13 @@ void add_others(RankFailure& failure, std::span<const RankRecord> ranks) {
     // On its own: before any signal of ours, and not because it has heard of the failure.
     const ErrorFile file = read_error_file(rank.error_file);
     const double after_s = std::max(0.0, rank.ended_at - failure.time);
+    const std::string how = rank.ending->by_signal
+                                ? rank.ending->text()
+                                : fmt::format("with exit code {}", rank.ending->number);
     if (rank.life.was(RankLife::kAsked) || file.consequence)
-      victims[rank.ending->text()].push_back(rank.rank);
+      victims[how].push_back(rank.rank);
     else
-      later.push_back({rank.rank, rank.ending->text(), after_s, file.message});
+      later.push_back({rank.rank, how, after_s, file.message});
   }
   failure.victims = by_ending(victims);
   failure.others = later_lines(failure, std::move(later));

@@ -386,6 +386,8 @@ std::string failure_report(const RankFailure& failure) {
         "attempt {}",
         failure.rank, failure.local_rank, failure.pid, failure.host, failure.after_s,
         failure.attempt);
+    if (failure.cause.starts_with(fmt::format("exited with code {}", failure.code)))
+      text += fmt::format(", with exit code {}", failure.code);
   }
   if (!failure.program.empty()) text += fmt::format("\n  program: {}", failure.program);
   if (!failure.error_file.empty()) text += fmt::format("\n  error file: {}", failure.error_file);

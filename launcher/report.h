@@ -65,7 +65,8 @@ struct RankFailure {
   std::vector<std::string> standing;  // as its ledger shows it: step, phase, last operation
   std::string note;                   // about the error file
   std::vector<std::string> others;    // later failures, one line each
-  // How the ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM"
+  // How the ranks ended that did so because of it: "ranks 0, 2 killed by SIGTERM", "... with exit
+  // code 1"
   std::vector<std::string> victims;
   std::vector<int> ended_before;  // ranks that had ended with code 0
   std::string stacks;             // the file with every frame of every rank; empty: none
@@ -79,7 +80,7 @@ struct RankFailure {
 // "exited with code 3: No space left on device": with the message's first line, where there is one.
 std::string with_message(const std::string& text, const std::string& message);
 
-// "rank 0 killed by SIGTERM", "ranks 1, 2 exited with code 1", from how ranks ended.
+// "rank 0 killed by SIGTERM", "ranks 1, 2 with exit code 1", from how ranks ended.
 std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks);
 
 // A command on one line, as a shell would read it; cut where it is long.
@@ -97,12 +98,12 @@ std::string control_line(const RankFailure& failure);
 // A rank that failed after the first one.
 struct LaterFailure {
   int rank = -1;
-  std::string how;     // "exited with code 1"
+  std::string how;     // "with exit code 1"
   double later_s = 0;  // after the first
   std::string message;
 };
 
-// "ranks 1-3 exited with code 1, 0.05 s later: [data] ...", in the order of time. Ranks that say
+// "ranks 1-3 with exit code 1, 0.05 s later: [data] ...", in the order of time. Ranks that say
 // the same, except for their own number and for times, share a line; "the same" means what `first`
 // says.
 std::vector<std::string> later_lines(const RankFailure& first, std::vector<LaterFailure> failures);

@@ -73,16 +73,16 @@ TEST(LaterFailures, RanksThatSayTheSameAreOneLine) {
   };
   std::vector<LaterFailure> later;
   for (const int rank : {2, 30, 1, 0})
-    later.push_back({rank, "exited with code 1", 0.01 * rank, message(rank, 5000 + rank)});
-  later.push_back({5, "exited with code 1", 0.4, "another"});
-  later.push_back({6, "exited with code 1", 0.5, "another"});
-  later.push_back({7, "exited with code 2", 0.6, ""});
+    later.push_back({rank, "with exit code 1", 0.01 * rank, message(rank, 5000 + rank)});
+  later.push_back({5, "with exit code 1", 0.4, "another"});
+  later.push_back({6, "with exit code 1", 0.5, "another"});
+  later.push_back({7, "with exit code 2", 0.6, ""});
   EXPECT_THAT(later_lines(first, later),
-              ElementsAre("ranks 0-2, 30 exited with code 1, 0.30 s later: the same",
-                          "ranks 5-6 exited with code 1, 0.50 s later: another",
-                          "rank 7 exited with code 2, 0.60 s later"));
+              ElementsAre("ranks 0-2, 30 with exit code 1, 0.30 s later: the same",
+                          "ranks 5-6 with exit code 1, 0.50 s later: another",
+                          "rank 7 with exit code 2, 0.60 s later"));
   // Another operation, or another rank that is missing, is another error.
-  later = {{1, "exited with code 1", 0,
+  later = {{1, "with exit code 1", 0,
             "[world] rank 1: sum #5 was not finished after 5001 ms: "
             "rank 9 did not arrive."}};
   EXPECT_THAT(later_lines(first, later)[0], Not(HasSubstr("the same")));
@@ -93,9 +93,9 @@ TEST(LaterFailures, TheSameWordsAreTheSame) {
   RankFailure first;
   first.rank = 3;
   first.message = "ranks disagree: rank 0 has returned, rank 1 called sum.";
-  EXPECT_THAT(later_lines(first, {{1, "exited with code 1", 0.02, first.message},
-                                  {2, "exited with code 1", 0.06, first.message}}),
-              ElementsAre("ranks 1-2 exited with code 1, 0.06 s later: the same"));
+  EXPECT_THAT(later_lines(first, {{1, "with exit code 1", 0.02, first.message},
+                                  {2, "with exit code 1", 0.06, first.message}}),
+              ElementsAre("ranks 1-2 with exit code 1, 0.06 s later: the same"));
 }
 
 TEST(ErrorLines, OfRanksThatNoReportNames) {
@@ -104,10 +104,10 @@ TEST(ErrorLines, OfRanksThatNoReportNames) {
   silent.cause = "killed by SIGTERM";
   RankFailure said;
   said.rank = 1;
-  said.cause = "exited with code 1";
+  said.cause = "with exit code 1";
   said.message = "cannot save\nmore";
   EXPECT_THAT(error_lines({silent, said}),
-              ElementsAre("[launch] rank 1 exited with code 1: cannot save"));
+              ElementsAre("[launch] rank 1 with exit code 1: cannot save"));
 }
 
 }  // namespace

@@ -281,12 +281,19 @@ bool none_surely_waits(const std::vector<RankView>& ranks) {
       ranks, [](const RankView& rank) { return rank.surely_waits() || rank.process.stopped(); });
 }
 
-// Whether it is a stall whatever the ranks' devices do. A run that is ended over less may be a
-// healthy one that computes.
-bool is_sure(const std::vector<RankView>& ranks) {
+// Whether it is a stall whatever the ranks' devices and the ranks of other hosts do. A run that is
+// ended over less may be a healthy one: the ranks of one host may work in a group of their own
+// while all others wait for them.
+bool is_sure(const std::vector<RankView>& ranks, const std::vector<int>& behind, bool other_hosts) {
   const auto any = [&](auto&& holds) { return std::ranges::any_of(ranks, holds); };
   if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
-  return !none_surely_waits(ranks) || !any([](const RankView& rank) { return rank.perhaps_waits; });
+  if (none_surely_waits(ranks) && any([](const RankView& rank) { return rank.perhaps_waits; }))
+    return false;
+  if (!other_hosts || first_difference(ranks, Difference::Kind::kOperation)) return true;
+  return std::ranges::any_of(behind, [&](int rank) {
+    const RankView& view = *find_rank(ranks, rank);
+    return !view.waits() || view.process.stopped();
+  });
 }
 
 std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>& behind,
@@ -482,7 +489,7 @@ StallReport describe_stall(const std::vector<RankView>& ranks, const StallInfo& 
   StallReport report;
   report.behind = ranks_behind(ranks);
   report.cause = cause_of(ranks, report.behind, info);
-  report.sure = is_sure(ranks);
+  report.sure = is_sure(ranks, report.behind, info.other_hosts);
   report.full_text = fmt::format(
       "[launch] stall: no rank{} has moved for {:.1f} s (stall time {:.1f} "
       "s). {}",

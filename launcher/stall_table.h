@@ -74,8 +74,8 @@ struct StallInfo {
 struct StallReport {
   std::vector<int> behind;
   std::string cause;  // one sentence
-  // False: a long computation on the devices would look the same, or a rank is in its start-up,
-  // which has a deadline of its own.
+  // False: a long computation on the devices would look the same, so would one of another host's
+  // ranks in a group of their own, or a rank is in its start-up, which has a deadline of its own.
   bool sure = true;
   std::string text;       // many lines, ready to print; a screen of them
   std::string full_text;  // the same with every frame of the stacks

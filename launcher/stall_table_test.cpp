@@ -123,8 +123,24 @@ TEST(StallTable, TheOneThatIsBehindMayBeElsewhere) {
   EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).text,
               HasSubstr("no rank of this host has moved"));
   EXPECT_THAT(describe_stall(ranks, {.other_hosts = true}).cause, HasSubstr("on another host"));
-  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "they wait, whoever is behind";
+  EXPECT_FALSE(describe_stall(ranks, {.other_hosts = true}).sure) << "that one may be at work";
+  EXPECT_TRUE(describe_stall(ranks, {}).sure);
   EXPECT_THAT(describe_stall(ranks, {}).cause, HasSubstr("all wait in the same call"));
+}
+
+// Its peers in that group may be at work on another host, which is healthy; what it does alone is
+// seen here.
+TEST(StallTable, OnlyARankThatWaitsForNobodyIsSurelyBehindWhereOtherHostsAreNotSeen) {
+  const auto member = [] { return Calls().add("connect", 0).add("connect", 0, "a"); };
+  std::vector<RankView> ranks = {rank_with(0, member().add("all_reduce", 8).open()),
+                                 rank_with(1, member().add("all_reduce", 8, "a").open())};
+  EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
+  EXPECT_FALSE(describe_stall(ranks, {.other_hosts = true}).sure);
+  EXPECT_TRUE(describe_stall(ranks, {}).sure);
+  ranks[1].ledger.records.pop_back();
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure);
+  ranks[1] = rank_with(1, member().add("all_gather", 8).open());
+  EXPECT_TRUE(describe_stall(ranks, {.other_hosts = true}).sure) << "these two never match";
 }
 
 // A skipped call shifts the numbers: the operations are the same, but their places are not.

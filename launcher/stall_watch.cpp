@@ -205,6 +205,11 @@ void StallWatch::collect(Clock::time_point until) {
 void StallWatch::report() {
   look_later();
   collecting_ = false;
+  if (moved()) {  // while the stacks were collected
+    rest(Clock::now());
+    if (const auto then = std::exchange(then_, nullptr)) then(nullptr);
+    return;
+  }
   std::vector<RankView> seen = views();
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
     RankView& view = seen[i];

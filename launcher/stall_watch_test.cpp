@@ -4,14 +4,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
+
+#include "lockstep/core/fd.h"
 
 namespace lockstep::launch {
 namespace {
@@ -77,6 +81,37 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
   EXPECT_THAT(reports_[0], HasSubstr("#1 all_reduce (Float, 0 B): posted for "));
   EXPECT_THAT(reports_[1], HasSubstr("#2 all_reduce (Float, 0 B): posted for "));
   EXPECT_TRUE(busy_.empty());
+}
+
+// A rank that does not answer the request for its stack, so that there is time to move meanwhile.
+[[noreturn]] void move_before_the_stack(const ledger::File& file, int stack_signal) {
+  ::signal(stack_signal, SIG_DFL);  // its ledger is another one than this process's
+  ::setenv(ledger::kVariable, file.variable().c_str(), 1);
+  ::setenv("RANK", "1", 1);
+  if (!ledger::open()) ::_exit(1);
+  sigset_t request;
+  ::sigemptyset(&request);
+  ::sigaddset(&request, stack_signal);
+  ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
+  const ledger::Ticket ticket = post(1);
+  std::this_thread::sleep_for(milliseconds(450));
+  ledger::ended(ticket, ledger::End::kFinished);
+  std::this_thread::sleep_for(std::chrono::seconds(30));
+  ::_exit(0);
+}
+
+TEST_F(Watch, AStallThatEndsWhileStacksAreCollectedIsNone) {
+  const ledger::File file = ledger::File::create({.rank = 1, .world_size = 2});
+  const int stack_signal = ledger::stack_signal();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) move_before_the_stack(file, stack_signal);
+  watch(milliseconds(200));
+  watch_->add({.rank = 1, .pid = child, .ledger = &file});
+  run_for(milliseconds(800));
+  watch_.reset();
+  end_child(child);
+  EXPECT_TRUE(reports_.empty()) << reports_.front();
 }
 
 TEST_F(Watch, WhoComputesIsBusy) {

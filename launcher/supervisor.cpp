@@ -1,6 +1,5 @@
 #include "launcher/supervisor.h"
 
-#include <ftw.h>
 #include <sys/epoll.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
@@ -8,17 +7,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <random>
-#include <thread>
 #include <utility>
 
 #include "launcher/coordinator.h"
 #include "launcher/host.h"
+#include "launcher/log_directory.h"
+#include "launcher/lookup.h"
 #include "launcher/node_link.h"
 #include "launcher/node_spoke.h"
 #include "launcher/program.h"
@@ -41,86 +38,12 @@ constexpr milliseconds kGoodbyeTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
 constexpr milliseconds kPortWait{5000};
+constexpr milliseconds kPortPause{20};
 constexpr milliseconds kTick{200};  // how often an observer is called
 constexpr int kKillAtRequest = 3;
 // Schedulers announce a limit with these, and programs give them a meaning. The default action
 // would end the launcher, and everything with it, before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
-
-// Not std::filesystem::remove_all: a CUDA library that comes with LibTorch exports a broken one of
-// its own, which a program that links it, and calls spawn(), would get.
-void remove_tree(const std::string& path) {
-  ::nftw(
-      path.c_str(),
-      [](const char* each, const struct stat*, int, struct FTW*) {
-        ::remove(each);
-        return 0;
-      },
-      16, FTW_DEPTH | FTW_PHYS);
-}
-
-// Where the files of a run go. A temporary directory is removed, unless it holds output that was
-// shown nowhere else, or output or an error file of a failed run.
-class LogDirectory {
- public:
-  explicit LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
-    if (temporary_) {
-      std::string pattern = env::get("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
-      if (::mkdtemp(pattern.data()) == nullptr)
-        throw UsageError("launch",
-                         "the temporary directory {} cannot be created: {}. Set TMPDIR to a "
-                         "directory you may write, or name one with --log-dir=DIR.",
-                         pattern, std::strerror(errno));
-      base_ = pattern;
-    } else {
-      base_ = fs::absolute(plan.log_dir).string();
-    }
-    std::string run = plan.run_id;
-    std::ranges::replace(run, '/', '_');
-    if (run.empty() || run == "." || run == "..") run = "none";
-    run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
-    // As torchrun: a later run with the same id does not write over this one's files.
-    std::error_code problem;
-    do {
-      root_ = fmt::format("{}/{}_{:08x}", base_, run, std::random_device{}());
-    } while (!fs::create_directories(root_, problem) && !problem);
-    if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
-    if (!problem) fs::create_directories(root_, problem);
-    if (problem)
-      throw UsageError("launch", "--log-dir={} cannot be used: {}. Name a directory you may write.",
-                       plan.log_dir, problem.message());
-  }
-
-  bool temporary() const { return temporary_; }
-  std::string attempt(int number) const { return fmt::format("{}/attempt_{}", root_, number); }
-
-  ~LogDirectory() {
-    if (temporary_ && !preserved_) remove_tree(base_);
-  }
-  LogDirectory(const LogDirectory&) = delete;
-  LogDirectory& operator=(const LogDirectory&) = delete;
-
-  // The directory, if it holds anything to read; it is preserved then.
-  std::string preserve(bool failed) {
-    std::error_code problem;  // for a folder that cannot be read: nothing is found in it
-    for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
-         at.increment(problem)) {
-      std::error_code ignored;
-      if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
-      const bool is_error = at->path().filename() == "error.json";
-      if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
-      preserved_ = true;
-      return root_;
-    }
-    return {};
-  }
-
- private:
-  bool temporary_;
-  bool preserved_ = false;
-  std::string base_;
-  std::string root_;
-};
 
 class Supervisor {
  public:
@@ -134,8 +57,10 @@ class Supervisor {
   void choose_interface();
   void choose_loopback();
   std::string rank_address() const;
-  HeldPort hold_asked_port(Reach reach);
-  void hold_link_port();
+  Reach asked_reach() const;
+  void hold_asked_port(milliseconds waited = {});
+  void look_up_local_address();
+  void begin();
   void open_coordinator();
   void open_hub();
   void open_spoke();
@@ -173,9 +98,11 @@ class Supervisor {
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
-  std::optional<HeldPort> link_port_;     // node 0 of several, until the run starts
+  std::optional<HeldPort> link_port_;     // node 0 of several, from the start to the end
   std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
   std::unique_ptr<StoreServer> store_;    // fresh for each attempt
+  std::unique_ptr<Lookup> lookup_;        // of --local-addr
+  std::optional<Interface> local_way_;    // the interface with that address
   std::unique_ptr<Coordinator> decides_;  // node 0
   std::unique_ptr<Hub> hub_;              // node 0 of several
   std::unique_ptr<Spoke> spoke_;          // the others
@@ -184,6 +111,7 @@ class Supervisor {
   int requests_ = 0;
   int last_signal_ = 0;
   EventLoop::Clock::time_point last_signal_time_;
+  Timer port_timer_{loop_};
   Timer announce_timer_{loop_};
   Timer tick_timer_{loop_};
   bool front_gone_ = false;
@@ -208,24 +136,52 @@ int Supervisor::run() {
   bind_to_cpus();
   observed_.notify([this](RunObserver& observer) { observer.run_started(plan_); });
   tick();
-  if (plan_.node_rank == 0) {
-    if (plan_.nnodes > 1) {
-      hold_link_port();
-    } else if (plan_.master_port != 0) {
-      port_ = hold_asked_port(Reach::kLoopback);
-    }
-    open_coordinator();
-  }
+  hold_asked_port();
+  loop_.run();
+  return code_;
+}
+
+// The supervisor of a launcher that was killed has the port until it has killed its ranks, and the
+// launcher is often started again sooner.
+void Supervisor::hold_asked_port(milliseconds waited) {
+  if (plan_.node_rank != 0 || plan_.master_port == 0) return look_up_local_address();
+  std::optional<HeldPort>& port = plan_.nnodes > 1 ? link_port_ : port_;
+  port = waited < kPortWait ? HeldPort::unless_in_use(plan_.master_port, asked_reach())
+                            : HeldPort::exactly(plan_.master_port, asked_reach());
+  if (port) return look_up_local_address();
+  if (waited.count() == 0)
+    say(fmt::format("[launch] --master-port={} is in use; waiting up to {} s for it.",
+                    plan_.master_port, kPortWait.count() / 1000));
+  port_timer_.start(kPortPause, [this, waited] { hold_asked_port(waited + kPortPause); });
+}
+
+// Several launchers on one host need no more than its loopback.
+Reach Supervisor::asked_reach() const {
+  if (plan_.nnodes == 1) return Reach::kLoopback;
+  const std::string& address = plan_.master_addr;
+  const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
+  return here ? Reach::kIpv4Loopback : Reach::kNetwork;
+}
+
+void Supervisor::look_up_local_address() {
+  if (plan_.nnodes == 1 || plan_.local_addr.empty()) return begin();
+  lookup_ = std::make_unique<Lookup>(loop_, plan_.local_addr, plan_.master_port,
+                                     [this](const Addresses& found) {
+                                       local_way_ = interface_towards(plan_.local_addr, found);
+                                       begin();
+                                     });
+}
+
+void Supervisor::begin() {
+  if (plan_.node_rank == 0) open_coordinator();
   if (plan_.nnodes == 1) {
     choose_loopback();
-    decides_->begin({{plan_.nproc_per_node, plan_.role}});
+    decides_->begin({share_of(plan_)});
   } else if (plan_.node_rank == 0) {
     open_hub();
   } else {
     open_spoke();
   }
-  loop_.run();
-  return code_;
 }
 
 // ---------------------------------------------------------------- set-up
@@ -274,9 +230,9 @@ void Supervisor::bind_to_cpus() {
 // The connection between the launchers has shown which way leads to the other hosts. A name would
 // not: Debian's own host name resolves to 127.0.1.1.
 void Supervisor::choose_interface() {
-  std::string address = plan_.local_addr;
-  if (address.empty()) address = hub_ ? hub_->local_address() : spoke_->local_address();
-  const Interface way = interface_towards(address);
+  const Interface way =
+      local_way_ ? *local_way_
+                 : interface_towards(hub_ ? hub_->local_address() : spoke_->local_address());
   if (std::exchange(setup_.interface, way.name) == way.name) return;
   inform(
       fmt::format("[launch] node {} on {}: gloo and NCCL use interface {} ({}), which leads to "
@@ -303,30 +259,6 @@ std::string Supervisor::rank_address() const {
   return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
-// The supervisor of a launcher that was killed has the port until it has killed its ranks, and the
-// launcher is often started again sooner.
-HeldPort Supervisor::hold_asked_port(Reach reach) {
-  const auto end = EventLoop::Clock::now() + kPortWait;
-  bool said = false;
-  return HeldPort::exactly(plan_.master_port, reach, [&] {
-    if (!said)  // past the console, whose loop does not run yet
-      fmt::print(stderr, "[launch] --master-port={} is in use; waiting up to {} s for it.\n",
-                 plan_.master_port, kPortWait.count() / 1000);
-    said = true;
-    std::this_thread::sleep_for(milliseconds(20));
-    return EventLoop::Clock::now() < end;
-  });
-}
-
-// Held until an attempt starts; then its ranks have the port (open_store).
-void Supervisor::hold_link_port() {
-  port_.reset();
-  // Several launchers on one host need no more than its loopback.
-  const std::string& address = plan_.master_addr;
-  const bool here = address == "localhost" || address.rfind("127.", 0) == 0;
-  link_port_ = hold_asked_port(here ? Reach::kIpv4Loopback : Reach::kNetwork);
-}
-
 void Supervisor::open_coordinator() {
   Coordinator::Orders orders;
   orders.broadcast = [this](const Message& message) {
@@ -335,11 +267,7 @@ void Supervisor::open_coordinator() {
     if (hub_) hub_->broadcast(message);
     loop_.post([this, message] { obey(message); });
   };
-  orders.await_nodes = [this] {
-    store_.reset();  // the one of the previous attempt, which watches the port
-    hold_link_port();
-    hub_->await_nodes(link_port_->listener());
-  };
+  orders.await_nodes = [this] { hub_->await_nodes(); };
   orders.missing = [this] { return hub_->missing(); };
   decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
 }
@@ -369,8 +297,8 @@ void Supervisor::open_hub() {
         fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
                     "run id ({}) can join this run as a node, and stop it.",
                     plan_.master_port, plan_.run_id));
-  hub_ = std::make_unique<Hub>(loop_, plan_, std::move(handlers));
-  hub_->await_nodes(link_port_->listener());
+  hub_ = std::make_unique<Hub>(loop_, plan_, *link_port_, std::move(handlers));
+  hub_->await_nodes();
 }
 
 void Supervisor::open_spoke() {
@@ -436,6 +364,7 @@ void Supervisor::forward(int signal) {
 void Supervisor::on_stop_request(int signal) {
   ++requests_;
   if (ending_) return loop_.stop();  // only the console's queue is left: not worth a wait
+  if (!decides_ && !spoke_) return end(128 + signal, std::nullopt);  // nothing has begun
   if (requests_ == 1 && busy()) {
     inform(fmt::format("[launch] {} received: passed on to the ranks, which have {:.1f} s to end.",
                        signal_name(signal),
@@ -531,13 +460,9 @@ void Supervisor::announce_later(const RankFailure& failure) {
 void Supervisor::open_store(int attempt) {
   store_.reset();  // watches the port
   const Reach reach = plan_.nnodes == 1 ? Reach::kLoopback : Reach::kIpv4Loopback;
-  // --master-port is a port of node 0. Elsewhere another launcher of this host may have it. The old
-  // one is held until the new one is found, so that it is a new one.
-  if (plan_.node_rank != 0 || plan_.master_port == 0) port_ = HeldPort::any(reach);
-  if (link_port_) {  // the other launchers are here
-    link_port_.reset();
-    port_ = HeldPort::exactly(plan_.master_port, reach);
-  }
+  // With several nodes --master-port belongs to the launchers. The old one is held until the new
+  // one is found, so that it is a new one.
+  if (plan_.nnodes > 1 || plan_.master_port == 0) port_ = HeldPort::any(reach);
   StoreServerOptions options;
   if (runs_python(plan_.command)) options.listen_after = milliseconds(0);
   if (plan_.nnodes > 1) {
@@ -652,8 +577,9 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
     }
   }
   if (spoke_) spoke_->close();
+  lookup_.reset();
+  port_timer_.cancel();
   if (!hub_) return leave();
-  link_port_.reset();
   hub_->wait_for_goodbyes(kGoodbyeTimeout, [this] { leave(); });
 }
 

@@ -368,12 +368,11 @@ TEST(Report, AMistakeOfAllRanksIsPrintedOnce) {
   failure.rank = 0;
   for (const std::string& first : {std::string("[config] no key 'x'."), std::string(3000, 'x')}) {
     failure.message = first + "\nmore";
-    failure.others = {with_message("rank 1 exited with code 2, 0.08 s later", failure.message),
-                      "rank 2 exited with code 1, 0.09 s later: another reason"};
-    EXPECT_THAT(
-        failure_report(failure),
-        HasSubstr("\n    rank 1 exited with code 2, 0.08 s later: the same\n    rank 2 exited "
-                  "with code 1, 0.09 s later: another reason"));
+    failure.others = {with_message("rank 1 with exit code 2, 0.08 s later", failure.message),
+                      "rank 2 with exit code 1, 0.09 s later: another reason"};
+    EXPECT_THAT(failure_report(failure),
+                HasSubstr("\n    rank 1 with exit code 2, 0.08 s later: the same\n    rank 2 with "
+                          "exit code 1, 0.09 s later: another reason"));
   }
 }
 
@@ -504,8 +503,8 @@ TEST(NodeLink, WhatIsNotAMessageIsRefused) {
               HasSubstr("not a launcher's message"));
   const Message foreign = decode(R"({"lockstep": 99})");
   EXPECT_EQ(foreign.kind, Message::Kind::kForeign);
-  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 4)"));
-  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 4, "kind": "dance"})"); }),
+  EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 5)"));
+  EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 5, "kind": "dance"})"); }),
               HasSubstr("unknown message 'dance'"));
   EXPECT_THAT(message_of<UsageError>([] { failure_from_json("{}"); }),
               HasSubstr("a failure that cannot be read"));

@@ -17,6 +17,7 @@ constexpr int kMaxWorldSize = 1'000'000;  // far above any real world, far below
 struct NodeShare {
   int nproc = 1;
   std::string role = "default";
+  std::string program = {};  // which one its ranks run, to be compared; empty: not known
   bool operator==(const NodeShare&) const = default;
 };
 

@@ -32,6 +32,7 @@ using Text = std::shared_ptr<const std::string>;
 
 constexpr std::size_t kRequestBytes = 32u << 10;  // of a request's line and headers
 constexpr unsigned kPerAddress = 32;              // connections; on loopback all have the same one
+constexpr std::size_t kSpare = 32;                // places, which a new connection always finds
 constexpr auto kEndLimit = std::chrono::milliseconds(1000);
 constexpr const char* kPlain = "text/plain; charset=utf-8";
 // Nothing from elsewhere, nothing inline, and no way to make elements out of text.
@@ -193,7 +194,9 @@ struct HttpServer::Impl {
   struct Connection {
     Clock::time_point since;
     bool streaming = false;
+    bool closing = false;
   };
+  using Connections = std::map<MHD_Connection*, Connection>;
 
   HttpEndpoint endpoint;
   DashboardSource source;
@@ -204,7 +207,7 @@ struct HttpServer::Impl {
 
   std::mutex mutex;  // of everything below; never held while the source is called
   std::condition_variable changed;
-  std::map<MHD_Connection*, Connection> connections;
+  Connections connections;
   std::set<Viewer*> viewers;
   Text event = std::make_shared<const std::string>();
   std::uint64_t generation = 0;
@@ -217,7 +220,9 @@ struct HttpServer::Impl {
   void stop();
   void publish_loop();
   void publish(Text text);
+  static void close(Connections::value_type& entry);
   void close_slow();
+  void close_oldest();
   MHD_Result answer(MHD_Connection* connection, const char* path, const char* method);
   bool permitted(MHD_Connection* connection);
   Reply reply_to(MHD_Connection* connection, std::string_view path);
@@ -398,15 +403,34 @@ void HttpServer::Impl::publish(Text text) {
   }
 }
 
+// The library notices, and forgets it.
+void HttpServer::Impl::close(Connections::value_type& entry) {
+  entry.second.closing = true;
+  const auto* info = mhd().get_connection_info(entry.first, MHD_CONNECTION_INFO_CONNECTION_FD);
+  if (info != nullptr) ::shutdown(info->connect_fd, SHUT_RDWR);
+}
+
 // The library's own limit is on silence alone: a client that sends a byte now and then, or reads
 // one, would stay forever. With the mutex held.
 void HttpServer::Impl::close_slow() {
   const auto now = Clock::now();
-  for (const auto& [connection, state] : connections) {
-    if (state.streaming || now - state.since < options.request_limit) continue;
-    const auto* info = mhd().get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    if (info != nullptr) ::shutdown(info->connect_fd, SHUT_RDWR);
+  for (auto& entry : connections)
+    if (!entry.second.streaming && now - entry.second.since >= options.request_limit) close(entry);
+}
+
+// At its own limit the library accepts nobody, so whoever opens that many connections would keep
+// everybody else out. A request is answered at once, so the oldest connection that has made none is
+// the least likely to be somebody's. With the mutex held.
+void HttpServer::Impl::close_oldest() {
+  std::size_t open = 0;
+  Connections::value_type* oldest = nullptr;
+  for (auto& entry : connections) {
+    if (entry.second.closing) continue;
+    ++open;
+    if (entry.second.streaming) continue;
+    if (oldest == nullptr || entry.second.since < oldest->second.since) oldest = &entry;
   }
+  if (open + kSpare > options.connections && oldest != nullptr) close(*oldest);
 }
 
 void HttpServer::Impl::publish_loop() {
@@ -432,10 +456,12 @@ void HttpServer::Impl::note_connection(void* closure, MHD_Connection* connection
                                        MHD_ConnectionNotificationCode code) {
   Impl& server = *static_cast<Impl*>(closure);
   const std::lock_guard lock(server.mutex);
-  if (code == MHD_CONNECTION_NOTIFY_STARTED)
-    server.connections[connection] = {.since = Clock::now()};
-  else
+  if (code != MHD_CONNECTION_NOTIFY_STARTED) {
     server.connections.erase(connection);
+    return;
+  }
+  server.connections[connection] = {.since = Clock::now()};
+  server.close_oldest();
 }
 
 // ---------------------------------------------------------------- begin and end

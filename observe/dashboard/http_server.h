@@ -45,7 +45,7 @@ HttpEndpoint http_listen(const std::string& where, const std::string& flag);
 struct HttpOptions {
   std::string token{};                             // empty: a random one
   std::chrono::milliseconds interval{1000};        // between events
-  unsigned connections = 160;                      // more wait until one ends
+  unsigned connections = 160;                      // near it the oldest without a request goes
   unsigned viewers = 64;                           // event streams; more get status 503
   std::chrono::milliseconds request_limit{10000};  // from connection to answer, but for streams
 };

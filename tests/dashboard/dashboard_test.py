@@ -1,6 +1,7 @@
 """The dashboard's server, request by request: who gets in, what is refused, what it survives."""
 
 import concurrent.futures
+import contextlib
 import json
 import re
 import socket
@@ -248,6 +249,19 @@ class Load(DashboardCase):
         self.assertGreater(time.monotonic() - start, 1.0)
         for s in slow:
             s.close()
+
+    def test_idle_connections_of_anybody_keep_nobody_out(self):
+        server = self.serve("", 200, 2 * BOUND_S * 1000)  # nobody is closed for being slow
+        with contextlib.ExitStack() as stack:
+            viewer = stack.enter_context(server.connect())
+            viewer.sendall(f"GET /events?token={server.token} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                           .encode())
+            self.assertIn(b"200 OK", viewer.recv(1 << 16))
+            for _ in range(300):
+                stack.enter_context(server.connect())
+            self.assertEqual(server.request("/snapshot")[0], 200)
+            for _ in range(3):  # and the one who watches goes on
+                self.assertTrue(viewer.recv(1 << 16))
 
     def test_a_stream_outlives_the_limit_of_a_request(self):
         server = self.serve("", 100, 1000)

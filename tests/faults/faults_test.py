@@ -144,7 +144,7 @@ def uneven_batches():
         check(label, max(map(len, lines)) < 600, f"a long line:\n{output}")
         # Ranks that the launcher stops first say nothing; the others are named together.
         after = re.search(r"^  failed after it:\n((?:    .*\n)*)", output, re.M)
-        check(label, not after or re.fullmatch(r"    ranks? [\d, -]+ exited with code 1, \S+ s "
+        check(label, not after or re.fullmatch(r"    ranks? [\d, -]+ with exit code 1, \S+ s "
                                                r"later: the same\n", after.group(1)), output)
         # A sanitized program is too large for addr2line to find a line in time.
         if shutil.which("addr2line") and "SANITIZED" not in os.environ:

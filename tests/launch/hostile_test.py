@@ -15,13 +15,13 @@ import unittest
 from launch_case import BOUND_S, SOAK
 from nodes_test import WAIT, Nodes
 
-PROTOCOL = 4
+PROTOCOL = 5
 SECRETS = ["correct horse battery staple", "another horse, another staple"]
 
 
 def line(kind, **fields):
     message = {"lockstep": PROTOCOL, "kind": kind, "node": 1, "attempt": 0, "signal": 0, "code": 0,
-               "request": 1, "text": "", **fields}
+               "request": 1, "text": "", "run": "", **fields}
     return json.dumps(message).encode() + b"\n"
 
 
@@ -30,9 +30,13 @@ FLAGS = {"--max-restarts": "0", "--replace-gloo": "false", "--shutdown-timeout":
          "--signals-to-handle": "SIGHUP,SIGINT,SIGQUIT,SIGTERM", "--timeout": "unset"}
 
 
+# Whose role is its own may run another program than node 0.
+SHARE = {"nproc_per_node": 2, "role": "peer", "program": ""}
+
+
 def handshake(**fields):
     return line("handshake", **{"run_id": "none", "host": "evil", "nnodes": 2, "flags": FLAGS,
-                            "share": {"nproc_per_node": 2, "role": "default"}, **fields})
+                            "share": SHARE, **fields})
 
 
 def frame(kind, stream, value, payload=b"", attempt=0):
@@ -92,7 +96,8 @@ class WithoutSecret(Hostile):
             {"run_id": "hidden42", "node": 7},
             {"run_id": "hidden42", "flags": {**FLAGS, "--max-restarts": "7"}},
             {"run_id": "hidden42", "flags": {}},
-            {"run_id": "hidden42", "share": {"nproc_per_node": 1_000_000, "role": "x"}})}
+            {"run_id": "hidden42", "share": {**SHARE, "nproc_per_node": 1_000_000}},
+            {"run_id": "hidden42", "share": {**SHARE, "role": "default"}})}
         self.assertEqual(len(answers), 1, answers)
         (answer,) = answers
         self.assertEqual(json.loads(answer)["kind"], "refused")
@@ -100,7 +105,9 @@ class WithoutSecret(Hostile):
             self.assertNotIn(ours, answer.decode())
         # What a user needs is on node 0's own terminal.
         self.wait_line(first.stderr, "--rdzv-id=none, node 0 with --rdzv-id=hidden42",
-                       "--nnodes=3, node 0 with --nnodes=2", "--node-rank=7 on evil")
+                       "--nnodes=3, node 0 with --nnodes=2", "--node-rank=7 on evil",
+                       "evil was started with another program, or with other arguments, than "
+                       "node 0")
         self.finishes(first, "--rdzv-id=hidden42")
 
     def test_a_joined_peer_cannot_end_the_run_with_0(self):
@@ -200,7 +207,7 @@ class WithoutSecret(Hostile):
                 ("refused", line("refused", code=2, text="no \x1b[2J"), r"no \x1b[2J"),
                 ("say", line("say", text="hi \x1b[2J") + line("end", code=5), r"hi \x1b[2J"),
                 ("end 0", line("end", code=0, failure=failure()), "not a launcher"),
-                ("start", line("start", nodes=[{"nproc_per_node": 2, "role": "x"}]),
+                ("start", line("start", nodes=[SHARE]),
                  "not a launcher"),
                 ("failed here", line("say") + line("end", code=1, failure=failure(local_rank=99)),
                  "local rank 99 here, which does not exist")):

@@ -8,7 +8,7 @@ import socket
 import time
 import unittest
 
-from hostile_test import FLAGS, Hostile, handshake, line
+from hostile_test import FLAGS, SHARE, Hostile, handshake, line
 from launch_case import BOUND_S, free_port, marked
 from nodes_test import WAIT, Nodes
 
@@ -73,6 +73,7 @@ class Lost(Nodes):
                     self.assertEqual(code, 1, err)
                     report = err[err.index("restarting all ranks"):]
                     self.assertIn(message, report)
+                    self.assertIn("timed out", report)
                     self.assertIn("within 10 s", report)
                 self.assertEqual(marked(self.marker), [])
 
@@ -82,6 +83,15 @@ class Lost(Nodes):
         self.assertEqual(code, 2, err)
         self.wait_line(left[0].stderr, "brings 2 ranks of role default, but the launcher that it "
                                        "comes for had 1")
+        for code, err in self.ends([*left, self.launch(2, FIRST_WAITS, "--max-restarts=1")]):
+            self.assertEqual(code, 0, err)
+
+    def test_only_the_same_program_takes_its_place(self):
+        left = self.lose(2, FIRST_WAITS, "--max-restarts=1")
+        code, _, err = self.finish(self.launch(2, "echo of another job", "--max-restarts=1"))
+        self.assertEqual(code, 2, err)
+        self.wait_line(left[0].stderr, "with another program, or with other arguments, than the "
+                                       "launcher that it comes for")
         for code, err in self.ends([*left, self.launch(2, FIRST_WAITS, "--max-restarts=1")]):
             self.assertEqual(code, 0, err)
 
@@ -188,7 +198,7 @@ class AtTheStart(Hostile):
     def test_roles_of_peers_are_escaped(self):
         evil = "\x1b[2J\n[launch] forged"
         flags = {**FLAGS, "--max-restarts": "1"}
-        share = {"nproc_per_node": 2, "role": evil}
+        share = {**SHARE, "role": evil}
         first = self.node(0, WAIT, "--max-restarts=1")
         self.join(flags=flags, share=share).close()
         self.wait_line(first.stderr, "as soon as every node is here again")
@@ -199,6 +209,33 @@ class AtTheStart(Hostile):
         self.assertEqual(code, 143, err)
         self.assertNotIn("\x1b", err)
         self.assertNotIn("\n[launch] forged", err)
+
+    def test_who_comes_back_shows_the_token_of_its_run(self):
+        flags = {**FLAGS, "--max-restarts": "1"}
+        first = self.node(0, WAIT, "--max-restarts=1")
+        with self.connect() as peer:
+            peer.sendall(handshake(flags=flags))
+            run = self.until(peer.makefile("rb"), "start")["run"]
+        self.assertRegex(run, "^[0-9a-f]{16}$")
+        self.wait_line(first.stderr, "as soon as every node is here again")
+        self.assertIn(b"refused", self.answer(handshake(flags=flags, attempt=1, run="another")))
+        self.wait_line(first.stderr, "node rank 1 on evil comes back to another run than this one")
+        with self.connect() as peer:
+            peer.sendall(handshake(flags=flags, attempt=1, run=run))
+            self.assertEqual(self.until(peer.makefile("rb"), "start")["run"], run)
+            first.terminate()
+            self.until(peer.makefile("rb"), "stop")
+            peer.sendall(line("down", attempt=1))
+            self.assertEqual(self.finish(first)[0], 143)
+
+    def test_a_new_node_0_continues_one_run(self):
+        with self.two_peers(run="one") as (first, joined, last):
+            last.sendall(handshake(nnodes=3, node=2, run="other"))
+            self.wait_line(first.stderr, "node rank 2 on evil comes back to another run than")
+            with self.connect() as right:
+                right.sendall(handshake(nnodes=3, node=2, run="one"))
+                for peer in (joined, right):
+                    self.assertEqual(self.until(peer.makefile("rb"), "start")["run"], "one")
 
     def test_a_replacement_that_comes_before_the_loss_is_known(self):
         with self.two_peers() as (_, joined, last):

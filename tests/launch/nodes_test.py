@@ -85,6 +85,46 @@ class Loopback(Nodes):
         self.assertEqual(code, 143, err)
         self.assertLess(time.monotonic() - began, 20)  # of the 30 s that the lookup takes
 
+    @unittest.skipUnless(can_be_slow(), "needs a network namespace")
+    def test_a_slow_name_of_this_host_does_not_hold_up_a_stop_request(self):
+        process = self.node(0, "true", "--local-addr=slow.example.org", prefix=SLOW_NAMES, nnodes=2)
+        self.wait_notes("asked", 1)
+        began = time.monotonic()
+        process.terminate()
+        code, _, err = self.finish(process)
+        self.assertEqual(code, 143, err)
+        self.assertLess(time.monotonic() - began, 20)  # of the 30 s that the lookup takes
+
+    def can_bind(self, address):
+        """Whether another user could."""
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                taken.bind((address, self.port))
+                return True
+        return False
+
+    def test_nobody_else_gets_the_port_of_the_launchers(self):
+        # At no address of the host, from the first moment to the last; 0.0.0.0 leads to loopback.
+        processes = [self.node(0, WAIT, "--max-restarts=1", address="0.0.0.0")]
+        self.connect().close()
+        self.assertFalse(self.can_bind("127.0.0.2"), "while nodes are waited for")
+        processes.append(self.node(1, WAIT, "--max-restarts=1", address="0.0.0.0"))
+        self.wait_notes("up", 4)
+        self.assertFalse(self.can_bind("127.0.0.2"), "while ranks run")
+        self.assertFalse(self.can_bind("127.0.0.1"), "while ranks run")
+        with self.assertRaises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
+        self.forget_notes()
+        processes[1].kill()
+        self.wait_line(processes[0].stderr, "as soon as every node is here again")
+        self.assertFalse(self.can_bind("127.0.0.2"), "while a lost node is waited for")
+        processes[1] = self.node(1, WAIT, "--max-restarts=1", address="0.0.0.0")
+        self.wait_notes("up", 4)
+        self.assertFalse(self.can_bind("127.0.0.2"), "in the next attempt")
+        processes[0].terminate()
+        self.assertEqual([code for code, _ in self.ends(processes)], [143, 143])
+
     def test_a_run_on_two_nodes(self):
         # Every rank speaks to its own launcher, as a TCPStore client does; the keys are the same.
         program = os.path.join(self.dir.name, "connect.py")
@@ -341,11 +381,13 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         for code, err in self.ends([self.node(0, "echo ran", conf, nnodes=4), guest]):
             self.assertEqual(code, 1, err)
             self.assertIn("waiting for node ranks 1, 3 at", err)
-            self.assertIn("only 2 of 4 launchers came within 6 s; missing: node ranks 1, 3", err)
+            self.assertIn("timed out: only 2 of 4 launchers came within 6 s; missing: "
+                          "node ranks 1, 3", err)
 
     def test_the_launchers_wait_for_the_startup_timeout(self):
-        for node, message in ((0, "only 1 of 2 launchers came within 1 s; missing: node ranks 1"),
-                              (1, "node 0's launcher was not found at 127.0.0.1")):
+        for node, message in ((0, "timed out: only 1 of 2 launchers came within 1 s; missing: "
+                                  "node ranks 1"),
+                              (1, "timed out: node 0's launcher was not found at 127.0.0.1")):
             code, _, err = self.finish(self.node(node, "echo ran", "--startup-timeout=1"))
             self.assertEqual(code, 1, err)
             self.assertIn(message, err)
@@ -358,14 +400,14 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         self.assertIn("Connection refused", err)
 
     def test_another_version_is_refused_on_both_sides(self):
-        message = "the launchers run different versions of Lockstep (protocols 99 and 4)"
+        message = "the launchers run different versions of Lockstep (protocols 99 and 5)"
         first = self.node(0, "echo ran")
         with self.connect() as newer:
             newer.sendall(b'{"lockstep": 99, "kind": "handshake"}\n')
             answer = json.loads(newer.makefile().readline())
             # The number is all that it needs to say the same as node 0.
             self.assertEqual((answer["lockstep"], answer["kind"], answer["code"], answer["text"]),
-                             (4, "refused", 2, ""))
+                             (5, "refused", 2, ""))
         # It is still waiting for the right one.
         for code, err in self.ends([self.node(1, "echo ran"), first]):
             self.assertEqual(code, 0, err)
@@ -407,6 +449,15 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         second.terminate()
         self.assertEqual(self.finish(second)[0], 143)
 
+    def test_a_request_to_stop_while_a_port_is_waited_for(self):
+        for nnodes in (1, 2):
+            with self.subTest(nnodes=nnodes), socket.create_server(("127.0.0.1", self.port)):
+                process = self.node(0, "echo ran", nnodes=nnodes)
+                self.wait_line(process.stderr, "is in use; waiting up to 5 s for it")
+                process.terminate()
+                code, _, err = self.finish(process)
+                self.assertEqual(code, 143, err)
+
     def test_a_port_that_is_in_use(self):
         with socket.socket() as other:
             other.bind(("", self.port))
@@ -414,6 +465,16 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
             code, _, err = self.finish(self.node(0, "echo ran"))
             self.assertEqual(code, 2)
             self.assertIn(f"--master-port={self.port} cannot be used", err)
+
+    def test_another_program_is_refused(self):
+        first = self.node(0, "echo ran")
+        code, _, err = self.finish(self.node(1, "echo other"))
+        self.assertEqual(code, 2, err)
+        self.wait_line(first.stderr, "was started with another program, or with other arguments, "
+                                     "than node 0 (")
+        # A role may have a program of its own.
+        for code, err in self.ends([first, self.node(1, "echo other", "--role=other")]):
+            self.assertEqual(code, 0, err)
 
     def test_port_0_is_refused_for_several_nodes(self):
         self.port = 0

@@ -354,6 +354,57 @@ class Files(Case):
         (left,) = os.listdir(self.tmp)
         self.assertIn(f"logs: {self.tmp}/{left}", err)
 
+    def test_the_next_start_sweeps_temporary_directories(self):
+        def left():
+            return set(os.listdir(self.tmp))
+
+        def old(name, days):
+            path = os.path.join(self.tmp, name)
+            then = time.time() - days * 24 * 3600
+            os.utime(path, (then, then))
+            return name
+
+        # Of a launcher that was killed with its supervisor; it goes although it is new.
+        wait = "echo $$ > $NOTES/up.$RANK; sleep 300"
+        killed = self.start_bash(1, wait)
+        self.wait_notes("up", 1)
+        (abandoned,) = left()
+        with open(f"/proc/{killed.pid}/task/{killed.pid}/children") as f:
+            os.kill(int(f.read().split()[0]), signal.SIGKILL)
+        self.finish(killed)
+        self.assertEqual(left(), {abandoned})
+        # Of one that runs, however old its directory is.
+        self.forget_notes()
+        running = self.start_bash(1, wait)
+        self.wait_notes("up", 1)
+        (busy,) = left()  # the other one is gone
+        self.assertNotEqual(busy, abandoned)
+        # Of a run that failed: its report names the file for a day. And what is not ours.
+        script = 'echo \'"message"\' > $TORCHELASTIC_ERROR_FILE; exit 1'
+        kept = []
+        for days in (0, 0.9, 1.1):
+            self.assertEqual(self.bash(1, script)[0], 1)
+            (new,) = left() - {busy, *kept}
+            kept.append(old(new, days))
+        for name in ("lockstep_else", "lockstep_abcdefg", "other_abcdef"):
+            os.mkdir(os.path.join(self.tmp, name))
+            kept.append(old(name, 9))
+        os.symlink(self.notes, os.path.join(self.tmp, "lockstep_linked"))
+        if os.geteuid() == 0:
+            os.mkdir(os.path.join(self.tmp, "lockstep_theirs"))
+            os.chown(os.path.join(self.tmp, "lockstep_theirs"), 12345, -1)
+            kept.append(old("lockstep_theirs", 9))
+        # Output that was asked for is the user's.
+        self.assertEqual(self.bash(1, "echo output", flags=("--redirects=1",))[0], 0)
+        (stored,) = left() - {busy, "lockstep_linked", *kept}
+        kept.append(old(stored, 9))
+        self.assertEqual(self.bash(1, "true")[0], 0)
+        swept = kept.pop(2)
+        self.assertEqual(left(), {busy, "lockstep_linked", *kept}, swept)
+        running.terminate()
+        self.assertEqual(self.finish(running)[0], 143)
+        self.assertEqual(left(), {"lockstep_linked", *kept})
+
     def test_redirected_output_is_retained_and_its_place_is_named(self):
         code, out, err = self.bash(1, "echo x", flags=("-r", "1"))
         self.assertEqual((code, out), (0, ""))

@@ -61,7 +61,7 @@ class Failures(Case):
             flags=("--monitor-interval=60",))
         self.assertEqual(code, 1, err)
         self.assertRegex(err, r"\[launch\] rank 1 on \S+ failed: exited with code 0 in the middle")
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 9, \S+ s later: "
+        self.assertRegex(err, r"failed after it:\n    rank 2 with exit code 9, \S+ s later: "
                               r"Connection closed 0{600}\. Look at rank 1\.\n")
 
     def test_ranks_that_all_leave_have_ended(self):
@@ -113,7 +113,7 @@ class Failures(Case):
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"\n  program: \S*bash -c '.*until_notes")
         self.assertIn(f"\n  error file: {self.log(logs, 1, 'error.json')}\n", err)
-        self.assertRegex(err, r"failed after it:\n    rank 2 exited with code 6, \S+ s later\n"
+        self.assertRegex(err, r"failed after it:\n    rank 2 with exit code 6, \S+ s later\n"
                               r"  ended because of it:\n    rank 0 killed by SIGTERM\n")
 
     def test_how_each_rank_ended_is_in_the_report(self):
@@ -128,11 +128,12 @@ class Failures(Case):
         code, _, err = self.bash(5, script, flags=("--shutdown-timeout=60",))
         self.assertEqual(code, 5, err)
         self.assertRegex(err, r"rank 1 on \S+ failed: exited with code 5\n")
+        self.assertRegex(err, r"\n  rank 1 \(.*\), .* attempt 0, with exit code 5\n")
         # A busy launcher may ask rank 2 to end before it does so by itself.
-        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) exited with code \d+")
+        self.assertRegex(err, r"\n    (rank 2|ranks 2, 3|ranks 0, 2, 4) with exit code \d+")
         self.assertRegex(err, r"\n  ended because of it:\n(    .*\n)*"
-                              r"    ranks 0,( 2,)?( 3,)? 4 exited with code 17\n")
-        self.assertRegex(err, r"\n    rank 3 exited with code 7\n|ranks 0,( 2,)? 3, 4 exited")
+                              r"    ranks 0,( 2,)?( 3,)? 4 with exit code 17\n")
+        self.assertRegex(err, r"\n    rank 3 with exit code 7\n|ranks 0,( 2,)? 3, 4 with")
 
     def test_the_error_file_that_is_named_is_there(self):
         _, _, err = self.bash(1, "echo '\"message\"' > $TORCHELASTIC_ERROR_FILE; exit 1")
@@ -648,7 +649,7 @@ class ErrorFiles(Case):
                 break
         self.assertEqual(code, 9, err)
         self.assertRegex(err.split("\n")[0], r"rank 1 on .*: cause$")
-        self.assertRegex(err, r"failed after it:\n    rank 0 exited with code 1, .* later: victim")
+        self.assertRegex(err, r"failed after it:\n    rank 0 with exit code 1, .* later: victim")
 
     def test_a_killed_rank_is_the_cause_though_its_victim_writes_a_file_in_the_same_second(self):
         script = WAITS + (
