@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -434,6 +435,34 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype) {
   }
   // transformers reads the older name in all versions and writes the newer one since version 5.
   set(all, all.find("dtype") != nullptr ? "dtype" : "torch_dtype", text_node(dtype));
+  return to_json(all) + "\n";
+}
+
+std::string function_text(const CausalLmConfig& config) {
+  // In training alone, in the shapes of weights, or another way to say what is set below.
+  static const std::set<std::string_view> left_out{
+      "initializer_range", "embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout",
+      "embedding_dropout", "residual_dropout", "pad_token_id", "output_router_logits",
+      "router_aux_loss_coef", "router_jitter_noise", "vocab_size", "n_inner",
+      "max_position_embeddings", "use_sliding_window", "max_window_layers"};
+  const FamilyConfig& model = config.model;
+  const DecoderSpec& spec = config.spec();
+  Node all = map_node({});
+  set(all, "model_type", text_node(model.family().type));
+  for (const Option& option : model.family().options)
+    if (const OptionValue* value = model.options().find(option.key);
+        value != nullptr && !left_out.contains(option.key))
+      set(all, std::string(option.key), option_node(option, *value));
+  const AttentionSpec& attention = spec.block.attention;
+  set(all, "num_key_value_heads", integer_node(attention.key_value_heads));
+  set(all, "head_dim", integer_node(attention.width));
+  std::vector<Node> windows;
+  for (const std::int64_t window : spec.windows) windows.push_back(integer_node(window));
+  const bool alike = std::ranges::adjacent_find(spec.windows, std::not_equal_to()) ==
+                     spec.windows.end();
+  set(all, "sliding_window",
+      alike && !windows.empty() ? windows.front() : list_node(std::move(windows)));
+  if (model.family().rope) set(all, "rope_parameters", rope_node(model.options().rope));
   return to_json(all) + "\n";
 }
 
