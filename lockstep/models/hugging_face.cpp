@@ -440,11 +440,22 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype) {
 
 std::string function_text(const CausalLmConfig& config) {
   // In training alone, in the shapes of weights, or another way to say what is set below.
-  static const std::set<std::string_view> left_out{
-      "initializer_range", "embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout",
-      "embedding_dropout", "residual_dropout", "pad_token_id", "output_router_logits",
-      "router_aux_loss_coef", "router_jitter_noise", "vocab_size", "n_inner",
-      "max_position_embeddings", "use_sliding_window", "max_window_layers"};
+  static const std::set<std::string_view> left_out{"initializer_range",
+                                                   "embd_pdrop",
+                                                   "attn_pdrop",
+                                                   "resid_pdrop",
+                                                   "attention_dropout",
+                                                   "embedding_dropout",
+                                                   "residual_dropout",
+                                                   "pad_token_id",
+                                                   "output_router_logits",
+                                                   "router_aux_loss_coef",
+                                                   "router_jitter_noise",
+                                                   "vocab_size",
+                                                   "n_inner",
+                                                   "max_position_embeddings",
+                                                   "use_sliding_window",
+                                                   "max_window_layers"};
   const FamilyConfig& model = config.model;
   const DecoderSpec& spec = config.spec();
   Node all = map_node({});
@@ -458,8 +469,8 @@ std::string function_text(const CausalLmConfig& config) {
   set(all, "head_dim", integer_node(attention.width));
   std::vector<Node> windows;
   for (const std::int64_t window : spec.windows) windows.push_back(integer_node(window));
-  const bool alike = std::ranges::adjacent_find(spec.windows, std::not_equal_to()) ==
-                     spec.windows.end();
+  const bool alike =
+      std::ranges::adjacent_find(spec.windows, std::not_equal_to()) == spec.windows.end();
   set(all, "sliding_window",
       alike && !windows.empty() ? windows.front() : list_node(std::move(windows)));
   if (model.family().rope) set(all, "rope_parameters", rope_node(model.options().rope));

@@ -84,8 +84,9 @@ void check_whole(const std::string& name, const at::Tensor& tensor) {
   const Rows* const rows = rows_of(tensor);
   if (rows == nullptr || (!rows->slice && rows->values.numel() == tensor.numel())) return;
   throw UsageError("weights",
-                   "'{}' is divided over ranks, and the whole of it is wanted here. Hold gathered() "
-                   "of the FullyShard, Pipeline or TensorParallel meanwhile, on every rank.",
+                   "'{}' is divided over ranks, and the whole of it is wanted here. Hold "
+                   "gathered() of the FullyShard, Pipeline or TensorParallel meanwhile, on every "
+                   "rank.",
                    name);
 }
 

@@ -102,8 +102,8 @@ void add_changes(const Node& then, const Node& now, const std::string& name,
     for (const Entry& entry : map->entries) keys.insert(entry.key);
   for (const std::string& key : keys) {
     const Entry *before = then.find(key), *after = now.find(key);
-    add_changes(before != nullptr ? before->value : Node{}, after != nullptr ? after->value : Node{},
-                name + "." + key, changes);
+    add_changes(before != nullptr ? before->value : Node{},
+                after != nullptr ? after->value : Node{}, name + "." + key, changes);
   }
 }
 
