@@ -191,10 +191,9 @@ for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bou
             self.assertIn(word, said)
 
     def test_adapters_go_on_with_the_scale_that_they_were_trained_with(self):
-        base, output = self.make_base(), self.place / "out"
-        self.use_lora(base)
+        model, output = GPT % "", self.place / "out"
+        self.config.write_text(model + LORA + self.rest)
         self.train(0, output)
-        model = GPT % f", weights: {base}"
         self.resumes(output, model + LORA.replace("alpha: 8", "alpha: 16"),
                      ["lora.lora_alpha is 16.0 and was 8.0"])
         self.resumes(output, model + LORA.replace("{r", "{use_rslora: true, r"),
