@@ -94,6 +94,15 @@ class Config(unittest.TestCase):
             done = self.run_config("check", "t.yaml")
             self.assertEqual(done.returncode, 2 if said else 0, (keys, done.stderr))
             self.assertIn(said or "", done.stderr)
+            self.assertNotIn("note:", done.stderr)
+        for model, noted in (("balanced", True), ("plain", False)):
+            self.write("t.yaml", f"model: {{config: {model}.json}}\nmax_seq_len: 32\n"
+                                 "data: {name: bytes, path: a.txt, suffix: .txt}\n"
+                                 "label_smoothing_factor: 0.1\n")
+            done = self.run_config("check", "t.yaml")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual("note: label_smoothing_factor leaves the load balancing loss out" in
+                             done.stderr, noted, done.stderr)
 
     def test_sizes_that_no_model_has_are_refused_by_name(self):
         self.write("a.txt", "text\n" * 200)

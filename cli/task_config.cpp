@@ -375,6 +375,18 @@ void note_length(TaskConfig& task) {
                   task.data.length, config->max_positions()));
 }
 
+// As in transformers, whose smoothed loss is computed from the logits alone.
+void note_load_balancing(TaskConfig& task, const TrainingArguments& a) {
+  const auto& config = task.model.hugging_face;
+  if (!config || a.label_smoothing_factor == 0) return;
+  const auto& experts = config->spec().block.mlp.experts;
+  if (experts && experts->load_balancing != 0)
+    task.notes.push_back(
+        "label_smoothing_factor leaves the load balancing loss out (output_router_logits, "
+        "router_aux_loss_coef in config.json), as in transformers: the router is not trained to "
+        "use its experts equally.");
+}
+
 // The name, if it suits the data; otherwise nothing, and a problem is added.
 bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   const std::string& data = task.data.name;
@@ -463,6 +475,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
     check_length(model, task.data, problems);
     check_vocabulary(model, task.data, problems);
     note_length(task);
+    note_load_balancing(task, a);
   }
   problems.attempt([&] {
     if (model.device_map && train::fsdp_plan(a).on)

@@ -365,6 +365,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
       *samples = std::make_shared<InVocabulary>(*samples, net->config().vocab_size(),
                                                 !model.hugging_face.has_value());
   task.model_config = models::config_json(net->config());
+  task.model_files.function = models::function_text(net->config());
 }
 
 template <typename Module>
@@ -394,7 +395,8 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
   task.model_files = {
       .stem = models::kAdapterStem,
       .config = models::kAdapterConfig,
-      .tensors = [net = task.module, lora] { return models::lora_tensors(*net, lora); }};
+      .tensors = [net = task.module, lora] { return models::lora_tensors(*net, lora); },
+      .function = models::function_text(lora, task.model_files.function)};
 }
 
 }  // namespace

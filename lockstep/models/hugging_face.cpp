@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -96,14 +97,15 @@ std::vector<bool> read_layer_types(const Node& root, std::int64_t layers) {
   return all;
 }
 
-std::vector<double> reals(const Node* node, const std::string& field, std::int64_t count) {
-  if (node == nullptr || !node->is(NodeKind::kList))
-    throw UsageError("models", "{} must be a list of {} numbers.", field, count);
+std::vector<double> reals(const Node& node, const std::string& field, std::int64_t count) {
+  if (!node.is(NodeKind::kList))
+    throw UsageError("models", "{}: {} must be a list of {} numbers.", node.location.text(), field,
+                     count);
   std::vector<double> values;
-  for (const Node& item : node->items) values.push_back(as_real(item, field));
+  for (const Node& item : node.items) values.push_back(as_real(item, field));
   if (static_cast<std::int64_t>(values.size()) != count)
     throw UsageError("models", "{}: {} has {} numbers, and half of the rotated width is {}.",
-                     node->location.text(), field, values.size(), count);
+                     node.location.text(), field, values.size(), count);
   return values;
 }
 
@@ -114,6 +116,28 @@ std::vector<std::int64_t> token_ids(const Node& root, std::string_view field) {
   if (!entry->value.is(NodeKind::kList)) return {as_integer(entry->value, field)};
   for (const Node& item : entry->value.items) ids.push_back(as_integer(item, field));
   return ids;
+}
+
+// The types of scaling, and the keys without which transformers refuses them, too.
+const std::map<std::string, std::vector<std::string>, std::less<>>& scalings() {
+  static const std::map<std::string, std::vector<std::string>, std::less<>> known{
+      {"linear", {"factor"}},
+      {"llama3", {"factor", "low_freq_factor", "high_freq_factor"}},
+      {"longrope", {"short_factor", "long_factor"}},
+      {"yarn", {"factor"}}};
+  return known;
+}
+
+void require_keys(const Node& map, const std::string& field, const RopeConfig& rope) {
+  for (const std::string& key : scalings().at(rope.type)) {
+    const Entry* entry = map.find(key);
+    // As null the factor of yarn is the ratio of the two lengths.
+    if (entry != nullptr && (rope.type == "yarn" || !entry->value.is(NodeKind::kNull))) continue;
+    throw UsageError("models",
+                     "{}: {}.{} is missing, and rope_type {} needs it. Take its value from the "
+                     "model's original config.json.",
+                     map.location.text(), field, key, rope.type);
+  }
 }
 
 // As in transformers a zero says the same as nothing.
@@ -136,15 +160,42 @@ void read_yarn(MapReader& keys, double length, RopeConfig& rope) {
   rope.attention_factor = keys.real("attention_factor", suggested, 0, kLarge);
 }
 
+void read_longrope(MapReader& keys, const std::string& field, const Options& o, RopeConfig& rope) {
+  // Without a head_dim the sizes are checked again where the model is described.
+  const std::int64_t heads = std::max<std::int64_t>(o.integer("num_attention_heads"), 1);
+  const std::int64_t own = o.integer("head_dim");
+  const std::int64_t width = own > 0 ? own : o.integer("hidden_size") / heads;
+  const auto pairs =
+      static_cast<std::int64_t>(static_cast<double>(width) * rope.partial_rotary_factor) / 2;
+  rope.short_factor = reals(*keys.node("short_factor"), field + ".short_factor", pairs);
+  rope.long_factor = reals(*keys.node("long_factor"), field + ".long_factor", pairs);
+  const auto length = static_cast<double>(o.integer("max_position_embeddings"));
+  const auto original = static_cast<double>(rope.original_max_position_embeddings);
+  const double factor = keys.real("factor", length / original, 1e-6, kLarge);
+  const double suggested = factor <= 1 ? 1 : std::sqrt(1 + std::log(factor) / std::log(original));
+  rope.attention_factor = keys.real("attention_factor", suggested, 0, kLarge);
+}
+
+void read_scaling(MapReader& keys, const std::string& field, const Options& o, RopeConfig& rope) {
+  if (rope.type == "longrope") return read_longrope(keys, field, o, rope);
+  if (rope.type == "yarn")
+    return read_yarn(keys, static_cast<double>(o.integer("max_position_embeddings")), rope);
+  rope.factor = keys.real("factor", 1, 1e-6, kLarge);
+  if (rope.type == "linear") return;
+  rope.low_freq_factor = keys.real("low_freq_factor", 1, 1e-6, kLarge);
+  rope.high_freq_factor = keys.real("high_freq_factor", 4, 1e-6, kLarge);
+}
+
 // `o` has its sizes already.
 RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
   const RopeRules& rules = *family.rope;
   RopeConfig rope;
   MapReader top(root, "config");
-  const char* field = top.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
+  const std::string field = top.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
   const Node nothing;
-  const Node* map = top.node(field);
-  MapReader keys(map != nullptr ? *map : nothing, field);
+  const Node* given = top.node(field);
+  const Node& map = given != nullptr ? *given : nothing;
+  MapReader keys(map, field);
   rope.rope_theta =
       keys.real("rope_theta", top.real("rope_theta", rules.theta, 1, kLarge), 1, kLarge);
   rope.type = keys.text("rope_type", keys.text("type", "default"));
@@ -161,40 +212,21 @@ RopeConfig read_rope(const Node& root, const Options& o, const Family& family) {
                        root.location.text(), rope.partial_rotary_factor, rope.type, family.type);
     rope.partial_rotary_factor = 1;  // transformers does not read it then
   }
-  const std::int64_t length = o.integer("max_position_embeddings");
-  const std::int64_t inside = keys.integer("original_max_position_embeddings", length, 1, kMost);
+  const std::int64_t inside = keys.integer("original_max_position_embeddings",
+                                           o.integer("max_position_embeddings"), 1, kMost);
   rope.original_max_position_embeddings =
       top.integer("original_max_position_embeddings",
                   rules.original_length > 0 ? rules.original_length : inside, 1, kMost);
-  if (rope.type == "default") return rope;
-  if (rope.type == "linear" || rope.type == "llama3") {
-    rope.factor = keys.real("factor", 1, 1e-6, kLarge);
-    rope.low_freq_factor = keys.real("low_freq_factor", 1, 1e-6, kLarge);
-    rope.high_freq_factor = keys.real("high_freq_factor", 4, 1e-6, kLarge);
-    return rope;
-  }
-  if (rope.type == "yarn") {
-    read_yarn(keys, static_cast<double>(length), rope);
-    return rope;
-  }
-  if (rope.type != "longrope") {
+  if (scalings().contains(rope.type)) {
+    require_keys(map, field, rope);
+    read_scaling(keys, field, o, rope);
+  } else if (rope.type != "default") {
     const Node* type = keys.has("rope_type") ? keys.node("rope_type") : keys.node("type");
-    refuse_field(*type, fmt::format("{}.rope_type", field),
+    refuse_field(*type, field + ".rope_type",
                  "Known are default, linear, llama3, longrope and yarn.");
   }
-  // Without a head_dim the sizes are checked again where the model is described.
-  const std::int64_t heads = std::max<std::int64_t>(o.integer("num_attention_heads"), 1);
-  const std::int64_t own = o.integer("head_dim");
-  const std::int64_t width = own > 0 ? own : o.integer("hidden_size") / heads;
-  const auto pairs =
-      static_cast<std::int64_t>(static_cast<double>(width) * rope.partial_rotary_factor) / 2;
-  const std::string prefix = std::string(field) + ".";
-  rope.short_factor = reals(keys.node("short_factor"), prefix + "short_factor", pairs);
-  rope.long_factor = reals(keys.node("long_factor"), prefix + "long_factor", pairs);
-  const auto original = static_cast<double>(rope.original_max_position_embeddings);
-  const double factor = keys.real("factor", static_cast<double>(length) / original, 1e-6, kLarge);
-  const double suggested = factor <= 1 ? 1 : std::sqrt(1 + std::log(factor) / std::log(original));
-  rope.attention_factor = keys.real("attention_factor", suggested, 0, kLarge);
+  keys.has("finetuned");  // published models have it, and it says nothing about frequencies
+  keys.finish();
   return rope;
 }
 
@@ -404,6 +436,45 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype) {
   }
   // transformers reads the older name in all versions and writes the newer one since version 5.
   set(all, all.find("dtype") != nullptr ? "dtype" : "torch_dtype", text_node(dtype));
+  return to_json(all) + "\n";
+}
+
+std::string function_text(const CausalLmConfig& config) {
+  // In training alone, in the shapes of weights, or another way to say what is set below.
+  static const std::set<std::string_view> left_out{"initializer_range",
+                                                   "embd_pdrop",
+                                                   "attn_pdrop",
+                                                   "resid_pdrop",
+                                                   "attention_dropout",
+                                                   "embedding_dropout",
+                                                   "residual_dropout",
+                                                   "pad_token_id",
+                                                   "output_router_logits",
+                                                   "router_aux_loss_coef",
+                                                   "router_jitter_noise",
+                                                   "vocab_size",
+                                                   "n_inner",
+                                                   "max_position_embeddings",
+                                                   "use_sliding_window",
+                                                   "max_window_layers"};
+  const FamilyConfig& model = config.model;
+  const DecoderSpec& spec = config.spec();
+  Node all = map_node({});
+  set(all, "model_type", text_node(model.family().type));
+  for (const Option& option : model.family().options)
+    if (const OptionValue* value = model.options().find(option.key);
+        value != nullptr && !left_out.contains(option.key))
+      set(all, std::string(option.key), option_node(option, *value));
+  const AttentionSpec& attention = spec.block.attention;
+  set(all, "num_key_value_heads", integer_node(attention.key_value_heads));
+  set(all, "head_dim", integer_node(attention.width));
+  std::vector<Node> windows;
+  for (const std::int64_t window : spec.windows) windows.push_back(integer_node(window));
+  const bool alike =
+      std::ranges::adjacent_find(spec.windows, std::not_equal_to()) == spec.windows.end();
+  set(all, "sliding_window",
+      alike && !windows.empty() ? windows.front() : list_node(std::move(windows)));
+  if (model.family().rope) set(all, "rope_parameters", rope_node(model.options().rope));
   return to_json(all) + "\n";
 }
 

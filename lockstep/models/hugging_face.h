@@ -49,6 +49,11 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype = "
 std::string hugging_face_config(const GptConfig& config,
                                 std::optional<std::int64_t> end_of_text = std::nullopt);
 
+// What the model computes beside its weights, as JSON: the fields of config.json with their values,
+// where they are not there too, but not what their shapes say, and not what counts in training
+// alone. For ModelFiles::function (lockstep/train/model_files.h).
+std::string function_text(const CausalLmConfig& config);
+
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config);
 
 struct FoundWeight {

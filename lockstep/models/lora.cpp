@@ -15,6 +15,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
+#include "lockstep/nn/divided.h"
 
 namespace lockstep::models {
 namespace {
@@ -255,6 +256,7 @@ void save_adapter(const torch::nn::Module& module, const LoraConfig& config,
   std::vector<at::Tensor> alive;
   std::vector<io::TensorBytes> all;
   for (const auto& [name, tensor] : lora_tensors(module, config)) {
+    nn::check_whole(name, tensor);
     alive.push_back(tensor.to(at::kCPU).contiguous());
     all.push_back(io::bytes_of_tensor(name, alive.back()));
   }

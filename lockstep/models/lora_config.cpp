@@ -287,6 +287,19 @@ std::string adapter_config_text(const LoraConfig& c, bool fan_in_fan_out) {
   return to_json(root) + "\n";
 }
 
+std::string function_text(const LoraConfig& c, const std::string& base) {
+  std::vector<Node> alphas;  // in their order: the first that matches counts
+  for (const auto& [name, alpha] : c.alpha_pattern)
+    alphas.push_back(list_node({text_node(name), real_node(alpha)}));
+  Node root = base.empty() ? map_node({}) : parse_json(base, "the base model");
+  root.entries.push_back({"lora",
+                          {},
+                          map_node({{"lora_alpha", real_node(c.lora_alpha)},
+                                    {"use_rslora", bool_node(c.use_rslora)},
+                                    {"alpha_pattern", list_node(std::move(alphas))}})});
+  return to_json(root) + "\n";
+}
+
 void check_lora_config(const LoraConfig& c) {
   const auto check_rank = [](std::int64_t rank, const std::string& field) {
     if (rank < 1)

@@ -53,6 +53,7 @@ void save_pretrained(const CausalLm& model, const std::string& folder, const Sav
   at::ScalarType dtype = at::kFloat;
   for (const io::TensorShape& tensor : tensors_of(model.config())) {
     const at::Tensor& parameter = parameters[tensor.name];
+    nn::check_whole(tensor.name, parameter);
     held.push_back(parameter.detach().cpu().contiguous());
     tensors.push_back(io::bytes_of_tensor(tensor.name, held.back()));
     bytes += tensors.back().bytes.size();

@@ -80,6 +80,16 @@ std::vector<std::int64_t> whole_sizes(const at::Tensor& tensor) {
   return rows != nullptr && rows->slice ? rows->slice->whole : tensor.sizes().vec();
 }
 
+void check_whole(const std::string& name, const at::Tensor& tensor) {
+  const Rows* const rows = rows_of(tensor);
+  if (rows == nullptr || (!rows->slice && rows->values.numel() == tensor.numel())) return;
+  throw UsageError("weights",
+                   "'{}' is divided over ranks, and the whole of it is wanted here. Hold "
+                   "gathered() of the FullyShard, Pipeline or TensorParallel meanwhile, on every "
+                   "rank.",
+                   name);
+}
+
 void assign(const at::Tensor& tensor, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   const Rows* const rows = rows_of(tensor);

@@ -57,6 +57,10 @@ void set_rows(const at::Tensor& tensor, const RowsPtr& rows);
 // What files have; the tensor's own unless it is a slice.
 std::vector<std::int64_t> whole_sizes(const at::Tensor& tensor);
 
+// For code that reads a parameter as a whole, to write it for example. UsageError where this rank
+// holds only a part of it.
+void check_whole(const std::string& name, const at::Tensor& tensor);
+
 // Copies `values`, which are whole, into the tensor or into what this rank holds of it.
 void assign(const at::Tensor& tensor, const at::Tensor& values);
 

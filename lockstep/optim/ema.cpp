@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/nn/divided.h"
 
 namespace lockstep::optim {
 namespace {
@@ -32,6 +33,7 @@ Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(
   std::unordered_set<at::TensorImpl*> seen;
   const auto add = [&](const std::string& name, const at::Tensor& live, bool copied) {
     if (!live.defined() || !seen.insert(live.unsafeGetTensorImpl()).second) return;
+    nn::check_whole(name, live);
     entries_.push_back({name, live, start_of(live, copied), copied});
   };
   for (const auto& item : module.named_parameters()) add(item.key(), item.value(), false);

@@ -37,8 +37,35 @@ class SgdRule final : public RuleOf<SGDOptions> {
   bool needs_host_skip() const override { return options.momentum != 0 && options.dampening != 0; }
   SpanKernels kernels() const override { return {&sgd_span<float>, &sgd_span<double>, &options}; }
 
-  // ATen's kernel cannot mix first steps with later ones.
+  // In CPU memory only 16-bit parameters come here: see kernels(). ATen's fused kernel leaves most
+  // of their elements unchanged (LibTorch 2.11).
   void update(const std::vector<StepItem>& items, const at::Tensor& found_inf) const override {
+    if (items[0].param.is_cpu()) {
+      for (const StepItem& item : items) step_plainly(item);
+    } else {
+      step_fused(items, found_inf);
+    }
+  }
+
+ private:
+  // PyTorch's operators in PyTorch's order, which decides the bits.
+  void step_plainly(const StepItem& item) const {
+    at::Tensor change = item.grad;
+    if (options.weight_decay != 0) change = change.add(item.param, options.weight_decay);
+    if (options.momentum != 0) {
+      const at::Tensor& momentum = item.state[0];
+      if (item.is_first_step) {
+        momentum.copy_(change);
+      } else {
+        momentum.mul_(options.momentum).add_(change, 1 - options.dampening);
+      }
+      change = options.nesterov ? change.add(momentum, options.momentum) : momentum;
+    }
+    item.param.add_(change, -options.lr);
+  }
+
+  // ATen's kernel cannot mix first steps with later ones.
+  void step_fused(const std::vector<StepItem>& items, const at::Tensor& found_inf) const {
     for (const bool first : {true, false}) {
       std::vector<at::Tensor> params, grads, momenta;
       for (const StepItem& item : items) {

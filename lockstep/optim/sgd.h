@@ -1,5 +1,6 @@
 // SGD with momentum in one pass over memory, bit for bit what Python's torch.optim.SGD(fused=True)
-// does.
+// does. Parameters of 16 bits on a CPU are stepped by plain operations, in the order of Python's
+// foreach=False: ATen's fused kernel leaves elements of them out (LibTorch 2.11).
 //
 //   lockstep::optim::SGD optimizer{model.parameters(), {.lr = 0.1, .momentum = 0.9}};
 //

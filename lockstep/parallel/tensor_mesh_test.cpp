@@ -3,11 +3,13 @@
 // says that it holds; and what it holds while the model is made. Slices alone are in
 // tensor_parallel_test.cpp; `lockstep train` with every combination of axes is in
 // tests/train/combinations_test.py.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,10 +22,12 @@
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
+#include "lockstep/models/lora.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/clip.h"
+#include "lockstep/optim/ema.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
@@ -670,6 +674,35 @@ TEST(TensorMesh, SequenceParallelismIsChosenBeforeTheModelIsCut) {
               EXPECT_THAT(message_of<UsageError>(change), refused);
               net->use_sequence_parallel(true);  // no change
             });
+}
+
+// A slice has memory, so that it could be written under the name of the whole.
+TEST(TensorMesh, WhatReadsParametersWholeRefusesParts) {
+  const models::LoraConfig lora{.target_modules = {"q_proj", "o_proj"}};
+  const io::TemporaryDirectory folder;
+  on_meshes(
+      {{{"tensor", 2}}, {{"shard", 2}}, {{"pipeline", 2}}, {{"shard", 2}, {"tensor", 2}}},
+      [&](const Mesh& mesh) {
+        const auto net = small_model(/*tied=*/false);
+        models::add_lora(*net, lora);
+        const auto way = way_of(*net, mesh);
+        const std::string place = folder / fmt::format("{}-{}", mesh.text(), mesh.world().rank());
+        const auto refused =
+            HasSubstr("is divided over ranks, and the whole of it is wanted here. Hold gathered()");
+        EXPECT_THAT(message_of<UsageError>([&] { models::save_pretrained(*net, place); }), refused);
+        EXPECT_THAT(message_of<UsageError>([&] { models::save_adapter(*net, lora, place); }),
+                    refused);
+        EXPECT_THAT(message_of<UsageError>([&] { optim::Ema{*net}; }), refused);
+        EXPECT_FALSE(std::filesystem::exists(place));
+        mesh.world().barrier();
+        const auto held = way->gathered();
+        const optim::Ema average(*net);
+        models::save_adapter(*net, lora, place + "-adapter");
+        models::save_pretrained(*net, place);
+        const auto read = models::load_pretrained(place);
+        models::load_adapter(*read, place + "-adapter");
+        EXPECT_TENSOR_EQ(flat(*read), flat(*net));
+      });
 }
 
 struct Plain : torch::nn::Module, nn::Staged {

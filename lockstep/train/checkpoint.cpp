@@ -10,6 +10,7 @@
 #include <charconv>
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 #include "lockstep/comm/world.h"
 #include "lockstep/core/document.h"
@@ -27,6 +28,7 @@ namespace lockstep::train {
 namespace {
 
 constexpr const char* kOwnGpu = "cuda";  // its generator's name, whatever its number
+constexpr const char* kFunctionFile = "model_function.json";
 
 // Dense and on the CPU. A tensor that already is both shares its memory.
 at::Tensor writable(const at::Tensor& tensor) {
@@ -37,6 +39,7 @@ std::vector<io::TensorBytes> bytes_of_all(const NamedTensors& tensors,
                                           std::vector<at::Tensor>& alive) {
   std::vector<io::TensorBytes> all;
   for (const auto& [name, tensor] : tensors) {
+    nn::check_whole(name, tensor);
     alive.push_back(writable(tensor));
     all.push_back(io::bytes_of_tensor(name, alive.back()));
   }
@@ -87,6 +90,43 @@ void refuse_other_files(const std::string& folder, const ModelFiles& files) {
                        std::string_view(other) == "model" ? "without" : "with");
 }
 
+// By the full names of the keys; a map's are compared one by one.
+void add_changes(const Node& then, const Node& now, const std::string& name,
+                 std::vector<std::string>& changes) {
+  if (same_value(then, now)) return;
+  if (!then.is(NodeKind::kMap) || !now.is(NodeKind::kMap)) {
+    changes.push_back(fmt::format("{} is {} and was {}", name, to_json(now), to_json(then)));
+    return;
+  }
+  std::set<std::string> keys;
+  for (const Node* map : {&then, &now})
+    for (const Entry& entry : map->entries) keys.insert(entry.key);
+  for (const std::string& key : keys) {
+    const Entry *before = then.find(key), *after = now.find(key);
+    add_changes(before != nullptr ? before->value : Node{},
+                after != nullptr ? after->value : Node{}, name + "." + key, changes);
+  }
+}
+
+// A key that one of the two does not have is of another version, or of adapters, which have files
+// of their own.
+void refuse_other_function(const std::string& folder, const std::string& saved,
+                           const std::string& own) {
+  if (saved.empty() || own.empty()) return;
+  const Node then = parse_json(saved, fmt::format("{}/{}", folder, kFunctionFile));
+  const Node now = parse_json(own, "ModelFiles::function");
+  std::vector<std::string> changes;
+  for (const Entry& entry : as_map(then, kFunctionFile).entries)
+    if (const Entry* other = as_map(now, "ModelFiles::function").find(entry.key))
+      add_changes(entry.value, other->value, entry.key, changes);
+  if (!changes.empty())
+    throw UsageError("checkpoint",
+                     "{} was saved by a model that computes something else: {}. Its weights were "
+                     "trained with the earlier values. Set them again, or begin a new run in "
+                     "another output_dir.",
+                     folder, fmt::join(changes, ", "));
+}
+
 // A generator's state for a rank that was not there. Undefined for a device whose format is
 // unknown: its generator stays as it is.
 at::Tensor derived_state(const std::string& device, const at::Tensor& state, int rank) {
@@ -130,6 +170,7 @@ void write_checkpoint(const std::string& path, const CheckpointContents& content
 void write_small_files(io::AtomicDir& dir, const CheckpointContents& contents) {
   dir.write("trainer_state.json", trainer_state_text(contents.state));
   if (!contents.model_config.empty()) dir.write(contents.files.config, contents.model_config);
+  if (!contents.files.function.empty()) dir.write(kFunctionFile, contents.files.function);
   for (const auto& [name, text] : contents.files.texts) dir.write(name, text);
   if (!contents.arguments.empty()) dir.write("training_args.json", contents.arguments);
   if (contents.only_model) return;
@@ -182,7 +223,8 @@ Checkpoint::Checkpoint(std::string path) : path_(std::move(path)) {
 }
 
 void Checkpoint::load_model(torch::nn::Module& module, const ModelFiles& files) const {
-  load_weights(path_, module, files);
+  load_weights(path_, module, files);  // another model's shapes are refused by their names
+  refuse_other_function(path_, text(kFunctionFile), files.function);
 }
 
 void load_weights(const std::string& folder, torch::nn::Module& module, const ModelFiles& files) {

@@ -5,6 +5,7 @@
 //   config.json              what the model is, where the task says so (TrainerTask::model_config)
 //                            With adapters (model_files.h) adapter_model.safetensors and
 //                            adapter_config.json instead of these two; PEFT loads them
+//   model_function.json      what the model computes beside its weights (ModelFiles::function)
 //   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
 //   optimizer.safetensors    by parameter name: "h.0.attn.weight.exp_avg"
 //   scheduler.json, scaler.json, training_args.json
@@ -114,6 +115,7 @@ class Checkpoint {
   const DataPosition& position() const { return position_; }
   bool resumable() const { return resumable_; }
 
+  // As load_weights(). UsageError names what the model computes otherwise than when it was saved.
   void load_model(torch::nn::Module& module, const ModelFiles& files = {}) const;
   // Memory of the file, to be copied from: what nobody looks at is not read.
   TensorDict optimizer() const;

@@ -23,6 +23,10 @@ struct ModelFiles {
   // The tensors by their names in the file, in the module's own memory, so that they can be read
   // back into it. Empty: every parameter and buffer of the module.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> tensors{};
+  // JSON, a map: what the model computes beside its tensors, by the names of the settings that say
+  // it, such as models::function_text(net->config()). The folder has it as model_function.json, and
+  // a run with another value does not resume from it. Empty: no such file, and nothing is compared.
+  std::string function{};
   // Further small files of the folder, by name, and their texts.
   std::vector<std::pair<std::string, std::string>> texts{};
 };

@@ -114,6 +114,10 @@ CONFIGS = {
         **LLAMA, **QWEN_WINDOW, layer_types=["sliding_attention", "full_attention"]),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5, head_dim=12),
+    # What transformers makes of a Mistral's file with layer_types; see write_good().
+    "mistral-types": lambda: transformers.MinistralConfig(
+        **LLAMA, sliding_window=5, head_dim=12,
+        layer_types=["full_attention", "sliding_attention"]),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=12),
     "qwen3-bias": lambda: transformers.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True,
                                                    tie_word_embeddings=True, rms_norm_eps=1e-3),
@@ -146,7 +150,10 @@ CONFIGS = {
 }
 # Files as earlier versions and other programs write them.
 VARIANTS = {"gpt2-old-names": "gpt2", "gpt2-other-names": "gpt2",
-            "llama-old-config": "llama-llama3"}
+            "llama-old-config": "llama-llama3",
+            # transformers does not read the field of these.
+            "mixtral-types": "mixtral-window", "phi3-types": "phi3-window",
+            "starcoder2-types": "starcoder2-window"}
 
 
 def make_model(name):
@@ -226,6 +233,10 @@ def write_good(folder, name, model):
         to_old_names(folder)
     if name == "llama-old-config":
         edit_json(folder / "config.json", to_old_config)
+    if name == "mistral-types":
+        change_field(model_type="mistral", architectures=["MistralForCausalLM"])(folder)
+    elif name.endswith("-types") and name in VARIANTS:
+        change_field(layer_types=["full_attention", "sliding_attention"])(folder)
     if name == "gpt2-other-names":
         edit_json(folder / "config.json", to_other_names)
     generator = torch.Generator().manual_seed(len(name))
@@ -272,6 +283,24 @@ BAD = {
     "gpt2-text": (change_field(n_layer="two"), "config.n_layer must be"),
     "llama-dynamic": (change_field(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
                       'rope_parameters.rope_type is "dynamic", which is not supported. Known are'),
+    "llama-no-factor": (change_field(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+                        "rope_parameters.factor is missing, and rope_type linear needs it."),
+    "llama-null-factor": (change_field(rope_scaling={"type": "linear", "factor": None}),
+                          "rope_scaling.factor is missing, and rope_type linear needs it."),
+    "llama-no-low": (change_field(rope_parameters={**LLAMA3, "low_freq_factor": None}),
+                     "rope_parameters.low_freq_factor is missing, and rope_type llama3 needs it."),
+    "llama-yarn-factor": (change_field(rope_parameters={"rope_type": "yarn"}),
+                          "rope_parameters.factor is missing, and rope_type yarn needs it."),
+    "llama-no-long": (change_field(rope_parameters={"rope_type": "longrope",
+                                                    "short_factor": [1.0] * 4}),
+                      "rope_parameters.long_factor is missing, and rope_type longrope needs it."),
+    "llama-text-factor": (change_field(rope_parameters={"rope_type": "linear", "factor": "8"}),
+                          "rope_parameters.factor must be a number"),
+    "llama-mistyped": (change_field(rope_parameters={**YARN, "attention_facter": 2.0}),
+                       "rope_parameters has no key 'attention_facter'. Did you mean "
+                       "attention_factor?"),
+    "llama-no-type": (change_field(rope_parameters={"factor": 8.0, "rope_theta": 1e4}),
+                      "rope_parameters has no key 'factor'."),
     "llama-class": (change_field(architectures=["LlamaForSequenceClassification"]),
                     'architectures is ["LlamaForSequenceClassification"]'),
     "llama-type": (change_field(model_type="mistral"), 'model_type is "mistral"'),

@@ -6,7 +6,8 @@
 
 A row is | `lockstep/a/b.h` | `Type`, `Other` | what for |. The rows under "Internal headers" are
 those that public ones include. cmake/LockstepInstall.cmake installs what the page lists, so a
-header that is missing there would break the installed ones.
+header that is missing there would break the installed ones. The pages for users (README.md and
+docs/*.md) name no other headers.
 """
 
 import os
@@ -21,6 +22,11 @@ PAGE = "docs/api.md"
 ENTRY = "lockstep/lockstep.h"
 INTERNAL = "Internal headers"
 ROW = re.compile(r"^\| `(lockstep/[\w/]+\.h)` \|([^|]*)\|")
+
+NAMED = re.compile(r"\blockstep/[\w/]+\.h\b")
+# Named where a page describes a change of this tree.
+SOURCE_TREE = {"lockstep/models/families/shared.h", "lockstep/testing/naive_shard.h",
+               "lockstep/train/rule_options.h"}
 
 # The rule of CONTRIBUTING.md; of `train` alone what lockstep.h does not include.
 OWN_NAMESPACE = {"data", "io", "models", "monitor", "nn", "optim"}
@@ -99,8 +105,23 @@ def check_row(root, path, line, names, in_entry):
                             f"{name} is in {namespace}, not in {' or '.join(sorted(allowed))}")
 
 
+def check_pages(root, listed):
+    """What a page names can be included by those who have the installed tree."""
+    top = pathlib.Path(root)
+    for page in [top / "README.md", *sorted((top / "docs").glob("*.md"))]:
+        path = page.relative_to(top).as_posix()
+        if path == PAGE or not page.exists():
+            continue
+        for number, line in enumerate(tree.read(root, path).split("\n"), 1):
+            for header in NAMED.findall(line):
+                if header not in listed and header not in SOURCE_TREE:
+                    yield Violation(path, number, "uninstalled", f"{header} is not installed: "
+                                    f"add it to {PAGE}, or do not name it")
+
+
 def check(root):
-    listed, found = rows(root), []
+    listed = rows(root)
+    found = list(check_pages(root, listed))
     entry = reached(root, ENTRY)
     needed = dict(entry)
     for path, (line, names, internal) in listed.items():
@@ -142,6 +163,7 @@ def self_test():
                                  "  void f() { struct Local {}; }\n};\nvoid g(struct X* x);\n}\n",
         "lockstep/core/fd.h": "namespace lockstep {\nstruct Fd {};\n}\n",
         "lockstep/io/tensors.h": "namespace lockstep::io {\nstruct Bytes {\n};\n}\n",
+        "docs/b.md": "`lockstep/io/tensors.h`, and of this tree `lockstep/testing/naive_shard.h`",
         PAGE: "## Included\n| `lockstep/lockstep.h` |  | all |\n"
               "| `lockstep/comm/world.h` | `Op`, `Name`, `World` | ranks |\n"
               "## On request\n| `lockstep/io/tensors.h` | `Bytes` | files |\n"
@@ -158,6 +180,8 @@ def self_test():
                              '#include "lockstep/core/pipe.h"\n' + good["lockstep/io/tensors.h"]}],
         "unneeded": [good | {"lockstep/core/pipe.h": "\n",
                              PAGE: page + "| `lockstep/core/pipe.h` | | pipes |\n"}],
+        "uninstalled": [good | {"docs/a.md": "`lockstep/core/pipe.h` has it\n"},
+                        good | {"README.md": "#include <lockstep/core/pipe.h>\n"}],
         "namespace": [
             good | {"lockstep/io/tensors.h": "namespace lockstep { struct Bytes {}; }\n"}],
     }

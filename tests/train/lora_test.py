@@ -1,5 +1,6 @@
 """Adapters trained by `lockstep train`: stopped and resumed to the same bits, and read by PEFT."""
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -25,7 +26,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidd
          "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 32,
          "tie_word_embeddings": False}
-FILES = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors",
+FILES = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors", "model_function.json",
          "optimizer.safetensors", "rng_state.safetensors", "sampler.json", "scheduler.json",
          "trainer_state.json", "training_args.json"]
 
@@ -181,6 +182,60 @@ for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bou
         done = merge(self.place / "gpt2-float32" / "base", self.place / "x")
         self.assertEqual(done.returncode, 2)
         self.assertIn("holds no adapter", done.stderr)
+
+    def resumes(self, output, model, words=()):
+        """From its newest checkpoint with another model or adapter: refused with these words."""
+        self.config.write_text(model + self.rest)
+        said = self.train(0, output, "--resume", "auto", code=2 if words else 0).stderr
+        for word in ["was saved by a model that computes something else", *words] if words else []:
+            self.assertIn(word, said)
+
+    def test_adapters_go_on_with_the_scale_that_they_were_trained_with(self):
+        model, output = GPT % "", self.place / "out"
+        self.config.write_text(model + LORA + self.rest)
+        self.train(0, output)
+        self.resumes(output, model + LORA.replace("alpha: 8", "alpha: 16"),
+                     ["lora.lora_alpha is 16.0 and was 8.0"])
+        self.resumes(output, model + LORA.replace("{r", "{use_rslora: true, r"),
+                     ["lora.use_rslora is true and was false"])
+        self.resumes(output, model + LORA.replace("{r", "{alpha_pattern: {c_attn: 2}, r"),
+                     ['lora.alpha_pattern is [["c_attn",2.0]] and was []'])
+        self.resumes(output, model.replace("n_head: 2", "n_head: 4") + LORA,
+                     ["n_head is 4 and was 2", "head_dim is 8 and was 16"])
+        self.resumes(output, model + LORA.replace("dropout: 0.1", "dropout: 0.3"))
+
+    def test_a_model_goes_on_as_what_it_was(self):
+        config, output = self.place / "config.json", self.place / "out"
+        model = f"model: {{config: {config}}}\n"
+        was = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"],
+               "sliding_window": None}
+        config.write_text(json.dumps(was))
+        self.config.write_text(model + self.rest)
+        self.train(0, output)
+        for change, words in (
+                ({"rope_theta": 2e4}, ["rope_parameters.rope_theta is 20000.0 and was 10000.0"]),
+                ({"rope_scaling": {"type": "linear", "factor": 2}},
+                 ["rope_parameters.factor is 2.0 and was null",
+                  'rope_parameters.rope_type is "linear" and was "default"']),
+                ({"sliding_window": 9}, ["sliding_window is 9 and was 0"]),
+                ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+                 ["sliding_window is [0,9] and was 0"]),
+                ({"hidden_act": "gelu"}, ['hidden_act is "gelu" and was "silu"']),
+                ({"rms_norm_eps": 1e-3}, ["rms_norm_eps is 0.001 and was 1e-06"]),
+                ({"attention_dropout": 0.5, "head_dim": 8, "max_position_embeddings": 64}, [])):
+            with self.subTest(**change):
+                config.write_text(json.dumps({**was, **change}))
+                self.resumes(output, model, words)
+        # A checkpoint of a version that did not record it.
+        newest = output / "checkpoint-12"
+        (newest / "model_function.json").unlink()
+        *sums, itself = (newest / "SHA256SUMS").read_text().splitlines(keepends=True)
+        at = next(i for i, line in enumerate(sums) if "model_function" in line)
+        rest = "".join(sums[:at - 1] + sums[at + 1:])  # without its size and its digest
+        digest = hashlib.sha256(rest.encode()).hexdigest()
+        (newest / "SHA256SUMS").write_text(f"{rest}{itself[:-65]}{digest}\n")
+        config.write_text(json.dumps({**was, "rope_theta": 2e4}))
+        self.resumes(output, model)
 
     def test_what_is_refused(self):
         base = self.make_base()
