@@ -56,7 +56,8 @@ int run_benchmark(int argc, char** argv) {
     const OtherPrograms others;
     const int code = benchmark.run(argc - 1, argv + 1);
     // `scale` knows from the records of its runs how long their ranks have waited.
-    if (const std::string what = others.text(); name != "scale" && !what.empty())
+    constexpr double kShortest_s = 1;  // an error or a help text is no measurement
+    if (const std::string what = others.text(kShortest_s); name != "scale" && !what.empty())
       fmt::print(stderr,
                  "note: {} meanwhile. Measure again on an idle machine before you use these "
                  "figures.\n",

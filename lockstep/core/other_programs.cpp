@@ -14,8 +14,7 @@
 namespace lockstep {
 namespace {
 
-constexpr double kShortest_s = 1;  // an error or a help text is no measurement
-constexpr double kMuch = 0.10;     // share of the cores that others use
+constexpr double kMuch = 0.10;  // share of the cores that others use
 // Others take nothing away while cores are idle.
 constexpr double kAllInUse = 0.9;
 
@@ -54,11 +53,11 @@ double own_s() {
 
 OtherPrograms::OtherPrograms() : all_s_(busy_s()), own_s_(own_s()) {}
 
-std::string OtherPrograms::text() const {
+std::string OtherPrograms::text(double shortest_s) const {
   const auto cores = static_cast<double>(allowed_cpus().size());
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin_;
   const double seconds = passed.count();
-  if (seconds < kShortest_s) return "";
+  if (seconds < shortest_s) return "";
   const double all = (busy_s() - all_s_) / seconds;
   const double others = all - (own_s() - own_s_) / seconds;
   if (others < kMuch * cores || all < kAllInUse * cores) return "";

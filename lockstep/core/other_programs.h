@@ -18,9 +18,9 @@ class OtherPrograms {
   OtherPrograms();
 
   // "other programs used 1.2 of the 2 cores", if they used a tenth of those that this process may
-  // use while nearly all of them were busy. Empty: otherwise, in less than a second, and where the
-  // kernel does not say.
-  std::string text() const;
+  // use while nearly all of them were busy. Empty: otherwise, in less time than `shortest_s`, and
+  // where the kernel does not say.
+  std::string text(double shortest_s = 0.2) const;
 
  private:
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();

@@ -43,14 +43,6 @@ CHILD(busy) {
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
 
-CHILD(busy_on_one_core) {
-  return keep_one_core_busy(0);
-}
-
-CHILD(four_threads_on_one_core) {
-  return keep_one_core_busy(3);
-}
-
 CHILD(idle) {
   return say("ready");
 }
@@ -67,6 +59,14 @@ int keep_one_core_busy(int more_threads) {
     }).detach();
   write_all(STDOUT_FILENO, "ready\n");
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
+}
+
+CHILD(busy_on_one_core) {
+  return keep_one_core_busy(0);
+}
+
+CHILD(four_threads_on_one_core) {
+  return keep_one_core_busy(3);
 }
 
 constexpr std::size_t kTouched = 64u << 20;
@@ -139,7 +139,7 @@ TEST(CpuSampler, ProcessesThatShareACoreWaitForIt) {
 }
 
 // Whoever else is on the cores: a process of one thread never has more than one that waits.
-TEST(CpuSampler, ThreadsThatWaitAreTheProcesssOwn) {
+TEST(CpuSampler, ThreadsThatWaitAreThoseOfTheProcess) {
   const Process alone("busy_on_one_core");
   const Process second("busy_on_one_core");
   const Process many("four_threads_on_one_core");
@@ -148,8 +148,10 @@ TEST(CpuSampler, ThreadsThatWaitAreTheProcesssOwn) {
   std::this_thread::sleep_for(1500ms);
   const auto of_one = rates(one, alone.sample()), of_four = rates(four, many.sample());
   ASSERT_TRUE(of_one && of_one->waiting_threads && of_four && of_four->waiting_threads);
-  EXPECT_NEAR(*of_one->waiting_threads + of_one->cores, 1, 0.1);
-  EXPECT_NEAR(*of_four->waiting_threads + of_four->cores, 4, 0.4);
+  EXPECT_LT(*of_one->waiting_threads + of_one->cores, 1.1);
+  EXPECT_GT(*of_one->waiting_threads, 0.4);
+  EXPECT_GT(*of_four->waiting_threads + of_four->cores, 2.5);
+  EXPECT_LT(*of_four->waiting_threads + of_four->cores, 4.4);
 }
 
 TEST(CpuSampler, AStoppedProcessDiffersFromOneThatSleeps) {

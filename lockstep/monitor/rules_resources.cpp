@@ -385,8 +385,7 @@ std::optional<Finding> too_many_threads(const View& view) {
   for (std::size_t i = 0; i < ranks; ++i) {
     in_use += rate(view.ranks[i], &ProcessRates::cores);
     switches += rate(view.ranks[i], &ProcessRates::involuntary_switches_per_s);
-    if (const auto threads = waiting_threads(view.ranks[i]))
-      waiting = waiting.value_or(0) + *threads;
+    if (const auto more = waiting_threads(view.ranks[i])) waiting = waiting.value_or(0) + *more;
   }
   if (waiting ? in_use + *waiting < kTooManyAtOnce * facts.cores
               : in_use < kCoresUsed * facts.cores)
