@@ -1,21 +1,15 @@
 // lockstep-bench: the subcommands that need LibTorch. `lockstep` executes it, so that everything
 // else starts in milliseconds.
 #include <fmt/format.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 
 #include "bench/bench.h"
 #include "cli/guarded.h"
-#include "lockstep/core/cores.h"
-#include "lockstep/core/deadline.h"
+#include "lockstep/core/other_programs.h"
 
 namespace lockstep::bench {
 namespace {
@@ -46,70 +40,6 @@ const std::map<std::string, RankMain*> kRanks{{"allreduce", allreduce_rank},
                                               {"model", model_rank},
                                               {"dp-vs-ddp", dp_vs_ddp_rank}};
 
-// ---------------------------------------------------------------- other programs
-
-constexpr double kShortest_s = 1;  // an error or a help text is no measurement
-constexpr double kMuch = 0.10;     // share of the cores that others use
-// Others take nothing away while cores are idle.
-constexpr double kAllInUse = 0.9;
-
-double seconds_of(const timeval& time) {
-  return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
-}
-
-// CPU seconds of all programs on the cores that this process may use; 0 where the kernel does not
-// say, and then there is no note.
-double busy_s() {
-  const auto cpus = allowed_cpus();
-  std::ifstream file("/proc/stat");
-  double ticks = 0;
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream fields(line);
-    std::string name;
-    fields >> name;
-    if (std::ranges::none_of(cpus, [&](int cpu) { return name == fmt::format("cpu{}", cpu); }))
-      continue;
-    double user = 0, nice = 0, system = 0, idle = 0, io = 0, irq = 0, softirq = 0, steal = 0;
-    fields >> user >> nice >> system >> idle >> io >> irq >> softirq >> steal;
-    ticks += user + nice + system + irq + softirq + steal;
-  }
-  return ticks / static_cast<double>(::sysconf(_SC_CLK_TCK));
-}
-
-// How much of the cores other programs use while a benchmark measures: figures from a busy machine
-// do not describe the machine.
-class OtherPrograms {
- public:
-  // A line if others used 10 % of the cores while nearly all cores were busy; otherwise nothing.
-  std::string note() const {
-    const auto cores = static_cast<double>(allowed_cpus().size());
-    const double seconds = seconds_since(begin_);
-    if (seconds < kShortest_s) return "";
-    const double all = (busy_s() - all_s_) / seconds;
-    const double others = all - (own_s() - own_s_) / seconds;
-    if (others < kMuch * cores || all < kAllInUse * cores) return "";
-    return fmt::format(
-        "note: other programs used {:.1f} of the {} cores meanwhile. Measure again on an idle "
-        "machine before you use these figures.\n",
-        others, cores);
-  }
-
- private:
-  // CPU seconds of this process, with those of the children that have ended.
-  static double own_s() {
-    double sum = 0;
-    for (const int who : {RUSAGE_SELF, RUSAGE_CHILDREN}) {
-      rusage used{};
-      ::getrusage(who, &used);
-      sum += seconds_of(used.ru_utime) + seconds_of(used.ru_stime);
-    }
-    return sum;
-  }
-
-  const Deadline::Clock::time_point begin_ = Deadline::Clock::now();
-  const double all_s_ = busy_s(), own_s_ = own_s();
-};
-
 int run_benchmark(int argc, char** argv) {
   const std::string name = argc >= 2 ? argv[1] : "";
   for (const Benchmark& benchmark : kBenchmarks) {
@@ -117,7 +47,12 @@ int run_benchmark(int argc, char** argv) {
     const OtherPrograms others;
     const int code = benchmark.run(argc - 1, argv + 1);
     // `scale` knows from the records of its runs how long their ranks have waited.
-    if (name != "scale") fmt::print(stderr, "{}", others.note());
+    constexpr double kShortest_s = 1;  // an error or a help text is no measurement
+    if (const std::string what = others.text(kShortest_s); name != "scale" && !what.empty())
+      fmt::print(stderr,
+                 "note: {} meanwhile. Measure again on an idle machine before you use these "
+                 "figures.\n",
+                 what);
     return code;
   }
   const bool asked = name == "--help";

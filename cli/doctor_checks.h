@@ -116,9 +116,10 @@ Check check_clock(const std::string& address);
 
 // doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
 std::vector<Check> probe_checks(const Machine& machine);
-// What the ranks' files in `folder` say; `problem` is why the probe has not finished, or empty.
+// What the ranks' files in `folder` say; `problem` is why the probe has not finished, or empty, and
+// `disturbance` what other programs did meanwhile (lockstep/core/other_programs.h).
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
-                              const std::string& problem);
+                              const std::string& problem, const std::string& disturbance = {});
 
 // doctor_progress.cpp: after two seconds stderr says what is being done, then every five seconds.
 class Progress {

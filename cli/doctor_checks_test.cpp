@@ -382,6 +382,15 @@ TEST_F(Probe, AHealthyPair) {
   EXPECT_THAT(found("all_reduce").value,
               HasSubstr("34 MB over 2 ranks by shm: 5.00 ms, 6.70 GB/s"));
   EXPECT_EQ(found("p2p").status, Status::kSkip);
+  // The same figures of a machine that others use, which are not its own.
+  for (const Check& check :
+       read_probe(machine, folder.path(), "", "other programs used 1.2 of 2")) {
+    const bool timed = check.name == "compute" || check.name == "all_reduce";
+    EXPECT_EQ(check.status == Status::kWarn, timed) << check.name;
+    if (!timed) continue;
+    EXPECT_THAT(check.value, HasSubstr("; other programs used 1.2 of 2 meanwhile"));
+    EXPECT_THAT(check.remedy, HasSubstr("on an idle machine"));
+  }
 }
 
 TEST_F(Probe, WrongResultsAreFailures) {

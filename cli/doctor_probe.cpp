@@ -11,6 +11,7 @@
 #include "cli/plan_record.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/kernel_files.h"
+#include "lockstep/core/other_programs.h"
 
 namespace lockstep::cli {
 namespace {
@@ -185,20 +186,30 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
 }
 
 // For `lockstep plan` on this host.
-void keep_link(const Machine& machine, const Node& world) {
+void keep_link(const Machine& machine, const Node& world, const std::string& disturbance) {
   const Entry* found = world.find("all_reduce");
   if (found == nullptr || !is_right(found->value)) return;
   const bool cpu = machine.gpus.models.empty() || !machine.on_gpu;
   save_link(cpu ? "cpu" : machine.gpus.models.front().name,
             {.backend = text(world, "backend"),
              .ranks = machine.ranks,
-             .bandwidth = 1e9 * number(found->value, "bus_gb_per_s")});
+             .bandwidth = 1e9 * number(found->value, "bus_gb_per_s"),
+             .disturbance = disturbance});
+}
+
+// Times of a machine that others use are not the machine's.
+void add_disturbance(Check& check, const std::string& disturbance) {
+  if (check.status == Status::kSkip) return;
+  check.value += fmt::format("; {} meanwhile", disturbance);
+  check.data.emplace_back("disturbance", text_node(disturbance));
+  if (check.status != Status::kFail)
+    check.warn("Measure again on an idle machine before you use these figures.");
 }
 
 }  // namespace
 
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
-                              const std::string& problem) {
+                              const std::string& problem, const std::string& disturbance) {
   std::vector<Node> ranks;
   for (int rank = 0; rank < machine.ranks; ++rank) {
     Node node = read_node(fs::path(folder) / fmt::format("rank_{}.json", rank));
@@ -216,6 +227,9 @@ std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
     checks.push_back(check_p2p(world));
     checks.push_back(check_all_reduce(machine, world));
   }
+  for (Check& check : checks)
+    if (!disturbance.empty() && (check.name == "compute" || check.name == "all_reduce"))
+      add_disturbance(check, disturbance);
   if (!problem.empty())
     checks.push_back({.name = "probe",
                       .status = Status::kFail,
@@ -237,6 +251,7 @@ std::vector<Check> probe_checks(const Machine& machine) {
   if (train_program().empty())
     return skipped("libexec/lockstep-train is not there: this build has no LibTorch");
   const ScratchFolder folder("doctor");
+  const OtherPrograms others;
   const RanksOutcome outcome = [&] {
     const Progress progress("running ranks that compute and communicate");
     std::vector<std::string> variables;
@@ -247,17 +262,18 @@ std::vector<Check> probe_checks(const Machine& machine) {
                       .environment = std::move(variables)},
                      folder.path());
   }();
+  const std::string disturbance = others.text();
   std::string problem;
   if (!outcome.in_time)
     problem = fmt::format("{} ranks did not finish within {} s (--probe-timeout)", machine.ranks,
                           machine.request.probe_timeout_s);
   else if (!outcome.ending.ok())
     problem = fmt::format("the ranks failed: lockstep run {}", outcome.ending.text());
-  std::vector<Check> checks = read_probe(machine, folder.path(), problem);
+  std::vector<Check> checks = read_probe(machine, folder.path(), problem, disturbance);
   if (!problem.empty())
     checks.back().lines = tail(outcome.output);
   else
-    keep_link(machine, read_node(fs::path(folder.path()) / "world.json"));
+    keep_link(machine, read_node(fs::path(folder.path()) / "world.json"), disturbance);
   return checks;
 }
 

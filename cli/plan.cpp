@@ -353,6 +353,21 @@ void add_ways(Report& report, bool here) {
     if (std::ranges::none_of(fresh, [&](const auto& other) { return one.is_like(other); }))
       fresh.push_back(one);
   plan::use_measurements(report.ways, report.training, fresh);
+  if (const auto way = std::ranges::find_if(
+          report.ways, [](const plan::Way& one) { return !one.disturbance.empty(); });
+      way != report.ways.end())
+    report.note(
+        fmt::format("a way was measured while {}: measure again on an idle machine (--probe)",
+                    way->disturbance));
+}
+
+// How long the samples are is in the data, which is not read.
+void note_length(Report& report, const DataConfig& data) {
+  if (data.name == "instructions" && data.padding == "longest")
+    report.note(fmt::format(
+        "planned with {} tokens in each sample; rows end with the longest sample of their batch, "
+        "so a step may take less. --probe measures",
+        report.training.model.length));
 }
 
 Report make_report(const PlanRequest& request) {
@@ -373,6 +388,7 @@ Report make_report(const PlanRequest& request) {
   report.machine = {report.devices.card, cluster_of(request.link, per_node, here), request.speed};
   report.parameters = plan::parameters_of(report.training.model);
   note_type(report);
+  note_length(report, task.data);
   if (report.training.offload && !here.devices.card.cpu)
     report.note("offload: the host's memory and the time of copies from and to it are not planned");
   add_rows(report);
@@ -643,6 +659,7 @@ Node way_node(const Report& r, const plan::Way& way) {
        {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
        {"planned_memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
        {"measured", bool_node(way.measured)},
+       {"disturbance", text_node(way.disturbance)},
        {"step_s", real_node(way.step->total_s())},
        {"estimated_step_s", real_node(way.estimate.total_s())},
        {"tokens_per_second", real_node(way.tokens_per_second)},

@@ -12,6 +12,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/other_programs.h"
 
 namespace lockstep::cli {
 namespace {
@@ -24,6 +25,7 @@ constexpr int kFirstCpu = 1;
 struct SeenRanks {
   double step_s = 0;
   double longest_s = 0;  // of the steps that count
+  double tokens = 0;     // of a sample
   std::uint64_t memory_bytes = 0;
 };
 
@@ -40,6 +42,7 @@ std::optional<SeenRanks> read_ranks(const std::string& folder, int ranks) {
     const auto [least, most] = std::minmax_element(steps.end() - kSteps, steps.end());
     all.step_s = std::max(all.step_s, *least);
     all.longest_s = std::max(all.longest_s, *most);
+    all.tokens = std::max(all.tokens, node.at("tokens_per_sample").real);
     all.memory_bytes =
         std::max(all.memory_bytes, static_cast<std::uint64_t>(node.at("memory_bytes").integer));
   }
@@ -58,11 +61,14 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   const std::string planned = folder.path() + "/planned.yaml";
   write_file_atomically(planned, with_settings(read_file(file), way.settings, file));
   const int steps = kSteps + (options.cpu ? kFirstCpu : kFirstGpu);
-  std::vector<std::string> arguments{"plan-probe", folder.path(), planned,
+  std::vector<std::string> arguments{"plan-probe",
+                                     folder.path(),
+                                     planned,
                                      fmt::format("--max_steps={}", steps),
+                                     fmt::format("--logging_steps={}", steps),
                                      "--output_dir=" + folder.path() + "/out"};
   for (const char* off :
-       {"save_strategy=no", "eval_strategy=no", "eval_on_start=false", "logging_strategy=no",
+       {"save_strategy=no", "eval_strategy=no", "eval_on_start=false", "logging_strategy=steps",
         "load_best_model_at_end=false", "report_to=none", "record_run=false", "disable_tqdm=true",
         "elastic_gpu=false", "auto_find_batch_size=false", "resume_from_checkpoint=never",
         "early_stopping_patience=none"})
@@ -79,6 +85,7 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
                   : way.half ? ", 16 bits"
                              : "");
   const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
+  const OtherPrograms others;
   const RanksOutcome end =
       run_ranks({.ranks = ranks, .timeout_s = options.timeout_s, .arguments = std::move(arguments)},
                 folder.path());
@@ -94,10 +101,14 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   }
   // What the allocator does not see is as planned.
   const std::uint64_t memory = seen->memory_bytes + c.memory.workspace + c.memory.context;
-  print_text(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB\n", what,
-             1e3 * seen->step_s, kSteps, 1e3 * seen->longest_s,
-             static_cast<double>(memory) / (1u << 30));
-  return measurement_of(way, seen->step_s, memory);
+  plan::Measurement measured = measurement_of(way, seen->step_s, memory);
+  measured.tokens = seen->tokens;
+  measured.disturbance = others.text();
+  print_text(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB{}\n",
+             what, 1e3 * seen->step_s, kSteps, 1e3 * seen->longest_s,
+             static_cast<double>(memory) / (1u << 30),
+             measured.disturbance.empty() ? "" : "; " + measured.disturbance);
+  return measured;
 }
 
 }  // namespace lockstep::cli

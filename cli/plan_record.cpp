@@ -20,6 +20,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kDisturbance = "disturbance";
+
 Node read_record() {
   try {
     return parse_json(read_file(plan_record_path()), plan_record_path());
@@ -50,22 +52,28 @@ bool flag_of(const Node& node, const char* key) {
   return entry != nullptr && entry->value.boolean;
 }
 
-// Puts `fresh` in place of the entries that have the same texts under `keys`.
+// Puts `fresh` in place of the entries that have the same texts under `keys`. What was measured
+// while nothing else ran stays where the fresh one was disturbed.
 void replace(const char* list, const std::vector<std::string>& keys, std::vector<Node> fresh) {
   const Node record = read_record();
   NodeMembers members;
   for (const char* name : {"links", "ways"}) {
     std::vector<Node> all;
     for (const Node& old : entries_of(record, name)) {
-      const bool same =
-          name == std::string_view(list) && std::ranges::any_of(fresh, [&](const Node& one) {
-            return std::ranges::all_of(keys, [&](const std::string& key) {
-              const Entry* a = old.find(key);
-              const Entry* b = one.find(key);
-              return a != nullptr && b != nullptr && plain_text(a->value) == plain_text(b->value);
-            });
-          });
-      if (!same) all.push_back(old);
+      const auto same = std::ranges::find_if(fresh, [&](const Node& one) {
+        return name == std::string_view(list) &&
+               std::ranges::all_of(keys, [&](const std::string& key) {
+                 const Entry* a = old.find(key);
+                 const Entry* b = one.find(key);
+                 return a != nullptr && b != nullptr &&
+                        plain_text(a->value) == plain_text(b->value);
+               });
+      });
+      const bool better = same != fresh.end() && old.find(kDisturbance) != nullptr &&
+                          text_of(old, kDisturbance).empty() &&
+                          !text_of(*same, kDisturbance).empty();
+      if (better || same == fresh.end()) all.push_back(old);
+      if (better) fresh.erase(same);
     }
     if (name == std::string_view(list)) std::ranges::move(fresh, std::back_inserter(all));
     members.emplace_back(name, list_node(std::move(all)));
@@ -92,7 +100,9 @@ NodeMembers members_of(const plan::Measurement& way) {
           {"half", bool_node(way.half)},
           {"fp8", bool_node(way.fp8)},
           {"step_s", real_node(way.step_s)},
-          {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))}};
+          {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))},
+          {"tokens_per_sample", real_node(way.tokens)},
+          {kDisturbance, text_node(way.disturbance)}};
 }
 
 // Nothing for one from another version: it lacks a key, or its text does not belong to its number.
@@ -113,8 +123,12 @@ std::optional<plan::Measurement> measurement_in(const Node& node) {
                               .half = flag_of(node, "half"),
                               .fp8 = flag_of(node, "fp8"),
                               .step_s = number_of(node, "step_s"),
-                              .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes"))};
-  if (text_of(node, "strategy_text") != parts_text(parts) || !(way.step_s > 0)) return std::nullopt;
+                              .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes")),
+                              .tokens = number_of(node, "tokens_per_sample"),
+                              .disturbance = text_of(node, kDisturbance)};
+  if (text_of(node, "strategy_text") != parts_text(parts) || !(way.step_s > 0) ||
+      node.find("tokens_per_sample") == nullptr)
+    return std::nullopt;
   return way;
 }
 
@@ -135,7 +149,8 @@ void save_link(const std::string& device, const plan::MeasuredLink& link) {
                      {"device", text_node(device)},
                      {"backend", text_node(link.backend)},
                      {"ranks", integer_node(link.ranks)},
-                     {"bus_bytes_per_s", real_node(link.bandwidth)}})});
+                     {"bus_bytes_per_s", real_node(link.bandwidth)},
+                     {kDisturbance, text_node(link.disturbance)}})});
 }
 
 std::optional<plan::MeasuredLink> saved_link(const std::string& device, int ranks) {
@@ -144,7 +159,8 @@ std::optional<plan::MeasuredLink> saved_link(const std::string& device, int rank
     if (text_of(node, "host") != host_name() || text_of(node, "device") != device) continue;
     plan::MeasuredLink link{.backend = text_of(node, "backend"),
                             .ranks = static_cast<int>(number_of(node, "ranks")),
-                            .bandwidth = number_of(node, "bus_bytes_per_s")};
+                            .bandwidth = number_of(node, "bus_bytes_per_s"),
+                            .disturbance = text_of(node, kDisturbance)};
     if (link.ranks < 2 || !(link.bandwidth > 0)) continue;
     if (!best || std::abs(link.ranks - ranks) < std::abs(best->ranks - ranks))
       best = std::move(link);

@@ -123,8 +123,9 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
       choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
       choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
   if (measured)
-    text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it",
-                        1e3 * measured->step_s);
+    text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it{}",
+                        1e3 * measured->step_s,
+                        measured->disturbance.empty() ? "" : " while " + measured->disturbance);
   if (!choice.fits)
     text += fmt::format(" of {:.1f}: it may not fit (`lockstep plan` says what to change)",
                         static_cast<double>(card.memory_bytes) / (1u << 30));

@@ -179,10 +179,17 @@ class ProbeSteps : public Observer {
     if (tensors_) shared_ = shared_bytes();
     last_ = Clock::now();
   }
+  // Samples may be shorter than max_seq_len. Written once, after the last step.
+  void on_log(Event& event) override {
+    const double* tokens = train::find_metric(event.entry->values, "tokens_per_second");
+    const double* samples = train::find_metric(event.entry->values, "samples_per_second");
+    if (tokens != nullptr && samples != nullptr) tokens_per_sample_ = *tokens / *samples;
+  }
   void on_train_end(Event& event) override {
     io::FileWriter file(fmt::format("{}/rank_{}.json", folder_, event.rank));
-    file.append(to_json(
-        map_node({{"step_s", list_node(steps_)}, {"memory_bytes", integer_node(peak_bytes())}})));
+    file.append(to_json(map_node({{"step_s", list_node(steps_)},
+                                  {"tokens_per_sample", real_node(tokens_per_sample_)},
+                                  {"memory_bytes", integer_node(peak_bytes())}})));
     file.finish();
   }
 
@@ -212,6 +219,7 @@ class ProbeSteps : public Observer {
   std::int64_t shared_ = 0;
   Clock::time_point last_{};
   std::vector<Node> steps_;
+  double tokens_per_sample_ = 0;
 };
 
 // The fastest of the ways that `lockstep plan --probe` has run with so many ranks on the leader's

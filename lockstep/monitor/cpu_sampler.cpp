@@ -25,16 +25,29 @@ using Count = std::optional<std::uint64_t>;
 constexpr std::size_t kState = 3, kMinorFaults = 10, kMajorFaults = 12, kUser = 14, kSystem = 15,
                       kThreads = 20, kStart = 22, kResident = 24;
 
-// The switches of every thread: /proc/PID/status has those of the main thread alone.
+// "<ns on a core> <ns waiting for one> <turns>".
+std::optional<double> delay_s(const std::string& folder) {
+  const std::string schedule = text_or_empty(folder + "/schedstat");
+  const std::size_t second = schedule.find(' ');
+  if (second == std::string::npos) return std::nullopt;
+  const Count ns = leading_number(std::string_view(schedule).substr(second));
+  if (!ns) return std::nullopt;
+  return static_cast<double>(*ns) / 1e9;
+}
+
+// Of every thread: /proc/PID/status and schedstat have what the main thread did alone.
 void add_threads(const std::string& folder, ProcessSample& sample) {
   const std::unique_ptr<DIR, int (*)(DIR*)> tasks(::opendir((folder + "/task").c_str()),
                                                   &::closedir);
   if (!tasks) return;
   while (const dirent* entry = ::readdir(tasks.get())) {
     if (std::isdigit(static_cast<unsigned char>(entry->d_name[0])) == 0) continue;
-    const std::string text = text_or_empty(folder + "/task/" + entry->d_name + "/status");
+    const std::string task = folder + "/task/" + entry->d_name;
+    const std::string text = text_or_empty(task + "/status");
     sample.voluntary_switches += number_after(text, "voluntary_ctxt_switches").value_or(0);
     sample.involuntary_switches += number_after(text, "nonvoluntary_ctxt_switches").value_or(0);
+    if (const auto seconds = delay_s(task))
+      sample.threads_delay_s = sample.threads_delay_s.value_or(0) + *seconds;
   }
 }
 
@@ -112,11 +125,7 @@ std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files) {
   sample.written_chars = number_after(io, "wchar");
   sample.read_bytes = number_after(io, "read_bytes");
   sample.written_bytes = number_after(io, "write_bytes");
-  // "<ns on a core> <ns waiting for one> <turns>" of the main thread.
-  const std::string schedule = text_or_empty(folder + "/schedstat");
-  if (const std::size_t second = schedule.find(' '); second != std::string::npos)
-    if (const Count ns = leading_number(std::string_view(schedule).substr(second)))
-      sample.run_delay_s = static_cast<double>(*ns) / 1e9;
+  sample.run_delay_s = delay_s(folder);
   return sample;
 }
 
@@ -140,6 +149,10 @@ std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSamp
   if (before.run_delay_s && after.run_delay_s)
     result.run_delay_share =
         std::clamp((*after.run_delay_s - *before.run_delay_s) / seconds, 0.0, 1.0);
+  // What a thread that has ended waited is no longer counted.
+  if (before.threads_delay_s && after.threads_delay_s)
+    result.waiting_threads =
+        std::max(0.0, (*after.threads_delay_s - *before.threads_delay_s) / seconds);
   return result;
 }
 

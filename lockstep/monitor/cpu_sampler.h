@@ -45,6 +45,7 @@ struct ProcessSample {
   std::optional<std::uint64_t> written_bytes{};
   // In which its main thread could run and had no core. Empty where the kernel does not count.
   std::optional<double> run_delay_s{};
+  std::optional<double> threads_delay_s{};  // the same, summed over the threads that exist now
 };
 
 // Nothing when there is no such process.
@@ -64,6 +65,7 @@ struct ProcessRates {
   std::optional<double> read_bytes_per_s{};
   std::optional<double> written_bytes_per_s{};
   std::optional<double> run_delay_share{};  // of the time, in which the main thread had no core
+  std::optional<double> waiting_threads{};  // that could run and had no core, on average
 };
 
 // Nothing when they are of different processes, or no time lies between them.

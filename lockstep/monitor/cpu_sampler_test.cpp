@@ -48,13 +48,25 @@ CHILD(idle) {
 }
 
 // On the first CPU that it may use, which others like it use as well.
-CHILD(busy_on_one_core) {
+int keep_one_core_busy(int more_threads) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(static_cast<std::size_t>(allowed_cpus().front()), &set);
   if (::sched_setaffinity(0, sizeof set, &set) != 0) return 1;
+  for (int i = 0; i < more_threads; ++i)
+    std::thread([] {
+      for (std::atomic<unsigned> n{0};;) n.fetch_add(1);
+    }).detach();
   write_all(STDOUT_FILENO, "ready\n");
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
+}
+
+CHILD(busy_on_one_core) {
+  return keep_one_core_busy(0);
+}
+
+CHILD(four_threads_on_one_core) {
+  return keep_one_core_busy(3);
 }
 
 constexpr std::size_t kTouched = 64u << 20;
@@ -124,6 +136,22 @@ TEST(CpuSampler, ProcessesThatShareACoreWaitForIt) {
   EXPECT_GT(*change->run_delay_share, 0.4);
   EXPECT_LE(*change->run_delay_share, 1);
   EXPECT_LT(change->cores, 0.6);
+}
+
+// Whoever else is on the cores: a process of one thread never has more than one that waits.
+TEST(CpuSampler, ThreadsThatWaitAreThoseOfTheProcess) {
+  const Process alone("busy_on_one_core");
+  const Process second("busy_on_one_core");
+  const Process many("four_threads_on_one_core");
+  const ProcessSample one = alone.sample(), four = many.sample();
+  if (!one.threads_delay_s) GTEST_SKIP() << "this kernel does not count it";
+  std::this_thread::sleep_for(1500ms);
+  const auto of_one = rates(one, alone.sample()), of_four = rates(four, many.sample());
+  ASSERT_TRUE(of_one && of_one->waiting_threads && of_four && of_four->waiting_threads);
+  EXPECT_LT(*of_one->waiting_threads + of_one->cores, 1.1);
+  EXPECT_GT(*of_one->waiting_threads, 0.4);
+  EXPECT_GT(*of_four->waiting_threads + of_four->cores, 2.5);
+  EXPECT_LT(*of_four->waiting_threads + of_four->cores, 4.4);
 }
 
 TEST(CpuSampler, AStoppedProcessDiffersFromOneThatSleeps) {

@@ -562,8 +562,9 @@ TEST(Threads, MoreThanCores) {
   EXPECT_THAT(finding.remedy, HasSubstr("OMP_NUM_THREADS=1"));
   change(run, [](Interval& interval) { interval.process->cores = 0.45; });
   expect_silence(run);
-  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.3; });
-  only(run, "too-many-threads");
+  change(run, [](Interval& interval) { interval.process->waiting_threads = 0.9; });
+  finding = only(run, "too-many-threads");
+  EXPECT_THAT(finding.evidence, HasSubstr("0.9 cores in use, 1.8 threads waiting for one"));
   run.facts.hosts = 2;
   EXPECT_EQ(find(diagnose(run), "too-many-threads"), nullptr);
   RunRecord four = run_of({Shape{}, Shape{}, Shape{}, Shape{}});
@@ -634,9 +635,13 @@ TEST(CpuStarved, OtherReasonsThanOtherPrograms) {
   finding = only(limited, "cpu-starved");
   EXPECT_EQ(finding.cause, "quota");
   EXPECT_THAT(finding.evidence, HasSubstr("limited to 1.0 cores"));
-  RunRecord threads = starved(0.3, 0.5);  // that rule says more
+  // Two threads of a rank, of which one computes: what takes its core is not the other one.
+  RunRecord threads = starved(0.5, 0.5);
   threads.facts.threads_per_rank = 2;
-  only(threads, "too-many-threads");
+  change(threads, [](Interval& interval) { interval.process->waiting_threads = 0.5; });
+  EXPECT_EQ(only(threads, "cpu-starved").cause, "other-programs");
+  change(threads, [](Interval& interval) { interval.process->waiting_threads = 1.2; });
+  only(threads, "too-many-threads");  // that rule says more
   RunRecord gpu = starved(0.3, 0.5);  // whose host is ahead of the device
   gpu.facts.device = "cuda";
   EXPECT_EQ(find(diagnose(gpu), "cpu-starved"), nullptr);

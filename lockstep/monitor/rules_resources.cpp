@@ -55,8 +55,10 @@ constexpr double kFaultShare = 0.03;
 constexpr double kMinFaultsPerStep = 256;  // 1 MiB
 constexpr double kPageBytes = 4096;
 
-// The share of the cores that the ranks use or wait for.
-constexpr double kCoresWanted = 0.5;
+// Threads of ranks that run or wait for a core at once, over the cores: fewer are not too many.
+constexpr double kTooManyAtOnce = 1.2;
+// Where the kernel does not count who waits, the share of the cores that the ranks use.
+constexpr double kCoresUsed = 0.5;
 
 // ------------------------------------------------------------------ utilisation
 
@@ -251,6 +253,16 @@ bool grows(const RankView& rank) {
   return after - before > faulted / 2;
 }
 
+// Nothing where the kernel does not count them.
+std::optional<double> waiting_threads(const RankView& rank) {
+  std::vector<double> values;
+  for (const Interval& window : rank.windows)
+    if (window.process && window.process->waiting_threads)
+      values.push_back(*window.process->waiting_threads);
+  if (values.empty()) return std::nullopt;
+  return median(std::move(values));
+}
+
 }  // namespace
 
 std::optional<Finding> not_launched(const View& view) {
@@ -365,24 +377,29 @@ std::optional<Finding> too_many_threads(const View& view) {
   const int threads = std::max(facts.threads_per_rank, 1) * std::max(facts.ranks_on_host, 1);
   // On several hosts the cores are those of one rank, which may be bound to some of them.
   if (facts.hosts != 1 || facts.cores <= 0 || threads <= facts.cores) return std::nullopt;
-  // Threads that are not used do no harm.
-  double in_use = 0, wanted = 0, switches = 0;
+  // Threads that are not used do no harm. Those that run or wait are the ranks' own, however much
+  // other programs use the cores.
+  double in_use = 0, switches = 0;
+  std::optional<double> waiting;
   const auto ranks = std::min(view.ranks.size(), static_cast<std::size_t>(facts.ranks_on_host));
   for (std::size_t i = 0; i < ranks; ++i) {
     in_use += rate(view.ranks[i], &ProcessRates::cores);
-    wanted += delay_share(view.ranks[i]);
     switches += rate(view.ranks[i], &ProcessRates::involuntary_switches_per_s);
+    if (const auto more = waiting_threads(view.ranks[i])) waiting = waiting.value_or(0) + *more;
   }
-  if (in_use + wanted < kCoresWanted * facts.cores) return std::nullopt;
+  if (waiting ? in_use + *waiting < kTooManyAtOnce * facts.cores
+              : in_use < kCoresUsed * facts.cores)
+    return std::nullopt;
   const int fit = facts.cores / std::max(facts.ranks_on_host, 1);
   return Finding{
       .rule = "too-many-threads",
       .cause = fit < 1 ? "ranks" : "threads",
       .what = "More threads compute than there are cores, and interrupt each other.",
       .evidence = fmt::format(
-          "{} ranks with {} threads each on {} cores; {:.1f} cores in use, {:.0f} "
+          "{} ranks with {} threads each on {} cores; {:.1f} cores in use{}, {:.0f} "
           "involuntary context switches a second.",
-          facts.ranks_on_host, std::max(facts.threads_per_rank, 1), facts.cores, in_use, switches),
+          facts.ranks_on_host, std::max(facts.threads_per_rank, 1), facts.cores, in_use,
+          waiting ? fmt::format(", {:.1f} threads waiting for one", *waiting) : "", switches),
       .remedy = fit < 1
                     ? fmt::format("start at most {} ranks on this host.", facts.cores)
                     : fmt::format("set OMP_NUM_THREADS={} (`lockstep run` does, unless it is set).",

@@ -40,7 +40,8 @@ constexpr std::pair<const char*, std::optional<double> ProcessRates::*> kOptiona
     {"written_chars_per_s", &ProcessRates::written_chars_per_s},
     {"read_bytes_per_s", &ProcessRates::read_bytes_per_s},
     {"written_bytes_per_s", &ProcessRates::written_bytes_per_s},
-    {"run_delay_share", &ProcessRates::run_delay_share}};
+    {"run_delay_share", &ProcessRates::run_delay_share},
+    {"waiting_threads", &ProcessRates::waiting_threads}};
 
 template <typename Rates, typename Visit>
 void visit_rates(Rates& rates, Visit& visit) {

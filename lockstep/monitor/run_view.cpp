@@ -147,6 +147,8 @@ double recent_step_ms(std::span<const Interval> intervals) {
 
 void describe_ranks(RunView& run) {
   if (!run.record) return;
+  // What a launcher watches is of one start, and the facts may be by another host's clock.
+  const double from_unix_s = run.recorded ? run.facts().started_unix_s : 0;
   for (const RankRecord& record : run.record->ranks) {
     if (record.intervals.empty()) continue;
     auto rank = std::ranges::lower_bound(run.ranks, record.rank, {}, &RankState::rank);
@@ -157,15 +159,13 @@ void describe_ranks(RunView& run) {
     rank->step_ms = recent_step_ms(record.intervals);
     if (rank->status != RankStatus::kEnded && rank->status != RankStatus::kFailed) continue;
     // Its last second may have had no step.
-    const Interval all = budget_of(record);
+    const Interval all = budget_of(record, 0, from_unix_s);
     rank->step_ms = 1e3 * all.step_s();
     if (all.steps == 0) continue;
     rank->newest->seconds = all.seconds;
     rank->newest->host_s = all.host_s;
     rank->newest->device_s = all.device_s;
   }
-  // What a launcher watches is of one start, and the facts may be by another host's clock.
-  const double from_unix_s = run.recorded ? run.facts().started_unix_s : 0;
   if (!run.record->ranks.empty())
     run.mean_step_s = budget_of(run.record->ranks.front(), 0, from_unix_s).step_s();
 }

@@ -56,6 +56,39 @@ TEST(Budget, OfADeviceIsTheDevicesAndAddsUp) {
   EXPECT_EQ(budget.entries.size(), 3u);
 }
 
+// As the table of `lockstep doctor --run` has it: without what another start has recorded.
+TEST(Budget, OfARunThatHasEndedIsThatOfItsLastStart) {
+  RunView view;
+  RunRecord& record = view.record.emplace();
+  record.facts.started_unix_s = 1000;
+  record.facts.ended_unix_s = 1010;
+  RankRecord& rank = record.ranks.emplace_back();
+  const auto add = [&](double unix_time_s, std::int64_t steps, ledger::Phase phase) {
+    Interval& interval = rank.intervals.emplace_back();
+    interval.unix_time_s = unix_time_s;
+    interval.seconds = 5;
+    interval.step = interval.steps = steps;
+    interval.host_s[ledger::index(phase)] = 4;
+  };
+  add(500, 10, ledger::Phase::kData);
+  add(505, 10, ledger::Phase::kData);
+  add(1005, 20, ledger::Phase::kBackward);
+  add(1010, 20, ledger::Phase::kBackward);
+  conclude(view);
+  ASSERT_EQ(view.state, "ended");
+  const Node read = parse_json(snapshot_json(view), "snapshot");
+  const Node& shown = read.at("ranks").items.at(0);
+  const BudgetRow row = budget_rows(record).front();
+  std::size_t parts = 0;
+  for (const auto& [part, share] : row.shares) {
+    if (share == 0) continue;
+    ++parts;
+    EXPECT_NEAR(shown.at("budget").at(part).real, share, 1e-9) << part;
+  }
+  EXPECT_EQ(shown.at("budget").entries.size(), parts);
+  EXPECT_NEAR(shown.at("step_ms").real, 1e3 * row.budget.step_s(), 1e-9);
+}
+
 TEST(Verdict, OnlyARunWithStepsEnoughThatMovesIsHealthy) {
   RunView view;
   view.state = "running";

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -133,6 +134,37 @@ TEST(PassCounts, AWindowOfARankAloneIsAStep) {
   const ledger::Totals spent = ledger::since(before, ledger::totals());
   EXPECT_EQ(of(spent, Counter::kMicroBatches), 2u * kSteps);
   EXPECT_EQ(spent.steps, static_cast<std::uint64_t>(kSteps));
+}
+
+// Nobody hooks the gradients of a world of one.
+TEST(BackwardPhase, OfARankAlone) {
+  constexpr std::chrono::milliseconds kTaken(20);
+  const std::uint64_t least = std::chrono::nanoseconds(kTaken).count();
+  World alone;
+  const auto gate = std::make_shared<Gate>();
+  DistributedDataParallel model{gate, alone};
+  bool fails = false;
+  gate->left->weight.register_hook([&](const at::Tensor&) {
+    std::this_thread::sleep_for(kTaken);
+    if (fails) throw std::runtime_error("as planned");
+  });
+  const auto x = torch::ones({2, 4});
+  const auto spent_in = [&](const std::function<void()>& body) {
+    const ledger::Totals before = ledger::totals();
+    body();
+    std::this_thread::sleep_for(kTaken);
+    const ledger::Totals spent = ledger::since(before, ledger::totals());
+    EXPECT_GE(spent.host_ns[ledger::index(ledger::Phase::kNone)], least) << "after it";
+    return spent.host_ns[ledger::index(ledger::Phase::kBackward)];
+  };
+  EXPECT_GE(spent_in([&] { model(x, true).sum().backward(); }), least);
+  EXPECT_GE(spent_in([&] { (model(x, true) + model(x, false)).sum().backward(); }), least);
+  fails = true;
+  EXPECT_GE(spent_in([&] { EXPECT_ANY_THROW(model(x, true).sum().backward()); }), least);
+  fails = false;
+  EXPECT_GE(spent_in([&] { model(x, true).sum().backward(); }), least);
+  const torch::NoGradGuard no_grad;
+  EXPECT_EQ(spent_in([&] { model(x, true); }), 0u);
 }
 
 TEST(PassCounts, ARankThatHasRunOutCountsNothing) {

@@ -265,10 +265,21 @@ void ReducerImpl::on_outer_backward() {
 void ReducerImpl::on_backward_abandoned() {
   const auto lock = pass_.lock();
   leave_phase();
-  pass_.interrupt();
+  if (!passive_) pass_.interrupt();
+}
+
+void ReducerImpl::watch_alone(const at::Tensor& output) {
+  if (!torch::GradMode::is_enabled() || !output.defined() || !output.grad_fn()) return;
+  output.register_hook([listener = weak_from_this()](const at::Tensor&) {
+    const auto alive = listener.lock();
+    if (!alive || !alive->passive_ || alive->phase_before_) return;
+    alive->phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
+    alive->end_.queue(listener);
+  });
 }
 
 void ReducerImpl::on_backward_end() {
+  if (passive_) return leave_phase();
   if (!pass_.running()) return;
   if (!pass_.sync) {
     if (hooks_.lost()) hooks_.install(weak_from_this(), change_.forms());
@@ -568,6 +579,7 @@ World& Reducer::world() {
 }
 
 at::Tensor Reducer::watch(at::Tensor output) {
+  if (impl_->passive_) impl_->watch_alone(output);
   if (impl_->passive_ || !impl_->options_.find_unused_parameters ||
       !torch::GradMode::is_enabled() || !output.defined() || !output.is_floating_point())
     return output;

@@ -45,6 +45,8 @@ class ReducerImpl final : public BackwardListener,
   void on_backward_end() override;
   void on_backward_abandoned() override;
   void on_outer_backward() override;
+  // In a world of one, where no gradient is hooked: `output` says when backward begins.
+  void watch_alone(const at::Tensor& output);
 
   std::vector<GradientBucket> hand_over(ReduceStrategy& strategy) override;
   void check_hand_over() const override;

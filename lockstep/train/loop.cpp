@@ -361,7 +361,7 @@ DataPosition Loop::position() const {
 
 // True when it ended the window: the gradients are averaged, the step may be taken.
 bool Loop::micro_batch(const data::Batch& batch) {
-  metrics_.count_samples(batch.samples());
+  metrics_.count_batch(batch);
   return run_.with_memory_advice(
       [&] { return captured_ ? captured_micro_batch(batch) : backward(batch, {}); });
 }

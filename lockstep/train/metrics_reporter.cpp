@@ -46,7 +46,7 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 }  // namespace
 
 void MetricsReporter::open(std::int64_t resumed_at) {
-  since_log_ = at::zeros({3}, at::dtype(at::kDouble).device(run_.world.device()));
+  since_log_ = at::zeros({4}, at::dtype(at::kDouble).device(run_.world.device()));
   since_start_ = at::zeros_like(since_log_);
   skipped_ = at::zeros({}, since_log_.options());
   if (!run_.world.is_leader()) return;
@@ -70,21 +70,35 @@ void MetricsReporter::start() {
   last_log_step_ = run_.state.global_step;
 }
 
+void MetricsReporter::count_batch(const data::Batch& batch) {
+  // What an embedding reads; pixels and classes are neither.
+  const auto are_tokens = [](const at::Tensor& ids) {
+    return ids.defined() && ids.dim() == 2 &&
+           (ids.scalar_type() == at::kInt || ids.scalar_type() == at::kLong);
+  };
+  samples_ += batch.samples();
+  input_tokens_ += are_tokens(batch.data)     ? batch.data.numel()
+                   : are_tokens(batch.target) ? batch.target.numel()
+                                              : batch.samples();
+}
+
 // Everything stays on the device. The first parameters, and with them the window's sums, may be on
 // another one of a device map.
 void MetricsReporter::count(const Window& window, const optim::StepResult& result) {
   const torch::NoGradGuard no_grad;
   at::Tensor loss = window.loss.to(since_log_.device(), at::kDouble);
-  const at::Tensor tokens = window.count.to(since_log_.device(), at::kDouble);
-  at::Tensor counted = tokens;
+  const at::Tensor count = window.count.to(since_log_.device(), at::kDouble);
+  at::Tensor counted = count;
   if (run_.arguments.logging_nan_inf_filter) {
     // Not part of the mean, so that the log stays readable. Without a finite one it is NaN.
     const at::Tensor finite = at::isfinite(loss);
     loss = at::where(finite, loss, 0.0);
-    counted = tokens * finite;
+    counted = count * finite;
   }
+  const at::Tensor tokens =
+      at::full({}, static_cast<double>(std::exchange(input_tokens_, 0)), since_log_.options());
   const at::Tensor sums =
-      at::stack({(loss * counted).reshape({}), tokens.reshape({}), counted.reshape({})});
+      at::stack({(loss * counted).reshape({}), count.reshape({}), counted.reshape({}), tokens});
   since_log_ += sums;
   since_start_ += sums;
   if (result.skipped.defined())
@@ -123,21 +137,21 @@ void MetricsReporter::show_step() {
   if (progress_) progress_->step(run_.state.global_step);
 }
 
-// Totals of all ranks: a collective where they have counted for themselves.
+// Totals of all ranks. A window that is weighed across devices has everyone's loss already.
 MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
   at::Tensor all = sums;
-  if (!run_.arguments.average_tokens_across_devices && run_.batch_ranks() > 1) {
+  if (run_.batch_ranks() > 1) {
     all = sums.clone();
-    run_.mesh.batch().all_reduce(all).wait();
+    const bool everyones = run_.arguments.average_tokens_across_devices;
+    run_.mesh.batch().all_reduce(everyones ? all.narrow(0, 3, 1) : all).wait();
   }
   ledger::add(ledger::Counter::kHostSyncs);
   {
     const DeviceWait wait(all.device());
     all = all.cpu();
   }
-  const double tokens = all[1].item<double>();
-  const double loss = tokens > 0 ? all[0].item<double>() / all[2].item<double>() : 0;
-  return {.tokens = tokens, .mean_loss = loss};
+  const double loss = all[1].item<double>() > 0 ? all[0].item<double>() / all[2].item<double>() : 0;
+  return {.input_tokens = all[3].item<double>(), .mean_loss = loss};
 }
 
 void MetricsReporter::log(double learning_rate) {

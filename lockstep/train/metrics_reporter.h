@@ -17,6 +17,7 @@
 #include <memory>
 
 #include "lockstep/core/step_totals.h"
+#include "lockstep/data/batch.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/metrics_log.h"
@@ -32,16 +33,18 @@ class MetricsReporter {
   void open(std::int64_t resumed_at);
   void start();  // the clocks, at the first step
 
-  void count_samples(std::int64_t samples) { samples_ += samples; }
+  // Its samples, and the tokens that the model computes, prompts and padding among them: as many
+  // as token ids in `data`, or else in `target`, and its samples where neither is token ids.
+  void count_batch(const data::Batch& batch);
   void count(const Window& window, const optim::StepResult& result);
   void show_step();
 
   // How much of this rank's steps since the last log was spent waiting, for the step's exchange.
   Waits waits() const;
 
-  // Summed over all ranks.
+  // That the model has computed on all ranks.
   std::int64_t tokens_since_log() {
-    return static_cast<std::int64_t>(totals_of(since_log_).tokens);
+    return static_cast<std::int64_t>(totals_of(since_log_).input_tokens);
   }
   // Once per step.
   void log(double learning_rate);
@@ -58,7 +61,7 @@ class MetricsReporter {
 
  private:
   struct Totals {
-    double tokens = 0;
+    double input_tokens = 0;
     double mean_loss = 0;
   };
   Totals totals_of(const at::Tensor& sums);
@@ -68,12 +71,14 @@ class MetricsReporter {
   RunControl& control_;
   std::unique_ptr<MetricsLog> file_;    // on rank 0
   std::unique_ptr<Progress> progress_;  // on rank 0
-  // Sums of (loss x count, count, count with a finite loss), float64 on the device.
+  // Sums of (loss x count, count, count with a finite loss, this rank's input tokens), float64 on
+  // the device. A count is of what the loss is the mean of.
   at::Tensor since_log_;
   at::Tensor since_start_;
   at::Tensor skipped_;
   at::Tensor grad_norm_;
-  std::int64_t samples_ = 0;  // this rank's since the last log; every rank has as many
+  std::int64_t samples_ = 0;       // this rank's since the last log; every rank has as many
+  std::int64_t input_tokens_ = 0;  // this rank's since the last count()
   std::int64_t last_log_step_ = 0;
   ledger::Totals log_totals_;  // at the last log
   bool advised_ = false;

@@ -220,6 +220,8 @@ bool Measurement::is_like(const Measurement& other) const {
   Measurement same = other;
   same.step_s = step_s;
   same.memory_bytes = memory_bytes;
+  same.tokens = tokens;
+  same.disturbance = disturbance;
   return same == *this;
 }
 
@@ -230,10 +232,10 @@ bool Measurement::is_of(const Way& way) const {
 void use_measurements(std::vector<Way>& ways, const Training& training,
                       const std::vector<Measurement>& measurements) {
   std::vector<double> ratios;
+  auto tokens = static_cast<double>(training.model.length);  // of a sample
   const auto set = [&](Way& way, const StepTime& step) {
     way.step = step;
-    way.tokens_per_second =
-        static_cast<double>(way.choice.global_batch * training.model.length) / step.total_s();
+    way.tokens_per_second = static_cast<double>(way.choice.global_batch) * tokens / step.total_s();
   };
   for (Way& way : ways) {
     const auto found =
@@ -242,6 +244,8 @@ void use_measurements(std::vector<Way>& ways, const Training& training,
     ratios.push_back(found->step_s / way.estimate.total_s());
     way.measured = true;
     way.run_bytes = found->memory_bytes;
+    way.disturbance = found->disturbance;
+    if (found->tokens > 0) tokens = found->tokens;
     set(way, {.compute_s = found->step_s});
   }
   if (ratios.empty()) return;

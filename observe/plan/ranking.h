@@ -31,6 +31,7 @@ struct Way : Timed {
   bool fp8 = false;
   std::vector<Setting> settings{};  // what the file does not say; empty: it is as written
   bool measured = false;            // step and memory are those of a run
+  std::string disturbance{};        // of that run
 
   std::uint64_t memory_bytes() const { return measured ? run_bytes : choice.memory.total(); }
   std::uint64_t run_bytes = 0;
@@ -50,6 +51,8 @@ struct Measurement {
   bool fp8 = false;
   double step_s = 0;
   std::uint64_t memory_bytes = 0;  // of a device, at the peak
+  double tokens = 0;               // of a sample, as computed; 0: as many as planned
+  std::string disturbance{};       // "other programs used 1.0 of the 2 cores"; empty: none
 
   bool is_of(const Way& way) const;
   bool is_like(const Measurement& other) const;  // of the same way
@@ -58,7 +61,8 @@ struct Measurement {
 Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes);
 
 // Puts what was measured in place of the estimates, scales the times of the others by what those
-// took over their estimates, and ranks them again.
+// took over their estimates, and ranks them again. Where samples were shorter than planned, so are
+// the others'.
 void use_measurements(std::vector<Way>& ways, const Training& training,
                       const std::vector<Measurement>& measurements);
 

@@ -544,6 +544,15 @@ TEST(Ways, WhatWasMeasuredReplacesEstimates) {
   EXPECT_EQ(scaled->memory_bytes(), other.choice.memory.total());
   EXPECT_NEAR(scaled->step->total_s(), 2 * other.estimate.total_s(), 1e-9);
   EXPECT_NEAR(scaled->tokens_per_second, other.tokens_per_second / 2, 1e-3);
+  // Samples that were shorter than planned, of every way.
+  auto shorter = rank_ways(t, machine_of(80), 2);
+  Measurement padded = measurement_of(first, 2 * first.estimate.total_s(), 7);
+  padded.tokens = static_cast<double>(t.model.length) / 4;
+  padded.disturbance = "it rained";
+  use_measurements(shorter, t, {padded});
+  EXPECT_EQ(std::ranges::count(shorter, padded.disturbance, &Way::disturbance), 1);
+  for (const Way& way : shorter)
+    EXPECT_NEAR(way.tokens_per_second, 64 * padded.tokens / way.step->total_s(), 1e-3);
   // What belongs to no way changes nothing.
   auto same = rank_ways(t, machine_of(80), 2);
   Measurement stranger = measurement_of(first, 1, 1);

@@ -205,6 +205,7 @@ void use_measured(Cluster& cluster, const MeasuredLink& link) {
   if (cluster.shared_bandwidth > 0) cluster.shared_bandwidth = link.bandwidth * link.ranks;
   cluster.text = fmt::format("{} {:.1f} GB/s a rank, measured by lockstep doctor with {} ranks",
                              link.backend, link.bandwidth / kGiga, link.ranks);
+  if (!link.disturbance.empty()) cluster.text += fmt::format(" while {}", link.disturbance);
   if (cluster.between.bandwidth > 0 && between != std::string::npos)
     cluster.text += assumed.substr(between);
 }

@@ -53,7 +53,8 @@ Cluster parse_link(std::string_view text, const Card& card, int per_node);
 struct MeasuredLink {
   std::string backend{};  // "nccl", "shm"
   int ranks = 0;
-  double bandwidth = 0;  // bytes per second on the bus: 2(n-1)/n of the bytes of an all-reduce
+  double bandwidth = 0;       // bytes per second on the bus: 2(n-1)/n of the bytes of an all-reduce
+  std::string disturbance{};  // "other programs used 1.0 of the 2 cores"; empty: none
 };
 void use_measured(Cluster& cluster, const MeasuredLink& link);
 

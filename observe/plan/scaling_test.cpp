@@ -80,6 +80,9 @@ TEST(Links, ThatWereMeasuredReplaceWhatWasAssumed) {
             "node of 4");
   // The bytes of a ring over what was measured on the bus.
   EXPECT_NEAR(all_reduce_s(cluster, 4, 1e9), 1.5 * 1e9 / 5e9, 1e-3);
+  use_measured(cluster,
+               {.backend = "shm", .ranks = 2, .bandwidth = 2e9, .disturbance = "it rained"});
+  EXPECT_THAT(cluster.text, HasSubstr("measured by lockstep doctor with 2 ranks while it rained"));
 }
 
 TEST(Links, ThatAreNotKnownAreRefused) {

@@ -4,8 +4,8 @@
 // enqueued and stuck, where all ranks have left an operation to a device: they compute, or wait in
 // the CUDA library of $CUDA_LIBRARY;
 // steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
-// train N MS DIR 0|1 does the same with a Trainer, which records into DIR or does not; calls DIR
-// what the parts of the instruments take that cannot be switched off, and a line of the record.
+// train N MS DIR 0|1 prints the processor time of a step of a Trainer, whose forward takes MS
+// milliseconds of it, and which records into DIR or does not; calls DIR what the parts of the instruments take that cannot be switched off, and a line of the record.
 // Prints "<kind> at <seconds>" (CLOCK_MONOTONIC) when the rank begins to be bad.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -16,7 +16,9 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <functional>
 #include <memory>
 #include <string>
@@ -46,6 +48,13 @@ void burn(std::chrono::milliseconds time) {
   const auto end = std::chrono::steady_clock::now() + time;
   while (std::chrono::steady_clock::now() < end) {
   }
+}
+
+// Nanoseconds that this thread, or all of this process's, have had a core.
+std::int64_t processor_ns(clockid_t of) {
+  timespec used{};
+  ::clock_gettime(of, &used);
+  return used.tv_sec * 1'000'000'000LL + used.tv_nsec;
 }
 }  // namespace
 
@@ -164,28 +173,30 @@ void measure(World& world, int steps, std::chrono::milliseconds compute) {
   print_median(world, std::move(times));
 }
 
-class StepTimes : public lockstep::Observer {
+// Of all threads of this process, from the end of the first step on.
+class StepCost : public lockstep::Observer {
  public:
   void on_step_end(lockstep::Event&) override {
-    const auto now = std::chrono::steady_clock::now();
-    if (before_.time_since_epoch().count() != 0)
-      times.push_back(std::chrono::duration<double, std::milli>(now - before_).count());
-    before_ = now;
+    last_ns_ = processor_ns(CLOCK_PROCESS_CPUTIME_ID);
+    if (steps_++ == 0) first_ns_ = last_ns_;
   }
-  std::vector<double> times;
+  double mean_ms() const { return 1e-6 * static_cast<double>(last_ns_ - first_ns_) / (steps_ - 1); }
 
  private:
-  std::chrono::steady_clock::time_point before_{};
+  std::int64_t first_ns_ = 0, last_ns_ = 0;
+  int steps_ = 0;
 };
 
-// A Trainer whose forward takes equally long, with the exchanges, phases and logs of a real step.
+// A Trainer whose forward costs equally much, with the exchanges, phases and logs of a real step.
 void measure_trainer(World& world, char** argv) {
-  const std::chrono::milliseconds compute(std::atoi(argv[3]));
+  const std::int64_t compute_ns = 1'000'000LL * std::atoi(argv[3]);
   torch::nn::Sequential net(torch::nn::Linear(16, 64), torch::nn::Linear(64, 4));
   lockstep::TrainerTask task;
   task.module = net.ptr();
   task.loss = [&](const lockstep::data::Batch& batch) {
-    burn(compute);
+    const std::int64_t end = processor_ns(CLOCK_THREAD_CPUTIME_ID) + compute_ns;
+    while (processor_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
+    }
     return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
   };
   task.train_data = std::make_shared<lockstep::data::TensorDataset>(
@@ -198,11 +209,11 @@ void measure_trainer(World& world, char** argv) {
   a.disable_tqdm = true;
   a.use_cpu = true;
   a.record_run = std::atoi(argv[5]) != 0;
-  const auto times = std::make_shared<StepTimes>();
+  const auto cost = std::make_shared<StepCost>();
   lockstep::Trainer trainer(world, std::move(task), a);
-  trainer.add(times);
+  trainer.add(cost);
   trainer.train();
-  print_median(world, times->times);
+  if (world.is_leader()) fmt::print("mean {:.4f} ms\n", cost->mean_ms());
 }
 
 double milliseconds_of(const std::function<void()>& body) {

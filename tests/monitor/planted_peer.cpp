@@ -7,7 +7,7 @@
 //
 // In the environment: PLANT_SLEEP=RANK:MS (or all:MS), its loader takes so long for a batch;
 // PLANT_LOG=MS, rank 0 takes so long for a line of its log; PLANT_STARVE=RANK, that rank shares one
-// core with two loops that never end; PLANT_THREADS, every rank computes with so many threads (more
+// core with loops that never end; PLANT_THREADS, every rank computes with so many threads (more
 // than there are cores, which MKL does not take from OMP_NUM_THREADS); PLANT_HIDDEN, the size of
 // the MLP.
 #include <sched.h>
@@ -91,15 +91,16 @@ void pin_to(int cpu) {
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
 
-// Gives every rank a core of its own; the named one shares its core. Call it before any thread
-// starts.
+// Gives every rank a core of its own; the named one shares its core, with more than a busy machine
+// has on the others' cores. Call it before any thread starts.
 void starve() {
   const std::string text = variable("PLANT_STARVE", "");
   if (text.empty()) return;
   const auto cpus = allowed_cpus();
   pin_to(cpus[static_cast<std::size_t>(own_rank()) % cpus.size()]);
   if (std::atoi(text.c_str()) != own_rank()) return;
-  for (int i = 0; i < 2; ++i)
+  constexpr int kLoops = 8;
+  for (int i = 0; i < kLoops; ++i)
     if (::fork() == 0) loop_forever();
 }
 

@@ -129,8 +129,8 @@ class Ranks(PlantedCase):
                                "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "data"), finding)
 
-    def test_a_rank_with_a_third_of_a_core(self):
-        finding = self.finding(self.train(100, PLANT_STARVE="1"), "straggler")
+    def test_a_rank_with_a_ninth_of_a_core(self):
+        finding = self.finding(self.train(60, PLANT_STARVE="1"), "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "cpu-starved"), finding)
 
     def test_a_loader_that_is_slow_everywhere(self):

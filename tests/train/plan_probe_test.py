@@ -3,7 +3,11 @@
 Times are whatever they are; what is compared is where they come from, and memory, which does not
 depend on the machine's load."""
 
+import contextlib
 import json
+import os
+import pathlib
+import subprocess
 import unittest
 
 from train_case import BIN, BOUND_S, TrainCase
@@ -19,6 +23,19 @@ save_strategy: no
 disable_tqdm: true
 use_cpu: true
 """
+
+
+@contextlib.contextmanager
+def busy_machine():
+    """A program of somebody else for each core."""
+    others = [subprocess.Popen(["sh", "-c", "while :; do :; done"])
+              for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 class PlanProbe(TrainCase):
@@ -111,8 +128,9 @@ class PlanProbe(TrainCase):
         self.assertEqual((link["device"], link["backend"], link["ranks"]), ("cpu", "shm", 2))
         args = ("--gpus", "2xcpu", "--tokens-per-second", "1000")
         plan = self.plan(*args)
+        busy = f" while {link['disturbance']}" if link["disturbance"] else ""
         self.assertEqual(plan["link"], f"shm {link['bus_bytes_per_s'] / 1e9:.1f} GB/s a rank, "
-                         "measured by lockstep doctor with 2 ranks")
+                         "measured by lockstep doctor with 2 ranks" + busy)
         self.assertIn("loopback 2.6 GB/s", self.plan(*args, "--link", "loopback")["link"])
         # Cards that are named may be elsewhere, and another host measured for itself.
         self.assertIn("nvlink", self.plan("--gpus", "2xH100")["link"])
@@ -122,6 +140,52 @@ class PlanProbe(TrainCase):
         self.assertIn("loopback 2.6 GB/s", self.plan(*args)["link"])
         (self.cache / "plan.json").write_text("{torn")
         self.assertIn("loopback 2.6 GB/s", self.plan(*args)["link"])
+
+    @unittest.skipUnless(os.access("/proc/stat", os.R_OK) and
+                         int(pathlib.Path("/proc/stat").read_text(encoding="ascii").split()[1]),
+                         "this kernel does not say what other programs use")
+    def test_figures_of_a_busy_machine_say_so(self):
+        said = r"other programs used \d+\.\d of the \d+ cores"
+        with busy_machine():
+            done = self.run_here("doctor", "--nproc-per-node", "2")
+            self.assertRegex(done.stdout, rf"warn +all_reduce .*; {said} meanwhile\n"
+                             r".*Measure again on an idle machine")
+            link, = self.record()["links"]
+            self.assertRegex(link["disturbance"], said)
+            self.assertRegex(self.plan("--gpus", "2xcpu")["link"], f"with 2 ranks while {said}")
+            done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe",
+                                 "--probe-ways", "1")
+            self.assertRegex(done.stderr, f"probe: .* GiB; {said}")
+            self.assertRegex(done.stdout, f"a way was measured while {said}")
+            # Kept, with the remark; what was measured on an idle machine is better, and stays.
+            record = self.record()
+            self.assertRegex(record["ways"][0]["disturbance"], said)
+            record["links"][0].update(disturbance="", bus_bytes_per_s=123e9)
+            (self.cache / "plan.json").write_text(json.dumps(record))
+            self.run_here("doctor", "--nproc-per-node", "2")
+        self.assertEqual(self.record()["links"], record["links"])
+        self.assertEqual(self.record()["ways"], record["ways"])
+
+    def test_instructions_are_planned_as_long_as_they_are(self):
+        """In tokens that are computed: fewer than max_seq_len in each sample."""
+        data = self.place / "train.json"
+        data.write_text(json.dumps([{"instruction": "say a word", "output": "yes"}] * 64))
+        text = self.config.read_text()
+        self.config.write_text(text[:text.index("data:")] +
+                               f"data: {{name: instructions, path: {data}}}\nmax_seq_len: 512\n" +
+                               text[text.index("global_batch_size"):])
+        plan = self.plan("--gpus", "1xcpu", "--probe", "--probe-ways", "1")
+        self.assertTrue(any("512 tokens in each sample" in note for note in plan["notes"]), plan)
+        way = next(way for way in plan["ways"] if way["measured"])
+        planned = way["global_batch"] * 512 / way["step_s"]
+        self.assertLess(way["tokens_per_second"], planned / 2)
+        self.train(1, self.place / "out", "--max_steps", "3")
+        lines = map(json.loads, (self.place / "out" / "metrics.jsonl").read_text().splitlines())
+        length, *others = {round(line["tokens_per_second"] / line["samples_per_second"], 6)
+                           for line in lines if "tokens_per_second" in line}
+        self.assertAlmostEqual(way["tokens_per_second"] * way["step_s"] / way["global_batch"],
+                               length, places=4)
+        self.assertEqual(len(others), 0)
 
     def test_mistakes_are_refused(self):
         self.assertIn("--gpus 2xH100 may be elsewhere",

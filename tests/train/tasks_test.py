@@ -93,6 +93,12 @@ class Tasks(TrainCase):
         first, last = self.evaluations(whole)
         self.assertLess(last, first)
         self.assertLess(last, 1.0)
+        # What the model computes: rows of 8, 16, ... bytes, of which four are learned.
+        lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+        lengths = [line["tokens_per_second"] / line["samples_per_second"]
+                   for line in lines if "tokens_per_second" in line]
+        self.assertEqual(len(lengths), 40)
+        self.assertGreater(min(lengths), 32)
         copy_until(whole, again, 20)
         self.train(2, again, "--resume", "auto")
         self.assert_same(whole / "checkpoint-40", again / "checkpoint-40")
