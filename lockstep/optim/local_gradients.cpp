@@ -84,8 +84,8 @@ c10::Storage watched_storage(const c10::Storage& own) {
   using c10::impl::cow::COWDeleterContext;
   auto* const context =
       new COWDeleterContext(COWDeleterContext::LastReference(data, release_owner));
-  return {c10::Storage::use_byte_size_t(), own.nbytes(),
-          c10::DataPtr(data, context, c10::impl::cow::cow_deleter, own.device())};
+  return c10::Storage(c10::Storage::use_byte_size_t(), own.nbytes(),
+                      c10::DataPtr(data, context, c10::impl::cow::cow_deleter, own.device()));
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ class GradientWatch {
     std::string_view name;
     at::Tensor tensor;
     c10::Storage own, watched;
-    std::uint32_t version = 0;
+    std::int64_t version = 0;
     bool written() const;
   };
   std::string find_written() const;

@@ -221,13 +221,14 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
                   {.count = 16, .last = k + 1 == batches});
             }
           });
-          if (mesh.size("shard") == 1)
+          if (mesh.size("shard") == 1) {
             EXPECT_EQ(said, "(nothing thrown)") << mesh.text();
-          else
+          } else {
             EXPECT_THAT(said, AllOf(HasSubstr("rank 1 has just 1 micro-batches"),
                                     HasSubstr(axes.size() == 1 ? "rank 0 has more than 1"
                                                                : "rank 0 has just 2"),
                                     HasSubstr("begin_epoch()")));
+          }
           world.barrier();
         },
         gloo);

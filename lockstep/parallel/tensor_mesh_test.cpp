@@ -391,7 +391,7 @@ TEST(TensorMesh, OptimizersOfTorchStepWholeGradientsAndClipNone) {
       net->use_sequence_parallel(true);
       Trained run(net, way_of(*net, mesh), kGradients);
       Trained one = whole(mesh, true, kGradients);
-      torch::optim::SGD other(net->parameters(), 1.0), its(one.net->parameters(), 1.0);
+      torch::optim::SGD other(net->parameters(), 0.1), its(one.net->parameters(), 0.1);
       const auto backward = [&](int k) {
         const at::Tensor loss = run.pass(k).forward();
         plain ? loss.backward() : run.way->backward(loss, /*last=*/true);
