@@ -137,7 +137,12 @@ class Translator {
             "launcher's. Move it there{}.",
             key, key == "fsdp_config" ? ", or write distributed_type: FSDP" : "");
       } else if (section) {
-        why = fmt::format("{} is not supported: replicas here are whole models. Delete it.", key);
+        why = fmt::format(
+            "{} is not supported. What divides a model or computes in fp8 is chosen in the "
+            "training "
+            "file: fsdp, pipeline_parallel_degree, tensor_parallel_degree, mixed_precision. Delete "
+            "the section here.",
+            key);
       } else {
         why = fmt::format("there is no key '{}' in the launcher's file.{}", key,
                           did_you_mean(key, names));

@@ -1,7 +1,13 @@
 #include "lockstep/run.h"
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -13,6 +19,7 @@
 
 #include "lockstep/comm/connect.h"
 #include "lockstep/comm/device.h"
+#include "lockstep/comm/world_impl.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/disagreement.h"
@@ -20,6 +27,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/peer_error.h"
+#include "lockstep/core/step_totals.h"
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/rendezvous/control.h"
@@ -134,6 +142,36 @@ void log_start(const World& world, const WorldOptions& options) {
   if (!idle.empty()) log::warning("run", "{}", idle);
 }
 
+// The engine numbers the backward passes of a process. Zero where this thread has made no graph.
+std::uint64_t backward_passes() {
+  if (at::sequence_number::peek() == 0) return 0;
+  const c10::AutoGradMode with_grad(true);
+  const at::Tensor probe = at::zeros({}, at::kFloat).set_requires_grad(true);
+  int passes = 0;
+  probe.register_hook(
+      [&](const at::Tensor&) { passes = torch::autograd::get_current_graph_task_id(); });
+  probe.backward();
+  return static_cast<std::uint64_t>(std::max(passes, 0));
+}
+
+// Ranks that train without a wrapper, and call no collective but barriers, each have a model of
+// their own. Every wrapper and every averaged gradient is a collective, so this is what ran past
+// all of them; the ledger, and with it the record of the run, learns of it here.
+void look_for_separate_models(const World& world) {
+  const detail::WorldImpl& impl = *detail::Access::impl(world);
+  if (impl.alone() || impl.sequence > impl.barriers || impl.messages > 0) return;
+  const std::uint64_t passes = backward_passes();
+  if (passes == 0) return;
+  ledger::add(ledger::Counter::kMicroBatches, passes);
+  if (world.is_leader())
+    log::warning("run",
+                 "{} ranks never exchanged a gradient (nor anything else), and rank 0 ran {} "
+                 "backward pass{}: every rank has trained a model of its own. Wrap the model "
+                 "(lockstep::DistributedDataParallel) and train the wrapper; for separate models "
+                 "start separate runs.",
+                 world.size(), passes, passes == 1 ? "" : "es");
+}
+
 }  // namespace
 
 namespace detail {
@@ -184,6 +222,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     world = World::from_env(options);
     log_start(*world, options);
     const int code = body(*world);
+    look_for_separate_models(*world);
     finishing = true;
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     inside::leave();

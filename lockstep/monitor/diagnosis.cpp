@@ -17,6 +17,7 @@ struct Listed {
 };
 constexpr Listed kRules[] = {
     {.rule = detail::not_launched, .by_steps = false},
+    {.rule = detail::never_exchanged, .by_steps = false},
     {.rule = detail::unbalanced_gpus, .by_steps = false},
     {.rule = detail::straggler, .compares = true, .by_steps = false},
     {detail::loader_bound},

@@ -407,6 +407,35 @@ TEST(Straggler, WithoutStepsHasTheSameLimits) {
   expect_silence(of_one_host);
 }
 
+// As run() leaves it: nobody has counted a step, and the last interval has the passes.
+TEST(NeverExchanged, SeparateModelsAreNoDataParallelRun) {
+  const auto separate = [] {
+    RunRecord run = run_of({Shape{}, Shape{}}, 4);
+    change(run, [](Interval& interval) {
+      interval.steps = 0;
+      interval.step = -1;
+      interval.counts = {};
+    });
+    for (RankRecord& rank : run.ranks)
+      at(rank.intervals.back().counts, Counter::kMicroBatches) = 100;
+    return run;
+  };
+  const Finding finding = only(separate(), "never-exchanged");
+  EXPECT_THAT(finding.what, HasSubstr("2 ranks trained and never exchanged a gradient"));
+  EXPECT_THAT(finding.evidence, HasSubstr("100 backward passes"));
+  EXPECT_THAT(finding.remedy, HasSubstr("lockstep::DistributedDataParallel"));
+  RunRecord averages = separate();
+  at(averages.ranks[1].intervals[0].counts, Counter::kSynchronisedPasses) = 1;
+  expect_silence(averages);
+  RunRecord collective = separate();
+  collective.ranks[0].intervals[1].collectives = 1;
+  expect_silence(collective);
+  RunRecord alone = separate();
+  alone.facts.world_size = 1;
+  alone.ranks.resize(1);
+  expect_silence(alone);
+}
+
 TEST(Straggler, ThatWaitsForData) {
   RunRecord run = with_slow_rank(10, 30, 2);
   change(

@@ -48,6 +48,7 @@ View make_view(const RunRecord& run);
 using Rule = std::optional<Finding> (*)(const View&);
 
 std::optional<Finding> not_launched(const View& view);
+std::optional<Finding> never_exchanged(const View& view);
 std::optional<Finding> unbalanced_gpus(const View& view);
 std::optional<Finding> logging_too_often(const View& view);
 std::optional<Finding> saving_too_often(const View& view);

@@ -352,6 +352,30 @@ std::string straggler_evidence(const Slow& slow, const std::string& cause, doubl
 
 }  // namespace
 
+// run() counts the passes of a program that has called no collective when it ends.
+std::optional<Finding> never_exchanged(const View& view) {
+  const RunFacts& facts = view.run.facts;
+  std::uint64_t passes = 0;
+  for (const RankRecord& record : view.run.ranks) {
+    Interval sum;
+    for (const Interval& interval : record.intervals)
+      if (interval.unix_time_s >= facts.started_unix_s) join(sum, interval);
+    const auto counted = [&](Counter counter) { return sum.counts[index(counter)]; };
+    if (counted(Counter::kMicroBatches) == 0 || counted(Counter::kSynchronisedPasses) > 0 ||
+        sum.steps > 0 || sum.collectives > 0)
+      return std::nullopt;
+    passes = std::max(passes, counted(Counter::kMicroBatches));
+  }
+  if (facts.world_size < 2 || passes == 0) return std::nullopt;
+  return Finding{
+      .rule = "never-exchanged",
+      .what = fmt::format("{} ranks trained and never exchanged a gradient: each has a model of "
+                          "its own.",
+                          facts.world_size),
+      .evidence = fmt::format("{} backward passes on a rank, and no collective.", passes),
+      .remedy = "wrap the model (lockstep::DistributedDataParallel) and train the wrapper."};
+}
+
 std::optional<Finding> communication_bound(const View& view) {
   if (view.run.facts.world_size < 2) return std::nullopt;
   const RankView& rank = least_waiting(view);

@@ -1,10 +1,14 @@
 #include "lockstep/optim/local_gradients.h"
 
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/COWDeleter.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_map>
 
 #include "lockstep/core/error.h"
 
@@ -46,6 +50,90 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
         "reduce_now() shows averaged gradients.",
         fmt::join(param.sizes(), ", "));
   }
+}
+
+// ---------------------------------------------------------------- what others write
+
+namespace {
+
+// What watched storages lie in, by its address, until the last tensor lets go of them. A
+// copy-on-write storage knows no more of the memory than that.
+struct Owners {
+  std::mutex mutex;
+  std::unordered_multimap<void*, c10::Storage> storages;
+};
+Owners& owners() {
+  static auto* const all = new Owners;  // there may be tensors at the very end
+  return *all;
+}
+
+void release_owner(void* data) {
+  c10::Storage owner;  // ends after the unlock
+  const std::lock_guard lock(owners().mutex);
+  const auto found = owners().storages.find(data);
+  owner = std::move(found->second);
+  owners().storages.erase(found);
+}
+
+c10::Storage watched_storage(const c10::Storage& own) {
+  void* const data = const_cast<void*>(own.data());
+  {
+    const std::lock_guard lock(owners().mutex);
+    owners().storages.emplace(data, own);
+  }
+  using c10::impl::cow::COWDeleterContext;
+  auto* const context =
+      new COWDeleterContext(COWDeleterContext::LastReference(data, release_owner));
+  return c10::Storage(c10::Storage::use_byte_size_t(), own.nbytes(),
+                      c10::DataPtr(data, context, c10::impl::cow::cow_deleter, own.device()));
+}
+
+}  // namespace
+
+bool GradientWatch::Gradient::written() const {
+  return !c10::impl::cow::is_cow_data_ptr(watched.data_ptr()) && tensor._version() == version;
+}
+
+void GradientWatch::see(std::string_view name, const at::Tensor& parameter) {
+  const at::Tensor& grad = parameter.grad();
+  if (!grad.defined() || grad.layout() != at::kStrided || grad.storage().nbytes() == 0) return;
+  gradients_.push_back(
+      {name, grad, grad.storage(), watched_storage(grad.storage()), grad._version()});
+  grad.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
+  grad.unsafeGetTensorImpl()->set_storage_keep_dtype(gradients_.back().watched);
+}
+
+std::string GradientWatch::find_written() const {
+  if (!written_.empty()) return written_;
+  const auto found = std::ranges::find_if(gradients_, &Gradient::written);
+  return found == gradients_.end() ? "" : std::string(found->name);
+}
+
+void GradientWatch::refuse_written(std::string_view who) const {
+  const std::string name = find_written();
+  if (name.empty()) return;
+  throw UsageError(
+      who,
+      "the gradient of parameter '{}' was written after backward, past its version counter. It was "
+      "probably clipped by torch::nn::utils::clip_grad_norm_, whose norm is that of what this rank "
+      "has, a part or not averaged yet. Call zero_grad(), and clip in the step: "
+      "step({{.max_grad_norm = 1}}) of ShardedOptimizer or of what make_optimizer() returns. "
+      "Operations on .grad itself (mul_, clamp_) are allowed; its memory is read through "
+      "const_data_ptr().",
+      name);
+}
+
+void GradientWatch::forget() {
+  written_ = find_written();
+  for (const Gradient& gradient : gradients_)
+    if (gradient.tensor.storage().unsafeGetStorageImpl() == gradient.watched.unsafeGetStorageImpl())
+      gradient.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(gradient.own);
+  gradients_.clear();
+}
+
+void GradientWatch::reset() {
+  forget();
+  written_.clear();
 }
 
 }  // namespace lockstep::optim

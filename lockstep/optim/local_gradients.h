@@ -8,12 +8,17 @@
 //
 // The answer is found from the tensor itself: the hook that a Reducer puts on a parameter's
 // gradient accumulator is a GradientHook, which asks its Reducer. Nothing is registered elsewhere.
+//
+// LibTorch's own functions do not ask. GradientWatch finds out afterwards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include <cstdint>
 #include <functional>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -39,5 +44,45 @@ bool is_watched(const at::Tensor& param);
 
 // Throws UsageError in the name of `who` when a parameter's gradient is local.
 void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_view who);
+
+// Sees that something has written gradients past their version counters since backward, as
+// torch::nn::utils::clip_grad_norm_ does, which writes grad.data():
+//
+//   watch.see(name, parameter);       // at the end of backward
+//   watch.refuse_written("fully_shard");
+//   watch.reset();                    // the step reads .grad
+//
+// A watched gradient lies in a storage of LibTorch's copy-on-write kind that nobody shares. The
+// first access for writing makes it an ordinary one, in the same memory and without a copy; reading
+// leaves it as it is. In-place operations on .grad itself count in its version, and are allowed.
+// For the thread that trains.
+class GradientWatch {
+ public:
+  GradientWatch() = default;
+  ~GradientWatch() { forget(); }
+  GradientWatch(const GradientWatch&) = delete;
+  GradientWatch& operator=(const GradientWatch&) = delete;
+
+  // Its .grad, if there is one. The name outlives this.
+  void see(std::string_view name, const at::Tensor& parameter);
+  // Throws UsageError where one was written since reset().
+  void refuse_written(std::string_view who) const;
+  // Before gradients are written again: they have their own storages again.
+  void forget();
+  void reset();
+
+ private:
+  struct Gradient {
+    std::string_view name;
+    at::Tensor tensor;
+    c10::Storage own, watched;
+    std::int64_t version = 0;
+    bool written() const;
+  };
+  std::string find_written() const;
+
+  std::vector<Gradient> gradients_;
+  std::string written_;  // one of those that were forgotten
+};
 
 }  // namespace lockstep::optim

@@ -265,6 +265,15 @@ void Optimizer::set_lr(std::size_t group, double lr) {
   options(group).set("lr", lr);
 }
 
+void Optimizer::add_param_group(const Group& group) {
+  if (!replicated_)
+    throw UsageError(who(),
+                     "add_param_group() was called on an optimizer whose ranks have divided the "
+                     "parameters among them already. Make a new optimizer with all groups; "
+                     "state_dict() and load_state_dict() carry the state over.");
+  torch::optim::Optimizer::add_param_group(group);
+}
+
 void Optimizer::zero_grad() {
   torch::optim::Optimizer::zero_grad();
 }

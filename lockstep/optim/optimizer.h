@@ -99,6 +99,7 @@ class Optimizer : public torch::optim::Optimizer {
   // Like step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
   // is changed: fused kernels read it there, and the host does not wait.
   void step_unless(const at::Tensor& found_inf);
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);  // divided: UsageError
   virtual void zero_grad();
   void zero_grad(bool set_to_none) { torch::optim::Optimizer::zero_grad(set_to_none); }
 
@@ -162,8 +163,7 @@ class Optimizer : public torch::optim::Optimizer {
 using ReplicatedOptimizer = Optimizer;
 
 namespace detail {
-// Throws UsageError for a max_grad_norm that is not a bound.
-void check(const StepOptions& options);
+void check(const StepOptions& options);  // UsageError: its max_grad_norm is no bound
 // UsageError for options out of range.
 torch::optim::OptimizerParamGroup make_group(std::vector<at::Tensor> params, const Rule& rule);
 }  // namespace detail

@@ -127,6 +127,23 @@ struct Accumulation::Impl {
   // Ranks that see different samples; the others count none of their own.
   World& batch() const { return parallelism->mesh().batch(); }
 
+  // Where nobody has said how many micro-batches there are, a rank may end its window when others,
+  // which compute every pass with it, do not.
+  void agree_on_length(std::int64_t batches, bool ends) const {
+    World& ranks = parallelism->pass_ranks();
+    if (epoch_known || options.steps == 1 || ranks.size() == 1) return;
+    const auto other = parallel::find_other_line(
+        ranks, {.component = kWho, .what = "this window"},
+        fmt::format("{} {} micro-batches in this window", ends ? "just" : "more than", batches));
+    if (other)
+      throw UsageError(kWho,
+                       "rank {} has {}, but rank 0 has {}. Ranks that divide a model compute every "
+                       "micro-batch together, and would wait for each other. Give all of them "
+                       "equally many: begin_epoch() with the number, or a micro-batch with count = "
+                       "0 where a rank has no more data.",
+                       other->rank, other->here, other->first);
+  }
+
   // What the whole window's count is expected to be over all ranks.
   double wanted(std::int64_t window_length) const {
     return expected * static_cast<double>(window_length) * static_cast<double>(batch().size());
@@ -368,6 +385,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   if (counts || own) self.agree_on_expected(micro.count);
   if (self.done == 0) self.plan_window();
   const bool ends = micro.last || self.done + 1 == self.length;
+  self.agree_on_length(self.done + 1, ends);
   const Numbers numbers = self.numbers_of(micro, self.length, self.count, self.planned, ends);
   self.add_to_window(loss, micro, numbers);
   if (ends && own && self.done > 0 && numbers.factor != 1) {
@@ -428,6 +446,7 @@ bool Accumulation::backward(std::function<at::Tensor()> loss, const MicroBatch& 
   if (self.epoch_known) --self.remaining;
   if (!micro.last && self.done != self.length) return false;
   try {
+    self.agree_on_length(self.done, /*ends=*/true);
     self.run_queue();
   } catch (...) {
     abandon();

@@ -19,7 +19,8 @@
 // Only the window's last backward synchronises (backward decides, so forward may have run before).
 // A window ends after `steps` micro-batches, at the epoch's last one where begin_epoch knows the
 // number, and wherever `last` says so. Ranks may differ in counts, and where begin_epoch does not
-// know the number also in the micro-batches of a window, but not in the number of windows; so this
+// know the number also in the micro-batches of a window, unless they compute each of them together
+// (Parallelism::pass_ranks()), which compare that then; but not in the number of windows, so this
 // is not for the inside of join().
 //
 // Works with any Parallelism, and with ShardedOptimizer too. Holds the parallelism. One thread at a

@@ -13,18 +13,18 @@ namespace {
 
 // Adds the weights of sparse embeddings.
 DdpOptions complete(DdpOptions options, const torch::nn::Module& module) {
-  const auto add = [&](const std::string& prefix, const torch::nn::Module& part, bool sparse) {
-    if (!sparse) return;
+  const auto look = [&](const std::string& prefix, const torch::nn::Module& part) {
+    const auto* const embedding = part.as<torch::nn::EmbeddingImpl>();
+    const auto* const bag = part.as<torch::nn::EmbeddingBagImpl>();
+    if (!(embedding != nullptr && embedding->options.sparse()) &&
+        !(bag != nullptr && bag->options.sparse()))
+      return;
     for (const auto& item : part.named_parameters(/*recurse=*/false))
       options.sparse_parameters.push_back(prefix.empty() ? item.key() : prefix + "." + item.key());
   };
-  for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/true)) {
-    const torch::nn::Module& part = *item.value();
-    if (const auto* embedding = part.as<torch::nn::EmbeddingImpl>())
-      add(item.key(), part, embedding->options.sparse());
-    if (const auto* bag = part.as<torch::nn::EmbeddingBagImpl>())
-      add(item.key(), part, bag->options.sparse());
-  }
+  look("", module);  // named_modules() lists it only where a shared pointer holds it
+  for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
+    look(item.key(), *item.value());
   return options;
 }
 

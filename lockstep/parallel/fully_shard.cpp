@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
@@ -206,6 +207,8 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
+  pass_ranks_ = options_.reduce_every_backward ? &mesh_.world()  // copies meet in averages
+                                               : &mesh_.flatten({"shard", "pipeline", "tensor"});
   // What travels in another type is no pointer.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
   wait_for_ranks();
@@ -520,6 +523,7 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
 }
 
 void FullyShardImpl::forget_gradients() {
+  watch_.reset();
   each_parameter([](ShardedParameter& p) {
     p.grad = at::Tensor();
     p.tensor.mutable_grad() = at::Tensor();
@@ -528,15 +532,25 @@ void FullyShardImpl::forget_gradients() {
   failed_ = false;
 }
 
+// torch::autograd::grad() gives its caller gradients, and parameters none.
 void FullyShardImpl::before_unit_backward(std::size_t unit, const ProductType& computed) {
   const auto& members = units_[unit].parameters();
-  check_backward(members.empty() ? units_[unit].name() : members.front().name);
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) {
+    check_backward(members.empty() ? units_[unit].name() : members.front().name);
+  } else if (torch::GradMode::is_enabled() && divides() && !held()) {
+    throw UsageError(component(),
+                     "torch::autograd::grad() was called with create_graph = true, and a backward "
+                     "of its result would read block '{}' when its rows are divided again. Hold "
+                     "gathered() until that backward has ended.",
+                     units_[unit].name());
+  }
   units_[unit].gather(computed);
-  prefetch_before(unit, computed);
+  if (in_backward_) prefetch_before(unit, computed);
 }
 
 void FullyShardImpl::after_unit_backward(std::size_t unit) {
-  reduce(unit);
+  if (in_backward_) reduce(unit);
   if (!held() && (!in_window_ || options_.reshard_after_forward)) units_[unit].free();
 }
 
@@ -556,6 +570,7 @@ void FullyShardImpl::end_pending_reduce() {
 // Between backwards .grad is what this rank has of the average. In one it is whole again.
 void FullyShardImpl::begin_pass() {
   in_backward_ = true;
+  watch_.forget();
   reduced_.assign(units_.size(), false);
   if (!local_)
     each_parameter(
@@ -573,6 +588,7 @@ void FullyShardImpl::end_pass() {
   local_ = !reduces();
   if (!local_) show_gradients();
   if (last_ && slices_) slices_->average_gradients();
+  if (last_) watch_gradients();
   if (last_) model_.broadcast_buffers(mesh_.world(), 0);
   for (ShardUnit& unit : units_) unit.forget_work();
   if (!held()) free_pass();
@@ -598,6 +614,13 @@ void FullyShardImpl::check_late_gradients() {
 void FullyShardImpl::show_gradients() {
   each_parameter(
       [](ShardedParameter& p) { p.tensor.mutable_grad() = std::exchange(p.grad, at::Tensor()); });
+}
+
+// Where .grad is a part of the whole gradient.
+void FullyShardImpl::watch_gradients() {
+  if (shard_.size() == 1 && line_.size() == 1 && !slices_) return;
+  watch_.forget();
+  each_parameter([this](ShardedParameter& p) { watch_.see(p.name, p.tensor); });
 }
 
 // ---------------------------------------------------------------- replicas
@@ -686,6 +709,10 @@ void FullyShard::before_forward() {
 
 void FullyShard::backward(const at::Tensor& loss, bool last) {
   impl_->backward([&] { loss.backward(); }, last);
+}
+
+World& FullyShard::pass_ranks() const {
+  return impl_->pass_ranks();
 }
 
 std::shared_ptr<void> FullyShard::gathered() {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "lockstep/nn/block.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/shard_unit.h"
@@ -54,6 +55,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& shard() const { return shard_; }
   World& line() const { return line_; }  // the ranks along "pipeline"
   World& tensor() const { return mesh_["tensor"]; }
+  World& pass_ranks() const { return *pass_ranks_; }
   TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
   bool divides() const { return shard_.size() > 1 || offloads_; }
   bool offloads() const { return offloads_; }
@@ -79,6 +81,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
   void forget_gradients();
+  optim::GradientWatch& watch() { return watch_; }
   void take_whole();  // the model's parameters were written while they were whole
   // Around whatever writes rows: nobody reads them meanwhile.
   void before_rows_change();
@@ -126,11 +129,13 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void end_pass();
   void check_late_gradients();
   void show_gradients();
+  void watch_gradients();
 
   Mesh mesh_;
   World& shard_;
   World& data_;
   World& line_;
+  World* pass_ranks_ = nullptr;
   bool of_pipeline_;
   FullyShardOptions options_;
   bool offloads_;
@@ -147,6 +152,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   std::vector<bool> reduced_;           // in this backward
   std::optional<std::size_t> pending_;  // the unit whose gradients are under way
   std::weak_ptr<void> held_;
+  optim::GradientWatch watch_;
   bool alone_;  // nobody else has gradients
   bool local_;  // .grad has whole gradients of this rank alone
   bool in_window_ = false;

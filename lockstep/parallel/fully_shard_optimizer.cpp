@@ -161,6 +161,8 @@ void FullyShardOptimizer::take_gradients() {
     throw UsageError(model_->component(),
                      "step() found gradients of this rank alone. Call the last backward() before a "
                      "step with last = true, and zero_grad() where there is none.");
+  model_->watch().refuse_written(model_->component());
+  model_->watch().reset();
   if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
   model_->each_parameter([](ShardedParameter& p) {
     p.shard.set_requires_grad(p.tensor.requires_grad());

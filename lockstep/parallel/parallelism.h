@@ -54,6 +54,10 @@ class Parallelism {
   // `last`: of the passes before a step, after which every gradient is what the step needs.
   virtual void backward(const at::Tensor& loss, bool last) = 0;
 
+  // The ranks that compute every pass together, and communicate in it: their windows have equally
+  // many micro-batches. No collective.
+  virtual World& pass_ranks() const { return mesh()["tensor"]; }
+
   // A pass that runs when the parallelism comes to it.
   struct Pass {
     std::function<at::Tensor()> forward;  // its loss; of one stage of the model, what that returns

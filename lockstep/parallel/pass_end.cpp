@@ -47,6 +47,13 @@ int NestedBackward::outer_task() {
   return active() ? outer.task : torch::autograd::get_current_graph_task_id();
 }
 
+void NestedBackward::at_end(std::function<void()> call) {
+  if (active())
+    outer.at_end->push_back(std::move(call));
+  else
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(call));
+}
+
 // Reports an abandoned backward if it is destroyed before its end.
 struct PassEnd::Token {
   explicit Token(std::weak_ptr<BackwardListener> l) : listener(std::move(l)) {}
@@ -59,15 +66,10 @@ struct PassEnd::Token {
 };
 
 void PassEnd::queue(const std::weak_ptr<BackwardListener>& listener) {
-  auto end = [token = std::make_shared<Token>(listener)] {
+  NestedBackward::at_end([token = std::make_shared<Token>(listener)] {
     if (auto alive = token->listener.lock()) alive->on_backward_end();
     token->ended = true;  // not reached when the end itself throws, which abandons the pass, too
-  };
-  if (NestedBackward::active()) {
-    outer.at_end->push_back(std::move(end));
-  } else {
-    torch::autograd::Engine::get_default_engine().queue_callback(std::move(end));
-  }
+  });
 }
 
 // On a node of the outer backward, where that can be asked for a callback at its end.

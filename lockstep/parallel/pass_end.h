@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -30,6 +31,8 @@ class NestedBackward {
   static bool active();
   // The outermost backward of this thread, by the engine's task id; -1 outside of any.
   static int outer_task();
+  // At the end of that one, if it does not throw; inside a backward.
+  static void at_end(std::function<void()> call);
 };
 bool is_checkpoint_node(const torch::autograd::Node& node);  // it will run such a backward
 

@@ -546,6 +546,10 @@ void Pipeline::backward(const at::Tensor&, bool) {
                    "that computes the loss, or call run_window().");
 }
 
+World& Pipeline::pass_ranks() const {
+  return impl_->shards()->pass_ranks();
+}
+
 std::shared_ptr<void> Pipeline::gathered() {
   return impl_->shards()->gathered();
 }

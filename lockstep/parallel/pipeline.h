@@ -85,6 +85,7 @@ class Pipeline final : public Parallelism {
   // Pass::weigh is not called.
   std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) override;
   void backward(const at::Tensor& loss, bool last) override;  // UsageError
+  World& pass_ranks() const override;
   // The next window frees what was gathered.
   std::shared_ptr<void> gathered() override;
   bool divided() const override;

@@ -25,12 +25,14 @@
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::pipeline_shard {
 namespace {
 
+using ::testing::AllOf;
 using testing::Count;
 using testing::CountingAllocator;
 using ::testing::HasSubstr;
@@ -189,6 +191,47 @@ TEST(PipelineShard, EveryRowIsHeldAndMarked) {
     for (const at::Tensor& p : run.net->parameters()) EXPECT_EQ(nn::rows_of(p), nullptr);
     mesh.world().barrier();
   });
+}
+
+// Ranks that compute passes together refuse windows of other lengths at once; copies may differ.
+TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
+  testing::ThreadOptions gloo;
+  gloo.world.backend = "gloo";
+  for (const Axes& axes : std::vector<Axes>{{{"shard", 2}},
+                                            {{"pipeline", 2}, {"shard", 2}},
+                                            {{"data", 2}, {"tensor", 2}},
+                                            {{"pipeline", 2}, {"data", 2}}})
+    testing::run_threads(
+        axes.size() == 1 ? 2 : 4,
+        [&](World& world) {
+          const Mesh mesh(world, axes);
+          const auto net = small_model(false);
+          std::shared_ptr<Parallelism> way;
+          if (mesh.size("pipeline") > 1) way = std::make_shared<Pipeline>(*net, mesh);
+          if (mesh.size("tensor") > 1) way = std::make_shared<TensorParallel>(*net, mesh);
+          if (axes.size() == 1) way = std::make_shared<FullyShard>(*net, mesh);
+          Accumulation accumulation(way, net->parameters(), {.steps = 4, .expected_count = 16});
+          const int batches = mesh.batch().rank() == 0 ? 2 : 1;
+          const std::string said = message_of<UsageError>([&] {
+            for (int k = 0; k < batches; ++k) {
+              const at::Tensor ids = text(k, mesh.batch().rank());
+              if (!way->takes_windows()) way->before_forward();
+              accumulation.backward(
+                  [&net, ids] { return net->loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8)); },
+                  {.count = 16, .last = k + 1 == batches});
+            }
+          });
+          if (mesh.size("shard") == 1) {
+            EXPECT_EQ(said, "(nothing thrown)") << mesh.text();
+          } else {
+            EXPECT_THAT(said, AllOf(HasSubstr("rank 1 has just 1 micro-batches"),
+                                    HasSubstr(axes.size() == 1 ? "rank 0 has more than 1"
+                                                               : "rank 0 has just 2"),
+                                    HasSubstr("begin_epoch()")));
+          }
+          world.barrier();
+        },
+        gloo);
 }
 
 // ---------------------------------------------------------------- evaluation

@@ -41,7 +41,8 @@ class ReduceStrategy {
  public:
   virtual ~ReduceStrategy() = default;
   virtual void on_backward() = 0;  // the last one before a step begins; may throw UsageError
-  virtual void idle_step() = 0;    // of a rank that has run out of inputs, in a join
+  virtual void on_backward_end() = 0;
+  virtual void idle_step() = 0;            // of a rank that has run out of inputs, in a join
   virtual void check_written() const = 0;  // throws UsageError when others wrote its parameters
   virtual void scale_averages(double factor) = 0;  // of the step that follows
 };

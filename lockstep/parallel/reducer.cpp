@@ -284,6 +284,7 @@ void ReducerImpl::on_backward_end() {
   if (!pass_.sync) {
     if (hooks_.lost()) hooks_.install(weak_from_this(), change_.forms());
     close_pass();
+    if (strategy_ != nullptr && no_sync_depth_ == 0) strategy_->on_backward_end();
     return;
   }
   // Inside a node of another backward: a nested one that nobody announced has ended.

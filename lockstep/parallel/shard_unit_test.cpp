@@ -363,6 +363,54 @@ TEST(GatheredProducts, GenerationWithACacheHasTheTextsOfOneProcess) {
 // ---------------------------------------------------------------- the ledger
 
 // Ranks are processes, since a process has one phase. The second one is late.
+// torch::autograd::grad() gathers blocks as a backward does, averages nothing, and leaves the graph
+// to the backward that follows. A graph of its own needs blocks that stay.
+TEST(ShardUnits, GradientsOfInputsAreThoseOfOneProcess) {
+  on_shared_meshes([](const Mesh& mesh) {
+    const auto loss_of = [](Cells& net, const at::Tensor& x) {
+      return net.forward(x).square().mean();
+    };
+    const auto gradient = [&](const at::Tensor& loss, const at::Tensor& x, bool create_graph) {
+      return torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true, create_graph)[0];
+    };
+    const at::Tensor x = cells_input().requires_grad_();
+    Cells one;
+    optim::ReplicatedOptimizer its(one.named_parameters().pairs(), optim::AdamWOptions{.lr = 0.1});
+    SharedRun run(mesh);
+    for (const bool penalty : {false, true}) {
+      std::shared_ptr<void> whole;
+      if (penalty) {
+        run.model.before_forward();
+        EXPECT_THAT(
+            testing::message_of<UsageError>([&] { gradient(loss_of(run.net, x), x, true); }),
+            ::testing::HasSubstr("Hold gathered()"));
+        whole = run.model.gathered();
+      }
+      at::Tensor expected = loss_of(one, x);
+      const at::Tensor of_one = gradient(expected, x, penalty);
+      run.model.before_forward();
+      at::Tensor loss = loss_of(run.net, x);
+      const at::Tensor got = gradient(loss, x, penalty);
+      EXPECT_TENSOR_NEAR(got.detach(), of_one.detach(), 1e-6);
+      for (const at::Tensor& p : run.net.parameters()) EXPECT_FALSE(p.grad().defined());
+      if (penalty) {
+        loss = loss + got.square().sum();
+        expected = expected + of_one.square().sum();
+      }
+      run.model.backward(loss);
+      expected.backward();
+      run.optimizer->step();
+      its.step();
+      run.optimizer->zero_grad();
+      its.zero_grad();
+      whole.reset();
+      std::vector<at::Tensor> all;
+      for (const at::Tensor& p : one.parameters()) all.push_back(p.detach().flatten());
+      EXPECT_TENSOR_NEAR(run.weights(), at::cat(all), 1e-4);
+    }
+  });
+}
+
 TEST(ShardUnits, WaitsAreBookedAsCommunication) {
   const auto ranks = testing::run_processes(2, [](World& world) {
     const auto expect_waits = [&](const std::function<void()>& body) {

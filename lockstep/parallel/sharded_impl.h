@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer.h"
@@ -39,6 +40,7 @@ class ShardedImpl final : public ReduceStrategy {
   std::int64_t state_bytes() const;
 
   void on_backward() override;
+  void on_backward_end() override;
   void idle_step() override;
   void check_written() const override;
   void scale_averages(double factor) override { window_scale_ = factor; }
@@ -176,6 +178,7 @@ class ShardedImpl final : public ReduceStrategy {
   double window_scale_ = 1;   // for the next step
   std::uint64_t writes_ = 0;  // to shared parameters, past step(), as the last backward found them
   std::optional<Announced> announced_;
+  optim::GradientWatch watch_;
   std::vector<Member> members_;
   std::vector<Domain> domains_;
   std::int64_t blocks_ = 0;

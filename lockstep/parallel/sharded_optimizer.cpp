@@ -399,6 +399,7 @@ ShardedImpl::Outcome ShardedImpl::take_step(const StepTurn& how) {
 }
 
 void ShardedImpl::check_gradients() const {
+  watch_.refuse_written(kComponent);
   for (const auto& member : members_) {
     const at::Tensor& grad = member.tensor.grad();
     if (reduced_ && grad.defined() &&
@@ -483,6 +484,7 @@ std::exception_ptr ShardedImpl::find_refusal() const {
 
 // This rank's gradients lie in their slots from here on.
 void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
+  watch_.reset();
   for (std::size_t i = 0; i < members_.size(); ++i) {
     Member& member = members_[i];
     const at::Tensor& grad = member.tensor.grad();
@@ -496,6 +498,7 @@ void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
 }
 
 void ShardedImpl::zero_grad() {
+  watch_.reset();
   reduced_ = false;
   window_scale_ = 1;
   for (auto& member : members_) {

@@ -107,6 +107,7 @@ void ShardedImpl::check_written() const {
 // step, they learn of it there.
 void ShardedImpl::on_backward() {
   window_scale_ = 1;
+  watch_.forget();
   const Member* written = find_written();
   if (written == nullptr) return;
   std::uint64_t writes = 0;
@@ -123,6 +124,13 @@ void ShardedImpl::on_backward() {
       written->name));
   announce(refusal);
   std::rethrow_exception(refusal);
+}
+
+// After reduce_now() gradients are averages, which anybody may write.
+void ShardedImpl::on_backward_end() {
+  if (world_.size() == 1 || reduced_) return;
+  watch_.forget();
+  for (const Member& member : members_) watch_.see(member.name, member.tensor);
 }
 
 void ShardedImpl::sync_from_model() {

@@ -386,6 +386,47 @@ TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
             });
 }
 
+// What torch's optimizers step is averaged after any backward. What torch's function clips is a
+// part of the gradient, which is refused where this code runs next.
+TEST(TensorMesh, OptimizersOfTorchStepWholeGradientsAndClipNone) {
+  for (const bool plain : {false, true})
+    on_meshes({{{"tensor", 2}}, {{"data", 2}, {"tensor", 2}}}, [plain](const Mesh& mesh) {
+      const auto net = small_model(true);
+      net->use_sequence_parallel(true);
+      Trained run(net, way_of(*net, mesh), kGradients);
+      Trained one = whole(mesh, true, kGradients);
+      torch::optim::SGD other(net->parameters(), 0.1), its(one.net->parameters(), 0.1);
+      const auto backward = [&](int k) {
+        const at::Tensor loss = run.pass(k).forward();
+        plain ? loss.backward() : run.way->backward(loss, /*last=*/true);
+      };
+      for (int k = 0; k < 2; ++k) {
+        run.way->before_forward();
+        backward(k);
+        one.way->backward(one.pass(k).forward(), /*last=*/true);
+        for (torch::optim::SGD* const each : {&other, &its}) {
+          each->step();
+          each->zero_grad();
+        }
+      }
+      run.way->verify_parameters();
+      EXPECT_TENSOR_NEAR(run.weights(), one.weights(), 2 * kSums);
+      run.way->before_forward();
+      backward(2);
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01);
+      other.step();
+      other.zero_grad();
+      for (const std::function<void()>& next :
+           std::vector<std::function<void()>>{[&] { run.way->before_forward(); },
+                                              [&] { backward(3); }, [&] { run.optimizer->step(); }})
+        EXPECT_THAT(message_of<UsageError>(next), HasSubstr("torch::nn::utils::clip_grad_norm_"));
+      run.optimizer->zero_grad();
+      run.way->before_forward();
+      backward(4);
+      run.optimizer->step();
+    });
+}
+
 // In fp8 rows travel in 8 bits, with a scale of their own in each forward. Slices of 47 and 48
 // hidden units, of which fp8 would cover one rank's, are computed in bf16 and travel as they are.
 // Copies send no weights: their losses and, since a rate of 1 rounds the difference alone, their

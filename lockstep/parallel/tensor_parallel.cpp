@@ -13,6 +13,7 @@
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/data_parallel.h"
 #include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/pass_end.h"
 #include "lockstep/parallel/prepared_block.h"
 #include "lockstep/parallel/tensor_slices.h"
 
@@ -43,21 +44,46 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   bool held() const { return !held_.expired(); }
 
   // The hooks refuse functions that look at all gradients, such as clip_grad_norm_: a rank has
-  // slices of them.
+  // slices of them. And they end a backward that is not this class's, after which an optimizer of
+  // torch's may step.
   void install() {
     const std::weak_ptr<TensorParallelImpl> self = weak_from_this();
     using Variables = std::vector<at::Tensor>;
     for (const SlicedParameter& p : slices_->parameters()) {
-      if (!p.cut || !p.tensor.requires_grad()) continue;
+      if (!p.tensor.requires_grad()) continue;
       accumulators_.push_back(torch::autograd::impl::grad_accumulator(p.tensor));
       accumulators_.back()->add_post_hook(std::make_unique<optim::GradientHook>(
-          [](const Variables& outputs, const Variables&) -> Variables { return outputs; },
-          [self] {
+          [self](const Variables& outputs, const Variables&) -> Variables {
+            if (const auto alive = self.lock()) alive->note_backward();
+            return outputs;
+          },
+          [self, cut = p.cut.has_value()] {
             const auto alive = self.lock();
-            return alive && !alive->stepping;
+            return cut && alive && !alive->stepping;
           }));
     }
   }
+
+  void backward(const at::Tensor& loss, bool last) {
+    slices_->check_backward();
+    watch_.refuse_written(kTensorParallel);
+    own_backward_ = true;
+    const struct End {
+      ~End() { on = false; }
+      bool& on;
+    } end{own_backward_};
+    copies_.backward(loss, last);
+    if (last) end_backward();
+  }
+
+  // What remains is averaged, and nobody may clip what this rank has.
+  void end_backward() {
+    slices_->average_gradients();
+    watch_.forget();
+    if (slices_->line().size() == 1) return;
+    for (const SlicedParameter& p : slices_->parameters()) watch_.see(p.name, p.tensor);
+  }
+  optim::GradientWatch& watch() { return watch_; }
 
   std::shared_ptr<void> gathered() {
     slices_->gather();
@@ -84,6 +110,16 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   bool stepping = false;
 
  private:
+  void note_backward() {
+    const int task = NestedBackward::outer_task();
+    if (own_backward_ || task == task_) return;
+    watch_.refuse_written(kTensorParallel);
+    task_ = task;
+    NestedBackward::at_end([self = weak_from_this()] {
+      if (const auto alive = self.lock()) alive->end_backward();
+    });
+  }
+
   static bool has_prepared_block(const torch::nn::Module& module) {
     bool found = false;
     each_block(module, [&](const std::string&, const auto&, const nn::Block& block) {
@@ -129,6 +165,9 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
   DataParallel copies_;                                               // of the slices
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;  // that have hooks
   std::weak_ptr<void> held_;
+  optim::GradientWatch watch_;
+  bool own_backward_ = false;
+  int task_ = -1;  // the last backward that is not this class's
 };
 
 namespace {
@@ -142,7 +181,10 @@ class TensorParallelOptimizer final : public optim::Optimizer {
                           std::vector<optim::ParamGroup> groups);
 
   optim::StepResult step(const optim::StepOptions& options = {}) override;
-  void zero_grad() override { own_->zero_grad(); }
+  void zero_grad() override {
+    model_->watch().reset();
+    own_->zero_grad();
+  }
   TensorDict state_dict(const optim::StateDictOptions& options = {}) override;
   void load_state_dict(const TensorDict& state) override;
   std::int64_t state_bytes() const override { return own_->state_bytes(); }
@@ -227,7 +269,9 @@ optim::StepResult TensorParallelOptimizer::step(const optim::StepOptions& option
     bool& on;
   } const stepping(model_->stepping);
   model_->slices().cut();
-  model_->slices().average_gradients();  // after a plain loss.backward()
+  model_->watch().refuse_written(kTensorParallel);
+  model_->watch().reset();
+  model_->slices().average_gradients();  // if no backward was the last
   return step_divided(this, options,
                       {.norm = [this] { return norm(); },
                        .scale = [this](const at::Tensor& factor) { scale(factor); },
@@ -317,6 +361,7 @@ void TensorParallel::check_shardable() const {
 }
 
 void TensorParallel::before_forward() {
+  impl_->watch().refuse_written(parallel::kTensorParallel);  // an optimizer of torch's does not
   if (!impl_->held() || at::GradMode::is_enabled()) impl_->slices().cut();
 }
 
@@ -325,9 +370,7 @@ at::Tensor TensorParallel::watch(at::Tensor output) {
 }
 
 void TensorParallel::backward(const at::Tensor& loss, bool last) {
-  impl_->slices().check_backward();
-  impl_->copies().backward(loss, last);
-  if (last) impl_->slices().average_gradients();
+  impl_->backward(loss, last);
 }
 
 bool TensorParallel::scale_averages(double factor) {

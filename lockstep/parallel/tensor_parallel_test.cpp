@@ -397,7 +397,7 @@ TEST(SequenceParallel, SmallGradientsAreSentOnceInAnUpdate) {
 }
 
 // A loss from all logits, for those who do not use CausalLm::loss(), and call backward() on it:
-// the step averages what TensorParallel::backward() would have.
+// the end of that one averages what TensorParallel::backward() would have.
 TEST(TensorParallel, ALossOfAllLogitsHasTheSameGradients) {
   const CausalLmConfig config = config_of("gpt2");
   for (const bool sequence : {false, true})

@@ -47,6 +47,7 @@ struct BackendConfig {
   milliseconds timeout{0};
   std::string group_name;
   std::vector<std::int64_t> global_ranks;  // empty: the world itself
+  std::string asked;                       // the backend's name in torch.distributed
   std::string times;                       // how often a group has been made with this store
 };
 
@@ -114,6 +115,7 @@ class LockstepBackend : public c10d::Backend {
  public:
   LockstepBackend(const BackendConfig& config, std::unique_ptr<shm::Engine> engine)
       : Backend(config.rank, config.size),
+        asked_(config.asked),
         explain_(explainer(config)),
         options_(c10::make_intrusive<Options>("lockstep", config.timeout)),
         matcher_(std::make_shared<MessageMatcher>(*engine)),
@@ -174,7 +176,7 @@ class LockstepBackend : public c10d::Backend {
     const PlainTensors plain;
     check("allreduce", tensors);
     check_same_kind("allreduce", tensors, tensors[0]);
-    Call call = call_of(OpType::ALLREDUCE, "lockstep:all_reduce", tensors, {tensors});
+    Call call = call_of(OpType::ALLREDUCE, "all_reduce", tensors, {tensors});
     Outputs outputs;
     at::Tensor data = outputs.stage(as_reals("allreduce", tensors[0], opts.reduceOp), true);
     if (tensors.size() > 1) {
@@ -195,7 +197,7 @@ class LockstepBackend : public c10d::Backend {
                               const c10d::AllreduceCoalescedOptions& opts) override {
     const PlainTensors plain;
     check("allreduce_coalesced", tensors);
-    Call call = call_of(OpType::ALLREDUCE_COALESCED, "lockstep:all_reduce", tensors, {tensors});
+    Call call = call_of(OpType::ALLREDUCE_COALESCED, "all_reduce", tensors, {tensors});
     Outputs outputs;
     Tensors data;
     std::vector<Reduction> how;
@@ -216,7 +218,7 @@ class LockstepBackend : public c10d::Backend {
                 "[lockstep_torch] allreduce: one sparse tensor (COO, CPU) at a time is expected.");
     TORCH_CHECK(opts.reduceOp == ReduceOp::SUM || opts.reduceOp == ReduceOp::AVG,
                 "[lockstep_torch] allreduce: sparse tensors can be summed and averaged only.");
-    Call call = call_of(OpType::ALLREDUCE, "lockstep:all_reduce_sparse", tensors, {tensors});
+    Call call = call_of(OpType::ALLREDUCE, "sparse_all_reduce", tensors, {tensors});
     const at::Tensor packed = sparse::pack(tensors[0].coalesce());
     const auto parts = std::make_shared<sparse::Parts>();
     call.finish = [parts, tensor = tensors[0], op = opts.reduceOp] {
@@ -234,7 +236,7 @@ class LockstepBackend : public c10d::Backend {
     const PlainTensors plain;
     check_single("reduce", tensors);
     const int root = rank_in_group("reduce", opts.rootRank);
-    Call call = call_of(OpType::REDUCE, "lockstep:reduce", tensors, {tensors}, root);
+    Call call = call_of(OpType::REDUCE, "reduce", tensors, {tensors}, root);
     Outputs outputs;
     const at::Tensor data = outputs.stage(as_reals("reduce", tensors[0], opts.reduceOp), true);
     if (rank_ != root) outputs.pairs.clear();
@@ -252,7 +254,7 @@ class LockstepBackend : public c10d::Backend {
     const int root = rank_in_group("broadcast", opts.rootRank);
     const auto index = static_cast<std::size_t>(opts.rootTensor);
     TORCH_CHECK(index < tensors.size(), "[lockstep_torch] broadcast: there is no tensor ", index);
-    Call call = call_of(OpType::BROADCAST, "lockstep:broadcast", tensors, {tensors}, root);
+    Call call = call_of(OpType::BROADCAST, "broadcast", tensors, {tensors}, root);
     Outputs outputs;
     const at::Tensor data = outputs.stage(tensors[index], true);
     for (std::size_t i = 0; i < tensors.size(); ++i)
@@ -318,7 +320,7 @@ class LockstepBackend : public c10d::Backend {
     TORCH_CHECK(rank_ == root ? lists.size() == 1 && lists[0].size() == ranks() : lists.empty(),
                 "[lockstep_torch] gather: the root gives one list of ", size_,
                 " tensors, the other ranks none.");
-    Call call = call_of(OpType::GATHER, "lockstep:gather", inputs, lists, root);
+    Call call = call_of(OpType::GATHER, "gather", inputs, lists, root);
     Outputs outputs;
     std::vector<Part> parts;
     if (rank_ == root) {
@@ -340,8 +342,8 @@ class LockstepBackend : public c10d::Backend {
     TORCH_CHECK(rank_ == root ? lists.size() == 1 && lists[0].size() == ranks() : lists.empty(),
                 "[lockstep_torch] scatter: the root gives one list of ", size_,
                 " tensors, the other ranks none.");
-    Call call = call_of(OpType::SCATTER, "lockstep:scatter", lists.empty() ? Tensors{} : lists[0],
-                        {results}, root);
+    Call call =
+        call_of(OpType::SCATTER, "scatter", lists.empty() ? Tensors{} : lists[0], {results}, root);
     Outputs outputs;
     std::vector<ConstPart> parts;
     if (rank_ == root) {
@@ -364,7 +366,7 @@ class LockstepBackend : public c10d::Backend {
                 " outputs for ", size_, " ranks.");
     check("alltoall", inputs);
     check("alltoall", results);
-    Call call = call_of(OpType::ALLTOALL, "lockstep:all_to_all", inputs, {results});
+    Call call = call_of(OpType::ALLTOALL, "all_to_all", inputs, {results});
     Outputs outputs;
     std::vector<Part> to;
     std::vector<ConstPart> from;
@@ -388,7 +390,7 @@ class LockstepBackend : public c10d::Backend {
                 "[lockstep_torch] alltoall_base: input and output differ in type or have no rows.");
     c10d::checkSplitSizes(input_splits, input, size_);
     c10d::checkSplitSizes(result_splits, result, size_);
-    Call call = call_of(OpType::ALLTOALL_BASE, "lockstep:all_to_all", {input}, {{result}});
+    Call call = call_of(OpType::ALLTOALL_BASE, "all_to_all", {input}, {{result}});
     Outputs outputs;
     const at::Tensor to = outputs.stage(result);
     const at::Tensor from = input.contiguous();
@@ -412,7 +414,7 @@ class LockstepBackend : public c10d::Backend {
 
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
     Outputs outputs;
-    return launch(call_of(OpType::BARRIER, "lockstep:barrier", {}, {}), outputs,
+    return launch(call_of(OpType::BARRIER, "barrier", {}, {}), outputs,
                   [&](shm::Engine& engine, Tickets& tickets) {
                     tickets.push_back(engine.barrier(start(opts)));
                   });
@@ -428,7 +430,7 @@ class LockstepBackend : public c10d::Backend {
     const PlainTensors plain;
     check_single("send", tensors);
     rank_in_group("send", peer);
-    Call call = call_of(OpType::SEND, "lockstep:send", tensors, {}, peer);
+    Call call = call_of(OpType::SEND, "send", tensors, {}, peer);
     Outputs outputs;
     const at::Tensor data = tensors[0].contiguous();
     outputs.held.push_back(data);
@@ -460,12 +462,13 @@ class LockstepBackend : public c10d::Backend {
     return {.deadline = Deadline::after(timeout), .caller_waits = !opts.asyncOp};
   }
 
-  Call call_of(OpType type, const char* title, Tensors inputs, std::vector<Tensors> outputs,
+  Call call_of(OpType type, const char* name, Tensors inputs, std::vector<Tensors> outputs,
                int peer = -1) {
     Call call;
     call.peer = peer;
     call.type = type;
-    call.title = title;
+    call.name = name;
+    call.title = fmt::format("{}:{}", asked_, name);
     call.inputs = std::move(inputs);
     call.outputs = std::move(outputs);
     call.explain = explain_;
@@ -506,14 +509,14 @@ class LockstepBackend : public c10d::Backend {
     return work;
   }
 
-  // Notes the call on the ledger, under its name without the prefix.
+  // Notes the call on the ledger.
   void note(Call& call, bool collective) {
     std::uint64_t bytes = 0;
     const Tensors& tensors =
         call.inputs.empty() && !call.outputs.empty() ? call.outputs[0] : call.inputs;
     for (const at::Tensor& tensor : tensors) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
     call.ticket =
-        ledger::post({.name = call.title + std::string_view("lockstep:").size(),
+        ledger::post({.name = call.name,
                       .dtype = tensors.empty() ? "" : c10::toString(tensors[0].scalar_type()),
                       .group = options_->group_name,
                       .sequence = collective ? call.sequence : ++messages_,
@@ -527,8 +530,8 @@ class LockstepBackend : public c10d::Backend {
     check_single("recv", tensors);
     const bool any = source == MessageMatcher::kAnyone;
     TORCH_CHECK(source != rank_, "[lockstep_torch] recv: a rank cannot receive from itself.");
-    Call call = call_of(type, any ? "lockstep:recv_any_source" : "lockstep:recv", {}, {tensors},
-                        any ? -1 : source);
+    Call call =
+        call_of(type, any ? "recvAnySource" : "recv", tensors, {tensors}, any ? -1 : source);
     Outputs outputs;
     const at::Tensor data = outputs.stage(tensors[0]);
     call.finish = outputs.finish();
@@ -552,7 +555,7 @@ class LockstepBackend : public c10d::Backend {
     check("allgather", inputs);
     TORCH_CHECK(lists.size() == inputs.size(), "[lockstep_torch] allgather: ", lists.size(),
                 " lists for ", inputs.size(), " inputs.");
-    Call call = call_of(type, "lockstep:all_gather", inputs, lists);
+    Call call = call_of(type, "all_gather", inputs, lists);
     Outputs outputs;
     Tensors into, from;
     for (std::size_t i = 0; i < lists.size(); ++i) {
@@ -572,7 +575,7 @@ class LockstepBackend : public c10d::Backend {
     check("allgather", results);
     TORCH_CHECK(results.size() == inputs.size(), "[lockstep_torch] allgather: ", results.size(),
                 " outputs for ", inputs.size(), " inputs.");
-    Call call = call_of(type, "lockstep:all_gather", inputs, {results});
+    Call call = call_of(type, "all_gather", inputs, {results});
     Outputs outputs;
     Tensors into, from;
     for (std::size_t i = 0; i < results.size(); ++i) {
@@ -605,7 +608,7 @@ class LockstepBackend : public c10d::Backend {
     TORCH_CHECK(results.size() == inputs.size(),
                 "[lockstep_torch] reduce_scatter: ", results.size(), " outputs for ", inputs.size(),
                 " inputs.");
-    Call call = call_of(type, "lockstep:reduce_scatter", inputs, {results});
+    Call call = call_of(type, "reduce_scatter", inputs, {results});
     Outputs outputs;
     Tensors into, from;
     std::vector<Reduction> how;
@@ -628,6 +631,7 @@ class LockstepBackend : public c10d::Backend {
     });
   }
 
+  const std::string asked_;
   const Explain explain_;
   const c10::intrusive_ptr<Options> options_;
   const pid_t process_ = ::getpid();
@@ -672,10 +676,11 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "create",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout_s,
-         const std::string& group_name, const std::vector<std::int64_t>& global_ranks) {
+         const std::string& group_name, const std::vector<std::int64_t>& global_ranks,
+         const std::string& asked) {
         return make_backend({store, rank, size,
                              milliseconds(static_cast<std::int64_t>(timeout_s * 1000)), group_name,
-                             global_ranks, ""});
+                             global_ranks, asked, ""});
       },
       pybind11::call_guard<pybind11::gil_scoped_release>());
   // The signal by which the launcher asks for stacks; 0: there is no ledger.

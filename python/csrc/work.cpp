@@ -15,7 +15,7 @@ bool& inside_callback() {
   return value;
 }
 
-void throw_timeout(std::chrono::milliseconds timeout, const char* title) {
+void throw_timeout(std::chrono::milliseconds timeout, const std::string& title) {
   C10_THROW_ERROR(DistBackendError,
                   c10::str("[lockstep_torch] wait: ", title, " timed out after ", timeout.count(),
                            " ms. It continues; wait again, or raise the timeout."));
@@ -36,7 +36,7 @@ std::vector<at::Tensor> flattened(const std::vector<std::vector<at::Tensor>>& li
 // ---------------------------------------------------------------- collectives and sends
 
 EngineWork::EngineWork(int rank, Call call)
-    : Work(rank, call.type, call.title, call.inputs), call_(std::move(call)) {}
+    : Work(rank, call.type, call.title.c_str(), call.inputs), call_(std::move(call)) {}
 
 EngineWork::~EngineWork() {
   if (settled_ || tickets_.empty()) return;
@@ -176,7 +176,7 @@ c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
 // ---------------------------------------------------------------- receives
 
 ReceiveWork::ReceiveWork(int rank, Call call, std::shared_ptr<MessageMatcher> matcher)
-    : Work(rank, call.type, call.title, call.inputs),
+    : Work(rank, call.type, call.title.c_str(), call.inputs),
       call_(std::move(call)),
       matcher_(std::move(matcher)) {}
 

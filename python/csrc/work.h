@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -34,7 +35,8 @@ using Explain = std::function<std::exception_ptr(const std::exception_ptr&)>;
 // What a work is about, besides its tickets.
 struct Call {
   c10d::OpType type = c10d::OpType::UNKNOWN;
-  const char* title = "";
+  const char* name = "";  // of the operation, as gloo names it
+  std::string title;      // in profiles: with the backend's name
   std::vector<at::Tensor> inputs;
   std::vector<std::vector<at::Tensor>> outputs;  // what result() and the future hold
   std::vector<at::Tensor> held;                  // staging memory

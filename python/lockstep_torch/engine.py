@@ -42,12 +42,14 @@ def extension():
     return _C
 
 
-def make(store, rank, size, timeout, name, global_ranks):
-    """(backend, ""), or (None, why these ranks cannot share memory); the same on all of them."""
+def make(store, rank, size, timeout, name, global_ranks, asked="lockstep"):
+    """(backend, ""), or (None, why these ranks cannot share memory); the same on all of them.
+    Profiles name its operations after the backend that was `asked` for."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     open_ledger()
-    return extension().create(store, rank, size, timeout, str(name), list(global_ranks))
+    return extension().create(store, rank, size, timeout, str(name), list(global_ranks),
+                              asked)
 
 
 def is_ours(backend):

@@ -74,7 +74,7 @@ def _make(size, rank, global_ranks, backend, store, name, timeout):
     store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", store))
     several = "others" in _exchange(store, rank, size, "others" if _other_devices(devices) else "",
                                     timeout)
-    ours, reason = engine.make(store, rank, size, timeout, name, global_ranks)
+    ours, reason = engine.make(store, rank, size, timeout, name, global_ranks, dist.Backend.GLOO)
     if ours is None:
         if rank == 0:
             logging.getLogger("lockstep_torch").warning(

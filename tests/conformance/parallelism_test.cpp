@@ -28,6 +28,10 @@
 namespace lockstep {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+
 struct Implementation {
   std::string name;
   std::vector<MeshAxis> axes;
@@ -144,7 +148,7 @@ class Reference {
 class Rank {
  public:
   Rank(const Implementation& kind, const Mesh& mesh, const optim::Rule& rule)
-      : module(std::make_shared<Net>(mesh.world().rank())),
+      : net(mesh.world().rank()),
         parallelism(kind.make(net, mesh)),
         optimizer(parallelism->make_optimizer(groups_of(net, rule), kind.sharded)) {}
 
@@ -173,8 +177,7 @@ class Rank {
     return flat(net).clone();
   }
 
-  std::shared_ptr<Net> module;
-  Net& net = *module;
+  Net net;  // in no shared pointer
   std::shared_ptr<Parallelism> parallelism;
   std::unique_ptr<optim::Optimizer> optimizer;
   std::vector<Parallelism::Pass> passes;  // of a window that is not complete
@@ -273,6 +276,41 @@ TEST_P(ParallelismConformance, ClipsByTheNormOfTheWholeGradient) {
       EXPECT_NEAR(rank.step(step, options).norm(), expected, 1e-5 * expected);
     }
     expect_close(rank.weights(), flat(one.net));
+  });
+}
+
+// It takes the norm of what a rank has in .grad. Where that is a part, or not averaged, the step
+// refuses what it has clipped. What reads gradients alone, or scales them all, is nobody's concern.
+TEST_P(ParallelismConformance, ClippingByLibTorchIsRightOrRefused) {
+  if (kind().name.starts_with("naive")) GTEST_SKIP() << "does not look";
+  on_ranks([](const Mesh& mesh) {
+    Reference one(mesh.batch().size(), kAdamW);
+    Rank rank(kind(), mesh, kAdamW);
+    const double expected = one.step(0, {.max_grad_norm = 0.001}).norm();
+    rank.backward(rank.mine(0), 1, /*last=*/true);
+    const double norm = torch::nn::utils::clip_grad_norm_(rank.net.parameters(), 0.001);
+    const std::string said = message_of<UsageError>([&] { rank.optimizer->step(); });
+    if (mesh.world().size() > 1 && kind().name != "data_parallel") {
+      EXPECT_THAT(said, AllOf(HasSubstr("torch::nn::utils::clip_grad_norm_"),
+                              HasSubstr("step({.max_grad_norm = 1})")));
+    } else {
+      EXPECT_EQ(said, "(nothing thrown)");
+      EXPECT_NEAR(norm, expected, 1e-5 * expected);
+      expect_close(rank.weights(), flat(one.net));
+    }
+    rank.optimizer->zero_grad();
+    for (int step = 1; step < 3; ++step) {
+      rank.backward(rank.mine(step), 1, /*last=*/true);
+      for (const at::Tensor& parameter : rank.net.parameters()) {
+        const at::Tensor grad = parameter.grad();
+        if (!grad.defined()) continue;
+        EXPECT_TRUE(std::isfinite(grad.norm().item<double>() + grad.abs().sum().item<double>()));
+        at::Tensor(grad).mul_(0.5);
+      }
+      EXPECT_EQ(message_of<UsageError>([&] { rank.optimizer->step(); }), "(nothing thrown)");
+      rank.optimizer->zero_grad();
+    }
+    rank.parallelism->verify_parameters();
   });
 }
 

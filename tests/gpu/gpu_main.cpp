@@ -219,6 +219,22 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   model(bad).square().mean().backward();
   require(optimizer.step({.skip_non_finite = true}).was_skipped(), "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
+  optimizer.zero_grad();
+  // Clipped by this rank's own norm; reading gradients on the device is nobody's concern.
+  for (const bool clips : {false, true}) {
+    model(batch(11)).square().mean().backward();
+    for (auto& p : net->parameters())
+      require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
+    if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
+    bool refused = false;
+    try {
+      optimizer.step();
+    } catch (const lockstep::UsageError&) {
+      refused = true;
+    }
+    require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
+    optimizer.zero_grad();
+  }
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);
   for (const auto& [name, tensor] : optimizer.state_dict())

@@ -6,6 +6,7 @@
 //   run_peer caught RANK   the same, and every rank catches SystemError and continues
 //   run_peer prepare RANK  what that rank needs before the rendezvous is missing
 //   run_peer leave RANK    that rank's body returns before the others'
+//   run_peer separate N    every rank runs N backward passes of its own
 //   run_peer spawn N       spawn() of N ranks, twice, and what the calls returned
 //   run_peer spawn-CASE    spawn() in a situation that it must refuse, or that a signal ends
 #include <ATen/ops/empty.h>
@@ -128,6 +129,16 @@ int returns(int code) {
   });
 }
 
+// Without a wrapper. PEER_EXCHANGES: and the ranks exchange something.
+int trains_separately(int passes) {
+  return lockstep::run([passes](World& world) {
+    const at::Tensor weight = at::ones({4}).set_requires_grad(true);
+    for (int i = 0; i < passes; ++i) weight.mul(weight).sum().backward();
+    if (std::getenv("PEER_EXCHANGES") != nullptr) all_reduce(world);
+    world.barrier();
+  });
+}
+
 // Joins a stuck thread in a destructor, as a library that waits for its connections may.
 struct NeverReturns {
   ~NeverReturns() { std::this_thread::sleep_for(std::chrono::hours(1)); }
@@ -220,6 +231,7 @@ int main(int argc, char** argv) {
   if (mode == "caught") return catches(number);
   if (mode == "prepare") return fails_to_prepare(number);
   if (mode == "leave") return leaves_early(number);
+  if (mode == "separate") return trains_separately(number);
   if (mode == "spawn") return spawns(number);
   if (mode == "spawn-inside") return spawns_inside();
   if (mode == "spawn-sleep") return spawns_sleepers();

@@ -142,6 +142,24 @@ class Run(Case):
         self.assertIn("rank 1 called all_reduce(float32 x 4, sum)", done.err)
         self.assertNotIn("uint8", done.err, done.text())
 
+    def test_ranks_that_train_models_of_their_own_are_told(self):
+        text = "2 ranks never exchanged a gradient (nor anything else), and rank 0 ran 5 backward"
+        done = run(ranks(2, RUN_PEER, "separate", "5"))
+        self.assertEqual(done.code, 0, done.text())
+        self.assertEqual(done.err.count(text), 1, done.text())
+        for passes, variables in (("5", {"PEER_EXCHANGES": 1}), ("0", {})):
+            done = run(ranks(2, RUN_PEER, "separate", passes), **variables)
+            self.assertEqual(done.code, 0, done.text())
+            self.assertNotIn("never exchanged", done.err, done.text())
+        self.assertNotIn("never exchanged", run([RUN_PEER, "separate", "5"]).err)
+        record = tempfile.mkdtemp(prefix="lockstep-run-test-")
+        self.addCleanup(shutil.rmtree, record)
+        done = run(ranks(2, "--record", record, RUN_PEER, "separate", "5"))
+        self.assertEqual(done.code, 0, done.text())
+        doctor = run([LOCKSTEP, "doctor", "--run", record])
+        self.assertIn("never-exchanged: 2 ranks trained and never exchanged a gradient",
+                      doctor.out, doctor.text())
+
     def test_the_code_that_a_body_returns(self):
         for code in (0, 7):
             done = run([RUN_PEER, "code", str(code)])

@@ -348,6 +348,35 @@ def sum_of_ones(group=None):
     return tensor[0].item()
 
 
+def profiled(backend):
+    """The operations of a profile, and the shapes of what they take."""
+    other = 1 - dist.get_rank()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
+        if other == 1:
+            dist.send(torch.ones(5), other)
+            dist.recv(torch.ones(4))
+        else:
+            dist.recv(torch.ones(5), other)
+            dist.send(torch.ones(4), other)
+    found = {event.name: event.input_shapes for event in profile.events()
+             if event.name.startswith(backend + ":")}
+    expected = {"all_reduce": [[3]], "all_gather": [[2]], "send": [[5 if other == 1 else 4]]}
+    expected.update({"recvAnySource": [[4]]} if other == 1 else {"recv": [[5]]})
+    assert found == {f"{backend}:{name}": shapes for name, shapes in expected.items()}, found
+
+
+def profiles(rank, size, method, backend):
+    """Profiles name operations as gloo's do, after the backend that was asked for."""
+    if backend == "gloo":
+        lockstep_torch.replace_gloo()
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=size)
+    assert made_by_the_engine(dist.group.WORLD)
+    profiled(backend)
+    dist.destroy_process_group()
+
+
 def replaced(rank, size, method):
     """Default groups, sub-groups and groups made again keep gloo's name, and what depends on it."""
     store = dist.FileStore(method[len("file://"):], size)
@@ -510,6 +539,11 @@ def test_dead_peer():
 
 def test_two_hosts():
     run_world(2, two_hosts)
+
+
+def test_profiles():
+    for backend in ("lockstep", "gloo"):
+        run_world(2, profiles, backend)
 
 
 def test_replaced():
