@@ -25,8 +25,9 @@ OTHERS = {"TrainingArguments", "CheckpointParts", "TrainerTask", "MicroBatch", "
 
 HEAD = """# Options
 
-The fields of every public options struct in their order, which designated initialisers must keep: `{.lr = 3e-4, .eps = 1e-6}` compiles,
-the other way round does not. Generated from the headers by `tools/options_page.py`; what a header says beyond one sentence is there.
+The fields of every public options struct in their order, which designated initialisers must keep:
+`{.lr = 3e-4, .eps = 1e-6}` compiles, the other way round does not. Generated from the headers by
+`tools/options_page.py`; what a header says beyond one sentence is there.
 """
 
 
@@ -74,10 +75,11 @@ def fields_of(body, code):
 
     def meaning(first, last):
         """Of the statement on these lines: the comment above it, or the one behind it."""
-        above = []
-        while first - 1 - len(above) >= 0 and lines[first - 1 - len(above)].strip().startswith("//"):
+        above, at = [], first - 1
+        while at >= 0 and lines[at].strip().startswith("//"):
             # The rest of the comment behind the field before is indented as that one is.
-            above.insert(0, lines[first - 1 - len(above)])
+            above.insert(0, lines[at])
+            at -= 1
         if above and len(above[0]) - len(above[0].lstrip()) == len(lines[first]) - len(
                 lines[first].lstrip()):
             return comment_text(above)
@@ -96,12 +98,12 @@ def fields_of(body, code):
         if depth > 0 or char not in ";}":
             continue
         statement = code[begin:at + (char == "}")].strip()
-        if char == "}" and re.search(r"[=\w]\s*$", code[begin:code.index("{", begin)]) and \
-                ")" not in code[begin:code.index("{", begin)]:
+        opened = code[begin:code.index("{", begin)] if char == "}" else ""
+        if re.search(r"[=\w]\s*$", opened) and len(split_outside(opened, "(")) == 1:
             continue  # the initialiser in braces of a member, which ends at the semicolon
         first = begin + len(code[begin:at]) - len(code[begin:at].lstrip())
         begin = at + 1
-        if char == "}" or not statement or re.match(r"(static|using|friend|explicit)\b", statement):
+        if char == "}" or re.match(r"(static|using|friend|explicit)\b|$", statement):
             continue
         head = split_outside(split_outside(statement, "=")[0], "{")[0]
         if len(split_outside(head, "(")) > 1 or "operator" in head:
@@ -136,8 +138,12 @@ def page(root):
         for name, body, code in structs(tree.read(root, path)):
             if not name.endswith("Options") and name not in OTHERS:
                 continue
-            text += f"\n## {name}\n\n`{path}`\n\n| field | type | default | meaning |\n|---|---|---|---|\n"
-            for kind, field, default, meaning in fields_of(body, code):
+            fields = fields_of(body, code)
+            if not fields:  # TORCH_ARG, whose fields are called as functions in any order
+                continue
+            text += f"\n## {name}\n\n`{path}`\n\n"
+            text += "| field | type | default | meaning |\n|---|---|---|---|\n"
+            for kind, field, default, meaning in fields:
                 if name == "TrainingArguments":
                     meaning = keys.get(field, meaning)
                 shown = f"`{cell(default)}`" if default else ""
