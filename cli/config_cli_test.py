@@ -272,7 +272,8 @@ class Config(unittest.TestCase):
                 ("data: {path: nope}\n", "t.yaml:1:8: data.path nope does not exist"),
                 ("data: {path: nope}\nmodel: {weights: lost}\n",
                  "t.yaml:2:9: model.weights lost is not a folder"),
-                ("model:\n  n_layer: 2\n  n_head: 3\n", "t.yaml:3:3: model.n_embd 128 does not"),
+                ("model:\n  n_layer: 2\n  n_positions: 8\nmax_seq_len: 9\n",
+                 "t.yaml:3:3: model.n_positions 8 is shorter"),
                 ("max_seq_len: 8\nmodel: mlp\n", "t.yaml:2:8: the model mlp does not take")):
             with self.subTest(text):
                 self.assertIn(part, self.refusal(text))
