@@ -129,8 +129,7 @@ PlanRequest parse_plan(const Args& args) {
   number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
   request.flags = flags.read(args, /*keys=*/true);
   const Args names = train::take_names(request.flags);
-  if (names.size() != 1)
-    throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  if (names.size() != 1) throw UsageError("plan", "which training file? Write lockstep plan FILE.");
   request.file = names[0];
   if ((request.probe || !request.write.empty()) && !request.flags.empty())
     throw UsageError("plan",

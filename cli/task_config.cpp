@@ -153,8 +153,7 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
   }
 }
 
-void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files,
-                           Problems& problems) {
+void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files, Problems& problems) {
   data.path = keys.text("path", "");
   data.eval_path = keys.text("eval_path", "");
   const std::string tokenizer = keys.text("tokenizer", "");
@@ -646,8 +645,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
   add_with_places(of_model, arguments.model, "model", problems);
   add_with_places(of_lora, arguments.lora, "lora", problems);
   if (files == TaskFiles::kUnread) return task;
-  if (right)
-    problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
+  if (right) problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
   problems.attempt([&] { train::check_metric(arguments, kMetrics); });
   if (right) note_unused_evaluation(arguments, task);
   return task;

@@ -29,11 +29,8 @@ void train(lockstep::World& world) {
   const lockstep::Mesh mesh(world, {{"pipeline", stages}, {"data", -1}});
   const auto train_data = optim::with_seed(kSeed, [] { return make_dataset(1536); });
   const auto eval_data = optim::with_seed(kSeed + 1, [] { return make_dataset(96); });
-  const models::GptConfig config{.n_layer = 4,
-                                 .n_head = 2,
-                                 .n_embd = 64,
-                                 .vocab_size = kVocabulary,
-                                 .n_positions = kLength};
+  const models::GptConfig config{
+      .n_layer = 4, .n_head = 2, .n_embd = 64, .vocab_size = kVocabulary, .n_positions = kLength};
   auto net = optim::with_seed(kSeed, [&] { return models::Gpt(config); });
   const auto model = std::make_shared<lockstep::Pipeline>(*net, mesh);  // the schedule is 1F1B
   const optim::AdamWOptions adamw{.lr = 3e-3};
@@ -55,7 +52,7 @@ void train(lockstep::World& world) {
   const auto evaluate = [&] {
     const torch::NoGradGuard no_grad;
     std::vector<lockstep::Parallelism::Pass> passes;
-    for (auto& batch : eval_loader.epoch(0)) passes.push_back({.forward = pass_of(batch)});
+    for (auto& batch : eval_loader.epoch(0)) passes.push_back({pass_of(batch), {}});
     // On every rank; without gradients there is no backward.
     const at::Tensor losses = at::stack(model->run_window(passes));
     return lockstep::all_reduce(mesh.batch(), losses.mean().item<double>(),

@@ -512,8 +512,7 @@ TEST(Accumulation, OptionsOfOneRankAloneAreRefusedByAll) {
     EXPECT_THAT(make({.steps = 2, .expected_count = 8}),
                 HasSubstr("rank 1 has 'expected_count: 8', but rank 0 has 'expected_count: 0'"));
     // Only the rank itself needs its own counts.
-    Accumulation{model,
-                 {.weights = WindowWeights::kOwnCounts, .expected_count = 1 + world.rank()}};
+    Accumulation{model, {.weights = WindowWeights::kOwnCounts, .expected_count = 1 + world.rank()}};
   });
 }
 
