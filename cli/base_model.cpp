@@ -4,6 +4,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/io/numbered_dirs.h"
 #include "lockstep/models/lora.h"
 
@@ -13,8 +14,8 @@ namespace fs = std::filesystem;
 
 std::string model_folder(const std::string& folder) {
   if (!fs::is_directory(folder))
-    throw UsageError("model", "{} is not a folder. Give a Hugging Face folder or a checkpoint.",
-                     folder);
+    throw UsageError("model", "{} is not a folder. Give a Hugging Face folder or a checkpoint.{}",
+                     folder, hub_advice(folder));
   const auto holds = [&](const char* name) { return fs::exists(fs::path(folder) / name); };
   if (holds("config.json") || holds(models::kAdapterConfig)) return folder;
   const auto checkpoints = io::list_numbered(folder, "checkpoint-");

@@ -153,7 +153,6 @@ struct ConfigRequest {
   std::optional<int> world_size;
 };
 
-// An argument before the first --KEY is a name.
 ConfigRequest parse_config(const Args& args) {
   ConfigRequest request;
   Flags flags("config");
@@ -163,9 +162,8 @@ ConfigRequest parse_config(const Args& args) {
   flags.toggle("--own-program", request.own_program);
   flags.toggle("--markdown", request.markdown);
   flags.integer("--world-size", request.world_size, 1, 100'000, "a value. Write --world-size=N");
-  for (const std::string& arg : flags.read(Args(args.begin() + 1, args.end()), /*keys=*/true))
-    (arg.starts_with("--") || !request.flags.empty() ? request.flags : request.names)
-        .push_back(arg);
+  request.flags = flags.read(Args(args.begin() + 1, args.end()), /*keys=*/true);
+  request.names = train::take_names(request.flags);
   return request;
 }
 
@@ -249,8 +247,11 @@ int check_config(const ConfigRequest& request) {
     say_notes(task.notes);
     if (problems.size() == before) check_contents(task, config, problems);
   }
-  problems.attempt(
+  Problems resume;
+  resume.attempt(
       [&] { train::check_resume(config.arguments.resume_from_checkpoint.value_or("never")); });
+  for (const std::string& text : resume.texts())
+    problems.add(fmt::format("{}: {}", config.setting("resume_from_checkpoint").where, text));
   problems.raise();
   if (config.arguments.fp16) note_precision(config.arguments);
   if (request.world_size) print_text("{}\n", batch_text(config.arguments, *request.world_size));

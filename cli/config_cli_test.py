@@ -281,6 +281,60 @@ class Config(unittest.TestCase):
         # A kind of data that there is not says nothing about the model.
         self.assertNotIn("mistakes", self.refusal("data: byte\nmodel: mlp\n"))
 
+    def test_a_path_that_is_wrong_hides_no_other_mistake(self):
+        said = self.refusal("model: {path: nowhere, nme: 1}\n"
+                            "data:\n"
+                            "  name: instructions\n"
+                            "  path: gone.json\n"
+                            "  tokenizer: lost\n"
+                            "  paddin: longest\n"
+                            "  pad_to_multiple_of: 0\n"
+                            "lora: {r: 0}\n"
+                            "eval_strategy: epoch\n"
+                            "metric_for_best_model: acuracy\n"
+                            "load_best_model_at_end: true\n"
+                            "save_strategy: epoch\n"
+                            "resume_from_checkpoint: atuo\n")
+        for part in ("t.yaml:1:9: there is no nowhere",
+                     "t.yaml:1:24: model has no key 'nme'",
+                     "t.yaml:4:3: data.path: there is no file gone.json",
+                     "t.yaml:5:3: there is no tokenizer 'lost'",
+                     "t.yaml:6:3: data has no key 'paddin'",
+                     "t.yaml:7:23: data.pad_to_multiple_of must be from 1",
+                     "t.yaml:8:7: r is 0.",
+                     "gives no eval_acuracy",
+                     "t.yaml:13:1: atuo cannot be used"):
+            self.assertIn(part, said)
+        for text, part in (
+                ("data: {path: nope}\n", "t.yaml:1:8: data.path nope does not exist"),
+                ("data: {path: nope}\nmodel: {weights: lost}\n",
+                 "t.yaml:2:9: model.weights lost is not a folder"),
+                ("model:\n  n_layer: 2\n  n_positions: 8\nmax_seq_len: 9\n",
+                 "t.yaml:3:3: model.n_positions 8 is shorter"),
+                ("max_seq_len: 8\nmodel: mlp\n", "t.yaml:2:8: the model mlp does not take")):
+            with self.subTest(text):
+                self.assertIn(part, self.refusal(text))
+
+    def test_the_name_of_a_model_on_the_hub_is_no_folder(self):
+        said = self.refusal("model: {path: Qwen/Qwen2-0.5B}\n"
+                            "data: {name: instructions, tokenizer: Qwen/Qwen2-0.5B}\n")
+        self.assertEqual(said.count("huggingface-cli download Qwen/Qwen2-0.5B --local-dir "
+                                    "Qwen2-0.5B) and write Qwen2-0.5B instead."), 2, said)
+        for path in ("./Qwen/Qwen2", "/Qwen/Qwen2", "a/b/c", "Qwen2"):
+            self.assertNotIn("huggingface-cli", self.refusal(f"model: {{path: {path}}}\n"))
+        os.mkdir(os.path.join(self.folder, "models"))
+        self.assertNotIn("huggingface-cli", self.refusal("model: {path: models/qwen}\n"))
+
+    def test_the_file_may_stand_behind_flags(self):
+        self.write("t.yaml", "model: gpt\n")
+        for args in (("--elastic_gpu", "t.yaml"), ("--max_steps", "5", "t.yaml", "--bf16"),
+                     ("--no_bf16", "t.yaml"), ("--tf32", "false", "t.yaml")):
+            done = self.run_config("check", *args)
+            self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"),
+                             (args, done.stderr))
+        done = self.run_config("check", "--bf16", "t.yaml", "u.yaml")
+        self.assertIn("check takes one file", done.stderr)
+
     def test_a_folder_of_shards_is_enough(self):
         """The keys of a file for another trainer of token shards, as they are."""
         text = ("dataset_dir: %s\ncompile_model: true\ntokens_per_update: 64\n"

@@ -128,14 +128,10 @@ PlanRequest parse_plan(const Args& args) {
   });
   number("--mfu", 0.001, 1, request.speed.utilisation);
   number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
-  for (const std::string& arg : flags.read(args, /*keys=*/true)) {
-    if (!arg.starts_with("--") && request.flags.empty() && request.file.empty())
-      request.file = arg;
-    else
-      request.flags.push_back(arg);
-  }
-  if (request.file.empty())
-    throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  request.flags = flags.read(args, /*keys=*/true);
+  const Args names = train::take_names(request.flags);
+  if (names.size() != 1) throw UsageError("plan", "which training file? Write lockstep plan FILE.");
+  request.file = names[0];
   if ((request.probe || !request.write.empty()) && !request.flags.empty())
     throw UsageError("plan",
                      "{} does not {} keys that are given as flags ({}). Set them in {} first.",

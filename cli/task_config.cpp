@@ -55,6 +55,30 @@ Node map_of(const train::NodePtr& given, const char* key, Problems& problems) {
   return map;
 }
 
+// Mistakes in the section `name` begin with a place in the training file: that of the key that they
+// name ("data.path") or whose value they quote, or of the section.
+void add_with_places(const Problems& found, const train::NodePtr& section, const std::string& name,
+                     Problems& problems) {
+  const std::string whole = section ? section->location.text() : "";
+  const std::string file = whole.substr(0, whole.find(':'));
+  const std::vector<Entry> none;
+  for (const std::string& text : found.texts()) {
+    std::string place = whole;
+    const auto named = [&](const Entry& entry) {
+      return text.find(fmt::format("{}.{}", name, entry.key)) != text.npos;
+    };
+    const auto quoted = [&](const Entry& entry) {
+      return entry.value.is(NodeKind::kString) && text.find(entry.value.text) != text.npos;
+    };
+    const std::vector<Entry>& entries = section ? section->entries : none;
+    auto key = std::ranges::find_if(entries, named);
+    if (key == entries.end()) key = std::ranges::find_if(entries, quoted);
+    if (key != entries.end()) place = key->location.text();
+    const bool placed = place.empty() || text.starts_with(file + ":");
+    problems.add(placed ? text : fmt::format("{}: {}", place, text));
+  }
+}
+
 // ---------------------------------------------------------------- data
 
 // Whether nothing has that name; what exists may still be unreadable.
@@ -63,14 +87,14 @@ bool missing(const std::string& path) {
   return fs::status(path, ignored).type() == fs::file_type::not_found;
 }
 
-void check_file(const std::string& path) {
+void check_file(const char* key, const std::string& path) {
   if (path.empty()) return;
   if (!missing(path)) return data::check_text_file(path);
   throw UsageError("config",
-                   "data: instructions: there is no file {}. Relative paths begin at {}; with "
-                   "several hosts each of them needs the file. It holds records of instruction, "
-                   "input and output; docs/data.md says where commonsense_170k.json comes from.",
-                   path, fs::current_path().string());
+                   "data.{}: there is no file {}. Relative paths begin at {}; with several hosts "
+                   "each of them needs the file. It holds records of instruction, input and "
+                   "output; docs/data.md says where commonsense_170k.json comes from.",
+                   key, path, fs::current_path().string());
 }
 
 void read_bytes_keys(MapReader& keys, DataConfig& data) {
@@ -129,14 +153,15 @@ void check_tokens(DataConfig& data, const TrainingArguments& a) {
   }
 }
 
-void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files) {
+void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files, Problems& problems) {
   data.path = keys.text("path", "");
   data.eval_path = keys.text("eval_path", "");
   const std::string tokenizer = keys.text("tokenizer", "");
-  if (!tokenizer.empty() && (files == TaskFiles::kChecked || !missing(tokenizer))) {
-    data.tokenizer = data::Tokenizer::from_file(tokenizer);
-    data.tokenizer->text_encoder();  // or says what is missing
-  }
+  if (!tokenizer.empty() && (files == TaskFiles::kChecked || !missing(tokenizer)))
+    problems.attempt([&] {
+      data.tokenizer = data::Tokenizer::from_file(tokenizer);
+      data.tokenizer->text_encoder();  // or says what is missing
+    });
   data.padding = keys.choice("padding", "longest", {"longest", "max_length", "packed"});
   data.pad_to_multiple_of = keys.integer("pad_to_multiple_of", 1, 1, data.length);
   data.train_on_prompt = keys.boolean("train_on_prompt", false);
@@ -156,8 +181,8 @@ void read_instruction_keys(MapReader& keys, DataConfig& data, TaskFiles files) {
 void check_instructions(const DataConfig& data, Problems& problems) {
   if (data.path.empty())
     problems.add("data: instructions needs path, a .json or .jsonl file. Give it.");
-  for (const std::string& file : {data.path, data.eval_path})
-    problems.attempt([&] { check_file(file); });
+  for (const auto& [key, file] : {std::pair("path", data.path), {"eval_path", data.eval_path}})
+    problems.attempt([&] { check_file(key, file); });
   if (data.length < 2)
     problems.add(fmt::format("max_seq_len is {}, and instructions need 2 or more.", data.length));
   problems.attempt([&] {
@@ -221,6 +246,19 @@ std::int64_t sample_length(const TrainingArguments& a) {
   }
 }
 
+// What `data` names, as far as it is there.
+void check_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
+  if (data.name == "instructions") check_instructions(data, problems);
+  try {
+    problems.attempt([&] {
+      if (data.name == "bytes") check_bytes(data);
+      if (data.name == "tokens") check_tokens(data, a);
+    });
+  } catch (const SystemError& error) {  // a shard that cannot be read
+    problems.add(error.what());
+  }
+}
+
 // Returns whether the kind of data is known, on which the model depends.
 bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Problems& problems) {
   const char* fallback = a.dataset_dir ? "tokens" : "bytes";
@@ -235,20 +273,16 @@ bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Pr
   problems.attempt([&] {
     if (data.name == "bytes") read_bytes_keys(keys, data);
     if (data.name == "tokens") read_token_keys(keys, data);
-    if (data.name == "instructions") read_instruction_keys(keys, data, files);
+    if (data.name == "instructions") read_instruction_keys(keys, data, files, problems);
     if (!has_tokens(data)) read_random_keys(keys, data);
-    keys.finish();
   });
-  if (problems.size() > before || files == TaskFiles::kUnread) return true;
-  if (data.name == "instructions") check_instructions(data, problems);
-  try {
-    problems.attempt([&] {
-      if (data.name == "bytes") check_bytes(data);
-      if (data.name == "tokens") check_tokens(data, a);
-    });
-  } catch (const SystemError& error) {  // a shard that cannot be read
-    problems.add(error.what());
-  }
+  keys.finish();
+  // A text may be too short by a key that is wrong; one that is not there is missing whatever the
+  // others say.
+  const bool named = !data.path.empty() && data.path != kTorchHeaders;
+  const bool right = problems.size() == before;
+  if (files == TaskFiles::kChecked && (right || (named && missing(data.path))))
+    check_data(a, data, problems);
   return true;
 }
 
@@ -450,7 +484,8 @@ void check_degrees(const TaskConfig& task, const TrainingArguments& a, Problems&
     });
 }
 
-void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, Problems& problems) {
+void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right, TaskConfig& task,
+                Problems& problems) {
   ModelConfig& model = task.model;
   const Node node = map_of(a.model, "model", problems);
   const std::size_t before = problems.size();
@@ -460,15 +495,15 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
     if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
     if (model.name == "mlp") read_mlp_keys(keys, model);
     if (model.name == kHuggingFace)
-      read_hugging_face_keys(keys, model);
+      problems.attempt([&] { read_hugging_face_keys(keys, model); });
     else
       model.weights = keys.text("weights", "");
-    if (model.name == "gpt" || model.hugging_face) {
+    if (model.name == "gpt" || model.name == kHuggingFace) {
       keys.node("device_map");  // known, whether it can be read or not
       if (problems.size() == before) read_device_map(keys, model);
     }
-    keys.finish();
   });
+  keys.finish();
   if (problems.size() > before) return;
   if (model.name == "gpt") check_gpt(model, task.data, problems);
   if (model.hugging_face) {
@@ -490,16 +525,20 @@ void read_model(const TrainingArguments& a, TaskFiles files, TaskConfig& task, P
                     a.gradient_checkpointing ? "gradient_checkpointing"
                                              : "fsdp_config.activation_checkpointing",
                     model.name));
-  // The weights cannot be checked against an invalid model.
-  if (problems.size() == before && files == TaskFiles::kChecked)
+  // The weights cannot be checked against an invalid model, and not with data that is wrong, which
+  // says how large a vocabulary is.
+  const bool checkable = problems.size() == before && data_is_right;
+  const bool gone = !model.weights.empty() && !io::SafetensorsSet::exists(model.weights);
+  if (files == TaskFiles::kChecked && (checkable || gone))
     problems.attempt([&] { check_weights(task); });
 }
 
 // ---------------------------------------------------------------- adapters
 
-void read_lora(const TrainingArguments& a, TaskConfig& task) {
+void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task) {
   if (!a.lora) return;
   models::LoraConfig lora = models::read_lora_config(*a.lora, "lora");
+  if (!model_is_right) return;  // which layers there are is not known
   if (task.model.name != "gpt" && !task.model.hugging_face)
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
@@ -608,21 +647,20 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files) {
 
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems) {
   TaskConfig task;
-  const std::size_t before = problems.size();
   bool known = false;
-  problems.attempt([&] { known = read_data(arguments, files, task.data, problems); });
-  const bool right = problems.size() == before;  // the data
-  const std::size_t after = problems.size();
-  // What depends on a wrong part cannot be checked: weights depend on the data's vocabulary,
-  // adapters on the model.
-  const TaskFiles weights = right ? files : TaskFiles::kUnread;
-  if (known) problems.attempt([&] { read_model(arguments, weights, task, problems); });
-  if (known && problems.size() == after) problems.attempt([&] { read_lora(arguments, task); });
-  if (right && files == TaskFiles::kChecked) {
-    problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
-    problems.attempt([&] { train::check_metric(arguments, kMetrics); });
-    note_unused_evaluation(arguments, task);
-  }
+  Problems of_data, of_model, of_lora;
+  of_data.attempt([&] { known = read_data(arguments, files, task.data, of_data); });
+  const bool right = of_data.empty();
+  // What depends on a wrong part is not checked.
+  if (known) of_model.attempt([&] { read_model(arguments, files, right, task, of_model); });
+  of_lora.attempt([&] { read_lora(arguments, known && of_model.empty(), task); });
+  add_with_places(of_data, arguments.data, "data", problems);
+  add_with_places(of_model, arguments.model, "model", problems);
+  add_with_places(of_lora, arguments.lora, "lora", problems);
+  if (files == TaskFiles::kUnread) return task;
+  if (right) problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
+  problems.attempt([&] { train::check_metric(arguments, kMetrics); });
+  if (right) note_unused_evaluation(arguments, task);
   return task;
 }
 

@@ -42,7 +42,7 @@ namespace lockstep::cli {
 namespace {
 
 constexpr const char* kTrainHelp =
-    "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]\n"
+    "usage: lockstep train [--nproc-per-node=N] [FILE] [--KEY VALUE ...]  (in any order)\n"
     "                      [--resume auto|PATH|never]\n\n"
     "Trains a bundled model (gpt, mlp, resnet18, resnet50) or one of a Hugging Face folder as\n"
     "FILE says, on one rank.\n\n"
@@ -66,22 +66,15 @@ struct TrainRequest {
 
 TrainRequest parse_train(int argc, char** argv) {
   TrainRequest request;
-  for (int i = 1; i < argc; ++i) {
-    const std::string arg = argv[i];
-    if (arg == "--resume") {
-      if (i + 1 == argc)
-        throw UsageError("train", "--resume needs a value: auto, never or a folder.");
-      request.flags.push_back(std::string("--resume_from_checkpoint=") + argv[++i]);
-    } else if (arg.rfind("--resume=", 0) == 0) {
-      request.flags.push_back("--resume_from_checkpoint=" + arg.substr(9));
-    } else if (arg.rfind("--", 0) != 0 && request.file.empty() &&
-               (request.flags.empty() || request.flags.back().find('=') != std::string::npos)) {
-      // After a flag without a value of its own it might be that value.
-      request.file = arg;
-    } else {
-      request.flags.push_back(arg);
-    }
-  }
+  request.flags.assign(argv + 1, argv + argc);
+  for (std::string& word : request.flags)
+    if (word == "--resume" || word.starts_with("--resume="))
+      word.insert(sizeof("--resume") - 1, "_from_checkpoint");
+  const std::vector<std::string> names = train::take_names(request.flags);
+  if (names.size() > 1)
+    throw UsageError("train", "one file is trained, and '{}' is another one beside {}.", names[1],
+                     names[0]);
+  if (!names.empty()) request.file = names[0];
   return request;
 }
 

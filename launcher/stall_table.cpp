@@ -318,6 +318,15 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
     text +=
         fmt::format("Rank {} is behind: {}.", rank, reason(*find_rank(ranks, rank), info.now_ns));
   }
+  const auto saves = [](const RankView& rank) {
+    return rank.ledger.phase == ledger::Phase::kSaving && rank.waits();
+  };
+  const auto saver = std::ranges::find_if(ranks, saves);
+  if (saver != ranks.end() && !std::ranges::all_of(ranks, saves))
+    return fmt::format(
+        "{} Rank {} waits for the others to save a checkpoint: every rank must call "
+        "save_checkpoint(), which is collective. Take it out of `if (rank == 0)`.",
+        text, saver->ledger.rank);
   if (find_rank(ranks, behind.front())->waits() &&
       first_difference(ranks, Difference::Kind::kOperation))
     text +=

@@ -194,6 +194,18 @@ TEST(StallTable, RanksThatCallDifferentOperationsAreGivenARemedy) {
   EXPECT_THAT(describe_stall(same, {}).cause, ::testing::Not(HasSubstr("model.join()")));
 }
 
+TEST(StallTable, ASaveByOneRankAloneIsNamed) {
+  std::vector<RankView> ranks = {
+      rank_with(0, Calls().add("all_reduce", 8).add("all_gather", 64).open()),
+      rank_with(1, Calls().add("all_reduce", 8).add("all_reduce", 32).open())};
+  ranks[0].ledger.phase = ledger::Phase::kSaving;
+  EXPECT_THAT(describe_stall(ranks, {}).cause,
+              HasSubstr("Rank 0 waits for the others to save a checkpoint: every rank must call "
+                        "save_checkpoint()"));
+  ranks[1].ledger.phase = ledger::Phase::kSaving;
+  EXPECT_THAT(describe_stall(ranks, {}).cause, Not(HasSubstr("save_checkpoint")));
+}
+
 TEST(StallTable, OnlyARankThatWaitsForNobodyIsBusy) {
   RankView view = rank_with(0, Calls().add("all_reduce", 8));
   view.cpu_share = 0.9;

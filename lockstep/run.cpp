@@ -134,9 +134,9 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
 
 void log_start(const World& world, const WorldOptions& options) {
   if (is_cpu_memory_cached())
-    log::info("run",
-              "memory of CPU tensors of 1 MiB and more is cached in this process "
-              "(LOCKSTEP_CPU_CACHE_MAX_BYTES=0 turns that off)");
+    log::debug("run",
+               "memory of CPU tensors of 1 MiB and more is cached in this process "
+               "(LOCKSTEP_CPU_CACHE_MAX_BYTES=0 turns that off)");
   const int gpus = world.device().is_cuda() ? cuda_device_count() : 0;
   const std::string idle = idle_gpus_warning(world.size(), options.device.has_value(), gpus);
   if (!idle.empty()) log::warning("run", "{}", idle);

@@ -15,9 +15,11 @@
 // the one axis "data". A copyable handle; thread safety is that of World.
 #pragma once
 
+#include <concepts>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/world.h"
@@ -25,8 +27,12 @@
 namespace lockstep {
 
 struct MeshAxis {
+  // An integer of any type. One that is no int fits no world, and neither does 0.
+  MeshAxis(std::string axis, std::integral auto ranks)
+      : name(std::move(axis)), size(std::in_range<int>(ranks) ? static_cast<int>(ranks) : 0) {}
+
   std::string name;
-  int size = -1;  // -1, for one axis: as many as the other axes leave
+  int size;  // -1, for one axis: as many as the other axes leave
 
   bool operator==(const MeshAxis&) const = default;
 };

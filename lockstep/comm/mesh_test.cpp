@@ -152,6 +152,14 @@ TEST(MeshRefusals, NameTheAxis) {
   EXPECT_THAT(refusal({}, 1), HasSubstr("there are no axes"));
 }
 
+TEST(MeshRefusals, SizesMayBeIntegersOfAnyType) {
+  const std::int64_t degree = 1;
+  const std::size_t devices = 1;
+  EXPECT_EQ(Mesh(World(), {{"pipeline", degree}, {"tensor", devices}}).text(),
+            "pipeline 1 x tensor 1");
+  EXPECT_THAT(refusal({{"data", std::int64_t{1} << 40}}, 1), HasSubstr("'data' cannot have 0"));
+}
+
 TEST(MeshRefusals, UnknownAxisOfAMesh) {
   const Mesh mesh;
   EXPECT_THROW(mesh["rows"], UsageError);

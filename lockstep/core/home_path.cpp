@@ -1,10 +1,12 @@
 #include "lockstep/core/home_path.h"
 
+#include <fmt/format.h>
 #include <pwd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <vector>
 
 #include "lockstep/core/env.h"
@@ -42,6 +44,21 @@ std::string expand_home(const std::string& path, std::string_view what) {
                      what, path, user.empty() ? "this user" : "user " + user, path);
   }
   return home + path.substr(end);
+}
+
+std::string hub_advice(const std::string& path) {
+  const std::size_t slash = path.find('/');
+  const bool two_words = slash != path.npos && slash > 0 && slash + 1 < path.size() &&
+                         path.find('/', slash + 1) == path.npos && path.front() != '.' &&
+                         path.front() != '~';
+  std::error_code ignored;
+  // A file in a folder that is there is missing itself.
+  if (!two_words || std::filesystem::exists(path.substr(0, slash), ignored)) return "";
+  const std::string folder = path.substr(slash + 1);
+  return fmt::format(
+      " If that is a model of Hugging Face's hub, download it first (huggingface-cli download {} "
+      "--local-dir {}) and write {} instead.",
+      path, folder, folder);
 }
 
 }  // namespace lockstep

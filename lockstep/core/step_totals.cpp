@@ -29,6 +29,10 @@ const char* name(Counter counter) {
   return kNames[index(counter)];
 }
 
+Phase phase() noexcept {
+  return static_cast<Phase>(progress().phase.load(std::memory_order_relaxed));
+}
+
 void add(Counter counter, std::uint64_t amount) noexcept {
   progress().counts[index(counter)].fetch_add(amount, std::memory_order_relaxed);
 }

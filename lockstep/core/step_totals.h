@@ -60,6 +60,7 @@ struct Totals {
   std::array<std::uint64_t, kCounters> counts{};
 };
 
+Phase phase() noexcept;  // the one that this process is in
 void add(Counter counter, std::uint64_t amount = 1) noexcept;
 void add_device_time(Phase phase, std::uint64_t ns) noexcept;
 Totals totals() noexcept;

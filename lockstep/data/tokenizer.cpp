@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/core/utf8.h"
 #include "lockstep/data/chat_template.h"
 #include "lockstep/data/tokenizer_config.h"
@@ -155,8 +156,8 @@ Tokenizer Tokenizer::from_file(const std::string& path_or_folder) {
     throw UsageError(
         "tokenizer",
         "there is no tokenizer '{}'. Name a tokenizer.json or the folder of a model that has one "
-        "(transformers' save_pretrained() writes it).",
-        impl->path);
+        "(transformers' save_pretrained() writes it).{}",
+        impl->path, hub_advice(path_or_folder));
   impl->config = read_tokenizer_config(impl->path);
   impl->parts = read_tokenizer_file(impl->path, impl->config);
   return Tokenizer(std::move(impl));

@@ -14,6 +14,7 @@
 #include "lockstep/core/document_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/home_path.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/spelling.h"
 
@@ -416,8 +417,8 @@ CausalLmConfig read_config(const std::string& folder_or_file) {
   if (!fs::exists(path, ignored))
     throw UsageError("models",
                      "there is no {}. Give the folder of a Hugging Face model, or its config.json. "
-                     "Relative paths begin at {}.",
-                     path, fs::current_path(ignored).string());
+                     "Relative paths begin at {}.{}",
+                     path, fs::current_path(ignored).string(), hub_advice(folder_or_file));
   CausalLmConfig config = parse_config(read_file(path), path);
   const std::string generation = folder_or_file + "/generation_config.json";
   if (!folder || !fs::exists(generation, ignored)) return config;

@@ -27,7 +27,7 @@ void check_options(const AccumulationOptions& options) {
   if (options.steps < 1)
     throw UsageError(kWho, "steps = {} is not a window. Use 1 for a step after each backward.",
                      options.steps);
-  if (options.expected_count != 0 && !(options.expected_count >= 1))
+  if (options.expected_count < 0)
     throw UsageError(kWho,
                      "expected_count = {} is not a count. Give the samples or tokens of a usual "
                      "micro-batch, at least 1, or 0 to take the first one.",
@@ -342,7 +342,7 @@ Accumulation::Accumulation(std::shared_ptr<Parallelism> parallelism,
            }));
   impl_->parallelism = std::move(parallelism);
   impl_->options = options;
-  impl_->expected = options.expected_count;
+  impl_->expected = static_cast<double>(options.expected_count);
 }
 
 Accumulation::~Accumulation() = default;

@@ -56,7 +56,7 @@ struct AccumulationOptions {
   // exactly 1 / steps. At least 1; 0 takes the largest of the ranks' first ones (kOwnCounts: its
   // own); a run that is to have the same bits after resuming gives it (batch size, or batch size x
   // sequence length).
-  double expected_count = 0;
+  std::int64_t expected_count = 0;
 };
 
 struct MicroBatch {

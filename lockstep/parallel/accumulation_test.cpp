@@ -480,9 +480,6 @@ TEST(Accumulation, RefusesWhatItCannotWeigh) {
               HasSubstr("[Accumulation] steps = 0 is not a window"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = -1}); }),
               HasSubstr("expected_count = -1"));
-  // Losses and totals would be weighed against different numbers.
-  EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model, {.expected_count = 0.5}); }),
-              HasSubstr("expected_count = 0.5 is not a count"));
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.parallelism(), {}); }),
               HasSubstr("there are no parameters"));
   Accumulation accumulation{model};
@@ -515,8 +512,7 @@ TEST(Accumulation, OptionsOfOneRankAloneAreRefusedByAll) {
     EXPECT_THAT(make({.steps = 2, .expected_count = 8}),
                 HasSubstr("rank 1 has 'expected_count: 8', but rank 0 has 'expected_count: 0'"));
     // Only the rank itself needs its own counts.
-    Accumulation{model,
-                 {.weights = WindowWeights::kOwnCounts, .expected_count = 1.0 + world.rank()}};
+    Accumulation{model, {.weights = WindowWeights::kOwnCounts, .expected_count = 1 + world.rank()}};
   });
 }
 

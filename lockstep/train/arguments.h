@@ -12,6 +12,7 @@
 // A value without locks: copy it, and read it from any thread.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -22,10 +23,24 @@ namespace lockstep {
 
 struct Node;
 
-// When something happens during training. kBest is only for saving.
-enum class Interval { kNo, kSteps, kEpoch, kBest };
+// When something happens during training, in the words of the training file. kBest is only for
+// saving. check_arguments() refuses any other word.
+struct Interval {
+  static constexpr const char *kNo = "no", *kSteps = "steps", *kEpoch = "epoch", *kBest = "best";
+};
 
-// Steps written as reals: below 1 they are a share of all steps, from 1 on a whole number of them.
+// A real number that is often counted: given as an integer of any type, too.
+class Number {
+ public:
+  constexpr Number(double value = 0) : value_(value) {}
+  constexpr Number(std::integral auto value) : value_(static_cast<double>(value)) {}
+  constexpr operator double() const { return value_; }
+
+ private:
+  double value_;
+};
+
+// Steps below 1 are a share of all steps, from 1 on a whole number of them.
 struct TrainingArguments {
   // What is trained, as the file says it. The command that trains reads the maps; a plain string is
   // a name.
@@ -43,7 +58,7 @@ struct TrainingArguments {
   // One of these two decides the accumulation; see effective_batch.h.
   std::optional<std::int64_t> global_batch_size{};
   std::optional<std::int64_t> tokens_per_update{};
-  double num_train_epochs = 3.0;
+  Number num_train_epochs = 3;
   std::int64_t max_steps = -1;  // wins over epochs when above 0
   bool auto_find_batch_size = false;
   bool average_tokens_across_devices = true;
@@ -62,7 +77,7 @@ struct TrainingArguments {
   std::string shard_optimizer = "auto";
   std::string lr_scheduler_type = "linear";
   std::shared_ptr<const Node> lr_scheduler_kwargs{};  // optim::schedule_kwargs() reads it
-  double warmup_steps = 0;
+  Number warmup_steps = 0;
   double label_smoothing_factor = 0;
   bool gradient_checkpointing = false;
   std::string compile_model = "auto";
@@ -81,8 +96,8 @@ struct TrainingArguments {
   bool elastic_gpu = false;
 
   // What is logged.
-  Interval logging_strategy = Interval::kSteps;
-  double logging_steps = 500;
+  std::string logging_strategy = Interval::kSteps;
+  Number logging_steps = 500;
   bool logging_first_step = false;
   bool logging_nan_inf_filter = true;
   std::string log_level = "passive";
@@ -94,9 +109,9 @@ struct TrainingArguments {
   bool record_run = true;
 
   // Evaluation.
-  Interval eval_strategy = Interval::kNo;
-  std::optional<double> eval_steps{};  // unset: logging_steps
-  double eval_delay = 0;
+  std::string eval_strategy = Interval::kNo;
+  std::optional<Number> eval_steps{};  // unset: logging_steps
+  Number eval_delay = 0;
   bool eval_on_start = false;
   bool load_best_model_at_end = false;
   std::string metric_for_best_model = "loss";
@@ -107,8 +122,8 @@ struct TrainingArguments {
   // Checkpoints.
   std::string output_dir = "trainer_output";
   bool overwrite_output_dir = false;  // delete the checkpoints of a run that is not continued
-  Interval save_strategy = Interval::kSteps;
-  double save_steps = 500;
+  std::string save_strategy = Interval::kSteps;
+  Number save_steps = 500;
   std::optional<std::int64_t> save_total_limit{};
   bool save_only_model = false;
   bool save_on_each_node = false;

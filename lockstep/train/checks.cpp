@@ -109,7 +109,7 @@ class Checker {
 
   void intervals() {
     const TrainingArguments& a = arguments_;
-    const auto needs = [&](Interval strategy, double steps, std::string_view which,
+    const auto needs = [&](const std::string& strategy, double steps, std::string_view which,
                            std::string_view count) {
       if (strategy == Interval::kSteps && steps == 0) {
         add({count, which}, fmt::format("{} is 0, and {} is steps. Write how many, or {}: no.",
@@ -152,7 +152,7 @@ class Checker {
       add({"save_steps", "eval_steps"},
           fmt::format("load_best_model_at_end needs save_steps to be a multiple of eval_steps, and "
                       "{} is not a multiple of {}. Change one of them.",
-                      a.save_steps, eval_steps));
+                      static_cast<double>(a.save_steps), eval_steps));
     }
   }
 

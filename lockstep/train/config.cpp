@@ -13,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/fsdp_keys.h"
 
@@ -52,6 +53,35 @@ std::string did_you_mean_key(const std::string& word) {
     if (find_key(training) != nullptr) near = training;
   }
   return fmt::format(" Did you mean {}?", *near);
+}
+
+// A flag of it needs no value.
+bool is_switch(const KeySpec& key) {
+  return std::holds_alternative<Of<bool>>(key.member) ||
+         std::holds_alternative<Of<std::optional<bool>>>(key.member) ||
+         key.choices.ends_with("|true|false");
+}
+
+// "--save-steps=5" is the flag of save_steps.
+std::string key_of_flag(const std::string& flag) {
+  std::string name = flag.substr(2, flag.find('=') == flag.npos ? flag.npos : flag.find('=') - 2);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
+// Whether the word after a flag is its value.
+bool takes(const std::string& flag, const std::string& next) {
+  if (flag.find('=') != flag.npos || next.starts_with("--")) return false;
+  const std::string name = key_of_flag(flag);
+  const OldKey* old = find_old(name);
+  const KeySpec* key = find_key(old != nullptr ? old->now : name);
+  const KeySpec* negated = name.starts_with("no_") ? find_key(name.substr(3)) : nullptr;
+  if (key == nullptr && negated != nullptr && is_switch(*negated)) return false;
+  if (old != nullptr ? key != nullptr && !is_switch(*key) : key == nullptr || !is_switch(*key))
+    return true;
+  std::vector<std::string> values = split(key != nullptr ? key->choices : "", '|');
+  values.insert(values.end(), {"true", "false", "1", "0", "none", "null"});
+  return std::find(values.begin(), values.end(), lower(next)) != values.end();
 }
 
 class Resolver {
@@ -312,12 +342,10 @@ class Resolver {
       std::optional<std::string> value;
       if (equals != word.npos) {
         value = word.substr(equals + 1);
-      } else if (i < flags.size() && flags[i].rfind("--", 0) != 0) {
+      } else if (i < flags.size() && takes(word, flags[i])) {
         value = flags[i++];
       }
-      std::string name = word.substr(2, equals == word.npos ? equals : equals - 2);
-      std::replace(name.begin(), name.end(), '-', '_');
-      problems_.attempt([&] { read_flag(name, value); });
+      problems_.attempt([&] { read_flag(key_of_flag(word), value); });
     }
   }
 
@@ -334,14 +362,9 @@ class Resolver {
     const KeySpec* key = find_key(name);
     const bool negated = key == nullptr && name.rfind("no_", 0) == 0 && !value;
     if (negated) key = find_key(name.substr(3));
-    const auto is_bool = [&] {
-      return key != nullptr && (std::holds_alternative<Of<bool>>(key->member) ||
-                                std::holds_alternative<Of<std::optional<bool>>>(key->member) ||
-                                key->choices.ends_with("|true|false"));
-    };
-    if (key == nullptr || (negated && !is_bool()))
+    if (key == nullptr || (negated && !is_switch(*key)))
       throw UsageError("config", "{}: {}", flag, unknown(name, nullptr));
-    if (!value && !is_bool())
+    if (!value && !is_switch(*key))
       throw UsageError("config", "{} needs a value. Write {}=VALUE.", flag, flag);
     add(*key, Origin::kFlag, flag,
         node_from_text(*key, value.value_or(negated ? "false" : "true"), location));
@@ -409,6 +432,17 @@ Config load_config(const std::string& path, const std::vector<std::string>& flag
       .environment = process_environment(), .flags = flags, .launcher_keys = launcher_keys};
   if (!path.empty()) sources.file = load_document(path, {}, &sources.problems);
   return Resolver(sources).run(problems);
+}
+
+std::vector<std::string> take_names(std::vector<std::string>& words) {
+  std::vector<std::string> names, flags;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    (words[i].starts_with("--") ? flags : names).push_back(words[i]);
+    if (words[i].starts_with("--") && i + 1 < words.size() && takes(words[i], words[i + 1]))
+      flags.push_back(words[++i]);
+  }
+  words = std::move(flags);
+  return names;
 }
 
 Environment process_environment() {

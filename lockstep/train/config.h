@@ -61,6 +61,11 @@ Config load_config(const std::string& path, const std::vector<std::string>& flag
                    const std::vector<std::string>& launcher_keys = {},
                    Problems* problems = nullptr);
 
+// Takes the words of a command line that are no flag and no flag's value, such as the file's name,
+// out of `words` and returns them. A flag that needs no value has the next word as one only where
+// it can be, as `false`.
+std::vector<std::string> take_names(std::vector<std::string>& words);
+
 // The variables that matter: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();
 

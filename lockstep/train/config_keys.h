@@ -26,8 +26,8 @@ template <typename Type>
 using Of = Type TrainingArguments::*;
 using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::string>,
                             Of<std::optional<bool>>, Of<std::optional<std::int64_t>>,
-                            Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Interval>,
-                            Of<std::vector<std::string>>, Of<NodePtr>>;
+                            Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Number>,
+                            Of<std::optional<Number>>, Of<std::vector<std::string>>, Of<NodePtr>>;
 
 // More steps (and tokens of one) than any run takes; far below what an integer holds.
 inline constexpr double kStepLimit = 1e12;

@@ -136,7 +136,7 @@ TEST(ConfigKeys, EveryNumberHasARange) {
       return std::holds_alternative<Of<Type>>(key.member) ||
              std::holds_alternative<Of<std::optional<Type>>>(key.member);
     };
-    if (!is(std::int64_t{}) && !is(double{})) continue;
+    if (!is(std::int64_t{}) && !is(double{}) && !is(Number{})) continue;
     ++numbers;
     ASSERT_NE(key.check, nullptr) << key.name;
     const std::string range(key.check->range);
@@ -616,6 +616,21 @@ TEST(Config, AMistakeThatIsBeatenIsStillOne) {
   EXPECT_THAT(refused("seed: x\n", {"--seed=1"}), HasSubstr("t.yaml:1:7: seed must be"));
 }
 
+TEST(Config, TheFileMayStandAnywhereAmongTheFlags) {
+  const auto names = [](std::vector<std::string> words) { return take_names(words); };
+  EXPECT_THAT(names({"--elastic_gpu", "t.yaml"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--elastic-gpu", "true", "t.yaml"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--max_steps", "5", "t.yaml", "--bf16"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--no_bf16", "t.yaml"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--max_steps=5", "t.yaml"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--shard_optimizer", "auto", "t.yaml"}), ElementsAre("t.yaml"));
+  EXPECT_THAT(names({"--output_dir", "t.yaml"}), IsEmpty());
+  EXPECT_THAT(names({"a.yaml", "--bf16", "b.yaml"}), ElementsAre("a.yaml", "b.yaml"));
+  std::vector<std::string> rest{"--tf32", "false", "t.yaml", "--seed", "7", "--save_steps=2"};
+  take_names(rest);
+  EXPECT_THAT(rest, ElementsAre("--tf32", "false", "--seed", "7", "--save_steps=2"));
+}
+
 TEST(Config, MistakesInFlags) {
   EXPECT_EQ(refused("", {"--sed=1"}), "[config] --sed: there is no key 'sed'. Did you mean seed?");
   EXPECT_EQ(refused("", {"--seed"}), "[config] --seed needs a value. Write --seed=VALUE.");
@@ -635,23 +650,6 @@ TEST(Config, FilesAreLoadedWithTheEnvironment) {
   ::setenv("LOCKSTEP_WEIGHT_DECAY", "0.5", 1);
   EXPECT_EQ(load_config("").arguments.weight_decay, 0.5);
   ::unsetenv("LOCKSTEP_WEIGHT_DECAY");
-}
-
-TEST(Arguments, AreCheckedWithoutAFileToo) {
-  EXPECT_NO_THROW(check_arguments({}));
-  EXPECT_EQ(message_of([] { check_arguments({.bf16 = true, .fp16 = true}); }),
-            "[config] bf16 and fp16 cannot both be true. Keep one.");
-  EXPECT_EQ(message_of([] { check_arguments({.learning_rate = -1}); }),
-            "[config] learning_rate must be above 0, up to 1000, and -1.0 is not.");
-  EXPECT_THAT(message_of([] { check_arguments({.optim = "sofia"}); }),
-              HasSubstr("'sofia' is none"));
-  // Products of out-of-range values are not computed.
-  EXPECT_THAT(message_of([] {
-                check_arguments({.max_seq_len = INT64_MAX,
-                                 .per_device_train_batch_size = INT64_MAX,
-                                 .tokens_per_update = 8192});
-              }),
-              HasSubstr("max_seq_len must be from 1 to 10000000"));
 }
 
 // ------------------------------------------------------------------ the effective batch

@@ -14,7 +14,8 @@ namespace {
 
 std::string row_text(const std::string& name, const TrainingArguments& arguments, int world_size) {
   return fmt::format("  {:<14}{:>6}{:>8}{:>9}{:>17}\n", name, arguments.per_device_train_batch_size,
-                     accumulation_steps(arguments, world_size), arguments.logging_steps,
+                     accumulation_steps(arguments, world_size),
+                     static_cast<double>(arguments.logging_steps),
                      effective_batch(arguments, world_size));
 }
 

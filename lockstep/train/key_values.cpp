@@ -74,7 +74,9 @@ void read(std::int64_t& out, const KeySpec& key, const Node& node) {
   check_number(key, node, static_cast<double>(value));
   out = value;
 }
-void read(double& out, const KeySpec& key, const Node& node) {
+template <typename Real>
+  requires std::same_as<Real, double> || std::same_as<Real, Number>
+void read(Real& out, const KeySpec& key, const Node& node) {
   const double value = as_real(node, key.name);
   check_number(key, node, value);
   out = value;
@@ -88,6 +90,8 @@ void read(std::string& out, const KeySpec& key, const Node& node) {
     out = node.boolean ? "auto" : "never";
     return;
   }
+  if (node.is(NodeKind::kBool) && !node.boolean && key.choices.starts_with("no|"))
+    refuse_value(node, key.name, choices_text(key.choices), "Write no.");
   // `true` and `false` among the choices are booleans in YAML.
   const bool flag = node.is(NodeKind::kBool) && key.choices.ends_with("|true|false");
   std::string value =
@@ -98,14 +102,6 @@ void read(std::string& out, const KeySpec& key, const Node& node) {
   if (key.name == "optim" && value == "lion_32bit") value = "lion";
   if (key.path) value = expand_home(value, label(node, key.name));
   out = std::move(value);
-}
-void read(Interval& out, const KeySpec& key, const Node& node) {
-  if (node.is(NodeKind::kBool) && !node.boolean)
-    refuse_value(node, key.name, choices_text(key.choices), "Write no.");
-  const std::string value = as_string(node, key.name);
-  check_choice(key, node, value);
-  const std::vector<std::string> choices = split_choices(key.choices);
-  out = static_cast<Interval>(std::find(choices.begin(), choices.end(), value) - choices.begin());
 }
 void read(std::vector<std::string>& out, const KeySpec& key, const Node& node) {
   std::vector<std::string> values;
@@ -168,11 +164,6 @@ Node write(double value, const KeySpec&) {
 Node write(const std::string& value, const KeySpec&) {
   return text_node(value);
 }
-Node write(Interval value, const KeySpec& key) {
-  const std::vector<std::string> choices = split_choices(key.choices);
-  const auto index = static_cast<std::size_t>(value);
-  return text_node(index < choices.size() ? choices[index] : "?");
-}
 Node write(const std::vector<std::string>& value, const KeySpec&) {
   return texts_node(value);
 }
@@ -195,9 +186,6 @@ std::string_view type_name(const double&) {
 }
 std::string_view type_name(const std::string&) {
   return "text";
-}
-std::string_view type_name(const Interval&) {
-  return "word";
 }
 std::string_view type_name(const std::vector<std::string>&) {
   return "list";
@@ -285,7 +273,7 @@ Node node_from_text(const KeySpec& key, const std::string& text, const SourceLoc
     node.kind = NodeKind::kNull;
   } else if (holds(false) && (text == "1" || text == "0")) {
     node = plain_scalar(text == "1" ? "true" : "false", location);
-  } else if (holds(false) || holds(std::int64_t{}) || holds(double{}) ||
+  } else if (holds(false) || holds(std::int64_t{}) || holds(double{}) || holds(Number{}) ||
              key.name == "resume_from_checkpoint") {
     node = plain_scalar(text, location);
   } else if (std::holds_alternative<Of<std::vector<std::string>>>(key.member)) {

@@ -133,12 +133,11 @@ data::Loader train_loader(const RunContext& run) {
 
 // What gradients are weighed against. From the dataset's first sample and not from the first batch
 // seen: a run that is resumed sees another one first, and must still give the same bits.
-double expected_count(const RunContext& run) {
+std::int64_t expected_count(const RunContext& run) {
   data::SampleRandom random({}, 0);
   const at::Tensor target = run.task.train_data->get(0, random).target;
   const std::int64_t tokens = target.defined() ? data::count_tokens(target.unsqueeze(0), 1) : 1;
-  return static_cast<double>(run.arguments.per_device_train_batch_size *
-                             std::max<std::int64_t>(1, tokens));
+  return run.arguments.per_device_train_batch_size * std::max<std::int64_t>(1, tokens);
 }
 
 AccumulationOptions accumulation_options(const RunContext& run, std::int64_t steps) {
@@ -310,14 +309,10 @@ void Loop::advise_learning_rate() const {
 }
 
 bool Loop::saves_at_the_end_alone() const {
-  switch (run_.arguments.save_strategy) {
-    case Interval::kSteps:
-      return run_.state.global_step + plan_.save_steps >= plan_.max_steps;
-    case Interval::kEpoch:
-      return plan_.num_train_epochs - epoch_ <= 1;
-    default:
-      return false;
-  }
+  const std::string& strategy = run_.arguments.save_strategy;
+  if (strategy == Interval::kSteps)
+    return run_.state.global_step + plan_.save_steps >= plan_.max_steps;
+  return strategy == Interval::kEpoch && plan_.num_train_epochs - epoch_ <= 1;
 }
 
 void Loop::open() {

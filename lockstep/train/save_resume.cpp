@@ -279,6 +279,8 @@ void write_by_leader(World& world, const train::SaverOptions& saving, train::Che
 
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options) {
+  const ledger::CallSite here;
+  const ledger::PhaseScope phase(ledger::Phase::kSaving);
   World& world = mesh.world();
   const std::vector<std::string> ranks =
       agree(world, [&] { return contribution_of(parts, mesh, options); });

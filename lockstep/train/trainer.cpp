@@ -229,7 +229,7 @@ void TrainerImpl::say_end() {
               by_steps && step > run_.arguments.max_steps ? "past max_steps, at" : "complete at",
               step, loss, by_steps ? "max_steps" : "num_train_epochs",
               by_steps ? fmt::format("{}", run_.arguments.max_steps)
-                       : fmt::format("{}", run_.arguments.num_train_epochs));
+                       : fmt::format("{}", static_cast<double>(run_.arguments.num_train_epochs)));
   }
 }
 

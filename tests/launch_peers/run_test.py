@@ -170,6 +170,11 @@ class Run(Case):
         self.assertEqual(done.out.count("of 2: sum 2"), 2, done.text())
         self.assertEqual(done.code, 7, done.text())
 
+    def test_the_cached_memory_is_mentioned_to_who_asks(self):
+        said = "memory of CPU tensors of 1 MiB and more is cached"
+        self.assertNotIn(said, run([RUN_PEER, "code", "0"]).err)
+        self.assertIn(said, run([RUN_PEER, "code", "0"], LOCKSTEP_LOG="debug").err)
+
     @unittest.skipUnless(HAVE_TORCH, "needs torch in LOCKSTEP_PYTHON")
     def test_under_torchrun_the_cause_is_distinguished(self):
         done = run([*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python", RUN_PEER,

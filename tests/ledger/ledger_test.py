@@ -167,6 +167,19 @@ class Others(LedgerCase):
         self.assertRegex(err, r"first call that differs: #6\n +ranks 0, 2: #6 all_reduce .* at "
                          r"first_of_two\(.*\n +rank 1: #6 broadcast .* at second_of_two\(")
 
+    def test_a_checkpoint_that_one_rank_saves_alone(self):
+        folder = os.path.join(self.dir.name, "saved")
+        advice = "very rank must call save_checkpoint(), which is collective"
+        _, _, err = self.finish(self.start_peer("save", 0, FOLDER=folder))
+        self.assertRegex(err, r"rank 0 called all_gather\w*\(.*\) to save a checkpoint, rank 1 "
+                         r"called all_reduce\(float32 x 256, sum\)")
+        self.assertIn("E" + advice, err)
+        process = self.start_peer("save", 0, backend="gloo", FOLDER=folder)
+        text, rows = self.table(process)
+        self.assertIn("Rank 0 waits for the others to save a checkpoint: e" + advice, text)
+        self.assertIn(" saving ", rows[0])
+        self.end(process)
+
     def test_a_rank_that_continues_ends_the_stall(self):
         process = self.start_peer("sigstop", 1)
         text, _ = self.table(process)

@@ -1,6 +1,7 @@
 // A small program of several ranks in which one stops taking part: stall_peer KIND RANK.
 //
-// KIND: none, busy, sigstop, loop, fifo (reads the file of $FIFO), skip, swap_worlds, swap, crash;
+// KIND: none, busy, sigstop, loop, fifo (reads the file of $FIFO), skip, swap_worlds, swap, crash,
+// save (a checkpoint in the folder of $FOLDER);
 // enqueued and stuck, where all ranks have left an operation to a device: they compute, or wait in
 // the CUDA library of $CUDA_LIBRARY;
 // steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
@@ -119,6 +120,10 @@ void be_bad(World& world) {
   if (kind == "fifo" && bad) read_fifo();
   if (kind == "crash" && bad) ::raise(SIGKILL);
   if (kind == "enqueued" || kind == "stuck") enqueue();
+  if (kind == "save" && bad) {
+    torch::nn::Linear net(4, 4);
+    lockstep::save_checkpoint(std::getenv("FOLDER"), world, {.module = net.get()}, {.step = 5});
+  }
   if (kind == "busy" || kind == "enqueued") burn(std::chrono::milliseconds(3500));
   if (kind == "stuck") wait_for_device();
   if (kind == "skip") {

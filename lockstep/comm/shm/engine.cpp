@@ -58,8 +58,10 @@ template <typename Operation, typename... Args>
 TicketPtr start(EngineCore& core, const StartOptions& options, Args&&... args) {
   auto operation =
       std::make_shared<Operation>(core.group(), options.deadline, std::forward<Args>(args)...);
-  if constexpr (std::is_base_of_v<Collective, Operation>)
+  if constexpr (std::is_base_of_v<Collective, Operation>) {
     operation->what.number = static_cast<std::uint32_t>(options.number);
+    operation->what.saving = options.saving;
+  }
   core.start(operation, options.caller_waits);
   return operation;
 }

@@ -29,6 +29,7 @@ struct StartOptions {
   bool caller_waits = false;
   // The caller's own number for this collective, used in messages; 0: the engine's.
   std::uint64_t number = 0;
+  bool saving = false;  // the caller saves a checkpoint; for messages only
 };
 
 struct Part {

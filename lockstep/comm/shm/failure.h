@@ -32,6 +32,10 @@ inline constexpr const char* kUnevenInputs =
     "If a rank has fewer batches than the others, give every rank the same number, or train inside "
     "model.join().";
 
+// What to try where one rank saves a checkpoint and another does something else.
+inline constexpr const char* kUnevenSaves =
+    "Every rank must call save_checkpoint(), which is collective: take it out of `if (rank == 0)`.";
+
 // Thrown only by what the driver does.
 struct EngineFailure {
   bool timeout = false;

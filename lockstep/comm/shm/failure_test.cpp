@@ -58,6 +58,25 @@ TEST(Disagreement, OfOperationsNamesTheUsualMistakes) {
     EXPECT_THAT(text_of(errors[0]), HasSubstr(text));
 }
 
+TEST(Disagreement, OfASaveByOneRankAloneNamesIt) {
+  for (const bool ended : {false, true}) {
+    const auto errors = outcomes(3, kTiny, [&](Engine& engine) {
+      float x[12] = {};
+      if (engine.rank() == 0)
+        engine.all_reduce(x, 6, DType::kF32, Op::kSum, {.saving = true})->wait(soon());
+      else if (ended)
+        engine.finish()->wait(soon());
+      else
+        engine.all_reduce(x, 12, DType::kF32, Op::kSum)->wait(soon());
+    });
+    expect_both_sides(errors, "rank 0 called all_reduce(float32 x 6, sum) to save a checkpoint",
+                      ended ? "rank 1 has returned from its body"
+                            : "rank 1 called all_reduce(float32 x 12, sum)");
+    for (const auto& error : errors)
+      EXPECT_THAT(text_of(error), HasSubstr("Every rank must call save_checkpoint()"));
+  }
+}
+
 TEST(Disagreement, HasTheCallersNumbersAndNamesARankThatHasFinished) {
   const auto errors = outcomes(2, kTiny, [](Engine& engine) {
     float x[12] = {};

@@ -82,7 +82,8 @@ std::string Descriptor::text() const {
 }
 
 std::string Descriptor::deed() const {
-  return kind == Kind::kFinish ? "has returned from its body" : "called " + text();
+  if (kind == Kind::kFinish) return "has returned from its body";
+  return fmt::format("called {}{}", text(), saving ? " to save a checkpoint" : "");
 }
 
 Layout::Layout(int size, const EngineOptions& options)

@@ -47,6 +47,7 @@ struct Descriptor {
   Kind kind = Kind::kBarrier;
   DType dtype = DType::kU8;
   Op op = Op::kSum;
+  bool saving = false;  // a checkpoint; for messages only
   std::uint32_t block = 0;
   std::uint32_t number = 0;  // the caller's, for messages only
   std::uint64_t offset = 0;
@@ -57,7 +58,8 @@ struct Descriptor {
   }
   // "all_reduce(float32 x 12, sum)"
   std::string text() const;
-  // "called all_reduce(float32 x 12, sum)", "has returned from its body"
+  // "called all_reduce(float32 x 12, sum)", "has returned from its body", "... to save a
+  // checkpoint"
   std::string deed() const;
 };
 
@@ -84,7 +86,7 @@ struct Trouble {
 // How a segment is divided. Two sizes that differ can make up the same sum, so all are compared; a
 // build whose operations write other things there increments kVersion.
 struct Form {
-  static constexpr std::uint64_t kVersion = 3;
+  static constexpr std::uint64_t kVersion = 4;
   std::uint64_t version = kVersion;
   std::uint64_t header_bytes = 0;
   std::uint64_t small_bytes = 0;

@@ -83,7 +83,10 @@ void Rounds::check_agreement(Collective& collective) const {
   std::string text = differ ? difference(what) : collective.disagreement(group_, parity);
   if (text.empty()) return;
   text += ". Every rank must call the same operations with the same sizes in the same order.";
-  if (differ) text += fmt::format(" {}", any_has_finished(what) ? kUnevenInputs : kUnevenCalls);
+  if (differ)
+    text += fmt::format(" {}", what.saving != called_by(other, what).saving ? kUnevenSaves
+                               : any_has_finished(what)                     ? kUnevenInputs
+                                                                            : kUnevenCalls);
   throw EngineFailure{.disagreement = true,
                       .text = std::move(text),
                       .culprit = differ ? other : -1,

@@ -11,6 +11,7 @@
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/comm/shm/tensor_types.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/step_totals.h"
 
 namespace lockstep::detail::shm {
 
@@ -226,7 +227,9 @@ class ShmBackend : public Backend {
 
  private:
   static StartOptions started(const State& state) {
-    return {.deadline = state->deadline(), .number = state->info().sequence};
+    return {.deadline = state->deadline(),
+            .number = state->info().sequence,
+            .saving = ledger::phase() == ledger::Phase::kSaving};
   }
 
   void follow(const State& state, Tickets tickets, Memory memory) {
