@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -160,6 +161,26 @@ void join_and_hooks(World& world) {
   said(world, "join with uneven inputs, bf16 hook");
 }
 
+// A rank's own norm is refused; reading gradients on the device is not.
+void clipped_by_torch(World& world, const std::vector<at::Tensor>& parameters,
+                      lockstep::ShardedOptimizer& optimizer,
+                      const std::function<void()>& backward) {
+  for (const bool clips : {false, true}) {
+    backward();
+    for (const at::Tensor& p : parameters)
+      require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
+    if (clips) torch::nn::utils::clip_grad_norm_(parameters, 1e-3);
+    bool refused = false;
+    try {
+      optimizer.step();
+    } catch (const lockstep::UsageError&) {
+      refused = true;
+    }
+    require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
+    optimizer.zero_grad();
+  }
+}
+
 // The owner's pass against all-reduce, clipping and a replicated step, both on the device. With two
 // ranks the sums have only one order, and the element-wise kernels are the same, so the bits are
 // equal.
@@ -220,21 +241,8 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   require(optimizer.step({.skip_non_finite = true}).was_skipped(), "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
   optimizer.zero_grad();
-  // Clipped by this rank's own norm; reading gradients on the device is nobody's concern.
-  for (const bool clips : {false, true}) {
-    model(batch(11)).square().mean().backward();
-    for (auto& p : net->parameters())
-      require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
-    if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
-    bool refused = false;
-    try {
-      optimizer.step();
-    } catch (const lockstep::UsageError&) {
-      refused = true;
-    }
-    require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
-    optimizer.zero_grad();
-  }
+  clipped_by_torch(world, net->parameters(), optimizer,
+                   [&] { model(batch(11)).square().mean().backward(); });
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);
   for (const auto& [name, tensor] : optimizer.state_dict())
