@@ -4,10 +4,10 @@
 
 #include <chrono>
 #include <cmath>
-#include <functional>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <thread>
