@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <cstring>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -65,9 +66,11 @@ void BucketSet::lay_out(const std::vector<ParameterForm>& forms,
   }
   const auto parts = shared_block(world_, bytes);
   const auto rank = static_cast<std::size_t>(world_.rank());
-  block_ = parts.empty() ? at::zeros({bytes}, at::kByte) : parts[rank];
+  const at::Tensor old =
+      std::exchange(block_, parts.empty() ? at::zeros({bytes}, at::kByte) : parts[rank]);
   buckets_.clear();
   slots_.resize(forms.size());
+  for (auto& slot : slots_) slot.bucket = kNoBucket;
   for (std::size_t i = 0; i < plans.size(); ++i) {
     const BucketPlan& plan = plans[i];
     BucketMemory& bucket = buckets_.emplace_back();
@@ -85,6 +88,12 @@ void BucketSet::lay_out(const std::vector<ParameterForm>& forms,
       slots_[place.parameter].bucket = i;
       bind_slot(place, bucket.wire, forms[place.parameter]);
     }
+  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].bucket == kNoBucket) slots_[i].tensor = at::Tensor();
+    // One that has no slot any more, or another dtype, must not hold all of the old memory.
+    at::Tensor& grad = model_[i].tensor.mutable_grad();
+    if (grad.defined() && lies_in(old, grad)) grad = grad.clone();
   }
 }
 

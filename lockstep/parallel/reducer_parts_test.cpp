@@ -108,6 +108,29 @@ TEST(BucketSet, AnotherLayoutTakesGradientsAlong) {
   }
 }
 
+TEST(BucketSet, AGradientWithoutASlotLeavesTheOldMemory) {
+  World alone;
+  const auto model = model_of({trained({30}), trained({40}), trained({50})});
+  BucketSet buckets(alone, model, /*views=*/true);
+  buckets.lay_out(forms_of(model), {2, 1, 0}, {});
+  std::vector<at::Tensor> values;
+  for (std::size_t i = 0; i < 3; ++i) {
+    values.push_back(at::randn(model[i].tensor.sizes()));
+    set_gradient(buckets, model, i, values[i].clone());
+  }
+  const at::Tensor old = buckets[0].flat;
+  auto forms = forms_of(model);
+  forms[1].dtype = at::kDouble;        // moved since; .grad is of the old type
+  buckets.lay_out(forms, {2, 1}, {});  // and the first was frozen
+  EXPECT_FALSE(buckets.slot(0).defined());
+  EXPECT_EQ(buckets.slot(1).scalar_type(), at::kDouble);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(at::equal(model[i].tensor.grad(), values[i]));
+    EXPECT_FALSE(model[i].tensor.grad().is_alias_of(old));
+    EXPECT_EQ(model[i].tensor.grad().is_same(buckets.slot(i)), i == 2);
+  }
+}
+
 TEST(BucketSet, StoresAsByCopying) {
   World alone;
   const std::int64_t streamed = (9 << 20) / 4 + 3;  // past the cache, and cut by threads
