@@ -70,12 +70,7 @@ void train(lockstep::World& world) {
     if (world.is_leader())
       std::printf("epoch %lld: validation loss %.3f\n", static_cast<long long>(epoch), loss);
   }
-  std::int64_t held = 0;
-  for (const auto& parameter : net->parameters())
-    held += static_cast<std::int64_t>(parameter.storage().nbytes());
-  std::printf("rank %d: %s, %zu units, %lld bytes of whole parameters between steps\n",
-              world.rank(), mesh.text().c_str(), model->units().size(),
-              static_cast<long long>(held));
+  std::printf("rank %d: %s, %zu units\n", world.rank(), mesh.text().c_str(), model->units().size());
 }
 
 }  // namespace
