@@ -207,7 +207,6 @@ void StallWatch::report() {
   collecting_ = false;
   if (moved()) {  // while the stacks were collected
     rest(Clock::now());
-    if (const auto then = std::exchange(then_, nullptr)) then(nullptr);
     return;
   }
   std::vector<RankView> seen = views();
