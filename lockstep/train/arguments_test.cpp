@@ -15,9 +15,6 @@ TEST(Arguments, AreCheckedWithoutAFileToo) {
   EXPECT_NO_THROW(check_arguments({}));
   EXPECT_EQ(message_of([] { check_arguments({.bf16 = true, .fp16 = true}); }),
             "[config] bf16 and fp16 cannot both be true. Keep one.");
-  EXPECT_THAT(
-      message_of([] { check_arguments({.full_determinism = true, .tune = "bucket_cap_mb"}); }),
-      HasSubstr("tune chooses the buckets by measured times"));
   EXPECT_EQ(message_of([] { check_arguments({.learning_rate = -1}); }),
             "[config] learning_rate must be above 0, up to 1000, and -1.0 is not.");
   EXPECT_THAT(message_of([] { check_arguments({.optim = "sofia"}); }),
