@@ -42,7 +42,7 @@ std::vector<io::NumberedDir> other_checkpoints(const std::string& output_dir,
 void refuse_others(const std::string& output_dir, const std::vector<io::NumberedDir>& others);
 // Deletes them, and logs it. Of a checkpoint that is a link, the link.
 void remove_others(const std::vector<io::NumberedDir>& others);
-// Deletes an earlier run's record, output_dir/monitor. Facts alone (run.json) are those of this run:
+// Deletes an earlier run's record, output_dir/monitor. Facts alone (run.json) are this run's:
 // `lockstep run --record` writes them first.
 void remove_record(const std::string& output_dir);
 
