@@ -5,7 +5,8 @@
 // the CUDA library of $CUDA_LIBRARY;
 // steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
 // train N MS DIR 0|1 prints the processor time of a step of a Trainer, whose forward takes MS
-// milliseconds of it, and which records into DIR or does not; calls DIR what the parts of the instruments take that cannot be switched off, and a line of the record.
+// milliseconds of it, and which records into DIR or does not; calls DIR what the parts of the
+// instruments take that cannot be switched off, and a line of the record.
 // Prints "<kind> at <seconds>" (CLOCK_MONOTONIC) when the rank begins to be bad.
 #include <dlfcn.h>
 #include <fcntl.h>
