@@ -588,7 +588,7 @@ void FullyShardImpl::end_pass() {
   local_ = !reduces();
   if (!local_) show_gradients();
   if (last_ && slices_) slices_->average_gradients();
-  if (last_) watch_gradients();
+  if (last_ && !of_pipeline_) watch_gradients();
   if (last_) model_.broadcast_buffers(mesh_.world(), 0);
   for (ShardUnit& unit : units_) unit.forget_work();
   if (!held()) free_pass();

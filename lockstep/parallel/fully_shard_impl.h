@@ -82,7 +82,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool failed() const { return failed_; }
   void forget_gradients();
   optim::GradientWatch& watch() { return watch_; }
-  void take_whole();  // the model's parameters were written while they were whole
+  void watch_gradients();  // a pipeline does, when its window has ended
+  void take_whole();       // the model's parameters were written while they were whole
   // Around whatever writes rows: nobody reads them meanwhile.
   void before_rows_change();
   void after_rows_change() { wait_for_ranks(); }
@@ -129,7 +130,6 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void end_pass();
   void check_late_gradients();
   void show_gradients();
-  void watch_gradients();
 
   Mesh mesh_;
   World& shard_;

@@ -410,6 +410,7 @@ std::vector<at::Tensor> PipelineImpl::run_window(const std::vector<Pass>& passes
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const at::NoGradGuard no_grad;
   add_shared_gradients();
+  shards_->watch_gradients();
   sync_buffers();
   return losses;
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -288,11 +289,16 @@ TEST_P(ParallelismConformance, ClippingByLibTorchIsRightOrRefused) {
     Rank rank(kind(), mesh, kAdamW);
     const double expected = one.step(0, {.max_grad_norm = 0.001}).norm();
     rank.backward(rank.mine(0), 1, /*last=*/true);
-    const double norm = torch::nn::utils::clip_grad_norm_(rank.net.parameters(), 0.001);
+    const std::vector<at::Tensor> parameters = rank.net.parameters();
+    const bool holds_any = std::ranges::any_of(
+        parameters, [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+    const double norm = torch::nn::utils::clip_grad_norm_(parameters, 0.001);
     const std::string said = message_of<UsageError>([&] { rank.optimizer->step(); });
     if (mesh.world().size() > 1 && kind().name != "data_parallel") {
-      EXPECT_THAT(said, AllOf(HasSubstr("torch::nn::utils::clip_grad_norm_"),
-                              HasSubstr("step({.max_grad_norm = 1})")));
+      if (holds_any) {  // a stage may have nothing to train
+        EXPECT_THAT(said, AllOf(HasSubstr("torch::nn::utils::clip_grad_norm_"),
+                                HasSubstr("step({.max_grad_norm = 1})")));
+      }
     } else {
       EXPECT_EQ(said, "(nothing thrown)");
       EXPECT_NEAR(norm, expected, 1e-5 * expected);

@@ -161,26 +161,6 @@ void join_and_hooks(World& world) {
   said(world, "join with uneven inputs, bf16 hook");
 }
 
-// A rank's own norm is refused; reading gradients on the device is not.
-void clipped_by_torch(World& world, const std::vector<at::Tensor>& parameters,
-                      lockstep::ShardedOptimizer& optimizer,
-                      const std::function<void()>& backward) {
-  for (const bool clips : {false, true}) {
-    backward();
-    for (const at::Tensor& p : parameters)
-      require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
-    if (clips) torch::nn::utils::clip_grad_norm_(parameters, 1e-3);
-    bool refused = false;
-    try {
-      optimizer.step();
-    } catch (const lockstep::UsageError&) {
-      refused = true;
-    }
-    require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
-    optimizer.zero_grad();
-  }
-}
-
 // The owner's pass against all-reduce, clipping and a replicated step, both on the device. With two
 // ranks the sums have only one order, and the element-wise kernels are the same, so the bits are
 // equal.
@@ -240,15 +220,35 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
   model(bad).square().mean().backward();
   require(optimizer.step({.skip_non_finite = true}).was_skipped(), "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
-  optimizer.zero_grad();
-  clipped_by_torch(world, net->parameters(), optimizer,
-                   [&] { model(batch(11)).square().mean().backward(); });
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);
   for (const auto& [name, tensor] : optimizer.state_dict())
     require(tensor.equal(saved.at(name)), "state out and in");
   model.verify_replicas();
   said(world, dtype == torch::kFloat ? "ShardedOptimizer, float" : "ShardedOptimizer, bfloat16");
+}
+
+// By this rank's own norm, on the device. Reading gradients there is nobody's concern.
+void clipped_by_libtorch(World& world) {
+  torch::nn::Linear net(40, 300);
+  net->to(world.device());
+  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
+  lockstep::ShardedOptimizer optimizer{model, lockstep::optim::AdamWOptions{}};
+  for (const bool clips : {false, true}) {
+    model(torch::randn({6, 40}, world.device())).square().mean().backward();
+    for (auto& p : net->parameters())
+      require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
+    if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
+    bool refused = false;
+    try {
+      optimizer.step();
+    } catch (const lockstep::UsageError&) {
+      refused = true;
+    }
+    require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
+    optimizer.zero_grad();
+  }
+  said(world, "gradients that LibTorch has clipped");
 }
 
 // Batches that workers copy on a side stream are complete when the training stream reads them, even
@@ -564,6 +564,7 @@ int main(int argc, char** argv) {
     join_and_hooks(world);
     sharded_optimizer(world, torch::kFloat);
     sharded_optimizer(world, torch::kBFloat16);
+    clipped_by_libtorch(world);
     loader(world);
     device_times(world);
     trainer_times(world);
