@@ -21,7 +21,8 @@ int main(int argc, char** argv) {
       return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
     if (command == "checkpoint" && action == "merge")
       return lockstep::cli::checkpoint_merge_main(argc - 2, argv + 2);
-    print_text(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+    lockstep::cli::print_text(
+        stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));
 }
