@@ -119,11 +119,9 @@ class Config(unittest.TestCase):
             for wrong in (most + 1, 10 ** 9):
                 with self.subTest(family, field=field, wrong=wrong):
                     self.write("config.json", "%s%d}" % (head, wrong))
-                    for command in (("check", "t.yaml"), ("show", "t.yaml")):
-                        done = self.run_config(*command)
-                        self.assertEqual(done.returncode, 2, done.stderr)
-                        self.assertIn(limit % (len(head) + 1, field, least, most, wrong),
-                                      done.stderr)
+                    done = self.run_config("check", "t.yaml")
+                    self.assertEqual(done.returncode, 2, done.stderr)
+                    self.assertIn(limit % (len(head) + 1, field, least, most, wrong), done.stderr)
         self.write("config.json", '{"model_type": "mixtral", "num_local_experts": 1000, '
                                   '"num_hidden_layers": 101}')
         self.assertIn("num_local_experts 1000 in each of num_hidden_layers 101",

@@ -88,15 +88,18 @@ TEST_F(Watch, ReportsAStallOnceAndTheNextOneAfterAMovement) {
   ::signal(stack_signal, SIG_DFL);  // its ledger is another one than this process's
   ::setenv(ledger::kVariable, file.variable().c_str(), 1);
   ::setenv("RANK", "1", 1);
-  if (!ledger::open()) ::_exit(1);
-  sigset_t request;
-  ::sigemptyset(&request);
-  ::sigaddset(&request, stack_signal);
-  ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
-  const ledger::Ticket ticket = post(1);
-  std::this_thread::sleep_for(milliseconds(450));
-  ledger::ended(ticket, ledger::End::kFinished);
-  std::this_thread::sleep_for(std::chrono::seconds(30));
+  // A thread of its own: the forked one still has the parent's number in its thread-local memory.
+  std::thread([stack_signal] {
+    if (!ledger::open()) ::_exit(1);
+    sigset_t request;
+    ::sigemptyset(&request);
+    ::sigaddset(&request, stack_signal);
+    ::pthread_sigmask(SIG_BLOCK, &request, nullptr);
+    const ledger::Ticket ticket = post(1);
+    std::this_thread::sleep_for(milliseconds(450));
+    ledger::ended(ticket, ledger::End::kFinished);
+    std::this_thread::sleep_for(std::chrono::seconds(30));
+  }).join();
   ::_exit(0);
 }
 

@@ -314,7 +314,7 @@ TEST_F(FirstCause, TheOthersAreSortedByWhyTheyEnded) {
   end(3, kObeyed, 11);
   add_others(failure, ranks_);
   EXPECT_THAT(failure.ended_before, ElementsAre(5));
-  EXPECT_THAT(failure.others, ElementsAre("rank 6 exited with code 3, 0.50 s later"));
+  EXPECT_THAT(failure.others, ElementsAre("rank 6 with exit code 3, 0.50 s later"));
   EXPECT_THAT(failure.victims, ElementsAre("rank 7 killed by SIGTERM"));
 }
 

@@ -92,8 +92,10 @@ std::string tag_of(const std::string& name) {
 MetricsLog::MetricsLog(const std::string& directory, const MetricsLogOptions& options)
     : path_(directory + "/metrics.jsonl"), run_name_(options.run_name) {
   io::make_directories(directory);
-  keep_until(path_, directory + "/metrics.superseded.jsonl",
-             options.resumed_at > 0 ? options.resumed_at : -1);
+  const std::string superseded = directory + "/metrics.superseded.jsonl";
+  io::refuse_link(path_);
+  io::refuse_link(superseded);
+  keep_until(path_, superseded, options.resumed_at > 0 ? options.resumed_at : -1);
   fd_ = open_to_append(path_);
   if (!options.tensorboard) return;
   // TensorBoard shows the folder's name as the run's.

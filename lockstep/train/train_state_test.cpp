@@ -257,8 +257,8 @@ TEST(MetricsLog, DoesNotWriteThroughLinks) {
   const io::TemporaryDirectory dir, other;
   io::put(other / "precious", "kept");
   fs::create_symlink(other / "precious", dir / "metrics.jsonl");
-  EXPECT_THAT(io::message_of<SystemError>([&] { MetricsLog(dir.path(), {}); }),
-              HasSubstr("metrics.jsonl"));
+  EXPECT_THAT(io::message_of<UsageError>([&] { MetricsLog(dir.path(), {}); }),
+              HasSubstr("metrics.jsonl is a symbolic link"));
   fs::remove(dir / "metrics.jsonl");
   fs::create_directory(dir / "runs");
   fs::create_directory_symlink(other.path(), dir / "runs/a");

@@ -103,8 +103,10 @@ class Tasks(TrainCase):
         self.train(2, again, "--resume", "auto")
         self.assert_same(whole / "checkpoint-40", again / "checkpoint-40")
         # The order depends on the batch: another one is not continued with in the middle.
-        refused = self.train(1, again, "--resume", again / "checkpoint-20",
-                             "--gradient_accumulation_steps", 3, code=2)
+        another = self.place / "another"
+        copy_until(whole, another, 20)
+        refused = self.train(1, another, "--resume", "auto", "--gradient_accumulation_steps", 3,
+                             code=2)
         self.assertIn("the state was saved in another order of epoch", refused.stderr)
 
     def test_length_groups_are_those_of_the_update_whatever_decides_its_size(self):
