@@ -91,6 +91,7 @@ void each_memory(const Tensors& tensors, const Body& body) {
   std::int64_t first = 0;
   for (const auto& tensor : tensors) {
     body(static_cast<float*>(tensor.data_ptr()), tensor.numel(), first);
+    tensor.unsafeGetTensorImpl()->bump_version();  // ShardedOptimizer refuses what hides a write
     first += tensor.numel();
   }
 }

@@ -67,7 +67,7 @@ std::string json_quote(std::string_view text) {
     if (known != kEscapeMeanings.npos) {
       out += '\\';
       out += kEscapeLetters[known];
-    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+    } else if (static_cast<unsigned char>(c) < 0x20) {
       out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
     } else if (size == 1 && static_cast<unsigned char>(c) >= 0x80) {
       out += "\xEF\xBF\xBD";

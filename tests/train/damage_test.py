@@ -137,7 +137,7 @@ class Damage(TrainCase):
         done = self.in_small_place(
             "$train --max_steps 10 --save_total_limit 1; echo limit $?\n"
             "$train --max_steps 5 --save_total_limit 1; echo once $?\n"
-            "$train --max_steps 5 --save_strategy no; echo none $?\n")
+            "$train --max_steps 8 --save_strategy no --resume auto; echo none $?\n")
         self.assertEqual(re.findall(r"^(?:limit|once|none) \d+$", done.stdout, re.M),
                          ["limit 2", "once 0", "none 0"], done.stderr)
         self.assertRegex(done.stderr, r"one checkpoint takes about .*; two exist side by side "

@@ -43,8 +43,10 @@ def written(output):
 def shown(output):
     reader = event_accumulator.EventAccumulator(str(output / "runs"))
     reader.Reload()
-    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)]
-            for tag in reader.Tags()["scalars"]}
+    curves = {tag: [(event.step, event.value) for event in reader.Scalars(tag)]
+              for tag in reader.Tags()["scalars"]}
+    # A curve of an earlier run alone has no points left.
+    return {tag: curve for tag, curve in curves.items() if curve}
 
 
 class Events(TrainCase):

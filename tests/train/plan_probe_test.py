@@ -156,7 +156,7 @@ class PlanProbe(TrainCase):
             done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe",
                                  "--probe-ways", "1")
             self.assertRegex(done.stderr, f"probe: .* GiB; {said}")
-            self.assertRegex(done.stdout, f"a way was measured while {said}")
+            self.assertRegex(done.stderr, f"note: a way was measured while {said}")
             # Kept, with the remark; what was measured on an idle machine is better, and stays.
             record = self.record()
             self.assertRegex(record["ways"][0]["disturbance"], said)

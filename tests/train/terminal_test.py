@@ -35,7 +35,7 @@ class Terminal(TrainCase):
 
     def train_args(self):
         return (LOCKSTEP, "train", self.config, "--output_dir", self.place / "out",
-                "--disable_tqdm", "false", "--resume", "never")
+                "--disable_tqdm", "false", "--overwrite_output_dir")
 
     def bars(self, shown):
         return re.findall(r"\r((?:\[0\] )?)\x1b\[K( *\d+% \[[= ]+\] \d+/\d+[^\r\n]*)", shown)
