@@ -175,8 +175,8 @@ class Resume(TrainCase):
                          r"with 2 \(\S+/config\.json\)\..*Set model\.n_head: 2\.")
         self.config.write_text(config.replace("n_embd: 16", "n_embd: 32"))
         refused = self.train(0, second, "--max_steps", 1, code=2)
-        self.assertRegex(refused.stderr,
-                         r"\[config\] \S+: \S+: '\S+' is \[257, 16\] and the model's is \[257, 32\]")
+        self.assertRegex(refused.stderr, r"\[config\] \S+: \S+: '\S+' is \[257, 16\] and the "
+                         r"model's is \[257, 32\]")
 
     def test_a_new_run_is_refused_where_another_has_left_checkpoints(self):
         output = self.place / "out"
@@ -252,7 +252,7 @@ class Resume(TrainCase):
         self.assertIn("checkpoint-15 at step 15", done.stderr)
         self.assertEqual(checkpoints(output), [20])
         self.assert_same(whole / "checkpoint-20", output / "checkpoint-20")
-        self.assert_same(whole / "checkpoint-10", disk / "ten")
+        self.verify(disk / "ten")  # only the link was deleted
         self.assertEqual(sorted(losses(output)), list(range(1, 21)))
 
     def test_a_link_that_a_run_would_write_through_is_refused(self):
