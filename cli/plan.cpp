@@ -357,7 +357,7 @@ void add_ways(Report& report, bool here) {
                     way->disturbance));
 }
 
-// How long the samples are is in the data, which is not read.
+// The data are not read, so the lengths of their samples are not known here.
 void note_length(Report& report, const DataConfig& data) {
   if (data.name == "instructions" && data.padding == "longest")
     report.note(fmt::format(

@@ -5,10 +5,9 @@
 //   if (const auto link = saved_link("NVIDIA L40S", 4)) use_measured(cluster, *link);
 //
 // One file for a user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache).
-// Its entries have the host's name, as home folders are shared, and what other programs did
-// meanwhile: a figure that they disturbed never replaces one that nobody did. A file that cannot be
-// read counts as none, and one that cannot be written is said on stderr: a record is a help, not a
-// need.
+// Each entry holds the name of its host, because home folders are shared between hosts, and what
+// other programs used meanwhile: a disturbed figure never replaces an undisturbed one. A file that
+// cannot be read counts as none. One that cannot be written is reported on stderr and stops nothing.
 //
 // Functions without state; of two processes that write at once one wins.
 #pragma once

@@ -2,9 +2,10 @@
 // that was shown nowhere else, or output or an error file of a failed run.
 //
 // Nobody may be left to remove it, so each start sweeps what earlier ones of the same user have
-// left beside it: whose process is gone, which the kernel's lock on the directory shows, and whose
-// time of modification is a day ago. That time is 1970 until the directory is preserved. What
-// --redirects has stored in one is the user's, and stays.
+// left beside it: directories whose process has ended (the kernel has released its lock on them)
+// and which were modified more than a day ago. Until preserve() keeps a directory its time of
+// modification is 1970. So the next start removes the directory of a launcher that was killed, and
+// keeps that of a failed run for a day. Output of --redirects is never removed.
 //
 //   LogDirectory logs(plan);
 //   write(logs.attempt(0) + "/0/stdout.log");

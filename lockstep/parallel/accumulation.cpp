@@ -127,8 +127,8 @@ struct Accumulation::Impl {
   // Ranks that see different samples; the others count none of their own.
   World& batch() const { return parallelism->mesh().batch(); }
 
-  // Where nobody has said how many micro-batches there are, a rank may end its window when others,
-  // which compute every pass with it, do not.
+  // If the number of micro-batches is not known in advance, a rank may end its window while ranks
+  // that compute every pass together with it do not. This refuses that on all of them.
   void agree_on_length(std::int64_t batches, bool ends) const {
     World& ranks = parallelism->pass_ranks();
     if (epoch_known || options.steps == 1 || ranks.size() == 1) return;

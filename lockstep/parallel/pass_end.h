@@ -31,7 +31,7 @@ class NestedBackward {
   static bool active();
   // The outermost backward of this thread, by the engine's task id; -1 outside of any.
   static int outer_task();
-  // At the end of that one, if it does not throw; inside a backward.
+  // Calls it when the outermost backward ends without an exception. Only inside a backward.
   static void at_end(std::function<void()> call);
 };
 bool is_checkpoint_node(const torch::autograd::Node& node);  // it will run such a backward

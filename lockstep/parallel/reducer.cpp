@@ -200,8 +200,8 @@ void ReducerImpl::count_as_unused(std::size_t parameter) {
   pass_.count(parameter);
 }
 
-// The slot, while nothing is in it that anybody needs. Asked before the first hook of a pass, too,
-// which may find the model changed.
+// Returns the parameter's slot if autograd may write its gradient there. It is also called before
+// the first hook of a pass, when the model may have changed since its buckets were laid out.
 at::Tensor ReducerImpl::free_slot(std::size_t parameter) {
   const auto lock = pass_.lock();
   const at::Tensor& slot = buckets_.slot(parameter);

@@ -76,7 +76,8 @@ io::FolderLock lock_or_refuse(const std::string& folder, const std::string& toke
   return lock;
 }
 
-// The highest of them that is start.checkpoint.
+// Finds the checkpoint that the run starts from among those of the folder; the newest, if links
+// name it twice.
 const io::NumberedDir* begun_from(const std::vector<io::NumberedDir>& all, const RunStart& start) {
   std::error_code error;
   for (const io::NumberedDir& dir : all)

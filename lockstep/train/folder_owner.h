@@ -42,8 +42,8 @@ std::vector<io::NumberedDir> other_checkpoints(const std::string& output_dir,
 void refuse_others(const std::string& output_dir, const std::vector<io::NumberedDir>& others);
 // Deletes them, and logs it. Of a checkpoint that is a link, the link.
 void remove_others(const std::vector<io::NumberedDir>& others);
-// Deletes an earlier run's record, output_dir/monitor. Facts alone (run.json) are this run's:
-// `lockstep run --record` writes them first.
+// Deletes an earlier run's record, output_dir/monitor. A record with nothing but run.json is this
+// run's: `lockstep run --record` writes that file before the ranks start.
 void remove_record(const std::string& output_dir);
 
 // Waits a few seconds for a run that is ending. UsageError: another run trains there. `token` names

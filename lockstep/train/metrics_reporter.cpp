@@ -71,7 +71,7 @@ void MetricsReporter::start() {
 }
 
 void MetricsReporter::count_batch(const data::Batch& batch) {
-  // What an embedding reads; pixels and classes are neither.
+  // Token ids are integers of two dimensions (batch and sequence); images and class labels are not.
   const auto are_tokens = [](const at::Tensor& ids) {
     return ids.defined() && ids.dim() == 2 &&
            (ids.scalar_type() == at::kInt || ids.scalar_type() == at::kLong);
