@@ -7,7 +7,7 @@
 // One file for a user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache).
 // Each entry holds the name of its host, because home folders are shared between hosts, and what
 // other programs used meanwhile: a disturbed figure never replaces an undisturbed one. A file that
-// cannot be read counts as none. One that cannot be written is reported on stderr and stops nothing.
+// cannot be read counts as none; one that cannot be written is reported on stderr and no error.
 //
 // Functions without state; of two processes that write at once one wins.
 #pragma once
