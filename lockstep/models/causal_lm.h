@@ -56,7 +56,7 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets,
                   at::Tensor* all_logits = nullptr);
 
-  // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/kernels.md) or by
+  // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/optimisation.md) or by
   // ATen's operations alone. Unset: on a GPU with our kernels. Never with a cache.
   void use_fused(std::optional<bool> on) { fused_ = on; }
 

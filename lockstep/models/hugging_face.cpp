@@ -255,7 +255,7 @@ FamilyConfig read_model(const Node& root, const Family& family) {
   auto near = nearest(name, names);
   if (!near) near = nearest(name.substr(0, name.find('_')), names);  // qwen3_moe
   refuse_field(value, field,
-               fmt::format("{}Known are {}. docs/add_a_model.md describes how a family is added.",
+               fmt::format("{}Known are {}. docs/extending.md describes how a family is added.",
                            near ? fmt::format("The nearest known one is {}. ", *near) : "",
                            fmt::join(known, ", ")));
 }

@@ -368,7 +368,7 @@ std::optional<Finding> page_faults(const View& view) {
           "use the caching CPU allocator (lockstep::run() has it unless "
           "LOCKSTEP_CPU_CACHE_MAX_BYTES=0; lockstep::cache_cpu_memory() elsewhere), or start "
           "with MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 "
-          "(docs/allocators.md).",
+          "(docs/optimisation.md).",
       .gain = gain};
 }
 

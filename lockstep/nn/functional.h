@@ -5,7 +5,7 @@
 //   const auto h = nn::gelu_mlp(y, fc_weight, fc_bias, out_weight, out_bias);
 //   const auto loss = nn::linear_cross_entropy(h, head_weight, targets, {.columns = 50257});
 //
-// On CUDA our kernels are used where they apply (see docs/kernels.md) and ATen's operations
+// On CUDA our kernels are used where they apply (see docs/optimisation.md) and ATen's operations
 // elsewhere; results agree within the rounding of the dtype. Sums are in float, or double for
 // double tensors. An optional tensor that is not there is at::Tensor(). Autocast does not reach
 // inside: pass tensors in the dtype to compute in. Wrong shapes are a UsageError.

@@ -31,7 +31,7 @@
 //     return std::make_unique<TigerRule>(options);
 //   }
 //
-// docs/own_rule.md walks through it. A rule is a value: copies are independent. One thread.
+// docs/extending.md walks through it. A rule is a value: copies are independent. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

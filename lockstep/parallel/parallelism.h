@@ -1,5 +1,5 @@
 // Parallelism: how several ranks train one model. The Trainer, Accumulation, CapturedStep and
-// checkpoints know this much of it and no more; docs/own_parallelism.md adds one.
+// checkpoints know this much of it and no more; docs/extending.md adds one.
 //
 //   const auto optimizer = parallelism.make_optimizer(groups, /*sharded=*/false);
 //   parallelism.before_forward();

@@ -296,7 +296,7 @@ void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) cons
                checkpoint.state().max_steps);
 }
 
-// Only logged: no rule holds for every model (docs/more_ranks.md).
+// Only logged: no rule holds for every model (docs/strategies.md).
 void Loop::advise_learning_rate() const {
   if (!run_.task.param_groups.empty() || run_.task.make_optimizer) return;  // with rates of its own
   const std::string advice =

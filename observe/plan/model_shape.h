@@ -105,9 +105,9 @@ struct ActivationOptions {
   std::int64_t batch = 8;      // samples of the micro-batch
   bool half = false;           // autocast to bfloat16 or float16
   bool checkpointing = false;  // gradient checkpointing: blocks run a second time in backward
-  // Language models as they compute on a GPU by default (docs/kernels.md): the residual stream is
-  // in the half type, and the loss is computed in chunks of rows, so that the logits never exist as
-  // a whole.
+  // Language models as they compute on a GPU by default (docs/optimisation.md): the residual stream
+  // is in the half type, and the loss is computed in chunks of rows, so that the logits never exist
+  // as a whole.
   bool fused = false;
   bool fp8 = false;  // blocks of a fused model multiply in 8 bits, and save what they multiply so
 };
