@@ -8,7 +8,7 @@
 #pragma once
 
 #define LOCKSTEP_VERSION_MAJOR 0
-#define LOCKSTEP_VERSION_MINOR 2
+#define LOCKSTEP_VERSION_MINOR 3
 #define LOCKSTEP_VERSION_PATCH 0
 
 #define LOCKSTEP_DETAIL_DOTTED(a, b, c) #a "." #b "." #c
