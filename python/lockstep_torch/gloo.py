@@ -8,6 +8,7 @@ it is a custom backend: that code reads members of gloo's own class wherever it 
 
 import functools
 import logging
+import os
 import threading
 import time
 
@@ -97,8 +98,8 @@ class _GlooType(type(getattr(c10d, "ProcessGroupGloo", object))):
 
 
 def _name_in_logging_data():
-    """DDP's logging data has the name of a group's type, which is a custom one for groups of ours;
-    what was asked for is gloo."""
+    """DDP's logging data has the name of a group's type, which is a custom one for groups of ours.
+    What was asked for is gloo: the name and the fields that a group of gloo's has by default."""
     ddp = torch.nn.parallel.DistributedDataParallel
     get_data = ddp._get_ddp_logging_data
 
@@ -106,7 +107,9 @@ def _name_in_logging_data():
     def get_data_as_gloo(self):
         data = get_data(self)
         if data.get("backend_name") == "custom" and dist.get_backend(self.process_group) == "gloo":
-            data["backend_name"] = "gloo"
+            data |= {"backend_name": "gloo", "gloo_num_threads": 2}
+            for variable in ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"):
+                data[variable.lower()] = os.environ.get(variable, "N/A")
         return data
 
     ddp._get_ddp_logging_data = get_data_as_gloo
