@@ -76,7 +76,6 @@ void read_limits(Machine& machine) {
     machine.open_files_max = limit_of(limit.rlim_max);
   }
   if (::getrlimit(RLIMIT_NPROC, &limit) == 0) machine.processes = limit_of(limit.rlim_cur);
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0) machine.locked_memory = limit_of(limit.rlim_cur);
   if (::getrlimit(RLIMIT_AS, &limit) == 0) machine.address_space = limit_of(limit.rlim_cur);
   machine.root = ::geteuid() == 0;
 }
@@ -141,12 +140,11 @@ std::string summary(const std::vector<Check>& checks) {
 
 std::vector<Check> all_checks(const Machine& machine) {
   std::vector<Check> checks = {
-      check_devices(machine),       check_driver(machine),     check_gpu_errors(machine),
-      check_xid(machine),           check_throttling(machine), check_gpu_memory(machine),
-      check_gpu_per_rank(machine),  check_cudnn(machine),      check_cores(machine),
-      check_threads(machine),       check_numa(machine),       check_memory(machine),
-      check_shm(machine),           check_open_files(machine), check_processes(machine),
-      check_locked_memory(machine), check_disk(machine)};
+      check_devices(machine),      check_driver(machine),     check_gpu_errors(machine),
+      check_xid(machine),          check_throttling(machine), check_gpu_memory(machine),
+      check_gpu_per_rank(machine), check_cudnn(machine),      check_cores(machine),
+      check_threads(machine),      check_memory(machine),     check_shm(machine),
+      check_open_files(machine),   check_processes(machine),  check_disk(machine)};
   const auto add = [&](std::vector<Check> more) {
     for (Check& check : more) {
       // What the ranks have loaded says more than the paths do.

@@ -75,7 +75,6 @@ struct Machine {
   std::uint64_t open_files = kUnlimited;
   std::uint64_t open_files_max = kUnlimited;
   std::uint64_t processes = kUnlimited;
-  std::uint64_t locked_memory = kUnlimited;
   std::uint64_t address_space = kUnlimited;
 
   double cores() const;  // what affinity and quota leave, at least 1
@@ -98,21 +97,14 @@ Check check_cudnn(const Machine& machine);
 // doctor_host.cpp
 Check check_cores(const Machine& machine);
 Check check_threads(const Machine& machine);
-Check check_numa(const Machine& machine);
 Check check_memory(const Machine& machine);
 Check check_shm(const Machine& machine);
 Check check_open_files(const Machine& machine);
 Check check_processes(const Machine& machine);
-Check check_locked_memory(const Machine& machine);
 Check check_disk(const Machine& machine);
 
 // doctor_net.cpp
 std::vector<Check> network_checks(const Machine& machine);
-// Whether anybody on the Internet can send to this address. False for what is not an address.
-bool is_public_address(const std::string& address);
-
-// doctor_clock.cpp: this host's clock, and the master's where `address` (numeric) is another host.
-Check check_clock(const std::string& address);
 
 // doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
 std::vector<Check> probe_checks(const Machine& machine);

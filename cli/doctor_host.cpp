@@ -12,7 +12,6 @@
 
 #include "cli/doctor_checks.h"
 #include "lockstep/core/cgroup.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/kernel_files.h"
 #include "lockstep/monitor/cpu_sampler.h"
 
@@ -58,35 +57,6 @@ std::uint64_t processes_left(const HostFiles& files) {
     if (limit && used) left = std::min(left, *limit - std::min(*limit, *used));
   }
   return left;
-}
-
-std::vector<std::string> numa_nodes(const HostFiles& files, const std::vector<int>& allowed) {
-  std::vector<std::string> nodes;
-  const std::string base = files.sys + "/devices/system/node";
-  for (const int node : launch::parse_cpu_list(text_or_empty(base + "/online"))) {
-    std::vector<int> cpus;
-    for (const int cpu :
-         launch::parse_cpu_list(text_or_empty(fmt::format("{}/node{}/cpulist", base, node))))
-      if (std::ranges::find(allowed, cpu) != allowed.end()) cpus.push_back(cpu);
-    if (!cpus.empty())
-      nodes.push_back(fmt::format("node {}: CPUs {}", node, launch::cpu_list_text(cpus)));
-  }
-  return nodes;
-}
-
-// Why a rank cannot be bound near its GPU; empty when all can.
-std::string binding_problem(const Machine& machine) {
-  launch::NumaRequest request{.binding = launch::NumaBinding::kNode,
-                              .local_ranks = machine.ranks,
-                              .gpu_pci_addresses = machine.gpus.pci_addresses,
-                              .allowed = machine.cpus};
-  try {
-    for (; request.local_rank < machine.ranks; ++request.local_rank)
-      launch::cpus_for_rank(request, machine.files);
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace
@@ -146,25 +116,6 @@ Check check_threads(const Machine& machine) {
       "More threads than cores wait for each other in every operator. Set OMP_NUM_THREADS={}, or "
       "unset it: lockstep run then chooses that.",
       fair));
-}
-
-Check check_numa(const Machine& machine) {
-  Check check{.name = "numa"};
-  const auto nodes = numa_nodes(machine.files, machine.cpus);
-  check.data = {{"nodes", integer_node(static_cast<std::int64_t>(nodes.size()))}};
-  if (nodes.size() <= 1) {
-    check.value = fmt::format("one NUMA node (CPUs {})", launch::cpu_list_text(machine.cpus));
-    return check;
-  }
-  check.lines = nodes;
-  const std::string problem = binding_problem(machine);
-  check.value = fmt::format("{} NUMA nodes, and ranks are bound to none of them", nodes.size());
-  if (problem.empty())
-    return check.warn(
-        "Start with lockstep run --numa-binding=node: each rank then runs on the node of "
-        "its GPU, or the ranks are spread over the nodes.");
-  check.value += "; " + problem;
-  return check.warn("Allow CPUs of every node that has a GPU (taskset, docker --cpuset-cpus).");
 }
 
 Check check_memory(const Machine& machine) {
@@ -267,22 +218,6 @@ Check check_processes(const Machine& machine) {
   return check.fail(left < need ? "Raise the cgroup's limit (docker --pids-limit, TasksMax of a "
                                   "systemd unit), or start fewer ranks and threads."
                                 : "Set ulimit -u higher, or start fewer ranks and threads.");
-}
-
-Check check_locked_memory(const Machine& machine) {
-  Check check{.name = "locked_memory"};
-  std::error_code ignored;
-  const auto cards = fs::directory_iterator(machine.files.sys + "/class/infiniband", ignored);
-  const bool infiniband = !ignored && cards != fs::directory_iterator();
-  check.value = fmt::format(
-      "{} (ulimit -l); {}",
-      machine.locked_memory == kUnlimited ? "unlimited" : bytes_text(machine.locked_memory),
-      infiniband ? "this host has InfiniBand" : "no InfiniBand here, which would need more");
-  check.data = {{"limit_bytes", limit_node(machine.locked_memory)}};
-  if (!infiniband || machine.locked_memory == kUnlimited) return check;
-  return check.warn(
-      "NCCL registers its buffers with the card. Set ulimit -l unlimited, or docker "
-      "--ulimit memlock=-1.");
 }
 
 // Tries to make a folder there: neither permissions nor free space show it for /proc and the like.

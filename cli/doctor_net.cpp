@@ -1,17 +1,14 @@
 // The checks of `lockstep doctor` that concern the way to the master.
-#include <arpa/inet.h>
 #include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
 
 #include <memory>
-#include <sstream>
 
 #include "cli/doctor_checks.h"
 #include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/this_host.h"
 
@@ -19,12 +16,10 @@ namespace lockstep::cli {
 namespace {
 
 constexpr std::chrono::seconds kResolveLimit{10};
-constexpr double kSlowResolve_s = 1;
 
 struct Resolved {
   std::string address{};  // numeric; empty: it does not resolve
   std::string problem{};
-  double seconds = 0;
 };
 
 Resolved ask_resolver(const std::string& host) {
@@ -44,21 +39,17 @@ Resolved ask_resolver(const std::string& host) {
 
 // A name server that does not answer blocks a resolver for longer than anybody waits.
 Resolved resolve(const std::string& host) {
-  const auto start = Deadline::Clock::now();
-  Resolved found;
   try {
-    found = detail::bounded<Resolved>("resolving", Deadline::after(kResolveLimit),
-                                      [host] { return ask_resolver(host); });
+    return detail::bounded<Resolved>("resolving", Deadline::after(kResolveLimit),
+                                     [host] { return ask_resolver(host); });
   } catch (const CommError&) {
-    found.problem = fmt::format("no answer within {} s", kResolveLimit.count());
+    return {.problem = fmt::format("no answer within {} s", kResolveLimit.count())};
   }
-  found.seconds = seconds_since(start);
-  return found;
 }
 
 struct Way {
   Resolved master;
-  launch::Interface interface{};
+  launch::Interface interface {};
   std::string problem{};   // why there is no interface
   bool this_host = false;  // the master is here
 };
@@ -84,19 +75,14 @@ Check check_master(const Machine& machine, const Way& way) {
         "Check the spelling, add the name to DNS or /etc/hosts on every host, or give "
         "an IP address with --master-addr.");
   }
-  check.value = fmt::format("{} is {}{} (resolved in {:.0f} ms)", host, way.master.address,
-                            way.this_host ? ", this host" : "", way.master.seconds * 1e3);
+  check.value =
+      fmt::format("{} is {}{}", host, way.master.address, way.this_host ? ", this host" : "");
   check.data = {{"address", text_node(way.master.address)},
-                {"this_host", bool_node(way.this_host)},
-                {"seconds", real_node(way.master.seconds)}};
-  if (is_loopback(way.master.address) && !is_loopback(host))
-    return check.warn(
-        "The name leads to the loopback interface, which other hosts cannot reach. Give "
-        "this host's address on the network with --master-addr, or mend /etc/hosts.");
-  if (way.master.seconds <= kSlowResolve_s) return check;
+                {"this_host", bool_node(way.this_host)}};
+  if (!is_loopback(way.master.address) || is_loopback(host)) return check;
   return check.warn(
-      "The name server is slow: every rank asks it at the start. Add the name to "
-      "/etc/hosts, or give an IP address.");
+      "The name leads to the loopback interface, which other hosts cannot reach. Give "
+      "this host's address on the network with --master-addr, or mend /etc/hosts.");
 }
 
 Check check_interface(const Way& way) {
@@ -106,28 +92,12 @@ Check check_interface(const Way& way) {
     check.value = way.problem;
     return check.fail("Compare with ip route get " + way.master.address + ".");
   }
-  const bool open = is_public_address(way.interface.address);
-  check.value =
-      fmt::format("{} ({}) leads to the master; {}", way.interface.name, way.interface.address,
-                  way.interface.loopback ? "loopback"
-                  : open                 ? "a public address"
-                                         : "a private network");
+  check.value = fmt::format("{} ({}) leads to the master{}", way.interface.name,
+                            way.interface.address, way.interface.loopback ? "; loopback" : "");
   check.data = {{"name", text_node(way.interface.name)},
                 {"address", text_node(way.interface.address)},
-                {"public", bool_node(open)}};
-  if (!open) return check;
-  return check.warn(
-      "Tensors travel unencrypted, and ports of gloo and NCCL are open to everybody. Use "
-      "an address of a private network as --master-addr, a firewall, or a VPN; give "
-      "lockstep run --secret-file.");
-}
-
-// Ports that the kernel gives to outgoing connections.
-std::pair<int, int> ephemeral_ports(const HostFiles& files) {
-  std::istringstream text(text_or_empty(files.proc + "/sys/net/ipv4/ip_local_port_range"));
-  std::pair<int, int> range{0, -1};
-  text >> range.first >> range.second;
-  return range;
+                {"loopback", bool_node(way.interface.loopback)}};
+  return check;
 }
 
 Check check_port(const Machine& machine, const std::optional<Way>& way) {
@@ -155,48 +125,19 @@ Check check_port(const Machine& machine, const std::optional<Way>& way) {
                                               port));
   }
   check.value = fmt::format("{} is free", port);
-  const auto [low, high] = ephemeral_ports(machine.files);
-  if (port < low || port > high) return check;
-  check.value += fmt::format(", but in the range {}-{} of outgoing connections", low, high);
-  return check.warn(
-      fmt::format("Any program may be given it before the run. Choose a --master-port "
-                  "below {}.",
-                  low));
+  return check;
 }
 
 }  // namespace
-
-bool is_public_address(const std::string& address) {
-  in_addr four{};
-  const std::string plain = address.starts_with("::ffff:") ? address.substr(7) : address;
-  if (::inet_pton(AF_INET, plain.c_str(), &four) == 1) {
-    const std::uint32_t bits = ntohl(four.s_addr);
-    struct Net {
-      std::uint32_t prefix;
-      int length;
-    };
-    constexpr Net kPrivate[] = {{0x00000000, 8},  {0x0a000000, 8},  {0x64400000, 10},
-                                {0x7f000000, 8},  {0xa9fe0000, 16}, {0xac100000, 12},
-                                {0xc0a80000, 16}, {0xc6120000, 15}, {0xe0000000, 3}};
-    for (const Net& net : kPrivate)
-      if ((bits >> (32 - net.length)) == (net.prefix >> (32 - net.length))) return false;
-    return true;
-  }
-  in6_addr six{};
-  const std::string bare = address.substr(0, address.find('%'));
-  if (::inet_pton(AF_INET6, bare.c_str(), &six) != 1) return false;
-  return (six.s6_addr[0] & 0xe0) == 0x20;  // global unicast: 2000::/3
-}
 
 std::vector<Check> network_checks(const Machine& machine) {
   if (machine.request.master_addr.empty()) {
     constexpr const char* kOneHost = "no --master-addr: one host, over loopback";
     return {Check{.name = "master"}.skip(kOneHost), Check{.name = "interface"}.skip(kOneHost),
-            check_port(machine, std::nullopt), check_clock("")};
+            check_port(machine, std::nullopt)};
   }
   const Way way = way_to(machine.request.master_addr);
-  return {check_master(machine, way), check_interface(way), check_port(machine, way),
-          check_clock(way.this_host ? "" : way.master.address)};
+  return {check_master(machine, way), check_interface(way), check_port(machine, way)};
 }
 
 }  // namespace lockstep::cli

@@ -11,7 +11,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 import unittest
@@ -24,8 +23,8 @@ HAS_TORCH = os.path.exists(TRAIN)
 IDENTITY = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_"
                       r"|LOCKSTEP_|PET_|OMPI_|PMI|MPI_|MV2_|SLURM_|NCCL_|GLOO_|OMP_|CUDA_VISIBLE)")
 NAMES = ["devices", "driver", "gpu_errors", "xid", "throttling", "gpu_memory", "gpu_per_rank",
-         "cudnn", "cores", "threads", "numa", "memory", "shm", "open_files", "processes",
-         "locked_memory", "disk", "master", "interface", "port", "clock"]
+         "cudnn", "cores", "threads", "memory", "shm", "open_files", "processes", "disk", "master",
+         "interface", "port"]
 HEALTHY = ("devices 2\n0 name Fake H100\n0 pci 00000000:1A:00.0\n0 used 1048576\n"
            "0 total 85899345920\n0 reasons 1\n0 ecc_corrected 0\n0 ecc_uncorrected 0\n"
            "1 name Fake H100\n1 pci 00000000:2A:00.0\n1 used 1048576\n1 total 85899345920\n"
@@ -308,25 +307,22 @@ class Network(unittest.TestCase):
     def test_loopback(self):
         found, _ = checks("--master-addr=127.0.0.1")
         self.assertTrue(found["master"]["data"]["this_host"])
-        self.assertIn("loopback", found["interface"]["value"])
-        self.assertFalse(found["interface"]["data"]["public"])
+        self.assertTrue(found["interface"]["data"]["loopback"])
+
+    @unittest.skipUnless(has_namespaces("-m"), "no mount namespaces here")
+    def test_a_name_of_this_host_alone(self):
+        """As Debian's installer writes it: other hosts cannot reach 127.0.1.1."""
+        with tempfile.NamedTemporaryFile("w") as hosts:
+            hosts.write("127.0.0.1 localhost\n127.0.1.1 node0.test\n")
+            hosts.flush()
+            mounted = ["unshare", "-m", "sh", "-c",
+                       f'mount --bind {hosts.name} /etc/hosts && exec "$@"', "sh"]
+            found, _ = checks("--master-addr=node0.test", prefix=mounted)
+        self.assertEqual(found["master"]["status"], "warn", found["master"])
+        self.assertIn("other hosts cannot reach", found["master"]["remedy"])
 
 
-# Answers every NTP question with a clock that is 5 s ahead.
-NTP = """
-import socket, struct, time
-s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.bind(("", 123))
-print("ready", flush=True)
-while True:
-    q, who = s.recvfrom(512)
-    t = time.time() + 5 + 2208988800
-    stamp = struct.pack("!II", int(t), int((t % 1) * 2**32))
-    s.sendto(bytes([0x24, 2, 0, 0]) + bytes(20) + q[40:48] + stamp + stamp, who)
-"""
-
-
-@unittest.skipUnless(has_namespaces("-n") and shutil.which("ip") and shutil.which("setpriv"),
+@unittest.skipUnless(has_namespaces("-n") and shutil.which("ip"),
                      "no network namespaces here (root, iproute2)")
 class TwoHosts(unittest.TestCase):
     """The master is a network namespace at the other end of a cable."""
@@ -352,42 +348,15 @@ class TwoHosts(unittest.TestCase):
             self.ip("link", "set", device, "up", inside=inside)
             self.ip("link", "set", "lo", "up", inside=inside)
 
-    def test_a_private_network_and_its_clock(self):
+    def test_the_interface_and_the_port_of_a_network(self):
         self.connect("10.77.0")
-        found, result = checks("--master-addr=10.77.0.2", "--master-port=29500", prefix=self.here)
-        self.assertIn("da (10.77.0.1) leads to the master; a private", found["interface"]["value"])
+        found, _ = checks("--master-addr=10.77.0.2", "--master-port=29500", prefix=self.here)
+        self.assertIn("da (10.77.0.1) leads to the master", found["interface"]["value"])
         self.assertEqual(found["interface"]["status"], "ok")
         self.assertEqual(found["port"]["status"], "skip")
-        self.assertEqual(found["clock"]["status"], "ok", found["clock"])
-        self.assertLess(abs(found["clock"]["data"]["skew_s"]), 0.5)
-
-    def test_a_public_address(self):
-        self.connect("198.51.100")
-        found, result = checks("--master-addr=198.51.100.2", prefix=self.here)
-        self.assertEqual(found["interface"]["status"], "warn")
-        self.assertTrue(found["interface"]["data"]["public"])
-        self.assertIn("--secret-file", found["interface"]["remedy"])
         # On the master itself the port is looked at on that interface.
-        found, result = checks("--master-addr=198.51.100.1", "--master-port=29500",
-                               prefix=self.here)
+        found, _ = checks("--master-addr=10.77.0.1", "--master-port=29500", prefix=self.here)
         self.assertIn("29500 is free", found["port"]["value"])
-
-    def test_a_clock_that_is_ahead_and_one_that_is_silent(self):
-        self.connect("10.77.0")
-        prefix = [*self.here, "setpriv", "--bounding-set", "-net_raw", "--inh-caps", "-net_raw"]
-        found, _ = checks("--master-addr=10.77.0.2", prefix=prefix)
-        self.assertEqual(found["clock"]["status"], "skip")
-        self.assertIn("does not say its time", found["clock"]["value"])
-        server = subprocess.Popen([*self.there, sys.executable, "-c", NTP], text=True,
-                                  stdout=subprocess.PIPE)
-        try:
-            self.assertEqual(server.stdout.readline(), "ready\n")
-            found, _ = checks("--master-addr=10.77.0.2", prefix=prefix)
-        finally:
-            server.kill()
-            server.communicate()
-        self.assertEqual(found["clock"]["status"], "warn", found["clock"])
-        self.assertAlmostEqual(found["clock"]["data"]["skew_s"], 5, delta=0.5)
 
     def test_no_route(self):
         self.connect("10.77.0")

@@ -23,7 +23,6 @@ RunRecord on_gpus(double idle, int gpus = 2) {
   run.facts.device = "cuda";
   run.facts.backend = "nccl";
   run.facts.gpus_visible = gpus;
-  run.facts.arguments = map_node({{"bf16", bool_node(true)}, {"fp16", bool_node(false)}});
   change(run, [&](Interval& interval) {
     const double busy = interval.seconds * (1 - idle);
     at(interval.device_s, Phase::kForward) = 0.3 * busy;
@@ -144,17 +143,19 @@ TEST(NotLaunched, IsNotSaidOfGpusThatWorkTogether) {
 
 TEST(BusyTogether, IsEightyFivePercentOrMoreOfEveryGpu) {
   const auto share = [](unsigned first, unsigned second) {
-    return busy_together_share(
-        gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(first), reading(second)}; }));
+    return busy_together_share(gpus_of(20, [&](int) {
+      return std::vector<GpuReading>{reading(first), reading(second)};
+    }));
   };
   EXPECT_EQ(share(85, 85), 1);
   EXPECT_EQ(share(84, 92), 0);
   EXPECT_EQ(share(92, 84), 0);
-  EXPECT_EQ(
-      busy_together_share(gpus_of(
-          20,
-          [](int i) { return std::vector<GpuReading>{reading(95), reading(i < 15 ? 85 : 84)}; })),
-      0.75);
+  EXPECT_EQ(busy_together_share(
+                gpus_of(20,
+                        [](int i) {
+                          return std::vector<GpuReading>{reading(95), reading(i < 15 ? 85 : 84)};
+                        })),
+            0.75);
 }
 
 TEST(Unbalanced, MemoryPowerAndIdleGpus) {
@@ -244,35 +245,13 @@ TEST(NotLaunched, CountsTheGpusThatTakeTurns) {
   EXPECT_EQ(only(run, "not-launched").cause, "one-process");
 }
 
-TEST(Float32, WhereBf16Serves) {
-  RunRecord run = on_gpus(0.05);
-  run.gpus = {gpus_of(20, [](int) { return std::vector<GpuReading>{reading(92), reading(91)}; })};
-  expect_silence(run);
-  run.facts.arguments = map_node({{"bf16", bool_node(false)}, {"fp16", bool_node(false)}});
-  const Finding finding = only(run, "float32");
-  EXPECT_THAT(finding.evidence, HasSubstr("H100"));
-  EXPECT_THAT(finding.remedy, HasSubstr("bf16: true"));
-  EXPECT_LE(finding.gain, 0.3);
-  RunRecord tf32 = run;
-  tf32.facts.arguments =
-      map_node({{"bf16", bool_node(false)}, {"fp16", bool_node(false)}, {"tf32", bool_node(true)}});
-  expect_silence(tf32);
-  RunRecord old = run;
-  for (GpuIdentity& gpu : old.gpus[0].gpus) gpu.name = "Tesla V100-SXM2-16GB";
-  expect_silence(old);
-  RunRecord small = run;
-  small.facts.parameters = 1'000'000;
-  expect_silence(small);
-  run.gpus.clear();
-  expect_silence(run);
-}
-
 TEST(MicroBatch, LeavesTheGpuWithoutWork) {
   // The gaps between kernels lie within forward and backward by the device's clock.
   RunRecord run = on_gpus(0.05);
   const auto busy = [&](unsigned percent) {
-    run.gpus = {gpus_of(
-        20, [&](int) { return std::vector<GpuReading>{reading(percent), reading(percent)}; })};
+    run.gpus = {gpus_of(20, [&](int) {
+      return std::vector<GpuReading>{reading(percent), reading(percent)};
+    })};
     return run;
   };
   Finding finding = only(busy(50), "micro-batch-too-small");
@@ -281,7 +260,7 @@ TEST(MicroBatch, LeavesTheGpuWithoutWork) {
   EXPECT_LE(finding.gain, 0.5);
   only(busy(65), "micro-batch-too-small");
   expect_silence(busy(75));
-  run.facts.arguments = map_node({{"bf16", bool_node(true)}, {"compile_model", bool_node(true)}});
+  run.facts.arguments = map_node({{"compile_model", bool_node(true)}});
   finding = only(busy(50), "micro-batch-too-small");
   EXPECT_THAT(finding.remedy, ::testing::Not(HasSubstr("compile_model")));
   EXPECT_THAT(finding.remedy, HasSubstr("per_device_train_batch_size"));
@@ -334,8 +313,7 @@ struct Planted {
 RunRecord planted(const Planted& what) {
   RunRecord run = on_gpus(0, 1);
   run.facts.arguments = map_node(
-      {{"bf16", bool_node(true)},
-       {"compile_model", what.compile_model == "auto" ? text_node("auto")
+      {{"compile_model", what.compile_model == "auto" ? text_node("auto")
                                                       : bool_node(what.compile_model == "true")}});
   change(run, [&](Interval& interval) {
     interval.host_s = interval.device_s = {};
@@ -437,8 +415,9 @@ TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
   RunRecord run = on_gpus(0.2);
   change(run, [](Interval& interval) { at(interval.counts, Counter::kMicroBatches) *= 8; });
   const auto filled = [&](double gib) {
-    run.gpus = {gpus_of(
-        20, [&](int) { return std::vector<GpuReading>{reading(80, gib), reading(80, gib)}; })};
+    run.gpus = {gpus_of(20, [&](int) {
+      return std::vector<GpuReading>{reading(80, gib), reading(80, gib)};
+    })};
     return run;
   };
   const Finding finding = only(filled(15), "accumulation-too-high");
@@ -447,8 +426,7 @@ TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
   EXPECT_NEAR(finding.gain, (0.2 - 0.02 - 0.005) * 0.75, 0.001);  // without data and logging
   only(filled(33), "accumulation-too-high");
   RunRecord captured = filled(33);
-  captured.facts.arguments =
-      map_node({{"bf16", bool_node(true)}, {"compile_model", bool_node(true)}});
+  captured.facts.arguments = map_node({{"compile_model", bool_node(true)}});
   EXPECT_THAT(only(captured, "accumulation-too-high").remedy,
               ::testing::Not(HasSubstr("compile_model")));
   expect_silence(filled(35));

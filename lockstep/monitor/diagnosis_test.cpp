@@ -337,7 +337,8 @@ TEST(CommunicationBound, HasALimit) {
   only(communicating(0.22, 25, 4, 8), "communication-bound");
   expect_silence(communicating(0.19, 25, 4, 8));
   RunRecord shared = communicating(0.4, 25, 4, 8);  // something else runs on a rank's core
-  change(shared, [](Interval& interval) { interval.process->run_delay_share = 0.25; }, 1);
+  change(
+      shared, [](Interval& interval) { interval.process->run_delay_share = 0.25; }, 1);
   EXPECT_EQ(find(diagnose(shared), "communication-bound"), nullptr);
 }
 
@@ -459,7 +460,8 @@ TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
   RunRecord run = with_slow_rank(10, 20);
   EXPECT_NE(find(diagnose(run), "straggler"), nullptr);
   for (const int rank : {0, 1})
-    change(run, [](Interval& interval) { interval.process->run_delay_share = 0.5; }, rank);
+    change(
+        run, [](Interval& interval) { interval.process->run_delay_share = 0.5; }, rank);
   EXPECT_EQ(find(diagnose(run), "straggler"), nullptr);
   EXPECT_NE(find(diagnose(run), "cpu-starved"), nullptr);
 }
@@ -467,8 +469,10 @@ TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
 // Something runs on every core, and much more on that of one rank.
 TEST(Straggler, IsNamedWhereItWaitsForACoreFarMoreThanTheOthers) {
   RunRecord run = with_slow_rank(10, 30);
-  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.12; }, 0);
-  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.64; }, 1);
+  change(
+      run, [](Interval& interval) { interval.process->run_delay_share = 0.12; }, 0);
+  change(
+      run, [](Interval& interval) { interval.process->run_delay_share = 0.64; }, 1);
   const std::vector<Finding> findings = diagnose(run);
   const Finding* const finding = find(findings, "straggler");
   ASSERT_NE(finding, nullptr);
@@ -495,7 +499,8 @@ TEST(Straggler, WithoutACore) {
   EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
   change(run, [](Interval& interval) { interval.process->involuntary_switches_per_s = 3; });
   EXPECT_EQ(only(run, "straggler").cause, "compute");
-  change(run, [](Interval& interval) { interval.throttled_share = 0.5; }, 1);
+  change(
+      run, [](Interval& interval) { interval.throttled_share = 0.5; }, 1);
   EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
 }
 
@@ -509,43 +514,6 @@ TEST(FindUnused, SearchesForNothing) {
   EXPECT_THAT(finding_text(finding), HasSubstr("Expected gain: not known."));
   at(run.ranks[1].intervals[20].counts, Counter::kUnusedFound) = 1;
   expect_silence(run);
-}
-
-// ---------------------------------------------------------------- optimizers
-
-TEST(Optimizer, IsNotFused) {
-  RunRecord run = run_of({updating(0.2, 0.03), updating(0.2, 0.03)});
-  run.facts.backend = "nccl";
-  expect_silence(run);
-  run.facts.optimizer = "replicated adamw";
-  const Finding finding = only(run, "unfused-optimizer");
-  EXPECT_NEAR(finding.gain, 0.1, 0.005);
-  run = run_of({updating(0.095, 0.03), updating(0.095, 0.03)});
-  run.facts.backend = "nccl";
-  run.facts.optimizer = "replicated adamw";
-  expect_silence(run);
-}
-
-TEST(Optimizer, NothingIsKnownOfOneThatTheTaskBrings) {
-  RunRecord run = run_of({updating(0.3, 0.03), updating(0.3, 0.03)});
-  run.facts.optimizer = "replicated custom";
-  expect_silence(run);
-}
-
-TEST(Optimizer, IsReplicatedInSharedMemory) {
-  for (const auto& [share, fires] : {std::pair{0.105, true}, std::pair{0.095, false}}) {
-    RunRecord run = run_of({updating(share, 0.03), updating(share, 0.03)});
-    run.facts.optimizer = "replicated fused adamw";
-    const auto findings = diagnose(run);
-    const Finding* finding = find(findings, "replicated-optimizer");
-    ASSERT_EQ(finding != nullptr, fires) << share;
-    if (finding != nullptr) {
-      EXPECT_NEAR(finding->gain, share / 2, 0.005);
-      EXPECT_THAT(finding->remedy, HasSubstr("shard_optimizer: true"));
-    }
-    run.facts.backend = "gloo";
-    expect_silence(run);
-  }
 }
 
 // ---------------------------------------------------------------- processes
@@ -648,7 +616,8 @@ TEST(CpuStarved, HasALimit) {
   expect_silence(starved(0.10, 0.85));
   EXPECT_EQ(starved_share(starved(0.10, 0.85)), std::nullopt);
   RunRecord one = healthy();  // the other rank has its core
-  change(one, [](Interval& interval) { interval.process->run_delay_share = 0.15; }, 1);
+  change(
+      one, [](Interval& interval) { interval.process->run_delay_share = 0.15; }, 1);
   expect_silence(one);
 }
 
@@ -705,7 +674,7 @@ TEST(Findings, NeverPromiseMoreThanTheirShare) {
       optimizer = std::max(optimizer, shape.optimizer);
     }
     RunRecord run = run_of(shapes, std::uniform_int_distribution<int>(1, 50)(random));
-    run.facts.optimizer = trial % 2 == 0 ? "replicated adamw" : "replicated fused adamw";
+    run.facts.optimizer = "replicated fused adamw";
     const double faults = between(0, 4e5), system = between(0, 1);
     change(run, [&](Interval& interval) {
       at(interval.counts, Counter::kSaves) = 1;
@@ -719,8 +688,6 @@ TEST(Findings, NeverPromiseMoreThanTheirShare) {
         {"communication-bound", communication},
         {"logging-too-often", logs},
         {"saving-too-often", saves},
-        {"unfused-optimizer", optimizer},
-        {"replicated-optimizer", optimizer},
         {"accumulation-synchronises", communication},
         {"micro-batch-too-small", optimizer + communication},
         {"page-faults", system / 0.98},

@@ -114,14 +114,11 @@ inline RunRecord run_of(
   run.facts.device = "cpu";
   run.facts.backend = "shm";
   run.facts.program = "trainer";
-  run.facts.parameters = 50'000'000;
   run.facts.per_device_batch = 8;
   run.facts.accumulation = 1;
   run.facts.optimizer = "sharded fused adamw";
-  run.facts.arguments = map_node({{"dataloader_num_workers", integer_node(1)},
-                                  {"bf16", bool_node(false)},
-                                  {"fp16", bool_node(false)},
-                                  {"logging_steps", integer_node(10)}});
+  run.facts.arguments =
+      map_node({{"dataloader_num_workers", integer_node(1)}, {"logging_steps", integer_node(10)}});
   for (std::size_t r = 0; r < ranks.size(); ++r)
     run.ranks.push_back(rank_of(static_cast<int>(r), ranks[r], intervals, noise));
   return run;

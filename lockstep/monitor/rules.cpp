@@ -147,12 +147,6 @@ std::optional<std::int64_t> integer_argument(const View& view, std::string_view 
   return entry->value.integer;
 }
 
-std::optional<bool> flag_argument(const View& view, std::string_view key) {
-  const Entry* entry = view.run.facts.arguments.find(key);
-  if (entry == nullptr || !entry->value.is(NodeKind::kBool)) return std::nullopt;
-  return entry->value.boolean;
-}
-
 bool on_cuda(const View& view) {
   return view.run.facts.device == "cuda";
 }

@@ -58,9 +58,6 @@ std::optional<Finding> loader_bound(const View& view);
 std::optional<Finding> communication_bound(const View& view);
 std::optional<Finding> straggler(const View& view);
 std::optional<Finding> find_unused_parameters(const View& view);
-std::optional<Finding> float32(const View& view);
-std::optional<Finding> unfused_optimizer(const View& view);
-std::optional<Finding> replicated_optimizer(const View& view);
 std::optional<Finding> page_faults(const View& view);
 std::optional<Finding> too_many_threads(const View& view);
 std::optional<Finding> cpu_starved(const View& view);
@@ -104,9 +101,8 @@ double passes_per_update(const View& view);
 
 // ------------------------------------------------------------------ facts and GPUs
 
-// A value of the training arguments; empty where there are none, or the key is not there.
+// A value of the training arguments; empty where the key is not there.
 std::optional<std::int64_t> integer_argument(const View& view, std::string_view key);
-std::optional<bool> flag_argument(const View& view, std::string_view key);
 bool on_cuda(const View& view);
 // 7 -> 10, 23 -> 50: what a person would write, not below the value.
 std::int64_t round_up(double value);

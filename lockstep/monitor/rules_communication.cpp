@@ -44,9 +44,6 @@ constexpr double kThrottledGpuShare = 0.5;    // of the samples
 constexpr double kStarvedYield = 0.7;
 constexpr double kStarvedSwitches = 50;
 
-// Parts of the optimizer that a sharded one divides over the ranks.
-constexpr double kShardingGain = 0.05;
-
 struct Reduction {
   double bytes_per_s = 0;
   double bucket_bytes = 0;
@@ -436,28 +433,6 @@ std::optional<Finding> find_unused_parameters(const View& view) {
           "set ddp_find_unused_parameters: false (find_unused_parameters of "
           "DistributedDataParallelOptions); "
           "backward then also learns the order of gradients."};
-}
-
-std::optional<Finding> replicated_optimizer(const View& view) {
-  const RunFacts& facts = view.run.facts;
-  // In shared memory the reduction and the step are one pass. Over other backends sharding saves
-  // memory, not time.
-  if (facts.world_size < 2 || facts.backend != "shm" ||
-      facts.optimizer.find("replicated") == std::string::npos ||
-      facts.optimizer.find("custom") != std::string::npos)
-    return std::nullopt;
-  const double optimizer = usual_share(view, Phase::kOptimizer);
-  const double gain = optimizer * (1 - 1.0 / facts.world_size);
-  if (gain < kShardingGain) return std::nullopt;
-  return Finding{
-      .rule = "replicated-optimizer",
-      .what =
-          "Every rank updates all parameters; in shared memory each could update its part for "
-          "all of them.",
-      .evidence = fmt::format("the optimizer takes {:.0f} % of a step on each of {} ranks.",
-                              100 * optimizer, facts.world_size),
-      .remedy = "set shard_optimizer: true (ShardedOptimizer in a loop of your own).",
-      .gain = gain};
 }
 
 }  // namespace lockstep::monitor::detail

@@ -1,8 +1,7 @@
-// Rules about what a run has and does not use: GPUs, precision, optimizer, memory, cores.
+// Rules about what a run has and does not use: GPUs, memory, cores.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 
 #include "lockstep/monitor/rules.h"
 
@@ -34,20 +33,6 @@ constexpr double kMinSpreadBytes = kGiB;
 constexpr double kStarvedShare = 0.10;
 constexpr double kThrottledShare = 0.2;  // of the periods of a control group
 constexpr double kAllCores = 0.9;        // of the cores, in use by the ranks
-
-// The share of a step that computes matrix products, above which half the bits pay.
-constexpr double kComputeShare = 0.5;
-// Models below it are bound by launches, not by products.
-constexpr std::int64_t kLargeModel = 10'000'000;
-// bf16 products are at least twice as fast, but not all of forward and backward is products.
-constexpr double kBf16Gain = 0.3;
-// Older than Ampere, whose bf16 is emulated. Every later card has it.
-constexpr std::array<const char*, 12> kWithoutBf16 = {
-    "V100", "P100", "P40", "P4", "T4", "K80", "M60", "GTX", "RTX 20", "TITAN", "Quadro", "M40"};
-
-constexpr double kOptimizerShare = 0.10;
-// One pass over parameters, gradients and state instead of one for each operation.
-constexpr double kFusedGain = 0.5;
 
 // What the kernel takes to hand out a zeroed page of 4 KiB; larger pages take longer.
 constexpr double kFaultS = 0.5e-6;
@@ -301,46 +286,6 @@ std::optional<Finding> unbalanced_gpus(const View& view) {
     if (auto finding = unbalanced_on(view, host)) return finding;
   }
   return std::nullopt;
-}
-
-std::optional<Finding> float32(const View& view) {
-  const RunFacts& facts = view.run.facts;
-  if (!on_cuda(view) || facts.parameters < kLargeModel || view.gpus.empty() ||
-      view.gpus.front().gpus.empty())
-    return std::nullopt;
-  if (flag_argument(view, "tf32").value_or(false)) return std::nullopt;
-  if (flag_argument(view, "bf16").value_or(true) || flag_argument(view, "fp16").value_or(true))
-    return std::nullopt;
-  const std::string& card = view.gpus.front().gpus.front().name;
-  for (const char* old : kWithoutBf16)
-    if (card.find(old) != std::string::npos) return std::nullopt;
-  const double compute = usual_share(view, Phase::kForward) + usual_share(view, Phase::kBackward);
-  if (compute < kComputeShare) return std::nullopt;
-  return Finding{
-      .rule = "float32",
-      .what = "Matrix products are computed in float32 on a GPU that has bf16.",
-      .evidence = fmt::format("{}: forward and backward take {:.0f} % of a step; bf16 and "
-                              "fp16 are off.",
-                              card, 100 * compute),
-      .remedy = "set bf16: true; weights and optimizer stay float32.",
-      .gain = kBf16Gain * compute};
-}
-
-std::optional<Finding> unfused_optimizer(const View& view) {
-  const std::string& optimizer = view.run.facts.optimizer;
-  if (optimizer.empty() || optimizer.find("fused") != std::string::npos ||
-      optimizer.find("custom") != std::string::npos)
-    return std::nullopt;
-  const double taken = usual_share(view, Phase::kOptimizer);
-  if (taken < kOptimizerShare) return std::nullopt;
-  return Finding{
-      .rule = "unfused-optimizer",
-      .what = "The optimizer passes over all parameters once for each of its operations.",
-      .evidence = fmt::format("{} takes {:.0f} % of a step.", optimizer, 100 * taken),
-      .remedy =
-          "use a fused one: optim: adamw in a training file, lockstep::optim::AdamW "
-          "in C++, fused=True in Python.",
-      .gain = kFusedGain * taken};
 }
 
 std::optional<Finding> page_faults(const View& view) {

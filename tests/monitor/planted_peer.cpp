@@ -6,13 +6,15 @@
 //   planted_peer gpus FOLDER SAMPLES          samples the GPUs of this host
 //
 // In the environment: PLANT_SLEEP=RANK:MS (or all:MS), its loader takes so long for a batch;
-// PLANT_LOG=MS, rank 0 takes so long for a line of its log; PLANT_STARVE=RANK, that rank shares one
-// core with loops that never end; PLANT_THREADS, every rank computes with so many threads (more
-// than there are cores, which MKL does not take from OMP_NUM_THREADS); PLANT_HIDDEN, the size of
-// the MLP.
+// PLANT_LOG=MS, rank 0 takes so long for a line of its log; PLANT_STARVE=RANK, that rank trains at
+// low priority on a core where loops never end; PLANT_THREADS, every rank computes with so many
+// threads (more than there are cores, which MKL does not take from OMP_NUM_THREADS); PLANT_HIDDEN,
+// the size of the MLP.
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -63,14 +65,6 @@ class SlowDataset : public data::TensorDataset {
   int sleep_ms_;
 };
 
-// Like an observer that sends its lines over a network.
-struct SlowLog : Observer {
-  void on_log(Event& event) override {
-    if (event.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(sleep_ms));
-  }
-  const int sleep_ms = std::atoi(variable("PLANT_LOG", "0").c_str());
-};
-
 int sleep_of_this_rank() {
   const std::string text = variable("PLANT_SLEEP", "none:0");
   const std::string who = text.substr(0, text.find(':'));
@@ -85,24 +79,49 @@ void pin_to(int cpu) {
   if (::sched_setaffinity(0, sizeof set, &set) != 0) std::perror("sched_setaffinity");
 }
 
-// Ends with this process, however it ends.
+// Gives every rank a core of its own. Call it before any thread starts.
+void pin_rank() {
+  if (variable("PLANT_STARVE", "").empty()) return;
+  const auto cpus = allowed_cpus();
+  pin_to(cpus[static_cast<std::size_t>(own_rank()) % cpus.size()]);
+}
+
+// Ends with the thread that started it, however that ends.
 [[noreturn]] void loop_forever() {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  ::setsid();  // the kernel divides a core among sessions: the ranks must not pay for this one
   for (std::atomic<unsigned> i{0};;) i.fetch_add(1);
 }
 
-// Gives every rank a core of its own; the named one shares its core, with more than a busy machine
-// has on the others' cores. Call it before any thread starts.
-void starve() {
-  const std::string text = variable("PLANT_STARVE", "");
-  if (text.empty()) return;
-  const auto cpus = allowed_cpus();
-  pin_to(cpus[static_cast<std::size_t>(own_rank()) % cpus.size()]);
-  if (std::atoi(text.c_str()) != own_rank()) return;
-  constexpr int kLoops = 8;
-  for (int i = 0; i < kLoops; ++i)
-    if (::fork() == 0) loop_forever();
-}
+class Plants : public Observer {
+ public:
+  // The training thread of one rank then has about a hundredth of its core: far less than other
+  // programs leave to the other ranks. Starting up and ending take whole cores.
+  void on_train_begin(Event& event) override {
+    if (variable("PLANT_STARVE", "") != std::to_string(event.rank)) return;
+    for (int i = 0; i < 4; ++i) {
+      const pid_t child = ::fork();
+      if (child == 0) loop_forever();
+      if (child > 0) loops_.push_back(child);
+    }
+    constexpr int kLowPriority = 15;
+    if (::setpriority(PRIO_PROCESS, 0, kLowPriority) != 0) std::perror("setpriority");
+  }
+  void on_train_end(Event&) override {
+    for (const pid_t loop : loops_) {
+      ::kill(loop, SIGKILL);
+      ::waitpid(loop, nullptr, 0);
+    }
+  }
+  // Like an observer that sends its lines over a network.
+  void on_log(Event& event) override {
+    if (event.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(sleep_ms_));
+  }
+
+ private:
+  const int sleep_ms_ = std::atoi(variable("PLANT_LOG", "0").c_str());
+  std::vector<pid_t> loops_;
+};
 
 // ------------------------------------------------------------------ the runs
 
@@ -132,7 +151,7 @@ int run_trainer(const std::vector<std::string>& flags) {
       return torch::cross_entropy_loss(net(batch.data), batch.target);
     };
     Trainer trainer(world, task, config.arguments);
-    trainer.add(std::make_shared<SlowLog>());
+    trainer.add(std::make_shared<Plants>());
     return trainer.train().exit_code();
   });
 }
@@ -174,7 +193,7 @@ int sample_gpus(const std::string& folder, int samples) {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
-  starve();
+  pin_rank();
   if (!args.empty() && args[0] == "train") return run_trainer({args.begin() + 1, args.end()});
   if (args.size() == 4 && args[0] == "loop")
     return run_loop(args[1], std::stoi(args[2]), std::stoi(args[3]));

@@ -129,8 +129,10 @@ class Ranks(PlantedCase):
                                "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "data"), finding)
 
-    def test_a_rank_with_a_ninth_of_a_core(self):
-        finding = self.finding(self.train(60, PLANT_STARVE="1"), "straggler")
+    def test_a_rank_with_a_hundredth_of_a_core(self):
+        # Other programs may have most of the other rank's core: the doctor names a straggler only
+        # where it waits for a core three times as long as the others.
+        finding = self.finding(self.train(25, PLANT_STARVE="1", PLANT_HIDDEN="256"), "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "cpu-starved"), finding)
 
     def test_a_loader_that_is_slow_everywhere(self):
@@ -174,9 +176,11 @@ class Habits(PlantedCase):
 
 class Resources(PlantedCase):
     def test_more_threads_than_cores(self):
-        finding = self.finding(self.train(50, PLANT_THREADS="3"), "too-many-threads")
+        # So many that some of them always wait, also where a thread that other programs have
+        # interrupted keeps the others asleep at the end of an operator.
+        finding = self.finding(self.train(100, PLANT_THREADS="8"), "too-many-threads")
         self.assertIn("OMP_NUM_THREADS=1", finding["remedy"])
-        self.assertIn("2 ranks with 3 threads each on 2 cores", finding["evidence"])
+        self.assertIn("2 ranks with 8 threads each on 2 cores", finding["evidence"])
 
     def test_other_programs_on_the_cores_of_all_ranks(self):
         hogs = [subprocess.Popen(["sh", "-c", "while :; do :; done"], preexec_fn=two_cores)
