@@ -20,7 +20,6 @@
 #include "cli/doctor_checks.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/unix_time.h"
 
 namespace lockstep::cli {
 namespace {

@@ -11,7 +11,7 @@
 #include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/this_host.h"
 
