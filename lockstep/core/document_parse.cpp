@@ -147,7 +147,7 @@ struct Anchored {
 };
 
 // A list or map that is still open.
-struct Frame {
+struct OpenNode {
   Node node;
   YAML::anchor_t anchor = 0;
   bool has_key = false;   // a map whose next entry has its key and waits for the value
@@ -268,7 +268,7 @@ class TreeBuilder : public YAML::EventHandler {
   // yaml-cpp takes a last line without a colon for a key without a value.
   void check_colon() const {
     if (stack_.empty() || stack_.back().key_end == 0 || !stack_.back().has_key) return;
-    const Frame& frame = stack_.back();
+    const OpenNode& frame = stack_.back();
     const std::string_view text = text_.text();
     const std::size_t after = text.find_first_not_of(' ', std::min(frame.key_end, text.size()));
     if (after != text.npos && text[after] == ':') return;
@@ -304,7 +304,7 @@ class TreeBuilder : public YAML::EventHandler {
                 "a list or a map cannot be a key. Write a string, and close every bracket.");
     text_.count(1, location);
     text_.check_depth(stack_.size() + 1, location);
-    Frame frame;
+    OpenNode frame;
     frame.node.kind = kind;
     frame.node.location = location;
     frame.anchor = anchor;
@@ -312,7 +312,7 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void close() {
-    Frame frame = std::move(stack_.back());
+    OpenNode frame = std::move(stack_.back());
     stack_.pop_back();
     add(std::move(frame.node), frame.anchor);
   }
@@ -325,7 +325,7 @@ class TreeBuilder : public YAML::EventHandler {
     }
     if (key.text == "<<" && !key.quoted)
       refuse_at(key.location, "merge keys ('<<') are not read. Write the keys out.");
-    Frame& frame = stack_.back();
+    OpenNode& frame = stack_.back();
     const auto [found, fresh] = frame.seen.emplace(key.text, frame.node.entries.size());
     if (!fresh)
       refuse_duplicate(frame.node.entries[found->second], key.text, key.location, problems_);
@@ -341,7 +341,7 @@ class TreeBuilder : public YAML::EventHandler {
       root_ = std::move(node);
       return;
     }
-    Frame& frame = stack_.back();
+    OpenNode& frame = stack_.back();
     if (frame.node.is(NodeKind::kList)) {
       frame.node.items.push_back(std::move(node));
       return;
@@ -356,7 +356,7 @@ class TreeBuilder : public YAML::EventHandler {
   Problems* problems_;
   Node root_;
   int documents_ = 0;
-  std::vector<Frame> stack_;
+  std::vector<OpenNode> stack_;
   std::map<YAML::anchor_t, Anchored> anchored_;
 };
 
