@@ -9,7 +9,7 @@
 
 #include "bench/bench.h"
 #include "cli/guarded.h"
-#include "lockstep/core/other_programs.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::bench {
 namespace {

@@ -5,7 +5,7 @@
 #include "bench/harness.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::bench {
 namespace {

@@ -4,8 +4,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/home_path.h"
-#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/models/lora.h"
 
 namespace lockstep::cli {

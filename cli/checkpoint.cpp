@@ -15,10 +15,10 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/numbered_dirs.h"
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/safetensors.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::cli {

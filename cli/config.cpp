@@ -18,7 +18,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/run_checks.h"
 

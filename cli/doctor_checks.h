@@ -15,7 +15,7 @@
 
 #include "launcher/host.h"
 #include "lockstep/core/document.h"
-#include "lockstep/core/host_files.h"
+#include "lockstep/core/host.h"
 #include "lockstep/monitor/gpu_sampler.h"
 
 namespace lockstep::cli {
@@ -109,7 +109,7 @@ std::vector<Check> network_checks(const Machine& machine);
 // doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
 std::vector<Check> probe_checks(const Machine& machine);
 // What the ranks' files in `folder` say; `problem` is why the probe has not finished, or empty, and
-// `disturbance` what other programs did meanwhile (lockstep/core/other_programs.h).
+// `disturbance` what other programs did meanwhile (lockstep/core/host.h).
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
                               const std::string& problem, const std::string& disturbance = {});
 

@@ -9,7 +9,7 @@
 
 #include "cli/doctor_checks.h"
 #include "lockstep/core/device_rule.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::cli {
 namespace {

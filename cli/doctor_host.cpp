@@ -11,8 +11,8 @@
 #include <filesystem>
 
 #include "cli/doctor_checks.h"
-#include "lockstep/core/cgroup.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
+#include "lockstep/core/error.h"
 #include "lockstep/monitor/cpu_sampler.h"
 
 namespace lockstep::cli {

@@ -9,6 +9,7 @@
 #include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/this_host.h"
 

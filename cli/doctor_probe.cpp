@@ -10,8 +10,7 @@
 #include "cli/local_ranks.h"
 #include "cli/plan_record.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
-#include "lockstep/core/other_programs.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::cli {
 namespace {

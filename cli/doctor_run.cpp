@@ -6,7 +6,7 @@
 #include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 #include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/gpu_figures.h"
 #include "lockstep/monitor/run_view.h"

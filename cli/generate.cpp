@@ -21,8 +21,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/map_reader.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
 

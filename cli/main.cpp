@@ -15,7 +15,7 @@
 #include "cli/guarded.h"
 #include "cli/print.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::cli {
 namespace {

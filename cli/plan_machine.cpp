@@ -6,8 +6,8 @@
 
 #include "cli/plan_record.h"
 #include "launcher/host.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::cli {
 namespace {

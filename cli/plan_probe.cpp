@@ -12,7 +12,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/other_programs.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::cli {
 namespace {

@@ -1,5 +1,5 @@
 // What a command prints. Names and texts from files go to a terminal without control characters
-// (core/printable.h).
+// (core/text.h).
 //
 //   print_text("{}: {} tensors\n", name_in_a_file, count);
 //   print_text(stderr, "note: {}\n", note);
@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::cli {
 

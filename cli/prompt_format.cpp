@@ -2,7 +2,6 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/map_reader.h"
 
 namespace lockstep::cli {
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/shard_format.h"

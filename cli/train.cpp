@@ -29,7 +29,6 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/checksum.h"
 #include "lockstep/io/file.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/this_host.h"

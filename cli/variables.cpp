@@ -6,7 +6,7 @@
 #include <array>
 #include <set>
 
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 #include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {

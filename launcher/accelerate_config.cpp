@@ -7,10 +7,10 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {

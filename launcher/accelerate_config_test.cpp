@@ -6,7 +6,7 @@
 
 #include "launcher/flags.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {

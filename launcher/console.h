@@ -26,7 +26,7 @@
 
 #include "launcher/event_loop.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 

@@ -13,8 +13,7 @@
 #include "launcher/arguments.h"
 #include "launcher/program.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/home_path.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {

@@ -16,7 +16,7 @@
 #include "launcher/arguments.h"
 #include "launcher/program.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

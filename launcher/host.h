@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "launcher/plan.h"
-#include "lockstep/core/cores.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"  // IWYU pragma: export
 
 namespace lockstep::launch {

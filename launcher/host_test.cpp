@@ -11,7 +11,7 @@
 #include <memory>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {

@@ -12,7 +12,6 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fingerprint.h"
-#include "lockstep/core/printable.h"
 #include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/rendezvous/this_host.h"

@@ -15,8 +15,7 @@
 #include "launcher/ports.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/folder_for_test.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/rendezvous/secure_channel.h"
 #include "lockstep/rendezvous/world_layout.h"
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 

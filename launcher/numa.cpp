@@ -7,7 +7,7 @@
 
 #include "launcher/host.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {

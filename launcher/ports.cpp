@@ -15,8 +15,8 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/host.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 namespace {

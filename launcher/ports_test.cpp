@@ -13,7 +13,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::launch {
 namespace {

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "lockstep/core/deadline.h"
-#include "lockstep/core/unix_time.h"
 
 namespace lockstep::launch {
 namespace {

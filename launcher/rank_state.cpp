@@ -10,7 +10,7 @@
 #include <sstream>
 #include <vector>
 
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::launch {
 namespace {

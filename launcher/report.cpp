@@ -17,7 +17,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
-#include "lockstep/core/utf8.h"
 
 namespace lockstep::launch {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "launcher/supervisor.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

@@ -21,7 +21,7 @@
 #include "launcher/report.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "launcher/worker_env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/terminal.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep::launch {

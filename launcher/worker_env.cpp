@@ -4,8 +4,8 @@
 #include <unistd.h>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/terminal.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {

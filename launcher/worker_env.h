@@ -27,7 +27,7 @@ struct WorkerInfo {
   std::string interface;      // GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME unless already set
   int threads = 0;            // OMP_NUM_THREADS unless already set; 0: leave alone
   std::string ledger;         // LOCKSTEP_LEDGER (core/ledger.h); empty: none
-  std::string terminal;       // LOCKSTEP_TERMINAL (core/terminal.h); empty: not on a terminal
+  std::string terminal;       // LOCKSTEP_TERMINAL (core/fd.h); empty: not on a terminal
 };
 
 // Only the variables to set (they override the caller's environment, except where noted above).

@@ -8,9 +8,9 @@
 #include <fstream>
 #include <utility>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/unix_time.h"
 #include "lockstep/rendezvous/inside.h"
 
 namespace lockstep::launch {

@@ -6,7 +6,7 @@
 
 #include <fstream>
 
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::launch {
 namespace {

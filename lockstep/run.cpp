@@ -22,12 +22,9 @@
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/device_rule.h"
-#include "lockstep/core/disagreement.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/peer_error.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/rendezvous/control.h"
@@ -110,7 +107,7 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
-  } catch (const Disagreement& e) {
+  } catch (const detail::Disagreement& e) {
     // The rank whose call nobody answers has the stack that helps.
     if (finishing)
       if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);

@@ -29,10 +29,9 @@ import zipfile
 NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-CORE = ("cgroup.cpp", "cores.cpp", "env.cpp", "error.cpp", "fd.cpp", "kernel_files.cpp",
-        "ledger.cpp", "memory_limits.cpp", "pages.cpp", "text.cpp")
+CORE = ("env.cpp", "error.cpp", "fd.cpp", "host.cpp", "ledger.cpp", "text.cpp")
 RENDEZVOUS = ("unix_socket.cpp",)
-MEMORY = ("block_cache.cpp", "cpu_cache.cpp", "inplace_gradients.cpp")
+MEMORY = ("block_cache.cpp", "cpu_cache.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.
 KERNELS = {
     "x86_64": {"kernels_x86.cpp": [], "kernels_avx2.cpp": ["-mavx2", "-mf16c"],

@@ -8,7 +8,6 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/peer_error.h"
 
 namespace lockstep {
 

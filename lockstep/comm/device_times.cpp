@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/step_totals.h"
 
 namespace lockstep {
 namespace {

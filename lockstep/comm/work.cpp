@@ -6,8 +6,7 @@
 #include <utility>
 
 #include "lockstep/comm/work_state.h"
-#include "lockstep/core/disagreement.h"
-#include "lockstep/core/late_operation.h"
+#include "lockstep/core/error.h"
 #include "lockstep/rendezvous/control.h"
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
-#include "lockstep/core/peer_error.h"
+#include "lockstep/core/error.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/handshake.h"
 

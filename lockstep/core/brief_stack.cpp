@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "lockstep/core/text.h"
-#include "lockstep/core/utf8.h"
 
 namespace lockstep {
 namespace {

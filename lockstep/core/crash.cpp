@@ -28,9 +28,9 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/printable.h"
 #include "lockstep/core/source_lines.h"
 #include "lockstep/core/symbols.h"
+#include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/core/throw_trace.h"
 

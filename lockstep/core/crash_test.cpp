@@ -18,9 +18,9 @@
 #include <stdexcept>
 #include <thread>
 
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/throw_trace.h"
 
 namespace lockstep {

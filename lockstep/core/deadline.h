@@ -1,5 +1,7 @@
-// A moment after which a wait must give up. Pass it down instead of a duration: nested waits then
-// share one budget and no wait exists without an end.
+// A moment after which a wait must give up, and the seconds of two clocks.
+//
+// Pass a Deadline down instead of a duration: nested waits then share one budget, and no wait is
+// without an end.
 //
 //   Deadline deadline = Deadline::after(std::chrono::seconds(30));
 //   while (!done()) poll(fds, n, deadline.remaining_ms());
@@ -47,6 +49,11 @@ class Deadline {
 
 inline double seconds_since(Deadline::Clock::time_point start) {
   return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
+}
+
+// Seconds since 1970 by this host's clock, for what other hosts and later readers compare.
+inline double unix_time_s() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace lockstep

@@ -12,11 +12,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/json.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/core/spelling.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 namespace {

@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -78,10 +79,84 @@ class SystemError : public Error {
   int error_number_;
 };
 
-namespace detail {
-[[noreturn]] void assertion_failed(const char* expression, const char* file, int line);
+// Where a value was written, for an error about it. Line and column count from 1, columns in
+// characters; line 0 is a source without lines, such as a flag, and then `file` is its name.
+struct SourceLocation {
+  std::shared_ptr<const std::string> file;
+  int line = 0;
+  int column = 0;
+
+  // Not inline: GCC 12 warns of members that it loses track of in temporaries that hold a
+  // SourceLocation.
+  SourceLocation();
+  SourceLocation(std::shared_ptr<const std::string> in, int at_line, int at_column);
+  SourceLocation(const SourceLocation& other);
+  SourceLocation(SourceLocation&& other) noexcept;
+  SourceLocation& operator=(const SourceLocation& other);
+  SourceLocation& operator=(SourceLocation&& other) noexcept;
+  ~SourceLocation();
+
+  std::string text() const;  // "train.yaml:3:7", or "--learning_rate"
+};
+SourceLocation location_named(std::string name);
+
+// Throws UsageError naming the location: "[config] train.yaml:3:7: k must be positive."
+//
+//   refuse_at(node.location, "{} must be positive.", key);
+template <typename... Args>
+[[noreturn]] void refuse_at(const SourceLocation& location, fmt::format_string<Args...> format,
+                            Args&&... args) {
+  throw UsageError("config", "{}: {}", location.text(),
+                   fmt::format(format, std::forward<Args>(args)...));
 }
 
+namespace detail {
+
+// What a rank throws because another rank threw it first: an error of the same kind, so that all
+// ranks catch the same. A report takes it for a consequence.
+//
+//   throw detail::PeerError(UsageError("world", "rank {}: {}", rank, text), rank);
+class FromPeer {
+ public:
+  explicit FromPeer(int rank) : rank_(rank) {}
+  virtual ~FromPeer() = default;
+  int rank() const { return rank_; }
+
+ private:
+  int rank_;
+};
+
+template <typename Kind>
+class PeerError final : public Kind, public FromPeer {
+ public:
+  PeerError(Kind error, int rank) : Kind(std::move(error)), FromPeer(rank) {}
+};
+
+// A TimeoutError that knows its cause: the part of its message after the time, such as which ranks
+// did not arrive.
+//
+//   throw LateOperation({"shm", text, context}, ": rank 1 did not arrive. It is stopped.");
+class LateOperation : public TimeoutError {
+ public:
+  LateOperation(const TimeoutError& error, std::string why)
+      : TimeoutError(error), why_(std::move(why)) {}
+  // Empty: not known.
+  const std::string& why() const { return why_; }
+
+ private:
+  std::string why_;
+};
+
+// A CommError without a dead rank: the ranks are alive and called operations that do not match. So
+// its reporter need not wait for a launcher to report a rank that ended.
+class Disagreement : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+[[noreturn]] void assertion_failed(const char* expression, const char* file, int line);
+
+}  // namespace detail
 }  // namespace lockstep
 
 #define LOCKSTEP_ASSERT(expression) \

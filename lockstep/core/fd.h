@@ -1,4 +1,10 @@
-// A file descriptor that closes itself, and the few reads and writes that loop as they must.
+// File descriptors that close themselves, whole files, paths with `~`, and terminals.
+//
+//   const std::string text = read_file(expand_home(path, "config"));
+//   write_file_atomically(path, text);
+//   const bool bar = terminal::columns(STDOUT_FILENO) > 0;
+//
+// Functions without state; call them from any thread.
 #pragma once
 
 #include <sys/types.h>
@@ -57,4 +63,31 @@ void end_child(pid_t child);
 // Written under a temporary name in the same directory, then renamed: readers never see half.
 void write_file_atomically(const std::string& path, std::string_view data);
 
+// Replaces `~` and `~ada` at the start of a path by a home directory. A shell does so too, but not
+// in `--key=~/runs` and not in files. Other paths come back unchanged. UsageError, which begins
+// with `what`, when the user or the home directory is unknown.
+std::string expand_home(const std::string& path, std::string_view what);
+
+// For a path that is not there and reads like the name of a model on Hugging Face's hub
+// ("Qwen/Qwen2-0.5B"): " That is a name on ...", with the command that makes a folder of it.
+// Otherwise empty.
+std::string hub_advice(const std::string& path);
+
+// The width of the terminal that a stream ends at, even through the launcher's pipe.
+//
+// A rank's stdout is a pipe to `lockstep run`, so isatty() says no even where a person watches. The
+// launcher therefore names the terminal's width in LOCKSTEP_TERMINAL, together with the pipe it
+// means (<device>:<inode>:<columns>): a child of the rank whose stdout is redirected inherits the
+// variable, and must not draw into a file.
+namespace terminal {
+
+inline constexpr const char* kVariable = "LOCKSTEP_TERMINAL";
+
+// 0: it is neither a terminal nor a pipe that leads to one.
+int columns(int fd);
+
+// What kVariable says to a process that writes to the pipe `fd`; "" when it cannot be said.
+std::string describe_pipe(int fd, int columns);
+
+}  // namespace terminal
 }  // namespace lockstep

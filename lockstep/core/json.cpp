@@ -8,7 +8,7 @@
 #include <charconv>
 #include <utility>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 namespace {

@@ -18,7 +18,6 @@
 
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/step_totals.h"
 
 namespace lockstep::ledger {
 
@@ -107,7 +106,7 @@ class File {
   std::int64_t step() const;
   std::uint64_t step_ns() const;
   std::uint64_t stacks_taken() const;
-  Totals totals() const;  // where the rank's time went (step_totals.h)
+  Totals totals() const;  // where the rank's time went
   // Where the rank's run writes; empty: not known. Bytes of a path, for no terminal.
   std::string output_dir() const;
 

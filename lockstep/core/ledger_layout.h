@@ -6,7 +6,7 @@
 // version, make sure that a reader that sees a field of a newer record also sees a newer version,
 // and drops what it has read. A reader never writes.
 //
-// For ledger.cpp, step_totals.cpp and ledger_file.cpp alone.
+// For ledger.cpp and ledger_file.cpp alone.
 #pragma once
 
 #include <atomic>

@@ -22,9 +22,9 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/ledger_file.h"
 #include "lockstep/core/ledger_layout.h"
 

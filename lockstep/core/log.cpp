@@ -10,7 +10,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::log {
 namespace {

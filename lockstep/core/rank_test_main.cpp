@@ -7,9 +7,9 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::child_for_test {
 namespace {

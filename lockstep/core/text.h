@@ -1,12 +1,16 @@
-// Text taken apart and put together: the few operations that every layer needs.
+// Text: splitting and joining, spelling suggestions, escapes for a terminal, and UTF-8.
 //
 //   for (const std::string& part : split("0:3,1:1", ',')) read(trim(part));
 //   listed({"a", "b", "c"});                     // "a, b or c"
 //   ranges_text(std::vector{0, 2, 3, 4});        // "0, 2-4"
+//   throw UsageError("config", "there is no key '{}'.{}", key, did_you_mean(key, known));
+//   fmt::print("{}\n", printable(text_of_a_file));
 //
-// Free functions without state; call them from any thread. ASCII alone has cases and white space.
+// Free functions without state; call them from any thread.
 #pragma once
 
+#include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,6 +18,7 @@
 
 namespace lockstep {
 
+// trim() and lower() know ASCII alone.
 std::vector<std::string> split(std::string_view text, char separator);  // empty parts as well
 std::vector<std::string> lines_of(std::string_view text);  // no empty one after the last newline
 std::string trim(std::string_view text);                   // without white space around it
@@ -25,5 +30,57 @@ std::string listed(std::span<const std::string> names, std::string_view word = "
 std::string ranges_text(std::span<const int> numbers, std::string_view separator = ", ");
 // "1, 2, 3 and 40 more": the first sixteen.
 std::string first_numbers(std::span<const int> numbers);
+
+// ---------------------------------------------------------------- spelling
+
+// Insertions, deletions, changes and swaps of neighbours, which are the commonest slip.
+std::size_t edit_distance(std::string_view a, std::string_view b);
+
+// The candidate with the smallest distance, when it is near enough to be what was meant: at most a
+// third of its letters, and two for short ones.
+std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates);
+
+// " Did you mean warmup_steps?", or nothing. `prefix` stands before the candidate.
+std::string did_you_mean(std::string_view word, std::span<const std::string> candidates,
+                         std::string_view prefix = "");
+
+// ---------------------------------------------------------------- text for a terminal
+
+// Makes foreign text safe for a terminal, where control characters could move the cursor or set the
+// title to a command. Control characters, bytes that are not UTF-8 and marks that reorder text
+// become escapes such as \x1b. Line breaks and tabs become spaces, so that the text cannot have
+// lines that look like ours.
+std::string printable(std::string_view text);
+// The same, but keeps line breaks and tabs.
+std::string printable_lines(std::string_view text);
+
+// ---------------------------------------------------------------- UTF-8
+//
+//   std::string storage;
+//   const std::string_view text = valid_utf8(bytes, storage);
+//   for (std::size_t at = 0; at < text.size();) use(next_character(text, at));
+
+// How many bytes the character at the front has; 0 when they are not well-formed UTF-8.
+std::size_t utf8_size(std::string_view text);
+// The offset of the first byte that is not well-formed UTF-8.
+std::optional<std::size_t> invalid_utf8(std::string_view text);
+// The text itself, or a copy in `storage` in which U+FFFD stands for each part that is not UTF-8
+// (the longest beginning of a character, or one byte: as Unicode recommends and Python does).
+std::string_view valid_utf8(std::string_view text, std::string& storage);
+// As much of the beginning as fits into `max_bytes` without cutting a character.
+std::string_view utf8_prefix(std::string_view text, std::size_t max_bytes);
+std::size_t character_count(std::string_view text);
+
+// The character at `at`, which moves past it. The text must be valid.
+char32_t next_character(std::string_view text, std::size_t& at);
+// The character that ends at `at`, which moves to its beginning.
+char32_t previous_character(std::string_view text, std::size_t& at);
+// Bytes of the character that begins with this byte.
+std::size_t character_size(char first);
+
+void append_utf8(std::string& out, char32_t character);
+
+// Unicode's White_Space, which is also what Rust and Oniguruma call white space.
+bool is_white_space(char32_t character);
 
 }  // namespace lockstep

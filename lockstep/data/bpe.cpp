@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::data {
 namespace {

@@ -9,12 +9,12 @@
 #include <random>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
-#include "lockstep/io/files_for_test.h"
 
 namespace lockstep::data {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/json.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::data {

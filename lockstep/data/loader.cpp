@@ -10,7 +10,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/data/loader_impl.h"
 
 namespace lockstep::data {

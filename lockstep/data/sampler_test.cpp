@@ -13,8 +13,8 @@
 #include <random>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/data/sample_random.h"
-#include "lockstep/io/files_for_test.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep::data {

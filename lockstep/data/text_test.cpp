@@ -12,10 +12,10 @@
 #include <set>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/data/token_shards.h"
-#include "lockstep/io/files_for_test.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep::data {

@@ -12,11 +12,11 @@
 #include <optional>
 #include <thread>
 
-#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/text_files.h"
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
 

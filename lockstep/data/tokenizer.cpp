@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/home_path.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 #include "lockstep/data/chat_template.h"
 #include "lockstep/data/tokenizer_config.h"
 #include "lockstep/data/tokenizer_parts.h"

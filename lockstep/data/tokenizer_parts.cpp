@@ -4,7 +4,7 @@
 #include <charconv>
 #include <utility>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::data {
 namespace {

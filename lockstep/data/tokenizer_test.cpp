@@ -11,9 +11,8 @@
 #include <thread>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/folder_for_test.h"
-#include "lockstep/core/thrown_for_test.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/core/text.h"
 #include "lockstep/data/bpe.h"
 
 namespace lockstep::data {

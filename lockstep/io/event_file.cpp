@@ -9,7 +9,7 @@
 #include <chrono>
 #include <climits>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::io {

@@ -1,4 +1,4 @@
-// A file written so that it is on the disk when it is said to be, and a file mapped to be read.
+// Files: written so that finish() means on the disk, mapped to be read, and their checksums.
 //
 //   FileWriter file("dir/model.bin");
 //   file.append(bytes);
@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,7 +19,46 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/io/checksum.h"
+
+struct evp_md_ctx_st;  // OpenSSL's
+
+namespace lockstep::io {
+
+inline std::span<const std::byte> bytes_of(std::string_view text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+// SHA-256 of what is fed to it, by one thread at a time.
+//
+//   Sha256 sum;
+//   sum.update(first); sum.update(second);      // the same as one update with both
+//   const std::string digest = sum.finish();    // as `sha256sum` prints it
+class Sha256 {
+ public:
+  Sha256();
+  void update(std::span<const std::byte> bytes);
+  std::string finish();  // 64 lower-case hexadecimal digits; nothing may follow
+
+ private:
+  struct Free {
+    void operator()(evp_md_ctx_st* context) const;
+  };
+  std::unique_ptr<evp_md_ctx_st, Free> context_;
+};
+
+std::string sha256(std::span<const std::byte> bytes);
+
+// What a manifest remembers of a file.
+struct FileDigest {
+  std::uint64_t bytes = 0;
+  std::string sha256{};  // empty: not known (folders of earlier versions)
+  bool operator==(const FileDigest&) const = default;
+};
+
+// CRC-32C (Castagnoli), which event records carry; for small buffers.
+std::uint32_t crc32c(std::span<const std::byte> bytes);
+
+}  // namespace lockstep::io
 
 namespace lockstep::io {
 

@@ -9,10 +9,9 @@
 #include <random>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/checksum.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/io/event_file.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/files_for_test.h"
 
 namespace lockstep::io {
 namespace {

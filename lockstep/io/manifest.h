@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/io/checksum.h"
+#include "lockstep/io/file.h"
 
 namespace lockstep::io {
 

@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::io {
 namespace {

@@ -11,7 +11,6 @@
 #include <string>
 
 #include "lockstep/io/safetensors.h"
-#include "lockstep/io/safetensors_set.h"
 
 namespace lockstep::io {
 

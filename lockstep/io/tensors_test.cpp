@@ -6,7 +6,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::io {
 namespace {

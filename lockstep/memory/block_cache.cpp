@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/pages.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"
 
 namespace lockstep {

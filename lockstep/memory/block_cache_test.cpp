@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/pages.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,8 @@
-// Caching of large CPU tensors' memory, so that the kernel does not clear fresh pages for the same
-// tensors in every training step. Process-wide and off until it is switched on: run() and spawn()
-// do that for their ranks; any other program calls one function.
+// Memory of large CPU tensors: a cache of it, and gradients that are created in their place.
+//
+// With the cache the kernel does not clear fresh pages for the same tensors in every training step.
+// It is process-wide and off until it is switched on: run() and spawn() do that for their ranks;
+// any other program calls one function.
 //
 //   lockstep::cache_cpu_memory();    // in main(), before other threads make tensors
 //   lockstep::empty_cpu_cache();     // after a spike, as torch.cuda.empty_cache()
@@ -10,14 +12,17 @@
 // what is idle, and 0 disables caching. A program that has set an allocator of its own keeps that
 // one.
 //
-// Gradients in place: with the cache, cache_cpu_memory() installs in-place gradient allocation
-// (inplace_gradients.h), which DistributedDataParallel uses where it is there.
+// cache_cpu_memory() also installs in-place gradient allocation (InplaceGradients), which
+// DistributedDataParallel uses where it is there.
 //
 // Any thread may call. The allocator stays installed, so tensors may outlive everything.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 namespace lockstep {
 
@@ -35,4 +40,45 @@ struct CpuCacheStats {
 void empty_cpu_cache();           // unmaps what is idle
 CpuCacheStats cpu_cache_stats();  // zeros when caching is off
 
+namespace detail {
+
+// In-place gradient allocation: lets autograd create large CPU gradients directly in the slots of
+// the reducer's buckets, so that nothing has to copy them there. Off until enable().
+//
+//   InplaceGradients::offer(parameter, owner, [] { return slot; });  // called during backward
+//   loss.backward();                     // parameter.grad() may lie in the slot's memory
+//   InplaceGradients::withdraw(owner);
+//
+// Autograd makes a gradient with at::empty() and .grad takes it over, so the allocator that answers
+// that one allocation decides where the gradient lies. The CPU allocator sees only a number of
+// bytes; the node that the engine is evaluating gives the rest: if exactly one of its gradients has
+// that size, and leads to a parameter with an offered slot, the allocation is that gradient's.
+//
+// Nothing depends on the answer: a gradient created elsewhere is copied as usual, and a temporary
+// that got the slot is gone before the gradient arrives. Only nodes for which that is known are
+// served, and never where somebody could hold on to a gradient (hooks, create_graph,
+// autograd::grad). A writer to a slot asks in_use() first all the same.
+//
+// Any thread may call. enable() installs an allocator for the process, which stays.
+class InplaceGradients {
+ public:
+  // Where the parameter's next gradient should lie, or an undefined tensor.
+  using Slot = std::function<at::Tensor()>;
+
+  // UsageError where LOCKSTEP_GRAD_INPLACE_MIN_BYTES is not a number; 0 there leaves it off.
+  static void enable();
+  static bool is_enabled();
+
+  static void offer(const at::Tensor& parameter, const void* owner, Slot slot);
+  static void withdraw(const void* owner);
+
+  static bool in_use(const at::Tensor& slot);  // some tensor lies there now
+
+  static std::size_t offered();   // parameters
+  static std::uint64_t served();  // gradients placed since the process began
+  // Gradients of at least this size are placed; for tests. Returns the old value.
+  static std::size_t set_min_bytes(std::size_t bytes);
+};
+
+}  // namespace detail
 }  // namespace lockstep

@@ -19,8 +19,7 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/pages.h"
-#include "lockstep/memory/inplace_gradients.h"
+#include "lockstep/core/host.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"
 
@@ -170,13 +169,13 @@ TEST_F(CpuCacheOfItsOwn, DISABLED_WrappingAModelChangesNothingInTheProcess) {
   wrap_something();
   EXPECT_EQ(c10::GetCPUAllocator(), before);
   EXPECT_FALSE(is_cpu_memory_cached());
-  EXPECT_FALSE(memory::InplaceGradients::is_enabled());
+  EXPECT_FALSE(detail::InplaceGradients::is_enabled());
 }
 
 TEST_F(CpuCacheOfItsOwn, DISABLED_IsSwitchedOnOnce) {
   EXPECT_TRUE(cache_cpu_memory());
   EXPECT_TRUE(is_cpu_memory_cached());
-  EXPECT_TRUE(memory::InplaceGradients::is_enabled());
+  EXPECT_TRUE(detail::InplaceGradients::is_enabled());
   EXPECT_TRUE(cache_cpu_memory()) << "more than once is once";
 }
 

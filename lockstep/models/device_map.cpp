@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::models {
 namespace {

@@ -11,12 +11,10 @@
 #include <set>
 #include <utility>
 
-#include "lockstep/core/document_text.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/home_path.h"
-#include "lockstep/core/map_reader.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::models {
 namespace {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "lockstep/core/document.h"
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/safetensors.h"
 #include "lockstep/models/family.h"
 
 namespace lockstep::models {

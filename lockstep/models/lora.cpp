@@ -11,7 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"

@@ -14,7 +14,7 @@
 #include <stdexcept>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/nn/tensor_group.h"

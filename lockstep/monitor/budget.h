@@ -15,7 +15,7 @@
 
 #include <array>
 
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 
 namespace lockstep::monitor {
 

@@ -10,9 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/core/cgroup.h"
-#include "lockstep/core/kernel_files.h"
-#include "lockstep/core/pages.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::monitor {
 namespace {

@@ -18,7 +18,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "lockstep/core/host_files.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::monitor {
 

@@ -15,12 +15,10 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/core/child_for_test.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/folder_for_test.h"
-#include "lockstep/core/pages.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::monitor {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "lockstep/core/printable.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::monitor {
 

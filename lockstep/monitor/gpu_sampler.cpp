@@ -6,10 +6,10 @@
 #include <deque>
 #include <type_traits>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/unix_time.h"
 #include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {

@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::monitor {
 namespace {

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cctype>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/unix_time.h"
 
 namespace lockstep::monitor {
 namespace {

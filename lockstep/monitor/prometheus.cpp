@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::monitor {
 namespace {

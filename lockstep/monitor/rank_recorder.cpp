@@ -6,11 +6,11 @@
 #include <system_error>
 #include <utility>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/unix_time.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/folder_lock.h"
 #include "lockstep/monitor/stoppable_thread.h"
 
 namespace lockstep::monitor {

@@ -16,7 +16,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/core/host_files.h"
+#include "lockstep/core/host.h"
 #include "lockstep/monitor/line_file.h"
 
 namespace lockstep::monitor {

@@ -19,8 +19,8 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/io/files_for_test.h"
 
 namespace lockstep::monitor {
 namespace {

@@ -11,8 +11,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/monitor/run_view.h"
 
 namespace lockstep::monitor {

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "lockstep/core/document.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/monitor/budget.h"
 #include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/monitor/gpu_sampler.h"

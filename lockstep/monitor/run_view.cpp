@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <charconv>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/document.h"
-#include "lockstep/core/unix_time.h"
 
 namespace lockstep::monitor {
 namespace {

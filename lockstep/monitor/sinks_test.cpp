@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/prometheus.h"
 #include "lockstep/monitor/resource_metrics.h"
 

@@ -9,7 +9,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::optim {
 namespace {

@@ -13,7 +13,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/finite_backward.h"
 #include "lockstep/parallel/replicas.h"

@@ -9,7 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/copy.h"
-#include "lockstep/memory/inplace_gradients.h"
+#include "lockstep/memory/cpu_cache.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -110,7 +110,7 @@ void BucketSet::bind_slot(const Slot& place, const at::Tensor& wire, const Param
   };
   const at::Tensor values = views_ && fits(grad) ? grad.detach() : at::Tensor();
   // The same tensor, for everyone who holds it, unless it is needed to hold its old memory.
-  if (!fits(slot) || memory::InplaceGradients::in_use(slot)) slot = at::empty({0}, wire.options());
+  if (!fits(slot) || detail::InplaceGradients::in_use(slot)) slot = at::empty({0}, wire.options());
   // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
   slot.set_(wire.storage(), wire.storage_offset() + place.offset, form.sizes, strides);
   if (!values.defined()) return;
@@ -121,7 +121,7 @@ void BucketSet::bind_slot(const Slot& place, const at::Tensor& wire, const Param
 // Before a slot is written: a tensor that lies there must be the gradient that has just arrived.
 void BucketSet::claim(std::size_t parameter, const at::Tensor& arrived) const {
   const at::Tensor& slot = slots_[parameter].tensor;
-  if (!memory::InplaceGradients::in_use(slot)) return;
+  if (!detail::InplaceGradients::in_use(slot)) return;
   if (arrived.defined() && arrived.const_data_ptr() == slot.const_data_ptr()) return;
   throw UsageError("reducer",
                    "parameter '{}' got a gradient while another one for it was being computed. A "

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "lockstep/comm/device_times.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"

@@ -6,8 +6,8 @@
 #include <torch/torch.h>
 
 #include "lockstep/comm/numbers.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/activation_checkpoint.h"

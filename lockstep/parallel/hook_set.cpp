@@ -7,13 +7,13 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "lockstep/memory/inplace_gradients.h"
+#include "lockstep/memory/cpu_cache.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/pass_end.h"
 
 namespace lockstep::parallel {
 
-using memory::InplaceGradients;
+using detail::InplaceGradients;
 
 namespace {
 

@@ -1,5 +1,3 @@
-#include "lockstep/memory/inplace_gradients.h"
-
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/memory/cpu_cache.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
@@ -20,7 +19,7 @@
 namespace lockstep {
 namespace {
 
-using memory::InplaceGradients;
+using detail::InplaceGradients;
 using testing::run_threads;
 
 // While it lives gradients of any size are allocated in place, or none.

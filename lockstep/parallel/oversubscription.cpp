@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "lockstep/comm/numbers.h"
-#include "lockstep/core/cores.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::parallel {
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 
 namespace lockstep::parallel {
 

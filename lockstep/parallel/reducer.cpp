@@ -9,7 +9,7 @@
 #include "lockstep/comm/graph.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/reducer_impl.h"
 #include "lockstep/parallel/replicas.h"

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "lockstep/comm/numbers.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/kv_cache.h"

@@ -14,7 +14,7 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/accumulation.h"

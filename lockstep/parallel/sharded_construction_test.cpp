@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"

@@ -20,7 +20,7 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/fp8.h"

@@ -16,10 +16,10 @@
 #include <mutex>
 #include <thread>
 
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/store_client.h"
 

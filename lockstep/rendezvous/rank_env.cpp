@@ -15,7 +15,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/kernel_files.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/store_channel.h"
 #include "lockstep/rendezvous/this_host.h"

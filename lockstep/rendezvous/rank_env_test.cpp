@@ -12,10 +12,9 @@
 #include <functional>
 #include <map>
 
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/rendezvous/store_channel.h"
 
 namespace lockstep {

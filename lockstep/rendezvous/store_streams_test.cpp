@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::testing {
 

@@ -18,7 +18,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/fingerprint.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/safetensors.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/optim/determinism.h"

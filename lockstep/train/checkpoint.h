@@ -13,7 +13,7 @@
 //   sampler.json             the cursor in the epoch's order of samples
 //   SHA256SUMS               digests and sizes of all of them, for `sha256sum -c` too
 //
-// The name is the commit (lockstep/io/atomic_dir.h). A folder with this name is whole, or its
+// The name is the commit (lockstep/io/directory.h). A folder with this name is whole, or its
 // manifest says what is damaged.
 //
 //   write_checkpoint("out/checkpoint-40", contents);
@@ -35,9 +35,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/fsdp_keys.h"

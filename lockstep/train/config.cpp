@@ -12,7 +12,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/core/spelling.h"
 #include "lockstep/core/text.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/fsdp_keys.h"

@@ -9,7 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/thrown_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/train/arguments.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"

@@ -20,9 +20,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/models/llama.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"

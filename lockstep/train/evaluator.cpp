@@ -13,7 +13,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/train/run_checks.h"
 

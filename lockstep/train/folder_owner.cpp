@@ -14,7 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer_state.h"

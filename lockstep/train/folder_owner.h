@@ -21,8 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/io/folder_lock.h"
-#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/io/directory.h"
 
 namespace lockstep::train {
 

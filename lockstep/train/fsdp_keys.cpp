@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/map_reader.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::train {
 namespace {

@@ -5,8 +5,7 @@
 #include <type_traits>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/home_path.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/fsdp_keys.h"

@@ -11,8 +11,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/folder_lock.h"
 
 namespace lockstep::train {
 namespace {

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/data/batch.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"

@@ -8,7 +8,7 @@
 #include <cstdio>
 
 #include "lockstep/core/deadline.h"
-#include "lockstep/core/terminal.h"
+#include "lockstep/core/fd.h"
 
 namespace lockstep::train {
 namespace {

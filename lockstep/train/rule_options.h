@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/safetensors.h"
 #include "lockstep/optim/options.h"
 #include "lockstep/optim/rmsprop_options.h"
 #include "lockstep/train/arguments.h"

@@ -13,10 +13,10 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/io/safetensors_set.h"
+#include "lockstep/io/safetensors.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {

@@ -17,7 +17,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/step_totals.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/run_recording.h"

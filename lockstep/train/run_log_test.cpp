@@ -11,7 +11,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/testing/worlds.h"
 

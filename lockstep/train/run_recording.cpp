@@ -10,9 +10,9 @@
 
 #include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/writer_process.h"

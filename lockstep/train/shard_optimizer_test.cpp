@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"

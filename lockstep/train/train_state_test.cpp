@@ -16,7 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/progress.h"

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/disk_for_test.h"

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/trainer.h"
 

@@ -24,8 +24,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/files_for_test.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/disk_for_test.h"

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
-#include "lockstep/io/folder_lock.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"

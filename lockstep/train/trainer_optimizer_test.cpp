@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/train/trainer.h"

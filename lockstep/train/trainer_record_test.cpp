@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/io/files_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/trainer.h"

@@ -12,11 +12,10 @@
 
 #include "launcher/output.h"
 #include "launcher/report.h"
-#include "lockstep/core/cores.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/unix_time.h"
+#include "lockstep/core/host.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/stoppable_thread.h"
 #include "lockstep/monitor/writer_process.h"

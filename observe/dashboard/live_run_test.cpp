@@ -16,10 +16,9 @@
 #include <thread>
 
 #include "launcher/supervisor.h"
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "observe/dashboard/doctor_report.h"

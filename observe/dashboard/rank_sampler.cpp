@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "launcher/process.h"
-#include "lockstep/core/unix_time.h"
+#include "lockstep/core/deadline.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/folder_lock.h"
 
 namespace lockstep::dashboard {
 namespace {

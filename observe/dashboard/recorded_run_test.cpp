@@ -10,7 +10,7 @@
 #include <fstream>
 
 #include "lockstep/core/document.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_view.h"
 #include "lockstep/monitor/writer_process.h"
 #include "observe/dashboard/record_writer.h"

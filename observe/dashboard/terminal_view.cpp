@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/printable.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {

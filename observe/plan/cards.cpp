@@ -9,7 +9,7 @@
 #include <charconv>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/spelling.h"
+#include "lockstep/core/text.h"
 #include "observe/plan/units.h"
 
 namespace lockstep::plan {

@@ -7,7 +7,7 @@
 #include <limits>
 #include <set>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/monitor/metrics_file.h"
 #include "observe/report/axis.h"
 #include "observe/report/markup.h"

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <ctime>
 
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::report {

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "observe/report/run_report.h"
 #include "observe/report/run_summary.h"
 #include "observe/report/scale_report.h"

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "lockstep/core/json.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "tests/fuzz/driver.h"
 
 namespace {

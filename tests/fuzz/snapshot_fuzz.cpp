@@ -5,7 +5,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "observe/dashboard/http_client.h"
 #include "observe/dashboard/http_rules.h"
 #include "observe/dashboard/terminal_view.h"

@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "lockstep/comm/device_times.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/monitor/gpu_memory.h"

@@ -16,12 +16,10 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/event_file.h"
 #include "lockstep/io/file.h"
-#include "lockstep/io/numbered_dirs.h"
 #include "lockstep/io/safetensors.h"
-#include "lockstep/io/safetensors_set.h"
 
 namespace {
 

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "lockstep/core/fd.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/monitor/rank_recorder.h"
 

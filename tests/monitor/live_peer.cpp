@@ -13,7 +13,6 @@
 #include <thread>
 
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/step_totals.h"
 
 namespace {
 

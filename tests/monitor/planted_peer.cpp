@@ -27,7 +27,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/core/cores.h"
+#include "lockstep/core/host.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/optim/sgd.h"

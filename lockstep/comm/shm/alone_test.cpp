@@ -20,7 +20,7 @@
 #include "lockstep/comm/shm/progress_policy.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
-#include "lockstep/core/cores.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::shm {
 namespace {

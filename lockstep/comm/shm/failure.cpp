@@ -7,8 +7,7 @@
 #include <iterator>
 #include <utility>
 
-#include "lockstep/core/disagreement.h"
-#include "lockstep/core/late_operation.h"
+#include "lockstep/core/error.h"
 
 namespace lockstep::shm {
 
@@ -16,7 +15,7 @@ EngineFailure failure_from(std::string_view doing, const std::exception& error) 
   EngineFailure failure;
   failure.text = fmt::format("{} failed: {}", doing, error.what());
   failure.timeout = dynamic_cast<const TimeoutError*>(&error) != nullptr;
-  failure.disagreement = dynamic_cast<const Disagreement*>(&error) != nullptr;
+  failure.disagreement = dynamic_cast<const detail::Disagreement*>(&error) != nullptr;
   if (const auto* comm = dynamic_cast<const CommError*>(&error)) {
     failure.context = comm->context();
     failure.culprit = failure.context.peer;
@@ -67,10 +66,11 @@ std::exception_ptr FailureRecord::as_exception(const EngineFailure& failure) con
   context.peer = failure.culprit;
   if (failure.timeout)
     return std::make_exception_ptr(
-        LateOperation({"shm", composed(failure), std::move(context)},
-                      failure.why_at == 0 ? "" : failure.text.substr(failure.why_at)));
+        detail::LateOperation({"shm", composed(failure), std::move(context)},
+                              failure.why_at == 0 ? "" : failure.text.substr(failure.why_at)));
   if (failure.disagreement)
-    return std::make_exception_ptr(Disagreement("shm", composed(failure), std::move(context)));
+    return std::make_exception_ptr(
+        detail::Disagreement("shm", composed(failure), std::move(context)));
   return std::make_exception_ptr(CommError("shm", composed(failure), std::move(context)));
 }
 

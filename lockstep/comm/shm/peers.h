@@ -40,7 +40,7 @@ struct Peer {
   Fd pidfd;   // readable once that process has ended
   int pid = 0;
   std::shared_ptr<Segment> segment;  // its control segment, mapped here
-  std::string groups;                // its control groups (memory_limits.h); also set for this rank
+  std::string groups;                // its control groups (core/host.h); also set for this rank
 };
 
 // A rank's control segment: how large, the same on all ranks, and how it is made.

@@ -21,11 +21,10 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine.h"
-#include "lockstep/core/child_for_test.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/folder_for_test.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::shm {
 namespace {

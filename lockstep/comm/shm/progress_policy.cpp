@@ -4,7 +4,7 @@
 #include <atomic>
 #include <utility>
 
-#include "lockstep/core/cores.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::shm {
 namespace {

@@ -13,8 +13,7 @@
 #include <mutex>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/memory_limits.h"
-#include "lockstep/core/pages.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::shm {
 namespace {

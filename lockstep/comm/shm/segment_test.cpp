@@ -17,8 +17,8 @@
 
 #include "lockstep/comm/shm/symmetric.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
-#include "lockstep/core/folder_for_test.h"
-#include "lockstep/core/memory_limits.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::shm {
 namespace {

@@ -11,7 +11,7 @@
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/comm/shm/tensor_types.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/step_totals.h"
+#include "lockstep/core/ledger.h"
 
 namespace lockstep::detail::shm {
 

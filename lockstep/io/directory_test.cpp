@@ -1,5 +1,5 @@
 // Directories that are whole or not there, what verify() sees, and which checkpoint is taken.
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -18,9 +18,7 @@
 #include <thread>
 
 #include "lockstep/core/error.h"
-#include "lockstep/io/files_for_test.h"
-#include "lockstep/io/folder_lock.h"
-#include "lockstep/io/numbered_dirs.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::io {
 namespace {

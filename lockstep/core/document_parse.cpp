@@ -1,19 +1,144 @@
-// YAML, read from yaml-cpp's parser event by event: its own tree takes the first of two equal keys
-// and copies aliases without a limit; ours refuses duplicates and bounds aliases.
+// The two readers, of YAML (by yaml-cpp's events) and of JSON (json.h). Both make a tree with the
+// location of every key and value, within the limits of the document.
+
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/exceptions.h>
 #include <yaml-cpp/mark.h>
 #include <yaml-cpp/parser.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <sstream>
 #include <unordered_map>
 
-#include "lockstep/core/document_text.h"
+#include "lockstep/core/document.h"
+#include "lockstep/core/json.h"
+#include "lockstep/core/problems.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep {
 namespace {
+
+// The text of a document before it is parsed: its limits, and offsets turned into places.
+//
+//   DocumentText text(bytes, "train.yaml", limits);   // UsageError: too large
+//   refuse_at(text.at(offset), "the key '{}' appears twice.", key);
+//
+// Lives as long as one parse; refers to the bytes it was given.
+class DocumentText {
+ public:
+  DocumentText(std::string_view bytes, const std::string& name, const DocumentLimits& limits);
+
+  std::string_view text() const { return text_; }  // without the byte order mark
+  // Refuses what is not UTF-8, and control characters.
+  void check_bytes() const;
+  SourceLocation at(std::size_t offset) const;
+  SourceLocation at(int line, int byte_column) const;  // both from 0
+  std::size_t offset(int line, int byte_column) const;
+  // Counts towards the limits of nodes and depth, or refuses.
+  void count(std::size_t nodes, const SourceLocation& location);
+  void check_depth(std::size_t depth, const SourceLocation& location) const;
+
+ private:
+  struct Counted {
+    std::size_t line = 0;
+    std::size_t offset = 0;
+    std::size_t characters = 0;  // from the line's start to the offset
+  };
+
+  std::string_view text_;
+  std::shared_ptr<const std::string> name_;
+  DocumentLimits limits_;
+  std::vector<std::size_t> starts_{0};  // offsets of the lines
+  std::size_t nodes_ = 0;
+  mutable Counted last_;  // a cache; one thread parses one document
+};
+
+DocumentText::DocumentText(std::string_view bytes, const std::string& name,
+                           const DocumentLimits& limits)
+    : text_(bytes), name_(std::make_shared<const std::string>(name)), limits_(limits) {
+  if (bytes.size() > limits.bytes) {
+    throw UsageError("config", "{} is larger than {} bytes. Is it the right file?", name,
+                     limits.bytes);
+  }
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  if (text_.substr(0, kByteOrderMark.size()) == kByteOrderMark)
+    text_.remove_prefix(kByteOrderMark.size());
+  for (std::size_t i = 0; i < text_.size(); ++i)
+    if (text_[i] == '\n') starts_.push_back(i + 1);
+}
+
+void DocumentText::check_bytes() const {
+  for (std::size_t i = 0; i < text_.size();) {
+    const std::size_t size = utf8_size(text_.substr(i));
+    const auto byte = static_cast<unsigned char>(text_[i]);
+    if (size == 0) {
+      refuse_at(at(i), "the byte 0x{:02x} is not valid UTF-8. Save the file as UTF-8.", byte);
+    }
+    const bool line_end = byte == '\n' || (byte == '\r' && text_.substr(i + 1, 1) == "\n");
+    if ((byte < 0x20 && byte != '\t' && !line_end) || byte == 0x7F) {
+      refuse_at(at(i),
+                "the control character 0x{:02x} is not allowed. Save the file as plain text with "
+                "line feeds, or write it as an escape in double quotes.",
+                byte);
+    }
+    i += size;
+  }
+}
+
+SourceLocation DocumentText::at(std::size_t offset) const {
+  offset = std::min(offset, text_.size());
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), offset);
+  const auto line = static_cast<std::size_t>(after - starts_.begin());  // from 1
+  // Readers go forward: counting on from the last place keeps one very long line from costing the
+  // square of its length.
+  if (line != last_.line || offset < last_.offset) last_ = {line, starts_[line - 1], 0};
+  const std::string_view more = text_.substr(last_.offset, offset - last_.offset);
+  last_ = {line, offset, last_.characters + character_count(more)};
+  return {name_, static_cast<int>(line), static_cast<int>(last_.characters) + 1};
+}
+
+std::size_t DocumentText::offset(int line, int byte_column) const {
+  if (line < 0 || byte_column < 0) return 0;
+  const auto index = std::min(static_cast<std::size_t>(line), starts_.size() - 1);
+  return std::min(starts_[index] + static_cast<std::size_t>(byte_column), text_.size());
+}
+
+SourceLocation DocumentText::at(int line, int byte_column) const {
+  return at(offset(line, byte_column));
+}
+
+void DocumentText::count(std::size_t nodes, const SourceLocation& location) {
+  nodes_ += nodes;
+  if (nodes_ > limits_.nodes) {
+    refuse_at(location,
+              "there are more than {} values, counting what aliases repeat. Is it the right file?",
+              limits_.nodes);
+  }
+}
+
+void DocumentText::check_depth(std::size_t depth, const SourceLocation& location) const {
+  if (depth > static_cast<std::size_t>(limits_.depth))
+    refuse_at(location, "nested deeper than {}. Is it the right file?", limits_.depth);
+}
+
+// Throws, or adds to `problems` if it is not null.
+void refuse_duplicate(const Entry& first, const std::string& key, const SourceLocation& location,
+                      Problems* problems) {
+  const auto refuse = [&] {
+    refuse_at(location,
+              "the key '{}' appears twice (first at line {}, column {}). Delete one of them.", key,
+              first.location.line, first.location.column);
+  };
+  if (problems == nullptr) refuse();
+  if (!problems->full()) problems->attempt(refuse);
+}
+
+// ---------------------------------------------------------------- YAML
+//
+// Read from yaml-cpp's parser event by event: its own tree takes the first of two equal keys and
+// copies aliases without a limit; ours refuses duplicates and bounds aliases.
 
 struct Anchored {
   Node node;
@@ -22,7 +147,7 @@ struct Anchored {
 };
 
 // A list or map that is still open.
-struct Frame {
+struct OpenNode {
   Node node;
   YAML::anchor_t anchor = 0;
   bool has_key = false;   // a map whose next entry has its key and waits for the value
@@ -143,7 +268,7 @@ class TreeBuilder : public YAML::EventHandler {
   // yaml-cpp takes a last line without a colon for a key without a value.
   void check_colon() const {
     if (stack_.empty() || stack_.back().key_end == 0 || !stack_.back().has_key) return;
-    const Frame& frame = stack_.back();
+    const OpenNode& frame = stack_.back();
     const std::string_view text = text_.text();
     const std::size_t after = text.find_first_not_of(' ', std::min(frame.key_end, text.size()));
     if (after != text.npos && text[after] == ':') return;
@@ -179,7 +304,7 @@ class TreeBuilder : public YAML::EventHandler {
                 "a list or a map cannot be a key. Write a string, and close every bracket.");
     text_.count(1, location);
     text_.check_depth(stack_.size() + 1, location);
-    Frame frame;
+    OpenNode frame;
     frame.node.kind = kind;
     frame.node.location = location;
     frame.anchor = anchor;
@@ -187,7 +312,7 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void close() {
-    Frame frame = std::move(stack_.back());
+    OpenNode frame = std::move(stack_.back());
     stack_.pop_back();
     add(std::move(frame.node), frame.anchor);
   }
@@ -200,7 +325,7 @@ class TreeBuilder : public YAML::EventHandler {
     }
     if (key.text == "<<" && !key.quoted)
       refuse_at(key.location, "merge keys ('<<') are not read. Write the keys out.");
-    Frame& frame = stack_.back();
+    OpenNode& frame = stack_.back();
     const auto [found, fresh] = frame.seen.emplace(key.text, frame.node.entries.size());
     if (!fresh)
       refuse_duplicate(frame.node.entries[found->second], key.text, key.location, problems_);
@@ -216,7 +341,7 @@ class TreeBuilder : public YAML::EventHandler {
       root_ = std::move(node);
       return;
     }
-    Frame& frame = stack_.back();
+    OpenNode& frame = stack_.back();
     if (frame.node.is(NodeKind::kList)) {
       frame.node.items.push_back(std::move(node));
       return;
@@ -231,7 +356,7 @@ class TreeBuilder : public YAML::EventHandler {
   Problems* problems_;
   Node root_;
   int documents_ = 0;
-  std::vector<Frame> stack_;
+  std::vector<OpenNode> stack_;
   std::map<YAML::anchor_t, Anchored> anchored_;
 };
 
@@ -272,6 +397,70 @@ void check_lines(const DocumentText& document) {
   }
 }
 
+// ---------------------------------------------------------------- JSON
+
+class JsonTree {
+ public:
+  JsonTree(DocumentText& document, const DocumentLimits& limits, Problems* problems)
+      : document_(document),
+        problems_(problems),
+        json_(document.text(), 0, static_cast<std::size_t>(limits.depth)) {}
+
+  Node read() {
+    if (document_.text().find_first_not_of(" \t\r\n") == std::string_view::npos)
+      throw JsonError(document_.text().size(), "the file is empty. Write at least {}");
+    Node root = value();
+    json_.end();
+    return root;
+  }
+
+ private:
+  Node value() {
+    const char first = json_.peek();
+    SourceLocation location = document_.at(json_.offset());
+    document_.count(1, location);
+    Node node;
+    if (first == '{') {
+      node = map();
+    } else if (first == '[') {
+      node.kind = NodeKind::kList;
+      json_.enter_array();
+      while (json_.next_element()) node.items.push_back(value());
+    } else if (first == '"') {
+      node.kind = NodeKind::kString;
+      node.text = json_.string();
+      node.quoted = true;
+    } else {
+      const std::size_t start = json_.offset();
+      node = plain_scalar(json_.scalar(), {});
+      if (std::isinf(node.real))
+        throw JsonError(start, fmt::format("'{}' is too large for a number", node.text));
+    }
+    node.location = std::move(location);
+    return node;
+  }
+
+  Node map() {
+    Node node;
+    node.kind = NodeKind::kMap;
+    std::unordered_map<std::string, std::size_t> seen;
+    std::string key;
+    json_.enter_object();
+    while (json_.next_key(key)) {
+      SourceLocation location = document_.at(json_.key_offset());
+      const auto [found, fresh] = seen.emplace(key, node.entries.size());
+      if (!fresh) refuse_duplicate(node.entries[found->second], key, location, problems_);
+      Node one = value();
+      if (fresh) node.entries.push_back({std::move(key), std::move(location), std::move(one)});
+    }
+    return node;
+  }
+
+  DocumentText& document_;
+  Problems* problems_;
+  JsonReader json_;
+};
+
 }  // namespace
 
 Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits,
@@ -290,6 +479,16 @@ Node parse_yaml(std::string_view text, const std::string& name, const DocumentLi
               error.msg, remedy(error.msg));
   }
   return builder.take();
+}
+
+Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits,
+                Problems* problems) {
+  DocumentText document(text, name, limits);
+  try {
+    return JsonTree(document, limits, problems).read();
+  } catch (const JsonError& error) {
+    refuse_at(document.at(error.offset()), "{}.", error.what());
+  }
 }
 
 }  // namespace lockstep

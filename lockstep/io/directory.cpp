@@ -1,20 +1,28 @@
-#include "lockstep/io/atomic_dir.h"
+#include "lockstep/io/directory.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <random>
 #include <regex>
+#include <system_error>
+#include <thread>
 
+#include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/utf8.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/file.h"
+#include "lockstep/io/manifest.h"
 
 namespace lockstep::io {
 namespace {
@@ -295,6 +303,187 @@ SweepResult sweep(const std::string& parent) {
       result.removed.push_back(path);
   }
   return result;
+}
+
+// ---------------------------------------------------------------- numbered directories
+
+namespace {
+
+// The number after the prefix, or -1 for a name of another kind.
+std::int64_t step_of(const std::string& name, const std::string& prefix) {
+  if (!name.starts_with(prefix)) return -1;
+  const char* begin = name.data() + prefix.size();
+  const char* end = name.data() + name.size();
+  if (begin == end || *begin < '0' || *begin > '9') return -1;
+  std::int64_t step = -1;
+  const auto [stop, error] = std::from_chars(begin, end, step);
+  return error == std::errc() && stop == end ? step : -1;
+}
+
+bool same_place(const std::string& a, const std::string& b) {
+  std::error_code error;
+  return fs::equivalent(a, b, error) && !error;
+}
+
+// Whether it is ours and certainly of no use to anybody. Without a manifest of ours it belongs to
+// another program; what cannot be read now may be read tomorrow.
+bool is_waste(const std::vector<Fault>& damage) {
+  return std::ranges::all_of(damage, [](const Fault& fault) {
+    return fault.kind != FaultKind::kManifestMissing && fault.kind != FaultKind::kManifestTorn &&
+           fault.kind != FaultKind::kUnreadable;
+  });
+}
+
+}  // namespace
+
+std::vector<NumberedDir> list_numbered(const std::string& parent, const std::string& prefix) {
+  std::vector<NumberedDir> found;
+  std::error_code error;
+  for (auto it = fs::directory_iterator(parent, error); !error && it != fs::directory_iterator();
+       it.increment(error)) {
+    const std::int64_t step = step_of(it->path().filename().string(), prefix);
+    std::error_code ignored;
+    if (step >= 0 && it->is_directory(ignored)) found.push_back({step, it->path().string()});
+  }
+  if (error && error != std::errc::no_such_file_or_directory)
+    throw file_error("read the directory", parent, error.value());
+  // 7 and 007 are the same number: their names decide, so that every rank decides identically.
+  std::ranges::sort(found, [](const NumberedDir& a, const NumberedDir& b) {
+    return a.step != b.step ? a.step > b.step : a.path > b.path;
+  });
+  return found;
+}
+
+Newest newest_valid(const std::string& parent, const std::string& prefix, std::int64_t max_step) {
+  Newest newest;
+  for (const NumberedDir& dir : list_numbered(parent, prefix)) {
+    if (dir.step > max_step) continue;
+    const std::vector<Fault> faults = verify(dir.path);
+    const bool whole = std::ranges::all_of(
+        faults, [](const Fault& fault) { return fault.kind == FaultKind::kExtra; });
+    if (whole) {
+      newest.step = dir.step;
+      newest.path = dir.path;
+      if (!faults.empty()) newest.remark = describe(faults);
+      return newest;
+    }
+    newest.passed_over.push_back({dir.path, describe(faults)});
+  }
+  return newest;
+}
+
+std::vector<std::string> retain(const std::string& parent, const std::string& prefix,
+                                const RetainOptions& options) {
+  if (options.limit < 1)
+    throw UsageError("io", "at least 1 checkpoint must be retained (limit {}).", options.limit);
+  if (const auto faults = damage_of(options.durable, Depth::kSizes); !faults.empty())
+    throw UsageError("io",
+                     "nothing is deleted, because {} is not whole: {}. Commit the new checkpoint "
+                     "before old ones are deleted.",
+                     options.durable, describe(faults));
+  int retained = 0;
+  std::vector<std::string> broken, old;  // both newest first
+  for (const NumberedDir& dir : list_numbered(parent, prefix)) {
+    const bool must_stay = same_place(dir.path, options.durable) ||
+                           std::ranges::any_of(options.keep, [&](const std::string& path) {
+                             return same_place(dir.path, path);
+                           });
+    if (must_stay)
+      ++retained;
+    else if (const auto damage = damage_of(dir.path, Depth::kSizes); damage.empty())
+      old.push_back(dir.path);
+    else if (is_waste(damage))
+      broken.push_back(dir.path);
+  }
+  const auto room = static_cast<std::size_t>(std::max(0, options.limit - retained));
+  std::vector<std::string> doomed(broken.rbegin(), broken.rend());
+  if (old.size() > room)
+    doomed.insert(doomed.end(), old.rbegin(), old.rend() - static_cast<std::ptrdiff_t>(room));
+  for (const std::string& path : doomed) remove_durably(path);
+  return doomed;
+}
+
+// ---------------------------------------------------------------- one process at a time
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kTick{50};
+
+std::string this_process() {
+  char host[256] = "";
+  ::gethostname(host, sizeof host - 1);
+  char when[32] = "";
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::localtime_r(&now, &parts);
+  std::strftime(when, sizeof when, "%F %T", &parts);
+  return fmt::format("pid {} on {} since {}", ::getpid(), host, when);
+}
+
+// The file is somebody else's: whatever it holds must fit into a message.
+std::string read_note(int fd) {
+  char bytes[1024];
+  const ssize_t size = ::pread(fd, bytes, sizeof bytes, 0);
+  return std::string(bytes, size > 0 ? static_cast<std::size_t>(size) : 0);
+}
+
+std::string first_line(const std::string& note) {
+  std::string line = note.substr(0, std::min<std::size_t>(note.find('\n'), 200));
+  for (char& c : line)
+    if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
+  return line.empty() ? "a process that has left no name" : line;
+}
+
+}  // namespace
+
+void refuse_link(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path target = std::filesystem::read_symlink(path, error);
+  if (error) return;
+  throw UsageError("io",
+                   "{} is a symbolic link to {}, and a run does not write through links in its "
+                   "folder. Delete the link. The folder itself may be one, and so may checkpoints.",
+                   path, target.string());
+}
+
+FolderLock::FolderLock(const std::string& folder, const std::string& token,
+                       std::chrono::milliseconds timeout) {
+  try {
+    make_directories(folder);
+  } catch (const SystemError&) {
+    // Opening the file reports what is wrong with it.
+  }
+  const std::string path = folder + "/" + kFolderLockName;
+  Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644));
+  if (!fd) {
+    problem_ = fmt::format("{} cannot be opened: {}", path, std::strerror(errno));
+    return;
+  }
+  for (const auto start = Clock::now();; std::this_thread::sleep_for(kTick)) {
+    if (::flock(fd.get(), LOCK_EX | LOCK_NB) == 0) break;
+    const int error = errno;
+    if (error == EINTR) continue;
+    if (error != EWOULDBLOCK) {
+      problem_ = fmt::format("{} cannot be locked: {}", path, std::strerror(error));
+      return;
+    }
+    const std::string note = read_note(fd.get());
+    if (note.find("\n" + token + "\n") != note.npos) return;
+    if (Clock::now() - start < timeout) continue;
+    holder_ = first_line(note);
+    return;
+  }
+  fd_ = std::move(fd);
+  sign(token);
+}
+
+// A full disk leaves it without a name, and locked all the same.
+void FolderLock::sign(const std::string& token) {
+  const std::string note = this_process() + "\n" + token + "\n";
+  if (::ftruncate(fd_.get(), 0) != 0 || ::pwrite(fd_.get(), note.data(), note.size(), 0) < 0)
+    return;
+  ::fsync(fd_.get());  // on a network file system others would not see it before
 }
 
 }  // namespace lockstep::io
