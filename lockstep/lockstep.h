@@ -3,7 +3,6 @@
 // and instruction data, models.
 #pragma once
 
-#include "lockstep/comm/agree.h"                  // IWYU pragma: export
 #include "lockstep/comm/mesh.h"                   // IWYU pragma: export
 #include "lockstep/comm/numbers.h"                // IWYU pragma: export
 #include "lockstep/comm/world.h"                  // IWYU pragma: export

@@ -1,10 +1,9 @@
-#include "lockstep/comm/work.h"
-
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/comm/types.h"
 #include "lockstep/comm/work_state.h"
 #include "lockstep/core/disagreement.h"
 #include "lockstep/core/late_operation.h"

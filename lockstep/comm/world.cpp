@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/peer_error.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/handshake.h"
@@ -330,6 +331,24 @@ std::optional<World> World::split(int color, int key) {
   identity.rank = static_cast<int>(me - members.begin());
   identity.size = static_cast<int>(members.size());
   return detail::connect_child(*impl_, identity, fmt::format("split/{}/{}", round, color));
+}
+
+// ---------------------------------------------------------------- CUDA graphs
+
+bool recording(const World& world) {
+  return detail::Access::impl(world)->recording();
+}
+
+Work after_stream(World& world, const char* name) {
+  const ledger::CallSite here;
+  detail::WorldImpl& impl = *detail::Access::impl(world);
+  const auto state = impl.start({.name = name, .elements = -1}, [] { return std::string(); });
+  if (impl.alone() || !impl.accelerator) {
+    state->complete();
+  } else {
+    impl.launch(state, [&] { impl.accelerator->after_stream(state); });
+  }
+  return Work(state);
 }
 
 }  // namespace lockstep

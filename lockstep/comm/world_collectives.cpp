@@ -1,4 +1,5 @@
 // The operations on tensors: checks, staging, and what a backend lacks.
+
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
@@ -8,7 +9,9 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/types.h"
 #include "lockstep/comm/world_impl.h"
+#include "lockstep/core/error.h"
 
 namespace lockstep {
 
@@ -581,6 +584,34 @@ Work World::batch_isend_irecv(std::vector<P2p> messages) {
   state->keep_alive(std::move(alive));
   impl_->launch(state, [&] { backend.point_to_point(state, std::move(messages)); });
   return Work(state);
+}
+
+// ---------------------------------------------------------------- names
+
+const char* detail::name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAvg:
+      return "avg";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kAnd:
+      return "and";
+    case ReduceOp::kOr:
+      return "or";
+    case ReduceOp::kXor:
+      return "xor";
+  }
+  return "?";
+}
+
+bool detail::is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
 }
 
 }  // namespace lockstep

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

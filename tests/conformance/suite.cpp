@@ -9,7 +9,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/testing/matchers.h"
