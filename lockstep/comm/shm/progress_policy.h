@@ -3,7 +3,7 @@
 // for.
 //
 // No result depends on it: a policy that always yields or always sleeps passes the same tests
-// (policies_for_test.h). It decides how long an operation takes, and how much of the cores others
+// (worlds_for_test.h). It decides how long an operation takes, and how much of the cores others
 // get meanwhile.
 //
 //   while (!step()) if (policy.pause(round)) sleep_until_a_peer_posts();
@@ -19,8 +19,8 @@
 #include <mutex>
 #include <vector>
 
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/group.h"
-#include "lockstep/comm/shm/ticket.h"
 
 namespace lockstep::shm {
 
