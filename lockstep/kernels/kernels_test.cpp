@@ -18,9 +18,7 @@
 #include <numeric>
 #include <random>
 
-#include "lockstep/kernels/copy.h"
 #include "lockstep/kernels/machine.h"
-#include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 
 namespace lockstep::kernels {

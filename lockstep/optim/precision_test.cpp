@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/norm.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/autocast.h"

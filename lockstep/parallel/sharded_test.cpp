@@ -10,7 +10,7 @@
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/norm.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/sharded_for_test.h"

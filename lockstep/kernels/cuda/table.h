@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "lockstep/kernels/cuda/arguments.h"
-#include "lockstep/kernels/cuda/fp8_arguments.h"
 #include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
