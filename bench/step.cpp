@@ -16,7 +16,7 @@
 #include "bench/limits.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"

@@ -38,7 +38,7 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/rule.h"
 
 namespace lockstep::optim {

@@ -22,6 +22,7 @@
 
 namespace lockstep::optim {
 
+inline constexpr double kNoLeast = -std::numeric_limits<double>::infinity();
 struct Range {
   double least = 0;
   double below = std::numeric_limits<double>::infinity();

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"

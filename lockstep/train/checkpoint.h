@@ -38,7 +38,7 @@
 #include "lockstep/io/atomic_dir.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/numbered_dirs.h"
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
