@@ -14,7 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/step.h"
-#include "lockstep/optim/parameter_names.h"
+#include "lockstep/optim/option.h"
 
 namespace lockstep::optim {
 
@@ -280,7 +280,7 @@ std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonO
   add_embedding(module);  // modules() lists itself only where a shared pointer holds it
   for (const auto& part : module.modules(/*include_self=*/false)) add_embedding(*part);
   for (const auto& item : module.named_parameters())
-    if (is_named_as_end(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
+    if (is_named_as_embedding_or_head(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
   ParamGroup matrices{{}, muon};
   std::vector<ParamGroup> groups;
   AdamWOptions marked = adamw;

@@ -21,7 +21,7 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/optim/parameter_names.h"
+#include "lockstep/optim/option.h"
 #include "lockstep/optim/rule_state.h"
 
 namespace lockstep::optim {

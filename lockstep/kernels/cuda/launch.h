@@ -1,4 +1,4 @@
-// The functions of table.h, each in the .cu file of its name. Private to lockstep/kernels/cuda.
+// The functions of table.h, as the sources of this folder define them. Private to it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -17,7 +17,6 @@ template <int kVectors_, int kWarps_, int kGroups_, int kBlocks_>
 struct NormShape {
   static constexpr int kVectors = kVectors_, kWarps = kWarps_, kGroups = kGroups_;
   static constexpr int kBlocks = kBlocks_, kThreads = kWarps_ * kWarpSize;
-  static constexpr int kColumns = 256 * kWarps * kVectors;
 };
 
 constexpr int kMaxNormColumns = 8192;

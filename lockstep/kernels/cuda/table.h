@@ -18,7 +18,7 @@ namespace lockstep::kernels::cuda {
 
 class Graph;  // graph.h
 
-constexpr int kTableVersion = 4;
+constexpr int kTableVersion = 5;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
