@@ -46,7 +46,7 @@ struct Identity {
   int local_rank = 0;                 // -1: not known, found by counting hosts at start-up
   int local_size = 1;                 // 0: likewise
   int node = 0;                       // -1: likewise
-  std::string host = {};              // names the machine in messages; empty: asked for
+  std::string host = {};              // names the machine in messages; empty: its host name
   std::string address = "127.0.0.1";  // where the others reach this one
   std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
   std::string program = {};  // must be equal on all ranks; empty: this executable's build
