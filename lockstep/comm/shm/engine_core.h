@@ -57,6 +57,8 @@ class EngineCore final : public Executor,
   void close() noexcept;
 
  private:
+  // kOnce and kPoll: a few cheap steps, and with kPoll a look at the deadlines; kUntil: until a
+  // ticket is done; kProgress: the engine's own thread, until nothing is left or someone waits.
   enum class Mode { kOnce, kPoll, kUntil, kProgress };
   struct Task {
     Mode mode;
