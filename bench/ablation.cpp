@@ -14,9 +14,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 #include "lockstep/io/safetensors.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 

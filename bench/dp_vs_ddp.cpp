@@ -28,7 +28,7 @@
 #include "lockstep/core/host.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/models/resnet.h"
-#include "lockstep/optim/adam.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/run.h"

@@ -20,7 +20,7 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"

@@ -1,6 +1,8 @@
 // lockstep bench step: gradient synchronisation and optimizer of a training step, fused in one pass
 // and separate. All contenders are in the same ranks, which verify them first, with the same
 // parameters and gradients.
+#include "lockstep/kernels/step.h"
+
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -14,8 +16,7 @@
 #include "bench/limits.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/norm.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"

@@ -14,9 +14,8 @@ endif()
 # from compute capability 8.0 on. One needs instructions of 9.0 and is launched there only.
 set(kernels ${CMAKE_SOURCE_DIR}/lockstep/kernels/cuda)
 add_library(lockstep_cuda_kernels OBJECT
-  ${kernels}/norm_forward.cu ${kernels}/norm_backward.cu ${kernels}/cross_entropy.cu
-  ${kernels}/column_sum.cu ${kernels}/elementwise.cu ${kernels}/adamw.cu
-  ${kernels}/lora.cu ${kernels}/fp8.cu)
+  ${kernels}/norm.cu ${kernels}/cross_entropy.cu ${kernels}/column_sum.cu
+  ${kernels}/elementwise.cu ${kernels}/adamw.cu ${kernels}/lora.cu ${kernels}/fp8.cu)
 add_library(lockstep_cuda_kernels_90 OBJECT ${kernels}/cross_entropy_pipelined.cu)
 set_target_properties(lockstep_cuda_kernels PROPERTIES CUDA_ARCHITECTURES "80-virtual;90a-real")
 set_target_properties(lockstep_cuda_kernels_90 PROPERTIES
@@ -28,7 +27,7 @@ foreach(objects lockstep_cuda_kernels lockstep_cuda_kernels_90)
 endforeach()
 
 add_library(lockstep_cuda SHARED ${CMAKE_SOURCE_DIR}/lockstep/comm/nccl/plugin.cpp
-  ${kernels}/plugin.cpp ${kernels}/gemm.cpp ${kernels}/graph_plugin.cpp
+  ${kernels}/plugin.cpp ${kernels}/gemm.cpp
   $<TARGET_OBJECTS:lockstep_cuda_kernels> $<TARGET_OBJECTS:lockstep_cuda_kernels_90>)
 # libcudart and libcublasLt are those that libtorch_cuda has brought: naming them here could load
 # the system's beside them.

@@ -3,7 +3,6 @@
 // and instruction data, models.
 #pragma once
 
-#include "lockstep/comm/agree.h"                  // IWYU pragma: export
 #include "lockstep/comm/mesh.h"                   // IWYU pragma: export
 #include "lockstep/comm/numbers.h"                // IWYU pragma: export
 #include "lockstep/comm/world.h"                  // IWYU pragma: export
@@ -11,15 +10,12 @@
 #include "lockstep/data/dataset.h"                // IWYU pragma: export
 #include "lockstep/data/loader.h"                 // IWYU pragma: export
 #include "lockstep/data/sampler.h"                // IWYU pragma: export
-#include "lockstep/optim/adam.h"                  // IWYU pragma: export
-#include "lockstep/optim/adamw.h"                 // IWYU pragma: export
-#include "lockstep/optim/autocast.h"              // IWYU pragma: export
+#include "lockstep/optim/algorithms.h"            // IWYU pragma: export
+#include "lockstep/optim/amp.h"                   // IWYU pragma: export
 #include "lockstep/optim/clip.h"                  // IWYU pragma: export
 #include "lockstep/optim/determinism.h"           // IWYU pragma: export
-#include "lockstep/optim/grad_scaler.h"           // IWYU pragma: export
 #include "lockstep/optim/optimizer.h"             // IWYU pragma: export
 #include "lockstep/optim/schedule.h"              // IWYU pragma: export
-#include "lockstep/optim/sgd.h"                   // IWYU pragma: export
 #include "lockstep/parallel/accumulation.h"       // IWYU pragma: export
 #include "lockstep/parallel/ddp.h"                // IWYU pragma: export
 #include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export

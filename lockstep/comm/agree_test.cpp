@@ -1,6 +1,4 @@
 // What one rank throws, on all ranks.
-#include "lockstep/comm/agree.h"
-
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

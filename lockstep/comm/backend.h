@@ -31,16 +31,17 @@ class Backend {
   virtual const std::string& name() const = 0;
   virtual c10::DeviceType device_type() const = 0;
   virtual bool reduces(at::ScalarType dtype, ReduceOp op) const = 0;
-  // A call takes a tensor's address and storage and does not look at the tensor again. It may then
-  // get the caller's own, which the caller may change (set_data, requires_grad) before the
-  // operation ends.
+  // Whether a call takes only the address and the storage of a tensor. The world then passes the
+  // caller's own tensor, which the caller may change (set_data, requires_grad) before the operation
+  // ends.
   virtual bool takes_memory() const { return false; }
-  // It works in memory that all ranks map, and symmetric() gives such memory.
+  // Whether it works in memory that all ranks map, which symmetric() then gives.
   virtual bool shares_memory() const { return false; }
-  // What is started now is recorded into a CUDA graph and runs when the graph does.
+  // Whether what is started now is recorded into a CUDA graph, and runs when the graph does.
   virtual bool recording() const { return false; }
 
-  // False: it has none, and the world reduces a byte instead. `last`: nothing follows on this rank.
+  // False: it has no barrier, and the world reduces a byte instead. `last`: nothing follows on this
+  // rank.
   virtual bool barrier(const State& /*state*/, bool /*last*/) { return false; }
   virtual void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) = 0;
   virtual void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) = 0;
@@ -69,7 +70,7 @@ class Backend {
   }
 
   // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
-  // `culprit`: the rank it is attributed to, or -1.
+  // `culprit`: the rank that the failure is attributed to, or -1.
   virtual void abort(int culprit) noexcept = 0;
 };
 

@@ -1,4 +1,7 @@
-// A c10d store as the store of the rendezvous (rendezvous/key_value_store.h).
+// Stores of c10d and of the rendezvous (rendezvous/key_value_store.h), each as one of the other:
+//
+//   detail::C10dStore store(tcp_store);                           // for the rendezvous
+//   auto store = detail::open_launcher_store(env.store_channel);  // for c10d
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -29,5 +32,11 @@ class C10dStore : public CountingStore {
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
 };
+
+// The store that the launcher serves, reached over the channel that every rank inherits
+// (rendezvous/store_client.h), without a TCP port. Every call has a deadline: the store's timeout;
+// zero means none, as in c10d. `channel_fd` stays open as long as the process. Throws CommError
+// when the launcher is gone.
+c10::intrusive_ptr<c10d::Store> open_launcher_store(int channel_fd);
 
 }  // namespace lockstep::detail

@@ -12,7 +12,6 @@
 #include "lockstep/comm/c10d_store.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/gloo/gloo.h"
-#include "lockstep/comm/launcher_store.h"
 #include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"

@@ -1,4 +1,4 @@
-// Which device a rank works on, and CUDA without linking it.
+// Which device a rank works on, CUDA without linking it, and where a device's time goes.
 //
 // The driver is asked directly (dlopen of libcuda), so a machine without a GPU never loads the
 // gigabytes of LibTorch's CUDA part; load_cuda() opens them when a CUDA device is really wanted.
@@ -8,9 +8,11 @@
 
 #include <c10/core/Device.h>
 
+#include <optional>
 #include <string>
 
 #include "lockstep/comm/types.h"
+#include "lockstep/core/ledger.h"
 
 namespace lockstep {
 
@@ -37,4 +39,46 @@ DeviceChoice choose_device(const Identity& identity, const WorldOptions& options
 std::string cuda_device_id(int index);
 
 }  // namespace detail
+
+// A host that only enqueues work is fast in every phase, so its clock does not say where a step's
+// time goes. The phases are marked on the stream that computes, where they begin:
+//
+//   mark_device_phase(ledger::Phase::kForward, device);
+//   ... forward ...
+//   mark_device_phase(ledger::Phase::kBackward, device);
+//
+// The device's time between two marks, known once it has passed both, is added to the phase of the
+// first one (ledger::add_device_time), with the time in which the stream was idle. On a CPU nothing
+// is marked: the ledger's phases have the wall time. Any thread may mark; the marks of a process
+// are one sequence, of one device. Nobody waits for them, and they never throw.
+void mark_device_phase(ledger::Phase phase, c10::Device device) noexcept;
+
+// No marks while it lives, for the capture of a CUDA graph: an event in a graph has no time.
+class DeviceMarksOff {
+ public:
+  DeviceMarksOff() noexcept;
+  ~DeviceMarksOff();
+  DeviceMarksOff(const DeviceMarksOff&) = delete;
+  DeviceMarksOff& operator=(const DeviceMarksOff&) = delete;
+};
+
+// Where the training thread waits for the device, that time is the device's and no part of the
+// host's phase around it:
+//
+//   const DeviceWait wait(loss.device());
+//   const double value = loss.item<double>();
+//
+// The phase is kDeviceWait until the end of the scope; then the device's time up to that point is
+// added. On a CPU nothing happens.
+class DeviceWait {
+ public:
+  explicit DeviceWait(c10::Device device) noexcept;
+  ~DeviceWait();
+  DeviceWait(const DeviceWait&) = delete;
+  DeviceWait& operator=(const DeviceWait&) = delete;
+
+ private:
+  std::optional<ledger::PhaseScope> phase_;
+};
+
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 #include <map>
 #include <utility>
 
-#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 

@@ -1,9 +1,14 @@
 #include "lockstep/comm/numbers.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <exception>
 
+#include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 
 namespace lockstep {
@@ -56,6 +61,107 @@ std::vector<std::string> all_gather_bytes(World& world, const std::string& bytes
   for (const auto& each : world.all_gather_v(bytes_tensor(bytes)))
     result.push_back(string_of(each));
   return result;
+}
+
+namespace {
+
+// What a rank threw, as it goes to the others: a letter for the kind, errno, the message.
+std::string packed(const std::exception_ptr& error) {
+  const auto pack = [](char kind, const std::exception& e, int number = 0) {
+    return fmt::format("{}{} {}", kind, number, e.what());
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError& e) {
+    return pack('u', e);
+  } catch (const SystemError& e) {
+    return pack('s', e, e.error_number());
+  } catch (const TimeoutError& e) {
+    return pack('t', e);
+  } catch (const CommError& e) {
+    return pack('c', e);
+  } catch (const InternalError& e) {
+    return pack('i', e);
+  } catch (const std::exception& e) {
+    return pack('e', e);
+  } catch (...) {
+    return "e0 an exception of unknown type";
+  }
+}
+
+[[noreturn]] void throw_packed(const std::string& packed, int rank) {
+  using detail::PeerError;
+  const std::size_t space = packed.find(' ');
+  const std::string text = fmt::format("rank {}: {}", rank, packed.substr(space + 1));
+  const CommContext context{.peer = rank};
+  switch (packed.front()) {
+    case 'u':
+      throw PeerError(UsageError("world", "{}", text), rank);
+    case 's':
+      throw PeerError(SystemError::described("world", text, std::stoi(packed.substr(1, space - 1))),
+                      rank);
+    case 't':
+      throw PeerError(TimeoutError("world", text, context), rank);
+    case 'c':
+      throw PeerError(CommError("world", text, context), rank);
+    case 'i':
+      throw PeerError(InternalError("world", text), rank);
+    default:
+      throw PeerError(Error("world", text), rank);
+  }
+}
+
+}  // namespace
+
+void leader_first(World& world, const std::function<void()>& body) {
+  std::string trouble;
+  std::exception_ptr error;
+  if (world.is_leader()) {
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+      trouble = packed(error);
+    }
+  }
+  trouble = broadcast_bytes(world, trouble);
+  if (error) std::rethrow_exception(error);
+  if (!trouble.empty()) throw_packed(trouble, 0);
+  if (!world.is_leader()) body();
+}
+
+std::vector<std::string> detail::agree_on_texts(World& world,
+                                                const std::function<std::string()>& body) {
+  // How long a rank that throws waits for the others to have its message: it may end right after.
+  constexpr std::chrono::seconds kLinger{10};
+  std::string mine;
+  std::exception_ptr error;
+  try {
+    mine = "+" + body();
+  } catch (...) {
+    error = std::current_exception();
+    mine = "-" + packed(error);
+  }
+  std::vector<std::string> all;
+  try {
+    all = all_gather_bytes(world, mine);
+  } catch (const CommError&) {
+    if (error) std::rethrow_exception(error);  // the world broke as well; this came first
+    throw;
+  }
+  const auto failed = std::find_if(all.begin(), all.end(),
+                                   [](const std::string& text) { return text.front() == '-'; });
+  if (failed == all.end()) {
+    for (std::string& text : all) text.erase(0, 1);
+    return all;
+  }
+  try {
+    world.barrier(kLinger);
+  } catch (const CommError&) {
+    // A rank that is gone by now had the message.
+  }
+  if (error) std::rethrow_exception(error);
+  throw_packed(failed->substr(1), static_cast<int>(failed - all.begin()));
 }
 
 }  // namespace lockstep

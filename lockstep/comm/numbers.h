@@ -1,14 +1,18 @@
-// Numbers, flags and byte strings over the ranks of a world: for what is no tensor.
+// What ranks exchange beside tensors: numbers, flags, byte strings, and errors.
 //
 //   const double loss = all_reduce(world, local_loss, ReduceOp::kAvg);
 //   if (any_rank(world, disk_is_full)) return;            // every rank returns, or none
 //   const std::string path = broadcast_bytes(world, chosen_path);   // rank 0's
+//   agree(world, [&] { read_settings(path); });           // all ranks continue, or all throw
+//   leader_first(world, [&] { download(url, cache); });   // once, then from the cache
 //
 // Blocking collectives: every rank calls them in the same order. On a GPU world they go through
 // the host's memory and never wait for the device.
 #pragma once
 
+#include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/comm/world.h"
@@ -21,5 +25,27 @@ bool all_ranks(World& world, bool value);  // true on every rank
 
 std::string broadcast_bytes(World& world, const std::string& bytes, int root = 0);
 std::vector<std::string> all_gather_bytes(World& world, const std::string& bytes);  // in rank order
+
+namespace detail {
+std::vector<std::string> agree_on_texts(World& world, const std::function<std::string()>& body);
+}
+
+// For what can fail on one rank alone (a file, memory, a setting), so that all ranks learn of it.
+// Runs `body` on every rank. When it throws on any rank, all ranks throw: that rank its own
+// exception, the others an error of the same kind (UsageError, SystemError, CommError,
+// TimeoutError, InternalError; Error for any other exception) with its rank and message. A report
+// names that rank as the cause. Returns what the ranks' bodies returned (a string or nothing), in
+// rank order. Collective.
+template <typename Body>
+auto agree(World& world, const Body& body) {
+  if constexpr (std::is_void_v<std::invoke_result_t<Body>>)
+    detail::agree_on_texts(world, [&] { return body(), std::string(); });
+  else
+    return detail::agree_on_texts(world, body);
+}
+
+// The leader runs `body` first, the others after it has finished (download once, read cached). A
+// leader that throws releases the others, which throw as in agree(). Collective.
+void leader_first(World& world, const std::function<void()>& body);
 
 }  // namespace lockstep

@@ -1,10 +1,13 @@
-// The plain types that World, its backends and the code that connects them share.
+// What World's calls take and return: plain types, which its backends share, and Work, an operation
+// that was started.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -13,6 +16,7 @@ namespace lockstep {
 enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
 
 namespace detail {
+struct WorkState;
 const char* name(ReduceOp op);
 bool is_bitwise(ReduceOp op);
 }  // namespace detail
@@ -42,11 +46,38 @@ struct Identity {
   int local_rank = 0;                 // -1: not known, found by counting hosts at start-up
   int local_size = 1;                 // 0: likewise
   int node = 0;                       // -1: likewise
-  std::string host = {};              // names the machine in messages; empty: asked for
+  std::string host = {};              // names the machine in messages; empty: its host name
   std::string address = "127.0.0.1";  // where the others reach this one
   std::string gpu = {};      // names the physical GPU; empty: the driver is asked where one is used
   std::string program = {};  // must be equal on all ranks; empty: this executable's build
   bool part = false;         // part of another world: the launcher numbers its ranks differently
+};
+
+// An operation that was started. It has two waits, because on a GPU they are different things:
+//
+//   work.wait();          stream-ordered: what the caller enqueues next sees the result; the host
+//                         continues. On CPU there is no stream, so this blocks until done.
+//   work.synchronize();   host-blocking, against the operation's deadline; throws TimeoutError.
+//
+// Both throw CommError when the world failed, with the cause that the launcher announced, if any.
+//
+// A copyable handle. Dropping it does not cancel the operation, which holds its tensors until it is
+// done. One thread at a time per handle.
+class [[nodiscard]] Work {
+ public:
+  Work();  // already done
+  explicit Work(std::shared_ptr<detail::WorkState> state);
+
+  void wait();
+  void synchronize(std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  bool done() const;
+
+  // Called once, when the operation has completed (successfully or not), from whichever thread
+  // noticed; at once if it already has. Used to time buckets; must not throw or communicate.
+  void on_completion(std::function<void()> callback);
+
+ private:
+  std::shared_ptr<detail::WorkState> state_;
 };
 
 }  // namespace lockstep

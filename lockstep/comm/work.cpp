@@ -1,10 +1,9 @@
-#include "lockstep/comm/work.h"
-
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/comm/types.h"
 #include "lockstep/comm/work_state.h"
 #include "lockstep/core/error.h"
 #include "lockstep/rendezvous/control.h"
@@ -181,7 +180,7 @@ void WorkState::complete(std::exception_ptr error) noexcept {
     text = error_text(error);
     blame = blame_of(error);
   }
-  settle(text, blame);
+  record_outcome(text, blame);
   // One broken operation breaks the world: its peers cannot know where this rank stands.
   if (!text.empty()) failure_state_->fail(fmt::format("{} failed: {}", describe(), text), blame);
 }
@@ -192,13 +191,13 @@ bool WorkState::claim() noexcept {
 }
 
 void WorkState::fail(const std::string& cause, FailureCause blame) noexcept {
-  if (claim()) settle(cause, blame);
+  if (claim()) record_outcome(cause, blame);
 }
 
 void WorkState::expire(const std::string& text, FailureCause blame) noexcept {
   if (!claim()) return;
-  timed_out_ = true;  // published by settle
-  settle(text, blame);
+  timed_out_ = true;  // published by record_outcome
+  record_outcome(text, blame);
   failure_state_->fail(text, blame);
 }
 
@@ -212,7 +211,7 @@ std::string WorkState::timeout_text(const std::string& why) const {
       describe(), deadline_.elapsed().count(), why.empty() ? unknown : why);
 }
 
-void WorkState::settle(std::string error, FailureCause blame) noexcept {
+void WorkState::record_outcome(std::string error, FailureCause blame) noexcept {
   std::vector<std::function<void()>> callbacks;
   std::vector<at::Tensor> alive;
   {

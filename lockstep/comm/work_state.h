@@ -153,11 +153,11 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool ended_well() const {
     return done_.load(std::memory_order_acquire) && !finish_stream_ && error_.empty();
   }
-  bool claim() noexcept;  // true for the one caller that may settle it
+  bool claim() noexcept;  // true for the one caller that may record its outcome
   void finish_or_throw();
   void finish_dropped() noexcept;
   [[noreturn]] void throw_error(const std::string& error, FailureCause blame);
-  void settle(std::string error, FailureCause blame) noexcept;
+  void record_outcome(std::string error, FailureCause blame) noexcept;
   void carry_out(const Deadline& deadline) noexcept;
   void end_late(const TimeoutError& error, const Deadline& deadline) noexcept;
 

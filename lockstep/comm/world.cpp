@@ -10,6 +10,7 @@
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/handshake.h"
 
@@ -192,32 +193,32 @@ void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool l
     if (!host->barrier(state, last)) host->all_reduce(state, token, ReduceOp::kSum);
   });
   if (state->await(state->deadline())) return state->wait_host(std::nullopt);
-  const std::vector<int> absent = absent_from_barrier(count);
+  const std::vector<int> missing = missing_from_barrier(count);
   std::string who = "which ranks did not arrive is not known, because the store does not answer";
-  if (!absent.empty()) who = fmt::format("{} did not arrive", name_ranks(absent));
+  if (!missing.empty()) who = fmt::format("{} did not arrive", name_ranks(missing));
   state->expire(
       fmt::format("{}{}: {} within {} ms (world of {}). They are stuck or on another path. "
                   "Look at their output, set LOCKSTEP_DEBUG=1 to see the call that differs, or "
                   "give the barrier a longer deadline.",
                   state->describe(), last ? " (this rank has returned from its body)" : "", who,
                   state->deadline().total().count(), identity.size),
-      {absent.empty() ? -1 : absent.front()});
+      {missing.empty() ? -1 : missing.front()});
   state->wait_host(std::nullopt);  // throws it
 }
 
-std::vector<int> WorldImpl::absent_from_barrier(std::uint64_t count) {
-  using Absent = std::vector<int>;
-  const auto ask = [store = store, size = identity.size, count]() -> Absent {
-    Absent absent;
+std::vector<int> WorldImpl::missing_from_barrier(std::uint64_t count) {
+  using Ranks = std::vector<int>;
+  const auto ask = [store = store, size = identity.size, count]() -> Ranks {
+    Ranks missing;
     for (int rank = 0; rank < size; ++rank) {
       const std::string key = fmt::format("barrier/{}", rank);
       const bool there = store->check({key}) && std::stoull(store->get_to_str(key)) >= count;
-      if (!there) absent.push_back(rank);
+      if (!there) missing.push_back(rank);
     }
-    return absent;
+    return missing;
   };
   try {
-    return bounded<Absent>("asking the store", Deadline::after(kExplainTimeout), ask);
+    return bounded<Ranks>("asking the store", Deadline::after(kExplainTimeout), ask);
   } catch (const std::exception&) {
     return {};  // the store is gone too; the caller says so
   }
@@ -330,6 +331,24 @@ std::optional<World> World::split(int color, int key) {
   identity.rank = static_cast<int>(me - members.begin());
   identity.size = static_cast<int>(members.size());
   return detail::connect_child(*impl_, identity, fmt::format("split/{}/{}", round, color));
+}
+
+// ---------------------------------------------------------------- CUDA graphs
+
+bool recording(const World& world) {
+  return detail::Access::impl(world)->recording();
+}
+
+Work after_stream(World& world, const char* name) {
+  const ledger::CallSite here;
+  detail::WorldImpl& impl = *detail::Access::impl(world);
+  const auto state = impl.start({.name = name, .elements = -1}, [] { return std::string(); });
+  if (impl.alone() || !impl.accelerator) {
+    state->complete();
+  } else {
+    impl.launch(state, [&] { impl.accelerator->after_stream(state); });
+  }
+  return Work(state);
 }
 
 }  // namespace lockstep

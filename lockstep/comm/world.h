@@ -4,7 +4,7 @@
 //   auto x = torch::ones({4}, world.device());
 //   world.all_reduce(x).wait();                            // x is now the sum over ranks
 //
-// numbers.h does the same with numbers and strings, agree.h with what can fail on one rank alone.
+// numbers.h does the same with numbers, strings and errors.
 //
 // Every rank must call the same operations in the same order. LOCKSTEP_DEBUG=1 checks it and prints
 // both sides of a mismatch instead of hanging.
@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "lockstep/comm/types.h"  // IWYU pragma: export
-#include "lockstep/comm/work.h"
 
 namespace lockstep {
 
@@ -102,5 +101,12 @@ class World {
   friend struct detail::Access;
   std::shared_ptr<detail::WorldImpl> impl_;
 };
+
+// For programs that launch CUDA graphs with collectives in them, as CapturedStep does: whether what
+// is started on the world's device now is recorded into a graph.
+bool recording(const World& world);
+// An operation that ends when the current stream reaches it. It gives a graph that was launched
+// before it a deadline and a line in the ledger, as a collective has. All ranks call it.
+Work after_stream(World& world, const char* name);
 
 }  // namespace lockstep

@@ -8,7 +8,9 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/types.h"
 #include "lockstep/comm/world_impl.h"
+#include "lockstep/core/error.h"
 
 namespace lockstep {
 
@@ -175,7 +177,7 @@ void check_root_list(const WorldImpl& impl, const std::vector<at::Tensor>& list,
 }
 
 // Memory as a backend wants it (flat, contiguous, where the backend works), and the way back.
-struct Staged {
+struct StagedTensor {
   at::Tensor original;
   at::Tensor memory;  // the original itself, or a copy of its shape
   at::Tensor flat;    // an alias of memory, as it travels
@@ -183,8 +185,8 @@ struct Staged {
 };
 
 // `fill`: the values matter on entry (not for pure outputs).
-Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPlan& plan,
-             bool fill = true) {
+StagedTensor stage(const at::Tensor& tensor, const Backend& backend, const ReductionPlan& plan,
+                   bool fill = true) {
   const bool moves = backend.device_type() != tensor.device().type();
   const bool converts = !plan.reinterpret && tensor.scalar_type() != plan.wire;
   const bool copies = moves || converts || !tensor.is_contiguous();
@@ -194,7 +196,7 @@ Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPl
       !plan.divide && !plan.by_gather)
     return {tensor, tensor, tensor};
   const at::Tensor plain = tensor.detach();
-  Staged staged{plain, plain, {}};
+  StagedTensor staged{plain, plain, {}};
   if (copies) {
     auto options = plain.options();
     if (moves) options = options.device(backend.device_type());
@@ -211,19 +213,19 @@ Staged stage(const at::Tensor& tensor, const Backend& backend, const ReductionPl
   return staged;
 }
 
-Staged stage_bytes(const at::Tensor& tensor, const Backend& backend, bool fill = true) {
+StagedTensor stage_bytes(const at::Tensor& tensor, const Backend& backend, bool fill = true) {
   return stage(tensor, backend, {.wire = at::kByte, .op = ReduceOp::kSum, .reinterpret = true},
                fill);
 }
 
-std::vector<Staged> stage_all(const std::vector<at::Tensor>& tensors, const Backend& backend,
-                              bool fill) {
-  std::vector<Staged> staged;
+std::vector<StagedTensor> stage_all(const std::vector<at::Tensor>& tensors, const Backend& backend,
+                                    bool fill) {
+  std::vector<StagedTensor> staged;
   for (const auto& tensor : tensors) staged.push_back(stage_bytes(tensor, backend, fill));
   return staged;
 }
 
-std::vector<at::Tensor> flat_of(const std::vector<Staged>& staged) {
+std::vector<at::Tensor> flat_of(const std::vector<StagedTensor>& staged) {
   std::vector<at::Tensor> flat;
   for (const auto& each : staged) flat.push_back(each.flat);
   return flat;
@@ -236,8 +238,8 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
 }
 
 // What has to happen to outputs once the bytes are there; nothing when they arrived in place.
-void return_to_caller(const State& state, std::vector<Staged> outputs) {
-  std::erase_if(outputs, [](const Staged& each) { return !each.copied(); });
+void return_to_caller(const State& state, std::vector<StagedTensor> outputs) {
+  std::erase_if(outputs, [](const StagedTensor& each) { return !each.copied(); });
   if (outputs.empty()) return;
   const auto stream = stream_of(outputs.front().original);
   state->finish_with(
@@ -312,7 +314,7 @@ std::string fingerprint(const at::Tensor& tensor, const std::string& extra = "")
 namespace {
 
 // The steps after the bytes have travelled: reduce gathered rows, divide, convert, copy back.
-void finish_reduction(const State& state, const ReductionPlan& plan, const Staged& staged,
+void finish_reduction(const State& state, const ReductionPlan& plan, const StagedTensor& staged,
                       const at::Tensor& rows, int size) {
   if (!plan.by_gather && !plan.divide && !staged.copied()) return;
   state->finish_with(
@@ -341,7 +343,7 @@ Work World::all_reduce(at::Tensor tensor, ReduceOp op) {
   Backend& backend = impl_->backend_for(tensor);
   count_write(tensor);
   const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
-  const Staged staged = stage(tensor, backend, plan);
+  const StagedTensor staged = stage(tensor, backend, plan);
   at::Tensor rows;
   if (plan.by_gather) rows = at::empty({size(), staged.flat.numel()}, staged.flat.options());
   finish_reduction(state, plan, staged, rows, size());
@@ -367,7 +369,7 @@ Work World::reduce(at::Tensor tensor, int root, ReduceOp op) {
   Backend& backend = impl_->backend_for(tensor);
   if (rank() == root) count_write(tensor);
   const ReductionPlan plan = plan_reduction(tensor.scalar_type(), op, backend);
-  const Staged staged = stage(tensor, backend, plan);
+  const StagedTensor staged = stage(tensor, backend, plan);
   at::Tensor rows;
   if (plan.by_gather) rows = at::empty({size(), staged.flat.numel()}, staged.flat.options());
   if (rank() == root) finish_reduction(state, plan, staged, rows, size());
@@ -392,8 +394,8 @@ Work World::reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op) {
   Backend& backend = impl_->backend_for(input);
   count_write(output);
   const ReductionPlan plan = plan_reduction(input.scalar_type(), op, backend);
-  const Staged from = stage(input, backend, plan);
-  const Staged to = stage(output, backend, plan, /*fill=*/false);
+  const StagedTensor from = stage(input, backend, plan);
+  const StagedTensor to = stage(output, backend, plan, /*fill=*/false);
   at::Tensor rows;
   at::Tensor mine;
   if (plan.by_gather) {
@@ -424,7 +426,7 @@ Work World::broadcast(at::Tensor tensor, int root) {
   if (impl_->alone() || tensor.numel() == 0) return done(state);
   Backend& backend = impl_->backend_for(tensor);
   if (rank() != root) count_write(tensor);
-  const Staged staged = stage_bytes(tensor, backend, rank() == root);
+  const StagedTensor staged = stage_bytes(tensor, backend, rank() == root);
   if (rank() != root) return_to_caller(state, {staged});
   impl_->launch(state, [&] { backend.broadcast(state, staged.flat, root); });
   return Work(state);
@@ -439,8 +441,8 @@ Work World::all_gather(at::Tensor output, at::Tensor input) {
   if (impl_->alone()) return copied(state, output, input);
   Backend& backend = impl_->backend_for(input);
   count_write(output);
-  const Staged from = stage_bytes(input, backend);
-  const Staged to = stage_bytes(output, backend, /*fill=*/false);
+  const StagedTensor from = stage_bytes(input, backend);
+  const StagedTensor to = stage_bytes(output, backend, /*fill=*/false);
   return_to_caller(state, {to});
   state->keep_alive({from.flat});
   impl_->launch(state, [&] { backend.all_gather(state, to.flat, from.flat); });
@@ -457,8 +459,8 @@ Work World::gather(std::vector<at::Tensor> outputs, at::Tensor input, int root) 
   if (impl_->alone()) return copied(state, outputs[0], input);
   Backend& backend = impl_->backend_for(input);
   for (const auto& output : outputs) count_write(output);
-  const Staged from = stage_bytes(input, backend);
-  const std::vector<Staged> to = stage_all(outputs, backend, /*fill=*/false);
+  const StagedTensor from = stage_bytes(input, backend);
+  const std::vector<StagedTensor> to = stage_all(outputs, backend, /*fill=*/false);
   return_to_caller(state, to);
   state->keep_alive({from.flat});
   impl_->launch(state, [&] { backend.gather(state, flat_of(to), from.flat, root); });
@@ -475,8 +477,8 @@ Work World::scatter(at::Tensor output, std::vector<at::Tensor> inputs, int root)
   if (impl_->alone()) return copied(state, output, inputs[0]);
   Backend& backend = impl_->backend_for(output);
   count_write(output);
-  const Staged to = stage_bytes(output, backend, /*fill=*/false);
-  const std::vector<Staged> from = stage_all(inputs, backend, /*fill=*/true);
+  const StagedTensor to = stage_bytes(output, backend, /*fill=*/false);
+  const std::vector<StagedTensor> from = stage_all(inputs, backend, /*fill=*/true);
   return_to_caller(state, {to});
   state->keep_alive(flat_of(from));
   impl_->launch(state, [&] { backend.scatter(state, to.flat, flat_of(from), root); });
@@ -503,8 +505,8 @@ Work World::all_to_all(std::vector<at::Tensor> outputs, std::vector<at::Tensor> 
   if (impl_->alone()) return copied(state, outputs[0], inputs[0]);
   Backend& backend = impl_->backend_for(inputs[0]);
   for (const auto& output : outputs) count_write(output);
-  const std::vector<Staged> from = stage_all(inputs, backend, /*fill=*/true);
-  const std::vector<Staged> to = stage_all(outputs, backend, /*fill=*/false);
+  const std::vector<StagedTensor> from = stage_all(inputs, backend, /*fill=*/true);
+  const std::vector<StagedTensor> to = stage_all(outputs, backend, /*fill=*/false);
   return_to_caller(state, to);
   state->keep_alive(flat_of(from));
   impl_->launch(state, [&] { backend.all_to_all(state, flat_of(to), flat_of(from)); });
@@ -567,12 +569,12 @@ Work World::batch_isend_irecv(std::vector<P2p> messages) {
   });
   if (messages.empty()) return done(state);
   Backend& backend = impl_->backend_for(messages[0].tensor);
-  std::vector<Staged> received;
+  std::vector<StagedTensor> received;
   std::vector<at::Tensor> alive;
   for (auto& message : messages) {
     const bool sends = message.kind == P2p::Kind::kSend;
     if (!sends) count_write(message.tensor);
-    const Staged staged = stage_bytes(message.tensor, backend, sends);
+    const StagedTensor staged = stage_bytes(message.tensor, backend, sends);
     message.tensor = staged.flat;
     alive.push_back(staged.flat);
     if (!sends) received.push_back(staged);
@@ -581,6 +583,34 @@ Work World::batch_isend_irecv(std::vector<P2p> messages) {
   state->keep_alive(std::move(alive));
   impl_->launch(state, [&] { backend.point_to_point(state, std::move(messages)); });
   return Work(state);
+}
+
+// ---------------------------------------------------------------- names
+
+const char* detail::name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAvg:
+      return "avg";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kAnd:
+      return "and";
+    case ReduceOp::kOr:
+      return "or";
+    case ReduceOp::kXor:
+      return "xor";
+  }
+  return "?";
+}
+
+bool detail::is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
 }
 
 }  // namespace lockstep

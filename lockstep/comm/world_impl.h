@@ -63,17 +63,17 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   bool recording() const { return accelerator && accelerator->recording(); }
   // Returns when all ranks have called it. `last`: this rank has nothing more to do.
   void barrier(std::optional<std::chrono::milliseconds> timeout, bool last);
-  // Ranks whose count of barriers entered, as the store knows it, is below `count`.
-  std::vector<int> absent_from_barrier(std::uint64_t count);
+  // The ranks that have entered fewer than `count` barriers, as far as the store knows.
+  std::vector<int> missing_from_barrier(std::uint64_t count);
 
   const Identity identity;
   const WorldOptions options;
   const c10::Device device;
   const std::shared_ptr<FailureState> failure_state;
   std::string backend_name = "single";
-  std::string group;                   // what the ledger calls it; empty: the world itself
-  bool automatic = false;              // shm was tried because nobody asked for a backend by name
-  std::string shm_unavailable_reason;  // a sentence, where it was tried and gloo took over
+  std::string group;                   // what the ledger calls it; empty: it is no sub-world
+  bool automatic = false;              // nobody has asked for a backend by name
+  std::string shm_unavailable_reason;  // a sentence, where shm was tried and gloo took over
   bool debug = false;
 
   c10::intrusive_ptr<c10d::Store> store;

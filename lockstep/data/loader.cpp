@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"

@@ -18,9 +18,7 @@
 #include <numeric>
 #include <random>
 
-#include "lockstep/kernels/copy.h"
 #include "lockstep/kernels/machine.h"
-#include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 
 namespace lockstep::kernels {
@@ -413,7 +411,7 @@ TEST_F(Kernels, ReducingGivesAtensMeanAndItsNorm) {
   }
 }
 
-// A plain loop over lanes: the order that norm.h promises, which every machine must follow.
+// A plain loop over lanes: the order that step.h promises, which every machine must follow.
 double block_in_order(const float* values, std::int64_t count) {
   std::vector<double> lanes(detail::kNormLanes);
   for (std::int64_t i = 0; i < count; ++i) {

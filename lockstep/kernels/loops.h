@@ -1,4 +1,4 @@
-// The loops behind step.h, as templates over a rounding (machine.h). They are inlined
+// The loops behind the steps of step.h, as templates over a rounding (machine.h). They are inlined
 // into functions that are compiled for one instruction set each, where std::fma is an instruction
 // and the compiler vectorises; -ffp-contract=off keeps it from fusing what is not written as fused.
 //

@@ -15,7 +15,7 @@
 // The last elements are those after the last whole vector of a tensor, on every machine but that of
 // the first line. kernels_test compares each rule with the LibTorch that it runs on.
 //
-// For this folder's sources and its test; others use step.h and norm.h.
+// For this folder's sources and its test; others use step.h.
 #pragma once
 
 #include <cstdint>

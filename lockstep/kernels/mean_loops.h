@@ -1,5 +1,5 @@
-// The loops behind norm.h, and the mean over ranks that they share with those of step.h; inlined
-// into functions that are compiled for one instruction set each (loops.h).
+// The loops behind the norms of step.h, and the mean over ranks, which those behind its steps need,
+// too; inlined into functions that are compiled for one instruction set each (loops.h).
 //
 //   T piece[kPiece];
 //   take_mean(mean, at, piece, kPiece);

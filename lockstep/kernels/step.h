@@ -1,5 +1,6 @@
-// One optimizer step over a slice of a tensor, in one pass over memory: the mean gradient is taken
-// from the buffers of all ranks, the state and the parameter are read and written once.
+// The CPU's part of an optimizer step over a slice of a tensor: the mean gradient is taken from the
+// buffers of all ranks, and the state and the parameter are read and written, in one pass over
+// memory; the gradient's norm, where it must be known before; and the copy into a buffer.
 //
 // The results are bit-equal to ATen's fused CPU kernels (Python's fused=True), and ATen does not
 // have one arithmetic. Its compiler joined some multiplies and adds into fused ones and left
@@ -15,11 +16,22 @@
 // that do not overlap. float and double; nothing is allocated and nothing is thrown.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
-#include "lockstep/kernels/gradient.h"  // IWYU pragma: export
-
 namespace lockstep::kernels {
+
+// A gradient that is still in pieces, one per rank. The gradient of element i is sources[0][i] +
+// sources[1][i] + ..., added in this order and rounded each time, then divided by `divisor`, then
+// multiplied by `scale`: the bits of a sum over ranks, div_(divisor) and mul_(scale). One source
+// with the defaults is a plain gradient.
+template <typename T>
+struct Gradient {
+  const T* const* sources = nullptr;  // one per rank, in rank order; at least one
+  int count = 1;
+  T divisor = 1;  // the number of ranks for a mean
+  T scale = 1;    // what clipping or unscaling asks for
+};
 
 // Elements [begin, begin + count) of a tensor of tensor_size elements. Every pointer that comes
 // with a slice points at its first element, not at the tensor's.
@@ -97,5 +109,51 @@ extern template void sgd(const Gradient<float>&, const SgdTensors<float>&, const
                          const SgdStep&);
 extern template void sgd(const Gradient<double>&, const SgdTensors<double>&, const Slice&,
                          const SgdStep&);
+
+// ---------------------------------------------------------------- norms
+
+// The sum of squares of a gradient has the same bits however the gradient is divided.
+// Floating-point addition depends on its order, so the order is fixed by the data alone. A tensor
+// is cut into blocks of kNormBlock elements; each block has one sum, taken in one fixed order in
+// double; the blocks are added in block order. The owner of a block fills in its sum, the sums are
+// exchanged, and every rank adds all of them: the result does not depend on the number of ranks.
+// Slices are therefore cut at multiples of kNormBlock from the tensor's start.
+//
+//   std::vector<double> sums(norm_blocks(n));
+//   const bool finite = reduce_with_norms(gradient, out, n, sums.data());
+//   const double norm = std::sqrt(add_blocks(sums.data(), norm_blocks(n)));
+inline constexpr std::int64_t kNormBlock = 4096;
+
+constexpr std::int64_t norm_blocks(std::int64_t count) {
+  return (count + kNormBlock - 1) / kNormBlock;
+}
+
+// sums[b] = the square sum of block b of values, which begin at a block's start; norm_blocks(count)
+// of them. Returns whether every value is finite; squares of doubles may still overflow to infinity
+// when they are.
+template <typename T>
+bool block_norms(const T* values, std::int64_t count, double* sums);
+
+// The first of two passes when the norm must be known before the step: out[i] = the gradient of
+// element i, and its block norms. `out` may be one of the sources, or null where only the norms are
+// wanted.
+template <typename T>
+bool reduce_with_norms(const Gradient<T>& gradient, T* out, std::int64_t count, double* sums);
+
+// The sums one after the other, in block order.
+double add_blocks(const double* sums, std::int64_t blocks);
+
+extern template bool block_norms(const float*, std::int64_t, double*);
+extern template bool block_norms(const double*, std::int64_t, double*);
+extern template bool reduce_with_norms(const Gradient<float>&, float*, std::int64_t, double*);
+extern template bool reduce_with_norms(const Gradient<double>&, double*, std::int64_t, double*);
+
+// ---------------------------------------------------------------- copies
+
+// memcpy for memory that is not read again soon: past the cache, where the processor can, so that
+// what is written is not read first and pushes nothing out of the cache. About a third faster than
+// at::copy_ for 30 MB (docs/benchmarks.md), and slower for what would have stayed in the cache. The
+// ranges must not overlap.
+void stream_copy(void* to, const void* from, std::size_t bytes);
 
 }  // namespace lockstep::kernels

@@ -9,7 +9,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/experts.h"
-#include "lockstep/nn/capped_attention.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/sequence.h"
 

@@ -12,7 +12,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/grouped_linear.h"
 #include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models::detail {

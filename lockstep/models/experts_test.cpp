@@ -18,7 +18,7 @@
 #include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/matchers.h"

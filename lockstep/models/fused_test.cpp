@@ -18,7 +18,7 @@
 #include "lockstep/models/rotary.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 
 namespace lockstep::models {
 namespace {

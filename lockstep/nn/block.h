@@ -77,7 +77,8 @@ class BlockOf : public Module, public Block {
   }
 };
 
-// Is called with each block that this thread makes; returns the previous one. Null: none is.
+// An observer is called with each block that this thread makes; null: nobody is. observe_blocks()
+// returns the previous one.
 using BlockObserver = std::function<void(torch::nn::Module& block)>;
 BlockObserver observe_blocks(BlockObserver observer);
 void report_made(torch::nn::Module& block);

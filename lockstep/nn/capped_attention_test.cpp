@@ -1,7 +1,5 @@
 // Attention with a soft cap beside the same composed of ATen's operations in double precision. With
 // LOCKSTEP_DEVICE=cuda on CUDA tensors (tests/gpu).
-#include "lockstep/nn/capped_attention.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -11,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/device_for_test.h"
+#include "lockstep/nn/functional.h"
 
 namespace lockstep::nn {
 namespace {

@@ -5,8 +5,9 @@
 //   if (const nn::Rows* mine = nn::rows_of(parameter)) write_at(mine->begin, mine->values);
 //   nn::assign(parameter, values);       // of a divided one only what this rank holds
 //
-// One that is gathered to compute with has memory and keeps its Rows, because what counts is there.
-// While gathered() is held it has none. Functions on tensors; one thread at a time.
+// A divided tensor that is gathered to compute with has memory and keeps its Rows, which hold the
+// values that count. While gathered() is held it has no Rows and is a plain tensor. Functions on
+// tensors; one thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

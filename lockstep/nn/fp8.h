@@ -63,16 +63,17 @@ struct Fp8Wanted {
   bool matrix = true, transposed = true;
 };
 
-// Several matrices [rows, columns] of one width become one, below each other; with one scale by
-// tensor. `type` is kFloat8_e4m3fn or kFloat8_e5m2. A matrix with an inf or nan becomes nan as a
+// Several matrices [rows, columns] of one width become one, below each other; tensorwise they have
+// one scale. `type` is kFloat8_e4m3fn or kFloat8_e5m2. A matrix with an inf or nan becomes nan as a
 // whole, or row by row: a step that skips non-finite gradients sees it. `amax` as in Fp8Input.
 Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
                const Fp8Wanted& wanted = {}, const at::Tensor& amax = {});
 // The matrix again, in float.
 at::Tensor from_fp8(const Fp8Matrix& matrix);
-// A part of a matrix whose largest magnitude is `amax` (float, on its device), as e4m3; and, in
-// place, the values of what was copied from such a part into a wider type. A further to_fp8() of
-// all parts gives the same bytes and the same scale.
+// For a matrix that is sent in parts. part_to_fp8() casts a part to e4m3; `amax` is the largest
+// magnitude of the whole matrix (float, on its device). scale_part_from_fp8() takes such a part
+// after it was copied into a wider type, and scales it in place to the values of the matrix.
+// to_fp8() of all these parts gives the same bytes and the same scale.
 at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax);
 void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax);
 

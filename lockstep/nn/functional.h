@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace lockstep::nn {
 
@@ -100,6 +101,33 @@ struct LoraOptions {
 at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                        const at::Tensor& a, const at::Tensor& b, const LoraOptions& options = {});
 
+struct GroupedLinearOptions {
+  // Unset: on CUDA in bfloat16, with widths that are multiples of 8.
+  std::optional<bool> one_product{};
+};
+
+// Linear layers of groups of rows, as a mixture of experts has them: rows that are sorted by
+// expert, and a weight for each expert.
+//
+//   const auto y = nn::grouped_linear(rows, {first, second}, ends);  // ends: int32 {3, 5}
+//   // rows 0 to 2 times first^T, rows 3 and 4 times second^T
+//
+// x [rows, in], weights [out, in] each. `ends` is int32 [groups] on x's device: the row after the
+// last one of each group, in ascending order, up to the number of rows. A group may be empty; the
+// gradient of its weight is then zero, and not undefined, so that every rank of a data-parallel run
+// has the same gradients to reduce.
+//
+// Weights of another dtype than x are converted to it in each call. One product for all groups
+// never waits for the device; it computes with a copy of the weights in one tensor, unless they lie
+// so already (place_together), and its gradients are rounded to x's dtype. One product for each
+// group waits for `ends`, and gradients of float weights are computed in float.
+at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                          const at::Tensor& ends, const GroupedLinearOptions& options = {});
+
+// Moves weights of one shape and dtype into one allocation, in order, where they are not in one.
+// For weights that are not trained: what was made of their memory before is a copy afterwards.
+void place_together(const std::vector<at::Tensor>& weights);
+
 // ---------------------------------------------------------------- embeddings
 
 struct EmbeddingOptions {
@@ -131,5 +159,23 @@ struct AttentionOptions {
 // divisor of the query's (grouped-query attention).
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const AttentionOptions& options = {});
+
+struct CappedAttentionOptions {
+  double cap = 50;
+  double scale = 1;
+  at::Tensor mask{};            // bool [time, keys]: what a query sees; undefined: everything
+  std::int64_t chunk_rows = 0;  // queries at a time; 0: so that their scores take about 64 MiB
+};
+
+// Attention whose scores have a soft cap, as Gemma 2 has it: softmax(cap * tanh(score / cap)) times
+// the values. There is no kernel for it in ATen. Scores exist for a part of the queries at a time,
+// and backward computes them again: what is saved is query, key and value.
+//
+//   const auto y = nn::capped_attention(q, k, v, {.cap = 50, .scale = 1.0 / 16, .mask = mask});
+//
+// query [batch, heads, time, width]; key and value [batch, heads or a divisor, keys, width]. The
+// result has the query's shape and dtype; softmax is computed in float.
+at::Tensor capped_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const CappedAttentionOptions& options);
 
 }  // namespace lockstep::nn

@@ -1,7 +1,5 @@
 // Groups of rows beside a product for each group in double precision: outputs and gradients. With
 // LOCKSTEP_DEVICE=cuda on CUDA tensors (tests/gpu).
-#include "lockstep/nn/grouped_linear.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/device_for_test.h"
+#include "lockstep/nn/functional.h"
 
 namespace lockstep::nn {
 namespace {

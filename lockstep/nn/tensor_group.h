@@ -45,7 +45,7 @@ class TensorGroup : public torch::CustomClassHolder {
   // Of the tensors of all ranks, in place. Collective.
   virtual void sum(const at::Tensor& tensor) = 0;
   virtual void max(const at::Tensor& tensor) = 0;
-  // `all` is [size, elements], `mine` [elements]; of the sum over ranks mine is row rank().
+  // `all` is [size, elements] and `mine` [elements]: row rank() of `all`, or of its sum over ranks.
   virtual void all_gather(const at::Tensor& all, const at::Tensor& mine) = 0;
   virtual void reduce_scatter(const at::Tensor& mine, const at::Tensor& all) = 0;
 

@@ -120,26 +120,23 @@ void AdamWPass::set_max_norm(double max_norm) {
   bound_ = max_norm;
 }
 
-void AdamWPass::step(const at::Tensor& grad_scale) {
-  measure(grad_scale);
+void AdamWPass::step() {
+  measure();
   update(found_inf_);
 }
 
-void AdamWPass::measure(const at::Tensor& grad_scale) {
+void AdamWPass::measure() {
   const at::NoGradGuard no_grad;
   if (items_.empty()) return;
   const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
   if (table == nullptr) {
-    measure_with_aten(grad_scale);
+    measure_with_aten();
     return;
   }
-  if (grad_scale.defined() && (grad_scale.scalar_type() != at::kFloat || !grad_scale.is_cuda()))
-    throw UsageError(kAdamWPass, "grad_scale must be one float on {}.", norm_.device().str());
   const c10::DeviceGuard guard(norm_.device());
   measured_ = &current_tables();
-  cuda::AdamStep args = arguments(*measured_);
-  args.grad_scale = pointer<const float>(grad_scale);
-  check_status(table->adamw_norm(args, table->current_stream(norm_.device().index())));
+  check_status(
+      table->adamw_norm(arguments(*measured_), table->current_stream(norm_.device().index())));
 }
 
 void AdamWPass::update(const at::Tensor& skip) {
@@ -161,17 +158,14 @@ void AdamWPass::update(const at::Tensor& skip) {
 
 // ---------------------------------------------------------------- with ATen
 
-void AdamWPass::measure_with_aten(const at::Tensor& grad_scale) {
+void AdamWPass::measure_with_aten() {
   at::Tensor squares = at::zeros({1}, norm_.options().dtype(at::kDouble));
   for (const auto& item : items_)
     if (!is_frozen(item)) squares += grad_of(item).to(at::kDouble).square().sum();
-  const at::Tensor scale =
-      grad_scale.defined() ? grad_scale.to(at::kFloat).view({1}) : at::ones({1}, norm_.options());
-  norm_.copy_(squares.sqrt() / scale);
+  norm_.copy_(squares.sqrt());
   found_inf_.copy_(at::isfinite(norm_).logical_not());
-  const at::Tensor bound = at::where(max_norm_ > 0, at::clamp_max(max_norm_ / (norm_ + 1e-6), 1.0),
-                                     at::ones_like(max_norm_));
-  clip_.copy_(bound / scale);
+  clip_.copy_(at::where(max_norm_ > 0, at::clamp_max(max_norm_ / (norm_ + 1e-6), 1.0),
+                        at::ones_like(max_norm_)));
 }
 
 void AdamWPass::update_with_aten(const at::Tensor& skip) {
@@ -276,7 +270,6 @@ cuda::AdamStep AdamWPass::arguments(const Tables& tables) const {
           .chunks = pointer<const cuda::AdamChunk>(tables.chunks),
           .partials = pointer<float>(tables.partials),
           .factors = pointer<cuda::AdamFactors>(tables.factors),
-          .grad_scale = nullptr,
           .max_norm = pointer<const float>(max_norm_),
           .norm = pointer<float>(norm_),
           .found_inf = pointer<float>(found_inf_),

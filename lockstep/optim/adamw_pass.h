@@ -1,17 +1,17 @@
-// AdamW over many float parameters in one pass over memory: unscaling, clipping by the norm of all
-// gradients, and the update.
+// AdamW over many float parameters in one pass over memory: clipping by the norm of all gradients,
+// and the update.
 //
 //   AdamWPass pass{items, {AdamWOptions{.lr = 3e-4}}};
 //   pass.set_max_norm(1.0);
-//   pass.step();                        // or step(scaler's scale, on the device)
+//   pass.step();
 //   const double norm = pass.norm().item<double>();
 //
 // step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing.
 // A caller that decides this differently (ranks that agree) calls the two itself.
 //
-// On CUDA, everything that changes from step to step (learning rate, loss scale, bound, step
-// number) is on the device, so a captured CUDA graph may hold step(): set_options() and
-// set_max_norm() write there, between replays.
+// On CUDA, everything that changes from step to step (learning rate, bound, step number) is on the
+// device, so a captured CUDA graph may hold step(): set_options() and set_max_norm() write there,
+// between replays.
 // The arithmetic is AdamW's in float, not the bits of ATen's fused kernel, which computes in
 // double.
 //
@@ -50,9 +50,8 @@ class AdamWPass {
   // allocated during the capture belongs to the graph, which may use it for something else first.
   void prepare_capture();
 
-  // `grad_scale` is one float on the device: gradients are divided by it.
-  void step(const at::Tensor& grad_scale = {});
-  void measure(const at::Tensor& grad_scale = {});
+  void step();
+  void measure();
   // `skip` is one float on the device: the step is skipped where it is not 0.
   void update(const at::Tensor& skip = {});
 
@@ -67,7 +66,7 @@ class AdamWPass {
     at::Tensor tensors, chunks, partials, factors;
     std::vector<const void*> made_for;
   };
-  void measure_with_aten(const at::Tensor& grad_scale);
+  void measure_with_aten();
   void update_with_aten(const at::Tensor& skip);
   std::vector<const void*> addresses() const;
   Tables make_tables(std::vector<const void*> made_for) const;

@@ -65,51 +65,48 @@ TEST(AdamWPass, AParameterThatIsFrozenLaterStaysAsItIs) {
   }
 }
 
-TEST(AdamWPass, FollowsTheRuleWithClippingAndUnscaling) {
+TEST(AdamWPass, FollowsTheRuleWithClipping) {
   const std::vector<AdamWOptions> groups{
       {.lr = 1e-2, .betas = {0.9, 0.95}, .weight_decay = 0.1},
       {.lr = 3e-3, .betas = {0.8, 0.99}, .eps = 1e-6, .weight_decay = 0}};
   for (const double max_norm : {0.0, 1.0, 1e6}) {
-    for (const double scale : {1.0, 1024.0}) {
-      const auto items = some_items();
-      std::vector<Reference> reference;
-      double squares = 0;
-      for (const auto& item : items) {
-        reference.push_back({item.param.to(at::kDouble), torch::zeros_like(item.param, at::kDouble),
-                             torch::zeros_like(item.param, at::kDouble)});
-        squares += item.grad.to(at::kDouble).square().sum().item<double>();
+    const auto items = some_items();
+    std::vector<Reference> reference;
+    double squares = 0;
+    for (const auto& item : items) {
+      reference.push_back({item.param.to(at::kDouble), torch::zeros_like(item.param, at::kDouble),
+                           torch::zeros_like(item.param, at::kDouble)});
+      squares += item.grad.to(at::kDouble).square().sum().item<double>();
+    }
+    const double norm = std::sqrt(squares);
+    AdamWPass pass{items, groups};
+    pass.set_max_norm(max_norm);
+    double lr = groups[1].lr;
+    for (int step = 1; step <= 3; ++step) {
+      if (step == 3) {
+        auto changed = groups[1];
+        changed.lr = lr = 1e-3;
+        pass.set_options(1, changed);
       }
-      const double norm = std::sqrt(squares) / scale;
-      AdamWPass pass{items, groups};
-      pass.set_max_norm(max_norm);
-      const at::Tensor on_scale = scale == 1 ? at::Tensor() : torch::full({1}, scale, on_device());
-      double lr = groups[1].lr;
-      for (int step = 1; step <= 3; ++step) {
-        if (step == 3) {
-          auto changed = groups[1];
-          changed.lr = lr = 1e-3;
-          pass.set_options(1, changed);
-        }
-        pass.step(on_scale);
-        EXPECT_NEAR(pass.norm().item<double>(), norm, 1e-6 * norm);
-        const double clip = (max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0) / scale;
-        for (std::size_t i = 0; i < items.size(); ++i) {
-          const auto& o = groups[items[i].group];
-          const double rate = items[i].group == 0 ? o.lr : lr;
-          auto& r = reference[i];
-          const auto g = items[i].grad.to(at::kDouble) * clip;
-          r.m = r.m + (1 - o.betas.first) * (g - r.m);
-          r.v = o.betas.second * r.v + (1 - o.betas.second) * g * g;
-          const auto denominator = (r.v / (1 - std::pow(o.betas.second, step))).sqrt() + o.eps;
-          r.param = r.param * (1 - rate * o.weight_decay) -
-                    rate * (r.m / (1 - std::pow(o.betas.first, step))) / denominator;
-          // Two roundings of the parameter per step, and an update of at most lr that is accurate
-          // to 1e-5 where eps does not decide it.
-          const auto bound = 2 * step * 0x1p-24 * r.param.abs() + step * 1e-4 * rate;
-          const auto error = (items[i].param.to(at::kDouble) - r.param).abs();
-          EXPECT_TRUE((error <= bound).all().item<bool>()) << "size " << items[i].param.numel();
-          EXPECT_EQ(items[i].step.item<double>(), step);
-        }
+      pass.step();
+      EXPECT_NEAR(pass.norm().item<double>(), norm, 1e-6 * norm);
+      const double clip = max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        const auto& o = groups[items[i].group];
+        const double rate = items[i].group == 0 ? o.lr : lr;
+        auto& r = reference[i];
+        const auto g = items[i].grad.to(at::kDouble) * clip;
+        r.m = r.m + (1 - o.betas.first) * (g - r.m);
+        r.v = o.betas.second * r.v + (1 - o.betas.second) * g * g;
+        const auto denominator = (r.v / (1 - std::pow(o.betas.second, step))).sqrt() + o.eps;
+        r.param = r.param * (1 - rate * o.weight_decay) -
+                  rate * (r.m / (1 - std::pow(o.betas.first, step))) / denominator;
+        // Two roundings of the parameter per step, and an update of at most lr that is accurate
+        // to 1e-5 where eps does not decide it.
+        const auto bound = 2 * step * 0x1p-24 * r.param.abs() + step * 1e-4 * rate;
+        const auto error = (items[i].param.to(at::kDouble) - r.param).abs();
+        EXPECT_TRUE((error <= bound).all().item<bool>()) << "size " << items[i].param.numel();
+        EXPECT_EQ(items[i].step.item<double>(), step);
       }
     }
   }

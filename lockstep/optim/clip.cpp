@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/norm.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/to_device.h"

@@ -5,8 +5,8 @@
 //   const at::Tensor norm = clip_grad_norm_(model.parameters(), 1.0);
 //   optimizer.step();
 //
-// The norm stays a tensor on the gradients' device and so does the coefficient,
-// so nothing waits for the GPU; read the returned norm when it is logged, not in every step.
+// The norm and the coefficient stay tensors on the gradients' device, so nothing waits for the GPU;
+// read the returned norm when it is logged, not in every step.
 //
 // Parameters without a gradient are skipped, and one listed twice (tied weights) counts once.
 // Averaged gradients are the same on all ranks, so every rank clips identically without

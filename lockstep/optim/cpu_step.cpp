@@ -16,7 +16,7 @@ namespace {
 constexpr std::int64_t kUnit = 1024;
 
 template <typename T>
-struct Run {
+struct ItemRun {
   const T* grad;
   Memory<T> memory;
   std::int64_t size;
@@ -25,8 +25,8 @@ struct Run {
 };
 
 template <typename T>
-std::vector<Run<T>> runs_of(const std::vector<CpuItem>& items) {
-  std::vector<Run<T>> runs;
+std::vector<ItemRun<T>> runs_of(const std::vector<CpuItem>& items) {
+  std::vector<ItemRun<T>> runs;
   std::int64_t units = 0;
   for (const auto& item : items) {
     const std::int64_t size = item.param.numel();
@@ -39,11 +39,12 @@ std::vector<Run<T>> runs_of(const std::vector<CpuItem>& items) {
 
 template <typename T>
 void step_typed(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
-  const std::vector<Run<T>> runs = runs_of<T>(items);
+  const std::vector<ItemRun<T>> runs = runs_of<T>(items);
   const kernels::SpanKernel<T> kernel = kernel_of<T>(kernels);
   share_out(runs.back().end, kUnit, [&](std::int64_t begin, std::int64_t end) {
-    auto run = std::upper_bound(runs.begin(), runs.end(), begin,
-                                [](std::int64_t unit, const Run<T>& r) { return unit < r.end; });
+    auto run =
+        std::upper_bound(runs.begin(), runs.end(), begin,
+                         [](std::int64_t unit, const ItemRun<T>& r) { return unit < r.end; });
     while (begin < end) {
       const std::int64_t first_unit = run->end - (run->size + kUnit - 1) / kUnit;
       const std::int64_t from = (begin - first_unit) * kUnit;

@@ -5,9 +5,9 @@
 //   if (covered(kernels, param, grad, {exp_avg, exp_avg_sq}))
 //     step_on_cpu({{param, grad, {exp_avg, exp_avg_sq}, steps}}, kernels);
 //
-// All parameters of a batch are one run of elements, cut into equal parts for
-// ATen's threads wherever the cuts fall. A slice says where in its tensor it lies, so the bits are
-// those of one thread, and hundreds of small tensors cost one fork of threads instead of one each.
+// All parameters of a batch are one run of elements, cut into equal parts for ATen's threads
+// wherever the cuts fall. A slice says where in its tensor it lies, so the bits are those of one
+// thread, and hundreds of small tensors cost one fork of threads instead of one each.
 //
 // For optimizers of this folder and for ShardedOptimizer. One thread at a time.
 #pragma once

@@ -88,10 +88,10 @@ bool tf32() {
   return at::globalContext().allowTF32CuBLAS() && at::globalContext().allowTF32CuDNN();
 }
 
-void set_deterministic(bool on, bool warn_only) {
+void set_deterministic(bool on) {
   // Read when cuBLAS makes its first handle; what the user chose stays.
   if (on) ::setenv(kWorkspace, ":4096:8", /*overwrite=*/0);
-  at::globalContext().setDeterministicAlgorithms(on, warn_only);
+  at::globalContext().setDeterministicAlgorithms(on, /*warn_only=*/false);
   at::globalContext().setDeterministicCuDNN(on);
   // Measuring which convolution is fastest may choose a different one in the next run.
   if (on) at::globalContext().setBenchmarkCuDNN(false);

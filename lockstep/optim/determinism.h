@@ -54,7 +54,7 @@ bool tf32();
 
 // Only kernels that give the same bits in every run; an operation that has none throws. cuBLAS
 // needs CUBLAS_WORKSPACE_CONFIG before its first use: set here where it is not.
-void set_deterministic(bool on, bool warn_only = false);
+void set_deterministic(bool on);
 bool deterministic();
 
 // full_determinism of Hugging Face: seeds, deterministic kernels, no TF32.

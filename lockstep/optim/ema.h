@@ -5,9 +5,9 @@
 //   ema.update();
 //   { const auto averaged = ema.swap(); evaluate(net); }   // the model has the averages in here
 //
-// Swap() gives the model's tensors other memory and leaves their contents alone.
-// So it copies nothing, is exact, is undone however the block is left, and does not count as a
-// write to parameters that ranks share (ShardedOptimizer).
+// swap() gives the model's tensors other memory and leaves their contents alone. So it copies
+// nothing, is exact, is undone however the block is left, and does not count as a write to
+// parameters that ranks share (ShardedOptimizer).
 //
 // Every rank keeps the same averages because all have the same weights; nothing communicates. Holds
 // the module's tensors, not the module. One thread at a time; no step while a swap lives.

@@ -13,14 +13,9 @@
 #include <sstream>
 
 #include "lockstep/core/error.h"
-#include "lockstep/optim/adafactor.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/lion.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/optim/muon.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/optim/sgd.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep::optim {

@@ -38,7 +38,7 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/rule.h"
 
 namespace lockstep::optim {
@@ -123,11 +123,11 @@ class Optimizer : public torch::optim::Optimizer {
   // After parameters were written, equally on every rank: a sharded optimizer takes them over.
   virtual void sync_from_model() {}
 
-  // For steps in a CUDA graph (lockstep/train/captured_step.h): why step() cannot be captured,
-  // empty where it can; and writes the options that replays read to the device.
-  virtual std::string unavailable_for_capture(const StepOptions& options);
+  // For steps in a CUDA graph (lockstep/train/captured_step.h). Why step() cannot be captured:
+  virtual std::string unavailable_for_capture(const StepOptions& options);  // empty: it can
+  // Writes the options that replays read to the device.
   virtual void publish_options(const StepOptions& options);
-  std::uint64_t layout();  // another one: groups changed, and recorded steps are stale
+  std::uint64_t layout();  // changes with the groups: recorded steps are stale then
 
   // torch::save, torch::load: UsageError for an archive of another model, before any change.
   void save(torch::serialize::OutputArchive& archive) const override;

@@ -1,6 +1,6 @@
 // What an update rule declares, without torch: its options by name, so that one list in the options
 // struct serves range checks, the agreement of ranks, archives and a training file's optim_args;
-// and its state, which memory plans count.
+// and its state, which memory plans count. And what parameters are, by their names.
 //
 //   void each(const OptionVisitor& option) {
 //     option("lr", lr);
@@ -10,11 +10,14 @@
 //   std::vector<StateSpec> state(Sizes sizes) const { return {{"exp_avg", copy_of(sizes)}}; }
 #pragma once
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <span>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -22,6 +25,7 @@
 
 namespace lockstep::optim {
 
+inline constexpr double kNoLeast = -std::numeric_limits<double>::infinity();
 struct Range {
   double least = 0;
   double below = std::numeric_limits<double>::infinity();
@@ -80,5 +84,38 @@ struct StateSpec {
     return count;
   }
 };
+
+// ---------------------------------------------------------------- the names of parameters
+
+// What a name says about a parameter, for groups of an optimizer (decay_groups, muon_groups) and
+// for plans, which see no module.
+//
+//   is_named_as_norm_or_bias("h.0.ln_1.bias");   // true
+//   is_named_as_embedding_or_head("transformer.wte.weight");   // true
+
+// The names by which Hugging Face's Trainer excludes parameters from weight decay: "bias",
+// "layernorm" or "rmsnorm" anywhere in the name, "norm" as a whole part of it, or "_norm" at the
+// end of a part.
+inline bool is_named_as_norm_or_bias(std::string name) {
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  for (const char* word : {"bias", "layernorm", "rmsnorm"})
+    if (name.find(word) != std::string::npos) return true;
+  std::istringstream parts(name);
+  for (std::string part; std::getline(parts, part, '.');)
+    if (part == "norm" || part.ends_with("_norm")) return true;
+  return false;
+}
+
+// Embeddings and heads are not for Muon.
+inline bool is_named_as_embedding_or_head(const std::string& name) {
+  std::istringstream parts(name);
+  for (std::string part; std::getline(parts, part, '.');) {
+    if (part.find("embed") != std::string::npos) return true;
+    for (const char* word : {"wte", "wpe", "lm_head", "head", "classifier", "score"})
+      if (part == word) return true;
+  }
+  return false;
+}
 
 }  // namespace lockstep::optim

@@ -4,12 +4,11 @@
 //   AdamWOptions options{.lr = 3e-4, .weight_decay = 0.1};
 //   AdamW optimizer{model.parameters(), options};   // UsageError names an option out of range
 //
-// What the rules do is in lion.h, muon.h, adafactor.h and their neighbours.
+// algorithms.h says what the rules do.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -68,10 +67,9 @@ struct SGDOptions {
   bool nesterov = false;
 
   void each(const OptionVisitor& option) {
-    constexpr double kAny = std::numeric_limits<double>::infinity();
     option("lr", lr);
     option("momentum", momentum);
-    option("dampening", dampening, {.least = -kAny});
+    option("dampening", dampening, {.least = kNoLeast});
     option("weight_decay", weight_decay);
     option("nesterov", nesterov);
   }
@@ -111,16 +109,15 @@ struct MuonOptions {
   bool match_rms_adamw = false;
 
   void each(const OptionVisitor& option) {
-    constexpr double kAny = std::numeric_limits<double>::infinity();
     option("lr", lr);
     option("weight_decay", weight_decay);
     option("momentum", momentum, {.below = 1});
     option("nesterov", nesterov);
     option("eps", eps);
     option("ns_steps", ns_steps, {.least = 1, .below = 100});
-    option("ns_coefficients.0", ns_coefficients[0], {.least = -kAny});
-    option("ns_coefficients.1", ns_coefficients[1], {.least = -kAny});
-    option("ns_coefficients.2", ns_coefficients[2], {.least = -kAny});
+    option("ns_coefficients.0", ns_coefficients[0], {.least = kNoLeast});
+    option("ns_coefficients.1", ns_coefficients[1], {.least = kNoLeast});
+    option("ns_coefficients.2", ns_coefficients[2], {.least = kNoLeast});
     option("match_rms_adamw", match_rms_adamw);
   }
   std::vector<StateSpec> state(Sizes sizes) const { return {{"momentum_buffer", copy_of(sizes)}}; }
@@ -143,32 +140,51 @@ struct AdafactorOptions {
     option("eps1", eps.first);
     option("eps2", eps.second);
     option("clip_threshold", clip_threshold);
-    option("decay_rate", decay_rate,
-           {.least = -std::numeric_limits<double>::infinity(), .below = 0});
+    option("decay_rate", decay_rate, {.least = kNoLeast, .below = 0});
     option("beta1", beta1, {.below = 1});
     option("weight_decay", weight_decay);
     option("scale_parameter", scale_parameter);
     option("relative_step", relative_step);
     option("warmup_init", warmup_init);
   }
-  std::vector<StateSpec> state(Sizes sizes) const;
+  std::vector<StateSpec> state(Sizes sizes) const {
+    std::vector<StateSpec> specs;
+    if (sizes.size() >= 2) {
+      std::vector<std::int64_t> rows(sizes.begin(), sizes.end() - 1);
+      std::vector<std::int64_t> columns(sizes.begin(), sizes.end() - 2);
+      columns.push_back(sizes.back());
+      specs.push_back({"exp_avg_sq_row", std::move(rows), true});
+      specs.push_back({"exp_avg_sq_col", std::move(columns), true});
+    } else {
+      specs.push_back({"exp_avg_sq", copy_of(sizes), true});
+    }
+    if (beta1 > 0) specs.push_back({"exp_avg", copy_of(sizes), true});
+    return specs;
+  }
   void check() const;  // what ranges cannot express
 };
 
-inline std::vector<StateSpec> AdafactorOptions::state(Sizes sizes) const {
-  std::vector<StateSpec> specs;
-  if (sizes.size() >= 2) {
-    std::vector<std::int64_t> rows(sizes.begin(), sizes.end() - 1);
-    std::vector<std::int64_t> columns(sizes.begin(), sizes.end() - 2);
-    columns.push_back(sizes.back());
-    specs.push_back({"exp_avg_sq_row", std::move(rows), true});
-    specs.push_back({"exp_avg_sq_col", std::move(columns), true});
-  } else {
-    specs.push_back({"exp_avg_sq", copy_of(sizes), true});
+struct RMSpropOptions {
+  static constexpr std::string_view kName = "RMSprop";
+  double lr = 1e-2;
+  double alpha = 0.99;  // of the average of squared gradients
+  double eps = 1e-8;
+  double weight_decay = 0;  // added to the gradient
+  double momentum = 0;
+
+  void each(const OptionVisitor& option) {
+    option("lr", lr);
+    option("alpha", alpha);  // PyTorch sets no upper bound either
+    option("eps", eps);
+    option("weight_decay", weight_decay);
+    option("momentum", momentum);
   }
-  if (beta1 > 0) specs.push_back({"exp_avg", copy_of(sizes), true});
-  return specs;
-}
+  std::vector<StateSpec> state(Sizes sizes) const {
+    std::vector<StateSpec> specs{{"square_avg", copy_of(sizes)}};
+    if (momentum > 0) specs.push_back({"momentum_buffer", copy_of(sizes)});
+    return specs;
+  }
+};
 
 std::unique_ptr<UpdateRule> make_rule(const AdamWOptions& options);
 std::unique_ptr<UpdateRule> make_rule(const AdamOptions& options);
@@ -176,5 +192,6 @@ std::unique_ptr<UpdateRule> make_rule(const SGDOptions& options);
 std::unique_ptr<UpdateRule> make_rule(const LionOptions& options);
 std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options);
 std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options);
+std::unique_ptr<UpdateRule> make_rule(const RMSpropOptions& options);
 
 }  // namespace lockstep::optim

@@ -9,18 +9,14 @@
 #include <memory>
 
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/norm.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/kernels/step.h"
+#include "lockstep/optim/algorithms.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/ema.h"
-#include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/lion.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/optim/sgd.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 

@@ -36,7 +36,7 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/ddp.h"
 
 namespace lockstep {

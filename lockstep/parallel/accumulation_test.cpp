@@ -11,9 +11,9 @@
 #include <mutex>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/ema.h"
-#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/parallel/sync_batch_norm.h"

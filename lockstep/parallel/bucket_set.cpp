@@ -8,7 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/kernels/copy.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/memory/cpu_cache.h"
 
 namespace lockstep::parallel {

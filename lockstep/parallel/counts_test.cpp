@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"

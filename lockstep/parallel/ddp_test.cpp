@@ -9,7 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/oversubscription.h"

@@ -11,7 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/memory/cpu_cache.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"

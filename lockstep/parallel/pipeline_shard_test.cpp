@@ -18,7 +18,7 @@
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/staged.h"
-#include "lockstep/optim/adafactor.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/comm/device_times.h"
-#include "lockstep/comm/graph.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
+#include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/parallel/oversubscription.h"

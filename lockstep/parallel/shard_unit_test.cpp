@@ -28,7 +28,7 @@
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/matchers.h"

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <utility>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"

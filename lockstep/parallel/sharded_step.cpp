@@ -7,7 +7,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/kernels/norm.h"
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/rule_state.h"

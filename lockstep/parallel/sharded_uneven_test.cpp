@@ -8,7 +8,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/matchers.h"
 

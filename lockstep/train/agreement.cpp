@@ -6,7 +6,7 @@
 
 #include <array>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 
 namespace lockstep::train {
 namespace {

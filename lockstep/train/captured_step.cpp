@@ -17,9 +17,9 @@
 #include <optional>
 #include <utility>
 
-#include "lockstep/comm/device_times.h"
-#include "lockstep/comm/graph.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
+#include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"

@@ -10,7 +10,7 @@
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/llama.h"
 #include "lockstep/nn/device_for_test.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/ema.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/matchers.h"

@@ -37,7 +37,7 @@
 
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 

@@ -26,7 +26,7 @@
 #include "lockstep/models/llama.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
-#include "lockstep/optim/adafactor.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"

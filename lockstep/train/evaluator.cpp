@@ -9,7 +9,7 @@
 #include <sstream>
 #include <vector>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"

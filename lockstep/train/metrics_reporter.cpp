@@ -7,7 +7,7 @@
 #include <exception>
 #include <utility>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/diagnosis.h"

@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "lockstep/core/error.h"
-#include "lockstep/optim/parameter_names.h"
+#include "lockstep/optim/option.h"
 
 namespace lockstep::train {
 namespace {
@@ -97,7 +97,8 @@ std::uint64_t state_bytes(const TrainingArguments& arguments,
   const RuleOptions rest = muon ? RuleOptions(adamw_options(arguments)) : rule;
   std::uint64_t bytes = 0;
   for (const io::TensorShape& tensor : trained) {
-    const bool matrix = tensor.shape.size() == 2 && !optim::is_named_as_end(tensor.name) &&
+    const bool matrix = tensor.shape.size() == 2 &&
+                        !optim::is_named_as_embedding_or_head(tensor.name) &&
                         !optim::is_named_as_norm_or_bias(tensor.name);
     const auto specs = std::visit([&](const auto& options) { return options.state(tensor.shape); },
                                   matrix ? rule : rest);

@@ -11,7 +11,6 @@
 
 #include "lockstep/io/safetensors.h"
 #include "lockstep/optim/options.h"
-#include "lockstep/optim/rmsprop_options.h"
 #include "lockstep/train/arguments.h"
 
 namespace lockstep::train {

@@ -6,7 +6,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
 

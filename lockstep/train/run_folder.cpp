@@ -7,7 +7,6 @@
 #include <limits>
 #include <vector>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -12,7 +12,7 @@
 #include <limits>
 #include <thread>
 
-#include "lockstep/comm/agree.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <system_error>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

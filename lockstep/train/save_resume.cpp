@@ -9,7 +9,6 @@
 #include <chrono>
 #include <utility>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"

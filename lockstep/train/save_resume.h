@@ -35,7 +35,7 @@
 
 #include "lockstep/comm/mesh.h"
 #include "lockstep/data/loader.h"
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/train/model_files.h"

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -26,8 +25,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"

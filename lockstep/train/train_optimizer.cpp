@@ -13,7 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
-#include "lockstep/optim/muon.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/rule_options.h"

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/run_context.h"

@@ -10,7 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/trainer_for_test.h"

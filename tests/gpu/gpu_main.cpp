@@ -11,7 +11,7 @@
 #include <string_view>
 #include <thread>
 
-#include "lockstep/comm/device_times.h"
+#include "lockstep/comm/device.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"

@@ -9,7 +9,7 @@
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "observe/plan/memory.h"
 

@@ -20,7 +20,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
 
 namespace {
 

@@ -30,7 +30,7 @@
 #include "lockstep/core/host.h"
 #include "lockstep/models/mlp.h"
 #include "lockstep/monitor/rank_recorder.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/run.h"
 #include "lockstep/train/config.h"

@@ -12,17 +12,11 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
-#include "lockstep/optim/adafactor.h"
-#include "lockstep/optim/adam.h"
-#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/algorithms.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/lion.h"
-#include "lockstep/optim/muon.h"
-#include "lockstep/optim/rmsprop.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/optim/sgd.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
-#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/worlds.h"

@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
-#include "lockstep/optim/muon.h"
+#include "lockstep/optim/algorithms.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/model_shape.h"
 

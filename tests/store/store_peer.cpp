@@ -22,7 +22,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/launcher_store.h"
+#include "lockstep/comm/c10d_store.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/run.h"

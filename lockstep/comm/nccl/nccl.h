@@ -21,7 +21,7 @@ struct Options {
   std::string shared_host_id = {};
 };
 
-// Was the plug-in built? False for the stub.
+// Whether this build has the plug-in.
 bool built();
 // Opens the plug-in once; throws UsageError naming the file and what the loader said.
 void load();

@@ -23,8 +23,8 @@
 #include <vector>
 
 #include "lockstep/comm/shm/engine_types.h"
-#include "lockstep/comm/shm/rounds.h"
-#include "lockstep/comm/shm/symmetric.h"
+#include "lockstep/comm/shm/operations.h"
+#include "lockstep/comm/shm/peers.h"
 
 namespace lockstep::shm {
 

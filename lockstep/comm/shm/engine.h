@@ -29,8 +29,7 @@
 
 #include "lockstep/comm/shm/engine_types.h"  // IWYU pragma: export
 #include "lockstep/comm/shm/peers.h"
-#include "lockstep/comm/shm/ticket.h"
-#include "lockstep/comm/shm/types.h"
+#include "lockstep/comm/shm/reduce.h"
 #include "lockstep/core/deadline.h"
 
 namespace lockstep::shm {

@@ -117,15 +117,15 @@ std::shared_ptr<SymmetricBlock> EngineCore::make_symmetric(std::size_t bytes,
                                                            const Deadline& deadline) {
   throw_if_broken();
   // A third rank that has closed in good order must not keep us from hearing the awaited one.
-  const auto doom_of = [this](int awaited) -> std::exception_ptr {
+  const auto peer_failure = [this](int awaited) -> std::exception_ptr {
     if (failure_.broken()) return failure_.as_exception();
     for (const EngineFailure& each : failure_.of_peers())
       if (each.origin >= 0 || each.culprit == awaited) return failure_.as_exception(each);
     return nullptr;
   };
   try {
-    return shm::make_symmetric(group_.blocks(), {group_.info(), group_.peers(), doom_of}, bytes,
-                               deadline);
+    return shm::make_symmetric(group_.blocks(), {group_.info(), group_.peers(), peer_failure},
+                               bytes, deadline);
   } catch (const CommError& error) {
     // The ranks may no longer agree on what has been said: nothing can follow.
     fail(failure_from("making a symmetric block", error));
@@ -281,7 +281,7 @@ void EngineCore::run_thread() {
 
 // ---------------------------------------------------------------- the driver
 
-void EngineCore::absorb() {
+void EngineCore::take_arrivals() {
   const std::lock_guard lock(mutex_);
   for (const auto& collective : new_collectives_) add(collective);
   for (const auto& message : new_messages_) add(message);
@@ -291,7 +291,7 @@ void EngineCore::absorb() {
 }
 
 void EngineCore::fail_all() {
-  absorb();
+  take_arrivals();
   const std::exception_ptr error = failure_.as_exception();
   for (const auto& collective : queue_) completions_.finish(*collective, error);
   queue_.clear();
@@ -337,7 +337,7 @@ void EngineCore::work_until(const Task& task) {
   int steps = 0;
   policy_->progressed();
   while (!failure_.broken()) {
-    if (arrivals_.load() > 0) absorb();
+    if (arrivals_.load() > 0) take_arrivals();
     if (step(passing)) {
       ++steps;
       if (task.mode != Mode::kOnce && steps % kStepsPerLook == 0) look_when_due(task);

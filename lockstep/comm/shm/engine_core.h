@@ -20,12 +20,10 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/shm/failure.h"
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/group.h"
-#include "lockstep/comm/shm/messages.h"
+#include "lockstep/comm/shm/operations.h"
 #include "lockstep/comm/shm/progress_policy.h"
-#include "lockstep/comm/shm/rounds.h"
-#include "lockstep/comm/shm/ticket.h"
 
 namespace lockstep::shm {
 
@@ -59,6 +57,8 @@ class EngineCore final : public Executor,
   void close() noexcept;
 
  private:
+  // kOnce and kPoll: a few cheap steps, and with kPoll a look at the deadlines; kUntil: until a
+  // ticket is done; kProgress: the engine's own thread, until nothing is left or someone waits.
   enum class Mode { kOnce, kPoll, kUntil, kProgress };
   struct Task {
     Mode mode;
@@ -89,7 +89,7 @@ class EngineCore final : public Executor,
   void work_until(const Task& task);
   bool satisfied(const Task& task) const;
   void notify_waiters(const Task& task);
-  void absorb();
+  void take_arrivals();
   void fail_all();
   bool step(bool quick_only);
   bool step_head();

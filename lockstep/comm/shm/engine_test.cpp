@@ -16,7 +16,7 @@
 #include <string_view>
 #include <thread>
 
-#include "lockstep/comm/shm/kernels.h"
+#include "lockstep/comm/shm/reduce.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 
 namespace lockstep::shm {

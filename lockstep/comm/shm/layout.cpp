@@ -81,7 +81,7 @@ std::string Descriptor::text() const {
   return "unknown";
 }
 
-std::string Descriptor::deed() const {
+std::string Descriptor::action() const {
   if (kind == Kind::kFinish) return "has returned from its body";
   return fmt::format("called {}{}", text(), saving ? " to save a checkpoint" : "");
 }

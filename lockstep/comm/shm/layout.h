@@ -16,7 +16,7 @@
 #include <string>
 
 #include "lockstep/comm/shm/engine_types.h"
-#include "lockstep/comm/shm/types.h"
+#include "lockstep/comm/shm/reduce.h"
 
 namespace lockstep::shm {
 
@@ -60,7 +60,7 @@ struct Descriptor {
   std::string text() const;
   // "called all_reduce(float32 x 12, sum)", "has returned from its body", "... to save a
   // checkpoint"
-  std::string deed() const;
+  std::string action() const;
 };
 
 // One cache line: a rank that waits for a post reads the description with it.

@@ -1,4 +1,5 @@
-// How the ranks of a world that are on one host connect to each other, to share memory.
+// How the ranks of a world that are on one host connect to each other, to share memory, and how
+// they make symmetric blocks together.
 //
 // Every rank listens on a random abstract socket and writes its name in a store that all can read
 // (the world's store). Each pair connects once, checks that the other end belongs to the same user,
@@ -14,13 +15,17 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/key_value_store.h"
@@ -44,7 +49,7 @@ struct Peer {
 };
 
 // A rank's control segment: how large, the same on all ranks, and how it is made.
-struct Wanted {
+struct ControlSegment {
   std::size_t bytes = 0;
   std::function<std::shared_ptr<Segment>()> make;
 };
@@ -54,23 +59,70 @@ struct PeersResult {
   std::string unavailable_reason;  // not empty: the ranks agreed not to share memory
 };
 
-// Collective. A rank without room, what `wanted.make` throws (called once all ranks have room), and
-// any failure of the handshake on any rank become the reason not to share memory. Throws what the
-// kv throws, and CommError naming the rank when a process ends after it has come; ranks in
+// Collective. A rank without room, what `control.make` throws (called once all ranks have room),
+// and any failure of the handshake on any rank become the reason not to share memory. Throws what
+// the kv throws, and CommError naming the rank when a process ends after it has come; ranks in
 // containers with processes of their own cannot see that and wait until the deadline.
-PeersResult connect_peers(KeyValueStore& kv, const RankAndSize& place, const Wanted& wanted,
-                          const Deadline& deadline);
+PeersResult connect_peers(KeyValueStore& kv, const RankAndSize& place,
+                          const ControlSegment& control, const Deadline& deadline);
 
 // One message and at most one descriptor over a pair's socket; both wait until the deadline and
-// throw CommError when the other end is gone. `doomed` is asked about 50 times a second while they
-// wait: what it returns is thrown, unless the socket is ready by then.
+// throw CommError when the other end is gone. `failure_check` is asked about 50 times a second
+// while they wait: what it returns is thrown, unless the socket is ready by then.
 struct Packet {
   std::string text;
   Fd fd;
 };
-using Doomed = std::function<std::exception_ptr()>;
+using FailureCheck = std::function<std::exception_ptr()>;
 void send_packet(int socket, std::string_view text, int fd, const Deadline& deadline,
-                 const Doomed& doomed = {});
-Packet receive_packet(int socket, const Deadline& deadline, const Doomed& doomed = {});
+                 const FailureCheck& failure_check = {});
+Packet receive_packet(int socket, const Deadline& deadline, const FailureCheck& failure_check = {});
+
+// A symmetric block: a segment of every rank, which all ranks have mapped.
+class MappedBlock final : public SymmetricBlock {
+ public:
+  MappedBlock(std::uint32_t id, int rank, std::size_t bytes,
+              std::vector<std::shared_ptr<Segment>> segments);
+  std::uint32_t id() const { return id_; }
+
+ private:
+  const std::uint32_t id_;
+  const std::vector<std::shared_ptr<Segment>> segments_;
+};
+
+// Which block an address lies in. Safe from any thread.
+class SymmetricBlocks {
+ public:
+  struct Location {
+    std::shared_ptr<MappedBlock> block;  // null: private memory
+    std::uint64_t offset = 0;
+  };
+  void add(const std::shared_ptr<MappedBlock>& block);
+  Location find(const void* data, std::size_t bytes) const;
+  std::uint32_t next_id() { return ++last_id_; }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uintptr_t, std::weak_ptr<MappedBlock>> blocks_;
+  std::uint32_t last_id_ = 0;
+};
+
+// Why it is useless to wait longer for that rank; null while it may still answer.
+using PeerFailureCheck = std::function<std::exception_ptr(int awaited)>;
+
+// The ranks that make a block together: who this one is, its ends of the pairs' sockets, and what
+// keeps another from answering.
+struct BlockMakers {
+  const RankAndSize& info;
+  const std::vector<Peer>& peers;
+  PeerFailureCheck peer_failure;
+};
+
+// Collective; see Engine::symmetric. All ranks say that they want the same and have room for it;
+// then every rank makes a segment and hands its descriptor to all others over the pairs' sockets;
+// then all say whether they could map them. The block is entered into `blocks`. Freeing it is
+// local: every rank has mapped the others' parts itself.
+std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
+                                            std::size_t bytes, const Deadline& deadline);
 
 }  // namespace lockstep::shm

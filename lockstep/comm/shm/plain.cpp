@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "lockstep/comm/shm/kernels.h"
+#include "lockstep/comm/shm/reduce.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm {

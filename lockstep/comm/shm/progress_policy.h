@@ -3,7 +3,7 @@
 // for.
 //
 // No result depends on it: a policy that always yields or always sleeps passes the same tests
-// (policies_for_test.h). It decides how long an operation takes, and how much of the cores others
+// (worlds_for_test.h). It decides how long an operation takes, and how much of the cores others
 // get meanwhile.
 //
 //   while (!step()) if (policy.pause(round)) sleep_until_a_peer_posts();
@@ -19,8 +19,8 @@
 #include <mutex>
 #include <vector>
 
+#include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/group.h"
-#include "lockstep/comm/shm/ticket.h"
 
 namespace lockstep::shm {
 
@@ -50,9 +50,9 @@ class ProgressPolicy {
   // No step could do anything: passes a moment. True when it is time to sleep. `round` is the one
   // that has been posted and is waited for; 0: none is, there are only messages.
   virtual bool pause(std::uint64_t round) = 0;
-  // How many steps a thread that has not come to wait takes, and how many callbacks may be pending
-  // before the driver stops for them. When it has nothing to do it runs them all.
+  // The most steps of a thread that has not come to wait.
   int steps_in_passing = 8;
+  // The driver stops to run callbacks when so many are pending, and whenever it has nothing to do.
   std::size_t callbacks_at_once = 1;
 
   // The engine's thread, with the engine's mutex held. An operation has been started that needs

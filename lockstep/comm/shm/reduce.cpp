@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "lockstep/comm/shm/kernels.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm {

@@ -10,7 +10,6 @@
 #include <random>
 #include <vector>
 
-#include "lockstep/comm/shm/kernels.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm {

@@ -74,10 +74,9 @@ void check_room(std::size_t bytes, const std::vector<std::string>& groups) {
   check({.own_bytes = own, .host_bytes = together, .map_bytes = together, .groups = groups});
 }
 
-std::shared_ptr<Segment> Segment::make(std::size_t bytes, int segments) {
+std::shared_ptr<Segment> Segment::make(std::size_t bytes) {
   const std::size_t rounded = whole_pages(bytes);
-  const std::size_t together = rounded * static_cast<std::size_t>(segments);
-  check({.own_bytes = together, .host_bytes = together, .map_bytes = together});
+  check({.own_bytes = rounded, .host_bytes = rounded, .map_bytes = rounded});
   std::shared_ptr<Segment> segment(new Segment);
   segment->fd_ = make_file();
   const int fd = segment->fd_.get();

@@ -28,8 +28,8 @@ void check_room(std::size_t bytes, const std::vector<std::string>& groups);
 
 class Segment {
  public:
-  // Throws UsageError when there is no room for `segments` of them, which this process will make.
-  static std::shared_ptr<Segment> make(std::size_t bytes, int segments = 1);
+  // Throws UsageError when there is no room for it.
+  static std::shared_ptr<Segment> make(std::size_t bytes);
   // A descriptor received from a peer; it stays the caller's. Throws SystemError, or CommError
   // when it is not a sealed segment of at least that size.
   static std::shared_ptr<Segment> open(int fd, std::size_t bytes);

@@ -15,7 +15,7 @@
 #include <fstream>
 #include <functional>
 
-#include "lockstep/comm/shm/symmetric.h"
+#include "lockstep/comm/shm/peers.h"
 #include "lockstep/comm/shm/worlds_for_test.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/core/host.h"
@@ -260,9 +260,9 @@ std::vector<std::string> reasons_with(
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      const Wanted wanted{bytes, [&, rank] { return make_segment(rank); }};
+      const ControlSegment control{bytes, [&, rank] { return make_segment(rank); }};
       reported[static_cast<std::size_t>(rank)] =
-          connect_peers(kv, {rank, 2}, wanted, soon()).unavailable_reason;
+          connect_peers(kv, {rank, 2}, control, soon()).unavailable_reason;
     });
   }
   for (auto& thread : threads) thread.join();

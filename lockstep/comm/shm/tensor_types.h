@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "lockstep/comm/shm/types.h"
+#include "lockstep/comm/shm/reduce.h"
 
 namespace lockstep::shm {
 

@@ -1,7 +1,7 @@
 // The vectorised sum, written once for every instruction set: the compiler's own vector types take
 // the width that the including file is compiled for. Everything is in an unnamed namespace and uses
-// no inline function of the standard library, so that no code of this file is shared between
-// translation units (see kernels.h).
+// no inline function of the standard library: the linker must never pick a function that was
+// compiled for one instruction set for the code of another.
 //
 //   const SumKernels kKernels = {"avx2", &vector_sum<Float>, &vector_sum<Bfloat16>, nullptr};
 #pragma once
@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lockstep/comm/shm/kernels.h"
+#include "lockstep/comm/shm/reduce.h"
 #include "lockstep/comm/shm/vector_formats.h"
 
 namespace lockstep::shm {

@@ -5,22 +5,59 @@
 // What a rank throws is rethrown, unless the test asks for every rank's outcome (outcomes()).
 #pragma once
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "lockstep/comm/shm/engine.h"
-#include "lockstep/comm/shm/policies_for_test.h"
+#include "lockstep/comm/shm/progress_policy.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm::for_test {
+
+// A policy that decides nothing: it always yields or always sleeps, and wakes the engine's thread
+// for every operation. The engine's tests pass with both kinds, because no result depends on how an
+// engine waits.
+//
+//   TEST_PROGRESS_POLICY=yield build/bin/tests/shm_engine_test
+template <bool kParks>
+class PlainPolicy final : public ProgressPolicy {
+ public:
+  static std::unique_ptr<ProgressPolicy> make(const Group&) {
+    return std::make_unique<PlainPolicy>();
+  }
+
+  void progressed() override {}
+  bool pause(std::uint64_t) override {
+    if (!kParks) ::sched_yield();
+    return kParks;
+  }
+  void started(const Ticket&, ProgressHost& host) override { host.wake_thread(); }
+  bool takes_over() override { return true; }
+  void park_thread(std::unique_lock<std::mutex>& lock, ProgressHost& host) override {
+    host.sleep_thread(lock, std::chrono::hours(1), [] { return false; });
+  }
+  void waited_for(const Ticket&, std::mutex&) override {}
+};
+
+// What the tests run with; null: the adaptive one.
+inline PolicyFactory policy_under_test() {
+  const char* const name = std::getenv("TEST_PROGRESS_POLICY");
+  if (name == nullptr) return nullptr;
+  if (std::string(name) == "yield") return PlainPolicy<false>::make;
+  if (std::string(name) == "park") return PlainPolicy<true>::make;
+  throw std::runtime_error("TEST_PROGRESS_POLICY is neither yield nor park");
+}
 
 // Rings and chunks that a few kilobytes fill.
 inline constexpr EngineOptions kTiny{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 4096};

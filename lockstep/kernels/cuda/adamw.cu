@@ -1,6 +1,5 @@
 // One AdamW step over many tensors: the norm of all gradients, then parameters and both averages in
-// one pass. Learning rate, loss scale and step number are on the device, so a CUDA
-// graph can hold it.
+// one pass. Learning rate and step number are on the device, so a CUDA graph can hold it.
 //
 //   grad_norm_kernel   the sum of squares of each chunk of gradients
 //   total_kernel       the norm, and whether it is finite
@@ -56,15 +55,13 @@ __global__ void total_kernel(AdamStep args) {
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
   if (threadIdx.x != 0) return;
-  const float grad_scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
-  const float norm = static_cast<float>(sqrt(sums[0]) / grad_scale);
+  const float norm = static_cast<float>(sqrt(sums[0]));
   const float max_norm = args.max_norm != nullptr ? *args.max_norm : 0.0f;
   // A norm that is not a number must reach every parameter, so no fminf(), which drops it.
   const float ratio = max_norm / (norm + 1e-6f);
-  const float bound = max_norm > 0 && !(ratio > 1) ? ratio : 1.0f;
   *args.norm = norm;
   *args.found_inf = isfinite(norm) ? 0.0f : 1.0f;
-  *args.clip = bound / grad_scale;
+  *args.clip = max_norm > 0 && !(ratio > 1) ? ratio : 1.0f;
 }
 
 __device__ __forceinline__ bool skips(const AdamStep& args) {

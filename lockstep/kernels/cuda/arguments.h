@@ -160,14 +160,13 @@ struct AdamStep {  // all pointers are device pointers
   const AdamTensor* tensors;
   const AdamGroup* groups;
   const AdamChunk* chunks;
-  float* partials;          // [chunk_count]
-  AdamFactors* factors;     // [tensor_count]
-  const float* grad_scale;  // gradients are divided by it; null: 1
-  const float* max_norm;    // null, or not above zero: no clipping
-  float* norm;              // written: the norm of the unscaled gradients
-  float* found_inf;         // written: 1 when the norm is not finite
-  const float* skip;        // for adamw_update: nothing is changed where it is not 0; or null
-  float* clip;              // scratch
+  float* partials;        // [chunk_count]
+  AdamFactors* factors;   // [tensor_count]
+  const float* max_norm;  // null, or not above zero: no clipping
+  float* norm;            // written: the norm of the gradients
+  float* found_inf;       // written: 1 when the norm is not finite
+  const float* skip;      // for adamw_update: nothing is changed where it is not 0; or null
+  float* clip;            // scratch
   int tensor_count, chunk_count;
 };
 

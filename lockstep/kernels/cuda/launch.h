@@ -1,10 +1,9 @@
-// The functions of table.h, each in the .cu file of its name. Private to lockstep/kernels/cuda.
+// The functions of table.h, as the sources of this folder define them. Private to it.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "lockstep/kernels/cuda/arguments.h"
-#include "lockstep/kernels/cuda/fp8_arguments.h"
 #include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
@@ -42,8 +41,5 @@ cudaError_t adamw_update(const AdamStep& args, cudaStream_t stream);
 
 cudaError_t fp8_amax(const Fp8Amax& args, cudaStream_t stream);
 cudaError_t fp8_cast(const Fp8Cast& args, cudaStream_t stream);
-
-class Graph;
-Graph* make_torch_graph(const Graph* other);
 
 }  // namespace lockstep::kernels::cuda

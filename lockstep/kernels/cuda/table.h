@@ -12,14 +12,13 @@
 #include <cstdint>
 
 #include "lockstep/kernels/cuda/arguments.h"
-#include "lockstep/kernels/cuda/fp8_arguments.h"
 #include "lockstep/kernels/cuda/gemm_arguments.h"
 
 namespace lockstep::kernels::cuda {
 
 class Graph;  // graph.h
 
-constexpr int kTableVersion = 4;
+constexpr int kTableVersion = 5;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {

@@ -1,4 +1,4 @@
-#include "lockstep/comm/launcher_store.h"
+#include "lockstep/comm/c10d_store.h"
 
 #include <algorithm>
 #include <memory>

@@ -1,23 +1,16 @@
-// GradScaler: keeps small fp16 gradients from vanishing; PyTorch's constants, states and rules.
+// Mixed precision, as torch.amp has it: Autocast computes a forward in fp16 or bf16, and GradScaler
+// keeps fp16 gradients from vanishing.
 //
-//   lockstep::optim::GradScaler scaler{world};
-//   scaler.scale(loss).backward();
-//   scaler.unscale_(optimizer);                   // only to see or clip true gradients
-//   lockstep::optim::clip_grad_norm_(model.parameters(), 1.0);
-//   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
-//   scaler.update();
-//
-// Whether a step is skipped is a number on the device that the fused kernels read there, so no step
-// waits for the host. It is the maximum over all ranks, so every rank leaves the same step out and
-// has the same scale. (An optimizer of torch::optim, which cannot read it there, costs one host
-// sync per step.)
-//
-// bf16 has the range of float32 and needs no scaler. One scaler per run, even with several
-// optimizers; update() once per step, after all of them. unscale_ and step communicate: call them
-// on all ranks identically. One thread at a time.
+//   {
+//     const lockstep::optim::Autocast autocast{world.device(), at::kBFloat16};
+//     loss = torch::cross_entropy_loss(model(batch.data), batch.target);
+//   }
+//   loss.backward();   // outside: each gradient takes the type its forward had
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -28,6 +21,28 @@
 #include "lockstep/comm/world.h"
 
 namespace lockstep::optim {
+
+// While this guard lives, operations that may lose precision run in fp16 or bf16. Converted weights
+// are cached so that a weight used twice is converted once. The cache must go when the outermost
+// guard ends, otherwise the next step computes with the weights of this one; the guard does that,
+// even when an exception leaves the block.
+//
+// Guards nest; one with kFloat inside switches autocasting off for a part that needs precision.
+// Thread-local, as torch's own: make and destroy it on the thread that computes.
+class Autocast {
+ public:
+  // kHalf or kBFloat16 on the CPU and on CUDA; kFloat is off. Throws UsageError for another.
+  Autocast(c10::Device device, c10::ScalarType dtype, bool cache_enabled = true);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  c10::DeviceType type_;
+  bool was_enabled_;
+  c10::ScalarType was_dtype_;
+  bool was_cached_;
+};
 
 struct GradScalerOptions {
   double init_scale = 65536;
@@ -46,6 +61,23 @@ struct GradScalerState {
   std::int64_t growth_tracker = 0;
 };
 
+// Keeps small fp16 gradients from vanishing, with PyTorch's constants, states and rules.
+//
+//   lockstep::optim::GradScaler scaler{world};
+//   scaler.scale(loss).backward();
+//   scaler.unscale_(optimizer);                   // only to see or clip true gradients
+//   lockstep::optim::clip_grad_norm_(model.parameters(), 1.0);
+//   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
+//   scaler.update();
+//
+// Whether a step is skipped is a number on the device that the fused kernels read there, so no step
+// waits for the host. It is the maximum over all ranks, so every rank leaves the same step out and
+// has the same scale. (An optimizer of torch::optim, which cannot read it there, costs one host
+// sync per step.)
+//
+// bf16 has the range of float32 and needs no scaler. One scaler per run, even with several
+// optimizers; update() once per step, after all of them. unscale_ and step communicate: call them
+// on all ranks identically. One thread at a time.
 class GradScaler {
  public:
   // Throws UsageError for factors that do not grow or shrink.
