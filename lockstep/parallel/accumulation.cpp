@@ -15,7 +15,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/kernels/cuda/graph.h"
-#include "lockstep/parallel/finite_backward.h"
+#include "lockstep/parallel/backward_hooks.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {

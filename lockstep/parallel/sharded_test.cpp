@@ -14,7 +14,7 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharding.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep {

@@ -18,7 +18,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"

@@ -16,7 +16,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/writer_process.h"
-#include "lockstep/parallel/oversubscription.h"
+#include "lockstep/parallel/reducer.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/loop.h"

@@ -43,7 +43,6 @@ HEADERS = (
     "lockstep/optim/optimizer.h",
     "lockstep/parallel/accumulation.h",
     "lockstep/parallel/activation_checkpoint.h",
-    "lockstep/parallel/comm_hooks.h",
     "lockstep/parallel/ddp.h",
     "lockstep/parallel/fully_shard.h",
     "lockstep/parallel/sharded_optimizer.h",
