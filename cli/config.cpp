@@ -19,8 +19,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/spelling.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
-#include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
 namespace {

@@ -367,16 +367,22 @@ class Config(unittest.TestCase):
             "config.cpp", "task_config.cpp", "train.cpp", "train_tasks.cpp")]
         train = os.path.join(source, "lockstep", "train")
         readers += [os.path.join(train, name) for name in os.listdir(train)
-                    if re.fullmatch(r"(batch_size|checkpoint_manager|effective_batch|evaluator|"
-                                    r"fsdp_keys|loop|metrics_reporter|rule_options|run_\w+|"
-                                    r"step_plan|"
-                                    r"train_optimizer|trainer)"
-                                    r"\.(h|cpp)", name)]
-        # The checks look at every key; only these functions of theirs are used by a run.
-        with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:
-            checks = f.read()
-        text = "".join(re.search(rf"{name}\(const .*?\n}}", checks, re.DOTALL).group(0)
-                       for name in ("update_size", "fp8_recipe_name"))
+                    if re.fullmatch(r"(checkpoint_manager|effective_batch|evaluator|loop|"
+                                    r"metrics_reporter|rule_options|run_\w+|step_plan|"
+                                    r"train_optimizer|trainer)\.(h|cpp)", name)]
+        # The checks look at every key, and the table has every name; only these functions of
+        # theirs are used by a run.
+        text = ""
+        for name, functions in (
+                ("checks.cpp", ("update_size", "fp8_recipe_name", "check_evaluation",
+                                "check_metric", "check_precision", "check_room")),
+                ("config_keys.cpp", ("fsdp_plan", "checkpoints_activations"))):
+            with open(os.path.join(train, name), encoding="utf-8") as f:
+                code = f.read()
+            for function in functions:
+                found = re.findall(rf"\b{function}\(const .*?\n}}", code, re.DOTALL)
+                self.assertTrue(found, function)
+                text += "".join(found)
         for path in readers:
             with open(path, encoding="utf-8") as f:
                 text += f.read()

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "lockstep/train/checks.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
 

@@ -15,7 +15,7 @@
 #include "lockstep/core/spelling.h"
 #include "lockstep/core/text.h"
 #include "lockstep/train/checks.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
 namespace {

@@ -15,7 +15,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/step_totals.h"
 #include "lockstep/nn/staged.h"
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/checks.h"
 
 namespace lockstep::train {
 namespace {

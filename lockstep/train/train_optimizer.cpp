@@ -15,7 +15,7 @@
 #include "lockstep/core/memory_limits.h"
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
 
 namespace lockstep::train {

@@ -49,7 +49,6 @@ HEADERS = (
     "lockstep/parallel/sync_batch_norm.h",
     "lockstep/run.h",
     "lockstep/train/arguments.h",
-    "lockstep/train/observer.h",
     "lockstep/train/task.h",
     "lockstep/train/trainer.h",
 )
