@@ -83,8 +83,9 @@ std::span<const ForeignKey> foreign_keys();
 // A key that belongs elsewhere than at the top level, or has another name here.
 struct MisplacedKey {
   std::string_view name;
-  std::string_view section;  // "model", "data" or "lora"; empty: `use` is a key of the top level
-  std::string_view use;      // with a section: what to write there
+  std::string_view section;   // "model", "data" or "lora"; empty: `use` is a key of the top level
+  std::string_view use;       // with a section: what to write there
+  std::string_view now = {};  // its name in the section, where that is another one
 };
 std::span<const MisplacedKey> misplaced_keys();
 // Whether a key of the maps `model` and `data` names a file or a folder.
