@@ -66,6 +66,16 @@ class Config(unittest.TestCase):
         self.assertIn("is not a multiple of 8 (batch 4 x 2 data parallel groups of 2 ranks). The "
                       "nearest that are: 8 and 16.", done.stderr)
 
+    def test_elastic_gpu_is_shown_with_a_batch_that_the_ranks_can_share(self):
+        self.write("t.yaml", "per_device_train_batch_size: 4\nelastic_gpu: true\n")
+        done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=15")
+        self.assertIn("effective batch 15 = 1 per device x 5 accumulation x 3 ranks", done.stdout,
+                      done.stderr)
+        done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=16")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("global_batch_size 16 is not a multiple of 3 (batch 1 x 3 ranks). The "
+                      "nearest that are: 15 and 18.", done.stderr)
+
     def test_check_refuses_stages_that_the_model_does_not_have(self):
         tiny = {"model_type": "mixtral", "vocab_size": 257, "hidden_size": 32,
                 "num_local_experts": 2, "intermediate_size": 32, "num_hidden_layers": 4,

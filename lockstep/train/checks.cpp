@@ -193,7 +193,9 @@ class Checker {
           "tokens_per_update needs to know how long a sample is. Set max_seq_len.");
       return;
     }
-    const std::optional<UpdateSize> size = update_size(a);
+    TrainingArguments smallest = a;
+    if (a.elastic_gpu) smallest.per_device_train_batch_size = 1;  // lowers it as far as it must
+    const std::optional<UpdateSize> size = update_size(smallest);
     if (!size) return;
     if (a.gradient_accumulation_steps != 1) {
       add({size->key, "gradient_accumulation_steps"},

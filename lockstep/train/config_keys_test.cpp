@@ -243,6 +243,20 @@ TEST(Degrees, GlobalBatchesAreMultiplesOfWhatCopiesSee) {
               HasSubstr("64 (batch 4 x 8 tokens x 2 data parallel groups of 2 ranks)"));
 }
 
+TEST(Degrees, ElasticGpuLowersTheBatchUntilItDivides) {
+  TrainingArguments a = degrees(1, 1);
+  a.global_batch_size = 15;
+  EXPECT_THAT(message_of([&] { check_arguments(a); }), HasSubstr("not a multiple of 4"));
+  a.elastic_gpu = true;
+  EXPECT_NO_THROW(check_arguments(a));
+  a.global_batch_size.reset();
+  a.tokens_per_update = 100;
+  a.max_seq_len = 64;
+  EXPECT_EQ(message_of([&] { check_arguments(a); }),
+            "[config] tokens_per_update 100 is not a multiple of 64 (batch 1 x 64 tokens). The "
+            "nearest that are: 64 and 128.");
+}
+
 TEST(Degrees, TheEffectiveBatchIsOfCopies) {
   const auto text = [](const TrainingArguments& a, int ranks) {
     return effective_batch_text(a, batch_ranks(a, ranks));
