@@ -27,8 +27,8 @@ bool has_checkpoint(const Nodes& nodes) {
 
 }  // namespace
 
-// It alone would not do: it is not called for an undefined gradient, and a tensor has one place
-// for it.
+// The hook on the accumulator is needed as well: this one is not called for an undefined gradient,
+// and a tensor has room for one only.
 struct HookSet::Sentinel final : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& tensor) override {
     if (previous) (*previous)(tensor);
@@ -77,7 +77,7 @@ void HookSet::post_sentinels(const std::weak_ptr<BackwardListener>& listener) {
   for (std::size_t i = 0; i < model_.size(); ++i) {
     const at::Tensor& tensor = model_[i].tensor;
     auto previous = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
-    // Those of listeners that are gone.
+    // Drops the sentinels whose listeners are gone.
     for (auto* old = dynamic_cast<Sentinel*>(previous.get()); old && old->listener.expired();
          old = dynamic_cast<Sentinel*>(previous.get()))
       previous = std::move(old->previous);
@@ -269,7 +269,7 @@ bool PassEnd::leave_to(const torch::autograd::Node& outer,
 void PassEnd::forget() {
   const auto running = torch::autograd::get_current_node();
   std::erase_if(nodes_, [&](const OuterNode& outer) {
-    // Or it would report an abandoned backward.
+    // Its destructor would report an abandoned backward otherwise.
     if (const auto token = outer.token.lock()) token->ended = true;
     const auto node = outer.node.lock();
     if (!node) return true;
@@ -303,7 +303,7 @@ FiniteBackward::FiniteBackward(const at::Tensor& loss) {
   while (!open.empty()) {
     const std::shared_ptr<Node> node = std::move(open.back());
     open.pop_back();
-    // An accumulator leads nowhere, and what comes to it is finite already.
+    // An accumulator has no next edges, and the gradients that reach it are finite already.
     if (!node || node->num_outputs() == 0 || !seen.insert(node.get()).second) continue;
     for (const auto& edge : node->next_edges()) open.push_back(edge.function);
     hooks_.emplace_back(node, node->add_post_hook(std::make_unique<OnlyFinite>()));

@@ -26,7 +26,8 @@ namespace lockstep::parallel {
 class BackwardListener {
  public:
   virtual ~BackwardListener() = default;
-  // .grad holds the gradient of this parameter; `arrived` is it, or undefined where unknown.
+  // .grad of this parameter holds its gradient. `arrived` is that tensor, or undefined where it is
+  // not known.
   virtual void on_gradient(std::size_t parameter, const at::Tensor& arrived) = 0;
   // Where a gradient of this parameter may be allocated; undefined: anywhere.
   virtual at::Tensor free_slot(std::size_t parameter) = 0;
@@ -102,11 +103,11 @@ bool is_checkpoint_node(const torch::autograd::Node& node);  // it will run such
 // Reports when the backward that a pass belongs to has ended, or thrown.
 //
 // The engine runs callbacks at the end of every backward, nested ones too. A nested backward that
-// is announced (NestedBackward) leaves the end to the outermost one; after one that is not,
+// announces itself (NestedBackward) leaves the end to the outermost one. After one that does not,
 // leave_to() waits until the backward around it runs its next node, and asks for a callback there.
 // A callback that is destroyed without having run means that the backward threw.
 //
-// One call at a time, but misses_outer() on any thread.
+// One call at a time; misses_outer() may be called on any thread.
 class PassEnd {
  public:
   // on_backward_end() follows when the outermost backward in progress ends, or

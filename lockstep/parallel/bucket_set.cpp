@@ -17,8 +17,8 @@ namespace lockstep::parallel {
 namespace {
 
 constexpr std::int64_t kFlagBytes = 64;  // and aligns the next bucket
-// A block that the cache cannot hold is filled past it: the first gradients would be gone again
-// when the last ones come. Small tensors among them are not worth the store's fence.
+// A block that is larger than the cache is written past the cache, which would have dropped the
+// first gradients again when the last ones come. Small tensors are not worth the store's fence.
 constexpr std::size_t kCacheBytes = 4 << 20;
 constexpr std::size_t kStreamedBytes = 64 << 10;
 constexpr std::int64_t kGrainBytes = 1 << 20;  // for each thread
@@ -93,7 +93,7 @@ void BucketSet::lay_out(const std::vector<ParameterForm>& forms,
   }
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (slots_[i].bucket == kNoBucket) slots_[i].tensor = at::Tensor();
-    // One that has no slot any more, or another dtype, must not hold all of the old memory.
+    // A gradient without a slot now, or of another dtype, must not keep all of the old memory.
     at::Tensor& grad = model_[i].tensor.mutable_grad();
     if (grad.defined() && lies_in(old, grad)) grad = grad.clone();
   }
@@ -111,7 +111,7 @@ void BucketSet::bind_slot(const Slot& place, const at::Tensor& wire, const Param
            t.device() == wire.device();
   };
   const at::Tensor values = views_ && fits(grad) ? grad.detach() : at::Tensor();
-  // The same tensor, for everyone who holds it, unless it is needed to hold its old memory.
+  // The slot stays the same tensor for everyone who holds it, unless its old memory is in use.
   if (!fits(slot) || memory::InplaceGradients::in_use(slot)) slot = at::empty({0}, wire.options());
   // An alias, not a view: zero_grad(false) detaches gradients in place, which a view refuses.
   slot.set_(wire.storage(), wire.storage_offset() + place.offset, form.sizes, strides);
@@ -258,7 +258,8 @@ struct OpenBucket {
   std::size_t last_position = 0;
 };
 
-// What is left over at the end, joined to the last full bucket of its kind where it is too small.
+// Closes what is left over at the end; where it is too small, joins it to the last full bucket of
+// its kind.
 void join_small(OpenBucket rest, std::vector<OpenBucket>& closed, std::int64_t min_bytes) {
   const auto same_kind = [&](const OpenBucket& bucket) {
     return bucket.plan.dtype == rest.plan.dtype && bucket.plan.device == rest.plan.device;

@@ -112,10 +112,10 @@ void ModelTensors::broadcast(World& world, int root) {
     if (has_version(b.tensor)) b.version = b.tensor._version();
 }
 
-// The kernel of BatchNorm writes running statistics past their version counter, so that a second
-// graph may be alive, and so does this. A buffer that was written through its counter since the
-// last time is counted once more, on every rank and the root, too: a graph that needs its old value
-// is refused by all of them.
+// BatchNorm's kernel writes running statistics without counting a version, so that a second graph
+// may be alive, and so does this broadcast. A buffer whose version was counted up since the last
+// broadcast is counted up once more, on every rank including the root: a graph that needs its old
+// value is then refused by all of them.
 void ModelTensors::broadcast_buffers(World& world, int root) {
   if (world.size() == 1) return;
   broadcast_coalesced(world, buffer_tensors(), root);
@@ -176,7 +176,7 @@ void ModelTensors::check_own_memory() const {
     return std::tuple(a.device.type(), a.device.index(), a.begin) <
            std::tuple(b.device.type(), b.device.index(), b.begin);
   });
-  // What reaches furthest, of all and of those that move.
+  // The range that reaches furthest so far: of all, and of those that the optimizer moves.
   const Range* all = nullptr;
   const Range* moving = nullptr;
   for (const Range& range : ranges) {
@@ -314,7 +314,7 @@ void ChangeDetector::refuse() const {
   changes.resize(changes.size() - more);
   std::string mine = fmt::format("{}", fmt::join(changes, ", "));
   if (more > 0) mine += fmt::format(" and {} more were changed", more);
-  // The ranks with the same changes together.
+  // Ranks with the same changes share a line.
   std::map<std::string, std::vector<int>> ranks;
   const std::vector<std::string> all = all_gather_bytes(world_, mine);
   for (std::size_t rank = 0; rank < all.size(); ++rank)

@@ -24,7 +24,7 @@ class Module;
 
 namespace lockstep::parallel {
 
-// What buckets are laid out for.
+// The properties of a parameter that its place in a bucket depends on.
 struct ParameterForm {
   bool requires_grad = false;
   c10::ScalarType dtype = c10::kFloat;

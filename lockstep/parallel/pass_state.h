@@ -59,7 +59,7 @@ class PassState {
   // True when the parameter's bucket has become ready. Throws UsageError for a gradient that comes
   // too late, or that static_graph did not expect.
   bool arrived(std::size_t parameter);
-  bool count(std::size_t parameter);         // as arrived, whatever came
+  bool count(std::size_t parameter);         // as arrived(), without its checks
   std::vector<std::size_t> missing() const;  // still waited for
   [[noreturn]] void refuse_missing(int rank, const std::vector<std::size_t>& without) const;
   bool complete() const { return waiting_for_.load() == 0; }
@@ -70,7 +70,8 @@ class PassState {
   // The next bucket in plan order, if it is ready; it counts as launched.
   std::optional<std::size_t> next_ready();
   BucketProgress& bucket(std::size_t index) { return progress_[index]; }
-  std::function<void()> stamp_completion(std::size_t index) const;  // to be called then
+  // The function is to be called when the bucket's reduction has completed.
+  std::function<void()> stamp_completion(std::size_t index) const;
   void wait_for_buckets(bool finish);
   void record_timing();
 

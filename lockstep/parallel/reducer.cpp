@@ -268,7 +268,7 @@ void ReducerImpl::start_pass() {
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) refuse_change();
   pass_.run();
-  // The others count at once, so that their buckets need not wait for the end.
+  // Parameters that this backward will not reach count at once: no bucket waits for the end.
   if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
   for (const std::size_t i : hooks_.unreached())
     if (change_.trained(i)) count_as_unused(i);
@@ -452,8 +452,8 @@ void ReducerImpl::count_pass() const {
   }
 }
 
-// Whoever wrote the optimizer, its step changes parameters in place. A pass that finds them as the
-// last one did adds to its gradients.
+// The step of any optimizer changes parameters in place. A pass that finds them unchanged since the
+// last pass adds to the same gradients.
 void ReducerImpl::count_update() {
   std::int64_t versions = 0;
   for (const ModelParameter& p : model_.parameters())
@@ -491,7 +491,7 @@ void ReducerImpl::close_pass() {
   reset_pass();
 }
 
-// Only what a pass has entered: buckets are also laid out between steps and when one begins.
+// Only if a pass has entered one: buckets are also laid out between steps and when a pass begins.
 void ReducerImpl::leave_phase() {
   if (phase_before_) ledger::set_phase(*phase_before_);
   phase_before_.reset();

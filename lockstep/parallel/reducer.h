@@ -43,7 +43,7 @@ class Reducer {
 
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
-  void verify_replicas();  // both of these
+  void verify_replicas();  // its parameters and its buffers
   void verify_parameters();
   void verify_buffers();
 

@@ -33,7 +33,7 @@ void by_type(c10::ScalarType dtype, const Body& body) {
   body(double{});
 }
 
-// Pointers of one type to every rank's gradient, and to what follows its first elements.
+// Pointers of one type to every rank's gradient.
 template <typename T>
 struct Sources {
   explicit Sources(const std::vector<at::Tensor>& tensors) {
@@ -47,8 +47,7 @@ struct Sources {
   std::vector<const T*> pointers;
 };
 
-// A piece begins at a block's start; threads share it out in whole blocks. body(first element,
-// count)
+// Calls body(first element, count) on several threads, each for whole blocks of a piece.
 template <typename Body>
 void by_blocks(std::int64_t count, const Body& body) {
   optim::detail::share_out(kernels::norm_blocks(count), kBlock,
@@ -112,7 +111,7 @@ at::Tensor block_sums(const at::Tensor& values) {
 
 }  // namespace
 
-// Where the owned pieces lie does not change any more.
+// From here on the owned pieces stay where they are.
 void ShardedImpl::find_pieces() {
   for (auto& domain : domains_) {
     for (auto& owned : domain.owned) {

@@ -90,8 +90,8 @@ RowCut cut_rows(at::IntArrayRef sizes, int ranks) {
 
 namespace {
 
-// Calls `copy` with equally large pieces of both: the ranks that have all their rows, and the one
-// that has some of them.
+// Calls copy(piece of `whole`, piece of `parts`) with pieces of one size: first for all ranks that
+// have a full chunk of rows, then for the one that has the rest.
 template <typename Copy>
 void each_piece(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts, Copy&& copy) {
   if (cut.padded() == 0) return;
@@ -174,7 +174,6 @@ void own_memory(at::Tensor tensor) {
   tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
 }
 
-// Ranks are named by their place along `where`.
 void require_same(World& world, const std::string& component, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints) {
   const auto difference =

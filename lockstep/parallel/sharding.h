@@ -81,8 +81,8 @@ class Packing {
   struct Piece {
     std::int64_t length;  // elements of a rank, with its padding
     at::ScalarType type;  // in which they travel
-    // With kFloat8_e4m3fn: the largest magnitude of what has one scale, on all ranks. The values
-    // that arrive have the same one, so that a further cast to fp8 gives the same bytes and scale.
+    // With kFloat8_e4m3fn: the largest magnitude, over all ranks, of the values that share a scale.
+    // The values that arrive have the same one, so that casting them again gives the same bytes.
     at::Tensor amax{};
   };
   Packing(std::vector<Piece> pieces, at::ScalarType own);
@@ -101,19 +101,19 @@ class Packing {
   bool rounds_;
 };
 
-// Gives a parameter memory that nothing else lies in, in the order of its rows, and lets its
-// storage be replaced. No graph holds the parameter yet.
+// Moves a parameter to contiguous memory of its own, where it is not there already, and allows its
+// storage to be replaced. No graph may hold the parameter yet.
 void own_memory(at::Tensor tensor);
 
-// Throws CommError where a tensor is not the same on all ranks of `world`. `where` names the axis
-// of the mesh along which these ranks are.
+// Throws CommError where a tensor is not the same on all ranks of `world`. `where` follows the
+// ranks in the message: " along 'data'".
 // Collective.
 void require_same(World& world, const std::string& component, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints);
 
-// A step whose gradients are divided over ranks.
+// The parts of a step whose gradients are divided over ranks.
 struct DividedStep {
-  std::function<at::Tensor()> norm;                     // of all of them, the same on every rank
+  std::function<at::Tensor()> norm;                     // of all gradients, the same on every rank
   std::function<void(const at::Tensor& factor)> scale;  // this rank's
   std::function<void(const optim::StepOptions&)> step;  // this rank's, without clipping or scaling
 };

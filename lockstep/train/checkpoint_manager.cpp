@@ -76,7 +76,7 @@ void CheckpointManager::open(bool only_last) {
   size.optimizer *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
   // Older checkpoints are deleted after the new one is durable, so with a limit two exist side by
   // side; without one their number is unknown.
-  const bool has_one = run_.result.durable_step >= 0;  // and it goes when there are two more
+  const bool has_one = run_.result.durable_step >= 0;  // deleted when there are two newer ones
   check_room(a, size,
              a.save_strategy != Interval::kNo && a.save_total_limit && !only_last && !has_one);
   claim_output_dir();

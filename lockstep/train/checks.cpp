@@ -202,8 +202,8 @@ class Checker {
           fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
                       size->key, size->key));
     }
-    // What does not suit one copy of the model suits no number of them; the values to choose are
-    // those for the ranks of this run, where a launcher has said how many.
+    // What one copy of the model cannot compute in whole passes, no number of copies can. The
+    // nearest values are those for the ranks of this run, where a launcher has said how many.
     const std::int64_t copies = std::max<std::int64_t>(1, ranks_of_launcher() / ranks_of_copy(a));
     if (!uneven_text(*size, 1).empty())
       add({size->key, "per_device_train_batch_size", "max_seq_len"},

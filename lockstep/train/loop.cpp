@@ -46,7 +46,8 @@ std::optional<c10::ScalarType> type_named(const std::string& name) {
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
 
-// Weights by what one rank has seen are known when its window ends; a pipeline knows them before.
+// Where a rank weights tokens by what it alone has seen, the weights are known when its window
+// ends, and gradients are reduced then. A pipeline knows them before.
 FullyShardOptions shard_options(const RunContext& run, const FsdpPlan& plan) {
   const TrainingArguments& a = run.arguments;
   const bool alone = !a.average_tokens_across_devices && a.pipeline_parallel_degree == 1 &&
