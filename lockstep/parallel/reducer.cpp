@@ -133,8 +133,8 @@ BucketLimits limits_of(std::optional<double> bucket_cap_mb) {
   return limits;
 }
 
-void require_same(World& world, const Check& check, const char* kind,
-                  const Fingerprints& fingerprints) {
+void verify_same(World& world, const Check& check, const char* kind,
+                 const Fingerprints& fingerprints) {
   const auto difference = find_difference(world, check, fingerprints);
   if (!difference) return;
   throw CommError(
@@ -746,12 +746,12 @@ void Reducer::verify_parameters() {
   // Memory that all ranks map is always equal, whoever wrote it.
   if (impl_->strategy_ != nullptr)
     check.refusal = parallel::refusal_of([&] { impl_->strategy_->check_written(); });
-  parallel::require_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
+  parallel::verify_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
 }
 
 void Reducer::verify_buffers() {
-  parallel::require_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
-                         impl_->model_.buffer_fingerprints());
+  parallel::verify_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
+                        impl_->model_.buffer_fingerprints());
 }
 
 RecordedPasses::RecordedPasses(Reducer& reducer) : reducer_(reducer) {
