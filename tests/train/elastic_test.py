@@ -38,7 +38,7 @@ class Elastic(TrainCase):
 
     def test_the_batch_of_the_file_need_not_divide_the_global_batch(self):
         done = self.train(3, self.place / "out", "--elastic_gpu", "--global_batch_size", 15)
-        self.assertIn("1 per device x 5 accumulation x 3 ranks = global batch 15",
+        self.assertIn("5 per device x 1 accumulation x 3 ranks = global batch 15",
                       done.stderr + done.stdout)
 
     def test_without_it_the_file_must_divide(self):
