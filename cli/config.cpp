@@ -19,8 +19,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/effective_batch.h"
-#include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
 namespace {
@@ -118,8 +118,14 @@ std::string task_keys_markdown() {
   return text;
 }
 
+// With elastic_gpu the batch that it begins with at this number of ranks.
+TrainingArguments planned(const TrainingArguments& a, int copies) {
+  return a.elastic_gpu ? with_shared_batch(a, copies) : a;
+}
+
 std::string batch_text(const TrainingArguments& a, int world_size) {
-  return train::effective_batch_text(a, train::batch_ranks(a, world_size));
+  const int copies = train::batch_ranks(a, world_size);
+  return train::effective_batch_text(planned(a, copies), copies);
 }
 
 constexpr const char* kConfigHelp =
@@ -182,10 +188,10 @@ int show_config(const ConfigRequest& request) {
   }
   say_notes(config.notes);
   print_text("{}", train::config_text(config, request.all));
-  if (request.world_size)
-    print_text("{}",
-               train::preset_comparison(config.arguments,
-                                        train::batch_ranks(config.arguments, *request.world_size)));
+  if (request.world_size) {
+    const int copies = train::batch_ranks(config.arguments, *request.world_size);
+    print_text("{}", train::preset_comparison(planned(config.arguments, copies), copies));
+  }
   return 0;
 }
 

@@ -66,6 +66,16 @@ class Config(unittest.TestCase):
         self.assertIn("is not a multiple of 8 (batch 4 x 2 data parallel groups of 2 ranks). The "
                       "nearest that are: 8 and 16.", done.stderr)
 
+    def test_elastic_gpu_is_shown_with_a_batch_that_the_ranks_can_share(self):
+        self.write("t.yaml", "per_device_train_batch_size: 4\nelastic_gpu: true\n")
+        done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=15")
+        self.assertIn("effective batch 15 = 1 per device x 5 accumulation x 3 ranks", done.stdout,
+                      done.stderr)
+        done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=16")
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("global_batch_size 16 is not a multiple of 3 (batch 1 x 3 ranks). The "
+                      "nearest that are: 15 and 18.", done.stderr)
+
     def test_check_refuses_stages_that_the_model_does_not_have(self):
         tiny = {"model_type": "mixtral", "vocab_size": 257, "hidden_size": 32,
                 "num_local_experts": 2, "intermediate_size": 32, "num_hidden_layers": 4,
@@ -367,16 +377,22 @@ class Config(unittest.TestCase):
             "config.cpp", "task_config.cpp", "train.cpp", "train_tasks.cpp")]
         train = os.path.join(source, "lockstep", "train")
         readers += [os.path.join(train, name) for name in os.listdir(train)
-                    if re.fullmatch(r"(batch_size|checkpoint_manager|effective_batch|evaluator|"
-                                    r"fsdp_keys|loop|metrics_reporter|rule_options|run_\w+|"
-                                    r"step_plan|"
-                                    r"train_optimizer|trainer)"
-                                    r"\.(h|cpp)", name)]
-        # The checks look at every key; only these functions of theirs are used by a run.
-        with open(os.path.join(train, "checks.cpp"), encoding="utf-8") as f:
-            checks = f.read()
-        text = "".join(re.search(rf"{name}\(const .*?\n}}", checks, re.DOTALL).group(0)
-                       for name in ("update_size", "fp8_recipe_name"))
+                    if re.fullmatch(r"(checkpoint_manager|effective_batch|evaluator|loop|"
+                                    r"metrics_reporter|rule_options|run_\w+|step_plan|"
+                                    r"train_optimizer|trainer)\.(h|cpp)", name)]
+        # The checks look at every key, and the table has every name; only these functions of
+        # theirs are used by a run.
+        text = ""
+        for name, functions in (
+                ("checks.cpp", ("update_size", "fp8_recipe_name", "check_evaluation",
+                                "check_metric", "check_precision", "check_room")),
+                ("config_keys.cpp", ("fsdp_plan", "checkpoints_activations"))):
+            with open(os.path.join(train, name), encoding="utf-8") as f:
+                code = f.read()
+            for function in functions:
+                found = re.findall(rf"\b{function}\(const .*?\n}}", code, re.DOTALL)
+                self.assertTrue(found, function)
+                text += "".join(found)
         for path in readers:
             with open(path, encoding="utf-8") as f:
                 text += f.read()

@@ -4,8 +4,9 @@
 
 #include <algorithm>
 
+#include "lockstep/core/error.h"
 #include "lockstep/train/checks.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
 #include "observe/plan/ranking.h"
 
@@ -102,26 +103,45 @@ void set_arguments(TrainingArguments& arguments, const plan::Training& training,
     arguments.fsdp = std::string(word);
 }
 
+// "DDP on 4 GPUs", "1 CPU rank".
+std::string place_text(const plan::Choice& choice, const plan::Card& card, int ranks) {
+  const std::string places =
+      fmt::format("{} {}{}", ranks, card.cpu ? "CPU rank" : "GPU", ranks == 1 ? "" : "s");
+  return ranks == 1 ? places : fmt::format("{} on {}", parts_text(choice, card.cpu), places);
+}
+
 }  // namespace
+
+TrainingArguments with_shared_batch(TrainingArguments arguments, int copies) {
+  while (const auto size = train::update_size(arguments)) {
+    const std::string uneven = train::uneven_text(*size, copies);
+    if (uneven.empty()) break;
+    if (arguments.per_device_train_batch_size == 1)
+      throw UsageError("config", "elastic_gpu may choose any batch per device, and even so {}",
+                       uneven);
+    --arguments.per_device_train_batch_size;
+  }
+  return arguments;
+}
 
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
                        const plan::Card& card, int ranks,
                        std::optional<plan::Measurement> measured) {
   if (measured && measured->memory_bytes > plan::usable_bytes(card)) measured.reset();
   // A rank does not have the GPUs of a device map to itself.
-  if (training.device_map || (training.global_batch && *training.global_batch % ranks != 0))
-    return {};
+  if (training.device_map) return {};
+  with_shared_batch(arguments, ranks);  // or the refusal
   const plan::Choice choice = choose_for(training, card, ranks, measured);
   const bool split = choice.strategy == plan::Strategy::kSplit;
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
   if (measured && !training.fixed_checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;
   std::string text = fmt::format(
-      "elastic_gpu: {} on {} {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
+      "elastic_gpu: {}: {} per device x {} accumulation x {} rank{} = global batch {}, "
       "about {:.1f} GiB each",
-      parts_text(choice), ranks, card.cpu ? "CPU ranks" : card.name, choice.batch,
-      choice.accumulation, choice.replicas(), choice.replicas() == 1 ? "" : "s",
-      choice.global_batch, static_cast<double>(choice.memory.total()) / (1u << 30));
+      place_text(choice, card, ranks), choice.batch, choice.accumulation, choice.replicas(),
+      choice.replicas() == 1 ? "" : "s", choice.global_batch,
+      static_cast<double>(choice.memory.total()) / (1u << 30));
   if (measured)
     text += fmt::format("; {:.1f} ms a step when `lockstep plan --probe` ran it{}",
                         1e3 * measured->step_s,

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/plan_record.h"
+#include "lockstep/core/helpers_for_test.h"
 
 namespace lockstep::cli {
 namespace {
@@ -21,6 +22,11 @@ struct Planned {
   }
 };
 
+plan::Model small_gpt() {
+  const models::GptConfig sizes{.n_layer = 2, .n_head = 2, .n_embd = 32, .n_positions = 64};
+  return {.config = models::CausalLmConfig{.model = sizes}, .length = 64};
+}
+
 // A GPT of 1.3 billion parameters in bf16, 8 sequences of 1024 tokens for each rank.
 Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer = "auto",
                 const std::optional<plan::Measurement>& measured = {}) {
@@ -31,7 +37,7 @@ Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer
   Planned planned;
   planned.arguments.per_device_train_batch_size = training.batch = 8;
   planned.arguments.shard_optimizer = shard_optimizer;
-  const plan::Card card{.name = "a card", .memory_bytes = gib << 30};
+  const plan::Card card{.memory_bytes = gib << 30};
   planned.said = apply_plan(planned.arguments, training, card, ranks, measured);
   return planned;
 }
@@ -57,7 +63,7 @@ TEST(ElasticGpu, TakesTheFileAsItIsWhereItFits) {
   EXPECT_EQ(planned.arguments.per_device_train_batch_size, 8);
   EXPECT_EQ(planned.arguments.gradient_accumulation_steps, 1);
   EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
-  EXPECT_THAT(planned.said, AllOf(HasSubstr("DDP on 4 a card"), HasSubstr("global batch 32"),
+  EXPECT_THAT(planned.said, AllOf(HasSubstr("DDP on 4 GPUs"), HasSubstr("global batch 32"),
                                   Not(HasSubstr("may not fit"))));
 }
 
@@ -72,7 +78,7 @@ TEST(ElasticGpu, StillLessShardsTheOptimizerWhereTheFileLeavesItOpen) {
   const Planned planned = plan_on(24, 4);
   EXPECT_EQ(planned.arguments.shard_optimizer, "true");
   EXPECT_EQ(planned.global_batch(4), 32);
-  EXPECT_THAT(planned.said, HasSubstr("DDP, sharded optimizer on 4 a card"));
+  EXPECT_THAT(planned.said, HasSubstr("DDP, sharded optimizer on 4 GPUs"));
   EXPECT_EQ(plan_on(24, 4, "false").arguments.shard_optimizer, "false");
 }
 
@@ -81,7 +87,7 @@ TEST(ElasticGpu, AndStillLessDividesTheWholeModel) {
   EXPECT_EQ(planned.arguments.fsdp, "full_shard");
   EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
   EXPECT_EQ(planned.global_batch(4), 32);
-  EXPECT_THAT(planned.said, HasSubstr("fsdp: full_shard on 4 a card"));
+  EXPECT_THAT(planned.said, HasSubstr("fsdp: full_shard on 4 GPUs"));
   EXPECT_FALSE(plan_on(16, 4, "false").arguments.fsdp.has_value());
 }
 
@@ -118,7 +124,7 @@ TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
   EXPECT_EQ(planned.arguments.per_device_train_batch_size, 4);
   EXPECT_EQ(planned.global_batch(2), 32);
   EXPECT_FALSE(planned.arguments.elastic_gpu);  // which is refused beside it
-  EXPECT_THAT(planned.said, AllOf(HasSubstr("tensor parallel over 2 on 4 a card: 4 per device x 4 "
+  EXPECT_THAT(planned.said, AllOf(HasSubstr("tensor parallel over 2 on 4 GPUs: 4 per device x 4 "
                                             "accumulation x 2 ranks = global batch 32"),
                                   HasSubstr("--probe")));
   plan::Training training{.half = true, .may_tensor = true};
@@ -146,6 +152,32 @@ TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {
   EXPECT_EQ(planned.arguments.gradient_accumulation_steps, 1);
   EXPECT_EQ(planned.arguments.shard_optimizer, "auto");
   EXPECT_THAT(planned.said, HasSubstr("Ranks cannot split a model"));
+}
+
+TEST(ElasticGpu, SharesAnyMultipleOfTheRanksWhateverTheBatchOfTheFile) {
+  const auto on_three = [](std::int64_t global_batch) {
+    TrainingArguments arguments{
+        .per_device_train_batch_size = 4, .global_batch_size = global_batch, .elastic_gpu = true};
+    plan::Training training{.model = small_gpt()};
+    training.batch = 4;
+    training.global_batch = global_batch;
+    apply_plan(arguments, training, {.cpu = true}, 3);
+    return arguments.per_device_train_batch_size;
+  };
+  EXPECT_EQ(on_three(24), 4);
+  EXPECT_EQ(on_three(18), 3);
+  EXPECT_EQ(on_three(15), 1);
+  EXPECT_EQ(message_of([&] { on_three(16); }),
+            "[config] elastic_gpu may choose any batch per device, and even so global_batch_size "
+            "16 is not a multiple of 3 (batch 1 x 3 ranks). The nearest that are: 15 and 18.");
+}
+
+TEST(ElasticGpu, OneRankIsNamedAlone) {
+  EXPECT_THAT(plan_on(80, 1).said, HasSubstr("elastic_gpu: 1 GPU: 8 per device x 1 accumulation"));
+  TrainingArguments arguments;
+  plan::Training training{.model = small_gpt()};
+  EXPECT_THAT(apply_plan(arguments, training, {.cpu = true}, 1),
+              HasSubstr("elastic_gpu: 1 CPU rank: "));
 }
 
 TEST(ElasticGpu, WhatFitsNowhereIsSaidWithBothSizes) {

@@ -12,9 +12,8 @@
 #include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/text_files.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
-#include "lockstep/train/fsdp_keys.h"
-#include "lockstep/train/run_checks.h"
 
 namespace lockstep::cli {
 namespace {

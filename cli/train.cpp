@@ -33,8 +33,8 @@
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/this_host.h"
 #include "lockstep/run.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/config.h"
-#include "lockstep/train/run_checks.h"
 #include "lockstep/train/trainer.h"
 
 namespace lockstep::cli {

@@ -31,9 +31,9 @@
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
-#include "lockstep/train/fsdp_keys.h"
-#include "lockstep/train/run_context.h"
+#include "lockstep/train/run_control.h"
 
 namespace lockstep::cli {
 namespace {

@@ -51,7 +51,7 @@ std::string hugging_face_config(const GptConfig& config,
 
 // What the model computes beside its weights, as JSON: the fields of config.json with their values,
 // where they are not there too, but not what their shapes say, and not what counts in training
-// alone. For ModelFiles::function (lockstep/train/model_files.h).
+// alone. For ModelFiles::function (lockstep/train/task.h).
 std::string function_text(const CausalLmConfig& config);
 
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config);

@@ -77,7 +77,7 @@ LoraConfig parse_adapter_config(std::string_view text, const std::string& file);
 std::string adapter_config_text(const LoraConfig& config, bool fan_in_fan_out);
 
 // What the adapters compute beside their weights, and what their base does ("" or
-// function_text(net->config())), as JSON. For ModelFiles::function (lockstep/train/model_files.h).
+// function_text(net->config())), as JSON. For ModelFiles::function (lockstep/train/task.h).
 std::string function_text(const LoraConfig& config, const std::string& base);
 
 // Throws UsageError for values that make no adapter.

@@ -14,7 +14,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/kernels/cuda/graph.h"
-#include "lockstep/parallel/finite_backward.h"
+#include "lockstep/parallel/backward_hooks.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/parallel/pass_end.h"
+#include "lockstep/parallel/backward_hooks.h"
 
 namespace lockstep {
 namespace {

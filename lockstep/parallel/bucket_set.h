@@ -1,25 +1,66 @@
-// BucketSet: the buckets, which gradient has which slot in them, and bringing gradients there.
+// The buckets that gradients are reduced in: plan_buckets() decides which gradient lies where, a
+// BucketSet has the memory and copies gradients there and back.
 //
+//   auto plans = plan_buckets(parameters, reverse_order(n), {.first_cap_bytes = 1 << 20});
 //   buckets.lay_out(forms, order, limits);      // collective
 //   buckets.store(i, arrived, /*sync=*/true);   // .grad of parameter i is in its slot
 //   world.all_reduce(buckets[0].flat);
 //   buckets.publish({});                        // every .grad holds what its slot holds
 //
-// store() may run on several threads at once, for different parameters; everything else belongs to
-// the thread that trains.
+// BucketSet::store() may run on several threads at once, for different parameters; everything else
+// of it belongs to the thread that trains.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/parallel/bucket_plan.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep::parallel {
+
+struct ParameterInfo {
+  std::int64_t numel = 0;
+  c10::ScalarType dtype = c10::kFloat;
+  c10::Device device = c10::kCPU;
+};
+
+struct BucketLimits {
+  std::int64_t first_cap_bytes = 1 << 20;  // small, so that communication starts early
+  std::int64_t cap_bytes = 25 << 20;
+  std::int64_t min_bytes = 0;         // a last bucket below this is joined to the one before it
+  std::int64_t alignment_bytes = 64;  // of each slot within its bucket
+};
+
+struct Slot {
+  std::size_t parameter = 0;  // index into the parameter list
+  std::int64_t offset = 0;    // in elements
+};
+
+struct BucketPlan {
+  c10::ScalarType dtype = c10::kFloat;
+  c10::Device device = c10::kCPU;
+  std::int64_t numel = 0;  // padding included
+  std::vector<Slot> slots;
+};
+
+// Buckets in launch order: by the position, in `order`, of the parameter that completes them.
+// `order` lists parameter indices in the expected order of readiness, so that a bucket is complete
+// early and its reduction overlaps the rest of backward. An index that is not in it, as that of a
+// sparse parameter, gets no slot. A bucket holds one dtype on one device. A pure function: ranks
+// that agree on the parameters and the order agree on the plan.
+std::vector<BucketPlan> plan_buckets(const std::vector<ParameterInfo>& parameters,
+                                     const std::vector<std::size_t>& order,
+                                     const BucketLimits& limits = {});
+
+// n-1, ..., 0: the order of readiness before anything was observed.
+std::vector<std::size_t> reverse_order(std::size_t n);
 
 inline constexpr std::size_t kNoBucket = static_cast<std::size_t>(-1);
 

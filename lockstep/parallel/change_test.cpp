@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_ddp.h"

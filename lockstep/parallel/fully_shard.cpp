@@ -19,9 +19,9 @@
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/prepared_block.h"
+#include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -10,9 +10,8 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/parallel/divided.h"
 #include "lockstep/parallel/fully_shard_impl.h"
-#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
 namespace {

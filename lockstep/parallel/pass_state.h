@@ -4,6 +4,8 @@
 // pass every bucket counts down the gradients it still waits for; at zero it is ready, and ready
 // buckets are launched strictly in plan order, so that all ranks issue the same operations.
 //
+// JoinSession, below, says which ranks take part in a pass where inputs are uneven.
+//
 // lock() guards the start of a pass and every launch. arrived() needs none: gradients of different
 // parameters may arrive on several threads, and touch their own state and their bucket's counter.
 #pragma once
@@ -17,6 +19,7 @@
 #include <optional>
 #include <vector>
 
+#include "lockstep/comm/world.h"
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/reducer_types.h"
@@ -56,7 +59,7 @@ class PassState {
   // True when the parameter's bucket has become ready. Throws UsageError for a gradient that comes
   // too late, or that static_graph did not expect.
   bool arrived(std::size_t parameter);
-  bool count(std::size_t parameter);         // as arrived, whatever came
+  bool count(std::size_t parameter);         // as arrived(), without its checks
   std::vector<std::size_t> missing() const;  // still waited for
   [[noreturn]] void refuse_missing(int rank, const std::vector<std::size_t>& without) const;
   bool complete() const { return waiting_for_.load() == 0; }
@@ -67,7 +70,8 @@ class PassState {
   // The next bucket in plan order, if it is ready; it counts as launched.
   std::optional<std::size_t> next_ready();
   BucketProgress& bucket(std::size_t index) { return progress_[index]; }
-  std::function<void()> stamp_completion(std::size_t index) const;  // to be called then
+  // The function is to be called when the bucket's reduction has completed.
+  std::function<void()> stamp_completion(std::size_t index) const;
   void wait_for_buckets(bool finish);
   void record_timing();
 
@@ -102,6 +106,34 @@ class PassState {
   bool learned_ = false;  // static_graph has seen its first pass
   Clock::time_point start_, last_gradient_;
   std::shared_ptr<std::vector<std::atomic<std::int64_t>>> completed_ns_;
+};
+
+// In a join, where ranks have different numbers of inputs: which ranks still train, what sums are
+// divided by, and whose buffers and order of gradients count.
+//
+//   join.begin(options);
+//   join.exchange(true);     // before each synchronised pass; false: this rank has run out
+//   join.end();
+class JoinSession {
+ public:
+  explicit JoinSession(World& world) : world_(world) {}
+
+  void begin(const JoinOptions& options);  // UsageError inside another one
+  void end();
+  bool active() const { return options_.has_value(); }
+
+  // False when all ranks have run out. UsageError with throw_on_early_termination. Collective.
+  bool exchange(bool has_inputs);
+
+  double divisor() const;  // of a sum over ranks
+  bool divides_by_active() const { return active() && !options_->divide_by_initial_world_size; }
+  int root() const { return root_; }
+
+ private:
+  World& world_;
+  std::optional<JoinOptions> options_;
+  int training_ = 0;  // ranks, in the pass in progress
+  int root_ = 0;
 };
 
 }  // namespace lockstep::parallel

@@ -1,5 +1,3 @@
-#include "lockstep/parallel/pipeline_schedule.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <tuple>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/pipeline.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/divided.h"
+#include "lockstep/parallel/sharding.h"
 #include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {

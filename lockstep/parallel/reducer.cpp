@@ -1,21 +1,123 @@
 #include "lockstep/parallel/reducer.h"
 
+#include <ATen/ATen.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/parallel/oversubscription.h"
-#include "lockstep/parallel/reducer_impl.h"
+#include "lockstep/parallel/backward_hooks.h"
+#include "lockstep/parallel/bucket_set.h"
+#include "lockstep/parallel/model_tensors.h"
+#include "lockstep/parallel/pass_state.h"
+#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
 namespace parallel {
+
+// The order of events behind Reducer.
+//
+// Each part has one job and owns its state; this class calls them in order. From backward() on:
+//   HookSet          reports a gradient                             on_gradient
+//   PassState        a pass begins with the first one               begin_pass, start_pass
+//   JoinSession      which ranks take part                          start_pass
+//   ChangeDetector   is the model what the buckets are for          start_pass, refuse_change
+//   BucketSet        the gradient goes to its slot                  on_gradient
+//   PassState        its bucket may be ready                        launch_ready, launch
+//   PassEnd          the outermost backward has ended               on_backward_end
+//   ModelTensors     buffers are copied                             finalize
+class ReducerImpl final : public BackwardListener,
+                          public GradientStore,
+                          public std::enable_shared_from_this<ReducerImpl> {
+ public:
+  ReducerImpl(World world, DdpOptions options)
+      : world_(std::move(world)), options_(std::move(options)) {}
+  // Communicates; separate from the constructor because hooks need a weak_ptr.
+  void start(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers);
+
+  void on_gradient(std::size_t parameter, const at::Tensor& arrived) override;
+  at::Tensor free_slot(std::size_t parameter) override;
+  bool gradients_are_local() const override { return strategy_ != nullptr; }
+  void on_watched_backward() override;
+  void on_backward_end() override;
+  void on_backward_abandoned() override;
+  void on_outer_backward() override;
+  // In a world of one, where no gradient is hooked: `output` says when backward begins.
+  void watch_alone(const at::Tensor& output);
+
+  std::vector<GradientBucket> hand_over(ReduceStrategy& strategy) override;
+  void check_hand_over() const override;
+  void take_back() override;
+  StepTurn begin_step(bool has_inputs) override;
+  void end_step(bool has_inputs) override;
+  bool joining() const override { return join_.active(); }
+  void check_unchanged() const override { change_.check_unchanged("the optimizer was made"); }
+  void check_all_used() const override;
+  void check_own_memory() const override { model_.check_own_memory(); }
+
+ private:
+  friend class lockstep::Reducer;  // the handle of this one
+  void choose_overlap();
+  std::vector<std::size_t> reverse_dense_order() const;
+  BucketLimits limits_as_set() const;
+  void plan(const std::vector<std::size_t>& order);
+  void plan_first();
+  bool begin_pass();
+  void start_pass();
+  void check_recordable();
+  void close_pass();
+  void leave_phase();
+  void reset_pass();
+  void count_as_unused(std::size_t parameter);
+  void launch_ready();
+  void launch(std::size_t index);
+  void finalize();
+  void count_pass() const;
+  void count_buckets() const;
+  void count_update();
+  void reduce_sparse(const std::vector<bool>& used);
+  void rebuild_from_observed_order();
+  [[noreturn]] void refuse_change();
+  bool flag_in_bucket() const;
+  const at::Tensor& received_flag();
+  [[noreturn]] void refuse_change_of_another();
+  void shadow_pass();
+
+  World world_;
+  const DdpOptions options_;
+  ModelTensors model_;
+  ChangeDetector change_{world_, model_, options_};
+  BucketSet buckets_{world_, model_, options_.gradient_as_bucket_view};
+  PassState pass_{model_, buckets_, options_};
+  PassEnd end_;
+  JoinSession join_{world_};
+  HookSet hooks_{model_, options_.gradient_as_bucket_view};
+
+  bool passive_ = false;      // a world of one: nothing to reduce
+  bool overlap_ = true;       // buckets are sent while backward runs
+  bool rebuilt_ = false;      // the plan follows the observed order
+  bool may_record_ = false;   // set_recording
+  std::uint64_t layout_ = 0;  // plans made
+  int no_sync_depth_ = 0;
+  std::int64_t versions_before_ = -1;          // of the parameters, summed, at the last pass
+  std::optional<ledger::Phase> phase_before_;  // the pass that runs
+  BucketLimits limits_;
+  CommHook hook_;
+  ReduceStrategy* strategy_ = nullptr;  // null: buckets are reduced in backward
+};
+
 namespace {
 
 BucketLimits limits_of(std::optional<double> bucket_cap_mb) {
@@ -30,8 +132,8 @@ BucketLimits limits_of(std::optional<double> bucket_cap_mb) {
   return limits;
 }
 
-void require_same(World& world, const Check& check, const char* kind,
-                  const Fingerprints& fingerprints) {
+void verify_same(World& world, const Check& check, const char* kind,
+                 const Fingerprints& fingerprints) {
   const auto difference = find_difference(world, check, fingerprints);
   if (!difference) return;
   throw CommError(
@@ -165,7 +267,7 @@ void ReducerImpl::start_pass() {
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (change_.look() && pass_.sync) refuse_change();
   pass_.run();
-  // The others count at once, so that their buckets need not wait for the end.
+  // Parameters that this backward will not reach count at once: no bucket waits for the end.
   if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
   for (const std::size_t i : hooks_.unreached())
     if (change_.trained(i)) count_as_unused(i);
@@ -349,8 +451,8 @@ void ReducerImpl::count_pass() const {
   }
 }
 
-// Whoever wrote the optimizer, its step changes parameters in place. A pass that finds them as the
-// last one did adds to its gradients.
+// The step of any optimizer changes parameters in place. A pass that finds them unchanged since the
+// last pass adds to the same gradients.
 void ReducerImpl::count_update() {
   std::int64_t versions = 0;
   for (const ModelParameter& p : model_.parameters())
@@ -388,7 +490,7 @@ void ReducerImpl::close_pass() {
   reset_pass();
 }
 
-// Only what a pass has entered: buckets are also laid out between steps and when one begins.
+// Only if a pass has entered one: buckets are also laid out between steps and when a pass begins.
 void ReducerImpl::leave_phase() {
   if (phase_before_) ledger::set_phase(*phase_before_);
   phase_before_.reset();
@@ -522,6 +624,19 @@ void ReducerImpl::check_all_used() const {
   if (!without.empty()) pass_.refuse_missing(world_.rank(), without);
 }
 
+int cores_of_ranks(World& world) {
+  const std::vector<int> own = allowed_cpus();
+  const auto end = static_cast<std::int64_t>(all_reduce(world, own.back() + 1, ReduceOp::kMax));
+  at::Tensor cores = at::zeros({end}, at::kByte);
+  for (const int core : own) cores[core] = 1;
+  world.all_reduce(cores, ReduceOp::kMax).wait();
+  const double quota =
+      all_reduce(world, cgroup_quota_cores().value_or(std::numeric_limits<double>::infinity()),
+                 ReduceOp::kMax);
+  const auto count = cores.sum().item<double>();
+  return std::max(1, static_cast<int>(std::min(count, quota)));
+}
+
 }  // namespace parallel
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
@@ -630,12 +745,12 @@ void Reducer::verify_parameters() {
   // Memory that all ranks map is always equal, whoever wrote it.
   if (impl_->strategy_ != nullptr)
     check.refusal = parallel::refusal_of([&] { impl_->strategy_->check_written(); });
-  parallel::require_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
+  parallel::verify_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
 }
 
 void Reducer::verify_buffers() {
-  parallel::require_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
-                         impl_->model_.buffer_fingerprints());
+  parallel::verify_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"}, "buffer",
+                        impl_->model_.buffer_fingerprints());
 }
 
 RecordedPasses::RecordedPasses(Reducer& reducer) : reducer_(reducer) {

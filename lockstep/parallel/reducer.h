@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
-#include "lockstep/parallel/options.h"
 #include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep {
@@ -44,7 +43,7 @@ class Reducer {
 
   void join(const std::function<void()>& body, const JoinOptions& options);
   void register_comm_hook(CommHook hook);
-  void verify_replicas();  // both of these
+  void verify_replicas();  // its parameters and its buffers
   void verify_parameters();
   void verify_buffers();
 
@@ -101,3 +100,24 @@ class [[nodiscard]] NoSync {
 };
 
 }  // namespace lockstep
+
+// Whether ranks of one host fill its cores. Then reductions beside the backward pass would only
+// take cores away from it.
+//
+// One rank's affinity mask says little alone. Ranks that are each bound to a core of their own may
+// use one each and fill nothing; ranks that may all use the same sixteen share them. So the cores
+// that any rank may use are counted, over all of them.
+//
+//   const int cores = cores_of_ranks(world);
+//   const bool overlap = !oversubscribed(world.local_size(), at::get_num_threads(), cores);
+namespace lockstep::parallel {
+
+// Collective, for worlds of one host: cores that one or more of the ranks may use (affinity), and
+// no more than the quota of their control groups pays for.
+int cores_of_ranks(World& world);
+
+constexpr bool oversubscribed(int ranks, int threads, int cores) {
+  return ranks * threads >= cores;
+}
+
+}  // namespace lockstep::parallel

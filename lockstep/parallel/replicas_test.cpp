@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sync_batch_norm.h"
 #include "lockstep/testing/matchers.h"

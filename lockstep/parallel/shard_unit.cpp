@@ -15,8 +15,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/parallel/divided.h"
-#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
 namespace {

@@ -32,7 +32,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/parallel/rows.h"
+#include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
 

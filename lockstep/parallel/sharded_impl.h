@@ -1,6 +1,6 @@
 // The inside of ShardedOptimizer. Files: sharded_optimizer.cpp (construction, the order of a step),
-// sharded_step.cpp (moving gradients, norms, the update itself), sharded_state.cpp (state in and
-// out, parameters that others wrote).
+// sharded_impl.cpp (moving gradients, norms, the update itself; state in and out; parameters that
+// were written outside a step).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 #include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
-#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
 
@@ -140,7 +140,7 @@ class ShardedImpl final : public ReduceStrategy {
   void refuse_difference(const Check& check, const std::string& text);
   void place_gradients(std::uint8_t* has_gradient);
 
-  // sharded_state.cpp
+  // Beside a step (sharded_impl.cpp).
   static at::Tensor place_of(const Member& member);
   void remember_parameters();
   void take_prints();
@@ -152,7 +152,7 @@ class ShardedImpl final : public ReduceStrategy {
   std::vector<optim::StateSpec> state_of(const Member& member) const;
   optim::TensorDict gather_state(bool wanted);
 
-  // sharded_step.cpp
+  // In a step (sharded_impl.cpp).
   void bring_gradients(Domain& domain);
   void find_pieces();
   std::vector<at::Tensor> sources_of(const Domain& domain, const Owned& owned) const;

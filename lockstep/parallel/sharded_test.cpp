@@ -14,7 +14,7 @@
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/parallel/sharded_layout.h"
+#include "lockstep/parallel/sharding.h"
 #include "lockstep/testing/matchers.h"
 
 namespace lockstep {

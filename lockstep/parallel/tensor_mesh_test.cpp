@@ -31,7 +31,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"

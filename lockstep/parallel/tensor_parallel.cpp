@@ -11,10 +11,10 @@
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/parallel/data_parallel.h"
-#include "lockstep/parallel/divided.h"
-#include "lockstep/parallel/pass_end.h"
+#include "lockstep/parallel/backward_hooks.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/prepared_block.h"
+#include "lockstep/parallel/sharding.h"
 #include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {

@@ -34,8 +34,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/options.h"
 #include "lockstep/parallel/parallelism.h"
+#include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep {
 

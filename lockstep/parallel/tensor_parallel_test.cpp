@@ -30,7 +30,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 

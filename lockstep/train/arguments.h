@@ -138,7 +138,7 @@ struct TrainingArguments {
   bool dataloader_persistent_workers = false;
   std::optional<std::int64_t> dataloader_prefetch_factor{};
 
-  // FullyShard (fsdp_keys.h), instead of DistributedDataParallel.
+  // FullyShard (config_keys.h), instead of DistributedDataParallel.
   std::optional<std::string> fsdp{};  // "full_shard", "shard_grad_op", "hybrid_shard"
   std::shared_ptr<const Node> fsdp_config{};
   // With torchtitan's name: ranks that divide a model; unset: all of a stage, or of a host.

@@ -1,4 +1,5 @@
-// AsyncSaver: writes checkpoints while training continues.
+// AsyncSaver: writes checkpoints while training continues. write_divided(): a checkpoint of a model
+// that is divided over ranks.
 //
 // Parameters and optimizer state change only in step(). What a checkpoint holds of them can
 // therefore be copied while the next forward and backward run, and only the next step has to wait
@@ -26,6 +27,7 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/comm/mesh.h"
 #include "lockstep/train/checkpoint.h"
 
 namespace lockstep::train {
@@ -96,5 +98,23 @@ class AsyncSaver {
   std::shared_ptr<Job> job_;
   std::optional<SaveOutcome> ended_;  // from a job that begin() had to wait for
 };
+
+bool any_divided(const NamedTensors& tensors);
+
+// A checkpoint of a model that is divided over ranks, written by all of them.
+//
+//   const SaveOutcome outcome = write_divided(mesh, contents, {.output_dir = "out", .limit = 2});
+//
+// `contents` has the same tensors on every rank, divided (lockstep/nn/divided.h) or whole; all else
+// of it counts on rank 0. Each rank writes the elements that it holds into the files that rank 0
+// has laid out, in parallel and from where they are: nothing is gathered and nothing is copied on
+// the CPU. The bytes are those of write_checkpoint() with the whole tensors. Rank 0 then sums the
+// files up and commits the folder.
+//
+// Collective. Returns when the folder is durable, on every rank; ranks exchange meanwhile, so that
+// the save's own progress bounds the wait. A full disk is an alert, with nothing committed. Other
+// errors are thrown on every rank. On several hosts output_dir is on a file system that all mount.
+SaveOutcome write_divided(const Mesh& mesh, CheckpointContents contents,
+                          const SaverOptions& options, const std::string& keep = {});
 
 }  // namespace lockstep::train

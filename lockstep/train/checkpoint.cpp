@@ -22,7 +22,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/optim/determinism.h"
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/checks.h"
 
 namespace lockstep::train {
 namespace {

@@ -3,7 +3,7 @@
 //   model.safetensors        weights and buffers, Hugging Face's names (sharded with an index above
 //                            5 GB); transformers loads them
 //   config.json              what the model is, where the task says so (TrainerTask::model_config)
-//                            With adapters (model_files.h) adapter_model.safetensors and
+//                            With adapters (ModelFiles) adapter_model.safetensors and
 //                            adapter_config.json instead of these two; PEFT loads them
 //   model_function.json      what the model computes beside its weights (ModelFiles::function)
 //   trainer_state.json       step, epoch, best metric, log history: Hugging Face's fields
@@ -38,7 +38,7 @@
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/optim/amp.h"
-#include "lockstep/train/model_files.h"
+#include "lockstep/train/task.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {

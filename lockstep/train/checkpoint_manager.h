@@ -1,4 +1,4 @@
-// CheckpointManager: the checkpoints of a run: which one it continues from (run_folder.cpp), what
+// CheckpointManager: the checkpoints of a run: which one it continues from, what
 // is saved, what of it is durable, and where the best model is loaded from.
 //
 //   CheckpointManager checkpoints(run, control);

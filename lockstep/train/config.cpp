@@ -14,7 +14,7 @@
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
 #include "lockstep/train/checks.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::train {
 namespace {
@@ -200,9 +200,14 @@ class Resolver {
       if (other.name != key) continue;
       if (other.section.empty())
         return fmt::format("there is no key '{}'. Did you mean {}?", key, other.use);
-      return fmt::format("{} is a key of the {}, not of the top level. Write {}: {{{}}}.{}", key,
-                         other.section, other.section, other.use,
-                         key == "path" ? " A folder of token shards is dataset_dir." : "");
+      const std::string_view name = other.now.empty() ? other.name : other.now;
+      const bool of_data = other.section == "data" && name == "path";
+      return fmt::format(
+          "{} Write {}: {{{}}}.{}",
+          other.now.empty()
+              ? fmt::format("{} is a key of the {}, not of the top level.", key, other.section)
+              : fmt::format("there is no key '{}'. Did you mean {}.{}?", key, other.section, name),
+          other.section, other.use, of_data ? " A folder of token shards is dataset_dir." : "");
     }
     if (value != nullptr && value->is(NodeKind::kMap)) {
       for (const Entry& inner : value->entries) {

@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -82,8 +83,9 @@ std::span<const ForeignKey> foreign_keys();
 // A key that belongs elsewhere than at the top level, or has another name here.
 struct MisplacedKey {
   std::string_view name;
-  std::string_view section;  // "model", "data" or "lora"; empty: `use` is a key of the top level
-  std::string_view use;      // with a section: what to write there
+  std::string_view section;   // "model", "data" or "lora"; empty: `use` is a key of the top level
+  std::string_view use;       // with a section: what to write there
+  std::string_view now = {};  // its name in the section, where that is another one
 };
 std::span<const MisplacedKey> misplaced_keys();
 // Whether a key of the maps `model` and `data` names a file or a folder.
@@ -102,5 +104,33 @@ Node arguments_node(const TrainingArguments& arguments);
 // For `lockstep config keys` (keys with `part` in their name) and docs/configuration.md.
 std::string keys_help(std::string_view part = {});
 std::string keys_markdown();
+
+// What `fsdp` and `fsdp_config` of a training file ask for, with Hugging Face's words.
+//
+//   fsdp: full_shard auto_wrap                 # or [full_shard, auto_wrap]
+//   fsdp_config:
+//     reshard_after_forward: true
+//     mixed_precision_policy: {param_dtype: bfloat16, reduce_dtype: float32}
+struct FsdpPlan {
+  bool on = false;
+  bool hybrid = false;  // divided inside a host, copied between hosts
+  bool reshard_after_forward = true;
+  bool activation_checkpointing = false;
+  bool cpu_offload = false;  // rows, their gradients and the state in the host's memory
+  std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
+  // Keys of PyTorch's first FSDP that were given, each with why it has no effect.
+  std::vector<std::pair<std::string, std::string_view>> idle{};
+};
+
+// Throws UsageError with every key, or the word, that has no meaning here.
+FsdpPlan fsdp_plan(const TrainingArguments& arguments);
+// The same, but adds the mistakes to `problems`.
+FsdpPlan fsdp_plan(const TrainingArguments& arguments, Problems& problems);
+
+// `fsdp` as one text, from a text or a list of words.
+std::string fsdp_words(const Node& node);
+
+// gradient_checkpointing, or fsdp_config's activation_checkpointing.
+bool checkpoints_activations(const TrainingArguments& arguments);
 
 }  // namespace lockstep::train

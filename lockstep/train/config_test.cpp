@@ -53,6 +53,7 @@ TEST(ConfigKeys, NoNameIsInTwoTables) {
   for (const MisplacedKey& other : misplaced_keys()) {
     EXPECT_EQ(table.count(other.name), 0u) << other.name;
     EXPECT_TRUE(!other.section.empty() || find_key(other.use) != nullptr) << other.name;
+    EXPECT_THAT(std::string(other.use), HasSubstr(std::string(other.now))) << other.name;
   }
   for (const OldKey& old : old_keys())
     EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
@@ -531,6 +532,19 @@ const Mistake kMistakes[] = {
     {"OfTheData", "path: x\n",
      "t.yaml:1:1: path is a key of the data, not of the top level. Write data: {name: bytes, path: "
      "FOLDER}. A folder of token shards is dataset_dir."},
+    {"OtherWordOfTheModel", "model_name: Phi-3-mini\n",
+     "t.yaml:1:1: there is no key 'model_name'. Did you mean model.path? Write model: {path: "
+     "FOLDER}."},
+    {"OtherWordOfTheData", "dataset_path: x\n",
+     "t.yaml:1:1: there is no key 'dataset_path'. Did you mean data.path? Write data: {name: "
+     "bytes, "
+     "path: FOLDER}. A folder of token shards is dataset_dir."},
+    {"OtherWordOfPadding", "packing: true\n",
+     "t.yaml:1:1: there is no key 'packing'. Did you mean data.padding? Write data: {name: "
+     "instructions, path: FILE, padding: packed}."},
+    {"OtherWordOfTheSize", "hidden_size: 64\n",
+     "t.yaml:1:1: there is no key 'hidden_size'. Did you mean model.n_embd? Write model: {name: "
+     "gpt, n_embd: 128}."},
     {"OtherWord", "seq_len: 4\n",
      "t.yaml:1:1: there is no key 'seq_len'. Did you mean max_seq_len?"},
     {"NotAMap", "- seed\n", "t.yaml:1:1: the file must be a map, but this is a list."},
@@ -637,6 +651,7 @@ TEST(Config, MistakesInFlags) {
   EXPECT_EQ(refused("", {"seed"}),
             "[config] 'seed' is not a flag. Write --key value or --key=value.");
   EXPECT_THAT(refused("", {"--no_seed"}), HasSubstr("there is no key 'no_seed'"));
+  EXPECT_THAT(refused("", {"--model_name", "gpt2"}), HasSubstr("Did you mean model.path?"));
   EXPECT_THAT(refused("", {"--num_processes=2"}), HasSubstr("belongs in the launcher's file"));
   // A program without a launcher knows nothing of its keys.
   EXPECT_THAT(message_of([] { resolve_config({.flags = {"--num_processes=2"}}); }),

@@ -1,8 +1,6 @@
 // Checkpoints of a model that is divided over ranks: the files of one process, written and read in
 // parts. tests/train/fsdp_test.py does the same with `lockstep train`, fsdp_memory_test.py under a
 // memory limit.
-#include "lockstep/train/divided_save.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -35,6 +33,7 @@
 #include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
+#include "lockstep/train/async_saver.h"
 #include "lockstep/train/disk_for_test.h"
 #include "lockstep/train/save_resume.h"
 

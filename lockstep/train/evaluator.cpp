@@ -14,7 +14,7 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/nn/staged.h"
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/checks.h"
 
 namespace lockstep::train {
 namespace {

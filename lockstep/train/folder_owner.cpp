@@ -16,7 +16,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
-#include "lockstep/train/run_checks.h"
+#include "lockstep/train/checks.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep::train {

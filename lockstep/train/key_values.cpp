@@ -8,7 +8,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
 #include "lockstep/train/config_keys.h"
-#include "lockstep/train/fsdp_keys.h"
 
 namespace lockstep::train {
 namespace {

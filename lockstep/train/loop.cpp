@@ -1,5 +1,6 @@
 #include "lockstep/train/loop.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
@@ -16,15 +17,16 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/optim/determinism.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/train_optimizer.h"
 
 namespace lockstep::train {
 namespace {
@@ -43,7 +45,8 @@ std::optional<c10::ScalarType> type_named(const std::string& name) {
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
 
-// Weights by what one rank has seen are known when its window ends; a pipeline knows them before.
+// Where a rank weights tokens by what it alone has seen, the weights are known when its window
+// ends, and gradients are reduced then. A pipeline knows them before.
 FullyShardOptions shard_options(const RunContext& run, const FsdpPlan& plan) {
   const TrainingArguments& a = run.arguments;
   const bool alone = !a.average_tokens_across_devices && a.pipeline_parallel_degree == 1 &&
@@ -583,6 +586,109 @@ void Loop::compare_replicas() {
   if (replicas > 1) log::info("trainer", "replicas identical on {} ranks", replicas);
   if (slices > 1)
     log::info("trainer", "parameters without slices identical on {} tensor parallel ranks", slices);
+}
+
+// ---------------------------------------------------------------- the record of the run
+
+namespace {
+
+// "sharded fused adamw", "fully sharded over 2 ranks, fused adamw"; "custom" for one that the task
+// provides, about which nothing is known.
+std::string optimizer_text(const RunContext& run) {
+  const bool ours = !run.task.make_optimizer;
+  const std::string text = run.parallelism->text();
+  return fmt::format("{}{} {}", text, text.find(' ') == text.npos ? "" : ",",
+                     ours ? "fused " + run.arguments.optim : "custom");
+}
+
+}  // namespace
+
+monitor::RunFacts Loop::facts() const {
+  monitor::RunFacts facts = world_facts(run_.world);
+  facts.program = "trainer";
+  for (const at::Tensor& parameter : run_.task.module->parameters()) {
+    facts.parameters += parameter.numel();
+    if (!parameter.requires_grad()) continue;
+    facts.trainable_parameters += parameter.numel();
+    facts.gradient_bytes += static_cast<std::int64_t>(parameter.nbytes());
+  }
+  facts.per_device_batch = run_.arguments.per_device_train_batch_size;
+  facts.accumulation = accumulation_steps_;
+  facts.optimizer = optimizer_text(run_);
+  facts.arguments = arguments_node(run_.arguments);
+  facts.total_steps = run_.state.max_steps;
+  return facts;
+}
+
+// ---------------------------------------------------------------- auto_find_batch_size
+
+namespace {
+
+// As much as a step holds besides the batch, its activations and its gradients: the optimizer's
+// state, and with several ranks the buckets. Nothing is written there.
+std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& state : state_of_a_run(run))
+    held.push_back(at::empty_like(state, at::device(run.world.device())));
+  for (const at::Tensor& parameter : run.task.module->parameters())
+    if (run.batch_ranks() > 1 && parameter.requires_grad())
+      held.push_back(at::empty_like(parameter));
+  return held;
+}
+
+// One forward and backward on this rank alone; its side effects are undone.
+bool batch_fits(const RunContext& run, std::int64_t batch_size) {
+  torch::nn::Module& module = *run.task.module;
+  std::vector<at::Tensor> buffers;
+  for (const at::Tensor& buffer : module.buffers()) buffers.push_back(buffer.clone());
+  const optim::RngState random = optim::rng_state();
+  bool fits = true;
+  try {
+    const auto held = memory_of_a_step(run);
+    auto loader = data::loader(run.task.train_data, World{},
+                               {.batch_size = batch_size,
+                                .seed = data_seed(run.arguments),
+                                .device = run.world.device(),
+                                .check_ranks = false});
+    auto batches = loader.epoch(0);
+    if (const auto batch = batches.next()) run.forward(*batch).loss.backward();
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  } catch (const c10::Error& e) {
+    if (!says_out_of_memory(e.what_without_backtrace())) throw;
+    fits = false;
+  }
+  for (at::Tensor& parameter : module.parameters()) parameter.mutable_grad() = at::Tensor();
+  const torch::NoGradGuard no_grad;
+  const auto now = module.buffers();
+  for (std::size_t i = 0; i < buffers.size(); ++i) at::Tensor(now[i]).copy_(buffers[i]);
+  optim::set_rng_state(random);
+  return fits;
+}
+
+}  // namespace
+
+void find_batch_size(RunContext& run, RunControl& control) {
+  TrainingArguments& a = run.arguments;
+  const int ranks = run.batch_ranks();
+  run.task.module->train();
+  for (;;) {
+    const std::int64_t batch = a.per_device_train_batch_size;
+    const std::int64_t window = batch * accumulation_steps(a, ranks);
+    const bool fits = batch_fits(run, batch);
+    if (!control.any_out_of_memory(!fits)) return;
+    // Another rank on the GPU may need for the next trial what the allocator still holds from this
+    // one.
+    const at::Device device = run.world.device();
+    if (!device.is_cpu()) c10::getDeviceAllocator(device.type())->emptyCache();
+    if (batch == 1) run.out_of_memory("not even a batch of 1 fits");
+    const std::int64_t smaller = smaller_batch(a, ranks);
+    a.per_device_train_batch_size = smaller;
+    if (!update_size(a)) a.gradient_accumulation_steps = window / smaller;
+    if (run.world.is_leader())
+      log::warning("trainer", "a batch of {} does not fit every rank's memory: {}", batch,
+                   effective_batch_text(a, ranks));
+  }
 }
 
 }  // namespace lockstep::train

@@ -48,7 +48,7 @@ class Loop {
   // Everything that is left to do before the first step.
   void open();
   void run();
-  // Facts for the record of the run (run_recording.cpp).
+  // Facts for the record of the run (start_recording).
   monitor::RunFacts facts() const;
   // Called when the best weights were loaded.
   void sync_from_model() { optimizer_.sync_from_model(); }

@@ -1,5 +1,6 @@
-// What a run has measured, as files in output_dir: metrics.jsonl, one JSON object per line with
-// every number in full, and TensorBoard's event files in runs/ where report_to asks for them.
+// What a run has measured. MetricsLog writes it to files in output_dir: metrics.jsonl, one JSON
+// object per line with every number in full, and TensorBoard's event files in runs/ where report_to
+// asks for them. Progress shows it to a person.
 //
 // A run that is resumed at step 40 measures step 41 again. Lines of later steps are first moved
 // from metrics.jsonl to metrics.superseded.jsonl, so that each step is there once and nothing is
@@ -9,11 +10,12 @@
 //   MetricsLog metrics("out", {.tensorboard = true, .resumed_at = 40});
 //   metrics.write({.step = 41, .epoch = 0.5, .values = {{"loss", 1.25}}});
 //
-// Used by one thread, on rank 0. Owns its files. metrics.jsonl holds whole lines only: what a full
+// Used by one thread, on rank 0. metrics.jsonl holds whole lines only: what a full
 // disk has no room for stays in memory, up to a limit, and is written when there is room again. The
 // log reports when that begins, and at the end how many lines are lost.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -60,5 +62,44 @@ class MetricsLog {
 
 // The newest line of a metrics.jsonl that has this value.
 std::optional<LogEntry> newest_with(const std::string& path, std::string_view metric);
+
+struct ProgressOptions {
+  std::int64_t total_steps = 0;
+  std::int64_t done_steps = 0;  // before this start
+  bool bar = true;              // where stdout is a terminal, or the launcher's pipe to one
+};
+
+// On stdout: a bar that is redrawn on a terminal, otherwise one line per logging step.
+//
+//   Progress progress({.total_steps = 1000, .done_steps = 40});
+//   progress.step(41);
+//   progress.log({.step = 50, .epoch = 0.5, .values = {{"loss", 1.25}, {"learning_rate", 3e-4}}});
+class Progress {
+ public:
+  explicit Progress(const ProgressOptions& options);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void step(std::int64_t step);
+  void log(const LogEntry& entry);
+
+ private:
+  void draw();
+  void clear();
+
+  ProgressOptions options_;
+  bool bar_ = false;
+  bool drawn_ = false;
+  std::int64_t step_ = 0;
+  std::string newest_;  // the bar's right side
+  std::chrono::steady_clock::time_point start_;
+  std::chrono::steady_clock::time_point drawn_at_;
+};
+
+// "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.81  512 samples/s  eta 0:12"
+std::string progress_line(const LogEntry& entry, std::int64_t total_steps, double eta_s);
+// "1:02:03"
+std::string duration_text(double seconds);
 
 }  // namespace lockstep::train

@@ -1,17 +1,28 @@
 #include "lockstep/train/metrics_reporter.h"
 
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <exception>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
-#include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
+#include "lockstep/comm/device.h"
+#include "lockstep/core/host.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rank_recorder.h"
+#include "lockstep/monitor/writer_process.h"
+#include "lockstep/parallel/reducer.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::train {
 namespace {
@@ -250,6 +261,67 @@ void MetricsReporter::summarize() {
 void MetricsReporter::close() {
   progress_.reset();
   file_.reset();
+}
+
+// ---------------------------------------------------------------- the record of the run
+
+monitor::RunFacts world_facts(const World& world) {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  monitor::RunFacts facts;
+  facts.world_size = world.size();
+  facts.device = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
+  facts.backend = world.backend();
+  facts.started_unix_s = std::chrono::duration<double>(now).count();
+  facts.ranks_on_host = std::max(1, world.local_size());
+  if (world.device().is_cuda()) facts.gpus_visible = static_cast<int>(torch::cuda::device_count());
+  facts.threads_per_rank = at::get_num_threads();
+  return facts;
+}
+
+Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
+                          bool record) {
+  Recording recording{.facts = known};
+  monitor::RunFacts& facts = recording.facts;
+  std::error_code unknown;
+  ledger::set_output_dir(std::filesystem::absolute(folder, unknown).string());
+  // Every rank takes part in the exchanges, even one that records nothing. Ranks that are each
+  // bound to a core of their own together have more cores than one of them may use.
+  const bool one_host = world.local_size() == world.size();
+  facts.cores = one_host ? parallel::cores_of_ranks(world) : allowed_cores();
+  facts.hosts = static_cast<int>(all_reduce(world, world.node_rank(), ReduceOp::kMax)) + 1;
+  // A launcher may start this rank again.
+  facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());
+  // After this exchange the folder is this run's on every rank: the ranks that write have
+  // deleted an earlier run's record.
+  agree(world, [&] {
+    if (!world.is_leader() || !record) return;
+    try {
+      monitor::write_facts(folder, facts);
+    } catch (const SystemError& error) {
+      log::warning("record", "{} Training continues without a record.", error.what());
+    }
+  });
+  if (record)
+    recording.recorder = std::make_unique<monitor::RankRecorder>(
+        monitor::RankRecorderOptions{.directory = folder,
+                                     .rank = world.rank(),
+                                     .host = world.node_rank(),
+                                     .gpus = world.device().is_cuda() && world.local_rank() == 0});
+  return recording;
+}
+
+void end_recording(const World& world, const std::string& folder, const std::string& failure) {
+  if (!world.is_leader()) return;
+  const std::string file = folder + "/" + monitor::kRecordFolder + "/run.json";
+  try {
+    monitor::RunFacts facts = monitor::parse_facts(read_file(file), file);
+    facts.failure = failure;
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    if (failure.empty()) facts.ended_unix_s = std::chrono::duration<double>(now).count();
+    monitor::write_facts(folder, facts);
+  } catch (const Error& error) {  // not there, or not writable any more
+    log::warning("record", "{} The record does not say how the run ended.", error.what());
+  }
 }
 
 }  // namespace lockstep::train

@@ -1,5 +1,6 @@
 // MetricsReporter: what a run measures, and where it is written: losses and speeds, metrics.jsonl,
-// TensorBoard, the progress bar, the log history and the summary.
+// TensorBoard, the progress bar, the log history and the summary. start_recording(): the record of
+// the run in output_dir/monitor (lockstep/monitor/run_record.h).
 //
 //   MetricsReporter metrics(run, control);
 //   metrics.open();
@@ -15,13 +16,15 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 
+#include "lockstep/comm/world.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/data/batch.h"
+#include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/metrics_log.h"
-#include "lockstep/train/progress.h"
 #include "lockstep/train/run_control.h"
 
 namespace lockstep::train {
@@ -86,5 +89,27 @@ class MetricsReporter {
   std::chrono::steady_clock::time_point start_time_;
   std::chrono::steady_clock::time_point next_advice_;
 };
+
+// The record of a run, of a Trainer or of a loop with a RunLog.
+//
+//   monitor::RunFacts facts = world_facts(world);
+//   const Recording recording = start_recording(world, "out", facts);   // until it is destroyed
+struct Recording {
+  monitor::RunFacts facts{};  // as they were written
+  std::unique_ptr<monitor::RankRecorder> recorder{};
+};
+
+// What is known of every run: ranks, device, backend, threads. It begins now.
+monitor::RunFacts world_facts(const World& world);
+
+// Collective, once `folder` is this run's; the launcher looks there from now on. Rank 0 writes the
+// facts, every rank has a recorder, unless `record` is false. A folder that cannot be written is
+// reported and not an error.
+Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
+                          bool record = true);
+
+// On rank 0, writes down that the run has ended, or why it failed. A run with neither was killed. A
+// failed run ends with its process, since a launcher may start it again.
+void end_recording(const World& world, const std::string& folder, const std::string& failure);
 
 }  // namespace lockstep::train

@@ -1,5 +1,5 @@
 // RunControl: what may change a run's course, agreed over the ranks: stop signals, the flags of
-// observers, alerts. It also calls the observers.
+// observers, alerts. It also calls the observers. RunContext: what all parts of a Trainer share.
 //
 //   RunControl control(run);
 //   control.connect();
@@ -10,18 +10,109 @@
 // Functions named collective are called on all ranks identically. One thread.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/train/agreement.h"
-#include "lockstep/train/observer.h"
-#include "lockstep/train/run_context.h"
+#include "lockstep/comm/mesh.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/train/arguments.h"
 #include "lockstep/train/stop_signals.h"
+#include "lockstep/train/task.h"
 
 namespace lockstep::train {
+
+// Whether an error's text means that memory is full rather than misused.
+bool says_out_of_memory(const char* text);
+
+inline std::uint64_t data_seed(const TrainingArguments& a) {
+  return static_cast<std::uint64_t>(a.data_seed.value_or(a.seed));
+}
+
+enum class Phase { kTraining, kEvaluation };
+
+// TrainerImpl owns it, each part holds a reference. In `state` and `result`, Loop writes steps and
+// epoch, MetricsReporter what was measured, Evaluator which step is the best and CheckpointManager
+// what is saved.
+struct RunContext {
+  Mesh mesh;
+  TrainerTask task;
+  TrainingArguments arguments;
+  World& world = mesh.world();
+  TrainerState state{};
+  std::shared_ptr<Parallelism> parallelism{};  // from Loop's constructor on
+  optim::Optimizer* optimizer = nullptr;       // while there is one
+  TrainResult result{};                        // of this call of train(); complete at its end
+
+  // Whether this rank writes checkpoints.
+  bool writes() const {
+    return arguments.save_on_each_node ? world.local_rank() == 0 : world.is_leader();
+  }
+  // Ranks over which samples are divided. The others see the same ones as one of these.
+  int batch_ranks() const { return mesh.batch().size(); }
+  bool at_last_step() const { return state.global_step >= state.max_steps; }
+
+  // The model's parameters are whole while it is held. Collective.
+  std::shared_ptr<void> gathered() const { return parallelism ? parallelism->gathered() : nullptr; }
+  // The task's loss under autocast. Collective, unless gathered() is held.
+  LossOutput forward(const data::Batch& batch) const;
+
+  // Runs `body`; memory that runs out becomes an error that says what to try.
+  template <typename Body>
+  auto with_memory_advice(Body&& body, Phase phase = Phase::kTraining) const {
+    try {
+      return body();
+    } catch (const std::bad_alloc& e) {
+      out_of_memory(e.what(), phase);
+    } catch (const c10::Error& e) {
+      if (!says_out_of_memory(e.what_without_backtrace())) throw;
+      out_of_memory(e.what_without_backtrace(), phase);
+    }
+  }
+  [[noreturn]] void out_of_memory(const std::string& what, Phase phase = Phase::kTraining) const;
+};
+
+struct StepFlags {
+  int stop_signal = 0;  // the signal's number; the largest of all ranks wins
+  bool stop = false;
+  bool save = false;
+  bool evaluate = false;
+  bool out_of_memory = false;
+  bool alert = false;   // there is one to report to all
+  bool saving = false;  // a save is being written
+  // Shares of a rank's time since the last log, in 1/100 %; the largest of all ranks. -1: unknown.
+  int data_wait = -1;
+  int communication = -1;
+};
+
+// What one rank flags, all ranks do at the same step. Flags travel in a tiny reduction that every
+// step makes anyway before its update: agreeing costs microseconds, and no rank acts on a flag that
+// another has not seen. On a GPU reading the answer would make the host wait for the device, so
+// there the answer of a step is read one step later, on every rank identically. Collective.
+class Agreement {
+ public:
+  explicit Agreement(World world);
+  ~Agreement();
+  Agreement(const Agreement&) = delete;
+  Agreement& operator=(const Agreement&) = delete;
+
+  // Everybody's flags: from this call on a CPU, from the previous call on a GPU.
+  StepFlags exchange(const StepFlags& mine);
+  // The answer to this very call, even on a GPU: waits for the device.
+  StepFlags exchange_now(const StepFlags& mine);
+
+ private:
+  struct Pending;
+  World world_;
+  std::unique_ptr<Pending> pending_;
+};
 
 struct EventDetails {
   const LogEntry* entry = nullptr;

@@ -19,7 +19,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
-#include "lockstep/train/run_recording.h"
+#include "lockstep/train/metrics_reporter.h"
 
 namespace lockstep {
 namespace {

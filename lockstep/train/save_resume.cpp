@@ -20,7 +20,6 @@
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
-#include "lockstep/train/divided_save.h"
 #include "lockstep/train/effective_batch.h"
 #include "lockstep/train/folder_owner.h"
 

@@ -38,7 +38,7 @@
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/train/model_files.h"
+#include "lockstep/train/task.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace torch::optim {

@@ -8,7 +8,7 @@
 
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
-#include "lockstep/train/agreement.h"
+#include "lockstep/train/run_control.h"
 #include "lockstep/train/stop_signals.h"
 
 namespace lockstep {

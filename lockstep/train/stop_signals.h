@@ -2,7 +2,7 @@
 // training loop reads at its own pace.
 //
 // A signal reaches one rank, and all must act on it at the same step. So the handler only remembers
-// it; the step's exchange (agreement.h) notifies the others. The other ranks have to take part in
+// it; the step's exchange (run_control.h) notifies the others. The other ranks have to take part in
 // it, so the request has a deadline: when nobody has agreed by then, `give_up` is called (from a
 // thread of its own) and ends the rank's waiting.
 //

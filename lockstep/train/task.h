@@ -1,4 +1,5 @@
 // TrainerTask: what a Trainer trains and how it is measured. TrainResult: what came of it.
+// Observer: callbacks in between.
 //
 //   lockstep::TrainerTask task;
 //   task.module = net.ptr();
@@ -27,10 +28,31 @@
 #include "lockstep/data/sampler.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/parallelism.h"
-#include "lockstep/train/model_files.h"
 #include "lockstep/train/trainer_state.h"
 
 namespace lockstep {
+
+// How a checkpoint holds the model: all of it, or a part under names of its own, such as the
+// adapters of a model whose base is in another folder.
+//
+//   parts.model_files = {.stem = lockstep::models::kAdapterStem,
+//                        .config = lockstep::models::kAdapterConfig,
+//                        .tensors = [&] { return lockstep::models::lora_tensors(*net, config); }};
+//
+// The function is called on the thread that saves or loads.
+struct ModelFiles {
+  std::string stem = "model";          // names <stem>.safetensors
+  std::string config = "config.json";  // the file that has the model's configuration
+  // The tensors by their names in the file, in the module's own memory, so that they can be read
+  // back into it. Empty: every parameter and buffer of the module.
+  std::function<std::vector<std::pair<std::string, at::Tensor>>()> tensors{};
+  // JSON, a map: what the model computes beside its tensors, by the names of the settings that say
+  // it, such as models::function_text(net->config()). The folder has it as model_function.json, and
+  // a run with another value does not resume from it. Empty: no such file, and nothing is compared.
+  std::string function{};
+  // Further small files of the folder, by name, and their texts.
+  std::vector<std::pair<std::string, std::string>> texts{};
+};
 
 // What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
 // A function that returns only the loss may return the tensor itself.
@@ -99,6 +121,50 @@ struct TrainResult {
     if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
     return lost_step < 0 ? 0 : 1;
   }
+};
+
+// What a call is about. The pointers are null where an event has no such thing.
+struct Event {
+  const train::TrainerState& state;
+  int rank = 0;
+  // While training. What on_optimizer_step changes on every rank (set_lr) holds for that step; the
+  // schedule sets the next learning rate.
+  optim::Optimizer* optimizer = nullptr;
+  const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
+  const std::string* path = nullptr;       // on_save: the folder
+  const std::string* text = nullptr;       // what went wrong, although the run continues (on_alert)
+  // What the observer asks for; read after the call.
+  bool stop = false;
+  bool save = false;
+  bool evaluate = false;
+};
+
+// What a program learns about a run, and where it may ask to stop, save or evaluate.
+//
+//   struct Print : lockstep::Observer {
+//     void on_log(lockstep::Event& event) override { std::cout << event.entry->step << '\n'; }
+//   };
+//   trainer.add(std::make_shared<Print>());
+//
+// Every rank calls its observers for every event, at the same steps. What one of them asks for on
+// any rank (event.stop) is agreed by the next step's exchange and done by all.
+//
+// Called on the thread that trains; what an observer throws ends the run. Shared with the trainer.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void on_train_begin(Event&) {}
+  virtual void on_train_end(Event&) {}
+  virtual void on_epoch_begin(Event&) {}
+  virtual void on_epoch_end(Event&) {}
+  virtual void on_step_begin(Event&) {}
+  virtual void on_substep_end(Event&) {}     // a micro-batch that was not the window's last
+  virtual void on_optimizer_step(Event&) {}  // with averaged gradients; captured steps: before all
+  virtual void on_step_end(Event&) {}
+  virtual void on_log(Event&) {}
+  virtual void on_evaluate(Event&) {}
+  virtual void on_save(Event&) {}   // handed to the writer; durable a little later
+  virtual void on_alert(Event&) {}  // on every rank, a step after it was logged
 };
 
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/train/fsdp_keys.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
 
 namespace lockstep::train {

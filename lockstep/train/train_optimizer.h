@@ -17,7 +17,7 @@
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/train/checkpoint.h"
-#include "lockstep/train/run_context.h"
+#include "lockstep/train/run_control.h"
 #include "lockstep/train/step_plan.h"
 
 namespace lockstep::train {

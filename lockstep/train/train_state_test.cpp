@@ -19,7 +19,6 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/train/folder_owner.h"
 #include "lockstep/train/metrics_log.h"
-#include "lockstep/train/progress.h"
 #include "lockstep/train/step_plan.h"
 #include "lockstep/train/stop_signals.h"
 #include "lockstep/train/trainer_state.h"

@@ -15,11 +15,10 @@
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/train/checks.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
-#include "lockstep/train/fsdp_keys.h"
 #include "lockstep/train/loop.h"
-#include "lockstep/train/run_checks.h"
-#include "lockstep/train/run_recording.h"
+#include "lockstep/train/metrics_reporter.h"
 
 namespace lockstep {
 namespace train {

@@ -12,7 +12,7 @@
 //
 // Every rank takes the same steps. What could make them diverge (a signal, an observer's flag, a
 // bad gradient, the end of the data) is either computed identically by all, or agreed in the step's
-// own exchange (agreement.h). Losses stay on the device and are read only at logging steps.
+// own exchange (run_control.h). Losses stay on the device and are read only at logging steps.
 //
 // The optimizer is sharded where ranks share memory, otherwise replicated (shard_optimizer). Its
 // checkpoints are the same, and train() returns the module with memory of its own.
@@ -25,7 +25,6 @@
 
 #include "lockstep/comm/mesh.h"
 #include "lockstep/train/arguments.h"
-#include "lockstep/train/observer.h"
 #include "lockstep/train/task.h"
 #include "lockstep/train/trainer_state.h"
 

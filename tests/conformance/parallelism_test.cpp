@@ -18,7 +18,7 @@
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"

@@ -17,7 +17,7 @@
 #include "lockstep/models/gpt.h"
 #include "lockstep/monitor/gpu_memory.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sync_batch_norm.h"
 
 namespace {

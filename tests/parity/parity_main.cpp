@@ -3,6 +3,7 @@
 //   parity train INPUTS CASES OUT      every case of a file, as a rank of whatever world started it
 //   parity single INPUTS OUT           optimizers and GPT, in one process
 //   parity optimizers INPUTS OUT       the optimizers on the GPU
+
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -13,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,11 +24,126 @@
 #include "lockstep/models/gpt.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "tests/parity/parity_models.h"
-#include "tests/parity/tensor_files.h"
 
 namespace parity {
 namespace {
+
+// ---------------------------------------------------------------- models
+
+// The models of oracle.py, operation for operation, under the same parameter names. GPT is the
+// library's own.
+struct Mlp : torch::nn::Module {
+  Mlp() {
+    net = register_module("net", torch::nn::Sequential(torch::nn::Linear(20, 64), torch::nn::ReLU(),
+                                                       torch::nn::Linear(64, 10)));
+  }
+  at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
+
+  torch::nn::Sequential net;
+};
+
+struct ConvNet : torch::nn::Module {
+  ConvNet() {
+    register_module("conv1", conv1);
+    register_module("bn1", bn1);
+    register_module("conv2", conv2);
+    register_module("bn2", bn2);
+    register_module("fc", fc);
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    auto x = torch::max_pool2d(torch::relu(bn1(conv1(images))), 2);
+    x = torch::relu(bn2(conv2(x)));
+    return fc(x.mean({2, 3}));
+  }
+
+  torch::nn::Conv2d conv1{torch::nn::Conv2dOptions(3, 8, 3).padding(1)};
+  torch::nn::BatchNorm2d bn1{8};
+  torch::nn::Conv2d conv2{torch::nn::Conv2dOptions(8, 16, 3).padding(1)};
+  torch::nn::BatchNorm2d bn2{16};
+  torch::nn::Linear fc{16, 10};
+};
+
+// Uses one head or both, as the caller chooses.
+struct Branches : torch::nn::Module {
+  Branches() {
+    register_module("trunk", trunk);
+    register_module("head_a", head_a);
+    register_module("head_b", head_b);
+  }
+  at::Tensor forward(const at::Tensor& input, const std::string& heads) {
+    const auto x = torch::relu(trunk(input));
+    if (heads == "a") return head_a(x);
+    if (heads == "b") return head_b(x);
+    return head_a(x) + head_b(x);
+  }
+
+  torch::nn::Linear trunk{20, 64};
+  torch::nn::Linear head_a{64, 10};
+  torch::nn::Linear head_b{64, 10};
+};
+
+// Like heads_of() in oracle.py.
+std::string heads_of(int micro_step, int rank) {
+  const int kind = micro_step % 5;
+  if (kind == 0) return "ab";
+  if (kind == 1 || kind == 3) return (rank + kind / 2) % 2 == 0 ? "a" : "b";
+  return kind == 2 ? "b" : "a";
+}
+
+// ---------------------------------------------------------------- files
+
+// Tensors as raw files beside an index.txt, as oracle.py writes and reads them.
+at::ScalarType dtype_of(const std::string& name) {
+  if (name == "float32") return at::kFloat;
+  if (name == "int64") return at::kLong;
+  throw std::runtime_error("dtype " + name);
+}
+
+const char* name_of(at::ScalarType dtype) {
+  if (dtype == at::kFloat) return "float32";
+  if (dtype == at::kLong) return "int64";
+  throw std::runtime_error(std::string("dtype ") + c10::toString(dtype));
+}
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+Tensors read_tensors(const std::filesystem::path& directory) {
+  std::ifstream index(directory / "index.txt");
+  Tensors tensors;
+  for (std::string line; std::getline(index, line);) {
+    std::istringstream fields(line);
+    std::string name, dtype;
+    fields >> name >> dtype;
+    std::vector<std::int64_t> sizes;
+    for (std::int64_t size = 0; fields >> size;) sizes.push_back(size);
+    auto tensor = torch::empty(sizes, dtype_of(dtype));
+    std::ifstream file(directory / (name + ".bin"), std::ios::binary);
+    file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));
+    if (!file) throw std::runtime_error("cannot read " + name);
+    tensors[name] = tensor;
+  }
+  if (tensors.empty()) throw std::runtime_error("no tensors in " + directory.string());
+  return tensors;
+}
+
+void write_tensors(const std::filesystem::path& directory, const Tensors& tensors) {
+  std::filesystem::create_directories(directory);
+  std::ofstream index(directory / "index.txt");
+  for (const auto& [name, tensor] : tensors) {
+    const auto data = tensor.detach().cpu().contiguous();
+    index << name << ' ' << name_of(data.scalar_type());
+    for (const auto size : data.sizes()) index << ' ' << size;
+    index << '\n';
+    std::ofstream file(directory / (name + ".bin"), std::ios::binary);
+    file.write(static_cast<const char*>(data.data_ptr()),
+               static_cast<std::streamsize>(data.nbytes()));
+    if (!file) throw std::runtime_error("cannot write " + name);
+  }
+  index.flush();
+  if (!index) throw std::runtime_error("cannot write the index in " + directory.string());
+}
+
+// ---------------------------------------------------------------- several ranks
 
 using lockstep::models::Gpt;
 using lockstep::models::GptConfig;

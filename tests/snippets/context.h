@@ -28,7 +28,7 @@
 #include "lockstep/optim/ema.h"
 #include "lockstep/optim/rule.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/parallel/comm_hooks.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/sync_batch_norm.h"

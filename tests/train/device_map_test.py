@@ -95,9 +95,10 @@ class DeviceMap(TrainCase):
         self.assertIn("Start one rank, or delete device_map", said)
         said = self.train(0, self.place / "out", code=2).stderr
         self.assertIn("the device map names cuda:1, and this process sees 0 GPUs", said)
-        # Nothing is split where all of it is on the rank's own device.
-        self.config.write_text(GPT % ", device_map: auto" + self.rest)
-        self.train(2, self.place / "out", "--max_steps", 1)
+        # Both of these stay on the rank's own device: a CPU has one, whatever its stages.
+        for there in (", device_map: auto", GPT_MAP):
+            self.config.write_text(GPT % there + self.rest)
+            self.train(2, self.place / f"out{len(there)}", "--max_steps", 1)
 
 
 if __name__ == "__main__":

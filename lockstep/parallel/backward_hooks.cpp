@@ -1,15 +1,18 @@
-#include "lockstep/parallel/hook_set.h"
+#include "lockstep/parallel/backward_hooks.h"
 
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
 #include <unordered_set>
+#include <utility>
 
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/parallel/pass_end.h"
 
 namespace lockstep::parallel {
 
@@ -24,8 +27,8 @@ bool has_checkpoint(const Nodes& nodes) {
 
 }  // namespace
 
-// It alone would not do: it is not called for an undefined gradient, and a tensor has one place
-// for it.
+// The hook on the accumulator is needed as well: this one is not called for an undefined gradient,
+// and a tensor has room for one only.
 struct HookSet::Sentinel final : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& tensor) override {
     if (previous) (*previous)(tensor);
@@ -74,7 +77,7 @@ void HookSet::post_sentinels(const std::weak_ptr<BackwardListener>& listener) {
   for (std::size_t i = 0; i < model_.size(); ++i) {
     const at::Tensor& tensor = model_[i].tensor;
     auto previous = std::move(torch::autograd::impl::post_acc_grad_hooks(tensor));
-    // Those of listeners that are gone.
+    // Drops the sentinels whose listeners are gone.
     for (auto* old = dynamic_cast<Sentinel*>(previous.get()); old && old->listener.expired();
          old = dynamic_cast<Sentinel*>(previous.get()))
       previous = std::move(old->previous);
@@ -168,6 +171,147 @@ at::Tensor HookSet::watch(const at::Tensor& output, std::weak_ptr<BackwardListen
   auto watcher = c10::make_intrusive<Watcher>();
   watcher->listener = std::move(listener);
   return WatchFunction::apply(output, anchor, watcher);
+}
+
+namespace {
+
+struct Outer {
+  int depth = 0;
+  int task = -1;
+  std::shared_ptr<std::vector<std::function<void()>>> at_end;
+};
+thread_local Outer outer;
+
+}  // namespace
+
+NestedBackward::NestedBackward() {
+  if (outer.depth == 0) {
+    const int task = torch::autograd::get_current_graph_task_id();
+    auto at_end = std::make_shared<std::vector<std::function<void()>>>();
+    if (task >= 0)
+      torch::autograd::Engine::get_default_engine().queue_callback([ends = at_end] {
+        for (auto& end : *ends) end();
+        ends->clear();
+      });
+    outer.task = task;
+    outer.at_end = std::move(at_end);
+  }
+  ++outer.depth;  // last: what throws here leaves no trace
+}
+
+NestedBackward::~NestedBackward() {
+  if (--outer.depth > 0) return;
+  outer.task = -1;
+  outer.at_end.reset();
+}
+
+bool NestedBackward::active() {
+  return outer.depth > 0;
+}
+
+int NestedBackward::outer_task() {
+  return active() ? outer.task : torch::autograd::get_current_graph_task_id();
+}
+
+void NestedBackward::at_end(std::function<void()> call) {
+  if (active())
+    outer.at_end->push_back(std::move(call));
+  else
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(call));
+}
+
+// Reports an abandoned backward if it is destroyed before its end.
+struct PassEnd::Token {
+  explicit Token(std::weak_ptr<BackwardListener> l) : listener(std::move(l)) {}
+  ~Token() {
+    if (ended) return;
+    if (auto alive = listener.lock()) alive->on_backward_abandoned();
+  }
+  std::weak_ptr<BackwardListener> listener;
+  std::atomic<bool> ended{false};
+};
+
+void PassEnd::queue(const std::weak_ptr<BackwardListener>& listener) {
+  NestedBackward::at_end([token = std::make_shared<Token>(listener)] {
+    if (auto alive = token->listener.lock()) alive->on_backward_end();
+    token->ended = true;  // not reached when the end itself throws, which abandons the pass, too
+  });
+}
+
+// On a node of the outer backward, where that can be asked for a callback at its end.
+struct PassEnd::OuterHook final : torch::autograd::FunctionPreHook {
+  explicit OuterHook(std::shared_ptr<Token> t) : token(std::move(t)) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    auto listener = token->listener.lock();
+    if (listener && !token->ended.exchange(true)) listener->on_outer_backward();
+    return gradients;
+  }
+  std::shared_ptr<Token> token;
+};
+
+bool PassEnd::leave_to(const torch::autograd::Node& outer,
+                       const std::weak_ptr<BackwardListener>& listener) {
+  auto token = std::make_shared<Token>(listener);
+  bool left = false;
+  for (const auto& edge : outer.next_edges()) {
+    if (!edge.is_valid()) continue;
+    auto hook = std::make_unique<OuterHook>(token);
+    nodes_.push_back({edge.function, hook.get(), token});
+    edge.function->tensor_pre_hooks().push_back(std::move(hook));
+    left = true;
+  }
+  token->ended = !left;
+  if (left) ++unseen_;
+  return left;
+}
+
+void PassEnd::forget() {
+  const auto running = torch::autograd::get_current_node();
+  std::erase_if(nodes_, [&](const OuterNode& outer) {
+    // Its destructor would report an abandoned backward otherwise.
+    if (const auto token = outer.token.lock()) token->ended = true;
+    const auto node = outer.node.lock();
+    if (!node) return true;
+    if (node == running) return false;  // it may be walking through its hooks: next time
+    std::erase_if(node->tensor_pre_hooks(),
+                  [&](const auto& hook) { return hook.get() == outer.hook; });
+    return true;
+  });
+  unseen_ = 0;
+}
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+struct OnlyFinite : torch::autograd::FunctionPostHook {
+  variable_list operator()(const variable_list& gradients, const variable_list&) override {
+    variable_list finite = gradients;
+    for (at::Tensor& g : finite)
+      if (g.defined()) g = at::nan_to_num(g, 0.0, 0.0, 0.0);
+    return finite;
+  }
+};
+
+}  // namespace
+
+FiniteBackward::FiniteBackward(const at::Tensor& loss) {
+  std::unordered_set<const Node*> seen;
+  std::vector<std::shared_ptr<Node>> open{loss.grad_fn()};
+  while (!open.empty()) {
+    const std::shared_ptr<Node> node = std::move(open.back());
+    open.pop_back();
+    // An accumulator has no next edges, and the gradients that reach it are finite already.
+    if (!node || node->num_outputs() == 0 || !seen.insert(node.get()).second) continue;
+    for (const auto& edge : node->next_edges()) open.push_back(edge.function);
+    hooks_.emplace_back(node, node->add_post_hook(std::make_unique<OnlyFinite>()));
+  }
+}
+
+FiniteBackward::~FiniteBackward() {
+  for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
 }
 
 }  // namespace lockstep::parallel

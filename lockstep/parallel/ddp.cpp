@@ -1,5 +1,6 @@
-#include "lockstep/parallel/data_parallel.h"
+#include "lockstep/parallel/ddp.h"
 
+#include <ATen/ATen.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <optional>
@@ -61,3 +62,32 @@ std::shared_ptr<void> DataParallel::recording() {
 }
 
 }  // namespace lockstep
+
+namespace lockstep::hooks {
+namespace {
+
+// Divide before the sum, as PyTorch does: a sum of halves could overflow where their mean does not.
+CommHook compress(at::ScalarType wire) {
+  return [wire](World& world, const Bucket& bucket) -> Reduction {
+    at::Tensor small = bucket.data.to(wire).div_(world.size());
+    Work work = world.all_reduce(small);
+    return {work, [small, data = bucket.data]() mutable { data.copy_(small); }};
+  };
+}
+
+}  // namespace
+
+CommHook all_reduce() {
+  return [](World& world, const Bucket& bucket) -> Reduction {
+    return {world.all_reduce(bucket.data, ReduceOp::kAvg), nullptr};
+  };
+}
+
+CommHook fp16_compress() {
+  return compress(at::kHalf);
+}
+CommHook bf16_compress() {
+  return compress(at::kBFloat16);
+}
+
+}  // namespace lockstep::hooks
