@@ -26,7 +26,6 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/models/mlp.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/optim/adam.h"
 #include "lockstep/optim/determinism.h"

@@ -15,7 +15,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/printable.h"
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"

@@ -23,7 +23,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/map_reader.h"
 #include "lockstep/core/printable.h"
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
 
 namespace lockstep::cli {

@@ -9,11 +9,10 @@
 #include <random>
 
 #include "lockstep/core/error.h"
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/instruction_file.h"
-#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/io/files_for_test.h"
 
 namespace lockstep::data {

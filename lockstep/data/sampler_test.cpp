@@ -13,9 +13,9 @@
 #include <random>
 
 #include "lockstep/core/error.h"
-#include "lockstep/data/sample_random.h"
+#include "lockstep/data/batch.h"
 #include "lockstep/io/files_for_test.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::data {
 namespace {

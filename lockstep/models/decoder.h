@@ -14,11 +14,9 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/pass.h"
-#include "lockstep/models/rotary.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/staged.h"
 

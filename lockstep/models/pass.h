@@ -1,10 +1,11 @@
-// What the modules of a decoder share: the values of one forward, and how layers are made.
-// Internal.
+// What the modules of a decoder share: the values of one forward, how layers are made, and the
+// tables of rotary positions. Internal.
 //
 //   const Linear gate = make_linear(spec.mlp.in[0], parameters);
 //   const at::Tensor y = activate(spec.mlp.activation, gate->forward(x));
 //
-// Values and functions without state.
+//   RotaryAngles angles(*spec.rotary);
+//   const auto [cos, sin] = angles.find({.past = 0, .time = 128, .like = queries.options()});
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,10 +13,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
 
-#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
+#include "lockstep/models/spec.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/nn/tensor_group.h"
 
@@ -53,5 +57,34 @@ Linear make_linear(const Projection& projection, const ParameterOptions& paramet
                    bool adaptable = true);
 at::Tensor activate(Activation activation, const at::Tensor& x);
 void draw(at::Tensor weight, double deviation);
+
+struct RotaryPositions {
+  std::int64_t past = 0;     // the first position
+  std::int64_t time = 0;     // how many
+  at::TensorOptions like{};  // type and device of the tables
+  bool halves = false;       // the angles once, as nn::rope takes them; otherwise for both halves
+};
+
+// Cosine and sine of every position's angles. A table is made once and never replaced: a CUDA graph
+// that was recorded with it reads it in every replay, whatever lengths come in between. It has the
+// positions up to a power of two, so there are few of them. One thread at a time.
+class RotaryAngles {
+ public:
+  explicit RotaryAngles(const Rotary& rotary);
+
+  // Cosine and sine, each [time, rotated width] or, with `halves`, half as wide. Parts of a table
+  // that lives as long as this object.
+  std::pair<at::Tensor, at::Tensor> find(const RotaryPositions& positions);
+
+ private:
+  // Device, type, length, whether it is beyond the original positions, and halves.
+  using Key = std::tuple<std::string, at::ScalarType, std::int64_t, bool, bool>;
+
+  RopeConfig rope_;
+  at::Tensor frequencies_;       // float32, on the CPU
+  at::Tensor long_frequencies_;  // of longrope
+  // Tensors without a name: they are neither saved nor converted.
+  std::map<Key, std::pair<at::Tensor, at::Tensor>> tables_;
+};
 
 }  // namespace lockstep::models::detail

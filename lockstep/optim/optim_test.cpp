@@ -21,7 +21,7 @@
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/optim/sgd.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::optim {
 namespace {

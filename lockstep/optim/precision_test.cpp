@@ -21,7 +21,6 @@
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/sgd.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::optim {

@@ -14,8 +14,6 @@
 #include "lockstep/parallel/comm_hooks.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/parallel/sharded_optimizer.h"
-#include "lockstep/testing/matchers.h"
-#include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -10,7 +10,6 @@
 #include "lockstep/parallel/change_detector.h"
 #include "lockstep/parallel/join_session.h"
 #include "lockstep/parallel/pass_state.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::parallel {

@@ -22,8 +22,7 @@
 #include "lockstep/core/step_totals.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/kv_cache.h"
-#include "lockstep/models/llama.h"
+#include "lockstep/models/model_options.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
@@ -31,7 +30,6 @@
 #include "lockstep/optim/autocast.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 

@@ -14,7 +14,7 @@
 #include "lockstep/optim/muon.h"
 #include "lockstep/optim/rmsprop.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 

@@ -15,7 +15,7 @@
 #include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/parallel/sharded_layout.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {

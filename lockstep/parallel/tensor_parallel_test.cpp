@@ -32,7 +32,6 @@
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/data_parallel.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

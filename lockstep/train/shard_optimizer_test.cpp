@@ -14,7 +14,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/io/files_for_test.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/train_optimizer.h"
 #include "lockstep/train/trainer.h"

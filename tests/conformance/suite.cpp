@@ -12,11 +12,10 @@
 #include "lockstep/comm/agree.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 #include "table.h"
 
 namespace lockstep::conformance {
-
 namespace {
 
 // After how many ranks the numbers of make_values() repeat.

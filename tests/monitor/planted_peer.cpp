@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "lockstep/core/cores.h"
-#include "lockstep/models/mlp.h"
+#include "lockstep/models/resnet.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/ddp.h"

@@ -23,7 +23,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/data/instruction_rows.h"
+#include "lockstep/data/instruction_file.h"
 #include "lockstep/data/tokenizer.h"
 
 namespace {
