@@ -2,7 +2,7 @@
 // what a training step takes (Batch).
 //
 // A batch knows how much is in it. samples() and `tokens` weight losses and metrics over ranks, and
-// both are counted on the CPU before the batch moves to a device, so that nobody has to ask the
+// both are counted on the CPU before the batch moves to a device, so that no step waits for the
 // device.
 //
 //   for (auto& batch : loader.epoch(0)) {

@@ -83,8 +83,8 @@ enum class Padding {
 
 struct InstructionOptions {
   std::int64_t max_length = 512;          // tokens of a row; longer samples lose their end
-  const char* length_key = "max_length";  // what its user calls it: for messages
-  std::string source{};                   // where the samples come from: for messages
+  const char* length_key = "max_length";  // the name of max_length in messages
+  std::string source{};                   // the file or data set in messages
   Padding padding = Padding::kLongest;
   std::int64_t pad_to_multiple_of = 1;  // with kLongest
   std::int64_t pad_at_most = 0;         // the longest padding; 0: unlimited

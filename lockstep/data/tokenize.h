@@ -1,4 +1,4 @@
-// Text files into token shards, in parallel and all or nothing.
+// Makes token shards of text files, in parallel: all of them, or none where it fails.
 //
 //   TokenizeResult result = tokenize({.inputs = {"docs"}, .suffixes = {".md"}, .output = "data"});
 //
@@ -35,7 +35,7 @@ struct TokenizeOptions {
   std::uint64_t shard_tokens = 100'000'000;   // nanogpt has one shard, of any size
   std::uint64_t val_tokens = 0;               // this many from the start are for validation
   int workers = 0;                            // 0: one per processor
-  bool replace = false;                       // a folder that tokenize() made before
+  bool replace = false;                       // replaces a folder that tokenize() made before
   // Called on the caller's thread a few times a second, and at the end. Counts tokens, or with a
   // tokenizer the bytes of the text.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};

@@ -25,7 +25,7 @@
 
 namespace lockstep::models::detail {
 
-// What a token sees: all before it, or a mask.
+// Which tokens a token attends to: all before it, or those of a mask.
 struct Sight {
   bool causal = true;  // false and no mask: every token sees all of the cache
   at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
@@ -43,11 +43,12 @@ struct Pass {
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: parameters come and go, or are slices
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
-  std::int64_t sequence = 0;               // tokens of all; 0: every rank has all in the stream
+  // The length of a sequence of which each rank has a part in the stream; 0: each has all of it.
+  std::int64_t sequence = 0;
 
-  // `to` where fp8 has a use for the largest magnitude of a layer's input, otherwise null.
+  // `to` where fp8 needs the largest magnitude of a layer's input, otherwise null.
   at::Tensor* amax_to(at::Tensor& to) const {
-    // A norm has the largest of its part of a sequence alone.
+    // Where a rank has a part of the sequence, its norm knows the largest of that part alone.
     return fused && fp8 == nn::Fp8Recipe::kTensorwise && sequence == 0 ? &to : nullptr;
   }
 };

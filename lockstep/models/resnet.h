@@ -18,7 +18,7 @@
 
 namespace lockstep::models {
 
-// Resnet18, 34, 50, 101 and 152, with torchvision's parameter names and initial weights. A stem
+// ResNet-18, 34, 50, 101 and 152, with torchvision's parameter names and initial weights. A stem
 // halves the image twice; four stages of blocks follow, each adding to its own input, the stages
 // from the second on at half the size and twice the channels; a mean over the image and a linear
 // layer give the logits. Blocks of 50 and more layers stride in their 3 by 3 convolution, as

@@ -1,12 +1,12 @@
-// Worlds for tests, with ranks as threads of this process, and what their tensors are compared by.
+// Worlds for tests, whose ranks are threads of this process, and comparisons of tensors.
 //
 //   testing::run_threads(3, [](World& world) { EXPECT_EQ(all_reduce(world, 1), 3); });
 //   EXPECT_TENSOR_EQ(a, b);          // bit for bit, shape and dtype included
 //   EXPECT_TENSOR_NEAR(a, b, 1e-6);  // largest absolute difference
 //
 // Threads are cheap (milliseconds) and see each other's variables; processes (processes.h) are for
-// everything with faults, signals or exits. An exception in one rank aborts the others, so no test
-// hangs on it. A comparison that fails prints the first element that differs.
+// everything with faults, signals or exits. An exception in one rank aborts the others, so that no
+// test hangs. A comparison that fails prints the first element that differs.
 #pragma once
 
 #include <ATen/ATen.h>
