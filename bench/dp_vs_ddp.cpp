@@ -26,7 +26,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
-#include "lockstep/models/mlp.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/determinism.h"

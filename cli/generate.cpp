@@ -22,7 +22,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/tokenizer.h"
 
 namespace lockstep::cli {

@@ -9,9 +9,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/shard_format.h"
-#include "lockstep/data/text_files.h"
+#include "lockstep/data/tokenize.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "cli/task_config.h"
-#include "lockstep/data/instruction_rows.h"
+#include "lockstep/data/instruction_file.h"
 
 namespace lockstep::cli {
 

@@ -26,7 +26,6 @@
 #include <vector>
 
 #include "lockstep/data/batch.h"
-#include "lockstep/data/sample_random.h"
 
 namespace lockstep::data {
 

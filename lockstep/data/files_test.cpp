@@ -10,9 +10,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/data/byte_tokenizer.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/data/instruction_file.h"
-#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
 

@@ -17,7 +17,6 @@
 
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/instruction_file.h"
-#include "lockstep/data/instruction_rows.h"
 #include "lockstep/data/sampler.h"
 
 namespace lockstep::data {

@@ -1,12 +1,15 @@
-// Data to fine-tune on as people store it: a JSON list of objects or one object per line. Without
-// torch. The objects of a file are of one kind:
+// Data to fine-tune on: as people store it, and as rows of tokens. Without torch, so that
+// `lockstep config check` finds what training would find.
+//
+// A file is a JSON list of objects or has one object per line. Its objects are of one kind:
 //
 //   {"instruction": ..., "input": ..., "output": ..., "answer": ...}   commonsense_170k, Alpaca
 //   {"prompt": TEXT, "completion": TEXT}                               TRL's prompt, completion,
 //   {"prompt": MESSAGES, "completion": MESSAGES}                       as texts or as messages
 //   {"messages": [{"role": "user", "content": TEXT}, ...]}             chats
 //
-//   for (const Instruction& item : load_instructions("commonsense_170k.json")) ...
+//   const InstructionRows rows(load_instructions("commonsense_170k.json"), {.max_length = 512});
+//   for (const auto& sample : rows.row(0)) use(rows.tokens(sample), rows.learned(sample));
 //
 // Read strictly: a mistake is a UsageError with file, line and column. Other keys are skipped.
 #pragma once
@@ -14,11 +17,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/data/chat_message.h"
+#include "lockstep/data/tokenizer.h"
 
 namespace lockstep::data {
 
@@ -69,5 +74,78 @@ struct PromptAndResponse {
 // UsageError for an unknown field in braces; "{{" and "}}" are braces. A completion is used as it
 // is, without the template. Not for chats.
 PromptAndResponse apply(const PromptTemplate& format, const Instruction& item);
+
+enum class Padding {
+  kLongest,    // to the longest in the batch
+  kMaxLength,  // the same for all batches
+  kPacked,     // several samples per row, as full as can be; rows have max_length
+};
+
+struct InstructionOptions {
+  std::int64_t max_length = 512;          // tokens of a row; longer samples lose their end
+  const char* length_key = "max_length";  // the name of max_length in messages
+  std::string source{};                   // the file or data set in messages
+  Padding padding = Padding::kLongest;
+  std::int64_t pad_to_multiple_of = 1;  // with kLongest
+  std::int64_t pad_at_most = 0;         // the longest padding; 0: unlimited
+  bool train_on_prompt = false;
+  PromptTemplate prompt{};
+  TextEncoder encoder{};
+  std::optional<Tokenizer> chat{};  // for records that are chats: its template makes their text
+};
+
+struct InstructionCounts {
+  std::int64_t read = 0;
+  std::int64_t truncated = 0;  // lost some of the response
+  std::int64_t dropped = 0;    // the prompt alone fills max_length: nothing to learn
+  std::int64_t tokens = 0;     // used, over all samples
+};
+
+// The tokens that are left of each sample within a length, which of them are learned, and which
+// samples share a row.
+//
+// Responses and completions are learned, and in chats what the assistant says: as TRL does with
+// completion_only_loss and assistant_only_loss. A sample whose prompt alone fills a row teaches
+// nothing and is skipped; one that is too long loses its end. What was lost is counted, and it is
+// an error when nothing is left.
+//
+// Tokenizes at construction (the encoder decides about threads); then read-only for any thread.
+class InstructionRows {
+ public:
+  struct Sample {
+    std::int64_t begin;  // where its tokens begin among all
+    std::int64_t length;
+  };
+
+  // UsageError when nothing is left to learn from, for a max_length below 2, and for chats without
+  // a template. `progress` counts items, now and then.
+  explicit InstructionRows(const std::vector<Instruction>& items, InstructionOptions options = {},
+                           const ReadProgress& progress = {});
+
+  std::int64_t size() const;                          // samples, or rows when packed
+  std::vector<Sample> row(std::int64_t index) const;  // one sample, or several when packed
+  std::span<const std::int32_t> tokens(const Sample& sample) const;
+  std::span<const std::uint8_t> learned(const Sample& sample) const;  // 0 or 1 for each token
+  std::vector<std::int64_t> lengths() const;                          // of a model's input, per row
+  RecordKind kind() const { return kind_; }                           // of the items
+
+  const InstructionOptions& options() const { return options_; }
+  const InstructionCounts& counts() const { return counts_; }
+
+ private:
+  void add(const Instruction& item);
+  void add_text(const PromptAndResponse& texts);
+  void add_chat(const Instruction& item);
+  void add_tokens(const Tokens& tokens, std::vector<std::uint8_t> learned);
+  void pack();
+
+  InstructionOptions options_;
+  InstructionCounts counts_;
+  RecordKind kind_ = RecordKind::kInstruction;
+  Tokens tokens_;
+  std::vector<std::uint8_t> learned_;  // one for each of tokens_
+  std::vector<Sample> samples_;
+  std::vector<std::vector<std::int64_t>> rows_;  // when packed: samples of each row
+};
 
 }  // namespace lockstep::data

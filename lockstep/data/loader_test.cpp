@@ -19,7 +19,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/data/loader_impl.h"
 #include "lockstep/data/profile.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::data {

@@ -17,6 +17,7 @@
 #include "lockstep/data/loader.h"
 #include "lockstep/data/token_shards.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::data {
 namespace {

@@ -1,11 +1,15 @@
-// Text files into token shards, in parallel and all or nothing.
+// Makes token shards of text files, in parallel: all of them, or none where it fails.
 //
 //   TokenizeResult result = tokenize({.inputs = {"docs"}, .suffixes = {".md"}, .output = "data"});
 //
 // A document is an end-of-text token and the file's tokens. Without a tokenizer one byte is one
 // token, so where each file's tokens go is known from the files' sizes alone. With one the files
 // are encoded first, to temporary files in the folder. Every shard is then made by itself, and the
-// result does not depend on how many threads there were. Without torch.
+// result does not depend on how many threads there were.
+//
+// No file of text is skipped silently: one that cannot be read is an error with its name, because a
+// run that trains on the rest looks like any other. Other readers of text files do the same by
+// files_below() and check_text_file(). Without torch; call from any thread.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +35,7 @@ struct TokenizeOptions {
   std::uint64_t shard_tokens = 100'000'000;   // nanogpt has one shard, of any size
   std::uint64_t val_tokens = 0;               // this many from the start are for validation
   int workers = 0;                            // 0: one per processor
-  bool replace = false;                       // a folder that tokenize() made before
+  bool replace = false;                       // replaces a folder that tokenize() made before
   // Called on the caller's thread a few times a second, and at the end. Counts tokens, or with a
   // tokenizer the bytes of the text.
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};
@@ -48,5 +52,17 @@ struct TokenizeResult {
 // that exists (with `replace`: and is anything else than a folder of an earlier call); SystemError
 // when the disk fails. `output` then stays as it was before.
 TokenizeResult tokenize(const TokenizeOptions& options);
+
+// Every file below `folder` whose path `wanted` accepts, unsorted. Links to files are followed,
+// links to folders are not. UsageError when a folder cannot be listed, or when something that is
+// wanted is not a readable regular file (see check_text_file).
+std::vector<std::string> files_below(const std::string& folder,
+                                     const std::function<bool(const std::string& path)>& wanted);
+
+// UsageError with name, cause and remedy unless `path` is a regular file that this user may read.
+void check_text_file(const std::string& path);
+
+// The same error for a read that failed later.
+[[noreturn]] void refuse_text_file(const std::string& path, int error_number);
 
 }  // namespace lockstep::data

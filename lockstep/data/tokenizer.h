@@ -16,9 +16,12 @@
 //   const std::string chat = tokenizer.apply_chat_template({{"user", "Why?"}},
 //                                                          {.add_generation_prompt = true});
 //   const auto prompt = tokenizer.encode(chat, {.add_special_tokens = false});
+//
+// ByteTokenizer needs no file: its tokens are the bytes of the text. Without torch.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -27,10 +30,29 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/data/byte_tokenizer.h"
 #include "lockstep/data/chat_message.h"  // IWYU pragma: export
 
 namespace lockstep::data {
+
+using Tokens = std::vector<std::int32_t>;
+
+// A tokenizer that refuses no text. Token b is byte b; 256 ends a document. Any thread.
+struct ByteTokenizer {
+  static constexpr std::int32_t kEndOfText = 256;
+  static constexpr std::int64_t kVocabSize = 257;
+
+  Tokens encode(std::string_view text) const;
+  // End-of-text tokens give nothing. UsageError for a token outside of the vocabulary.
+  std::string decode(std::span<const std::int32_t> tokens) const;
+};
+
+// What instruction data needs from any tokenizer.
+struct TextEncoder {
+  std::function<Tokens(std::string_view)> encode = [](std::string_view text) {
+    return ByteTokenizer{}.encode(text);
+  };
+  std::int32_t end_of_text = ByteTokenizer::kEndOfText;  // ends an answer, and pads
+};
 
 struct EncodeOptions {
   bool add_special_tokens = true;  // what the post-processor adds: <s> before a text of Llama

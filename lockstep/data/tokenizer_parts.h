@@ -1,6 +1,8 @@
 // The steps of a tokenizer as its tokenizer.json lists them, and what each does to a text. Private
 // to this layer: tokenizer_file.cpp reads them, tokenizer.cpp runs them.
 //
+//   const TokenizerConfig config = read_tokenizer_config("Phi-3-mini-4k-instruct/tokenizer.json");
+//   const TokenizerParts parts = read_tokenizer_file(path, config);
 //   for (const Normalizer& step : parts.normalizers) text = step.apply(std::move(text));
 //
 // Values, read-only once they are read; any thread.
@@ -143,5 +145,28 @@ struct TokenizerParts {
   // Call it when all are there: prepares the search for them.
   void index_added_tokens();
 };
+
+// What the files beside a tokenizer.json say: tokenizer_config.json, special_tokens_map.json,
+// chat_template.jinja, and config.json about the kind of model. Read as transformers'
+// AutoTokenizer does: special tokens that tokenizer.json lacks are added to it, and GPT-2's class
+// has its own rule for spaces.
+struct TokenizerConfig {
+  std::string bos{};
+  std::string eos{};
+  std::string chat_template{};
+  std::string chat_template_file{};
+  // Added to the file's tokens in this order. The listed ones replace existing ones.
+  std::vector<AddedToken> listed{};  // added_tokens_decoder
+  std::vector<AddedToken> named{};   // bos_token, pad_token, ...: special wherever they are
+  std::vector<AddedToken> extra{};   // additional_special_tokens
+  // Set for GPT2Tokenizer, which takes vocabulary and merges from tokenizer.json and little else.
+  std::optional<bool> gpt2_prefix_space{};
+};
+
+// UsageError for files that are not JSON, and for split_special_tokens.
+TokenizerConfig read_tokenizer_config(const std::string& tokenizer_file);
+
+// UsageError `[tokenizer] FILE: FIELD is VALUE, ...` for what is not supported.
+TokenizerParts read_tokenizer_file(const std::string& path, const TokenizerConfig& config = {});
 
 }  // namespace lockstep::data

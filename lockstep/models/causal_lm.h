@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "lockstep/models/hugging_face.h"
-#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/nn/tensor_group.h"

@@ -14,11 +14,9 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/pass.h"
-#include "lockstep/models/rotary.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/staged.h"
 
@@ -39,7 +37,7 @@ struct Stream {
 class Norm {
  public:
   Norm() = default;
-  // `of_heads`: of some heads where a TensorGroup divides them, so that ranks add up its gradient.
+  // `of_heads`: it normalises heads. Where a TensorGroup divides these, ranks add up its gradient.
   Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads = false);
 
   explicit operator bool() const { return layer_ || rms_ != nullptr; }

@@ -11,13 +11,12 @@
 
 #include "lockstep/models/generate.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::models {
 namespace {

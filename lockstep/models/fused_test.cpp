@@ -12,10 +12,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 #include "lockstep/models/lora.h"
+#include "lockstep/models/pass.h"
 #include "lockstep/models/pretrained.h"
-#include "lockstep/models/rotary.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/amp.h"

@@ -12,8 +12,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/linear.h"
-#include "lockstep/models/llama.h"
-#include "lockstep/models/mlp.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 

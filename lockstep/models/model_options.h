@@ -1,16 +1,24 @@
-// How a language model is made, and how its blocks are run.
+// How a language model is made (ParameterOptions), how its blocks are run (BlockRunner), and what
+// it keeps of a text that it continues (KvCache).
 //
 //   auto model = lockstep::models::make_causal_lm(config, {.dtype = torch::kBFloat16});
 //   model->run_blocks_with(lockstep::checkpoint);
 //
-// Values.
+//   lockstep::models::KvCache cache;
+//   auto first = model->forward(prompt, &cache);
+//   auto next = model->forward(token, &cache);                 // reads what `first` has left there
+//
+// One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace lockstep::models {
@@ -27,6 +35,29 @@ struct ParameterOptions {
   // Initial weights are drawn on the CPU in float32, from LibTorch's default generator, and are the
   // same on every device. False: nothing is drawn, because the weights are loaded.
   bool draw = true;
+};
+
+// Keys and values of the tokens that a model has seen, so that the next token costs one column of
+// attention instead of all. Belongs to one model and one batch; filled by forward. No gradient
+// flows through it.
+class KvCache {
+ public:
+  // `capacity`: how many tokens are expected. It grows when there are more.
+  explicit KvCache(std::int64_t capacity = 64) : capacity_(capacity) {}
+
+  std::int64_t length() const { return layers_.empty() ? 0 : layers_.front().length; }
+  // Adds keys and values [batch, heads, time, width]; returns those of all tokens.
+  std::pair<at::Tensor, at::Tensor> append(std::size_t layer, const at::Tensor& keys,
+                                           const at::Tensor& values);
+
+ private:
+  struct Layer {
+    at::Tensor keys;
+    at::Tensor values;
+    std::int64_t length = 0;
+  };
+  std::int64_t capacity_;
+  std::vector<Layer> layers_;
 };
 
 }  // namespace lockstep::models

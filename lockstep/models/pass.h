@@ -1,10 +1,11 @@
-// What the modules of a decoder share: the values of one forward, and how layers are made.
-// Internal.
+// What the modules of a decoder share: the values of one forward, how layers are made, and the
+// tables of rotary positions. Internal.
 //
 //   const Linear gate = make_linear(spec.mlp.in[0], parameters);
 //   const at::Tensor y = activate(spec.mlp.activation, gate->forward(x));
 //
-// Values and functions without state.
+//   RotaryAngles angles(*spec.rotary);
+//   const auto [cos, sin] = angles.find({.past = 0, .time = 128, .like = queries.options()});
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,16 +13,19 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
 
-#include "lockstep/models/kv_cache.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/model_options.h"
+#include "lockstep/models/spec.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models::detail {
 
-// What a token sees: all before it, or a mask.
+// Which tokens a token attends to: all before it, or those of a mask.
 struct Sight {
   bool causal = true;  // false and no mask: every token sees all of the cache
   at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
@@ -39,11 +43,12 @@ struct Pass {
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: parameters come and go, or are slices
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
-  std::int64_t sequence = 0;               // tokens of all; 0: every rank has all in the stream
+  // The length of a sequence of which each rank has a part in the stream; 0: each has all of it.
+  std::int64_t sequence = 0;
 
-  // `to` where fp8 has a use for the largest magnitude of a layer's input, otherwise null.
+  // `to` where fp8 needs the largest magnitude of a layer's input, otherwise null.
   at::Tensor* amax_to(at::Tensor& to) const {
-    // A norm has the largest of its part of a sequence alone.
+    // Where a rank has a part of the sequence, its norm knows the largest of that part alone.
     return fused && fp8 == nn::Fp8Recipe::kTensorwise && sequence == 0 ? &to : nullptr;
   }
 };
@@ -53,5 +58,34 @@ Linear make_linear(const Projection& projection, const ParameterOptions& paramet
                    bool adaptable = true);
 at::Tensor activate(Activation activation, const at::Tensor& x);
 void draw(at::Tensor weight, double deviation);
+
+struct RotaryPositions {
+  std::int64_t past = 0;     // the first position
+  std::int64_t time = 0;     // how many
+  at::TensorOptions like{};  // type and device of the tables
+  bool halves = false;       // the angles once, as nn::rope takes them; otherwise for both halves
+};
+
+// Cosine and sine of every position's angles. A table is made once and never replaced: a CUDA graph
+// that was recorded with it reads it in every replay, whatever lengths come in between. It has the
+// positions up to a power of two, so there are few of them. One thread at a time.
+class RotaryAngles {
+ public:
+  explicit RotaryAngles(const Rotary& rotary);
+
+  // Cosine and sine, each [time, rotated width] or, with `halves`, half as wide. Parts of a table
+  // that lives as long as this object.
+  std::pair<at::Tensor, at::Tensor> find(const RotaryPositions& positions);
+
+ private:
+  // Device, type, length, whether it is beyond the original positions, and halves.
+  using Key = std::tuple<std::string, at::ScalarType, std::int64_t, bool, bool>;
+
+  RopeConfig rope_;
+  at::Tensor frequencies_;       // float32, on the CPU
+  at::Tensor long_frequencies_;  // of longrope
+  // Tensors without a name: they are neither saved nor converted.
+  std::map<Key, std::pair<at::Tensor, at::Tensor>> tables_;
+};
 
 }  // namespace lockstep::models::detail

@@ -1,13 +1,10 @@
-// Residual networks for images, under torchvision's parameter names: resnet18, 34, 50, 101, 152.
+// The models that are not language models: residual networks for images, and a perceptron.
 //
 //   lockstep::models::ResNet net{lockstep::models::ResNetConfig{.depth = 50, .num_classes = 1000}};
 //   auto logits = net(images);                    // [batch, 3, height, width] -> [batch, classes]
+//   lockstep::models::Mlp small{lockstep::models::MlpConfig{.inputs = 20, .outputs = 10}};
 //
-// A stem halves the image twice; four stages of blocks follow, each adding to its own input, the
-// stages from the second on at half the size and twice the channels; a mean over the image and a
-// linear layer give the logits. Blocks of 50 and more layers stride in their 3 by 3 convolution, as
-// torchvision's do. Initial weights are drawn as there, from LibTorch's default generator. One
-// thread at a time.
+// Initial weights are drawn from LibTorch's default generator. One thread at a time.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -21,6 +18,11 @@
 
 namespace lockstep::models {
 
+// ResNet-18, 34, 50, 101 and 152, with torchvision's parameter names and initial weights. A stem
+// halves the image twice; four stages of blocks follow, each adding to its own input, the stages
+// from the second on at half the size and twice the channels; a mean over the image and a linear
+// layer give the logits. Blocks of 50 and more layers stride in their 3 by 3 convolution, as
+// torchvision's do.
 class ResNetImpl : public torch::nn::Module {
  public:
   // Throws UsageError for another depth and for fewer than one class.
@@ -34,5 +36,18 @@ class ResNetImpl : public torch::nn::Module {
   torch::nn::Linear head_{nullptr};
 };
 TORCH_MODULE(ResNet);
+
+// A perceptron with hidden layers, batch norm and dropout: the smallest model with everything that
+// makes training hard to repeat (statistics that forward changes, random numbers in forward).
+class MlpImpl : public torch::nn::Module {
+ public:
+  // Throws UsageError for sizes below 1 and a dropout outside of [0, 1).
+  explicit MlpImpl(const MlpConfig& config);
+  at::Tensor forward(const at::Tensor& x) { return net_->forward(x); }
+
+ private:
+  torch::nn::Sequential net_;
+};
+TORCH_MODULE(Mlp);
 
 }  // namespace lockstep::models

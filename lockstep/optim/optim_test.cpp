@@ -17,6 +17,7 @@
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::optim {
 namespace {

@@ -17,7 +17,6 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/parallel/sync_batch_norm.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -13,8 +13,6 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/sharded_optimizer.h"
-#include "lockstep/testing/matchers.h"
-#include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

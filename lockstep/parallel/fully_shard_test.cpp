@@ -33,7 +33,6 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/shard_unit.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

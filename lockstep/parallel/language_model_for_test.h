@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 #include "lockstep/models/pretrained.h"
 
 namespace lockstep::testing {

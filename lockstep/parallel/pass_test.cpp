@@ -6,7 +6,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -26,7 +26,6 @@
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::pipeline_shard {

@@ -26,14 +26,12 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 

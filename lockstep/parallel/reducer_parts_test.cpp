@@ -11,7 +11,6 @@
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/pass_state.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::parallel {

@@ -7,8 +7,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sync_batch_norm.h"
-#include "lockstep/testing/matchers.h"
-#include "lockstep/testing/naive_ddp.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -19,8 +19,8 @@
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/processes.h"
+#include "lockstep/testing/worlds.h"
 
 namespace {
 

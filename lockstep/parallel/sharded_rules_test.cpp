@@ -10,7 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 

@@ -16,6 +16,7 @@
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/parallel/sharding.h"
 #include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {

@@ -12,7 +12,6 @@
 
 #include "lockstep/nn/sequence.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::tensor_group {

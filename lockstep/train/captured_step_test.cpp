@@ -8,12 +8,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/llama.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/ema.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -12,7 +12,6 @@
 
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"

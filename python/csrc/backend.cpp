@@ -21,11 +21,9 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "python/csrc/arrays.h"
-#include "python/csrc/deferral.h"
 #include "python/csrc/message_matcher.h"
 #include "python/csrc/monitored_barrier.h"
 #include "python/csrc/outputs.h"
-#include "python/csrc/sparse.h"
 #include "python/csrc/work.h"
 
 // How torch's own bindings hold such objects.

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "python/csrc/deferral.h"
 
 namespace lockstep::python {
 namespace {

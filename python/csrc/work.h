@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "lockstep/core/ledger.h"
-#include "python/csrc/deferral.h"
 #include "python/csrc/message_matcher.h"
 
 namespace lockstep::python {

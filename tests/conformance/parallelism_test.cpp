@@ -22,7 +22,6 @@
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/worlds.h"
 

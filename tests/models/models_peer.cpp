@@ -98,7 +98,7 @@ void run_good(const fs::path& folder) {
   model->eval();
 
   save_pretrained(*model, (folder / "saved").string());
-  save_pretrained(*model, (folder / "sharded").string(), {.max_shard_bytes = 4000});
+  save_pretrained(*model, (folder / "sharded").string(), {.max_shard_bytes = 20'000});
   const auto sharded = load_pretrained((folder / "sharded").string());
   out["reloaded"] = sharded->forward(ids);
 

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "lockstep/core/host.h"
-#include "lockstep/models/mlp.h"
+#include "lockstep/models/resnet.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"

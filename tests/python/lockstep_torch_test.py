@@ -8,6 +8,7 @@ import datetime
 import importlib.util
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -466,6 +467,35 @@ def replaced_on_one(rank, size, method, late):
         time.sleep(0.05)
 
 
+def caching(_rank, _size, _method, limit):
+    """Without the cache every step of this takes a page fault for each page of its tensor."""
+    if limit == "0":
+        assert not lockstep_torch.cache_cpu_memory(), "it was switched on"
+        return
+    if limit == "plenty":
+        operations.expect(RuntimeError, "LOCKSTEP_CPU_CACHE_MAX_BYTES",
+                          lockstep_torch.cache_cpu_memory)
+        return
+    weights = torch.zeros(9_000_000)  # 34 MB: above what malloc ever keeps
+
+    def faults_in_steps(count):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(count):
+            (weights + 1).mul_(2)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert lockstep_torch.cpu_cache_stats()["mapped"] == 0
+    before = faults_in_steps(3)
+    assert lockstep_torch.cache_cpu_memory() and lockstep_torch.cache_cpu_memory()
+    faults_in_steps(2)
+    after = faults_in_steps(3)
+    assert after * 5 < before, (before, after)  # at least one fault for every huge page
+    stats = lockstep_torch.cpu_cache_stats()
+    assert stats["mapped"] >= 1 and stats["idle"] >= 36_000_000, stats
+    lockstep_torch.empty_cpu_cache()
+    assert lockstep_torch.cpu_cache_stats()["idle"] == 0
+
+
 # ---------------------------------------------------------------- tests
 
 def test_two_ranks():
@@ -581,42 +611,8 @@ def test_launchers():
 
 
 def test_cache():
-    """Without the cache every step of this takes a page fault for each page of its tensor."""
-    program = """
-import resource, torch, lockstep_torch
-torch.set_num_threads(1)
-weights = torch.zeros(9_000_000)  # 34 MB: above what malloc ever keeps
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def steps(count):
-    before = faults()
-    for _ in range(count):
-        (weights + 1).mul_(2)
-    return faults() - before
-
-assert lockstep_torch.cpu_cache_stats()["mapped"] == 0
-print("before", steps(3))
-assert lockstep_torch.cache_cpu_memory() and lockstep_torch.cache_cpu_memory()
-steps(2)
-print("after", steps(3))
-stats = lockstep_torch.cpu_cache_stats()
-assert stats["mapped"] >= 1 and stats["idle"] >= 36_000_000, stats
-lockstep_torch.empty_cpu_cache()
-assert lockstep_torch.cpu_cache_stats()["idle"] == 0
-"""
-    def run(**variables):
-        return subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True,
-                              timeout=WORLD_LIMIT_S, env=os.environ | variables, check=False)
-
-    done = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="")
-    assert done.returncode == 0, done.stderr
-    before, after = (int(line.split()[1]) for line in done.stdout.splitlines())
-    assert after * 5 < before, done.stdout  # at least one fault for every huge page
-    assert run(LOCKSTEP_CPU_CACHE_MAX_BYTES="0").returncode != 0, "it was switched on"
-    wrong = run(LOCKSTEP_CPU_CACHE_MAX_BYTES="plenty")
-    assert "LOCKSTEP_CPU_CACHE_MAX_BYTES" in wrong.stderr, wrong.stderr
+    for limit in ("", "0", "plenty"):
+        run_world(1, caching, limit, environment={"LOCKSTEP_CPU_CACHE_MAX_BYTES": limit})
 
 
 def main():

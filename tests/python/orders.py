@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-FEW, MANY = 100, 700_000  # floats; the second is more than one chunk of shared memory
+FEW, MANY = 100, 550_000  # floats; the second is two chunks of shared memory and a bit
 LIMIT_S = 60
 
 

@@ -1,8 +1,7 @@
-// Encodes, decodes and renders chats for tokenizer_oracle_test.py; measures speed.
+// Encodes, decodes and renders chats for tokenizer_oracle_test.py.
 //
 //   tokenizer_peer run FOLDER REQUESTS ANSWERS
-//   tokenizer_peer speed FOLDER TEXT ROUNDS       MB/s of each round; one thread
-//   tokenizer_peer load FOLDER                    seconds
+//   tokenizer_peer load FOLDER                    exit code 2, and why, for what is refused
 //
 // Requests and answers are records: a count in 8 bytes and that many bytes or int64. A request is a
 // letter and what follows: 'e' a text (answer: ids with and without special tokens), 'd' ids
@@ -14,7 +13,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -23,14 +21,13 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/data/instruction_rows.h"
+#include "lockstep/data/instruction_file.h"
 #include "lockstep/data/tokenizer.h"
 
 namespace {
 
 using lockstep::data::Tokenizer;
 using Ids = std::vector<std::int64_t>;
-using Clock = std::chrono::steady_clock;
 
 class Requests {
  public:
@@ -149,31 +146,14 @@ void run(const Tokenizer& tokenizer, Requests requests, Answers answers) {
   }
 }
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    const auto start = Clock::now();
     const Tokenizer tokenizer = Tokenizer::from_file(argc > 2 ? argv[2] : "");
-    const std::string what = argv[1];
-    if (what == "load") {
-      fmt::print("{:.3f}\n", seconds_since(start));
-    } else if (what == "speed" && argc == 5) {
-      const std::string text = lockstep::read_file(argv[3]);
-      for (int round = std::stoi(argv[4]); round > 0; --round) {
-        const auto begin = Clock::now();
-        const std::size_t count = tokenizer.encode(text).size();
-        fmt::print("{:.2f} {}\n", static_cast<double>(text.size()) / 1e6 / seconds_since(begin),
-                   count);
-      }
-    } else if (what == "run" && argc == 5) {
+    if (argc == 5)
       run(tokenizer, Requests(lockstep::read_file(argv[3], std::size_t{1} << 30)),
           Answers(argv[4]));
-    }
   } catch (const lockstep::Error& error) {
     fmt::print(stderr, "{}\n", error.what());
     return 2;

@@ -18,7 +18,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/models/gpt.h"
-#include "lockstep/models/mlp.h"
+#include "lockstep/models/resnet.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/ddp.h"

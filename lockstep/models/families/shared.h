@@ -25,9 +25,8 @@ Options options_of(const LlamaConfig& config);
 
 // `own` takes the place of those of the same key, and follows otherwise.
 std::vector<Option> with_options(std::vector<Option> all, const std::vector<Option>& own);
-// The fields that families after Llama have in common, with `own`; and those of Qwen2 and Qwen3.
+// The fields that families after Llama have in common, with `own`.
 std::vector<Option> rms_options(const std::vector<Option>& own);
-std::vector<Option> qwen_options(const std::vector<Option>& own);
 // A size that follows from others where it is null: heads of keys and values, the width of a head.
 Option count_option(std::string_view key, std::int64_t fallback);
 // Far above every model's.
@@ -46,7 +45,6 @@ DecoderSpec rms_decoder(std::string_view family, const Options& options);
 // The window is that of blocks which layer_types names; without that field, of those that `slides`.
 void set_windows(DecoderSpec& spec, const Options& options,
                  const std::function<bool(std::int64_t layer)>& slides);
-void set_qwen_windows(DecoderSpec& spec, const Options& options);
 
 // One matrix instead of several, by the name of its module.
 void pack(std::vector<Projection>& projections, std::string_view name);
