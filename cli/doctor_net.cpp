@@ -12,7 +12,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/kernel_files.h"
-#include "lockstep/rendezvous/bounded.h"
+#include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::cli {

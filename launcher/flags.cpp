@@ -11,7 +11,7 @@
 
 #include "launcher/accelerate_config.h"
 #include "launcher/arguments.h"
-#include "launcher/program.h"
+#include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/home_path.h"
 #include "lockstep/core/spelling.h"

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "launcher/flag_table.h"  // IWYU pragma: export
+#include "launcher/arguments.h"  // IWYU pragma: export
 #include "launcher/host.h"
 #include "launcher/plan.h"
 

@@ -11,14 +11,13 @@
 
 #include <chrono>
 
-#include "launcher/node_spoke.h"
 #include "launcher/ports.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/folder_for_test.h"
 #include "lockstep/core/thrown_for_test.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/secure_channel.h"
-#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 namespace {

@@ -1,6 +1,12 @@
 #include "launcher/stop_sequence.h"
 
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
+
+#include "launcher/process.h"
 
 namespace lockstep::launch {
 
@@ -34,6 +40,74 @@ std::optional<milliseconds> StopSequence::time_left() const {
   if (stage_ == Stage::kIdle) return std::nullopt;
   const auto left = std::chrono::ceil<milliseconds>(kill_time_ - EventLoop::Clock::now());
   return std::max(left, milliseconds(0));
+}
+
+namespace {
+
+// A stopped process receives nothing but SIGKILL until it is continued.
+void signal_and_continue(pid_t pid, int number) {
+  signal_below(::getpid(), pid, number);
+  if (number != SIGKILL) signal_below(::getpid(), pid, SIGCONT);
+}
+
+}  // namespace
+
+std::vector<pid_t> Orphans::find() const {
+  std::set<pid_t> living;
+  for (const RankRecord& rank : ranks_)
+    if (rank.life.alive()) living.insert(rank.pid);
+  return descendants_of(::getpid(), living);
+}
+
+void Orphans::signal(int number) {
+  for (const pid_t pid : find()) {
+    const pid_t group = group_of(pid);
+    if (std::ranges::any_of(ranks_, [group](const RankRecord& rank) {
+          return rank.life.alive() && rank.pid == group;
+        }))
+      continue;
+    signal_and_continue(pid, number);
+    asked_.insert(pid);
+  }
+}
+
+// A second SIGTERM may cut short what the first one began, such as saving a checkpoint: processes
+// in the group of a rank that was asked to end have been asked with it.
+void Orphans::ask_once() {
+  for (const pid_t pid : find()) {
+    const pid_t group = group_of(pid);
+    const bool with_its_rank = std::ranges::any_of(ranks_, [group](const RankRecord& rank) {
+      return rank.pid == group && rank.life.was(RankLife::kAsked);
+    });
+    if (!with_its_rank && asked_.insert(pid).second) signal_and_continue(pid, SIGTERM);
+  }
+}
+
+void Orphans::sweep(std::chrono::milliseconds grace) {
+  ask_once();
+  timer_.start(grace, [this] { kill(kRounds); });
+}
+
+void Orphans::kill(int rounds) {
+  signal(SIGKILL);
+  handlers_.reap();
+  if (no_children_left()) return handlers_.gone();
+  if (rounds == 0) return give_up();
+  timer_.start(kRound, [this, rounds] { kill(rounds - 1); });
+}
+
+void Orphans::give_up() {
+  const auto left = descendants_of(::getpid());
+  handlers_.say(
+      left.empty()
+          ? "[launch] what the ranks have started is left behind: without /proc it is not found. "
+            "Mount /proc where the launcher runs."
+          : fmt::format("[launch] what cannot be killed is left behind: {} (first: pid {}). The "
+                        "kernel is probably waiting for a device or a file system, or a debugger "
+                        "holds it.",
+                        left.size() == 1 ? "1 process" : fmt::format("{} processes", left.size()),
+                        left.front()));
+  handlers_.gone();
 }
 
 }  // namespace lockstep::launch

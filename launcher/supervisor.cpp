@@ -13,12 +13,11 @@
 #include <utility>
 
 #include "launcher/coordinator.h"
+#include "launcher/event_loop.h"
 #include "launcher/host.h"
-#include "launcher/log_directory.h"
-#include "launcher/lookup.h"
 #include "launcher/node_link.h"
-#include "launcher/node_spoke.h"
-#include "launcher/program.h"
+#include "launcher/output.h"
+#include "launcher/process.h"
 #include "launcher/store_server.h"
 #include "launcher/supervisor_guard.h"
 #include "launcher/worker_group.h"

@@ -1,4 +1,4 @@
-#include "launcher/worker_env.h"
+#include "launcher/worker.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

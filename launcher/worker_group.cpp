@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/unix_time.h"
-#include "lockstep/rendezvous/inside.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::launch {
 namespace {

@@ -25,7 +25,6 @@
 #include <string>
 #include <vector>
 
-#include "launcher/orphans.h"
 #include "launcher/rank_record.h"
 #include "launcher/report.h"
 #include "launcher/stall_watch.h"

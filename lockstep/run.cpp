@@ -31,7 +31,6 @@
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/rendezvous/control.h"
-#include "lockstep/rendezvous/inside.h"
 #include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep {

@@ -19,7 +19,6 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/startup.h"

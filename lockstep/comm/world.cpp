@@ -10,8 +10,8 @@
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/peer_error.h"
-#include "lockstep/rendezvous/bounded.h"
-#include "lockstep/rendezvous/handshake.h"
+#include "lockstep/rendezvous/control.h"
+#include "lockstep/rendezvous/startup.h"
 
 namespace lockstep {
 

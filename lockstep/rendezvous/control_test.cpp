@@ -20,7 +20,6 @@
 #include "lockstep/core/crash.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {

@@ -1,6 +1,7 @@
 #include "lockstep/rendezvous/rank_env.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,10 +18,11 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/kernel_files.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep {
+
 namespace {
 
 constexpr int kDefaultPort = 29500;  // PyTorch's
@@ -530,4 +532,67 @@ int port_of_step(long long job, long long step) {
 }
 
 }  // namespace detail
+
+WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank) {
+  const auto own = static_cast<std::size_t>(node_rank);
+  if (node_rank < 0 || own >= nodes.size())
+    throw UsageError("launch", "node rank {} is not one of {} nodes.", node_rank, nodes.size());
+  WorldLayout layout{.world_size = 0, .role_world_size = 0};
+  std::int64_t world_size = 0;
+  for (std::size_t node = 0; node < nodes.size(); ++node) {
+    const NodeShare& share = nodes[node];
+    world_size += share.nproc;
+    if (share.nproc < 1 || world_size > kMaxWorldSize)
+      throw UsageError("launch", "{} ranks on node {} make a world of {}; it has 1 to {}.",
+                       share.nproc, node, world_size, kMaxWorldSize);
+    const bool same_role = share.role == nodes[own].role;
+    if (node < own) layout.first_rank += share.nproc;
+    if (node < own && same_role) layout.first_role_rank += share.nproc;
+    if (same_role) layout.role_world_size += share.nproc;
+  }
+  layout.world_size = static_cast<int>(world_size);
+  return layout;
+}
+
 }  // namespace lockstep
+
+namespace lockstep::inside {
+namespace {
+
+std::string mark_beside(const std::string& error_file) {
+  return error_file + ".inside";
+}
+
+// Empty where nobody would look for it.
+std::string own_mark() {
+  const auto error_file = env::get("TORCHELASTIC_ERROR_FILE");
+  return error_file && under_lockstep_run() ? mark_beside(*error_file) : "";
+}
+
+}  // namespace
+
+void enter() noexcept {
+  try {
+    const std::string mark = own_mark();
+    if (!mark.empty()) Fd(::open(mark.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644)).reset();
+  } catch (...) {
+  }
+}
+
+void leave() noexcept {
+  try {
+    const std::string mark = own_mark();
+    if (!mark.empty()) ::unlink(mark.c_str());
+  } catch (...) {
+  }
+}
+
+bool take_mark(const std::string& error_file) noexcept {
+  try {
+    return !error_file.empty() && ::unlink(mark_beside(error_file).c_str()) == 0;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace lockstep::inside

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -74,4 +75,61 @@ int tasks_on_node(const std::string& tasks_per_node, int node);
 int port_of_step(long long job, long long step);
 }  // namespace detail
 
+// Which ranks a node has: nodes may bring different numbers of ranks and different roles.
+//
+// As torchrun counts: the ranks of node 0 come first, then those of node 1, and so on; within a
+// role they are numbered in the same order.
+//
+//   WorldLayout layout = layout_of({{.nproc = 2}, {.nproc = 3}}, 1);   // first_rank 2 of 5
+
+constexpr int kMaxWorldSize = 1'000'000;  // far above any real world, far below overflow
+
+// What a node brings to the world.
+struct NodeShare {
+  int nproc = 1;
+  std::string role = "default";
+  std::string program = {};  // which one its ranks run, to be compared; empty: not known
+  bool operator==(const NodeShare&) const = default;
+};
+
+// Where the ranks of one node are in it.
+struct WorldLayout {
+  int first_rank = 0;
+  int world_size = 1;
+  int first_role_rank = 0;
+  int role_world_size = 1;
+};
+
+// `nodes` by node rank. Throws UsageError when `node_rank` is not one of them, a node has no rank,
+// or there are more than kMaxWorldSize.
+WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank);
+
 }  // namespace lockstep
+
+// How `lockstep run` knows that a rank has left its world: the mark that run() holds while its body
+// runs.
+//
+// An exit code of 0 says that a process is satisfied, not that its body has returned. std::exit(0)
+// or _exit(0) in the middle of training looks like success, and its peers, whose connections break,
+// look like the cause.
+//
+// The mark is made before the body and taken away after it, so it needs no handler at the end of
+// the process, and _exit() cannot go past it. It is an empty file beside the rank's error file,
+// which no child closes and no pipe can lose.
+//
+//   inside::enter();  body(world);  inside::leave();         // the rank
+//   const bool left = inside::take_mark(error_file);         // the launcher, when it has ended
+//
+// enter() and leave() belong to run(), on the thread that calls it.
+
+namespace lockstep::inside {
+
+// Do nothing unless `lockstep run` started this process, and never throw: without the mark a rank
+// that leaves is reported as before.
+void enter() noexcept;
+void leave() noexcept;
+
+// Removes the mark that belongs to this error file; was there one?
+bool take_mark(const std::string& error_file) noexcept;
+
+}  // namespace lockstep::inside

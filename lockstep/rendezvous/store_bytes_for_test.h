@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 #include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/world_layout.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
 

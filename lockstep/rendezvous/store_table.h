@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
 
