@@ -47,8 +47,8 @@ Resolved resolve(const std::string& host) {
   const auto start = Deadline::Clock::now();
   Resolved found;
   try {
-    found = detail::bounded<Resolved>("resolving", Deadline::after(kResolveLimit),
-                                      [host] { return ask_resolver(host); });
+    found = detail::run_with_deadline<Resolved>("resolving", Deadline::after(kResolveLimit),
+                                                [host] { return ask_resolver(host); });
   } catch (const CommError&) {
     found.problem = fmt::format("no answer within {} s", kResolveLimit.count());
   }

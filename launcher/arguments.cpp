@@ -23,8 +23,9 @@ std::string with_dashes(std::string name) {
   return name;
 }
 
-// The names that mpirun, mp.spawn and accelerate use for the number of ranks are too far from ours.
-std::string meant_flag(const std::string& name) {
+// Spelling does not suggest our flag for what mpirun, mp.spawn and accelerate call the number of
+// ranks.
+std::string suggestion_for(const std::string& name) {
   for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
     if (name == count) return " Did you mean --nproc-per-node?";
   std::vector<std::string> names{"help"};
@@ -84,7 +85,7 @@ class ArgumentReader {
     }
   }
 
-  // The flag of the table that `name` means; nothing for help.
+  // The flag that `name` is a prefix of; null for help.
   const FlagSpec* match(const std::string& name, const std::string& arg) const {
     std::vector<const FlagSpec*> found;
     for (const FlagSpec& flag : flag_table()) {
@@ -94,7 +95,7 @@ class ArgumentReader {
     const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
     if (help && found.empty()) return nullptr;
     if (found.size() == 1) return found.front();
-    // What torchrun understands means the same here, whatever flags we have in addition.
+    // A prefix that is unique in torchrun means the same here, whatever flags we add.
     std::vector<const FlagSpec*> theirs;
     std::ranges::copy_if(found, std::back_inserter(theirs),
                          [](const FlagSpec* flag) { return flag->torchrun; });
@@ -132,10 +133,10 @@ class ArgumentReader {
     throw UsageError("run",
                      "there is no flag {}.{} Flags of the program go after the program; "
                      "'lockstep run --help' lists ours.",
-                     arg, meant_flag(name));
+                     arg, suggestion_for(name));
   }
 
-  // The next arg, unless it is plainly another flag.
+  // The next argument, unless it is another flag.
   std::string value_argument(const std::string& origin) {
     const bool there = next_ < args_.size();
     const std::string arg = there ? args_[next_] : "";
@@ -213,7 +214,7 @@ void fill_from_variables(Values& values, const Variables& variable) {
     const std::string name = flag.variable();
     const auto text = variable(name);
     if (!text || text->empty()) continue;
-    // Ports and addresses begin with a digit, or "[", and are longer than "1" and "0".
+    // A port or address begins with a digit or "[" and is longer than "1" and "0".
     const bool word = text->size() == 1 || std::isalpha(static_cast<unsigned char>(text->front()));
     if (!flag.is_switch() || (!flag.optional_value.empty() && !word)) {
       values.set(flag, *text, name);

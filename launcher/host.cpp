@@ -30,7 +30,7 @@
 
 namespace lockstep::launch {
 
-// How the child that asks the driver passes its answer on.
+// The child process that asks the driver answers in JSON.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GpuModel, name, memory_bytes, multiprocessors, clock_khz,
                                    capability_major, capability_minor)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Gpus, count, pci_addresses, models, reason, cuda_version)
@@ -41,7 +41,7 @@ constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
 
 // ------------------------------------------------------------------ the CUDA driver
 
-// The driver's functions by their C types; only what needs no context.
+// The driver's functions that need no context.
 struct Driver {
   int (*init)(unsigned) = nullptr;
   int (*count)(int*) = nullptr;
@@ -67,7 +67,7 @@ std::string error_text(const Driver& driver, const char* call, int code) {
   return fmt::format("{} failed with {}", call, name);
 }
 
-// Nothing when the driver refuses.
+// None if the driver fails.
 std::optional<GpuModel> model_of(const Driver& driver, int device) {
   GpuModel model;
   char name[256] = "";
@@ -116,15 +116,15 @@ Gpus ask_driver(const std::string& path) {
     if (!known || !knows_models) continue;
     if (const auto model = model_of(driver, device)) gpus.models.push_back(*model);
   }
-  // A partial list is useless, since nobody knows which devices it describes.
+  // It would not be known which devices a partial list describes.
   if (gpus.models.size() != gpus.pci_addresses.size()) gpus.models.clear();
   return gpus;
 }
 
 // ------------------------------------------------------------------ interfaces
 
-// The interface that carries `address`; a 127.x address that none names belongs to the loopback.
-std::optional<Interface> carrier_of(const sockaddr* address) {
+// The interface that has `address`; for any other 127.x address, the loopback interface.
+std::optional<Interface> interface_with(const sockaddr* address) {
   ifaddrs* list = nullptr;
   if (::getifaddrs(&list) != 0) throw SystemError("host", "cannot list network interfaces", errno);
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
@@ -175,7 +175,7 @@ Gpus find_gpus(int timeout_ms, const std::string& driver) {
     return {.reason = fmt::format("the CUDA driver did not answer within {} ms", timeout_ms)};
   if (answer->empty()) return {.reason = "the CUDA driver ended the process"};
   const auto gpus = nlohmann::json::parse(*answer).get<Gpus>();
-  // A program that already uses CUDA cannot use it in a forked child, but then it may ask itself.
+  // If this program already uses CUDA, a forked child cannot; but then it may ask directly.
   if (gpus.reason.find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
     return ask_driver(driver);
   return gpus;
@@ -198,7 +198,7 @@ Interface interface_towards(const std::string& host, const Addresses& addresses)
       error = errno;
       continue;
     }
-    if (const auto found = carrier_of(reinterpret_cast<const sockaddr*>(&own))) return *found;
+    if (const auto found = interface_with(reinterpret_cast<const sockaddr*>(&own))) return *found;
   }
   throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
 }
@@ -230,7 +230,7 @@ bool CpuMask::apply() const noexcept {
                              reinterpret_cast<const cpu_set_t*>(bits_.data())) == 0;
 }
 
-// --numa-binding: which CPUs lie near a rank's GPU, read from sysfs.
+// ------------------------------------------------------------------ --numa-binding
 
 namespace {
 
@@ -251,12 +251,12 @@ class Topology {
     find_nodes();
   }
 
-  // Nodes with at least one allowed CPU. A machine without NUMA is one node.
+  // The allowed CPUs of each node that has any. A machine without NUMA is one node.
   const std::map<int, std::vector<int>>& nodes() const { return nodes_; }
 
   int node_of_gpu(const std::string& pci_address) const {
     const std::string path = files_.sys + "/bus/pci/devices/" + pci_address + "/numa_node";
-    // The kernel says -1 where there is only one node or the firmware does not know.
+    // The kernel reports -1 if there is only one node or the firmware does not say.
     return std::max(0, number_in(path).value_or(0));
   }
 
@@ -264,13 +264,13 @@ class Topology {
     return number_in(cpu_path(cpu) + "/topology/physical_package_id").value_or(0);
   }
 
-  // The smallest CPU number of the physical core, which stands for the core.
+  // Identifies a physical core by its lowest CPU.
   int core_of(int cpu) const {
     const auto cpus = list_in(cpu_path(cpu) + "/topology/thread_siblings_list");
     return cpus.empty() ? cpu : cpus.front();
   }
 
-  // The same for the largest data cache that the CPU shares.
+  // Identifies the largest data cache of a CPU by the lowest CPU that shares it.
   int cache_of(int cpu) const {
     int best_level = -1;
     int representative = 0;
@@ -308,7 +308,7 @@ class Topology {
   std::map<int, std::vector<int>> nodes_;
 };
 
-// The node of every slot: a slot is a GPU, or a local rank where ranks outnumber GPUs.
+// The NUMA node of every slot. A slot is a GPU, or a local rank beyond the GPUs.
 std::vector<int> node_of_slots(const Topology& topology, const NumaRequest& request) {
   const auto& gpus = request.gpu_pci_addresses;
   const std::size_t ranks = static_cast<std::size_t>(std::max(1, request.local_ranks));
@@ -344,8 +344,8 @@ std::vector<int> whole_socket(const Topology& topology, int node) {
   return result;
 }
 
-// The node's cores in `sharers` consecutive parts; where they do not divide evenly, the first parts
-// are one larger.
+// Part `index` of the node's cores, divided into `sharers` consecutive parts, of which the first
+// may be larger by one core.
 std::vector<int> own_cores(const Topology& topology, int node, int sharers, int index) {
   const Groups cores =
       group_by(topology.nodes().at(node), [&](int cpu) { return topology.core_of(cpu); });
@@ -367,7 +367,7 @@ std::vector<int> own_cores(const Topology& topology, int node, int sharers, int 
   return result;
 }
 
-// One group of CPUs under a common last-level cache; the groups with most CPUs first.
+// The CPUs of one last-level cache; the caches with the most CPUs are given out first.
 std::vector<int> own_cache(const Topology& topology, int node, int index) {
   const Groups caches =
       group_by(topology.nodes().at(node), [&](int cpu) { return topology.cache_of(cpu); });
@@ -394,7 +394,7 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
                      "allowed no CPU (allowed: {}). Widen the affinity, or drop --numa-binding.",
                      request.local_rank, node, cpu_list_text(request.allowed));
   }
-  // Its place among those that share the node.
+  // The rank's position among those that share the node.
   const int sharers = static_cast<int>(std::ranges::count(slots, node));
   const int index = static_cast<int>(
       std::count(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(rank), node));

@@ -37,7 +37,7 @@ void tune(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kLostAfter.count()));
 }
 
-// One end of a socket, which `ask` (::getsockname, ::getpeername) knows.
+// The address of one end of a socket; `ask` is ::getsockname or ::getpeername.
 std::string address_of(int fd, int (*ask)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage storage{};
   socklen_t size = sizeof storage;
@@ -91,8 +91,8 @@ void Connection::read_some() {
   if (take({buffer.data(), static_cast<std::size_t>(n)})) read_messages();
 }
 
-// A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by its
-// first byte, and answers with something that the other recognises.
+// A launcher without a secret sends JSON, one with a secret TLS. Each recognises the other by the
+// first byte, and answers in the other's protocol.
 bool Connection::is_other_protocol(char first) {
   constexpr char kTlsAlert = 0x15;
   constexpr char kTlsHandshake = 0x16;
@@ -139,7 +139,7 @@ void Connection::read_messages() {
   incoming_.erase(0, used);
 }
 
-// Hands on a frame, or reads a line. Returns its size, 0 when it is not complete.
+// Passes a frame to its handler, or reads a line. Returns its size, 0 if it is incomplete.
 std::size_t Connection::read_one(std::string_view bytes, std::optional<Message>& message) {
   if (trusted_ && begins_store_frame(bytes.front())) {
     StoreFrame frame;
@@ -170,8 +170,7 @@ void Connection::write_some() {
     const ssize_t n = ::send(socket_.get(), outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
     if (n < 0) {
       if (errno == EINTR) continue;
-      // An error is reported by the reading side, which has an event for it; so is the end of a
-      // peer that does not read.
+      // The event of the reading side reports an error, and the end of a peer that does not read.
       if (errno != EAGAIN) outgoing_.clear();
       if (outgoing_.size() > kMaxUnsent) ::shutdown(socket_.get(), SHUT_RDWR);
       break;
@@ -185,7 +184,7 @@ void Connection::write_some() {
 void Connection::close(Closing closing) {
   if (!socket_) return;
   loop_.forget(socket_.get());
-  // Unread data would reset the connection, and the peer might lose the last answer.
+  // Closing with unread data resets the connection, and the peer may lose the last message.
   std::array<char, 4096> rest;
   for (int i = 0; i < 16 && ::recv(socket_.get(), rest.data(), rest.size(), 0) > 0; ++i) {
   }
@@ -210,7 +209,7 @@ static void from_json(const nlohmann::json& from, NodeShare& share) {
 
 namespace launch {
 
-// A launcher of the same protocol may be older, and not send all of them.
+// With defaults, because an older launcher with the same protocol may not send all fields.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RankFailure, rank, local_rank, node, pid, attempt,
                                                 host, cause, code, time, after_s, message,
                                                 restartable, stopped, program, error_file, stacks,
@@ -236,10 +235,9 @@ const std::pair<Message::Kind, const char*> kKindNames[] = {
     {Message::Kind::kRestart, "restart"},
     {Message::Kind::kEnd, "end"}};
 
-// Where a message would be nested deeper, it is not one.
-constexpr int kMaxDepth = 8;
+constexpr int kMaxDepth = 8;  // of JSON; no message is nested deeper
 
-// A number outside int's range would become another one.
+// Converts without wrapping a number that does not fit an int.
 int int_of(double value, std::string_view name, int min = INT_MIN, int max = INT_MAX) {
   if (!(value >= min && value <= max)) {
     throw UsageError("launch", "another launcher's '{}' ({}) is not a number from {} to {}.", name,
@@ -248,9 +246,9 @@ int int_of(double value, std::string_view name, int min = INT_MIN, int max = INT
   return static_cast<int>(value);
 }
 
-// Makes all of a message's text printable, whatever its fields are, and checks its numbers. Only a
-// rank's message and what node 0 says have lines. A failure is JSON again; run ids and roles are
-// compared, so they stay as they are.
+// Makes all text of a message printable, whatever its fields, and checks its numbers. Only a rank's
+// message and node 0's text have several lines. A failure is JSON itself, and run ids and roles are
+// compared, so those stay unchanged.
 void check_values(json& value, const std::string& key) {
   if (value.is_number() && key != "time" && key != "after_s") int_of(value.get<double>(), key);
   if (value.is_string() && key != "failure" && key != "run_id" && key != "role") {
@@ -276,7 +274,7 @@ std::string text_of(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-// A message that does not begin with our component gets a prefix that says what it is about.
+// Turns any exception of `body` into a UsageError; one that is not ours begins with `what`.
 template <typename Body>
 auto refusing(const char* what, const Body& body) {
   try {
@@ -297,7 +295,7 @@ Message::Kind kind_of(const std::string& wanted) {
   return found->first;
 }
 
-// No failure, rejection or stop of another host may end this launcher with exit code 0.
+// A failure, rejection or stop of another host must not end this launcher with exit code 0.
 void check(const Message& message) {
   using Kind = Message::Kind;
   if (message.failure) int_of(message.failure->code, "failure.code", 1, kMaxExitCode);
@@ -356,7 +354,7 @@ Message decode(const std::string& line) {
     const json from = parse_checked(line);
     Message message;
     if (const int theirs = from.at("lockstep"); theirs != kProtocol) {
-      message.kind = Message::Kind::kForeign;
+      message.kind = Message::Kind::kOtherVersion;
       message.text = fmt::format(
           "[launch] the launchers run different versions of Lockstep (protocols {} and {}). "
           "Install the same version on every host.",

@@ -37,9 +37,9 @@ std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
   return pointers;
 }
 
-// Handlers do not survive exec, but an ignored signal does. A shell ignores SIGINT and SIGQUIT for
-// its background jobs; ranks must still receive them when the launcher passes them on. An ignored
-// SIGHUP (nohup) and whatever else the caller chose to ignore stay ignored.
+// An ignored signal stays ignored after exec. Shells ignore SIGINT and SIGQUIT in background jobs,
+// but ranks must receive them from the launcher. SIGHUP (nohup) and all others that the caller
+// ignores stay ignored.
 void default_dispositions() {
   for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGCHLD}) ::signal(number, SIG_DFL);
 }
@@ -52,7 +52,7 @@ struct ChildPlan {
   int error_fd;
 };
 
-// Between fork and exec: only calls that are safe in a child of a process with threads.
+// Runs between fork and exec: only calls that are safe in a child of a process with threads.
 [[noreturn]] void become_rank(const ChildPlan& plan) {
   const auto give_up = [&plan] {
     const int error = errno;
@@ -62,7 +62,7 @@ struct ChildPlan {
   const ProcessRequest& request = *plan.request;
   ::setsid();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != plan.parent) ::_exit(127);  // it died before the line above
+  if (::getppid() != plan.parent) ::_exit(127);  // the parent died before the line above
   if (request.stdout_fd >= 0 && ::dup2(request.stdout_fd, STDOUT_FILENO) < 0) give_up();
   if (request.stderr_fd >= 0 && ::dup2(request.stderr_fd, STDERR_FILENO) < 0) give_up();
   for (const int fd : request.pass_fds) {
@@ -77,8 +77,8 @@ struct ChildPlan {
   ::_exit(127);
 }
 
-// Ends when exec has closed the pipe (0) or the child has said why it could not. The bound is for
-// a program on a file system that does not answer.
+// The child's error, or 0 once exec has closed the pipe. The timeout is for a program on a file
+// system that does not respond.
 int error_from_exec(int fd) {
   constexpr int kExecTimeoutMs = 120'000;
   pollfd poll_fd{fd, POLLIN, 0};
@@ -126,7 +126,7 @@ std::string Ending::text() const {
 }
 
 void Process::signal_group(int number) const {
-  // Not reaped: the number, and with it the group's, cannot belong to anybody else.
+  // Until it is reaped, its pid, which is the group's id, is not reused.
   if (alive()) ::kill(-pid_, number);
 }
 
@@ -139,7 +139,7 @@ std::optional<Ending> Process::reap() {
                       WEXITED | WNOHANG);
   } while (result != 0 && errno == EINTR);
   if (result != 0) {
-    // Somebody else's wait took it: the status is lost, but the process is certainly gone.
+    // Other code has reaped it: its status is lost, but the process is gone.
     reaped_ = true;
     return Ending{false, 1, false};
   }
@@ -152,7 +152,7 @@ std::optional<Ending> Process::reap() {
   return ending;
 }
 
-std::optional<Pause> Process::look_for_pause() const {
+std::optional<Pause> Process::poll_pause() const {
   if (!alive()) return std::nullopt;
   siginfo_t info{};
   if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WCONTINUED | WNOHANG) != 0 ||
@@ -171,7 +171,7 @@ Process start_process(const ProcessRequest& request) {
   if (pid < 0) throw SystemError("launch", "cannot start a process", errno);
   if (pid == 0) become_rank(plan);
   errors.write.reset();
-  // The child cannot have been reaped yet, so the number is still its own.
+  // The child cannot have been reaped yet, so the pid is still its own.
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   const int pidfd_error = errno;
   if (const int error = error_from_exec(errors.read.get()); error != 0) {
@@ -229,7 +229,7 @@ std::vector<pid_t> children_of(pid_t parent) {
     if (!file) readable = false;
     for (pid_t child; file >> child;) children.push_back(child);
   }
-  // A kernel without CONFIG_PROC_CHILDREN has no such file.
+  // Kernels without CONFIG_PROC_CHILDREN do not have this file.
   if (!readable && children.empty()) return children_by_scan(parent);
   return children;
 }
@@ -237,7 +237,7 @@ std::vector<pid_t> children_of(pid_t parent) {
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
   std::vector<pid_t> found = children_of(root);
   std::erase_if(found, [&](pid_t pid) { return except.count(pid) != 0; });
-  constexpr std::size_t kMax = 100'000;  // a tree that grows while it is read must have an end
+  constexpr std::size_t kMax = 100'000;  // the tree may grow while it is read
   for (std::size_t i = 0; i < found.size() && i < kMax; ++i) {
     const auto below = children_of(found[i]);
     found.insert(found.end(), below.begin(), below.end());
@@ -246,8 +246,7 @@ std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
 }
 
 bool signal_below(pid_t root, pid_t pid, int number) {
-  // The descriptor fixes the process; the look at its ancestors comes after, so it is about that
-  // one.
+  // The descriptor is opened before the ancestors are checked, so both mean the same process.
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!pidfd || !is_below(root, pid)) return false;
   return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
@@ -289,13 +288,13 @@ FileKind kind_of(const std::string& path) {
   return ::access(path.c_str(), X_OK) == 0 ? FileKind::kExecutable : FileKind::kPlain;
 }
 
-// What Python runs as a program: `python3 folder`.
+// Whether Python runs the folder as a program (`python3 folder`).
 bool has_main(const std::string& folder) {
   return kind_of(folder) == FileKind::kDirectory &&
          kind_of(folder + "/__main__.py") != FileKind::kMissing;
 }
 
-// The file to execute, or an error that says what is wrong with it.
+// The file to execute. Throws UsageError with the reason if it cannot be.
 std::string executable(const std::string& program, const Variables& variable) {
   if (program.find('/') == std::string::npos) {
     if (const auto found = find_program(program, variable("PATH"))) return *found;
@@ -330,8 +329,8 @@ std::string executable(const std::string& program, const Variables& variable) {
                    program);
 }
 
-// The interpreter of the virtual environment that this launcher was installed into, which need not
-// be activated; nothing elsewhere.
+// The interpreter of the virtual environment that this launcher is installed in, activated or not;
+// none elsewhere.
 std::optional<std::string> own_interpreter() {
   std::error_code ignored;
   const auto folder = std::filesystem::read_symlink("/proc/self/exe", ignored).parent_path();

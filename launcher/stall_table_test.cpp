@@ -390,15 +390,9 @@ TEST(RankState, KnowsThisProcess) {
   EXPECT_FALSE(read_rank_state(-1, -1).known());
 }
 
-}  // namespace
-
-// When a stall is reported: the times, with this process as the rank. Real ranks are in
-// tests/ledger.
-
-namespace {
+// ---------------------------------------------------------------- StallWatch
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
 
 class Watch : public testing::Test {
  protected:

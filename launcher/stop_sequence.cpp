@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 void StopSequence::begin(milliseconds head_start, milliseconds grace) {
   if (stage_ != Stage::kIdle) return;
   kill_time_ = EventLoop::Clock::now() + head_start + grace;
-  stage_ = Stage::kWarned;
+  stage_ = Stage::kNotified;
   if (head_start.count() == 0) return skip_head_start();
   timer_.start(head_start, [this] {
     skip_head_start();
@@ -24,8 +24,8 @@ void StopSequence::begin(milliseconds head_start, milliseconds grace) {
 }
 
 void StopSequence::skip_head_start() {
-  if (stage_ != Stage::kWarned) return;
-  stage_ = Stage::kAsked;
+  if (stage_ != Stage::kNotified) return;
+  stage_ = Stage::kTerminated;
   timer_.start(*time_left(), [this] { steps_.overdue(); });
 }
 
@@ -67,24 +67,24 @@ void Orphans::signal(int number) {
         }))
       continue;
     signal_and_continue(pid, number);
-    asked_.insert(pid);
+    signalled_.insert(pid);
   }
 }
 
-// A second SIGTERM may cut short what the first one began, such as saving a checkpoint: processes
-// in the group of a rank that was asked to end have been asked with it.
-void Orphans::ask_once() {
+// A second SIGTERM may interrupt what the first one started, such as saving a checkpoint. So this
+// skips processes in the group of a rank that was signalled.
+void Orphans::terminate_once() {
   for (const pid_t pid : find()) {
     const pid_t group = group_of(pid);
     const bool with_its_rank = std::ranges::any_of(ranks_, [group](const RankRecord& rank) {
-      return rank.pid == group && rank.life.was(RankLife::kAsked);
+      return rank.pid == group && rank.life.was(RankLife::kSignalled);
     });
-    if (!with_its_rank && asked_.insert(pid).second) signal_and_continue(pid, SIGTERM);
+    if (!with_its_rank && signalled_.insert(pid).second) signal_and_continue(pid, SIGTERM);
   }
 }
 
 void Orphans::sweep(std::chrono::milliseconds grace) {
-  ask_once();
+  terminate_once();
   timer_.start(grace, [this] { kill(kRounds); });
 }
 

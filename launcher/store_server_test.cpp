@@ -48,8 +48,7 @@ struct Server {
   StoreServer server;
 
   explicit Server(StoreServerOptions options = {})
-      : server(
-            loop, port, [this](const std::string& line) { said.push_back(line); }, options) {}
+      : server(loop, port, [this](const std::string& line) { said.push_back(line); }, options) {}
 
   void run_for(int ms) {
     loop.after(std::chrono::milliseconds(ms), [this] { loop.stop(); });
@@ -390,25 +389,15 @@ TEST(StoreChannel, IsForTheProcessThatItWasMadeFor) {
   EXPECT_FALSE(StoreChannel::from_env());
 }
 
-}  // namespace
+// ---------------------------------------------------------------- several hosts
 
-// The store of several hosts: a server that forwards to one that serves, with a link that can be
-// held up.
-
-namespace {
-
-using ::testing::HasSubstr;
 using Kind = StoreFrame::Kind;
-using store::Command;
 
 StoreFrame decoded(const std::string& bytes) {
   StoreFrame frame;
   EXPECT_EQ(decode(bytes, frame), bytes.size());
   return frame;
 }
-
-const std::string kPing = command(Command::kPing, number<std::uint32_t>(9));
-const std::string kPong = number<std::uint32_t>(9);
 
 // Node 0, which serves, and node 1, which forwards.
 struct Servers {

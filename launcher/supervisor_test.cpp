@@ -507,7 +507,7 @@ TEST(NodeLink, WhatIsNotAMessageIsRefused) {
   EXPECT_THAT(message_of<UsageError>([] { decode("GET / HTTP/1.0"); }),
               HasSubstr("not a launcher's message"));
   const Message foreign = decode(R"({"lockstep": 99})");
-  EXPECT_EQ(foreign.kind, Message::Kind::kForeign);
+  EXPECT_EQ(foreign.kind, Message::Kind::kOtherVersion);
   EXPECT_THAT(foreign.text, HasSubstr("different versions of Lockstep (protocols 99 and 5)"));
   EXPECT_THAT(message_of<UsageError>([] { decode(R"({"lockstep": 5, "kind": "dance"})"); }),
               HasSubstr("unknown message 'dance'"));
@@ -541,14 +541,8 @@ TEST(Supervise, ReturnsTheCodeToAProgramThatCallsIt) {
   EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);  // no child is left to this process
 }
 
-}  // namespace
+// ---------------------------------------------------------------- failure reports
 
-// What a report leaves out, and where it is found. The rest is tested in supervisor_test.cpp.
-
-namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using ::testing::Not;
 
 class StacksTest : public ::testing::Test {

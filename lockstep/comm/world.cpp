@@ -217,7 +217,7 @@ std::vector<int> WorldImpl::absent_from_barrier(std::uint64_t count) {
     return absent;
   };
   try {
-    return bounded<Absent>("asking the store", Deadline::after(kExplainTimeout), ask);
+    return run_with_deadline<Absent>("asking the store", Deadline::after(kExplainTimeout), ask);
   } catch (const std::exception&) {
     return {};  // the store is gone too; the caller says so
   }

@@ -516,18 +516,14 @@ TEST(Rendezvous, AnotherUsersSocketIsNotBelieved) {
   EXPECT_EQ(squatter.result(), "yes");
 }
 
-}  // namespace
-
-// The mark of a rank that is inside its body.
-
-namespace {
+// ---------------------------------------------------------------- body_mark
 
 namespace fs = std::filesystem;
 
-class InsideTest : public ::testing::Test {
+class BodyMarkTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = fs::temp_directory_path() / ("lockstep_inside_" + std::to_string(::getpid()));
+    folder_ = fs::temp_directory_path() / ("lockstep_body_mark_" + std::to_string(::getpid()));
     fs::create_directories(folder_);
     file_ = folder_ / "error.json";
     for (const auto& [name, value] :
@@ -550,34 +546,34 @@ class InsideTest : public ::testing::Test {
   std::vector<std::string> names_;
 };
 
-TEST_F(InsideTest, TheMarkStandsFromEnterToLeave) {
-  EXPECT_FALSE(inside::take_mark(file_));
-  inside::enter();
+TEST_F(BodyMarkTest, TheMarkStandsFromEnterToLeave) {
+  EXPECT_FALSE(body_mark::take(file_));
+  body_mark::set();
   EXPECT_TRUE(marked());
-  inside::leave();
+  body_mark::clear();
   EXPECT_FALSE(marked());
-  inside::enter();
-  inside::enter();
-  EXPECT_TRUE(inside::take_mark(file_));
-  EXPECT_FALSE(inside::take_mark(file_));
+  body_mark::set();
+  body_mark::set();
+  EXPECT_TRUE(body_mark::take(file_));
+  EXPECT_FALSE(body_mark::take(file_));
   EXPECT_FALSE(marked());
-  EXPECT_FALSE(inside::take_mark(""));
+  EXPECT_FALSE(body_mark::take(""));
 }
 
-TEST_F(InsideTest, OtherLaunchersFilesAreLeftAlone) {
+TEST_F(BodyMarkTest, OtherLaunchersFilesAreLeftAlone) {
   ::setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);  // torchrun
-  inside::enter();
+  body_mark::set();
   EXPECT_FALSE(marked());
   ::setenv("TORCHELASTIC_USE_AGENT_STORE", "False", 1);
   ::unsetenv("TORCHELASTIC_ERROR_FILE");
-  inside::enter();
+  body_mark::set();
   EXPECT_FALSE(marked());
 }
 
-TEST_F(InsideTest, APlaceThatIsGoneIsNoError) {
+TEST_F(BodyMarkTest, APlaceThatIsGoneIsNoError) {
   ::setenv("TORCHELASTIC_ERROR_FILE", (folder_ / "none" / "error.json").c_str(), 1);
-  inside::enter();
-  inside::leave();
+  body_mark::set();
+  body_mark::clear();
   EXPECT_FALSE(marked());
 }
 

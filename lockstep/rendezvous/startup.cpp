@@ -23,15 +23,15 @@ namespace {
 constexpr const char* kWorld = "world";
 constexpr std::chrono::seconds kProgressInterval{10};
 
-// How start-up ended, the same on every rank that came.
+// The result of the check, the same on every rank.
 struct Outcome {
   enum class Kind : char { kGood = '=', kProblem = '!', kTimeout = 't' };
   Kind kind = Kind::kGood;
   std::string text = {};
 };
 
-// One rank's part of the start-up conversation. Runs on a thread of its own (see bounded), which
-// the caller may leave behind; `cancel` then ends it.
+// One rank's part of the check. Runs on a thread of its own (run_with_deadline()), which the caller
+// may abandon; `cancel` then ends it.
 class Startup {
  public:
   Startup(StartupStore store, Handshake handshake, const StartupOptions& options)
@@ -39,7 +39,7 @@ class Startup {
         handshake_(std::move(handshake)),
         size_(options.size),
         share_device_(options.share_device),
-        // The leader's outcome about missing ranks must still reach the ranks that came.
+        // The other ranks wait longer than rank 0, so that its outcome reaches them.
         deadline_(Deadline::after(options.timeout + (handshake_.rank == 0 ? kNone : kGrace))) {}
 
   Outcome run() {
@@ -48,16 +48,16 @@ class Startup {
     if (handshake_.rank == 0 && first) {
       const Outcome outcome = lead();
       store_->set("outcome", static_cast<char>(outcome.kind) + outcome.text);
-      if (outcome.kind != Outcome::Kind::kGood) wait_until_heard(outcome.kind);
+      if (outcome.kind != Outcome::Kind::kGood) wait_for_readers(outcome.kind);
       return outcome;
     }
     const std::vector<int> leader{0};
     if (!poll([this] { return store_->check("outcome"); }, leader, deadline_))
-      return {Outcome::Kind::kTimeout, absence(leader)};
+      return {Outcome::Kind::kTimeout, missing_text(leader)};
     const std::string outcome = store_->get("outcome", deadline_);
     store_->add("heard", 1);
     const auto kind = static_cast<Outcome::Kind>(outcome.at(0));
-    // Too late to be seen by the leader, which has continued with the other one.
+    // Another process has this rank, and rank 0 has continued with that one.
     if (kind == Outcome::Kind::kGood && !first)
       return {Outcome::Kind::kProblem, contradictions({handshake_, handshake_}, share_device_)};
     return {kind, outcome.substr(1)};
@@ -69,39 +69,39 @@ class Startup {
   using Milliseconds = std::chrono::milliseconds;
   static constexpr Milliseconds kNone{0};
   static constexpr Milliseconds kGrace{2000};
-  static constexpr Milliseconds kLateComers{8000};
-  // Once something is wrong: how long the others may take to come, so that all that differ are
-  // named, and how long ranks may take that rank 0 knows nothing about.
-  static constexpr Milliseconds kToBeNamed{10'000};
-  static constexpr Milliseconds kUnexpected{1000};
+  static constexpr Milliseconds kReadGrace{8000};
+  // After a contradiction, rank 0 waits this long for missing ranks, to name all that differ, and
+  // this long for more ranks than its world size, if others expect a larger world.
+  static constexpr Milliseconds kNamingGrace{10'000};
+  static constexpr Milliseconds kExtraRanksGrace{1000};
 
   Outcome lead() {
     std::vector<int> absent;
     std::string problem;
     auto seen = Deadline::Clock::time_point::max();
     const auto ready = [&] {
-      if (hear()) problem = contradictions(handshakes_, share_device_);
+      if (read_new_handshakes()) problem = contradictions(handshakes_, share_device_);
       absent = missing();
       if (problem.empty()) return absent.empty();
       seen = std::min(seen, Deadline::Clock::now());
       const auto waited = Deadline::Clock::now() - seen;
       const bool all = static_cast<int>(handshakes_.size()) >= size_;
-      if (all) return !miscounted(handshakes_) || waited >= kUnexpected;
-      return waited >= kToBeNamed || deadline_.remaining() < kGrace / 2;
+      if (all) return !miscounted(handshakes_) || waited >= kExtraRanksGrace;
+      return waited >= kNamingGrace || deadline_.remaining() < kGrace / 2;
     };
     if (!poll(ready, absent, deadline_) && problem.empty())
-      return {Outcome::Kind::kTimeout, absence(absent)};
+      return {Outcome::Kind::kTimeout, missing_text(absent)};
     if (!problem.empty()) return {Outcome::Kind::kProblem, problem};
     return {Outcome::Kind::kGood, places()};
   }
 
-  // Reads what has come since the last time; true when there was something.
-  bool hear() {
+  // Reads the handshakes since the last call; true if there were any.
+  bool read_new_handshakes() {
     const auto count = store_->add("came", 0);
     while (counted_ < count) unread_.push_back(++counted_);
     return std::erase_if(unread_, [this](std::int64_t index) {
              const std::string key = fmt::format("came/{}", index);
-             if (!store_->check(key)) return false;  // between its two calls
+             if (!store_->check(key)) return false;  // the rank has counted itself, not yet set it
              handshakes_.push_back(Handshake::parse(store_->get(key, deadline_)));
              return true;
            }) > 0;
@@ -117,7 +117,7 @@ class Startup {
     return absent;
   }
 
-  // Where every rank is, one line each, if any rank does not know its place.
+  // Every rank's place, one line each; "" if all ranks know their places.
   std::string places() const {
     const auto known = [](const Handshake& handshake) { return handshake.place.known(); };
     if (std::ranges::all_of(handshakes_, known)) return "";
@@ -127,17 +127,17 @@ class Startup {
     return text;
   }
 
-  // Rank 0 takes the store with it when it ends, so bad news must have been read by then. After a
-  // timeout nobody else is expected; otherwise those on their way get a moment.
-  void wait_until_heard(Outcome::Kind kind) {
+  // The store ends with rank 0, so the others must have read an error before rank 0 throws it.
+  // After a timeout, only the ranks that are here can read it; otherwise all of them may.
+  void wait_for_readers(Outcome::Kind kind) {
     const bool late = kind == Outcome::Kind::kTimeout;
     const auto expected = std::max(handshakes_.size(), late ? 0 : std::size_t(size_));
     const auto others = static_cast<std::int64_t>(expected) - 1;
     poll([&] { return store_->add("heard", 0) >= others; }, {},
-         Deadline::after(late ? kGrace : kLateComers));
+         Deadline::after(late ? kGrace : kReadGrace));
   }
 
-  std::string absence(const std::vector<int>& absent) const {
+  std::string missing_text(const std::vector<int>& absent) const {
     return fmt::format(
         "{} of {} did not come within {} s. They failed to start, or cannot "
         "reach this host. Look at their output; LOCKSTEP_STARTUP_TIMEOUT_S gives them "
@@ -167,21 +167,22 @@ class Startup {
   const int size_;
   const bool share_device_;
   const Deadline deadline_;
-  // Leader only: the ranks that came, in order, and those whose place is taken but not yet filled.
+  // Rank 0 only: handshakes in the order of arrival, and those that are counted but not yet set.
   std::vector<Handshake> handshakes_;
   std::vector<std::int64_t> unread_;
   std::int64_t counted_ = 0;
   std::atomic<bool> cancelled_{false};
 };
 
-Outcome converse(const StartupStore& store, const Handshake& handshake,
-                 const StartupOptions& options) {
+Outcome run_check(const StartupStore& store, const Handshake& handshake,
+                  const StartupOptions& options) {
   auto startup = std::make_shared<Startup>(store, handshake, options);
-  // The conversation has its own deadline and names the missing ranks; this one is for a store that
-  // does not answer at all.
+  // The check has a deadline of its own and names the missing ranks; this one is for a store that
+  // does not respond.
   const auto outer = Deadline::after(options.timeout + std::chrono::seconds(12));
   try {
-    return bounded<Outcome>("the start-up check", outer, [startup] { return startup->run(); });
+    return run_with_deadline<Outcome>("the start-up check", outer,
+                                      [startup] { return startup->run(); });
   } catch (...) {
     startup->cancel();
     throw;
@@ -192,7 +193,7 @@ Outcome converse(const StartupStore& store, const Handshake& handshake,
 
 RankInfo check_start(const StartupStore& store, const Handshake& handshake,
                      const StartupOptions& options) {
-  const Outcome outcome = converse(store, handshake, options);
+  const Outcome outcome = run_check(store, handshake, options);
   if (outcome.kind == Outcome::Kind::kProblem)
     throw UsageError(kWorld, "start-up check: {}", outcome.text);
   if (outcome.kind == Outcome::Kind::kTimeout) {
@@ -209,7 +210,7 @@ RankInfo check_start(const StartupStore& store, const Handshake& handshake,
 
 void report_refusal(const StartupStore& store, const Handshake& handshake,
                     const StartupOptions& options) {
-  converse(store, handshake, options);
+  run_check(store, handshake, options);
 }
 
 namespace {
@@ -219,15 +220,15 @@ constexpr std::size_t kRangesShown = 10;
 constexpr std::size_t kGroupsShown = 4;
 constexpr std::size_t kValueBytes = 80;
 
-// Ranks that say the same, under what they say.
-using Groups = std::map<std::string, std::vector<int>>;
+using Groups = std::map<std::string, std::vector<int>>;  // ranks by the value that they have
 
 std::string show(const std::string& value) {
   if (value.empty()) return "(none)";
   return value.size() <= kValueBytes ? value : value.substr(0, kValueBytes) + "...";
 }
 
-// "a, b and c": each group as `phrase` formats it, the largest first, and how many are skipped.
+// "a, b and c": each group as `phrase` formats it, the largest first, and the number of skipped
+// ranks.
 template <typename Phrase>
 std::string list_groups(const Groups& groups, const Phrase& phrase) {
   std::vector<Groups::const_iterator> order;
@@ -261,7 +262,7 @@ const Handshake& leader_of(const std::vector<Handshake>& handshakes) {
   return leader != handshakes.end() ? *leader : handshakes.front();
 }
 
-// "", or one sentence and advice about every rank that differs from rank 0 in one field.
+// One sentence with advice about the ranks that differ from rank 0 in a field; "" if none does.
 std::string differences(const std::vector<Handshake>& handshakes, std::string Handshake::*field,
                         const char* what, const char* advice) {
   const std::string& right = leader_of(handshakes).*field;
@@ -295,18 +296,18 @@ std::string repeated_ranks(const std::vector<Handshake>& handshakes) {
 
 std::string unreachable(const std::vector<Handshake>& handshakes) {
   std::set<std::string> hosts;
-  Groups deaf;
+  Groups unreachable_ranks;
   for (const Handshake& handshake : handshakes) {
     hosts.insert(handshake.host);
     if (handshake.address.starts_with("127."))
-      deaf[fmt::format("on {} would listen on {}", handshake.host, handshake.address)].push_back(
-          handshake.rank);
+      unreachable_ranks[fmt::format("on {} would listen on {}", handshake.host, handshake.address)]
+          .push_back(handshake.rank);
   }
-  if (hosts.size() < 2 || deaf.empty()) return "";
+  if (hosts.size() < 2 || unreachable_ranks.empty()) return "";
   return fmt::format(
       "{}, which the other hosts ({} in all) cannot reach. Set GLOO_SOCKET_IFNAME to the interface "
       "that connects them.",
-      list_groups(deaf, who_and_value), hosts.size());
+      list_groups(unreachable_ranks, who_and_value), hosts.size());
 }
 
 std::string shared_gpus(const std::vector<Handshake>& handshakes) {
@@ -324,9 +325,9 @@ std::string shared_gpus(const std::vector<Handshake>& handshakes) {
       list_groups(users, who_and_value));
 }
 
-// Checks local ranks that were set by hand against the count.
+// Compares local ranks that were set by hand with the number of ranks on the host.
 std::string local_ranks_out_of_range(const std::vector<Handshake>& handshakes) {
-  // Ranks that are still on their way count too.
+  // The number is known only once all ranks are here.
   if (static_cast<int>(handshakes.size()) < std::atoi(leader_of(handshakes).world_size.c_str()))
     return "";
   Groups outside;
@@ -348,7 +349,7 @@ std::string local_ranks_out_of_range(const std::vector<Handshake>& handshakes) {
       }));
 }
 
-// Ranks that came to say that they do not take part, each reason once.
+// The ranks that refuse to take part, each reason once.
 std::string refusals(const std::vector<Handshake>& handshakes) {
   Groups refusing;
   std::map<std::string, std::set<std::string>> hosts;
@@ -407,7 +408,7 @@ std::string name_ranks(std::vector<int> ranks) {
   while (named < ranks.size() && ranges.size() < kRangesShown) {
     std::size_t last = named;
     while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    if (last < named + 2) last = named;  // two neighbours are still a list
+    if (last < named + 2) last = named;  // "1, 2" rather than "1-2"
     ranges.push_back(last == named ? std::to_string(ranks[named])
                                    : fmt::format("{}-{}", ranks[named], ranks[last]));
     named = last + 1;
@@ -445,7 +446,7 @@ std::string contradictions(const std::vector<Handshake>& handshakes, bool share_
                   "Set LOCKSTEP_DEBUG identically on every rank."),
   };
   const auto is_empty = [](const std::string& problem) { return problem.empty(); };
-  // A rank that counts wrongly also reads the rest wrongly.
+  // These would only follow from the problems above.
   if (std::ranges::all_of(problems, is_empty)) {
     problems = {local_ranks_out_of_range(handshakes), unreachable(handshakes),
                 share_device ? "" : shared_gpus(handshakes)};

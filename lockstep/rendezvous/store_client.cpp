@@ -20,12 +20,12 @@ namespace {
 using store::Command;
 
 constexpr std::size_t kMaxIdleConnections = 4;
-// A cut connection is often seen a moment before its cause is announced.
+// A broken connection is often noticed just before its cause is announced.
 constexpr std::chrono::milliseconds kCauseWait{1000};
 constexpr std::chrono::milliseconds kAnswerWait{200};
 
 [[noreturn]] void throw_connection_lost(const StoreCall& call) {
-  if (control::failure(kCauseWait)) throw_if_doomed(call.what);
+  if (control::failure(kCauseWait)) throw_if_failure_announced(call.what);
   throw CommError("store",
                   fmt::format("{}: the launcher has closed the connection to its store. It was "
                               "killed, or the call broke a limit of the store, which the "
@@ -33,14 +33,14 @@ constexpr std::chrono::milliseconds kAnswerWait{200};
                               call.what));
 }
 
-// False when the deadline has passed; throws when the launcher announces a failure.
+// False after the deadline; throws if the launcher announces a failure.
 bool socket_ready(int fd, short events, const StoreCall& call) {
   for (;;) {
     pollfd ready[] = {{fd, events, 0}, {control::failure_fd(), 0, 0}};
     const int count = ::poll(ready, 2, std::max(1, call.deadline.remaining_ms()));
     if (count < 0 && errno != EINTR) throw SystemError("store", "poll failed", errno);
     if (count > 0 && ready[0].revents != 0) return true;
-    throw_if_doomed(call.what);
+    throw_if_failure_announced(call.what);
     if (call.deadline.expired()) return false;
   }
 }

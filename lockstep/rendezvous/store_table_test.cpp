@@ -179,15 +179,9 @@ TEST(StoreTable, AWaitEndsWhenTheLastKeyIsThere) {
   EXPECT_EQ(t.replies[5].size() + t.replies[6].size(), 1u);
 }
 
-}  // namespace
-
-// The store over the link between launchers: frames by their bytes, and streams against streams. A
-// server that forwards to one that serves: launch/store_forwarding_test.cpp.
-
-namespace {
+// ---------------------------------------------------------------- streams
 
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using Kind = StoreFrame::Kind;
 
 // ---------------------------------------------------------------- frames
