@@ -10,7 +10,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
-#include "lockstep/rendezvous/bounded.h"
+#include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::cli {
@@ -41,8 +41,8 @@ Resolved ask_resolver(const std::string& host) {
 // A name server that does not answer blocks a resolver for longer than anybody waits.
 Resolved resolve(const std::string& host) {
   try {
-    return detail::bounded<Resolved>("resolving", Deadline::after(kResolveLimit),
-                                     [host] { return ask_resolver(host); });
+    return detail::run_with_deadline<Resolved>("resolving", Deadline::after(kResolveLimit),
+                                               [host] { return ask_resolver(host); });
   } catch (const CommError&) {
     return {.problem = fmt::format("no answer within {} s", kResolveLimit.count())};
   }

@@ -17,7 +17,6 @@
 #include "cli/variables.h"
 #include "launcher/flags.h"
 #include "launcher/process.h"
-#include "launcher/program.h"
 #include "launcher/supervisor.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

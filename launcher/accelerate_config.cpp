@@ -11,11 +11,11 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::launch {
 namespace {
 
-constexpr std::int64_t kMaxRanks = 1'000'000;
 constexpr const char* kFsdp = "FSDP";
 
 constexpr const char* kKeys[] = {"compute_environment",
@@ -38,8 +38,8 @@ constexpr const char* kKeys[] = {"compute_environment",
                                  "tpu_use_cluster",
                                  "tpu_use_sudo"};
 
-// The keys of fsdp_config, by the variables that `accelerate launch` makes of them. What has no
-// variable here says what FullyShard does anyway, or is of PyTorch's first FSDP.
+// The keys of fsdp_config and the variables that `accelerate launch` sets for them. Keys without a
+// variable describe what FullyShard always does, or PyTorch's first FSDP.
 constexpr std::pair<std::string_view, std::string_view> kFsdpKeys[] = {
     {"fsdp_version", "FSDP_VERSION"},
     {"fsdp_reshard_after_forward", "FSDP_RESHARD_AFTER_FORWARD"},
@@ -54,7 +54,8 @@ constexpr std::pair<std::string_view, std::string_view> kFsdpKeys[] = {
     {"fsdp_sync_module_states", ""},
     {"fsdp_use_orig_params", ""}};
 
-// What PyTorch's first FSDP has for fsdp_reshard_after_forward, by name or number: what to write.
+// Advice for PyTorch's first FSDP, which has named or numbered strategies instead of
+// fsdp_reshard_after_forward.
 std::string_view instead_of_strategy(std::string_view value) {
   if (value == "FULL_SHARD" || value == "1") return "Write fsdp_reshard_after_forward: true.";
   if (value == "SHARD_GRAD_OP" || value == "2") return "Write fsdp_reshard_after_forward: false.";
@@ -76,7 +77,7 @@ class Translator {
     if (document_.is(NodeKind::kMap)) {
       keys_.emplace(document_, "", &problems_);
       check_keys();
-      what();
+      type_and_precision();
       processes();
       rendezvous();
       devices();
@@ -108,7 +109,7 @@ class Translator {
 
   bool boolean(std::string_view key) { return keys_->boolean(key, false); }
 
-  // -1 where it is not given, or refused.
+  // -1 if it is absent or refused.
   std::int64_t integer(std::string_view key, std::int64_t min, std::int64_t max) {
     return keys_->integer(key, -1, min, max);
   }
@@ -153,7 +154,7 @@ class Translator {
 
   // ---------------------------------------------------------------- meaning
 
-  void what() {
+  void type_and_precision() {
     const std::string location = keys_->text("compute_environment", "LOCAL_MACHINE");
     if (location != "LOCAL_MACHINE") {
       refuse(*given("compute_environment"),
@@ -172,8 +173,8 @@ class Translator {
   }
 
   void processes() {
-    const std::int64_t machines = integer("num_machines", 1, kMaxRanks);
-    const std::int64_t processes = integer("num_processes", 1, kMaxRanks);
+    const std::int64_t machines = integer("num_machines", 1, kMaxWorldSize);
+    const std::int64_t processes = integer("num_processes", 1, kMaxWorldSize);
     const std::int64_t hosts = std::max<std::int64_t>(machines, 1);
     if (machines > 0) flag("nnodes", hosts);
     if (processes > 0 && processes % hosts != 0) {
@@ -193,7 +194,7 @@ class Translator {
     } else if (type_ == "NO") {
       flag("nproc-per-node", std::int64_t{1});
     }
-    if (const std::int64_t rank = integer("machine_rank", 0, kMaxRanks); rank >= 0) {
+    if (const std::int64_t rank = integer("machine_rank", 0, kMaxWorldSize); rank >= 0) {
       if (rank >= hosts) {
         refuse(*given("machine_rank"),
                "machine_rank {} does not exist with num_machines {}. It counts from 0.", rank,
@@ -230,7 +231,7 @@ class Translator {
       out_.environment["LOCKSTEP_DEVICE"] = "cpu";
     }
     if (type_ == "MULTI_GPU" || (type_ == kFsdp && !cpu)) {
-      // A rank that finds no GPU does not fall back to the CPU.
+      // A rank without a GPU must not fall back to the CPU.
       out_.environment["LOCKSTEP_DEVICE"] = "cuda";
       out_.gpu_key = fmt::format("{}: distributed_type is {}",
                                  given("distributed_type")->value.location.text(), type_);
@@ -248,7 +249,7 @@ class Translator {
     out_.environment["CUDA_VISIBLE_DEVICES"] = ids;
   }
 
-  // What PyTorch's first FSDP says otherwise.
+  // Refuses keys and values of PyTorch's first FSDP.
   bool refuses_fsdp1(const Entry& entry) {
     const Node& value = entry.value;
     if (entry.key == "fsdp_version" && value.text != "2") {
@@ -264,7 +265,7 @@ class Translator {
     return true;
   }
 
-  // For the ranks, which read them where the training file says nothing of fsdp.
+  // The ranks read these variables unless the training file has fsdp keys.
   void fully_sharded() {
     out_.environment["ACCELERATE_USE_FSDP"] = "true";
     const Entry* const section = given("fsdp_config");

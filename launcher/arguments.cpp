@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cmath>
 #include <iterator>
+#include <sstream>
 #include <utility>
 
 #include "lockstep/core/env.h"
@@ -14,6 +15,7 @@
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {
+
 namespace {
 
 std::string with_dashes(std::string name) {
@@ -21,8 +23,9 @@ std::string with_dashes(std::string name) {
   return name;
 }
 
-// The names that mpirun, mp.spawn and accelerate use for the number of ranks are too far from ours.
-std::string meant_flag(const std::string& name) {
+// Spelling does not suggest our flag for what mpirun, mp.spawn and accelerate call the number of
+// ranks.
+std::string suggestion_for(const std::string& name) {
   for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
     if (name == count) return " Did you mean --nproc-per-node?";
   std::vector<std::string> names{"help"};
@@ -82,7 +85,7 @@ class ArgumentReader {
     }
   }
 
-  // The flag of the table that `name` means; nothing for help.
+  // The flag that `name` is a prefix of; null for help.
   const FlagSpec* match(const std::string& name, const std::string& arg) const {
     std::vector<const FlagSpec*> found;
     for (const FlagSpec& flag : flag_table()) {
@@ -92,7 +95,7 @@ class ArgumentReader {
     const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
     if (help && found.empty()) return nullptr;
     if (found.size() == 1) return found.front();
-    // What torchrun understands means the same here, whatever flags we have in addition.
+    // A prefix that is unique in torchrun means the same here, whatever flags we add.
     std::vector<const FlagSpec*> theirs;
     std::ranges::copy_if(found, std::back_inserter(theirs),
                          [](const FlagSpec* flag) { return flag->torchrun; });
@@ -130,10 +133,10 @@ class ArgumentReader {
     throw UsageError("run",
                      "there is no flag {}.{} Flags of the program go after the program; "
                      "'lockstep run --help' lists ours.",
-                     arg, meant_flag(name));
+                     arg, suggestion_for(name));
   }
 
-  // The next arg, unless it is plainly another flag.
+  // The next argument, unless it is another flag.
   std::string value_argument(const std::string& origin) {
     const bool there = next_ < args_.size();
     const std::string arg = there ? args_[next_] : "";
@@ -211,7 +214,7 @@ void fill_from_variables(Values& values, const Variables& variable) {
     const std::string name = flag.variable();
     const auto text = variable(name);
     if (!text || text->empty()) continue;
-    // Ports and addresses begin with a digit, or "[", and are longer than "1" and "0".
+    // A port or address begins with a digit or "[" and is longer than "1" and "0".
     const bool word = text->size() == 1 || std::isalpha(static_cast<unsigned char>(text->front()));
     if (!flag.is_switch() || (!flag.optional_value.empty() && !word)) {
       values.set(flag, *text, name);
@@ -219,6 +222,196 @@ void fill_from_variables(Values& values, const Variables& variable) {
       values.set(flag, "1", name);
     }
   }
+}
+
+// The table of flags, and the texts made from it.
+
+namespace {
+
+constexpr auto kHonoured = Treatment::kHonoured;
+constexpr auto kIgnored = Treatment::kIgnored;
+constexpr auto kRefused = Treatment::kRefused;
+
+constexpr FlagSpec kFlags[] = {
+    {"config-file", "FILE", "Accelerate's YAML file; flags, then PET_ variables, take precedence",
+     false},
+    {"nnodes", "N", "hosts; N or N:N (a real range is refused)"},
+    {"nproc-per-node", "N|auto|cpu|gpu",
+     "ranks on this host; auto: one per GPU, or per core without GPUs"},
+    {"standalone", "", "one host, free port, random run id; overrides --rdzv-* and --master-*"},
+    {"rdzv-backend", "static|c10d",
+     "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
+    {"rdzv-endpoint", "HOST[:PORT]", "where node 0 listens; beats --master-addr and --master-port"},
+    {"rdzv-id", "ID", "run id, names the log directory (default: random on one host)"},
+    {"rdzv-conf", "K=V,...",
+     "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
+    {"node-rank", "N", "this host's number, 0 is the master"},
+    {"master-addr", "HOST", "address of host 0 (127.0.0.1)"},
+    {"master-port", "PORT", "its port (one host: a free one; several: 29500)"},
+    {"local-addr", "ADDR",
+     "address at which other hosts reach this one (default: found by routing)"},
+    {"secret-file", "FILE",
+     "several hosts: only launchers with this secret join, over TLS; mode 0600, the same "
+     "contents on every host (default: LOCKSTEP_SECRET_FILE)",
+     false},
+    {"max-restarts", "N",
+     "start all ranks again after a failure or the loss of a host that comes back (0); not after "
+     "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
+    {"shutdown-timeout", "SECONDS", "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
+    {"stall-timeout", "SECONDS",
+     "when no rank moves for this, and for ten median steps, a table says where each rank "
+     "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
+     "--dashboard needs them",
+     false},
+    {"stall-action", "warn|stop", "after that table: continue, or fail the run (warn)", false},
+    {"doctor", "",
+     "say on stderr what slows the ranks down, with the change that mends it, while they "
+     "run and at the end; any program, with less detail than one of ours",
+     false},
+    {"dashboard", "",
+     "serve a page that shows the ranks of this host while they run; its address, with the "
+     "token that opens it, is printed (a free port of 127.0.0.1)",
+     false, '\0', kHonoured, "[=[ADDRESS:]PORT]"},
+    {"record", "DIR",
+     "write what each rank's time and resources went to into DIR/monitor, for lockstep "
+     "doctor --run DIR and lockstep report DIR",
+     false},
+    {"monitor-interval", "SECONDS",
+     "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
+     "the middle of its world is looked at again, and failed if others still run (1)"},
+    {"timeout", "SECONDS",
+     "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)", false},
+    {"startup-timeout", "SECONDS",
+     "LOCKSTEP_STARTUP_TIMEOUT_S: deadline for the launchers of all hosts to connect, then "
+     "for all ranks to connect (300)",
+     false},
+    {"signals-to-handle", "SIG,...",
+     "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
+     "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
+    {"role", "NAME", "ROLE_NAME of the ranks (default)"},
+    {"module", "", "the program is a Python module, as in python -m", true, 'm'},
+    {"no-python", "", "execute the program directly, even a .py file"},
+    {"run-path", "", "the program is a Python file whatever its name; beats --no-python"},
+    {"log-dir", "DIR",
+     "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
+    {"redirects", "STREAMS", "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2",
+     true, 'r'},
+    {"tee", "STREAMS", "to files and the console (same values)", true, 't'},
+    {"line-prefix", "rank|role|none",
+     "prefix of each console line: [0], [role0]: or nothing (default: none with one "
+     "local rank, else rank; with --tee the teed lines have [role0]:, the others nothing)",
+     false},
+    {"local-ranks-filter", "R,...", "only these local ranks reach the console"},
+    {"duplicate-stdout-filters", "WORD,...",
+     "copy stdout lines with any of these strings to one more file (',,' is a comma)"},
+    {"duplicate-stderr-filters", "WORD,...", "the same for stderr"},
+    {"numa-binding", "node|socket|exclusive|core-complex", "bind each rank to CPUs near its GPU"},
+    {"virtual-local-rank", "", "each rank sees only its own GPU, as device 0, and LOCAL_RANK=0"},
+    {"replace-gloo", "",
+     "Python ranks with the package lockstep_torch: groups that are asked for as gloo use "
+     "shared memory where all their ranks are on one host (LOCKSTEP_REPLACE_GLOO=1)",
+     false},
+    {"start-method", "spawn|fork|forkserver",
+     "ranks are programs of their own, started by fork and exec", true, '\0', kIgnored},
+    {"event-log-handler", "NAME",
+     "event handlers are Python plug-ins; events are on stderr and in error.json", true, '\0',
+     kIgnored},
+    {"use-env", "", "LOCAL_RANK is always in the environment, never an argument", false, '\0',
+     kIgnored},
+    {"logs-specs", "NAME",
+     "it names a Python plug-in that would replace the log files; use --log-dir with "
+     "--redirects or --tee",
+     true, '\0', kRefused},
+};
+
+std::string spelling(const FlagSpec& flag) {
+  std::string text = flag.letter != '\0' ? fmt::format("-{}, ", flag.letter) : "";
+  text += fmt::format("--{}", flag.name);
+  if (!flag.is_switch()) text += fmt::format(" {}", flag.value_name);
+  text += flag.optional_value;
+  return text;
+}
+
+// "  --flag VALUE       help", the help wrapped at 100 columns under itself.
+std::string entry(const std::string& left, std::string_view help) {
+  constexpr std::size_t kColumn = 30;
+  constexpr std::size_t kWidth = 100;
+  std::string text = "  " + left;
+  std::size_t column = text.size();
+  const auto next_line = [&] {
+    text += '\n' + std::string(kColumn, ' ');
+    column = kColumn;
+  };
+  if (column + 2 > kColumn) next_line();
+  text.append(kColumn - column, ' ');
+  column = kColumn;
+  std::istringstream stream{std::string(help)};
+  for (std::string word; stream >> word;) {
+    if (column > kColumn && column + word.size() >= kWidth) next_line();
+    if (column > kColumn) text += ' ', ++column;
+    text += word;
+    column += word.size();
+  }
+  return text + '\n';
+}
+
+std::string section(std::string_view title, Treatment treatment) {
+  std::string text = fmt::format("\n{}:\n", title);
+  for (const FlagSpec& flag : kFlags) {
+    if (flag.treatment == treatment) text += entry(spelling(flag), flag.help);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string FlagSpec::variable() const {
+  std::string text = "PET_";
+  for (const char c : name)
+    text += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return text;
+}
+
+std::span<const FlagSpec> flag_table() {
+  return kFlags;
+}
+
+std::string run_help() {
+  std::string text =
+      "usage: lockstep run [flags] PROGRAM [arguments]\n\n"
+      "Starts PROGRAM as the ranks of one world on this host (and, with --nnodes, on others), "
+      "gives\n"
+      "each rank its identity, watches them, and ends with the first failing rank's exit code.\n"
+      "A .py file, or a directory with __main__.py, runs under python3 -u (PYTHON_EXEC names "
+      "another\n"
+      "interpreter), anything else is executed directly. Arguments after PROGRAM reach it "
+      "untouched.\n\n"
+      "The flags are torchrun's. Dashes may be underscores, a unique prefix is enough, and a flag\n"
+      "that is not given is read from PET_<NAME>, e.g. PET_NPROC_PER_NODE=4, and then from the "
+      "file\n"
+      "of --config-file.\n";
+  text += section("flags", kHonoured);
+  text += entry("-h, --help", "print this text");
+  text += section("accepted and ignored, with a line that says so", kIgnored);
+  text += section("refused", kRefused);
+  text +=
+      "\nexamples:\n"
+      "  lockstep run --standalone --nproc-per-node=4 ./train --lr=0.1\n"
+      "  lockstep run --nproc-per-node=gpu train.py\n"
+      "  lockstep run --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ./train\n";
+  return text;
+}
+
+std::string flag_list() {
+  constexpr std::string_view kNames[] = {"honoured", "ignored", "refused"};
+  std::string text;
+  for (const FlagSpec& flag : kFlags) {
+    text += fmt::format("--{} {} {}", flag.name, kNames[static_cast<int>(flag.treatment)],
+                        flag.is_switch() ? "switch" : "value");
+    if (flag.letter != '\0') text += fmt::format(" -{}", flag.letter);
+    text += '\n';
+  }
+  return text;
 }
 
 }  // namespace lockstep::launch

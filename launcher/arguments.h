@@ -1,8 +1,8 @@
-// The first half of parsing: arguments and PET_ variables become texts under the names of the table
-// (flag_table.h). What they mean is decided in flags.cpp.
+// The table of `lockstep run`'s flags, and the first half of parsing: arguments and PET_ variables
+// become texts under the names of the table. flags.cpp interprets them.
 //
-// Written by hand, not with CLI11, because torchrun's grammar is argparse's: flags by any unique
-// prefix, in either spelling, and everything after the program belongs to the program.
+// Not parsed by CLI11, because torchrun's grammar is argparse's: a unique prefix of a flag is
+// enough, dashes may be underscores, and everything after the program belongs to the program.
 //
 //   GivenArguments given = read_arguments({"--nproc=2", "-mr3", "train"});
 //   given.values.number("nproc-per-node", 1, 1, 4096);   // 2
@@ -11,14 +11,37 @@
 #include <chrono>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "launcher/flag_table.h"
 #include "launcher/host.h"
 
 namespace lockstep::launch {
+
+enum class Treatment { kHonoured, kIgnored, kRefused };
+
+struct FlagSpec {
+  std::string_view name;        // "nproc-per-node"; underscores are accepted for the dashes
+  std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
+  std::string_view help;        // for an ignored or refused flag, the reason
+  bool torchrun = true;         // false: torchrun does not have it
+  char letter = '\0';           // 'r' for -r
+  Treatment treatment = Treatment::kHonoured;
+  std::string_view optional_value = "";  // "[=PORT]": a switch that may have a value after '='
+
+  bool is_switch() const { return value_name.empty(); }
+  std::string variable() const;  // "PET_NPROC_PER_NODE"
+};
+
+std::span<const FlagSpec> flag_table();
+
+// What a command line asks for.
+enum class Request { kRun, kHelp, kListFlags };
+
+std::string run_help();   // for `lockstep run --help`
+std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
 
 // A value and where it came from, for messages: "--nnodes", "-r" or "PET_NNODES".
 struct Given {
@@ -26,7 +49,7 @@ struct Given {
   std::string origin;
 };
 
-// What was given, flag by flag; the keys are names of the table. A plain value, no locks.
+// The given values, by the flags' names in the table.
 class Values {
  public:
   void set(const FlagSpec& flag, std::string text, std::string origin);
@@ -35,7 +58,7 @@ class Values {
   std::string text(const std::string& name, std::string fallback) const;
   bool is_on(const std::string& name) const { return text(name, "0") == "1"; }
 
-  // Throw UsageError naming origin, text and what is accepted.
+  // Throw UsageError naming the origin, the text and the accepted range.
   int number(const std::string& name, int fallback, int min, int max) const;
   std::chrono::milliseconds seconds(const std::string& name, std::chrono::milliseconds fallback,
                                     double min_s) const;
@@ -47,16 +70,16 @@ class Values {
 struct GivenArguments {
   Request request = Request::kRun;
   Values values;
-  std::vector<std::string> program;  // the first arg that is not a flag, and all after it
+  std::vector<std::string> program;  // the first argument that is not a flag, and all after it
 };
 
-// Long flags in either spelling, by unique prefix, with "=value" or the next arg; letters alone,
-// joined (-mr3) or with the value attached.
+// Values of long flags follow after '=' or as the next argument; letters may be joined (-mr3) and
+// their value may follow directly.
 GivenArguments read_arguments(const std::vector<std::string>& args);
 
-// PET_ variables fill what the command line left open. Empty counts as unset.
+// Adds PET_ variables for flags that were not given. An empty variable counts as unset.
 void fill_from_variables(Values& values, const Variables& variable);
 
-std::optional<int> to_int(std::string_view text);  // the whole text or nothing
+std::optional<int> to_int(std::string_view text);  // none unless the whole text is a number
 
 }  // namespace lockstep::launch

@@ -20,7 +20,7 @@ constexpr long kGone = -1;
 constexpr long kNoSpace = -2;
 constexpr std::chrono::milliseconds kRoomRetry{200};
 constexpr std::chrono::milliseconds kRoomTimeout{3000};  // at the end
-constexpr std::size_t kOwnBytes = 1u << 20;              // the launcher's lines that wait
+constexpr std::size_t kOwnBytes = 1u << 20;              // of the launcher's lines in the queue
 
 }  // namespace
 
@@ -55,8 +55,8 @@ void Console::open_sink(Sink& sink, int fd) {
   }
   sink.is_socket = S_ISSOCK(info.st_mode);
   sink.never_blocks = S_ISREG(info.st_mode);
-  // O_NONBLOCK belongs to the open file, which the user's shell shares: opening it again gives us
-  // one of our own. A regular file must keep the shared one, for its offset.
+  // O_NONBLOCK would apply to the user's shell too, which shares the open file, so open it again. A
+  // regular file is not opened again, because its offset is shared.
   if (S_ISFIFO(info.st_mode) || S_ISCHR(info.st_mode)) {
     const std::string path = fmt::format("/proc/self/fd/{}", fd);
     sink.private_fd.reset(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
@@ -86,7 +86,7 @@ void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
     return;
   }
   pending_[source] += data.size();
-  // Small lines are joined, so that a flood of them is not a flood of writes.
+  // Joins small lines, so that many of them need few writes.
   constexpr std::size_t kJoinBytes = 64u << 10;
   if (!sink.queue.empty() && sink.queue.back().fd == fd && sink.queue.back().source == source &&
       sink.queue.back().data.size() + data.size() <= kJoinBytes) {
@@ -102,10 +102,10 @@ void Console::enqueue(Sink& sink, int fd, int source, std::string data) {
   });
 }
 
-// Returns the bytes written, 0 when it takes nothing now, kNoSpace or kGone.
+// Returns the bytes written, 0 if the file accepts nothing now, kNoSpace or kGone.
 long Console::write_some(Sink& sink, int fd, std::string_view data) {
   if (!sink.is_socket && !sink.never_blocks && !sink.private_fd) {
-    // A descriptor we could not open again: ask first, and write what fits for certain.
+    // The file could not be opened again: poll first, and write no more than is certain to fit.
     pollfd poll_fd{fd, POLLOUT, 0};
     if (::poll(&poll_fd, 1, 0) == 0) return 0;
     data = data.substr(0, PIPE_BUF);
@@ -128,7 +128,7 @@ void Console::flush(Sink& sink) {
     Entry& entry = sink.queue.front();
     const std::string_view rest = std::string_view(entry.data).substr(sink.offset);
     const long n = write_some(sink, entry.fd, rest);
-    if (n == kNoSpace) return on_full(sink);
+    if (n == kNoSpace) return on_disk_full(sink);
     if (n < 0) return kill(sink);
     if (n == 0) break;
     progress = true;
@@ -153,13 +153,13 @@ void Console::flush(Sink& sink) {
   check_finished();
 }
 
-// No event says when a file can be written again, so it is tried now and then.
-void Console::on_full(Sink& sink) {
+// No event tells when the disk has space again, so a timer retries.
+void Console::on_disk_full(Sink& sink) {
   std::deque<Entry> before;
   before.swap(sink.queue);
   for (Entry& entry : before) {
     const std::size_t rest = entry.data.size() - std::exchange(sink.offset, 0);
-    if (entry.source == kLauncher) {  // whole, however much of it has been written
+    if (entry.source == kLauncher) {  // written again from its beginning
       pending_[kLauncher] += entry.data.size() - rest;
       sink.queue.push_back(std::move(entry));
     } else {
@@ -170,7 +170,7 @@ void Console::on_full(Sink& sink) {
   sink.open_source = kNobody;
   if (sink.watched) loop_.forget(sink.watch_fd);
   sink.watched = false;
-  sink.room_timer.start(kRoomRetry, [this, &sink] { look_for_room(sink); });
+  sink.room_timer.start(kRoomRetry, [this, &sink] { retry_full_disk(sink); });
   if (!std::exchange(sink.full, true)) {
     if (&sink != sink_of_[kErr])
       say("[launch] stdout cannot be written: the disk is full. What the ranks print there is lost "
@@ -180,14 +180,14 @@ void Console::on_full(Sink& sink) {
   check_finished();
 }
 
-void Console::look_for_room(Sink& sink) {
+void Console::retry_full_disk(Sink& sink) {
   if (sink.lost == 0) return flush(sink);
   const int fd = sink.queue.empty() ? sink.watch_fd : sink.queue.front().fd;
   const std::string news =
       fmt::format("{}[launch] the disk was full: {} bytes of output are lost here.\n",
                   sink.torn ? "\n" : "", sink.lost);
   const long n = write_some(sink, fd, news);
-  if (n == kNoSpace) return on_full(sink);
+  if (n == kNoSpace) return on_disk_full(sink);
   if (n < 0) return kill(sink);
   sink.full = false;
   sink.lost = 0;
@@ -247,7 +247,7 @@ void Console::finish(std::chrono::milliseconds timeout, EventLoop::Task done) {
   for (const auto& sink : sinks_) {
     if (!sink->full) continue;
     sink->room_timer.cancel();
-    look_for_room(*sink);
+    retry_full_disk(*sink);
     if (sink->full) timeout = std::min(timeout, kRoomTimeout);
   }
   done_ = std::move(done);

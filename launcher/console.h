@@ -1,12 +1,12 @@
-// The launcher's own stdout and stderr: whole lines of many ranks, and never a wait.
+// Writes the ranks' lines to the launcher's stdout and stderr without ever blocking.
 //
-// The console may be slow, stopped (Ctrl-S, a pager) or gone (`| head`), and none of that may stall
-// the supervision or another rank. Lines are queued and written when the descriptor has room; each
-// source (one stream of one rank) may have only so much queued, and is then not read from until the
-// console has caught up, so only the noisy one waits. A console that is gone swallows everything.
-// On a disk that is full, what ranks write is lost, since they cannot wait for somebody to free
-// space; the launcher's own lines wait. When there is room again, a line says how much was lost.
-// When stdout and stderr are one file, they share one queue: lines keep their order.
+// The console may be slow, stopped (Ctrl-S, a pager) or closed (`| head`), which must not stall the
+// supervisor or another rank. Lines are queued and written when the descriptor accepts them. Each
+// source (one stream of one rank) has a quota; above it, the source is not read until the console
+// has caught up, so only a noisy rank waits. A closed console discards everything. On a full disk
+// the ranks' output is discarded, because they cannot wait for space; the launcher's own lines
+// wait, and a line says how much was lost. If stdout and stderr are one file, they share one queue,
+// so lines keep their order.
 //
 //   Console console(loop, STDOUT_FILENO, STDERR_FILENO);
 //   console.put({Console::kOut, 3, "[1] ", "hello", true});
@@ -39,8 +39,8 @@ class Console {
   struct Piece {
     Target target = kOut;
     int source = kLauncher;
-    std::string_view prefix;  // put in front, unless this continues with a line already begun
-    std::string_view text;    // without its newline
+    std::string_view prefix;  // omitted if this continues a line
+    std::string_view text;    // without the newline
     bool ends_line = true;
   };
 
@@ -50,17 +50,17 @@ class Console {
   Console& operator=(const Console&) = delete;
 
   void put(const Piece& piece);
-  // A line of the launcher itself, on stderr; several lines stay together.
+  // Prints text of the launcher itself on stderr; its lines stay together.
   void say(std::string_view text) { put({kErr, kLauncher, "", printable_lines(text), true}); }
 
-  // True when `source` should not be read from; `resume` is called once when it may again.
+  // True if `source` is above its quota; `resume` is called once when it may be read again.
   bool full(int source) const;
   void when_drained(int source, EventLoop::Task resume) { waiting_[source] = std::move(resume); }
   void drop_source(int source) { waiting_.erase(source); }
 
   bool empty() const;
-  // Calls `done` when everything is written, or when nothing could be written for `timeout`. A disk
-  // that is full is given a few seconds only.
+  // Calls `done` when everything is written, or nothing could be written for `timeout` (a few
+  // seconds on a full disk).
   void finish(std::chrono::milliseconds timeout, EventLoop::Task done);
 
  private:
@@ -69,22 +69,22 @@ class Console {
     int source;
     std::string data;
   };
-  // One per file behind the descriptors.
+  // An output file: one for stdout and one for stderr, or one for both.
   struct Sink {
     explicit Sink(EventLoop& loop) : room_timer(loop) {}
 
     std::deque<Entry> queue;
     std::size_t offset = 0;     // bytes of the first entry already written
-    int open_source = kNobody;  // whose line has begun and not ended
-    bool open_marked = false;   // with a prefix
+    int open_source = kNobody;  // the source whose line has not ended
+    bool open_marked = false;   // that line has a prefix
     bool dead = false;
     bool full = false;     // its disk is full
     bool torn = false;     // the last write did not end a line
-    std::size_t lost = 0;  // bytes, since the disk became full
+    std::size_t lost = 0;  // bytes since the disk became full
     Timer room_timer;
     bool watched = false;
     bool flush_posted = false;  // lines of one batch of events are written together
-    Fd private_fd;              // our own non-blocking description of it, where possible
+    Fd private_fd;              // the file, opened again as non-blocking where possible
     bool is_socket = false;
     bool never_blocks = false;  // a regular file
     int watch_fd = -1;
@@ -97,8 +97,8 @@ class Console {
   long write_some(Sink& sink, int fd, std::string_view data);
   void account(int source, std::size_t written);
   void kill(Sink& sink);
-  void on_full(Sink& sink);
-  void look_for_room(Sink& sink);
+  void on_disk_full(Sink& sink);
+  void retry_full_disk(Sink& sink);
   void wait_at_most(std::chrono::milliseconds timeout);
   void check_finished();
 

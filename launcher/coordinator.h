@@ -1,12 +1,11 @@
-// Node 0's decisions: when an attempt begins, which failure ends it, whether there is another.
+// Node 0's decisions: when an attempt starts, which failure ends it, and whether another follows.
 //
-// Every node, node 0 included, only reports (failed, stop, down) and obeys (start, failed, stop,
-// restart, end). So one host and many hosts are the same program, all launchers name the same cause
-// and return the same code, and a restart begins nowhere before the old attempt has ended
-// everywhere.
+// Every node, including node 0, sends reports (failed, stop, down) and follows orders (start,
+// failed, stop, restart, end). So one host works like several, all launchers report the same cause
+// and exit code, and no node restarts before the attempt has ended on all nodes.
 //
-// A lost launcher is a failure like any other. Where a restart is left, the next attempt begins
-// when all nodes are here again, be it with the same launchers or with others in their places.
+// A lost launcher is a failure like any other. If a restart is left, the next attempt starts when
+// all nodes have joined again, with the same launchers or with replacements.
 //
 //   Coordinator coordinator(loop, plan, {.broadcast = notify_all, .await_nodes = listen});
 //   coordinator.begin(nodes);
@@ -32,26 +31,26 @@ namespace lockstep::launch {
 
 class Coordinator {
  public:
-  struct Orders {
-    std::function<void(const Message&)> broadcast;  // to every node, this one included
-    std::function<void()> await_nodes;          // those that are lost; begin() or give_up() follows
-    std::function<std::vector<int>()> missing;  // those that are not here
+  struct Actions {
+    std::function<void(const Message&)> broadcast;  // to every node, including this one
+    std::function<void()> await_nodes;              // then call begin() or give_up()
+    std::function<std::vector<int>()> missing;      // nodes that have not joined
   };
 
-  Coordinator(EventLoop& loop, const LaunchPlan& plan, Orders orders);
+  Coordinator(EventLoop& loop, const LaunchPlan& plan, Actions orders);
 
-  // All nodes are here. `attempt`: the lowest allowed number, where nodes have seen earlier ones.
+  // All nodes have joined. `attempt`: the lowest number that all of them can take part in.
   void begin(std::vector<NodeShare> nodes = {}, int attempt = 0);
   void give_up();  // lost nodes did not come back in time
   void on_message(int node, const Message& message);
   void on_lost(int node, const std::string& host, const std::string& why);
   bool waiting() const { return phase_ == Phase::kWaiting; }  // for the first attempt
 
-  // Delay between the end of attempt k and the start of the next: half a second, doubled each time.
+  // The delay from the end of an attempt to the next: half a second, doubled each time.
   static std::chrono::milliseconds backoff(int attempt);
 
  private:
-  enum class Phase { kWaiting, kRunning, kBackoff, kAwaiting, kEnded };
+  enum class Phase { kWaiting, kRunning, kBackoff, kAwaitingNodes, kEnded };
 
   void start_attempt();
   void on_failed(const RankFailure& failure);
@@ -60,20 +59,20 @@ class Coordinator {
   void check_all_down();
   void decide();
   void announce_restart(const std::string& when);
-  void await_lost();
+  void await_lost_nodes();
   void end(int code);
 
   const LaunchPlan& plan_;
-  Orders orders_;
+  Actions actions_;
   std::vector<NodeShare> nodes_;
   Phase phase_ = Phase::kWaiting;
   int attempt_ = 0;
   int stop_signal_ = 0;
   std::set<int> down_;
-  std::map<int, RankFailure> lost_;  // since all nodes were last here
+  std::map<int, RankFailure> lost_;  // nodes lost since all had joined
   std::optional<RankFailure> failure_;
-  // From a node that is down: a rank that left early with code 0, or failed while it was stopping.
-  std::optional<RankFailure> left_;
+  // Of a node that is down: a rank that exited early with code 0, or failed during a stop.
+  std::optional<RankFailure> node_outcome_;
   Timer backoff_timer_;
   Timer down_timer_;
 };

@@ -23,8 +23,8 @@ class CoordinatorTest : public ::testing::Test {
     plan_.max_restarts = 1;
     coordinator_ = std::make_unique<Coordinator>(
         loop_, plan_,
-        Coordinator::Orders{[this](const Message& message) { sent_.push_back(message); },
-                            [this] { ++waits_; }, [this] { return missing_; }});
+        Coordinator::Actions{[this](const Message& message) { sent_.push_back(message); },
+                             [this] { ++waits_; }, [this] { return missing_; }});
   }
   Message message(Kind kind, int attempt = 0) {
     Message result;

@@ -1,10 +1,12 @@
 #include "launcher/event_loop.h"
 
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <thread>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -44,7 +46,7 @@ void EventLoop::forget(int fd) {
 }
 
 EventLoop::TimerId EventLoop::after(std::chrono::milliseconds delay, Task task) {
-  // A "forever" (milliseconds::max) must not overflow the clock.
+  // milliseconds::max() must not overflow the clock.
   const auto bounded = std::min(delay, std::chrono::milliseconds(std::chrono::hours(24 * 365)));
   const TimerId timer(Clock::now() + bounded, ++last_id_);
   timers_.emplace(timer, std::move(task));
@@ -60,10 +62,10 @@ int EventLoop::next_timeout_ms() const {
 }
 
 void EventLoop::run_posted() {
-  // Only what is there now, so that a task that posts again does not starve the descriptors.
+  // Not the tasks that these post, which could starve the descriptors.
   std::deque<Task> tasks;
   tasks.swap(posted_);
-  for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // and what it held is released
+  for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // also destroys what it captured
 }
 
 void EventLoop::run_timers(Clock::time_point due) {
@@ -76,11 +78,11 @@ void EventLoop::run() {
   std::array<epoll_event, 64> events;
   stopped_ = false;
   while (!stopped_) {
-    // A timer fires only after the descriptors have been looked at past its time: what the timer
-    // waits for may already be there, however long this process was held up.
-    const auto looked = Clock::now();
-    // Ready descriptors are served in turn, so some rounds reach all of them; but timers must not
-    // wait.
+    // A timer fires only if the descriptors were polled after its time: the event that it is a
+    // deadline for may be pending, if this process was delayed.
+    const auto polled = Clock::now();
+    // epoll returns ready descriptors in turn, so a few rounds reach all of them; timers must not
+    // wait longer.
     constexpr int kRounds = 16;
     int wait_ms = next_timeout_ms();
     for (int round = 0; round < kRounds && !stopped_; ++round) {
@@ -96,9 +98,41 @@ void EventLoop::run() {
       if (count < static_cast<int>(events.size())) break;
       wait_ms = 0;
     }
-    run_timers(looked);
+    run_timers(polled);
     run_posted();
   }
+}
+
+Addresses look_up(const std::string& host, int port) {
+  std::string name = host;
+  if (name.size() > 2 && name.front() == '[' && name.back() == ']')
+    name = name.substr(1, name.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  Addresses result;
+  result.error = ::getaddrinfo(name.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (result.error == 0) result.first = {found, [found](auto) { ::freeaddrinfo(found); }};
+  return result;
+}
+
+Lookup::Lookup(EventLoop& loop, const std::string& host, int port,
+               std::function<void(const Addresses&)> done)
+    : loop_(loop) {
+  Pipe pipe = make_pipe();
+  ready_ = std::move(pipe.read);
+  std::promise<Addresses> promise;
+  answer_ = promise.get_future();
+  // Detached: a lookup cannot be interrupted, and the launcher does not wait for it.
+  std::thread([host, port, promise = std::move(promise), end = std::move(pipe.write)]() mutable {
+    promise.set_value(look_up(host, port));
+    end.reset();
+  }).detach();
+  loop_.watch(ready_.get(), EPOLLIN, [this, done = std::move(done)](std::uint32_t) {
+    loop_.forget(ready_.get());
+    const auto call = done;  // which may destroy this object
+    call(answer_.get());
+  });
 }
 
 }  // namespace lockstep::launch

@@ -1,23 +1,27 @@
-// One thread waiting for many descriptors and moments: the launcher's only place to wait.
+// The launcher's event loop: one thread that waits for descriptors, timers and name lookups.
 //
 //   EventLoop loop;
 //   loop.watch(fd, EPOLLIN, [&](std::uint32_t) { read_some(fd); });
 //   loop.after(std::chrono::seconds(5), [&] { loop.stop(); });
 //   loop.run();
 //
-// A callback may forget any descriptor, its own included, while a batch of events is being handed
-// out. Each watch therefore has a number that is never used again, and an event whose number is
-// gone is dropped, even when the descriptor's number already belongs to something new.
+// A callback may forget any descriptor, including its own, while a batch of events is delivered. So
+// each watch has an id that is never reused, and events of a removed id are dropped, even if the
+// descriptor's number already belongs to another file.
 //
-// Owned and called by one thread. Descriptors are not owned: forget them before they are closed.
+// Owned and called by one thread. Descriptors are not owned: forget them before closing them.
 #pragma once
+
+#include <netdb.h>
 
 #include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -36,17 +40,17 @@ class EventLoop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  // `events` as for epoll (EPOLLIN, EPOLLOUT; errors and hang-ups always come).
+  // `events` as for epoll (EPOLLIN, EPOLLOUT); errors and hang-ups are always delivered.
   void watch(int fd, std::uint32_t events, OnEvent on_event);
   void change(int fd, std::uint32_t events);
-  void forget(int fd);  // no-op when it is not watched
+  void forget(int fd);  // a no-op unless it is watched
   bool watching(int fd) const { return ids_.count(fd) != 0; }
 
   TimerId after(std::chrono::milliseconds delay, Task task);
-  // Sets it to none; no-op for none and for one that has fired.
+  // Resets `timer`; a no-op if it has fired.
   void cancel(TimerId& timer) { timers_.erase(std::exchange(timer, {})); }
 
-  // Runs the task after the callbacks of the present batch, so that state changes do not nest.
+  // Runs the task after the callbacks of the current batch, so that state changes do not nest.
   void post(Task task) { posted_.push_back(std::move(task)); }
 
   void run();  // until stop()
@@ -66,8 +70,7 @@ class EventLoop {
   std::deque<Task> posted_;
 };
 
-// A moment that its owner awaits, at most one at a time. It is forgotten with its owner, which the
-// task may destroy.
+// A timer that is cancelled by its destructor; its task may destroy it.
 class Timer {
  public:
   explicit Timer(EventLoop& loop) : loop_(loop) {}
@@ -75,7 +78,7 @@ class Timer {
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
 
-  void start(std::chrono::milliseconds delay, EventLoop::Task task) {  // in place of an earlier one
+  void start(std::chrono::milliseconds delay, EventLoop::Task task) {  // replaces an earlier start
     cancel();
     id_ = loop_.after(delay, [this, task = std::move(task)] {
       id_ = {};
@@ -88,6 +91,34 @@ class Timer {
  private:
   EventLoop& loop_;
   EventLoop::TimerId id_;
+};
+
+// getaddrinfo's answer.
+struct Addresses {
+  int error = 0;
+  std::shared_ptr<const addrinfo> first;
+};
+
+// Blocks until the system's resolver answers. An IPv6 address may have brackets.
+Addresses look_up(const std::string& host, int port);
+
+// Resolves a name on a thread of its own: a name server that does not answer takes many seconds, in
+// which the loop could not handle signals. Calls `done` in the loop once, unless the Lookup is
+// destroyed before; `done` may destroy it. An abandoned thread ends when it has its answer.
+//
+//   Lookup lookup(loop, "n0", 29500, [](const Addresses& found) { connect(found.first); });
+class Lookup {
+ public:
+  Lookup(EventLoop& loop, const std::string& host, int port,
+         std::function<void(const Addresses&)> done);
+  ~Lookup() { loop_.forget(ready_.get()); }
+  Lookup(const Lookup&) = delete;
+  Lookup& operator=(const Lookup&) = delete;
+
+ private:
+  EventLoop& loop_;
+  Fd ready_;  // a pipe; end of file when there is an answer
+  std::future<Addresses> answer_;
 };
 
 }  // namespace lockstep::launch

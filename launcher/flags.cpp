@@ -11,20 +11,21 @@
 
 #include "launcher/accelerate_config.h"
 #include "launcher/arguments.h"
-#include "launcher/program.h"
+#include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::launch {
 
 namespace {
 
 constexpr int kMaxPort = 65535;
-constexpr int kMultiNodePort = 29500;  // torchrun's default, which every host knows unasked
+constexpr int kMultiNodePort = 29500;  // torchrun's default
 constexpr int kYear_s = 365 * 24 * 3600;
-constexpr int kMaxCount = 1'000'000;   // far above any real world, far below overflow
-constexpr int kMaxRanksOfHost = 4096;  // more is a typing error, and stops the host for an hour
+constexpr int kMaxRestarts = 1'000'000;
+constexpr int kMaxRanksOfHost = 4096;  // more is a typing error that would block the host
 
 void refuse_and_note(const Values& values, std::vector<std::string>& notes) {
   for (const FlagSpec& flag : flag_table()) {
@@ -136,9 +137,9 @@ int parse_nnodes(const Values& values) {
   const auto parts = split(given->text, ':');
   const auto min = to_int(trim(parts.front()));
   const auto max = to_int(trim(parts.back()));
-  if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > kMaxCount) {
+  if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > kMaxWorldSize) {
     throw UsageError("run", "{}='{}' is not a number of hosts from 1 to {}. Write --nnodes=2.",
-                     given->origin, given->text, kMaxCount);
+                     given->origin, given->text, kMaxWorldSize);
   }
   if (*min != *max) {
     throw UsageError("run",
@@ -149,13 +150,13 @@ int parse_nnodes(const Values& values) {
   return *max;
 }
 
-// What neither the command line nor a variable says. Where a flag says that the world is this host
-// alone, the file's rendezvous is ignored.
+// Adds the file's values for flags that were given neither on the command line nor as variables.
+// With --standalone, the file's rendezvous is ignored.
 void fill_from_file(Values& values, const LaunchContext& context, ParsedFlags& parsed) {
   const Given* file = values.find("config-file");
   if (file == nullptr) return;
   AccelerateLaunch launch = load_accelerate_config(file->text, context.training_keys);
-  // LOCKSTEP_DEVICE=cpu in the environment is stronger than the file.
+  // LOCKSTEP_DEVICE=cpu in the environment takes precedence over the file.
   if (!launch.gpu_key.empty() && context.variable("LOCKSTEP_DEVICE").value_or("") != "cpu") {
     if (const Gpus gpus = context.gpus(); gpus.count == 0)
       throw UsageError("config",
@@ -178,7 +179,7 @@ void fill_from_file(Values& values, const LaunchContext& context, ParsedFlags& p
   }
 }
 
-// The file's gpu_ids are not yet in the environment that the driver reads.
+// Limits the driver's count to the file's gpu_ids, which are not in its environment yet.
 int chosen_gpus(const LaunchPlan& plan, const LaunchContext& context, int count) {
   const auto ids = plan.environment.find("CUDA_VISIBLE_DEVICES");
   const auto set = context.variable("CUDA_VISIBLE_DEVICES");
@@ -250,11 +251,11 @@ void note_unused(const Values& values, std::initializer_list<const char*> names,
   }
 }
 
-void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_conf(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   plan.rendezvous_timeout = std::chrono::seconds(values.number("startup-timeout", 300, 1, kYear_s));
   const Given* given = values.find("rdzv-conf");
   if (given == nullptr || trim(given->text).empty()) return;
-  // What torchrun's back ends know and a fixed set of hosts has no use for.
+  // Settings of torchrun's backends that mean nothing for a fixed set of hosts.
   const std::vector<std::string> unused = split(
       "rank,last_call_timeout,close_timeout,heartbeat_timeout,heartbeat,"
       "keep_alive_interval,keep_alive_max_attempt,read_timeout,is_host,store_type,use_libuv,use_"
@@ -285,9 +286,9 @@ void settle_conf(const Values& values, LaunchPlan& plan, std::vector<std::string
   }
 }
 
-// A value that another flag overrides is still a mistake when it is invalid, as in torchrun.
+// An invalid value is an error even if another flag overrides it, as in torchrun.
 void check_overridden(const Values& values) {
-  values.number("node-rank", 0, 0, kMaxCount);
+  values.number("node-rank", 0, 0, kMaxWorldSize);
   values.number("master-port", 0, 0, kMaxPort);
   if (const Given* endpoint = values.find("rdzv-endpoint"); endpoint && !endpoint->text.empty())
     parse_endpoint(*endpoint);
@@ -299,8 +300,7 @@ void check_overridden(const Values& values) {
                      backend->origin, backend->text, did_you_mean(backend->text, backends));
 }
 
-// Standalone: one host, whose rendezvous is ours to choose.
-void settle_standalone(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_standalone(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   if (plan.nnodes > 1) {
     throw UsageError(
         "run",
@@ -315,7 +315,7 @@ void settle_standalone(const Values& values, LaunchPlan& plan, std::vector<std::
       "with --standalone", notes);
 }
 
-void settle_backend(const Values& values, LaunchPlan& plan) {
+void apply_backend(const Values& values, LaunchPlan& plan) {
   const Given* given = values.find("rdzv-backend");
   if (given == nullptr) return;
   if (given->text == "c10d" && plan.nnodes > 1) {
@@ -331,7 +331,7 @@ void settle_backend(const Values& values, LaunchPlan& plan) {
   plan.rdzv_backend = given->text;
 }
 
-void settle_address(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_address(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   std::optional<int> port;
   std::string host;
   if (const Given* endpoint = values.find("rdzv-endpoint"); endpoint && !endpoint->text.empty()) {
@@ -367,12 +367,12 @@ void settle_address(const Values& values, LaunchPlan& plan, std::vector<std::str
   }
 }
 
-void settle_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   if (plan.rdzv_backend == "c10d") {
     note_unused(values, {"node-rank"}, "with the c10d backend, which is one host", notes);
     return;
   }
-  plan.node_rank = values.number("node-rank", 0, 0, kMaxCount);
+  plan.node_rank = values.number("node-rank", 0, 0, kMaxWorldSize);
   if (plan.node_rank >= plan.nnodes) {
     throw UsageError("run",
                      "{}={} but --nnodes={}: node ranks go from 0 to {}. Give every host the same "
@@ -384,30 +384,30 @@ void settle_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::s
     notes.push_back(fmt::format("--nnodes={} without --node-rank: this is node 0.", plan.nnodes));
 }
 
-void settle_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   plan.nnodes = parse_nnodes(values);
   check_overridden(values);
   if (values.is_on("standalone")) {
-    settle_standalone(values, plan, notes);
+    apply_standalone(values, plan, notes);
   } else {
-    settle_backend(values, plan);
-    settle_address(values, plan, notes);
-    settle_node_rank(values, plan, notes);
+    apply_backend(values, plan);
+    apply_address(values, plan, notes);
+    apply_node_rank(values, plan, notes);
     plan.run_id = values.text("rdzv-id", "");
   }
-  settle_conf(values, plan, notes);
+  apply_conf(values, plan, notes);
   plan.local_addr = without_brackets(values.text("local-addr", ""));
   if (plan.run_id.find('/') != std::string::npos || plan.run_id == "." || plan.run_id == "..") {
     throw UsageError("run", "{}='{}' cannot name a log directory. Leave the '/' out.",
                      values.find("rdzv-id")->origin, plan.run_id);
   }
-  // Hosts that were not given an id must still agree on one, so it is random on one host only.
+  // Several hosts must agree on an id, so only that of one host is random.
   const bool unnamed = plan.run_id.empty() || values.is_on("standalone");
   if (unnamed) plan.run_id = plan.nnodes == 1 ? random_run_id() : "none";
 }
 
-void settle_secret(const Values& values, LaunchPlan& plan, const LaunchContext& context,
-                   std::vector<std::string>& notes) {
+void apply_secret(const Values& values, LaunchPlan& plan, const LaunchContext& context,
+                  std::vector<std::string>& notes) {
   plan.secret_file =
       expand_home(values.text("secret-file", context.variable("LOCKSTEP_SECRET_FILE").value_or("")),
                   "--secret-file");
@@ -416,10 +416,10 @@ void settle_secret(const Values& values, LaunchPlan& plan, const LaunchContext& 
   plan.secret_file.clear();
 }
 
-// Tasks of one srun that do not know of each other train as many separate worlds, and nothing
-// fails: each only learns from its own batches.
-void note_worlds_apart(const Values& values, const LaunchPlan& plan, const LaunchContext& context,
-                       std::vector<std::string>& notes) {
+// Without --nnodes, each task of an srun trains a separate world on its own batches, and nothing
+// fails.
+void note_separate_worlds(const Values& values, const LaunchPlan& plan,
+                          const LaunchContext& context, std::vector<std::string>& notes) {
   const auto nodes = to_int(context.variable("SLURM_STEP_NUM_NODES").value_or(""));
   if (plan.nnodes > 1 || values.is_on("standalone") || nodes.value_or(1) <= 1) return;
   notes.push_back(fmt::format(
@@ -430,7 +430,7 @@ void note_worlds_apart(const Values& values, const LaunchPlan& plan, const Launc
       *nodes));
 }
 
-// Torch itself loads what replaces gloo.
+// torch loads the backend that replaces gloo, unless autoload is off.
 void note_autoload(const LaunchPlan& plan, const LaunchContext& context,
                    std::vector<std::string>& notes) {
   if (plan.replace_gloo && context.variable("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0")
@@ -455,7 +455,7 @@ std::string directory_of(const Values& values, const std::string& name) {
   return std::filesystem::absolute(expand_home(text, "--" + name)).lexically_normal().string();
 }
 
-void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
+void apply_output(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
   plan.log_dir = directory_of(values, "log-dir");
   plan.record_dir = directory_of(values, "record");
   plan.doctor = values.is_on("doctor");
@@ -481,8 +481,8 @@ void settle_output(const Values& values, LaunchPlan& plan, std::vector<std::stri
   plan.duplicate_stderr_filters = parse_filters(values.text("duplicate-stderr-filters", ""));
 }
 
-void settle_supervision(const Values& values, LaunchPlan& plan) {
-  plan.max_restarts = values.number("max-restarts", 0, 0, kMaxCount);
+void apply_supervision(const Values& values, LaunchPlan& plan) {
+  plan.max_restarts = values.number("max-restarts", 0, 0, kMaxRestarts);
   plan.monitor_interval = values.seconds("monitor-interval", plan.monitor_interval, 0.001);
   plan.shutdown_timeout = values.seconds("shutdown-timeout", plan.shutdown_timeout, 0);
   plan.stall_timeout = values.seconds("stall-timeout", plan.stall_timeout, 0);
@@ -518,22 +518,22 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContex
   fill_from_file(values, context, parsed);
   refuse_and_note(values, parsed.notes);
   LaunchPlan& plan = parsed.plan;
-  settle_rendezvous(values, plan, parsed.notes);
-  settle_secret(values, plan, context, parsed.notes);
-  note_worlds_apart(values, plan, context, parsed.notes);
-  settle_supervision(values, plan);
+  apply_rendezvous(values, plan, parsed.notes);
+  apply_secret(values, plan, context, parsed.notes);
+  note_separate_worlds(values, plan, context, parsed.notes);
+  apply_supervision(values, plan);
   note_autoload(plan, context, parsed.notes);
-  // The program before the GPUs are counted: a misspelt name should not wait for a driver.
+  // Before the GPUs are counted: a misspelt program should not wait for the driver.
   plan.command = resolve_command({.args = given.program,
                                   .module = values.is_on("module"),
                                   .no_python = values.is_on("no-python"),
                                   .run_path = values.is_on("run-path")},
                                  context.variable);
   plan.nproc_per_node = parse_nproc(values, context, plan);
-  if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxCount)
+  if (std::int64_t{plan.nnodes} * plan.nproc_per_node > kMaxWorldSize)
     throw UsageError("run", "{} hosts with {} ranks each are more than {} ranks. Start fewer.",
-                     plan.nnodes, plan.nproc_per_node, kMaxCount);
-  settle_output(values, plan, parsed.notes);
+                     plan.nnodes, plan.nproc_per_node, kMaxWorldSize);
+  apply_output(values, plan, parsed.notes);
   return parsed;
 }
 

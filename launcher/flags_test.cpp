@@ -14,7 +14,7 @@
 #include <regex>
 
 #include "launcher/arguments.h"
-#include "launcher/program.h"
+#include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 

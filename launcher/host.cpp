@@ -13,19 +13,24 @@
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
+#include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
 
-#include "launcher/lookup.h"
+#include "launcher/event_loop.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 
-// How the child that asks the driver passes its answer on.
+// The child process that asks the driver answers in JSON.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GpuModel, name, memory_bytes, multiprocessors, clock_khz,
                                    capability_major, capability_minor)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Gpus, count, pci_addresses, models, reason, cuda_version)
@@ -36,7 +41,7 @@ constexpr std::size_t kBitsPerWord = sizeof(unsigned long) * CHAR_BIT;
 
 // ------------------------------------------------------------------ the CUDA driver
 
-// The driver's functions by their C types; only what needs no context.
+// The driver's functions that need no context.
 struct Driver {
   int (*init)(unsigned) = nullptr;
   int (*count)(int*) = nullptr;
@@ -62,7 +67,7 @@ std::string error_text(const Driver& driver, const char* call, int code) {
   return fmt::format("{} failed with {}", call, name);
 }
 
-// Nothing when the driver refuses.
+// None if the driver fails.
 std::optional<GpuModel> model_of(const Driver& driver, int device) {
   GpuModel model;
   char name[256] = "";
@@ -111,15 +116,15 @@ Gpus ask_driver(const std::string& path) {
     if (!known || !knows_models) continue;
     if (const auto model = model_of(driver, device)) gpus.models.push_back(*model);
   }
-  // A partial list is useless, since nobody knows which devices it describes.
+  // It would not be known which devices a partial list describes.
   if (gpus.models.size() != gpus.pci_addresses.size()) gpus.models.clear();
   return gpus;
 }
 
 // ------------------------------------------------------------------ interfaces
 
-// The interface that carries `address`; a 127.x address that none names belongs to the loopback.
-std::optional<Interface> carrier_of(const sockaddr* address) {
+// The interface that has `address`; for any other 127.x address, the loopback interface.
+std::optional<Interface> interface_with(const sockaddr* address) {
   ifaddrs* list = nullptr;
   if (::getifaddrs(&list) != 0) throw SystemError("host", "cannot list network interfaces", errno);
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
@@ -170,7 +175,7 @@ Gpus find_gpus(int timeout_ms, const std::string& driver) {
     return {.reason = fmt::format("the CUDA driver did not answer within {} ms", timeout_ms)};
   if (answer->empty()) return {.reason = "the CUDA driver ended the process"};
   const auto gpus = nlohmann::json::parse(*answer).get<Gpus>();
-  // A program that already uses CUDA cannot use it in a forked child, but then it may ask itself.
+  // If this program already uses CUDA, a forked child cannot; but then it may ask directly.
   if (gpus.reason.find("CUDA_ERROR_NOT_INITIALIZED") != std::string::npos)
     return ask_driver(driver);
   return gpus;
@@ -193,7 +198,7 @@ Interface interface_towards(const std::string& host, const Addresses& addresses)
       error = errno;
       continue;
     }
-    if (const auto found = carrier_of(reinterpret_cast<const sockaddr*>(&own))) return *found;
+    if (const auto found = interface_with(reinterpret_cast<const sockaddr*>(&own))) return *found;
   }
   throw SystemError("host", fmt::format("there is no network route to '{}'", host), error);
 }
@@ -223,6 +228,213 @@ CpuMask::CpuMask(const std::vector<int>& cpus) {
 bool CpuMask::apply() const noexcept {
   return ::sched_setaffinity(0, bits_.size() * sizeof(unsigned long),
                              reinterpret_cast<const cpu_set_t*>(bits_.data())) == 0;
+}
+
+// ------------------------------------------------------------------ --numa-binding
+
+namespace {
+
+std::vector<int> list_in(const std::string& path) {
+  return parse_cpu_list(text_or_empty(path));
+}
+
+std::optional<int> number_in(const std::string& path) {
+  const auto number = leading_number(text_or_empty(path));
+  return number ? std::optional(static_cast<int>(*number)) : std::nullopt;
+}
+
+class Topology {
+ public:
+  Topology(const HostFiles& files, std::vector<int> allowed)
+      : files_(files), allowed_(std::move(allowed)) {
+    std::ranges::sort(allowed_);
+    find_nodes();
+  }
+
+  // The allowed CPUs of each node that has any. A machine without NUMA is one node.
+  const std::map<int, std::vector<int>>& nodes() const { return nodes_; }
+
+  int node_of_gpu(const std::string& pci_address) const {
+    const std::string path = files_.sys + "/bus/pci/devices/" + pci_address + "/numa_node";
+    // The kernel reports -1 if there is only one node or the firmware does not say.
+    return std::max(0, number_in(path).value_or(0));
+  }
+
+  int socket_of(int cpu) const {
+    return number_in(cpu_path(cpu) + "/topology/physical_package_id").value_or(0);
+  }
+
+  // Identifies a physical core by its lowest CPU.
+  int core_of(int cpu) const {
+    const auto cpus = list_in(cpu_path(cpu) + "/topology/thread_siblings_list");
+    return cpus.empty() ? cpu : cpus.front();
+  }
+
+  // Identifies the largest data cache of a CPU by the lowest CPU that shares it.
+  int cache_of(int cpu) const {
+    int best_level = -1;
+    int representative = 0;
+    std::error_code ignored;
+    for (const auto& entry :
+         std::filesystem::directory_iterator(cpu_path(cpu) + "/cache", ignored)) {
+      const std::string path = entry.path().string();
+      const std::string type = text_or_empty(path + "/type");
+      const int level = number_in(path + "/level").value_or(-1);
+      const auto shared = list_in(path + "/shared_cpu_list");
+      if ((!type.starts_with("Unified") && !type.starts_with("Data")) || level <= best_level ||
+          shared.empty())
+        continue;
+      best_level = level;
+      representative = shared.front();
+    }
+    return representative;
+  }
+
+ private:
+  std::string cpu_path(int cpu) const {
+    return fmt::format("{}/devices/system/cpu/cpu{}", files_.sys, cpu);
+  }
+
+  void find_nodes() {
+    const std::string base = files_.sys + "/devices/system/node";
+    for (const int node : list_in(base + "/online"))
+      for (const int cpu : list_in(fmt::format("{}/node{}/cpulist", base, node)))
+        if (std::ranges::binary_search(allowed_, cpu)) nodes_[node].push_back(cpu);
+    if (nodes_.empty() && !allowed_.empty()) nodes_[0] = allowed_;
+  }
+
+  HostFiles files_;
+  std::vector<int> allowed_;
+  std::map<int, std::vector<int>> nodes_;
+};
+
+// The NUMA node of every slot. A slot is a GPU, or a local rank beyond the GPUs.
+std::vector<int> node_of_slots(const Topology& topology, const NumaRequest& request) {
+  const auto& gpus = request.gpu_pci_addresses;
+  const std::size_t ranks = static_cast<std::size_t>(std::max(1, request.local_ranks));
+  std::vector<int> slots;
+  if (!gpus.empty()) {
+    for (std::size_t slot = 0; slot < std::max(ranks, gpus.size()); ++slot)
+      slots.push_back(topology.node_of_gpu(gpus[slot % gpus.size()]));
+    return slots;
+  }
+  std::vector<int> nodes;
+  for (const auto& [node, cpus] : topology.nodes()) nodes.push_back(node);
+  for (std::size_t slot = 0; slot < ranks; ++slot)
+    slots.push_back(nodes[slot * nodes.size() / ranks]);
+  return slots;
+}
+
+using Groups = std::map<int, std::vector<int>>;
+
+template <typename Key>
+Groups group_by(const std::vector<int>& cpus, const Key& key) {
+  Groups groups;
+  for (const int cpu : cpus) groups[key(cpu)].push_back(cpu);
+  return groups;
+}
+
+std::vector<int> whole_socket(const Topology& topology, int node) {
+  const int socket = topology.socket_of(topology.nodes().at(node).front());
+  std::vector<int> result;
+  for (const auto& [other, cpus] : topology.nodes()) {
+    if (topology.socket_of(cpus.front()) == socket)
+      result.insert(result.end(), cpus.begin(), cpus.end());
+  }
+  return result;
+}
+
+// Part `index` of the node's cores, divided into `sharers` consecutive parts, of which the first
+// may be larger by one core.
+std::vector<int> own_cores(const Topology& topology, int node, int sharers, int index) {
+  const Groups cores =
+      group_by(topology.nodes().at(node), [&](int cpu) { return topology.core_of(cpu); });
+  const int count = static_cast<int>(cores.size());
+  if (count < sharers) {
+    throw UsageError("run",
+                     "--numa-binding=exclusive: NUMA node {} has {} allowed cores for {} ranks. "
+                     "Start fewer ranks, or use --numa-binding=node.",
+                     node, count, sharers);
+  }
+  const int begin = index * (count / sharers) + std::min(index, count % sharers);
+  const int end = begin + count / sharers + (index < count % sharers ? 1 : 0);
+  std::vector<int> result;
+  int position = 0;
+  for (const auto& [core, cpus] : cores) {
+    if (position >= begin && position < end) result.insert(result.end(), cpus.begin(), cpus.end());
+    ++position;
+  }
+  return result;
+}
+
+// The CPUs of one last-level cache; the caches with the most CPUs are given out first.
+std::vector<int> own_cache(const Topology& topology, int node, int index) {
+  const Groups caches =
+      group_by(topology.nodes().at(node), [&](int cpu) { return topology.cache_of(cpu); });
+  std::vector<std::vector<int>> ordered;
+  for (const auto& [cache, cpus] : caches) ordered.push_back(cpus);
+  std::ranges::stable_sort(ordered,
+                           [](const auto& a, const auto& b) { return a.size() > b.size(); });
+  return ordered[static_cast<std::size_t>(index) % ordered.size()];
+}
+
+}  // namespace
+
+std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& files) {
+  if (request.binding == NumaBinding::kNone) return request.allowed;
+  const Topology topology(files, request.allowed);
+  LOCKSTEP_ASSERT(!topology.nodes().empty());
+  const std::vector<int> slots = node_of_slots(topology, request);
+  const auto rank = static_cast<std::size_t>(request.local_rank);
+  LOCKSTEP_ASSERT(rank < slots.size());
+  const int node = slots[rank];
+  if (topology.nodes().count(node) == 0) {
+    throw UsageError("run",
+                     "--numa-binding: local rank {} belongs to NUMA node {}, where this process is "
+                     "allowed no CPU (allowed: {}). Widen the affinity, or drop --numa-binding.",
+                     request.local_rank, node, cpu_list_text(request.allowed));
+  }
+  // The rank's position among those that share the node.
+  const int sharers = static_cast<int>(std::ranges::count(slots, node));
+  const int index = static_cast<int>(
+      std::count(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(rank), node));
+  std::vector<int> cpus;
+  switch (request.binding) {
+    case NumaBinding::kNone:
+    case NumaBinding::kNode:
+      cpus = topology.nodes().at(node);
+      break;
+    case NumaBinding::kSocket:
+      cpus = whole_socket(topology, node);
+      break;
+    case NumaBinding::kExclusive:
+      cpus = own_cores(topology, node, sharers, index);
+      break;
+    case NumaBinding::kCoreComplex:
+      cpus = own_cache(topology, node, index);
+      break;
+  }
+  std::ranges::sort(cpus);
+  return cpus;
+}
+
+std::string cpu_list_text(const std::vector<int>& cpus) {
+  return ranges_text(cpus, ",");
+}
+
+std::vector<int> parse_cpu_list(const std::string& text) {
+  std::set<int> cpus;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    int first = 0;
+    int last = 0;
+    char dash = 0;
+    std::istringstream range(part);
+    if (!(range >> first)) continue;
+    if (!(range >> dash >> last)) last = first;
+    for (int cpu = first; cpu <= last; ++cpu) cpus.insert(cpu);
+  }
+  return {cpus.begin(), cpus.end()};
 }
 
 }  // namespace lockstep::launch

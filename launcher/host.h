@@ -1,14 +1,14 @@
-// What this machine offers the ranks: cores, GPUs, the network interface towards the master, and
-// which CPUs lie near which GPU.
+// The resources of this host: cores, GPUs, the network interface towards the master, and the CPUs
+// near each GPU.
 //
-// Everything is read from the kernel (affinity, cgroups, sysfs, the routing table) or from the CUDA
-// driver, which is loaded by name in a short-lived child process: the launcher itself stays without
-// threads and without a GPU context, and a driver that hangs costs a deadline, not the launcher.
+// Reads the kernel's files (affinity, cgroups, sysfs, the routing table) and asks the CUDA driver,
+// which is loaded by name in a short-lived child process: so the launcher has no threads or GPU
+// context of it, and a driver that hangs only costs a timeout.
 //
 //   int threads = threads_per_rank(plan.nproc_per_node);
 //   Interface route = interface_towards(plan.master_addr);      // {"eth0", "10.0.0.7"}
 //
-// Free functions without state; call them from any thread.
+// Call these functions from any thread.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,11 @@
 
 namespace lockstep::launch {
 
-// Looks up an environment variable: nothing when unset, "" when set to nothing. Tests pass their
-// own.
+// Looks up an environment variable; none if it is unset. Tests pass their own function.
 using Variables = std::function<std::optional<std::string>(const std::string&)>;
 Variables process_variables();
 
-// allowed_cores() shared by the local ranks, at least 1: the default OMP_NUM_THREADS.
+// allowed_cores() divided by the local ranks, at least 1: the default OMP_NUM_THREADS.
 int threads_per_rank(int local_ranks);
 
 struct GpuModel {
@@ -43,29 +42,28 @@ struct GpuModel {
 struct Gpus {
   int count = 0;
   std::vector<std::string> pci_addresses{};  // "0000:17:00.0", as sysfs spells them, by CUDA index
-  std::vector<GpuModel> models{};            // by CUDA index; empty when the driver does not say
+  std::vector<GpuModel> models{};            // by CUDA index; empty if not known
   std::string reason{};                      // why count is 0
   int cuda_version = 0;                      // the driver's, 13000 for 13.0; 0: not known
 };
-// What the CUDA driver shows this process, CUDA_VISIBLE_DEVICES included.
+// The GPUs that the CUDA driver shows this process, according to CUDA_VISIBLE_DEVICES.
 Gpus find_gpus(int timeout_ms = 60'000, const std::string& driver = "libcuda.so.1");
 
-struct Addresses;  // lookup.h
+struct Addresses;  // event_loop.h
 struct Interface {
   std::string name;     // "eth0"
   std::string address;  // this host's address on it
   bool loopback = false;
 };
-// The interface from which packets to `host` (name or address) leave. An address of this host is
-// found on the interface that carries it. Nothing is sent. Throws UsageError when `host` does not
-// resolve and SystemError when there is no route.
+// The interface from which packets to `host` (name or address) leave; for an address of this host,
+// the interface that has it. Sends nothing. Throws UsageError if `host` does not resolve,
+// SystemError if there is no route.
 Interface interface_towards(const std::string& host);
 Interface interface_towards(const std::string& host, const Addresses& addresses);  // of that name
 
-// The CPUs that --numa-binding gives to a local rank, ascending and never empty; throws UsageError
-// when that cannot be done. As in torchrun the node is that of the GPU with the rank's index;
-// without GPUs the local ranks are spread over the nodes in order. Ranks beyond the GPUs start over
-// at 0.
+// The CPUs that --numa-binding gives a local rank, ascending and never empty; throws UsageError if
+// there are none. As in torchrun, the NUMA node is that of the GPU with the rank's index, and
+// further ranks start over at GPU 0; without GPUs the ranks are spread over the nodes in order.
 struct NumaRequest {
   NumaBinding binding = NumaBinding::kNone;
   int local_rank = 0;
@@ -78,15 +76,15 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
 // 15 for "SIGTERM" or "TERM": the inverse of signal_name().
 std::optional<int> signal_number(std::string_view name);
 
-// "0-3,8" for a message, and back (sysfs's own notation).
+// Converts to and from sysfs's notation, "0-3,8".
 std::string cpu_list_text(const std::vector<int>& cpus);
 std::vector<int> parse_cpu_list(const std::string& text);
 
-// A set of CPUs in the kernel's form, made before fork() so that apply() allocates nothing.
+// A set of CPUs in the kernel's format. Made before fork(), so that apply() does not allocate.
 class CpuMask {
  public:
   explicit CpuMask(const std::vector<int>& cpus);
-  // Binds the calling thread and what it starts later; false with errno on failure.
+  // Binds the calling thread and its later children; false with errno on failure.
   bool apply() const noexcept;
 
  private:

@@ -11,13 +11,12 @@
 
 #include <chrono>
 
-#include "launcher/node_spoke.h"
 #include "launcher/ports.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
+#include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/secure_channel.h"
-#include "lockstep/rendezvous/world_layout.h"
 
 namespace lockstep::launch {
 namespace {
@@ -94,9 +93,9 @@ TEST(NodeMessage, TextOfOthersCannotCommandATerminal) {
   EXPECT_EQ(copy.failure->stack.at(0), R"(\x1b)");
 }
 
-// ---------------------------------------------------------------- Spoke
+// ---------------------------------------------------------------- NodeClient
 
-TEST(Spoke, OneThatIsClosedLooksForNobody) {
+TEST(NodeClient, OneThatIsClosedLooksForNobody) {
   EventLoop loop;
   const HeldPort port = HeldPort::any(Reach::kIpv4Loopback);
   port.listen();
@@ -105,7 +104,7 @@ TEST(Spoke, OneThatIsClosedLooksForNobody) {
   plan.node_rank = 1;
   plan.master_addr = "127.0.0.1";
   plan.master_port = port.number();
-  Spoke spoke(loop, plan, "n1", {});
+  NodeClient spoke(loop, plan, "n1", {});
   spoke.connect();
   spoke.close();  // while the name is looked up
   loop.after(std::chrono::milliseconds(300), [&] { loop.stop(); });

@@ -1,24 +1,34 @@
 #include "launcher/output.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <ftw.h>
 #include <sys/epoll.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <random>
+#include <string_view>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {
+
 namespace {
 
 constexpr std::chrono::milliseconds kSilence{200};
-// A long beginning is most likely one large write that is still coming through the pipe.
+// A long incomplete line is most likely one large write that is still coming through the pipe.
 constexpr std::chrono::milliseconds kLongSilence{5000};
 
 Fd open_log(const std::string& path) {
@@ -27,8 +37,7 @@ Fd open_log(const std::string& path) {
   return fd;
 }
 
-// After a carriage return the terminal is at the beginning of the line again, where the prefix
-// goes.
+// Repeats the prefix after each carriage return, which overwrites it on a terminal.
 std::string with_prefix_after_returns(std::string_view text, std::string_view prefix) {
   std::string result;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -95,7 +104,7 @@ void OutputStream::pause() {
 }
 
 OutputStream::Got OutputStream::read_once() {
-  static std::array<char, 64u << 10> buffer;  // one thread: see the header
+  static std::array<char, 64u << 10> buffer;  // called by one thread
   for (;;) {
     const ssize_t n = ::read(pipe_.get(), buffer.data(), buffer.size());
     if (n > 0) {
@@ -133,7 +142,7 @@ void OutputStream::take_lines(std::string_view data) {
     partial_.clear();
   }
   if (whole_line_.size() > kLongestLineBytes) take_line();  // it may never end
-  // A progress bar returns to the line's beginning: what comes before that is complete for now.
+  // A progress bar returns to the beginning of its line: show what was written before that.
   const std::size_t back = partial_.rfind('\r');
   if (back != std::string::npos && back > 0) {
     put(std::string_view(partial_).substr(0, back), false);
@@ -151,7 +160,7 @@ void OutputStream::on_silence() {
   if (partial_.empty()) return;
   const auto quiet = EventLoop::Clock::now() - last_data_;
   const bool is_long = partial_.size() >= kShortBytes;
-  // While we wait for the console, the rest of the line is probably in the pipe.
+  // While the console blocks this stream, the rest of the line is probably in the pipe.
   if (paused_ || quiet < (is_long ? kLongSilence : kSilence / 2))
     return silence_timer_.start(kSilence, [this] { on_silence(); });
   put(partial_, false);
@@ -203,7 +212,7 @@ void OutputStream::show_progress() {
   text = text.substr(0, text.find_last_not_of('\r') + 1);
   const std::size_t start = text.rfind('\r') + 1;  // 0 without any
   options_.route.on_progress(text.substr(start, kShortBytes));
-  // What was drawn over is gone, unless a filter has yet to see it.
+  // Drop the overwritten text, unless filters need the whole line.
   if (options_.route.filters.empty()) whole_line_.erase(0, start);
 }
 
@@ -226,7 +235,7 @@ void OutputStream::finish() {
   if (!pipe_) return;
   silence_timer_.cancel();
   if (!whole_line_.empty()) take_line();
-  // A line that is not marked is passed through as it is: its reader may count bytes.
+  // Without a prefix the output is passed on unchanged, without an added newline.
   if (!partial_.empty()) put(partial_, !options_.route.prefix.empty());
   partial_.clear();
   if (!paused_) loop_.forget(pipe_.get());
@@ -234,7 +243,7 @@ void OutputStream::finish() {
 }
 
 void OutputStream::close_now() {
-  // More than any pipe holds; a writer that never stops must not hold us.
+  // More than any pipe holds, but bounded: a process may still be writing.
   constexpr int kMaxReads = 256;
   for (int i = 0; pipe_ && i < kMaxReads; ++i) {
     if (read_once() != Got::kData) break;
@@ -297,6 +306,113 @@ StreamRoute route_for(const LaunchPlan& plan, int rank, int local_rank, Streams 
   route.filtered_prefix = prefix(tee ? LinePrefix::kRole : LinePrefix::kRank);
   if (tee || redirect) route.file = std::move(file);
   return route;
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPrefix = "lockstep_";
+constexpr std::string_view kRandom = "XXXXXX";  // mkdtemp's
+constexpr std::time_t kKept_s = 24 * 3600;
+
+// Not std::filesystem::remove_all: a CUDA library of LibTorch exports a broken one, which a program
+// that calls spawn() would use.
+void remove_tree(const std::string& path) {
+  ::nftw(
+      path.c_str(),
+      [](const char* each, const struct stat*, int, struct FTW*) {
+        ::remove(each);
+        return 0;
+      },
+      16, FTW_DEPTH | FTW_PHYS);
+}
+
+Fd open_directory(const std::string& path) {
+  return Fd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+}
+
+// The kernel releases the lock when the last process with the descriptor has exited.
+bool lock(const Fd& directory) {
+  return directory && ::flock(directory.get(), LOCK_EX | LOCK_NB) == 0;
+}
+
+bool is_old_and_ours(const Fd& directory) {
+  struct stat info {};
+  return directory && ::fstat(directory.get(), &info) == 0 && info.st_uid == ::geteuid() &&
+         std::time(nullptr) - info.st_mtime > kKept_s;
+}
+
+void sweep(const std::string& folder) {
+  std::error_code problem;  // ignored: nothing is found in an unreadable folder
+  for (fs::directory_iterator at(folder, problem), end; !problem && at != end;
+       at.increment(problem)) {
+    const std::string name = at->path().filename().string();
+    if (!name.starts_with(kPrefix) || name.size() != kPrefix.size() + kRandom.size()) continue;
+    const Fd directory = open_directory(at->path().string());
+    if (is_old_and_ours(directory) && lock(directory)) remove_tree(at->path().string());
+  }
+}
+
+}  // namespace
+
+LogDirectory::LogDirectory(const LaunchPlan& plan) : temporary_(plan.log_dir.empty()) {
+  if (temporary_)
+    make_temporary(plan.redirects.any());
+  else
+    base_ = fs::absolute(plan.log_dir).string();
+  std::string run = plan.run_id;
+  std::ranges::replace(run, '/', '_');
+  if (run.empty() || run == "." || run == "..") run = "none";
+  run.resize(std::min<std::size_t>(run.size(), 200));  // a file name has at most 255 bytes
+  // As torchrun does: a later run with the same id does not overwrite these files.
+  std::error_code problem;
+  do {
+    root_ = fmt::format("{}/{}_{:08x}", base_, run, std::random_device{}());
+  } while (!fs::create_directories(root_, problem) && !problem);
+  if (plan.nnodes > 1) root_ += fmt::format("/node_{}", plan.node_rank);
+  if (!problem) fs::create_directories(root_, problem);
+  if (problem)
+    throw UsageError("launch", "--log-dir={} cannot be used: {}. Name a directory you may write.",
+                     plan.log_dir, problem.message());
+  // Only under the lock, so that no other launcher removes the directory before.
+  constexpr timespec kEpoch[] = {{0, 0}, {0, 0}};
+  if (lock(lock_)) ::futimens(lock_.get(), kEpoch);
+}
+
+void LogDirectory::make_temporary(bool for_output) {
+  const std::string folder = env::get("TMPDIR").value_or("/tmp");
+  sweep(folder);
+  base_ = fmt::format("{}/{}{}{}", folder, kPrefix, for_output ? "output_" : "", kRandom);
+  if (::mkdtemp(base_.data()) == nullptr)
+    throw UsageError("launch",
+                     "the temporary directory {} cannot be created: {}. Set TMPDIR to a "
+                     "directory you may write, or name one with --log-dir=DIR.",
+                     base_, std::strerror(errno));
+  lock_ = open_directory(base_);
+}
+
+LogDirectory::~LogDirectory() {
+  if (temporary_ && !preserved_) remove_tree(base_);
+}
+
+std::string LogDirectory::attempt(int number) const {
+  return fmt::format("{}/attempt_{}", root_, number);
+}
+
+std::string LogDirectory::preserve(bool failed) {
+  std::error_code problem;  // ignored, as above
+  for (fs::recursive_directory_iterator at(root_, problem), end; !problem && at != end;
+       at.increment(problem)) {
+    std::error_code ignored;
+    if (!at->is_regular_file(ignored) || at->file_size(ignored) == 0) continue;
+    const bool is_error = at->path().filename() == "error.json";
+    if (temporary_ && at->path().extension() != ".log" && !(failed && is_error)) continue;
+    preserved_ = true;
+    if (temporary_) ::futimens(lock_.get(), nullptr);
+    return root_;
+  }
+  return {};
 }
 
 }  // namespace lockstep::launch

@@ -1,7 +1,7 @@
-// What one launcher process is asked to do, after flags, PET_ variables and defaults are settled.
+// The LaunchPlan: everything that a launcher process is asked to do.
 //
-// parse (flags.h) turns arguments into a LaunchPlan or a UsageError; supervise (supervisor.h)
-// carries it out. Neither knows the other, so a plan can also come from lockstep::spawn or a file.
+// parse_flags() (flags.h) makes one from the command line, and supervise() (supervisor.h) runs it.
+// Neither depends on the other, so lockstep::spawn() can make a plan too.
 #pragma once
 
 #include <signal.h>
@@ -15,10 +15,10 @@
 
 namespace lockstep::launch {
 
-// What happens to a worker's stdout and stderr: bit 1 = stdout, bit 2 = stderr, as in torchrun.
+// Bits that select stdout and stderr of a rank, as in torchrun.
 enum class Streams { kNone = 0, kOut = 1, kErr = 2, kAll = 3 };
 
-// "3", or "0:3,1:1": one value for every local rank, or one per local rank with kNone elsewhere.
+// "3" or "0:3,1:1": one value for all local ranks, or one per local rank (kNone for the others).
 struct StreamMap {
   Streams all = Streams::kNone;
   std::map<int, Streams> by_local_rank;
@@ -29,10 +29,10 @@ struct StreamMap {
   }
 };
 
-// What precedes a rank's line on the console: "[3] ", torchrun's "[role0]:", or nothing.
+// The prefix of a rank's lines on the console: "[3] ", torchrun's "[role0]:", or none.
 enum class LinePrefix { kRank, kRole, kNone };
 
-// What is done when no rank moves any more, after the table is printed.
+// What happens after the stall table is printed.
 enum class StallAction { kWarn, kStop };
 
 enum class NumaBinding { kNone, kNode, kSocket, kExclusive, kCoreComplex };
@@ -45,32 +45,31 @@ struct LaunchPlan {
   std::string run_id = "none";
   std::string role = "default";
 
-  // The rendezvous of the ranks. Port 0: this host chooses a free one (one node only).
+  // The rendezvous. Port 0: a free one (one node only).
   std::string rdzv_backend = "static";
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
-  std::string local_addr;   // this host's address for other hosts; empty: found
-  std::string secret_file;  // for the link between launchers; empty: anybody may join
-  std::chrono::seconds rendezvous_timeout{300};  // for the other launchers to arrive
+  std::string local_addr;   // this host's address for other hosts; empty: found by routing
+  std::string secret_file;  // of the link between launchers; empty: anybody may join
+  std::chrono::seconds rendezvous_timeout{300};  // for the other launchers to join
 
-  // The program: argv as it will be executed (python3 -u already in front where asked for).
+  // The program: argv as it is executed, including `python3 -u`.
   std::vector<std::string> command;
-  std::map<std::string, std::string> environment;  // for the ranks, where it is not set already
+  std::map<std::string, std::string> environment;  // of the ranks, unless already set
 
   // Supervision.
   int max_restarts = 0;
   std::chrono::milliseconds shutdown_timeout{30'000};  // from SIGTERM to SIGKILL
-  // When no rank moves for this long and for ten median steps, a table says who is behind. 0: no
-  // table, and no ledgers without an observer (run_observer.h).
+  // If no rank makes progress for this long and for ten median steps, a table shows which is
+  // behind. 0: no table, and no ledgers without an observer (run_observer.h).
   std::chrono::milliseconds stall_timeout{30'000};
   StallAction stall_action = StallAction::kWarn;
-  // A rank that left with code 0 in the middle of its world is checked again after this time: the
-  // others may do the same, but while some still run it has failed.
+  // A rank that exited early with code 0 has failed if other ranks still run after this time.
   std::chrono::milliseconds monitor_interval{1000};
-  // Requests to stop; empty: the usual ones. USR1 and USR2 are forwarded even when not named.
+  // Signals that request a stop; empty: the usual ones. USR1 and USR2 are forwarded in any case.
   std::vector<int> signals_to_handle;
-  std::chrono::seconds timeout{0};          // for a rank's operations; 0: as its environment says
-  std::chrono::seconds startup_timeout{0};  // for its world to connect; the same
+  std::chrono::seconds timeout{0};          // of a rank's operations; 0: not set here
+  std::chrono::seconds startup_timeout{0};  // for a rank's world to connect; 0: not set here
   bool virtual_local_rank = false;
   bool replace_gloo = false;  // for Python ranks: LOCKSTEP_REPLACE_GLOO=1
   NumaBinding numa_binding = NumaBinding::kNone;
@@ -84,13 +83,13 @@ struct LaunchPlan {
   std::vector<std::string> duplicate_stdout_filters;
   std::vector<std::string> duplicate_stderr_filters;
 
-  // For the run's observer (dashboard/live_run.h); the supervisor reads none of it.
-  bool doctor = false;                   // say on stderr what slows the ranks down
-  std::string record_dir;                // absolute; empty: nothing is recorded
-  std::optional<std::string> dashboard;  // where its page is served: "", "PORT", "ADDRESS:PORT"
+  // For the run's observer (dashboard/live_run.h); the supervisor does not read these.
+  bool doctor = false;                   // report on stderr what slows the ranks down
+  std::string record_dir;                // absolute; empty: no record
+  std::optional<std::string> dashboard;  // where to serve its page: "", "PORT" or "ADDRESS:PORT"
 };
 
-// What asks a launcher to stop unless --signals-to-handle says otherwise.
+// The signals that request a stop without --signals-to-handle.
 inline const std::vector<int> kUsualStopSignals = {SIGTERM, SIGINT, SIGHUP, SIGQUIT};
 inline const std::vector<int>& stop_signals(const LaunchPlan& plan) {
   return plan.signals_to_handle.empty() ? kUsualStopSignals : plan.signals_to_handle;

@@ -45,7 +45,7 @@ struct PortRequest {
   bool reuse;
 };
 
-// None, with errno, where it cannot be bound.
+// None, with errno, if it cannot be bound.
 Fd bind_socket(int family, const PortRequest& request) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return fd;
@@ -60,7 +60,7 @@ Fd bind_socket(int family, const PortRequest& request) {
   six.sin6_family = AF_INET6;
   six.sin6_port = port;
   if (!network) six.sin6_addr = in6addr_loopback;
-  const int off = 0;  // IPv4 mapped into it, as c10d binds
+  const int off = 0;  // also accept IPv4, as c10d does
   const bool bound =
       family == AF_INET
           ? ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&four), sizeof four) == 0
@@ -73,12 +73,12 @@ Fd bind_socket(int family, const PortRequest& request) {
   return fd;
 }
 
-// IPv6 may be missing, or compiled in and switched off.
+// IPv6 may be missing or disabled.
 bool is_missing_family(int error) {
   return error == EAFNOSUPPORT || error == EADDRNOTAVAIL;
 }
 
-// Every address of the reach at one port; none of them, with errno, where one is taken.
+// Binds every address of the reach at one port; none of them, with errno, if one is taken.
 std::vector<Fd> bind_sockets(PortRequest request) {
   std::vector<Fd> sockets;
   const bool network = request.reach == Reach::kNetwork;
@@ -98,8 +98,8 @@ std::vector<Fd> bind_sockets(PortRequest request) {
   return sockets;
 }
 
-// With SO_REUSEADDR where connections that were accepted earlier need it. A process that binds the
-// port at that moment can no longer listen, or already listens, and this fails.
+// Sets SO_REUSEADDR if connections that were accepted earlier need it. If another process binds the
+// port in that moment, only one of the two can listen; this fails if it is the other.
 bool begin_to_listen(const std::vector<Fd>& sockets) {
   constexpr int kQueue = 128;
   for (const Fd& socket : sockets) {
@@ -108,25 +108,25 @@ bool begin_to_listen(const std::vector<Fd>& sockets) {
       allow_reuse(socket.get());
       if (::listen(socket.get(), kQueue) != 0) return false;
     }
-    // For what accepted connections leave behind: the next run could not bind the port otherwise.
+    // Otherwise the connections that are accepted would keep the next run from binding the port.
     allow_reuse(socket.get());
   }
   return true;
 }
 
-// They stay bound; Linux lets them listen again.
+// The sockets stay bound, and Linux lets them listen again.
 void end_listening(const std::vector<Fd>& sockets) {
   for (const Fd& socket : sockets) {
     int listening = 0;
     socklen_t size = sizeof listening;
     ::getsockopt(socket.get(), SOL_SOCKET, SO_ACCEPTCONN, &listening, &size);
     if (listening == 0) continue;
-    allow_reuse(socket.get(), false);  // first, so that there is no moment in which it is shared
+    allow_reuse(socket.get(), false);  // before the next line, so that the port is never shared
     ::shutdown(socket.get(), SHUT_RDWR);
   }
 }
 
-// The kernel takes back a port that was chosen by binding to 0 when the socket stops listening, so
+// The kernel releases a port that was chosen by binding to 0 when its socket stops listening, so
 // only the number is used.
 int free_port(Reach reach) {
   const std::vector<Fd> sockets = bind_sockets({.port = 0, .reach = reach, .reuse = false});
@@ -157,7 +157,7 @@ std::optional<Listener> find_listener(int port) {
   return std::nullopt;
 }
 
-// The first process that `matches`, among those that this user may look into.
+// The first process that `matches`, of those that this user may inspect.
 std::string find_process(const std::function<bool(const fs::path&)>& matches) {
   std::error_code problem;
   for (fs::directory_iterator at("/proc", problem), end; !problem && at != end;
@@ -189,8 +189,8 @@ std::string process_text(const std::string& pid) {
   return fmt::format("pid {} ({})", pid, printable(command));
 }
 
-// A socket that does not listen is in no table that every user may read; but the ranks of a job
-// have its port in their environment.
+// No table that every user may read lists sockets that do not listen, but a job's ranks have the
+// port in their environment.
 std::string holder_of(int port) {
   if (const auto listener = find_listener(port)) {
     const std::string pid =
@@ -228,7 +228,7 @@ std::string holder_of(int port) {
 }  // namespace
 
 HeldPort HeldPort::any(Reach reach) {
-  constexpr int kTries = 100;  // somebody else may be given the same number meanwhile
+  constexpr int kTries = 100;  // another process may get the same number meanwhile
   for (int i = 0; i < kTries; ++i) {
     const int port = free_port(reach);
     if (port == 0 && errno != EADDRINUSE) break;
@@ -241,7 +241,7 @@ HeldPort HeldPort::any(Reach reach) {
 
 namespace {
 
-// None, with errno, where somebody else has it.
+// None, with errno, if another process has the port.
 std::vector<Fd> bind_asked(int port, Reach reach) {
   std::vector<Fd> sockets = bind_sockets({.port = port, .reach = reach, .reuse = false});
   if (!sockets.empty() || errno != EADDRINUSE) return sockets;
@@ -251,7 +251,7 @@ std::vector<Fd> bind_asked(int port, Reach reach) {
     sockets.clear();
     errno = error;
   }
-  end_listening(sockets);  // nobody listened, and nobody else can now
+  end_listening(sockets);  // which shows that no other process listens, or can from now on
   return sockets;
 }
 

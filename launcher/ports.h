@@ -1,17 +1,17 @@
-// MASTER_PORT: a port that nobody else can use from the moment it is chosen.
+// MASTER_PORT: a port that no other process can use from the moment it is chosen.
 //
-// Its sockets are bound without SO_REUSEADDR, so no process of any user can bind one beside them,
-// even while they do not listen. A port that was asked for may have connections of an earlier run
-// that the kernel has not forgotten. Then it can be bound only with SO_REUSEADDR; it listens for a
-// moment, in which nobody else can, and loses the flag. A socket that is bound with the flag and
-// does not listen holds nothing: anybody could bind the port, listen there and answer the ranks.
+// Its sockets are bound without SO_REUSEADDR, so no process of any user can bind the port, even
+// while they do not listen. If the kernel still has connections of an earlier run at a requested
+// port, it can be bound only with SO_REUSEADDR. Then it listens for a moment, which no other
+// process can do meanwhile, and clears the flag: with the flag and without listening, any process
+// could bind the port too, listen there and answer the ranks.
 //
-// It stays bound while it does not listen, and can listen again beside its connections.
+// The port stays bound when it stops listening, and can listen again while it has connections.
 //
 //   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
 //   port.listen();
 //
-// Owned by the supervisor; one per attempt when the port was not asked for.
+// Owned by the supervisor; a new one for each attempt unless the port was requested.
 #pragma once
 
 #include <optional>
@@ -21,23 +21,22 @@
 
 namespace lockstep::launch {
 
-// Where the port can be reached from once it listens. "localhost" may mean either of the two
-// loopback addresses, so both are held where ranks are given that name.
+// The addresses of the port. "localhost" may mean either loopback address, so kLoopback is both.
 enum class Reach { kLoopback, kIpv4Loopback, kNetwork };
 
 class HeldPort {
  public:
   // A free port.
   static HeldPort any(Reach reach = Reach::kNetwork);
-  // Throws UsageError naming --master-port and, where it is found, the process that has it.
+  // Throws UsageError naming --master-port and, if it is found, the process that has the port.
   static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
-  // Nothing while somebody else has it; otherwise as exactly().
+  // None if another process has the port; otherwise like exactly().
   static std::optional<HeldPort> unless_in_use(int port, Reach reach);
 
   int number() const { return number_; }
   // One for each address; non-blocking. They belong to this object.
   const std::vector<Fd>& sockets() const { return sockets_; }
-  // Throws UsageError as exactly() does. Does nothing the second time.
+  // Throws UsageError like exactly(). Does nothing the second time.
   void listen() const;
   void stop_listening() const;  // the port stays held
 

@@ -1,6 +1,7 @@
 #include "launcher/process.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -14,13 +15,16 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <sstream>
+#include <system_error>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 
 namespace lockstep::launch {
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -33,9 +37,9 @@ std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
   return pointers;
 }
 
-// Handlers do not survive exec, but an ignored signal does. A shell ignores SIGINT and SIGQUIT for
-// its background jobs; ranks must still receive them when the launcher passes them on. An ignored
-// SIGHUP (nohup) and whatever else the caller chose to ignore stay ignored.
+// An ignored signal stays ignored after exec. Shells ignore SIGINT and SIGQUIT in background jobs,
+// but ranks must receive them from the launcher. SIGHUP (nohup) and all others that the caller
+// ignores stay ignored.
 void default_dispositions() {
   for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGCHLD}) ::signal(number, SIG_DFL);
 }
@@ -48,7 +52,7 @@ struct ChildPlan {
   int error_fd;
 };
 
-// Between fork and exec: only calls that are safe in a child of a process with threads.
+// Runs between fork and exec: only calls that are safe in a child of a process with threads.
 [[noreturn]] void become_rank(const ChildPlan& plan) {
   const auto give_up = [&plan] {
     const int error = errno;
@@ -58,7 +62,7 @@ struct ChildPlan {
   const ProcessRequest& request = *plan.request;
   ::setsid();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != plan.parent) ::_exit(127);  // it died before the line above
+  if (::getppid() != plan.parent) ::_exit(127);  // the parent died before the line above
   if (request.stdout_fd >= 0 && ::dup2(request.stdout_fd, STDOUT_FILENO) < 0) give_up();
   if (request.stderr_fd >= 0 && ::dup2(request.stderr_fd, STDERR_FILENO) < 0) give_up();
   for (const int fd : request.pass_fds) {
@@ -73,8 +77,8 @@ struct ChildPlan {
   ::_exit(127);
 }
 
-// Ends when exec has closed the pipe (0) or the child has said why it could not. The bound is for
-// a program on a file system that does not answer.
+// The child's error, or 0 once exec has closed the pipe. The timeout is for a program on a file
+// system that does not respond.
 int error_from_exec(int fd) {
   constexpr int kExecTimeoutMs = 120'000;
   pollfd poll_fd{fd, POLLIN, 0};
@@ -122,7 +126,7 @@ std::string Ending::text() const {
 }
 
 void Process::signal_group(int number) const {
-  // Not reaped: the number, and with it the group's, cannot belong to anybody else.
+  // Until it is reaped, its pid, which is the group's id, is not reused.
   if (alive()) ::kill(-pid_, number);
 }
 
@@ -135,7 +139,7 @@ std::optional<Ending> Process::reap() {
                       WEXITED | WNOHANG);
   } while (result != 0 && errno == EINTR);
   if (result != 0) {
-    // Somebody else's wait took it: the status is lost, but the process is certainly gone.
+    // Other code has reaped it: its status is lost, but the process is gone.
     reaped_ = true;
     return Ending{false, 1, false};
   }
@@ -148,7 +152,7 @@ std::optional<Ending> Process::reap() {
   return ending;
 }
 
-std::optional<Pause> Process::look_for_pause() const {
+std::optional<Pause> Process::poll_pause() const {
   if (!alive()) return std::nullopt;
   siginfo_t info{};
   if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WCONTINUED | WNOHANG) != 0 ||
@@ -167,7 +171,7 @@ Process start_process(const ProcessRequest& request) {
   if (pid < 0) throw SystemError("launch", "cannot start a process", errno);
   if (pid == 0) become_rank(plan);
   errors.write.reset();
-  // The child cannot have been reaped yet, so the number is still its own.
+  // The child cannot have been reaped yet, so the pid is still its own.
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   const int pidfd_error = errno;
   if (const int error = error_from_exec(errors.read.get()); error != 0) {
@@ -225,7 +229,7 @@ std::vector<pid_t> children_of(pid_t parent) {
     if (!file) readable = false;
     for (pid_t child; file >> child;) children.push_back(child);
   }
-  // A kernel without CONFIG_PROC_CHILDREN has no such file.
+  // Kernels without CONFIG_PROC_CHILDREN do not have this file.
   if (!readable && children.empty()) return children_by_scan(parent);
   return children;
 }
@@ -233,7 +237,7 @@ std::vector<pid_t> children_of(pid_t parent) {
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
   std::vector<pid_t> found = children_of(root);
   std::erase_if(found, [&](pid_t pid) { return except.count(pid) != 0; });
-  constexpr std::size_t kMax = 100'000;  // a tree that grows while it is read must have an end
+  constexpr std::size_t kMax = 100'000;  // the tree may grow while it is read
   for (std::size_t i = 0; i < found.size() && i < kMax; ++i) {
     const auto below = children_of(found[i]);
     found.insert(found.end(), below.begin(), below.end());
@@ -242,8 +246,7 @@ std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except) {
 }
 
 bool signal_below(pid_t root, pid_t pid, int number) {
-  // The descriptor fixes the process; the look at its ancestors comes after, so it is about that
-  // one.
+  // The descriptor is opened before the ancestors are checked, so both mean the same process.
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!pidfd || !is_below(root, pid)) return false;
   return ::syscall(SYS_pidfd_send_signal, pidfd.get(), number, nullptr, 0) == 0;
@@ -272,6 +275,127 @@ pid_t group_of(pid_t pid) {
 }
 pid_t session_of(pid_t pid) {
   return read_stat(pid).session;
+}
+
+namespace {
+
+enum class FileKind { kMissing, kDirectory, kPlain, kExecutable };
+
+FileKind kind_of(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return FileKind::kMissing;
+  if (S_ISDIR(status.st_mode)) return FileKind::kDirectory;
+  return ::access(path.c_str(), X_OK) == 0 ? FileKind::kExecutable : FileKind::kPlain;
+}
+
+// Whether Python runs the folder as a program (`python3 folder`).
+bool has_main(const std::string& folder) {
+  return kind_of(folder) == FileKind::kDirectory &&
+         kind_of(folder + "/__main__.py") != FileKind::kMissing;
+}
+
+// The file to execute. Throws UsageError with the reason if it cannot be.
+std::string executable(const std::string& program, const Variables& variable) {
+  if (program.find('/') == std::string::npos) {
+    if (const auto found = find_program(program, variable("PATH"))) return *found;
+    // `lockstep run lockstep env` works wherever lockstep is.
+    std::error_code ignored;
+    const auto self = std::filesystem::read_symlink("/proc/self/exe", ignored);
+    if (self.filename() == program) return self.string();
+    const bool here = kind_of(program) != FileKind::kMissing;
+    throw UsageError("run", "the program '{}' is not on PATH.{}", program,
+                     here ? fmt::format(" There is one in this directory: write ./{}.", program)
+                          : " Check the spelling, or write its path.");
+  }
+  switch (kind_of(program)) {
+    case FileKind::kExecutable:
+      return program;
+    case FileKind::kMissing:
+      throw UsageError("run",
+                       "the program '{}' does not exist. Check the path; the current "
+                       "directory is '{}'.",
+                       program, std::filesystem::current_path().string());
+    case FileKind::kDirectory:
+      throw UsageError("run",
+                       "the program '{}' is a directory without __main__.py. A Python package runs "
+                       "with -m.",
+                       program);
+    case FileKind::kPlain:
+      break;
+  }
+  throw UsageError("run",
+                   "the program '{}' is not executable. Run chmod +x on it; for a Python file "
+                   "without .py in its name use --run-path.",
+                   program);
+}
+
+// The interpreter of the virtual environment that this launcher is installed in, activated or not;
+// none elsewhere.
+std::optional<std::string> own_interpreter() {
+  std::error_code ignored;
+  const auto folder = std::filesystem::read_symlink("/proc/self/exe", ignored).parent_path();
+  const std::string candidate = folder / "python3";
+  if (kind_of(folder.parent_path() / "pyvenv.cfg") == FileKind::kMissing) return std::nullopt;
+  return kind_of(candidate) == FileKind::kExecutable ? std::optional(candidate) : std::nullopt;
+}
+
+std::string interpreter(const Variables& variable) {
+  const std::string name = variable("PYTHON_EXEC").value_or("");
+  if (name.empty()) {
+    if (const auto own = own_interpreter()) return *own;
+  }
+  try {
+    return executable(name.empty() ? "python3" : name, variable);
+  } catch (const UsageError&) {
+    throw UsageError("run",
+                     "the Python interpreter '{}' cannot be executed. Install python3, or set "
+                     "PYTHON_EXEC to one.",
+                     name.empty() ? "python3" : name);
+  }
+}
+
+}  // namespace
+
+bool runs_python(const std::vector<std::string>& command) {
+  return !command.empty() &&
+         std::filesystem::path(command.front()).filename().string().starts_with("python");
+}
+
+std::vector<std::string> resolve_command(const ProgramRequest& request, const Variables& variable) {
+  const std::vector<std::string>& program = request.args;
+  if (program.empty()) {
+    throw UsageError("run",
+                     "no program was given. Usage: lockstep run [flags] PROGRAM [arguments].");
+  }
+  const bool module = request.module && !request.run_path;
+  const bool no_python = request.no_python && !request.run_path;
+  if (module && no_python) {
+    throw UsageError("run",
+                     "-m (--module) and --no-python contradict each other: a module runs under "
+                     "Python. Drop one of them.");
+  }
+  const std::string& name = program.front();
+  const bool file = request.run_path ||
+                    (name.size() > 3 && name.compare(name.size() - 3, 3, ".py") == 0) ||
+                    (!no_python && has_main(name));
+  std::vector<std::string> command;
+  if (module) {
+    command = {interpreter(variable), "-u", "-m", name};
+  } else if (file && !no_python) {
+    if (kind_of(name) == FileKind::kMissing) {
+      throw UsageError("run",
+                       "the script '{}' does not exist. Check the path; the current "
+                       "directory is '{}'.",
+                       name, std::filesystem::current_path().string());
+    }
+    if (::access(name.c_str(), R_OK) != 0)
+      throw UsageError("run", "the script '{}' cannot be read. Check its permissions.", name);
+    command = {interpreter(variable), "-u", name};
+  } else {
+    command = {executable(name, variable)};
+  }
+  command.insert(command.end(), program.begin() + 1, program.end());
+  return command;
 }
 
 }  // namespace lockstep::launch

@@ -1,15 +1,15 @@
-// Starting one rank, knowing how it ended, and finding what it left behind.
+// Resolves the program, starts and reaps ranks, and finds processes below the launcher.
 //
-// A process number is only ours until its process has been reaped. A rank is the leader of its own
-// session and process group (setsid), so its group may be signalled exactly as long as the rank
-// itself has not been reaped. What it leaves behind is found differently: the supervisor is a child
-// subreaper, so every orphan of a rank becomes the supervisor's own child.
+// The kernel may reuse a pid once its process was reaped. A rank leads a session and process group
+// of its own (setsid), so its group may be signalled until the rank is reaped. Processes that it
+// leaves behind are found differently: the supervisor is a child subreaper, so orphans of a rank
+// become the supervisor's children.
 //
 //   Process rank = start_process({.argv = {"./train"}, .environment = strings});
 //   rank.signal_group(SIGTERM);
 //   if (auto end = rank.reap()) log::info("launch", "{}", end->text());
 //
-// A Process is owned by one object of one thread; destroying it neither waits nor kills.
+// A Process is used by one thread; its destructor neither waits nor kills.
 #pragma once
 
 #include <signal.h>
@@ -37,7 +37,7 @@ struct Ending {
   std::string text() const;  // "exited with code 3", "killed by SIGSEGV (core dumped)"
 };
 
-// Stopped (SIGSTOP, SIGTSTP, ...) or continued since the last look.
+// The process was stopped (SIGSTOP, SIGTSTP, ...) or continued since the last poll.
 struct Pause {
   bool stopped = false;
   int signal = 0;
@@ -48,10 +48,10 @@ struct ProcessRequest {
   std::vector<std::string> environment;  // all of it, NAME=value
   int stdout_fd = -1;                    // -1: inherited
   int stderr_fd = -1;
-  std::vector<int> pass_fds = {};  // these keep their numbers
+  std::vector<int> pass_fds = {};  // inherited with their numbers
   const CpuMask* cpus = nullptr;
-  sigset_t signal_mask = {};  // what the rank starts with
-  rlimit files = {};          // RLIMIT_NOFILE, likewise
+  sigset_t signal_mask = {};  // of the rank
+  rlimit files = {};          // RLIMIT_NOFILE of the rank
 };
 
 class Process {
@@ -60,14 +60,14 @@ class Process {
   Process(pid_t pid, Fd pidfd) : pid_(pid), pidfd_(std::move(pidfd)) {}
 
   pid_t pid() const { return pid_; }
-  int pidfd() const { return pidfd_.get(); }  // readable once it has ended
+  int pidfd() const { return pidfd_.get(); }  // readable once the process has ended
   bool alive() const { return pid_ > 0 && !reaped_; }
 
-  // To every process of its group; a no-op once it has been reaped.
+  // Signals every process of its group; a no-op once it was reaped.
   void signal_group(int number) const;
-  // Nothing while it runs. Afterwards its number is no longer ours.
+  // None while it runs. Afterwards its pid may be reused.
   std::optional<Ending> reap();
-  std::optional<Pause> look_for_pause() const;
+  std::optional<Pause> poll_pause() const;
 
  private:
   pid_t pid_ = -1;
@@ -75,33 +75,50 @@ class Process {
   bool reaped_ = false;
 };
 
-// Starts a session leader that the kernel kills when the calling thread dies. Throws SystemError
-// when the program cannot be executed.
+// Starts a session leader that the kernel kills if the calling thread dies. Throws SystemError if
+// the program cannot be executed.
 Process start_process(const ProcessRequest& request);
 
-// The file that execvp would run for `name`, with this or another PATH; nothing when there is none
-// that may be executed.
+// The file that execvp() would run for `name`, with this or another PATH; none if there is no
+// executable one.
 std::optional<std::string> find_program(const std::string& name);
 std::optional<std::string> find_program(const std::string& name,
                                         const std::optional<std::string>& path);
 
 // False without /proc, where the functions below find no process.
 bool can_see_processes();
-// Also those that have ended and were not waited for.
+// Including zombies.
 std::vector<pid_t> children_of(pid_t parent);
-// All processes below `root`, parents before children, without the subtrees that begin at a process
-// of `except`. Best effort while they run.
+// All processes below `root`, parents before children, without the subtrees of `except`. Best
+// effort while they run.
 std::vector<pid_t> descendants_of(pid_t root, const std::set<pid_t>& except = {});
-bool no_children_left();  // neither alive nor to be reaped
-// Signals `pid` only if it is (still) below `root`: a number that has meanwhile been given to
-// somebody else's process is left alone. False when nothing was signalled.
+bool no_children_left();  // not even zombies
+// Signals `pid` only if it is below `root`, so never another process that has got its pid. False if
+// nothing was signalled.
 bool signal_below(pid_t root, pid_t pid, int number);
-// The same to one of its threads.
+// The same for one of its threads.
 bool signal_thread_below(pid_t root, pid_t pid, pid_t thread, int number);
 bool is_below(pid_t root, pid_t pid);
-pid_t group_of(pid_t pid);  // -1 when it is gone
-// Does it catch, block or ignore the signal? If not, the signal's default action would end it.
+pid_t group_of(pid_t pid);  // -1 if it is gone
+// Whether the process catches, blocks or ignores the signal. If not, the signal would end it.
 bool handles_signal(pid_t pid, int number);
-pid_t session_of(pid_t pid);  // -1 when it is gone
+pid_t session_of(pid_t pid);  // -1 if it is gone
+
+struct ProgramRequest {
+  std::vector<std::string> args{};  // the program and its arguments, which are passed on unchanged
+  bool module = false;              // -m
+  bool no_python = false;           // --no-python
+  bool run_path = false;            // --run-path: a Python file whatever its name; overrides both
+};
+
+// Whether the command runs a Python interpreter, whose ranks will connect to MASTER_PORT.
+bool runs_python(const std::vector<std::string>& command);
+
+// The argv of a program: found on PATH, under Python for a Python file or module. Throws UsageError
+// if it cannot be executed.
+//
+//   resolve_command({.args = {"train.py", "--lr=1"}});   // /usr/bin/python3 -u train.py --lr=1
+std::vector<std::string> resolve_command(const ProgramRequest& request,
+                                         const Variables& variable = process_variables());
 
 }  // namespace lockstep::launch

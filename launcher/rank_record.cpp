@@ -14,13 +14,14 @@ namespace lockstep::launch {
 namespace {
 
 constexpr const char* kStoppedCause = "reported an error and was stopped";
-constexpr double kHeardLate = 0.25;  // seconds; what a busy launcher may hear later than it was
+constexpr double kNoticeDelay_s = 0.25;  // by which a busy launcher may notice an end too late
 
 bool counts_as_failed(const RankRecord& rank) {
   if (rank.life.was(RankLife::kFailed)) return true;
-  if (rank.ended_ok()) return rank.life.now() == RankLife::kLeft && !rank.life.ends_for_us();
-  // A rank that died when asked to is a cause only if it had said so before.
-  if (rank.ending && !rank.life.ends_for_us()) return true;
+  if (rank.ended_ok())
+    return rank.life.now() == RankLife::kExitedEarly && !rank.life.was_told_to_end();
+  // A rank that was told to end has failed only if it had written an error file before.
+  if (rank.ending && !rank.life.was_told_to_end()) return true;
   return rank.pid > 0 && read_error_file(rank.error_file).present;
 }
 
@@ -28,17 +29,17 @@ bool counts_as_failed(const RankRecord& rank) {
 
 const RankRecord* first_to_fail(std::span<const RankRecord> ranks) {
   const RankRecord* first = nullptr;
-  std::pair<bool, double> first_order;  // a consequence, and when
+  std::pair<bool, double> first_order;  // whether it is a consequence, and the time
   for (const RankRecord& rank : ranks) {
     if (!counts_as_failed(rank)) continue;
     const ErrorFile file = read_error_file(rank.error_file);
     const bool forced = rank.life.was(RankLife::kFailed);
     double time = file.present && !forced ? file.time : rank.ended_at;
-    // A rank killed from outside, or that just left, leaves no record of when, and a busy launcher
-    // hears of it late, perhaps after a victim has already written its file.
+    // A rank that was killed or exited early records no time, and a busy launcher may notice its
+    // end after a victim has written an error file.
     const bool killed = rank.ending && rank.ending->by_signal && rank.ending->number == SIGKILL;
-    if (!file.present && !forced && (killed || rank.life.now() == RankLife::kLeft))
-      time -= kHeardLate;
+    if (!file.present && !forced && (killed || rank.life.now() == RankLife::kExitedEarly))
+      time -= kNoticeDelay_s;
     const std::pair order(file.consequence && !forced, time);
     if (first != nullptr && order >= first_order) continue;
     first = &rank;
@@ -47,13 +48,12 @@ const RankRecord* first_to_fail(std::span<const RankRecord> ranks) {
   return first;
 }
 
-// Ranks that do as they are asked end with 0, 143 or 128 + the signal's number, or die of it; one
-// that ends otherwise has not done what a stop is for, such as saving. After Ctrl-C it does not
-// matter: an interrupted program may say what it likes.
+// Ranks that stop as requested exit with 0, 143 or 128 + the signal's number, or die of the signal.
+// Any other end is a failure, for example to save. After Ctrl-C any exit code is accepted.
 const RankRecord* failed_stopping(std::span<const RankRecord> ranks, const std::set<int>& requests,
                                   bool killed) {
   if (requests.empty() || requests.count(SIGINT) != 0) return nullptr;
-  double obeyed = std::numeric_limits<double>::infinity();  // when the first died of the request
+  double obeyed = std::numeric_limits<double>::infinity();  // when the first rank died of a request
   for (const RankRecord& rank : ranks) {
     if (rank.ending && rank.ending->by_signal && requests.count(rank.ending->number) != 0)
       obeyed = std::min(obeyed, rank.ended_at);
@@ -62,13 +62,13 @@ const RankRecord* failed_stopping(std::span<const RankRecord> ranks, const std::
   for (const RankRecord& rank : ranks) {
     if (!rank.ending || rank.ended_ok() || rank.life.was(RankLife::kNotified)) continue;
     const int code = rank.ending->exit_code();
-    if (killed && code == 128 + SIGKILL) continue;  // by us
+    if (killed && code == 128 + SIGKILL) continue;  // killed by the launcher
     if (code == kStoppedCode || requests.count(code - 128) != 0) continue;
     const bool crashed = rank.ending->by_signal;
-    if (!crashed && rank.ended_at > obeyed) continue;  // it has lost a peer that did as asked
-    // A crashed rank takes others with it. Where all fail identically, the lowest rank says why.
+    if (!crashed && rank.ended_at > obeyed) continue;  // it lost a peer that stopped as requested
+    // A crashed rank makes others fail. If all fail identically, the lowest rank is reported.
     if (first != nullptr && first->ending->by_signal && !crashed) continue;
-    const bool sooner = first != nullptr && rank.ended_at + kHeardLate < first->ended_at;
+    const bool sooner = first != nullptr && rank.ended_at + kNoticeDelay_s < first->ended_at;
     if (first == nullptr || (crashed && !first->ending->by_signal) || sooner) first = &rank;
   }
   return first;
@@ -87,13 +87,13 @@ RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
   if (rank.life.was(RankLife::kFailed)) {
     failure.cause = rank.cause;
     failure.code = rank.code;
-  } else if (rank.life.now() == RankLife::kLeft) {
-    failure.cause = kLeftCause;
+  } else if (rank.life.now() == RankLife::kExitedEarly) {
+    failure.cause = kEarlyExitCause;
     failure.code = 1;
-  } else if (rank.ending && !rank.life.was(RankLife::kAsked)) {
+  } else if (rank.ending && !rank.life.was(RankLife::kSignalled)) {
     failure.cause = rank.ending->text();
     failure.code = rank.ending->exit_code();
-    // The next attempt would be asked in the same wrong way, or undo what somebody has asked for.
+    // Another attempt would be misused in the same way, or undo a requested stop.
     failure.stopped = !rank.ending->by_signal && failure.code == kStoppedCode;
     const bool misused = !rank.ending->by_signal && failure.code == kUsageCode;
     failure.restartable = !failure.stopped && !misused;
@@ -105,7 +105,7 @@ RankFailure describe(const RankRecord& rank, const AttemptInfo& attempt) {
   const double now = unix_time_s();
   const ErrorFile file = read_error_file(rank.error_file);
   add_error_file(failure, file);
-  // It had no time to end with its own code.
+  // The rank was stopped before it could exit with its own code.
   if (failure.cause == kStoppedCause && file.message.starts_with("lockstep::UsageError")) {
     failure.code = kUsageCode;
     failure.restartable = false;
@@ -119,19 +119,19 @@ void add_others(RankFailure& failure, std::span<const RankRecord> ranks) {
   std::map<std::string, std::vector<int>> victims;
   std::vector<LaterFailure> later;
   for (const RankRecord& rank : ranks) {
-    if (rank.ended_ok() && rank.life.now() != RankLife::kLeft && !rank.life.ends_for_us() &&
-        rank.ended_at < failure.time)
+    if (rank.ended_ok() && rank.life.now() != RankLife::kExitedEarly &&
+        !rank.life.was_told_to_end() && rank.ended_at < failure.time)
       failure.ended_before.push_back(rank.rank);
     if (rank.local_rank == failure.local_rank || !rank.ending || rank.ended_ok() ||
         (failure.stopped && rank.ending->exit_code() == kStoppedCode))
       continue;
-    // On its own: before any signal of ours, and not because it has heard of the failure.
+    // A victim was signalled by the launcher, or its error file says that another rank failed.
     const ErrorFile file = read_error_file(rank.error_file);
     const double after_s = std::max(0.0, rank.ended_at - failure.time);
     const std::string how = rank.ending->by_signal
                                 ? rank.ending->text()
                                 : fmt::format("with exit code {}", rank.ending->number);
-    if (rank.life.was(RankLife::kAsked) || file.consequence)
+    if (rank.life.was(RankLife::kSignalled) || file.consequence)
       victims[how].push_back(rank.rank);
     else
       later.push_back({rank.rank, how, after_s, file.message});

@@ -26,8 +26,8 @@ constexpr std::size_t kMessageBytes = 8u << 10;
 constexpr std::size_t kStackLines = 100;
 constexpr std::size_t kStackLineBytes = 1000;
 constexpr std::size_t kLastLinesOfExplained = 5;
-// A message with its remedy fits. The line for a control descriptor must fit a pipe in one write,
-// and those of all ranks one message to another host.
+// Enough for a message with its advice. The line for a control descriptor must fit a pipe in one
+// write, and those of all ranks one message to another host.
 constexpr std::size_t kLineBytes = 1000;
 
 std::string shortened(std::string_view text, std::size_t max_bytes) {
@@ -39,7 +39,7 @@ std::string first_line(const std::string& message) {
   return shortened(std::string_view(message).substr(0, message.find('\n')), kLineBytes);
 }
 
-// The file may come from any program: where a key is repeated, the first one counts.
+// The file may come from any program, so repeated keys are tolerated; the first one counts.
 Node parse_error_file(const std::string& text) {
   Problems twice;
   return parse_json(text, "error file", {.bytes = kErrorFileBytes, .depth = 128}, &twice);
@@ -73,7 +73,7 @@ void read_stack(const Node& extra, ErrorFile& file) {
   file.stack = bounded(std::move(file.stack));
 }
 
-// The two forms torchrun knows, and a bare string.
+// Reads torchrun's two formats, and a bare string.
 void read_forms(const Node& json, ErrorFile& file) {
   const auto read_time = [&file](const Node& map) {
     const Entry* entry = map.find("timestamp");
@@ -109,7 +109,7 @@ double modified_at(const std::string& path) {
          1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
 }
 
-// Gloo's own messages, thrown on a thread of its own: the program never sees them.
+// Messages that gloo throws on a thread of its own, where the program cannot catch them.
 bool is_mismatch(const RankFailure& failure) {
   for (const char* text : {"collective mismatch", "op.preamble."})
     if (failure.message.find(text) != std::string::npos) return true;
@@ -122,7 +122,7 @@ bool is_ordinary_log_line(const std::string& line) {
   return std::regex_search(line, kBeginning, std::regex_constants::match_continuous);
 }
 
-// As the rank printed it ("lockstep: rank 1 on n1: ...", "    at f()"), and as Python did.
+// Whether the message or stack has this line of stderr ("lockstep: rank 1 on n1: ...", "  at f()").
 bool is_said_already(const RankFailure& failure, std::string_view line) {
   constexpr std::size_t kCut = 500;  // by OutputStream::last_lines
   std::string text = trim(line);
@@ -146,7 +146,7 @@ void add_block(std::string& text, const char* title, const std::vector<std::stri
   for (const std::string& line : lines) text += fmt::format("\n    {}", line);
 }
 
-// A message without what differs between ranks that say the same: their own rank number, and times.
+// A message without its rank and times, to compare those of several ranks.
 std::string essence(const std::string& message, int rank) {
   const std::regex differs(fmt::format("rank {}(?![0-9])|[0-9]+(?= ms)", rank));
   return std::regex_replace(first_line(message), differs, "#");
@@ -156,8 +156,8 @@ bool say_the_same(const LaterFailure& a, const LaterFailure& b) {
   return a.message == b.message || essence(a.message, a.rank) == essence(b.message, b.rank);
 }
 
-// Where the ranks were, without the calls that differ where the message already says all of that: a
-// rank that has returned from its body has no place to name.
+// The rank's position. The calls that differ are omitted if the message says that a rank has
+// returned from its body, because that rank has no call.
 std::vector<std::string> standing_of(const RankFailure& failure) {
   std::vector<std::string> lines = failure.standing;
   if (failure.message.find("has returned from its body") == std::string::npos) return lines;
@@ -167,7 +167,7 @@ std::vector<std::string> standing_of(const RankFailure& failure) {
   return lines;
 }
 
-// The others without the first cause's message, which all ranks have when all make one mistake.
+// Later failures, with "the same" in place of the first one's message.
 std::vector<std::string> others_of(const RankFailure& failure) {
   std::vector<std::string> others = failure.others;
   if (failure.message.empty()) return others;
@@ -177,7 +177,7 @@ std::vector<std::string> others_of(const RankFailure& failure) {
   return others;
 }
 
-// The first line has cause and remedy: more than it is often not read, or cut off by another tool.
+// The first line has cause and advice, because other tools often show only that.
 std::string first_lines(const RankFailure& failure) {
   std::string text = fmt::format("[launch] {}", failure.headline());
   std::vector<std::string> message = lines_of(failure.message);
@@ -218,7 +218,7 @@ ErrorFile read_error_file(const std::string& path) {
     file.problem = fmt::format("cannot be read ({})", error.what());
   }
   if (file.message.size() > kMessageBytes) file.message.resize(kMessageBytes);
-  // Whole seconds are too coarse to distinguish cause and consequence.
+  // Whole seconds cannot distinguish cause and consequence.
   if (file.time <= 0 ||
       (file.time == std::floor(file.time) && modified >= file.time && modified < file.time + 2))
     file.time = modified;
@@ -357,7 +357,7 @@ std::string hint_for(const RankFailure& failure) {
   if (failure.message.find("DefaultCPUAllocator: not enough memory") != std::string::npos)
     return "The host, or the limit of this process (ulimit -v), has no memory left: use a smaller "
            "batch, fewer loader workers or fewer ranks on this host.";
-  if (failure.cause == kLeftCause)
+  if (failure.cause == kEarlyExitCause)
     return "Its process ended inside the body of lockstep::run(): look for std::exit(), _exit() or "
            "a return from main() that this rank reaches and the others do not.";
   if (died_of("SIGKILL"))
@@ -400,7 +400,7 @@ std::string failure_report(const RankFailure& failure) {
                         fmt::join(failure.ended_before, ", "));
   }
   if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
-  // The file with every frame is among them.
+  // The directory of logs is that of the file with every frame.
   if (!failure.logs.empty() && failure.stacks.empty())
     text += fmt::format("\n  logs: {}", failure.logs);
   return text;

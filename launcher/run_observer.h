@@ -1,4 +1,4 @@
-// Watches a run while it lasts: what the supervisor reports about its ranks, as it happens.
+// An observer of a run: the supervisor calls it for each event of its ranks.
 //
 //   struct Endings : RunObserver {
 //     void rank_ended(const RankEnded& rank) override { count += rank.failed; }
@@ -6,11 +6,10 @@
 //   };
 //   return supervise(plan, &endings);
 //
-// Every function but left_behind() is called by the supervisor's one thread, in the supervising
-// process, which is a fork of the caller (supervisor_guard.h): threads are started in
-// run_started(), and nothing that is noted reaches the caller's own copy. A function must return at
-// once. An exception ends the observation, not the run: it is reported and the observer is not
-// called again.
+// All functions except left_behind() are called by the supervisor's one thread, in a process that
+// was forked from the caller's (supervisor_guard.h). So an observer starts its threads in
+// run_started(), and the caller's copy does not change. Functions must return quickly. After an
+// exception the run continues: the exception is reported and the observer is not called again.
 #pragma once
 
 #include <sys/types.h>
@@ -31,38 +30,38 @@ namespace lockstep::launch {
 struct AttemptStarted {
   int attempt = 0;
   int world_size = 1;
-  int first_rank = 0;  // this host's
+  int first_rank = 0;  // of this host
   int local_ranks = 1;
 };
 
 struct RankStarted {
   int rank = 0;
   int local_rank = 0;
-  pid_t pid = -1;  // of the process that was started; the ledger may name one below it
-  // Null where it could not be made. May be read by any thread, and after the rank's end.
+  pid_t pid = -1;  // of the started process; the ledger may name a child of it
+  // Null if it could not be created. May be read by any thread, and after the rank's end.
   std::shared_ptr<const ledger::File> ledger{};
-  // Files that the rank writes itself (--redirects); empty: its lines come by output_line().
+  // Files that the rank writes itself (--redirects); empty: output_line() is called.
   std::string out_file{};
   std::string err_file{};
 };
 
 struct RankEnded {
   int rank = 0;
-  // "exited with code 3", "killed by SIGKILL", or what the launcher failed it for while it was
-  // alive: "stalled. Rank 1 is behind: ..."
+  // "exited with code 3", "killed by SIGKILL", or for a stalled rank "stalled. Rank 1 is behind:
+  // ..."
   std::string outcome{};
-  bool failed = false;  // false for those that were ended because another one failed
+  bool failed = false;  // false for ranks that ended because another one failed
 };
 
 struct RanksStalled {
   std::string cause{};  // "Rank 1 is behind: it is stopped (kill -CONT 4712 continues it)."
-  std::string text{};   // the table, as it is printed
+  std::string text{};   // the printed table
 };
 
 struct RunEnded {
   int code = 0;
   std::string cause{};  // of a failure: "rank 1 on n2 failed: killed by SIGKILL"
-  std::string hint{};   // what often leads to it, in sentences; empty: not known
+  std::string hint{};   // common reasons for it, in sentences; empty: not known
 };
 
 enum class OutputKind { kOut, kErr };
@@ -71,22 +70,22 @@ class RunObserver {
  public:
   virtual ~RunObserver() = default;
 
-  // In the caller's process, once the supervising one has been forked off: to release what only the
-  // supervisor uses, such as a socket that would stay open after it ends.
+  // In the caller's process, after the fork: to release what only the supervisor uses, such as a
+  // socket that would stay open after it ends.
   virtual void left_behind() {}
   virtual void run_started(const LaunchPlan&) {}
   virtual void attempt_started(const AttemptStarted&) {}
   virtual void rank_started(const RankStarted&) {}
   virtual void output_line(int /*rank*/, OutputKind, std::string_view /*line*/) {}
-  // The newest state of a line that has not ended, at most 4 KiB of it; the next line of its
-  // stream, ended or not, replaces it. After a carriage return, only what follows it.
+  // An incomplete line, at most 4 KiB, and after a carriage return only what follows that. The next
+  // line of its stream, complete or not, replaces it.
   virtual void output_progress(int /*rank*/, OutputKind, std::string_view /*line*/) {}
   virtual void rank_ended(const RankEnded&) {}
   virtual void ranks_stalled(const RanksStalled&) {}
   virtual void attempt_ended(int /*attempt*/) {}
-  // A few times a second: what is to be printed on the launcher's stderr.
+  // Called a few times a second; the lines are printed on the launcher's stderr.
   virtual std::vector<std::string> tick() { return {}; }
-  // Once, before the launcher's own report; it may take a second or two.
+  // Called once, before the launcher's own report; may take a second or two.
   virtual std::vector<std::string> run_ended(const RunEnded&) { return {}; }
 };
 

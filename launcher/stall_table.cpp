@@ -2,15 +2,23 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <map>
 #include <set>
+#include <sstream>
 #include <utility>
+#include <vector>
 
 #include "lockstep/core/brief_stack.h"
+#include "lockstep/core/host.h"
 
 namespace lockstep::launch {
+
 namespace {
 
 using ledger::Record;
@@ -40,7 +48,7 @@ bool is_open(const Record& record) {
   return record.under_way() || record.state == State::kReleased;
 }
 
-// The operation that blocks is the oldest one under way, otherwise the last one.
+// The oldest operation under way, which blocks the others, or else the last one.
 const Record* current(const ledger::Snapshot& seen) {
   const Record* found = nullptr;
   for (const Record& record : seen.records) {
@@ -50,7 +58,7 @@ const Record* current(const ledger::Snapshot& seen) {
   return found;
 }
 
-// A rank's calls in one group, by number; empty where it is not a member.
+// A rank's calls in one group, by number; empty if it is not a member.
 using Calls = std::map<std::uint64_t, const Record*>;
 Calls calls_of(const RankView& rank, const std::string& group) {
   Calls calls;
@@ -67,7 +75,7 @@ std::set<std::string> groups_of(const std::vector<RankView>& ranks) {
   return groups;
 }
 
-// Sizes that a rank may choose for itself are not compared.
+// Operations whose sizes may differ between ranks, so they are not compared.
 bool own_sizes(const Record& record) {
   return record.operation.starts_with("all_to_all") || record.operation.ends_with("_sparse") ||
          record.operation == "scatter" || record.operation == "gather";
@@ -84,8 +92,8 @@ std::string identity_of(const RankView& rank, const Record& record, Difference::
                      own_sizes(record) ? 0 : record.bytes, record.peer);
 }
 
-// The ranks that share the rarest value.
-std::vector<int> fewest(const std::map<int, std::string>& values) {
+// The ranks with the rarest value; empty if all values are equal.
+std::vector<int> smallest_group(const std::map<int, std::string>& values) {
   std::map<std::string, std::vector<int>> by_value;
   for (const auto& [rank, value] : values) by_value[value].push_back(rank);
   if (by_value.size() < 2) return {};
@@ -101,7 +109,7 @@ struct Member {
 
 std::optional<Difference> difference_in(const std::string& group,
                                         const std::vector<Member>& members, Difference::Kind kind) {
-  std::uint64_t first = 0;  // the first that no ring has lost
+  std::uint64_t first = 0;  // the first number that all ledgers still have
   std::set<std::uint64_t> sequences;
   bool waited_for = false;
   for (const Member& member : members) {
@@ -123,7 +131,7 @@ std::optional<Difference> difference_in(const std::string& group,
       else if (call != member.calls.end())
         values[member.view->ledger.rank] = identity_of(*member.view, *call->second, kind);
     }
-    const std::vector<int> odd = fewest(values);
+    const std::vector<int> odd = smallest_group(values);
     if (odd.empty()) continue;
     if (kind != Difference::Kind::kMissing) return Difference{kind, group, sequence, odd};
     Difference found{kind, group, sequence, {}};
@@ -143,7 +151,8 @@ std::vector<Member> members_of(const std::vector<RankView>& ranks, const std::st
   return members;
 }
 
-// What a rank may healthily do for long without a step or an operation.
+// Phases in which a rank has to wait for its device. In the others it may take long without a step
+// or an operation.
 bool waits_for_device(ledger::Phase phase) {
   using ledger::Phase;
   return phase != Phase::kStartup && phase != Phase::kData && phase != Phase::kEvaluation &&
@@ -199,7 +208,7 @@ std::string number(const Difference& difference) {
                      difference.group.empty() ? "" : " of group " + difference.group);
 }
 
-// What each rank called under that number; ranks with the same answer share a line.
+// What each rank called under that number; ranks with the same call share a line.
 std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
                                           const Difference& difference) {
   std::vector<std::pair<std::string, std::vector<int>>> answers;
@@ -211,7 +220,7 @@ std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
     if (call != calls.end())
       answer = operation_text(*call->second) + at_place(rank, *call->second);
     else if (calls.begin()->first > difference.sequence)
-      continue;  // too long ago for its ring
+      continue;  // no longer in its ledger
     else if (calls.rbegin()->first > 0)
       answer += fmt::format("; its last one is {}{}", operation_text(*calls.rbegin()->second),
                             at_place(rank, *calls.rbegin()->second));
@@ -231,7 +240,7 @@ std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
   return lines;
 }
 
-// The earliest that is surely wrong, and a hint at what may have led to it.
+// The earliest difference that is certainly wrong, and an earlier one that may have led to it.
 std::vector<std::string> all_difference_lines(const std::vector<RankView>& ranks) {
   std::vector<std::string> lines;
   const auto add = [&](const std::optional<Difference>& found) {
@@ -254,7 +263,7 @@ const RankView* find_rank(const std::vector<RankView>& ranks, int rank) {
   return found == ranks.end() ? nullptr : &*found;
 }
 
-// Why a rank that is behind does not come.
+// Why a rank is behind.
 std::string reason(const RankView& rank, std::uint64_t now_ns) {
   if (rank.process.state == 'T')
     return fmt::format("it is stopped (kill -CONT {} continues it)", rank.ledger.pid);
@@ -281,9 +290,9 @@ bool none_surely_waits(const std::vector<RankView>& ranks) {
       ranks, [](const RankView& rank) { return rank.surely_waits() || rank.process.stopped(); });
 }
 
-// Whether it is a stall whatever the ranks' devices and the ranks of other hosts do. A run that is
-// ended over less may be a healthy one: the ranks of one host may work in a group of their own
-// while all others wait for them.
+// Whether this is a stall, whatever devices and ranks of other hosts do. Otherwise --stall-action
+// could end a healthy run, in which the ranks of one host work in a group of their own while all
+// others wait for them.
 bool is_sure(const std::vector<RankView>& ranks, const std::vector<int>& behind, bool other_hosts) {
   const auto any = [&](auto&& holds) { return std::ranges::any_of(ranks, holds); };
   if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
@@ -335,7 +344,7 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
   return text;
 }
 
-// Ranks that wait in the same place share one stack.
+// Ranks with equal stacks share one.
 std::string stack_lines(const std::vector<RankView>& ranks, bool every_frame) {
   std::vector<std::pair<const RankView*, std::vector<int>>> stacks;
   for (const RankView& rank : ranks) {
@@ -371,7 +380,7 @@ bool RankView::in_startup() const {
 }
 
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
-  // Operations that do not match never end, whichever ranks have enqueued them.
+  // Operations that do not match never end, even if all ranks have enqueued them.
   const auto wrong = first_difference(ranks, Difference::Kind::kOperation);
   std::vector<std::map<std::string, std::uint64_t>> newest;  // number in each group, by rank
   for (const RankView& rank : ranks) {
@@ -383,13 +392,13 @@ void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
     if (wrong && wrong->group == record.group && wrong->sequence <= record.sequence) return true;
     return std::ranges::any_of(newest, [&](const auto& numbers) {
       const auto found = numbers.find(record.group);
-      // It has no record for a group that it is not a member of; for the world it will have one.
+      // A rank has no record of a group that it is not in; the world is a group that all are in.
       return found == numbers.end() ? record.group.empty() : found->second < record.sequence;
     });
   };
   for (RankView& rank : ranks) {
     const auto& records = rank.ledger.records;
-    // Peers number a message on their own, so whether it has arrived cannot be seen.
+    // Each peer numbers messages on its own, so whether one has arrived is not known.
     rank.perhaps_waits = !records.empty() && records.back().state == State::kReleased &&
                          (other_hosts || records.back().message);
     rank.device_waits = std::ranges::any_of(records, [&](const auto& r) {
@@ -424,7 +433,7 @@ bool find_stuck_devices(std::vector<RankView>& ranks) {
 }
 
 bool RankView::busy() const {
-  constexpr double kShare = 0.05;  // on a machine with many others
+  constexpr double kShare = 0.05;  // low, because the machine may be shared
   const bool runs = process.state == 'R' || cpu_share > kShare;
   return runs && !waits() && !process.stopped();
 }
@@ -448,7 +457,7 @@ std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
   for (const std::string& group : groups_of(ranks)) {
     const auto members = members_of(ranks, group);
     auto found = members.size() > 1 ? difference_in(group, members, kind) : std::nullopt;
-    // The group in which the most ranks do not find each other.
+    // Of all groups, the one with the most ranks in the majority.
     if (found && members.size() - found->odd.size() > most) {
       most = members.size() - found->odd.size();
       best = std::move(found);
@@ -523,6 +532,144 @@ std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int ran
   if (const auto found = first_difference(ranks, Difference::Kind::kOperation))
     for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
   return lines;
+}
+
+namespace {
+
+struct SystemCall {
+  long number;
+  const char* name;
+  bool has_descriptor = true;  // as its first argument
+};
+
+constexpr SystemCall kCalls[] = {
+    {SYS_read, "read"},
+    {SYS_write, "write"},
+    {SYS_pread64, "pread"},
+    {SYS_pwrite64, "pwrite"},
+    {SYS_readv, "readv"},
+    {SYS_writev, "writev"},
+    {SYS_recvfrom, "recv"},
+    {SYS_recvmsg, "recvmsg"},
+    {SYS_sendto, "send"},
+    {SYS_sendmsg, "sendmsg"},
+    {SYS_connect, "connect"},
+    {SYS_accept, "accept"},
+    {SYS_accept4, "accept"},
+    {SYS_fsync, "fsync"},
+    {SYS_fdatasync, "fdatasync"},
+    {SYS_flock, "flock"},
+    {SYS_fcntl, "fcntl"},
+    {SYS_ioctl, "ioctl"},
+    {SYS_openat, "open", false},
+#ifdef SYS_poll  // older calls, which new architectures do not have
+    {SYS_open, "open", false},
+    {SYS_poll, "poll", false},
+    {SYS_select, "select", false},
+    {SYS_epoll_wait, "epoll_wait", false},
+#endif
+    {SYS_futex, "futex", false},
+    {SYS_ppoll, "poll", false},
+    {SYS_pselect6, "select", false},
+    {SYS_epoll_pwait, "epoll_wait", false},
+    {SYS_nanosleep, "sleep", false},
+    {SYS_clock_nanosleep, "sleep", false},
+    {SYS_wait4, "wait for a child", false},
+    {SYS_waitid, "wait for a child", false},
+};
+
+std::string file_behind(pid_t pid, int fd) {
+  char path[4096];
+  const std::string link = fmt::format("/proc/{}/fd/{}", pid, fd);
+  const ssize_t n = ::readlink(link.c_str(), path, sizeof path);
+  return n > 0 ? std::string(path, static_cast<std::size_t>(n)) : fmt::format("descriptor {}", fd);
+}
+
+// "read of /data/train.bin"; the kernel's own name for the wait where the call cannot be read.
+std::string wait_of(pid_t pid, const std::string& task) {
+  std::istringstream call(text_or_empty(task + "/syscall"));
+  long number = -1;
+  std::string first;
+  if (call >> number >> first) {
+    for (const SystemCall& known : kCalls) {
+      if (known.number != number) continue;
+      if (!known.has_descriptor) return known.name;
+      return fmt::format(
+          "{} of {}", known.name,
+          file_behind(pid, static_cast<int>(std::strtol(first.c_str(), nullptr, 16))));
+    }
+    if (number >= 0) return fmt::format("system call {}", number);
+  }
+  const std::string name = text_or_empty(task + "/wchan");
+  return name == "0" ? std::string() : name;
+}
+
+}  // namespace
+
+double cpu_seconds(pid_t pid) {
+  constexpr std::size_t kUser = 14, kSystem = 15;
+  const std::string text = text_or_empty(fmt::format("/proc/{}/stat", pid));
+  const auto fields = stat_fields(text);
+  if (fields.size() <= kSystem) return 0;
+  const auto ticks =
+      leading_number(fields[kUser]).value_or(0) + leading_number(fields[kSystem]).value_or(0);
+  return static_cast<double>(ticks) / static_cast<double>(::sysconf(_SC_CLK_TCK));
+}
+
+RankState read_rank_state(pid_t pid, pid_t thread) {
+  RankState state;
+  std::string task = fmt::format("/proc/{}/task/{}", pid, thread);
+  std::string text = text_or_empty(task + "/stat");
+  if (text.empty()) {  // the thread has ended
+    task = fmt::format("/proc/{}/task/{}", pid, pid);
+    text = text_or_empty(task + "/stat");
+  }
+  const auto fields = stat_fields(text);
+  if (fields.size() <= 3) return state;
+  state.state = fields[3].front();
+  state.cpu_s = cpu_seconds(pid);
+  if (state.state == 'S' || state.state == 'D') state.waits = wait_of(pid, task);
+  return state;
+}
+
+bool in_library(pid_t pid, const std::vector<std::uint64_t>& addresses,
+                const std::vector<std::string>& name_prefixes) {
+  std::ifstream maps(fmt::format("/proc/{}/maps", pid));
+  for (std::string line; std::getline(maps, line);) {
+    const std::size_t name = line.rfind('/') + 1;  // 0: not a file
+    if (name == 0 || std::ranges::none_of(name_prefixes, [&](const std::string& prefix) {
+          return line.compare(name, prefix.size(), prefix) == 0;
+        }))
+      continue;
+    std::uint64_t first = 0, end = 0;
+    char dash = 0;
+    std::istringstream(line) >> std::hex >> first >> dash >> end;
+    if (std::ranges::any_of(addresses, [&](std::uint64_t at) { return at >= first && at < end; }))
+      return true;
+  }
+  return false;
+}
+
+std::string RankState::text() const {
+  const auto inside = [this](const char* what) {
+    return waits.empty() ? std::string(what) : fmt::format("{} in {}", what, waits);
+  };
+  switch (state) {
+    case 'R':
+      return "R running";
+    case 'S':
+      return inside("S waiting");
+    case 'D':
+      return inside("D blocked on I/O");
+    case 'T':
+      return "T stopped";
+    case 't':
+      return "t held by a debugger";
+    case 'Z':
+      return "Z ended";
+    default:
+      return "not readable";
+  }
 }
 
 }  // namespace lockstep::launch

@@ -27,7 +27,7 @@ milliseconds interval_for(milliseconds stall_time) {
   return std::clamp(stall_time / 20, milliseconds(20), milliseconds(250));
 }
 
-// The process that opened the ledger, which may be a child of the one that was started.
+// The process that opened the ledger; it may be a child of the one that was started.
 pid_t process_of(const WatchedRank& rank) {
   const pid_t pid = rank.ledger->pid();
   return pid > 0 && is_below(::getpid(), pid) ? pid : rank.pid;
@@ -38,12 +38,12 @@ std::vector<std::string> python_lines(const std::string& path) {
   try {
     lines = lines_of(read_file(path, kPythonStackBytes));
     std::erase(lines, "");
-  } catch (const std::exception&) {  // none was written
+  } catch (const std::exception&) {  // there is no such file
   }
   return lines;
 }
 
-// What can be seen of a rank now, without its stack.
+// The current view of a rank, without its stack.
 RankView view_of(const WatchedRank& rank) {
   RankView view;
   view.ledger = rank.ledger->read();
@@ -70,7 +70,7 @@ void StallWatch::add(const WatchedRank& rank) {
 
 void StallWatch::remove(int rank) {
   std::erase_if(ranks_, [&](const Watched& watched) { return watched.rank.rank == rank; });
-  rest(Clock::now());
+  reset(Clock::now());
 }
 
 milliseconds StallWatch::stall_time() const {
@@ -97,7 +97,7 @@ bool StallWatch::moved() {
   return any;
 }
 
-// From here on CPU time is compared.
+// Starts to compare CPU time.
 void StallWatch::begin_quiet(Clock::time_point now) {
   compared_since_ = now;
   for (Watched& watched : ranks_) watched.cpu_s = cpu_seconds(process_of(watched.rank));
@@ -106,7 +106,7 @@ void StallWatch::begin_quiet(Clock::time_point now) {
 void StallWatch::look() {
   look_later();
   const auto now = Clock::now();
-  if (moved()) return rest(now);
+  if (moved()) return reset(now);
   if (!watches() || reported_ == Reported::kStall) return;
   const auto limit = stall_time();
   const auto since = std::max(quiet_since_, judged_);
@@ -114,8 +114,8 @@ void StallWatch::look() {
   if (now - since >= limit) judge();
 }
 
-// A program that does not communicate through us has no ledger to watch, and a rank that has ended
-// training waits for nobody.
+// False if no rank has opened its ledger (the program does not use Lockstep) or all have ended
+// training, so that none waits for another.
 bool StallWatch::watches() const {
   return std::ranges::any_of(ranks_, [](const Watched& watched) {
     const ledger::File& file = *watched.rank.ledger;
@@ -123,8 +123,8 @@ bool StallWatch::watches() const {
   });
 }
 
-// Something has moved.
-void StallWatch::rest(Clock::time_point now) {
+// A rank has made progress.
+void StallWatch::reset(Clock::time_point now) {
   reported_ = Reported::kNothing;
   said_busy_ = false;
   compared_since_.reset();
@@ -155,18 +155,17 @@ void StallWatch::judge() {
       std::ranges::any_of(seen, [&](const RankView& view) { return opened(view) && view.busy(); });
   judged_ = Clock::now();
   perhaps_busy_ = !waits && !stopped && busy;
-  if (perhaps_busy_ && !at_one_enqueued_call(seen)) return say_busy();
+  if (perhaps_busy_ && !at_one_enqueued_call(seen)) return report_busy();
   begin_report(seen);
 }
 
 void StallWatch::begin_report(const std::vector<RankView>& seen) {
   reported_ = Reported::kStall;
-  collecting_ = true;
   for (std::size_t i = 0; i < ranks_.size(); ++i) ask(ranks_[i], seen[i]);
   collect(Clock::now() + kStackWait);
 }
 
-void StallWatch::say_busy() {
+void StallWatch::report_busy() {
   reported_ = Reported::kBusy;
   compared_since_.reset();
   if (std::exchange(said_busy_, true)) return;
@@ -204,9 +203,8 @@ void StallWatch::collect(Clock::time_point until) {
 
 void StallWatch::report() {
   look_later();
-  collecting_ = false;
   if (moved()) {  // while the stacks were collected
-    rest(Clock::now());
+    reset(Clock::now());
     return;
   }
   std::vector<RankView> seen = views();
@@ -225,7 +223,7 @@ void StallWatch::report() {
       view.stack.push_back(view.ledger.place(frame));
   }
   const bool stuck = find_stuck_devices(seen);
-  if (perhaps_busy_ && !stuck) return say_busy();
+  if (perhaps_busy_ && !stuck) return report_busy();
   const duration<double> stall = stall_time();
   const duration<double> quiet = Clock::now() - quiet_since_;
   const StallReport report = describe_stall(seen, {.quiet_s = quiet.count(),

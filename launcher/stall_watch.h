@@ -1,18 +1,18 @@
-// StallWatch: notices from outside that no rank moves any more, and says who is behind.
+// Detects a stall, in which no rank makes progress any more, and reports which rank is behind.
 //
-// A rank moves when its ledger's heartbeat changes: a step, a phase, an operation that begins or
-// ends. When no rank of this host has moved for the stall time, which is what the user asked for
-// and at least ten median steps, the ranks are asked for their stacks by a signal, against a
-// deadline, and the report is made from their ledgers and /proc. Where nobody waits for anybody
-// and CPU time grows, the ranks are busy and nothing is wrong, unless all of them are in a CUDA
-// library after the same enqueued operation. One report per stall: the next one is made only after
-// something has moved.
+// A rank makes progress when its ledger's heartbeat changes: with a step, a phase, or the begin or
+// end of an operation. The stall time is --stall-timeout, and at least ten median steps. When no
+// rank of this host has made progress for that time, the ranks are asked for their stacks by a
+// signal, and the report is made from these, the ledgers and /proc. If no rank waits for another
+// and CPU time grows, the ranks are busy and there is no stall, unless all are in a CUDA library
+// after the same enqueued operation. A stall is reported once; the next report follows only after
+// progress.
 //
 //   StallWatch watch(loop, {.stall_time = 30s}, {.stalled = print, .busy = print});
 //   watch.add({.rank = 0, .pid = pid, .ledger = &file});
 //
-// Owned and called by the supervisor's one thread. The ledgers belong to the caller: remove a rank
-// before its ledger goes.
+// Owned and called by the supervisor's one thread. The caller owns the ledgers; it removes a rank
+// before destroying its ledger.
 #pragma once
 
 #include <chrono>
@@ -41,9 +41,9 @@ struct StallEvents {
 
 struct WatchedRank {
   int rank = 0;
-  pid_t pid = -1;  // the process that the launcher started
+  pid_t pid = -1;  // of the process that the launcher started
   const ledger::File* ledger = nullptr;
-  // Where Python's faulthandler writes when the rank is asked for its stack.
+  // The file to which Python's faulthandler writes the stack on request.
   std::string python_stack = {};
 };
 
@@ -63,16 +63,16 @@ class StallWatch {
     WatchedRank rank;
     std::uint64_t heartbeat = 0;
     std::int64_t step = -1;
-    double cpu_s = 0;           // when the comparison began
-    std::uint64_t stacks = 0;   // those taken before it was asked
-    std::string no_stack = {};  // why it was not asked
+    double cpu_s = 0;           // at compared_since_
+    std::uint64_t stacks = 0;   // stacks taken before the request
+    std::string no_stack = {};  // why its stack was not requested
   };
 
   enum class Reported { kNothing, kBusy, kStall };
 
   void look_later();
   void look();
-  void rest(Clock::time_point now);
+  void reset(Clock::time_point now);
   bool moved();
   void begin_quiet(Clock::time_point now);
   std::chrono::milliseconds stall_time() const;
@@ -83,19 +83,18 @@ class StallWatch {
   void ask(Watched& watched, const RankView& view);
   void collect(Clock::time_point until);
   void report();
-  void say_busy();
+  void report_busy();
 
   const StallOptions options_;
   const StallEvents events_;
   std::vector<Watched> ranks_;
   std::deque<std::uint64_t> steps_ns_;
   Clock::time_point quiet_since_;
-  std::optional<Clock::time_point> compared_since_;  // the time at which cpu_s was read
+  std::optional<Clock::time_point> compared_since_;  // when cpu_s was read
   Clock::time_point judged_;
   Reported reported_ = Reported::kNothing;  // during this quiet period
   bool said_busy_ = false;                  // during this quiet period
-  bool perhaps_busy_ = false;               // the stacks decide
-  bool collecting_ = false;                 // collecting stacks for a report
+  bool perhaps_busy_ = false;               // unless the stacks show otherwise
   Timer timer_;
 };
 

@@ -18,23 +18,23 @@
 namespace lockstep::launch {
 namespace {
 
-// How much one descriptor may do before the others have their turn.
+// Limits for one descriptor before the others are served.
 constexpr std::size_t kReadBytes = 64u << 10;
 constexpr int kRounds = 16;
-// How much all of them together may do in one turn of the event loop.
+// Limits for all clients in one turn of the event loop.
 constexpr std::size_t kTurnBytes = 1u << 20;
 constexpr std::size_t kCommandBytes = 4u << 10;  // added to each command's own size
 constexpr std::size_t kMaxUnsent = 1u << 20;
 constexpr int kMaxComplaints = 10;
 constexpr std::chrono::milliseconds kAcceptPause{200};
 
-// Also gives back the memory that a large command or reply took.
+// Also releases the memory of a large command or reply.
 void remove_front(std::string& text, std::size_t bytes) {
   text.erase(0, bytes);
   if (text.capacity() > 4 * (text.size() + kReadBytes)) text.shrink_to_fit();
 }
 
-// The first message of every client. A launcher that forwards looks at nothing else.
+// The first message of every client, and the only one that a launcher that forwards parses.
 constexpr std::size_t kHandshakeBytes = 1 + sizeof store::kMagic;
 bool is_handshake(std::string_view bytes) {
   return bytes[0] == static_cast<char>(store::Command::kValidate) &&
@@ -96,7 +96,7 @@ void StoreServer::on_channel(int fd, int rank) {
     std::vector<Fd> connections;
     const ssize_t received = receive_with_fds(fd, {&byte, 1}, connections);
     if (received < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (received <= 0) {  // every process that had the other end has ended
+    if (received <= 0) {  // every process with the other end has exited
       loop_.forget(fd);
       channels_.erase(fd);
       return;
@@ -140,7 +140,7 @@ void StoreServer::stop_listening() {
   port_.stop_listening();
 }
 
-// Out of descriptors: those who want to connect wait in the kernel's queue.
+// Without free descriptors, new connections wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
   listen_timer_.start(kAcceptPause, [this] {
@@ -200,8 +200,8 @@ void StoreServer::close(StoreTable::Client client) {
   const bool local = static_cast<bool>(connection.fd);
   if (local) {
     loop_.forget(connection.fd.get());
-  } else if (!connection
-                  .ended) {  // otherwise its stream is closed, and the number may be another's
+  } else if (!connection.ended) {
+    // Otherwise the stream was closed by its peer, and its number may be in use again.
     nodes_.at(connection.node).close(connection.stream);
     client_of_stream_.erase({connection.node, connection.stream});
   }
@@ -210,7 +210,7 @@ void StoreServer::close(StoreTable::Client client) {
   if (local) update_listener();
 }
 
-// No more will come; what has come is carried out, or forwarded, first.
+// The client sends no more; its complete commands are executed, or forwarded, before it is closed.
 void StoreServer::end_input(StoreTable::Client client) {
   Connection& connection = connections_.at(client);
   if (!connection.queued && (!node_zero_ || connection.in.empty())) return close(client);
@@ -223,7 +223,7 @@ void StoreServer::end_input(StoreTable::Client client) {
 }
 
 bool StoreServer::may_read(const Connection& connection) const {
-  // The table refuses a command that is too long; what is only forwarded waits in the client.
+  // The table refuses a command that is too long. Forwarded input is not read beyond a limit.
   return connection.unsent() <= kMaxUnsent && (!node_zero_ || connection.in.size() < kReadBytes);
 }
 
@@ -233,7 +233,7 @@ void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events)
   const bool broken = (events & (EPOLLHUP | EPOLLERR)) != 0;
   if (connection.unsent() > 0 && (broken || (events & kOut) != 0)) {
     flush(connection);
-    // What waited for the client to read; nothing more is read from it before.
+    // Its input, which waited until the client had read its replies.
     if (connection.unsent() <= kMaxUnsent && !connection.in.empty()) queue_turn(client);
   }
   if (connection.queued || (events & ~kOut) == 0) return;
@@ -241,7 +241,7 @@ void StoreServer::on_connection(StoreTable::Client client, std::uint32_t events)
     if (broken) close(client);
     return;
   }
-  // When a client is gone the rest is read at once: its socket would otherwise be reported forever.
+  // If the client is gone, read the rest now: epoll would report its socket again and again.
   if (!broken && !may_read(connection)) return;
   char buffer[kReadBytes];
   const ssize_t n = ::recv(connection.fd.get(), buffer, sizeof buffer, 0);
@@ -306,7 +306,7 @@ void StoreServer::on_lost(int node) {
   nodes_.erase(node);
 }
 
-// Lets its stream bring as much again.
+// Lets the peer send more on the client's stream.
 void StoreServer::consume(Connection& connection) {
   if (connection.unconsumed > 0 && !connection.ended)
     nodes_.at(connection.node).consumed(connection.stream, std::exchange(connection.unconsumed, 0));
@@ -314,7 +314,7 @@ void StoreServer::consume(Connection& connection) {
 
 // ---------------------------------------------------------------- turns
 
-// Commands are carried out by a timer: between two turns all descriptors are looked at.
+// A timer executes commands, so that all descriptors are polled between two turns.
 void StoreServer::queue_turn(StoreTable::Client client) {
   Connection& connection = connections_.at(client);
   if (!connection.queued) turns_.push_back(client);
@@ -356,7 +356,7 @@ void StoreServer::take_turns() {
   if (!turns_.empty()) schedule_turn();
 }
 
-// True when it stopped before the end of what has come, and the client may have another turn.
+// True if it stopped before the end of the input, so that the client needs another turn.
 bool StoreServer::carry_out(StoreTable::Client client) {
   Connection& connection = connections_.at(client);
   std::size_t used = 0;
@@ -382,7 +382,7 @@ bool StoreServer::carry_out(StoreTable::Client client) {
   return false;
 }
 
-// How many bytes at the front of the input were taken: a command, or what could be forwarded.
+// Returns the number of bytes taken from the input: a command, or what could be forwarded.
 std::size_t StoreServer::feed(Connection& connection, std::string_view input) {
   if (!node_zero_) return table_.feed(connection.client, input);
   if (!connection.forwarded) {
@@ -397,8 +397,8 @@ std::size_t StoreServer::feed(Connection& connection, std::string_view input) {
 
 // ---------------------------------------------------------------- replies
 
-// Never closes the connection itself: it may be called while others are being served. A broken
-// connection is reported by the next event.
+// Never closes the connection, because other clients may be in the middle of a command. The next
+// event reports a broken connection.
 void StoreServer::send(StoreTable::Client client, std::string_view bytes) {
   Connection& connection = connections_.at(client);
   connection.out.append(bytes);
@@ -430,7 +430,8 @@ void StoreServer::flush(Connection& connection) {
   watch(connection);
 }
 
-// A client of another node is asked for more by consume() and flushed when its stream is writable.
+// For local clients only: consume() asks those of other nodes for more, and their streams report
+// when they are writable.
 void StoreServer::watch(Connection& connection) {
   if (!connection.fd || connection.ended) return;
   std::uint32_t events = connection.unsent() > 0 ? static_cast<std::uint32_t>(EPOLLOUT) : 0u;

@@ -13,12 +13,11 @@
 #include <utility>
 
 #include "launcher/coordinator.h"
+#include "launcher/event_loop.h"
 #include "launcher/host.h"
-#include "launcher/log_directory.h"
-#include "launcher/lookup.h"
 #include "launcher/node_link.h"
-#include "launcher/node_spoke.h"
-#include "launcher/program.h"
+#include "launcher/output.h"
+#include "launcher/process.h"
 #include "launcher/store_server.h"
 #include "launcher/supervisor_guard.h"
 #include "launcher/worker_group.h"
@@ -34,15 +33,15 @@ namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kConsoleTimeout{60'000};
-constexpr milliseconds kGoodbyeTimeout{2000};
+constexpr milliseconds kDisconnectTimeout{2000};
 constexpr milliseconds kAnnounceAfter{500};
 constexpr milliseconds kEcho{100};
 constexpr milliseconds kPortWait{5000};
 constexpr milliseconds kPortPause{20};
 constexpr milliseconds kTick{200};  // how often an observer is called
 constexpr int kKillAtRequest = 3;
-// Schedulers announce a limit with these, and programs give them a meaning. The default action
-// would end the launcher, and everything with it, before any rank could save.
+// Schedulers send these before a time limit, and programs handle them. Their default action would
+// end the launcher and all ranks before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
 
 class Supervisor {
@@ -62,8 +61,8 @@ class Supervisor {
   void look_up_local_address();
   void begin();
   void open_coordinator();
-  void open_hub();
-  void open_spoke();
+  void open_node_server();
+  void open_node_client();
   void open_store(int attempt);
   void tick();
 
@@ -71,7 +70,7 @@ class Supervisor {
   bool is_echo(int signal);
   void on_stop_request(int signal);
   void forward(int signal);
-  void on_front_gone();
+  void on_parent_gone();
   void obey(const Message& message);
   void obey_stop(const Message& message);
   void report(Message message);
@@ -98,14 +97,14 @@ class Supervisor {
   GroupSetup setup_;
   LogDirectory logs_;
   Fd signals_;
-  std::optional<HeldPort> link_port_;     // node 0 of several, from the start to the end
-  std::optional<HeldPort> port_;          // MASTER_PORT of the ranks here
-  std::unique_ptr<StoreServer> store_;    // fresh for each attempt
-  std::unique_ptr<Lookup> lookup_;        // of --local-addr
-  std::optional<Interface> local_way_;    // the interface with that address
-  std::unique_ptr<Coordinator> decides_;  // node 0
-  std::unique_ptr<Hub> hub_;              // node 0 of several
-  std::unique_ptr<Spoke> spoke_;          // the others
+  std::optional<HeldPort> link_port_;         // of node 0 of several, during the whole run
+  std::optional<HeldPort> port_;              // MASTER_PORT of the ranks here
+  std::unique_ptr<StoreServer> store_;        // a new one for each attempt
+  std::unique_ptr<Lookup> lookup_;            // of --local-addr
+  std::optional<Interface> local_interface_;  // the interface with that address
+  std::unique_ptr<Coordinator> coordinator_;  // node 0
+  std::unique_ptr<NodeServer> node_server_;   // node 0 of several
+  std::unique_ptr<NodeClient> node_client_;   // the others
   std::unique_ptr<WorkerGroup> group_;
   int attempt_ = 0;
   int requests_ = 0;
@@ -114,11 +113,11 @@ class Supervisor {
   Timer port_timer_{loop_};
   Timer announce_timer_{loop_};
   Timer tick_timer_{loop_};
-  bool front_gone_ = false;
+  bool parent_gone_ = false;
   bool ending_ = false;
-  bool in_run_ = false;  // node 0 has started an attempt, and is not lost
+  bool in_run_ = false;  // node 0 has started an attempt and is not lost
   std::optional<Message> end_when_idle_;
-  std::optional<RankFailure> node_zero_lost_;  // and waited for when no rank is left here
+  std::optional<RankFailure> node_zero_lost_;  // until this waits for it, when no rank is left here
   int code_ = 1;
 };
 
@@ -141,8 +140,8 @@ int Supervisor::run() {
   return code_;
 }
 
-// The supervisor of a launcher that was killed has the port until it has killed its ranks, and the
-// launcher is often started again sooner.
+// If a launcher is killed and started again, its old supervisor still has the port until it has
+// killed its ranks.
 void Supervisor::hold_asked_port(milliseconds waited) {
   if (plan_.node_rank != 0 || plan_.master_port == 0) return look_up_local_address();
   std::optional<HeldPort>& port = plan_.nnodes > 1 ? link_port_ : port_;
@@ -155,7 +154,7 @@ void Supervisor::hold_asked_port(milliseconds waited) {
   port_timer_.start(kPortPause, [this, waited] { hold_asked_port(waited + kPortPause); });
 }
 
-// Several launchers on one host need no more than its loopback.
+// Several launchers on one host need only its loopback interface.
 Reach Supervisor::asked_reach() const {
   if (plan_.nnodes == 1) return Reach::kLoopback;
   const std::string& address = plan_.master_addr;
@@ -165,22 +164,22 @@ Reach Supervisor::asked_reach() const {
 
 void Supervisor::look_up_local_address() {
   if (plan_.nnodes == 1 || plan_.local_addr.empty()) return begin();
-  lookup_ = std::make_unique<Lookup>(loop_, plan_.local_addr, plan_.master_port,
-                                     [this](const Addresses& found) {
-                                       local_way_ = interface_towards(plan_.local_addr, found);
-                                       begin();
-                                     });
+  lookup_ = std::make_unique<Lookup>(
+      loop_, plan_.local_addr, plan_.master_port, [this](const Addresses& found) {
+        local_interface_ = interface_towards(plan_.local_addr, found);
+        begin();
+      });
 }
 
 void Supervisor::begin() {
   if (plan_.node_rank == 0) open_coordinator();
   if (plan_.nnodes == 1) {
     choose_loopback();
-    decides_->begin({share_of(plan_)});
+    coordinator_->begin({share_of(plan_)});
   } else if (plan_.node_rank == 0) {
-    open_hub();
+    open_node_server();
   } else {
-    open_spoke();
+    open_node_client();
   }
 }
 
@@ -194,11 +193,11 @@ void Supervisor::watch_signals() {
   signals_.reset(::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!signals_) throw SystemError("launch", "cannot create a signalfd", errno);
   loop_.watch(signals_.get(), EPOLLIN, [this](std::uint32_t) { on_signals(); });
-  loop_.watch(guard_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_front_gone(); });
+  loop_.watch(guard_.lifeline_fd, EPOLLIN, [this](std::uint32_t) { on_parent_gone(); });
 }
 
-// torchrun leaves a single rank alone, and so do we, unless a cgroup gives it fewer cores than it
-// would see.
+// As torchrun does, leaves OMP_NUM_THREADS unset for a single rank, unless a cgroup limits it to
+// fewer cores than it sees.
 void Supervisor::choose_threads() {
   if (env::get("OMP_NUM_THREADS")) return;
   const int cores = allowed_cores();
@@ -227,69 +226,72 @@ void Supervisor::bind_to_cpus() {
   }
 }
 
-// The connection between the launchers has shown which way leads to the other hosts. A name would
-// not: Debian's own host name resolves to 127.0.1.1.
+// The connection between the launchers shows which interface leads to the other hosts. A host name
+// does not: Debian's resolves to 127.0.1.1.
 void Supervisor::choose_interface() {
-  const Interface way =
-      local_way_ ? *local_way_
-                 : interface_towards(hub_ ? hub_->local_address() : spoke_->local_address());
-  if (std::exchange(setup_.interface, way.name) == way.name) return;
+  const Interface found = local_interface_
+                              ? *local_interface_
+                              : interface_towards(node_server_ ? node_server_->local_address()
+                                                               : node_client_->local_address());
+  if (std::exchange(setup_.interface, found.name) == found.name) return;
   inform(
       fmt::format("[launch] node {} on {}: gloo and NCCL use interface {} ({}), which leads to "
                   "the {} at {}.",
-                  plan_.node_rank, setup_.host, way.name, way.address,
+                  plan_.node_rank, setup_.host, found.name, found.address,
                   plan_.node_rank == 0 ? "other nodes, master" : "master", plan_.master_addr));
 }
 
-// On one host the ranks' own connections stay on loopback as well.
+// On one host, the ranks' own connections use the loopback interface too.
 void Supervisor::choose_loopback() {
   try {
     setup_.interface = interface_towards("127.0.0.1").name;
-  } catch (const SystemError&) {  // a container without one: the ranks choose for themselves
+  } catch (const SystemError&) {  // a container without one: left to the ranks
   }
   if (rank_address() != plan_.master_addr)
     inform(fmt::format("[launch] one host: MASTER_ADDR is {} for its ranks, not {}.",
                        rank_address(), plan_.master_addr));
 }
 
-// Where this launcher serves the store. A name of a loopback address that it holds is passed on as
-// it was given, as torchrun does.
+// The address at which this launcher serves the store. As torchrun does, passes on the name of a
+// loopback address that the port is bound to.
 std::string Supervisor::rank_address() const {
   const bool held = plan_.master_addr == "localhost" || plan_.master_addr == "::1";
   return plan_.nnodes == 1 && held ? plan_.master_addr : "127.0.0.1";
 }
 
 void Supervisor::open_coordinator() {
-  Coordinator::Orders orders;
+  Coordinator::Actions orders;
   orders.broadcast = [this](const Message& message) {
-    // Before a rank of another node can use it.
+    // The store must be open before a rank of another node uses it.
     if (message.kind == Message::Kind::kStart) open_store(message.attempt);
-    if (hub_) hub_->broadcast(message);
+    if (node_server_) node_server_->broadcast(message);
     loop_.post([this, message] { obey(message); });
   };
-  orders.await_nodes = [this] { hub_->await_nodes(); };
-  orders.missing = [this] { return hub_->missing(); };
-  decides_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
+  orders.await_nodes = [this] { node_server_->await_nodes(); };
+  orders.missing = [this] { return node_server_->missing(); };
+  coordinator_ = std::make_unique<Coordinator>(loop_, plan_, std::move(orders));
 }
 
-void Supervisor::open_hub() {
-  Hub::Handlers handlers;
-  handlers.complete = [this] { decides_->begin(hub_->nodes(), hub_->first_attempt()); };
+void Supervisor::open_node_server() {
+  NodeServer::Handlers handlers;
+  handlers.complete = [this] {
+    coordinator_->begin(node_server_->nodes(), node_server_->first_attempt());
+  };
   handlers.overdue = [this](const std::string& text) {
-    if (!decides_->waiting()) return decides_->give_up();
+    if (!coordinator_->waiting()) return coordinator_->give_up();
     say(text);
-    hub_->broadcast({.kind = Message::Kind::kRefused, .code = 1, .text = text});
+    node_server_->broadcast({.kind = Message::Kind::kRefused, .code = 1, .text = text});
     end(1, std::nullopt);
   };
   handlers.message = [this](int node, const Message& message) {
-    decides_->on_message(node, message);
+    coordinator_->on_message(node, message);
   };
   handlers.frame = [this](int node, const StoreFrame& frame) {
     if (store_) store_->on_frame(node, frame);
   };
   handlers.lost = [this](int node, const std::string& host, const std::string& why) {
     if (store_) store_->on_lost(node);
-    decides_->on_lost(node, host, why);
+    coordinator_->on_lost(node, host, why);
   };
   handlers.say = [this](const std::string& text) { say(text); };
   if (plan_.secret_file.empty() && log::enabled(log::Level::kWarning))
@@ -297,12 +299,12 @@ void Supervisor::open_hub() {
         fmt::format("[launch] without --secret-file anybody who reaches port {} here and knows the "
                     "run id ({}) can join this run as a node, and stop it.",
                     plan_.master_port, plan_.run_id));
-  hub_ = std::make_unique<Hub>(loop_, plan_, *link_port_, std::move(handlers));
-  hub_->await_nodes();
+  node_server_ = std::make_unique<NodeServer>(loop_, plan_, *link_port_, std::move(handlers));
+  node_server_->await_nodes();
 }
 
-void Supervisor::open_spoke() {
-  Spoke::Handlers handlers;
+void Supervisor::open_node_client() {
+  NodeClient::Handlers handlers;
   handlers.message = [this](const Message& message) { obey(message); };
   handlers.failed = [this](int code, const std::string& text) {
     say(text);
@@ -313,8 +315,8 @@ void Supervisor::open_spoke() {
   };
   handlers.lost = [this](const std::string& why) { on_node_zero_lost(why); };
   handlers.say = [this](const std::string& text) { say(text); };
-  spoke_ = std::make_unique<Spoke>(loop_, plan_, setup_.host, std::move(handlers));
-  spoke_->connect();
+  node_client_ = std::make_unique<NodeClient>(loop_, plan_, setup_.host, std::move(handlers));
+  node_client_->connect();
 }
 
 void Supervisor::tick() {
@@ -345,8 +347,8 @@ void Supervisor::on_signals() {
   }
 }
 
-// A sender that signals every process of a job at once (scancel, systemd) reaches us twice:
-// directly and through the front.
+// If a sender signals all processes of a job (scancel, systemd), the signal comes twice: directly
+// and through the front process.
 bool Supervisor::is_echo(int signal) {
   const auto now = EventLoop::Clock::now();
   const bool echo = signal == last_signal_ && now - last_signal_time_ < kEcho;
@@ -363,33 +365,34 @@ void Supervisor::forward(int signal) {
 
 void Supervisor::on_stop_request(int signal) {
   ++requests_;
-  if (ending_) return loop_.stop();  // only the console's queue is left: not worth a wait
-  if (!decides_ && !spoke_) return end(128 + signal, std::nullopt);  // nothing has begun
+  if (ending_) return loop_.stop();  // do not wait for the console's queue
+  if (!coordinator_ && !node_client_)
+    return end(128 + signal, std::nullopt);  // nothing has started
   if (requests_ == 1 && busy()) {
     inform(fmt::format("[launch] {} received: passed on to the ranks, which have {:.1f} s to end.",
                        signal_name(signal),
                        static_cast<double>(plan_.shutdown_timeout.count()) / 1000));
   }
   if (busy()) {
-    group_->pass_on(signal);
+    group_->request_stop(signal);
     if (requests_ >= kKillAtRequest) {
       inform("[launch] third request to stop: sending SIGKILL to the ranks.");
       group_->kill_now();
     }
   }
   report({.kind = Message::Kind::kStop, .signal = signal, .request = requests_});
-  // There is nobody to say that the run is over.
+  // No node 0 will send kEnd.
   if (node_zero_lost_) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 128 + signal};
-  // Node 0 continues waiting for somebody to take this place; or it has just begun, and stops.
-  if (spoke_ && !in_run_) end(128 + signal, std::nullopt);
+  // Node 0 continues to wait for a replacement, or stops if it has just started the run.
+  if (node_client_ && !in_run_) end(128 + signal, std::nullopt);
 }
 
-void Supervisor::on_front_gone() {
+void Supervisor::on_parent_gone() {
   loop_.forget(guard_.lifeline_fd);
-  front_gone_ = true;
+  parent_gone_ = true;
   code_ = 128 + SIGKILL;
-  hub_.reset();
-  spoke_.reset();
+  node_server_.reset();
+  node_client_.reset();
   if (!busy()) return loop_.stop();
   say("[launch] the launcher was killed; its ranks are killed too.");
   group_->kill_now();
@@ -398,16 +401,16 @@ void Supervisor::on_front_gone() {
 void Supervisor::report(Message message) {
   message.node = plan_.node_rank;
   message.attempt = attempt_;
-  if (front_gone_) return;
-  if (decides_) {
-    decides_->on_message(plan_.node_rank, message);
+  if (parent_gone_) return;
+  if (coordinator_) {
+    coordinator_->on_message(plan_.node_rank, message);
   } else {
-    spoke_->send(message);
+    node_client_->send(message);
   }
 }
 
 void Supervisor::obey(const Message& message) {
-  if (ending_ || front_gone_) return;
+  if (ending_ || parent_gone_) return;
   switch (message.kind) {
     case Message::Kind::kStart:
       in_run_ = true;
@@ -427,7 +430,7 @@ void Supervisor::obey(const Message& message) {
       return say(message.text);
     case Message::Kind::kEnd:
       if (!busy()) return end(message.code, message.failure);
-      // Node 0 has waited long enough for us.
+      // Node 0 does not wait for this node any longer.
       end_when_idle_ = message;
       return group_->kill_now();
     default:
@@ -435,21 +438,22 @@ void Supervisor::obey(const Message& message) {
   }
 }
 
-// The ranks here already have this node's own request, unless it came before they were started.
+// Ranks here have already received this node's own request, unless it came before their start.
 void Supervisor::obey_stop(const Message& message) {
   const bool own = message.node == plan_.node_rank;
   if (!busy() || (own && group_->asked_to_stop())) return;
   if (!own)
     inform(fmt::format("[launch] node {} was asked to stop ({}); so are the ranks here.",
                        message.node, signal_name(message.signal)));
-  group_->pass_on(message.signal);
+  group_->request_stop(message.signal);
   if (message.request < kKillAtRequest) return;
   inform(fmt::format("[launch] third request to stop node {}: sending SIGKILL to the ranks here.",
                      message.node));
   group_->kill_now();
 }
 
-// The report comes when all ranks have ended. Where that takes long, the cause is reported before.
+// The report is printed when all ranks have ended. If that takes long, this prints the cause
+// before.
 void Supervisor::announce_later(const RankFailure& failure) {
   announce_timer_.start(
       kAnnounceAfter, [this, cause = with_message(failure.headline(), failure.message)] {
@@ -458,10 +462,10 @@ void Supervisor::announce_later(const RankFailure& failure) {
 }
 
 void Supervisor::open_store(int attempt) {
-  store_.reset();  // watches the port
+  store_.reset();  // which watches the port
   const Reach reach = plan_.nnodes == 1 ? Reach::kLoopback : Reach::kIpv4Loopback;
-  // With several nodes --master-port belongs to the launchers. The old one is held until the new
-  // one is found, so that it is a new one.
+  // With several nodes, --master-port is the launchers'. The old port is held until another is
+  // found, so that the numbers differ.
   if (plan_.nnodes > 1 || plan_.master_port == 0) port_ = HeldPort::any(reach);
   StoreServerOptions options;
   if (runs_python(plan_.command)) options.listen_after = milliseconds(0);
@@ -470,8 +474,8 @@ void Supervisor::open_store(int attempt) {
     options.link->forwards = plan_.node_rank != 0;
     options.link->attempt = attempt;
     options.link->send = [this](int node, const StoreFrame& frame) {
-      if (hub_) hub_->send(node, frame);
-      if (spoke_) spoke_->send(frame);
+      if (node_server_) node_server_->send(node, frame);
+      if (node_client_) node_client_->send(frame);
     };
   }
   store_ = std::make_unique<StoreServer>(
@@ -481,7 +485,7 @@ void Supervisor::open_store(int attempt) {
 void Supervisor::start_attempt(int attempt) {
   attempt_ = attempt;
   if (plan_.nnodes > 1) choose_interface();
-  if (spoke_) open_store(attempt);
+  if (node_client_) open_store(attempt);
   if (logs_.temporary() && !group_ && plan_.redirects.any())
     say(fmt::format("the ranks' output is stored in {}; --log-dir=DIR chooses another directory",
                     logs_.attempt(attempt)));
@@ -499,12 +503,12 @@ void Supervisor::start_attempt(int attempt) {
 
 void Supervisor::on_group_failed(const RankFailure& failure) {
   report({.kind = Message::Kind::kFailed, .failure = failure});
-  group_->stop_for(failure);  // without waiting for node 0's word
+  group_->stop_for(failure);  // at once, not only when node 0 sends kFailed
 }
 
 void Supervisor::on_group_ended() {
   observed_.notify([this](RunObserver& observer) { observer.attempt_ended(attempt_); });
-  if (front_gone_) return loop_.stop();
+  if (parent_gone_) return loop_.stop();
   if (end_when_idle_) return end(end_when_idle_->code, end_when_idle_->failure);
   if (node_zero_lost_) return await_node_zero();
   Message message{.kind = Message::Kind::kDown, .failure = group_->outcome()};
@@ -519,7 +523,7 @@ void Supervisor::on_group_ended() {
 }
 
 void Supervisor::on_node_zero_lost(const std::string& why) {
-  if (ending_ || end_when_idle_) return;  // node 0 has said that the run is over
+  if (ending_ || end_when_idle_) return;  // node 0 has sent kEnd
   RankFailure failure;
   failure.host = plan_.master_addr;
   failure.attempt = attempt_;
@@ -533,10 +537,10 @@ void Supervisor::on_node_zero_lost(const std::string& why) {
   announce_later(failure);
   if (!again) end_when_idle_ = Message{.kind = Message::Kind::kEnd, .code = 1, .failure = failure};
   group_->stop_for(failure);
-  store_->on_lost(0);  // ranks that wait there know the reason now
+  store_->on_lost(0);  // only now: ranks that wait in the store have been told the cause
 }
 
-// As node 0 does for any other node: node 0 comes back, or another launcher takes its place.
+// Waits until node 0 comes back, or another launcher replaces it.
 void Supervisor::await_node_zero() {
   in_run_ = false;
   say(failure_report(*node_zero_lost_));
@@ -547,7 +551,7 @@ void Supervisor::await_node_zero() {
                   attempt_ + 1, plan_.max_restarts, plan_.rendezvous_timeout.count(),
                   plan_.master_addr, plan_.master_port));
   node_zero_lost_.reset();
-  spoke_->connect(attempt_ + 1);
+  node_client_->connect(attempt_ + 1);
 }
 
 // ---------------------------------------------------------------- end
@@ -576,11 +580,11 @@ void Supervisor::end(int code, std::optional<RankFailure> failure) {
       if (!problem.empty()) say(problem);
     }
   }
-  if (spoke_) spoke_->close();
+  if (node_client_) node_client_->close();
   lookup_.reset();
   port_timer_.cancel();
-  if (!hub_) return leave();
-  hub_->wait_for_goodbyes(kGoodbyeTimeout, [this] { leave(); });
+  if (!node_server_) return leave();
+  node_server_->wait_for_disconnects(kDisconnectTimeout, [this] { leave(); });
 }
 
 void Supervisor::leave() {

@@ -22,13 +22,13 @@
 namespace lockstep::launch {
 namespace {
 
-// Blocks signals, becomes a subreaper, makes children waitable, and restores all three.
+// Blocks signals, becomes a subreaper and makes children waitable; the destructor restores all.
 class CallerState {
  public:
   explicit CallerState(const sigset_t& blocked) {
     ::pthread_sigmask(SIG_BLOCK, &blocked, &mask_);
     struct sigaction fresh {};
-    fresh.sa_handler = SIG_DFL;  // where SIGCHLD is ignored, the kernel throws statuses away
+    fresh.sa_handler = SIG_DFL;  // if SIGCHLD is ignored, the kernel discards exit statuses
     ::sigaction(SIGCHLD, &fresh, &on_child_);
     ::prctl(PR_GET_CHILD_SUBREAPER, &subreaper_);
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -48,11 +48,11 @@ class CallerState {
   int subreaper_ = 0;
 };
 
-// A descriptor below 3 that is closed would be given to a pipe and then be mistaken for stdout.
+// A pipe could get the number of a closed standard descriptor and be mistaken for stdout.
 void open_standard_descriptors() {
   for (int fd = 0; fd <= 2; ++fd) {
     if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF) {
-      // The lowest free number is this one.
+      // open() returns the lowest free number, which is fd.
       [[maybe_unused]] const int opened = ::open("/dev/null", fd == 0 ? O_RDONLY : O_WRONLY);
     }
   }
@@ -86,9 +86,9 @@ std::vector<pid_t> kill_below(const std::function<std::set<pid_t>()>& except) {
   return found;
 }
 
-// The children of a program that calls spawn() are its own: those it had before, and those that it
-// has started since from another thread, which are in its session. What a rank has started is
-// neither, whatever its session.
+// The own children of a program that calls spawn(): those that it had before, and those that
+// another thread has started since, which are in its session. Processes of ranks are in other
+// sessions.
 std::set<pid_t> own_children(const std::set<pid_t>& before) {
   std::set<pid_t> own;
   const pid_t session = ::getsid(0);
@@ -99,7 +99,7 @@ std::set<pid_t> own_children(const std::set<pid_t>& before) {
 
 int exit_code_of(const siginfo_t& info, const std::set<pid_t>& before) {
   if (info.si_code == CLD_EXITED) return info.si_status;
-  // The supervisor could not clean up: what its ranks started is ours now.
+  // The supervisor was killed: this process inherits what its ranks had started.
   const auto left = kill_below([&] { return own_children(before); });
   std::string ending = "its ranks and what they had started were killed too.";
   if (!left.empty())
@@ -114,8 +114,8 @@ int exit_code_of(const siginfo_t& info, const std::set<pid_t>& before) {
   return 128 + info.si_status;
 }
 
-// Passes each signal on to the supervisor until it ends.
-int stay_in_front(pid_t supervisor, int signal_fd, const std::set<pid_t>& before) {
+// Forwards signals to the supervisor until it exits.
+int relay_signals(pid_t supervisor, int signal_fd, const std::set<pid_t>& before) {
   Fd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, supervisor, 0)));
   if (!pidfd) {
     const int error = errno;
@@ -139,7 +139,7 @@ int stay_in_front(pid_t supervisor, int signal_fd, const std::set<pid_t>& before
   }
 }
 
-// Four descriptors per rank: the usual 1024 would be too few for some hundred ranks.
+// Each rank needs four descriptors, so the usual limit of 1024 is too low for hundreds of ranks.
 void allow_many_files(const rlimit& now) {
   rlimit limit = now;
   limit.rlim_cur = std::max(now.rlim_cur, std::min<rlim_t>(now.rlim_max, 65'536));
@@ -148,7 +148,7 @@ void allow_many_files(const rlimit& now) {
 
 [[noreturn]] void be_supervisor(const GuardContext& guard,
                                 const std::function<int(const GuardContext&)>& body) {
-  // Its own session: what the terminal sends comes once, through the front.
+  // In a session of its own, so that a terminal's signals come only once, from the front process.
   ::setsid();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   ::prctl(PR_SET_NAME, "rank-guard");  // not found by a kill that names the launcher
@@ -162,9 +162,9 @@ void allow_many_files(const rlimit& now) {
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
   }
-  // Normally nothing is left; after an exception, whatever was running.
+  // Normally nothing is left, but after an exception ranks may be running.
   kill_below([] { return std::set<pid_t>(); });
-  // No destructors and no exit handlers of the front's: they are the front's to run.
+  // Without destructors and exit handlers, which the front process runs.
   ::_exit(code);
 }
 
@@ -195,7 +195,7 @@ int run_supervised(std::vector<int> signals,
   }
   lifeline.read.reset();
   left_behind();
-  return stay_in_front(supervisor, signal_fd.get(), {children.begin(), children.end()});
+  return relay_signals(supervisor, signal_fd.get(), {children.begin(), children.end()});
 }
 
 }  // namespace lockstep::launch

@@ -1,15 +1,14 @@
-// Nothing is left behind, whichever process is killed.
+// Ensures that no process is left behind, whichever process of the launcher is killed.
 //
-// supervise() runs as two processes. The one the user started stays in front: it passes signals on
-// and returns the exit code. The supervisor proper is its child and the parent of all ranks, and
-// holds the reading end of a pipe (the lifeline) whose writing end only the front has. So:
-//   - the front is killed (kill -9 of "the launcher"): the lifeline closes and the supervisor, the
-//     subreaper of everything its ranks ever started, kills all of it;
-//   - the supervisor is killed: ranks get their parent-death signal, and the front, a subreaper as
-//     well, inherits and kills what they had started. It spares children that it had before, and
-//     those in its own session, which another thread of the program has started meanwhile.
-// This is the guard of the ranks turned upside down: it owns them, so it needs no list of process
-// numbers that might have been given to others, and a daemonised grandchild cannot hide from it.
+// supervise() runs as two processes. The front process, which the user started, forwards signals
+// and returns the exit code. Its child is the supervisor, the parent of all ranks. The supervisor
+// has the read end of a pipe, the lifeline; only the front process has the write end. So:
+//   - If the front process is killed, the lifeline closes, and the supervisor kills all processes
+//     below it. It is the subreaper of all that its ranks have started, so it also finds daemonised
+//     ones.
+//   - If the supervisor is killed, ranks get their parent-death signal, and the front process, a
+//     subreaper too, inherits and kills what they had started. It spares the children that it had
+//     before, and those in its own session, which another thread of the program has started.
 //
 //   return run_supervised({SIGTERM, SIGINT},
 //                         [&](const GuardContext& guard) { return serve(guard); }, [] {});
@@ -25,16 +24,16 @@
 namespace lockstep::launch {
 
 struct GuardContext {
-  int lifeline_fd;           // readable (end of file) when the front has died
+  int lifeline_fd;           // readable (end of file) when the front process has died
   sigset_t callers_mask;     // the signal mask before run_supervised(), for the ranks
   rlimit callers_files;      // RLIMIT_NOFILE before it was raised, for the ranks
-  std::vector<int> signals;  // blocked, and sent to the supervisor as they came; to be read by it
+  std::vector<int> signals;  // blocked; the front process forwards them to the supervisor
 };
 
-// Forks; calls `supervise` in the child with `signals` and SIGCHLD blocked and returns its result
-// in the parent. A SIGHUP that is ignored stays ignored and is dropped from the list. Call it from
-// a process without threads that need these signals; waits as long as the child runs.
-// `left_behind` is called in the parent after the fork.
+// Forks, calls `supervise` in the child with `signals` and SIGCHLD blocked, waits for the child,
+// and returns the result. An ignored SIGHUP stays ignored and is removed from the list. Call it
+// from a process without threads that need these signals. `left_behind` is called in the parent
+// after the fork.
 int run_supervised(std::vector<int> signals,
                    const std::function<int(const GuardContext&)>& supervise,
                    const std::function<void()>& left_behind);

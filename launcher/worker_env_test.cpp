@@ -1,9 +1,8 @@
-#include "launcher/worker_env.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include "launcher/worker.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::launch {

@@ -11,7 +11,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/inside.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::launch {
 namespace {
@@ -20,11 +20,11 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kOrphanGrace{1000};         // after a success
 constexpr milliseconds kOrphanFailureGrace{5000};  // after a failure
-constexpr milliseconds kCauseHeadStart{1000};
-// Between the line on the control descriptors and SIGTERM, for programs that listen there.
+constexpr milliseconds kCauseHeadStart{1000};      // for the failed rank to exit by itself
+// From the notification to SIGTERM, for programs that read the control descriptor.
 constexpr milliseconds kReportHeadStart{100};
 constexpr std::size_t kLastLines = 20;
-constexpr std::size_t kTailLines = 200;  // most of which may be the stack
+constexpr std::size_t kTailLines = 200;  // of which most may belong to the stack
 
 double seconds_of(milliseconds time) {
   return std::chrono::duration<double>(time).count();
@@ -32,12 +32,11 @@ double seconds_of(milliseconds time) {
 
 }  // namespace
 
-WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
+WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo info, GroupEvents events)
     : setup_(setup),
-      place_(std::move(place)),
+      info_(std::move(info)),
       events_(std::move(events)),
-      attempt_{
-          place_.attempt, setup.plan.node_rank, setup.host, shell_text(setup.plan.command), {}},
+      attempt_{info_.attempt, setup.plan.node_rank, setup.host, shell_text(setup.plan.command), {}},
       stop_(setup.loop, {.terminate = [this] { terminate(); },
                          .overdue =
                              [this] {
@@ -53,8 +52,8 @@ WorkerGroup::WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events)
                {.reap = [this] { reap_orphans(); },
                 .gone = [this] { finish(); },
                 .say = [this](const std::string& text) { setup_.console.say(text); }}),
-      spared_timer_(setup.loop),
-      left_timer_(setup.loop) {}
+      exit_timer_(setup.loop),
+      early_exit_timer_(setup.loop) {}
 
 const std::string& WorkerGroup::error_file(int local_rank) const {
   return ranks_.at(static_cast<std::size_t>(local_rank)).error_file;
@@ -74,9 +73,9 @@ void WorkerGroup::start() {
                       if (log::enabled(log::Level::kInfo)) setup_.console.say(line);
                     }});
   }
-  make_directories(place_.directory);
+  make_directories(info_.directory);
   const auto open_filtered = [this](const char* name) {
-    const std::string path = place_.directory + "/" + name;
+    const std::string path = info_.directory + "/" + name;
     return Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644));
   };
   if (!plan.duplicate_stdout_filters.empty()) filtered_[0] = open_filtered("filtered_stdout.log");
@@ -84,11 +83,11 @@ void WorkerGroup::start() {
   for (int local_rank = 0; local_rank < plan.nproc_per_node; ++local_rank)
     ranks_.push_back({.rank = setup_.layout.first_rank + local_rank, .local_rank = local_rank});
   for (RankRecord& rank : ranks_) {
-    workers_.push_back(std::make_unique<Worker>(setup_, place_, rank));
+    workers_.push_back(std::make_unique<Worker>(setup_, info_, rank));
     Worker& worker = *workers_.back();
     try {
       worker.start(filtered_, stalls_ || setup_.observed, [this, &worker] { on_exit(worker); });
-      // A rank alone waits for no other.
+      // A single rank does not wait for another.
       if (stalls_ && worker.ledger && setup_.layout.world_size > 1)
         stalls_->add({rank.rank, rank.pid, worker.ledger.get(), rank.error_file + ".stack"});
     } catch (const std::exception& error) {
@@ -105,7 +104,7 @@ void WorkerGroup::start() {
 
 void WorkerGroup::show_stall(const StallReport& stall) {
   setup_.console.say(stall.text);
-  std::ofstream(place_.directory + "/stall.log", std::ios::app) << stall.full_text << '\n';
+  std::ofstream(info_.directory + "/stall.log", std::ios::app) << stall.full_text << '\n';
   for (const auto& worker : workers_) worker->save_ledger();
   setup_.observed.notify(
       [&](RunObserver& observer) { observer.ranks_stalled({stall.cause, stall.text}); });
@@ -125,28 +124,28 @@ void WorkerGroup::on_stall(const StallReport& stall) {
 
 void WorkerGroup::on_exit(Worker& worker) {
   RankRecord& rank = worker.record;
-  const double now = unix_time_s();  // before it vanishes: a rank that sees that fails later
+  const double now = unix_time_s();  // before it is reaped: ranks that notice that fail later
   rank.ending = worker.process.reap();
   setup_.loop.forget(worker.process.pidfd());
-  // It has ended, but a debugger that holds it has not released it yet; then comes SIGCHLD.
+  // A debugger has not released it yet; SIGCHLD follows then.
   if (!rank.ending) return;
-  // One that we failed while it was alive failed then, though its victims may be gone before it.
+  // A stalled rank failed when that was noticed, though its victims may have ended before it.
   if (!rank.life.was(RankLife::kFailed)) rank.ended_at = now;
-  worker.let_go();
+  worker.release();
   if (stalls_) stalls_->remove(rank.rank);
   if (!rank.ended_ok()) worker.save_ledger();
-  const bool left = inside::take_mark(rank.error_file) && rank.ended_ok();
-  rank.life.move(left ? RankLife::kLeft : RankLife::kEnded);
+  const bool early = body_mark::take(rank.error_file) && rank.ended_ok();
+  rank.life.move(early ? RankLife::kExitedEarly : RankLife::kEnded);
   report_end(rank);
-  if (left) on_left(rank);
+  if (early) on_early_exit(rank);
   if (!rank.ended_ok() && watching()) fail(describe(*first_to_fail(ranks_), attempt_));
   maybe_sweep();
 }
 
-// Its exit alone does not show whether it left the others early or whether all ranks end this way.
-void WorkerGroup::on_left(const RankRecord& rank) {
-  if (phase_ != Phase::kRunning || left_timer_.pending()) return;
-  left_timer_.start(setup_.plan.monitor_interval, [this, &rank] {
+// The exit is a failure only if other ranks still run after monitor_interval; they may all exit so.
+void WorkerGroup::on_early_exit(const RankRecord& rank) {
+  if (phase_ != Phase::kRunning || early_exit_timer_.pending()) return;
+  early_exit_timer_.start(setup_.plan.monitor_interval, [this, &rank] {
     if (watching() && !all_ended()) fail(describe(rank, attempt_));
   });
 }
@@ -154,22 +153,22 @@ void WorkerGroup::on_left(const RankRecord& rank) {
 void WorkerGroup::report_end(const RankRecord& rank) {
   setup_.observed.notify([&](RunObserver& observer) {
     if (!rank.ending) return observer.rank_ended({rank.rank, "could not be killed", true});
-    // The run's cause is often alive when it is failed, and then ends because we end it.
+    // A stalled rank ends only because the launcher ends it, but it is the cause.
     const bool cause = failure_ && failure_->rank == rank.rank;
-    const bool failed = cause || rank.life.now() == RankLife::kLeft ||
-                        (!rank.ended_ok() && !rank.life.ends_for_us());
+    const bool failed = cause || rank.life.now() == RankLife::kExitedEarly ||
+                        (!rank.ended_ok() && !rank.life.was_told_to_end());
     observer.rank_ended({rank.rank, rank.cause.empty() ? rank.ending->text() : rank.cause, failed});
   });
 }
 
 void WorkerGroup::on_child_signal() {
   for (const auto& worker : workers_)
-    while (const auto pause = worker->process.look_for_pause()) on_pause(*worker, *pause);
+    while (const auto pause = worker->process.poll_pause()) on_pause(*worker, *pause);
   reap_orphans();
   if (phase_ == Phase::kSweeping && no_children_left()) finish();
 }
 
-// It is said and nothing more: whoever has stopped the rank may continue it.
+// Only reports it: whoever has stopped the rank may continue it.
 void WorkerGroup::on_pause(const Worker& worker, const Pause& pause) {
   const RankRecord& rank = worker.record;
   if (phase_ != Phase::kRunning) {
@@ -202,7 +201,7 @@ void WorkerGroup::reap_orphans() {
 
 void WorkerGroup::fail(RankFailure failure) {
   failure_ = std::move(failure);
-  // Posted: the answer (stop_for) must not run inside the event that led here.
+  // Posted, because stop_for() must not run within the current event.
   setup_.loop.post([this] { events_.failed(*failure_); });
 }
 
@@ -220,11 +219,11 @@ void WorkerGroup::begin_stopping(milliseconds head_start) {
   stop_.begin(head_start, setup_.plan.shutdown_timeout);
 }
 
-// The control line first and SIGTERM a moment later: a program of ours that has read the line no
-// longer takes the signal for a request to save.
+// SIGTERM follows the notification after a moment, so that a program that has read it does not take
+// the signal for a request to save.
 void WorkerGroup::stop_for(const RankFailure& failure) {
   if (phase_ != Phase::kRunning) return;
-  // Every rank here has had the request that the first one followed; the others may be saving.
+  // All ranks have received the forwarded signal that the failed rank handled, and may be saving.
   const bool asked = failure.stopped && forwarded_;
   const bool heard = !asked && notify(failure);
   const milliseconds head_start = asked   ? setup_.plan.shutdown_timeout
@@ -233,12 +232,12 @@ void WorkerGroup::stop_for(const RankFailure& failure) {
   begin_stopping(head_start);
   sweep_grace_ = kOrphanFailureGrace;
   for (const auto& worker : workers_)
-    if (worker->record.rank == failure.rank) spare(*worker);
+    if (worker->record.rank == failure.rank) let_exit(*worker);
   if (head_start.count() == 0) terminate();
   maybe_sweep();
 }
 
-// Whether any of them listens.
+// False if no rank can have read the notification.
 bool WorkerGroup::notify(const RankFailure& failure) {
   const std::string line = control_line(failure);
   bool heard = false;
@@ -247,11 +246,11 @@ bool WorkerGroup::notify(const RankFailure& failure) {
   return heard;
 }
 
-// A rank that has written its error file is on its way out: let it end with its own exit code.
-void WorkerGroup::spare(Worker& cause) {
+// Lets the failed rank, which is exiting, exit with its own code.
+void WorkerGroup::let_exit(Worker& cause) {
   if (!cause.alive() || cause.record.life.was(RankLife::kFailed)) return;
-  spared_ = &cause;
-  spared_timer_.start(kCauseHeadStart, [this, &cause] {
+  exiting_ = &cause;
+  exit_timer_.start(kCauseHeadStart, [this, &cause] {
     if (cause.alive()) cause.signal(SIGTERM);
   });
 }
@@ -259,17 +258,17 @@ void WorkerGroup::spare(Worker& cause) {
 void WorkerGroup::terminate() {
   if (phase_ != Phase::kStopping) return;
   orphans_.signal(SIGTERM);
-  signal_ranks(SIGTERM, spared_);
+  signal_ranks(SIGTERM, exiting_);
 }
 
-void WorkerGroup::pass_on(int signal) {
+void WorkerGroup::request_stop(int signal) {
   if (phase_ == Phase::kOver) return;
   if (phase_ == Phase::kRunning) {
     begin_stopping();
     sweep_grace_ = setup_.plan.shutdown_timeout;
   }
-  passed_on_.insert(signal);
-  if (signal == SIGTERM) stop_.skip_head_start();  // once is enough
+  stop_requests_.insert(signal);
+  if (signal == SIGTERM) stop_.skip_head_start();  // no second SIGTERM
   orphans_.signal(signal);
   signal_ranks(signal);
   maybe_sweep();
@@ -304,12 +303,12 @@ void WorkerGroup::kill_now() {
   maybe_sweep();
 }
 
-// A rank that waits inside the kernel, or that a debugger holds, does not react even to SIGKILL. It
-// counts as ended, and the sweep says that it is still there.
+// A rank that waits inside the kernel, or is held by a debugger, does not even react to SIGKILL. It
+// counts as ended, and the sweep reports that it is still there.
 void WorkerGroup::abandon() {
   for (const auto& worker : workers_) {
     if (!worker->alive()) continue;
-    worker->let_go();
+    worker->release();
     worker->record.life.move(RankLife::kAbandoned);
     report_end(worker->record);
   }
@@ -326,7 +325,7 @@ bool WorkerGroup::all_ended() const {
 }
 
 void WorkerGroup::maybe_sweep() {
-  // A failure that has been reported but not answered yet must not be overtaken by the end.
+  // stop_for() must come first if a failure was reported.
   if (phase_ == Phase::kSweeping || phase_ == Phase::kOver || !all_ended()) return;
   if (phase_ == Phase::kRunning && failure_) return;
   phase_ = Phase::kSweeping;
@@ -339,7 +338,7 @@ void WorkerGroup::sweep() {
   const bool waited = std::ranges::any_of(
       ranks_, [](const RankRecord& rank) { return rank.life.now() == RankLife::kAbandoned; });
   if (stop_.killed()) return orphans_.kill(waited ? 1 : Orphans::kRounds);
-  const auto left = stop_.time_left();  // none: nobody was asked
+  const auto left = stop_.time_left();  // none: the ranks were not stopped
   const auto grace = std::min(sweep_grace_, left ? setup_.plan.shutdown_timeout : kOrphanGrace);
   orphans_.sweep(std::min(grace, left.value_or(grace)));
 }
@@ -349,8 +348,8 @@ void WorkerGroup::finish() {
   phase_ = Phase::kOver;
   stop_.cancel();
   orphans_.cancel();
-  spared_timer_.cancel();
-  left_timer_.cancel();
+  exit_timer_.cancel();
+  early_exit_timer_.cancel();
   for (const auto& worker : workers_)
     for (auto* stream : {&worker->out, &worker->err})
       if (*stream) (*stream)->close_now();
@@ -361,16 +360,16 @@ void WorkerGroup::finish() {
 
 std::optional<RankFailure> WorkerGroup::outcome() const {
   const RankRecord* stopping =
-      failure_ ? nullptr : failed_stopping(ranks_, passed_on_, stop_.killed());
+      failure_ ? nullptr : failed_stopping(ranks_, stop_requests_, stop_.killed());
   const RankRecord* first = !failure_ || failure_->restartable ? first_to_fail(ranks_) : nullptr;
   if (!failure_ && stopping == nullptr &&
-      (first == nullptr || first->life.now() != RankLife::kLeft))
+      (first == nullptr || first->life.now() != RankLife::kExitedEarly))
     return std::nullopt;
   if (stopping != nullptr) first = stopping;
   RankFailure failure = first != nullptr ? describe(*first, attempt_) : *failure_;
   if (stopping != nullptr) {
     failure.cause = fmt::format("{} when it was asked to stop ({})", stopping->ending->text(),
-                                signal_name(*passed_on_.begin()));
+                                signal_name(*stop_requests_.begin()));
     failure.code = stopping->ending->exit_code();
     failure.restartable = false;
   }

@@ -1,17 +1,15 @@
-// The ranks of one attempt on this host: started together, watched, and ended together.
+// The ranks of one attempt on this host: started together, supervised, and ended together.
 //
-// A group is over only when nothing is left of it. First the ranks themselves end (asked by
-// SIGTERM, then made to), then whatever they had started in the background, which by then are
-// children of the supervisor (see supervisor_guard.h). Until all that is gone, ended() is not
-// called and no next attempt can begin.
+//   running -> stopping (after a failure anywhere, or a stop request) -> sweeping -> over
 //
-//   running -> stopping (a failure anywhere, or a stop request) -> sweeping -> over
+// A group is over only when none of its processes is left. First the ranks end, by SIGTERM and then
+// SIGKILL, then the processes that they left behind, which have become children of the supervisor
+// (supervisor_guard.h). Only then is ended() called, and another attempt may start.
 //
-// A rank is a Worker (worker.h) in a state of RankLife (rank_life.h). The times of a stop
-// (stop_sequence.h), what ranks leave behind (orphans.h) and which of them is to blame
-// (rank_record.h) are parts of their own; this brings them together.
+// A rank is a Worker (worker.h) with a RankRecord (rank_record.h), which also determines the cause
+// of a failure. stop_sequence.h has the times of a stop, and ends the processes left behind.
 //
-//   WorkerGroup group(setup, place, {.failed = notify_all, .ended = decide});
+//   WorkerGroup group(setup, info, {.failed = notify_all, .ended = decide});
 //   group.start();
 //
 // Owned by the supervisor and called by its one thread; events come from the event loop.
@@ -25,7 +23,6 @@
 #include <string>
 #include <vector>
 
-#include "launcher/orphans.h"
 #include "launcher/rank_record.h"
 #include "launcher/report.h"
 #include "launcher/stall_watch.h"
@@ -41,32 +38,33 @@ struct GroupEvents {
 
 class WorkerGroup {
  public:
-  WorkerGroup(GroupSetup& setup, GroupInfo place, GroupEvents events);
+  WorkerGroup(GroupSetup& setup, GroupInfo info, GroupEvents events);
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
 
-  // A program that cannot be executed is a failure like any other, but not restartable.
+  // A program that cannot be executed is a failure that is not restartable.
   void start();
-  // SIGCHLD: ranks that were stopped or continued, and orphans to be reaped.
+  // SIGCHLD: handles ranks that were stopped or continued, and reaps orphans.
   void on_child_signal();
-  // Notifies every rank but the failed one, then (a moment later where one may listen) SIGTERM,
-  // grace, SIGKILL.
+  // Stops all ranks after a failure: notifies those that have not failed, then sends SIGTERM (after
+  // a moment, if a rank may have been notified), and after the grace SIGKILL.
   void stop_for(const RankFailure& failure);
-  // A stop request: the signal as it came, then grace, SIGKILL. A later one is passed on as well.
-  void pass_on(int signal);
-  // A signal that is not a request to stop: to every process of the ranks that handles it.
-  // A process that its default action would end, such as a shell around the program, is spared.
+  // A stop request: forwards the signal, and after the grace sends SIGKILL. Later requests are
+  // forwarded too.
+  void request_stop(int signal);
+  // Forwards a signal that does not request a stop to every process of the ranks that handles it.
+  // It would end others, such as a shell around the program.
   void forward(int signal);
   void kill_now();
-  bool asked_to_stop() const { return !passed_on_.empty(); }
+  bool asked_to_stop() const { return !stop_requests_.empty(); }
   bool over() const { return phase_ == Phase::kOver; }
 
-  // After the end: the first cause, with all that is known now. Nothing when all went well or the
-  // end was asked for. Without a call of `failed`: a rank that failed while it was asked to stop;
-  // or one that left its world early with code 0, which is the cause only if another host's rank
-  // fails because of it.
+  // After the end: the failure that was the cause, with all details; none after a success or a
+  // requested stop. Without a call of `failed`, a rank that failed while it was stopped, or one
+  // that exited early with code 0: that is the cause only if a rank of another host fails because
+  // of it.
   std::optional<RankFailure> outcome() const;
-  // Every rank that has ended with an error, and what it says about it.
+  // The errors of all ranks that have failed.
   std::vector<RankFailure> errors() const;
   const std::string& error_file(int local_rank) const;
 
@@ -74,7 +72,7 @@ class WorkerGroup {
   enum class Phase { kRunning, kStopping, kSweeping, kOver };
 
   void on_exit(Worker& worker);
-  void on_left(const RankRecord& rank);
+  void on_early_exit(const RankRecord& rank);
   void on_pause(const Worker& worker, const Pause& pause);
   void show_stall(const StallReport& stall);
   void on_stall(const StallReport& stall);
@@ -86,7 +84,7 @@ class WorkerGroup {
   void fail_alive(RankRecord& rank, std::string cause, int code);
   void begin_stopping(std::chrono::milliseconds head_start = {});
   bool notify(const RankFailure& failure);
-  void spare(Worker& cause);
+  void let_exit(Worker& cause);
   void terminate();
   void abandon();
   void signal_ranks(int number, const Worker* except = nullptr);
@@ -96,7 +94,7 @@ class WorkerGroup {
   bool all_ended() const;
 
   GroupSetup& setup_;
-  GroupInfo place_;
+  GroupInfo info_;
   GroupEvents events_;
   AttemptInfo attempt_;
   Phase phase_ = Phase::kRunning;
@@ -104,15 +102,15 @@ class WorkerGroup {
   std::vector<std::unique_ptr<Worker>> workers_;
   std::unique_ptr<StallWatch> stalls_;  // while the ranks run
   Fd filtered_[2];
-  std::optional<RankFailure> failure_;  // this host's
-  const Worker* spared_ = nullptr;      // the cause, while it may end by itself
+  std::optional<RankFailure> failure_;  // of this host
+  const Worker* exiting_ = nullptr;     // the failed rank, while it may exit by itself
   bool forwarded_ = false;
-  std::set<int> passed_on_;  // requests to stop
+  std::set<int> stop_requests_;  // their signals
   std::chrono::milliseconds sweep_grace_{1000};
   StopSequence stop_;
   Orphans orphans_;
-  Timer spared_timer_;
-  Timer left_timer_;
+  Timer exit_timer_;
+  Timer early_exit_timer_;
 };
 
 }  // namespace lockstep::launch

@@ -74,23 +74,23 @@ TEST(Timer, EndsWithItsOwner) {
 
 TEST(RankLife, HasTheTransitionsOfItsHeader) {
   using L = RankLife;
-  const std::vector<L::State> all = {L::kNew,   L::kRunning, L::kFailed, L::kNotified,
-                                     L::kAsked, L::kEnded,   L::kLeft,   L::kAbandoned};
+  const std::vector<L::State> all = {L::kNew,       L::kRunning, L::kFailed,      L::kNotified,
+                                     L::kSignalled, L::kEnded,   L::kExitedEarly, L::kAbandoned};
   const std::map<L::State, std::set<L::State>> allowed = {
       {L::kNew, {L::kRunning}},
-      {L::kRunning, {L::kFailed, L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
-      {L::kFailed, {L::kNotified, L::kAsked, L::kEnded, L::kLeft}},
-      {L::kNotified, {L::kAsked, L::kEnded, L::kLeft}},
-      {L::kAsked, {L::kAsked, L::kEnded, L::kLeft, L::kAbandoned}}};
+      {L::kRunning, {L::kFailed, L::kNotified, L::kSignalled, L::kEnded, L::kExitedEarly}},
+      {L::kFailed, {L::kNotified, L::kSignalled, L::kEnded, L::kExitedEarly}},
+      {L::kNotified, {L::kSignalled, L::kEnded, L::kExitedEarly}},
+      {L::kSignalled, {L::kSignalled, L::kEnded, L::kExitedEarly, L::kAbandoned}}};
   const std::map<L::State, std::vector<L::State>> ways = {
       {L::kNew, {}},
       {L::kRunning, {L::kRunning}},
       {L::kFailed, {L::kRunning, L::kFailed}},
       {L::kNotified, {L::kRunning, L::kNotified}},
-      {L::kAsked, {L::kRunning, L::kAsked}},
+      {L::kSignalled, {L::kRunning, L::kSignalled}},
       {L::kEnded, {L::kRunning, L::kEnded}},
-      {L::kLeft, {L::kRunning, L::kLeft}},
-      {L::kAbandoned, {L::kRunning, L::kAsked, L::kAbandoned}}};
+      {L::kExitedEarly, {L::kRunning, L::kExitedEarly}},
+      {L::kAbandoned, {L::kRunning, L::kSignalled, L::kAbandoned}}};
   for (const auto& [state, way] : ways) {
     L life;
     for (const L::State step : way) life.move(step);
@@ -107,14 +107,14 @@ TEST(RankLife, RemembersWhyARankEnds) {
   EXPECT_FALSE(life.alive());
   life.move(RankLife::kRunning);
   EXPECT_TRUE(life.alive());
-  EXPECT_FALSE(life.ends_for_us());
+  EXPECT_FALSE(life.was_told_to_end());
   life.move(RankLife::kNotified);
-  EXPECT_TRUE(life.ends_for_us());
-  life.move(RankLife::kAsked);
+  EXPECT_TRUE(life.was_told_to_end());
+  life.move(RankLife::kSignalled);
   life.move(RankLife::kEnded);
   EXPECT_FALSE(life.alive());
   EXPECT_TRUE(life.was(RankLife::kNotified));
-  EXPECT_TRUE(life.was(RankLife::kAsked));
+  EXPECT_TRUE(life.was(RankLife::kSignalled));
   EXPECT_FALSE(life.was(RankLife::kFailed));
 }
 
@@ -137,7 +137,7 @@ class StopSequenceTest : public ::testing::Test {
 TEST_F(StopSequenceTest, TakesItsStepsInOrder) {
   EXPECT_EQ(stop_.time_left(), std::nullopt);
   stop_.begin(milliseconds(20), milliseconds(40));
-  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kWarned);
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kNotified);
   EXPECT_THAT(steps_, IsEmpty());
   run_until(loop_, [this] { return steps_.size() >= 2; });
   EXPECT_THAT(steps_, ElementsAre("terminate", "overdue"));
@@ -147,7 +147,7 @@ TEST_F(StopSequenceTest, TakesItsStepsInOrder) {
 
 TEST_F(StopSequenceTest, WithoutAHeadStartTheCallerSignals) {
   stop_.begin(milliseconds(0), milliseconds(20));
-  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kAsked);
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kTerminated);
   run_until(loop_, [this] { return !steps_.empty(); });
   EXPECT_THAT(steps_, ElementsAre("overdue"));
 }
@@ -156,7 +156,7 @@ TEST_F(StopSequenceTest, ARequestMeanwhileEndsTheHeadStartButNotTheGrace) {
   stop_.begin(milliseconds(30), milliseconds(60'000));
   const auto before = *stop_.time_left();
   stop_.skip_head_start();
-  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kAsked);
+  EXPECT_EQ(stop_.stage(), StopSequence::Stage::kTerminated);
   EXPECT_LE(*stop_.time_left(), before);
   EXPECT_GT(*stop_.time_left(), milliseconds(50'000));
   run_for(loop_, milliseconds(80));
@@ -235,7 +235,7 @@ TEST_F(FirstCause, NobodyWhereAllIsWell) {
 TEST_F(FirstCause, TheEarliestOfThoseThatEndedByThemselves) {
   end(2, kError, 11);
   end(1, kError, 10);
-  move(3, RankLife::kAsked);
+  move(3, RankLife::kSignalled);
   end(3, kObeyed, 5);
   EXPECT_EQ(blamed(), 1);
 }
@@ -255,7 +255,7 @@ TEST_F(FirstCause, AConsequenceIsTheCauseOnlyWhereNoOtherIsKnown) {
 }
 
 TEST_F(FirstCause, ARankThatWroteItsFileBeforeItWasStopped) {
-  move(1, RankLife::kAsked);
+  move(1, RankLife::kSignalled);
   write_error(1, 1000.5, false);
   end(1, kObeyed, 2000);
   end(2, kError, 1500);
@@ -271,9 +271,9 @@ TEST_F(FirstCause, ARankThatWroteItsFileBeforeItWasStopped) {
 TEST_F(FirstCause, ARankThatLeftAndOneThatWasFailedAlive) {
   ranks_[3].ending = kOk;
   ranks_[3].ended_at = 10;
-  move(3, RankLife::kLeft);
+  move(3, RankLife::kExitedEarly);
   EXPECT_EQ(blamed(), 3);
-  EXPECT_EQ(describe(ranks_[3], {}).cause, kLeftCause);
+  EXPECT_EQ(describe(ranks_[3], {}).cause, kEarlyExitCause);
   ranks_[0].cause = "stalled.";
   ranks_[0].code = 5;
   ranks_[0].ended_at = 9;
@@ -284,7 +284,7 @@ TEST_F(FirstCause, ARankThatLeftAndOneThatWasFailedAlive) {
 }
 
 TEST_F(FirstCause, AStopIsFailedByWhoDoesNotObey) {
-  for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
+  for (int i = 0; i < 4; ++i) move(i, RankLife::kSignalled);
   end(0, kObeyed, 10);
   end(1, {false, 143, false}, 10);
   EXPECT_EQ(blamed_for_stop({SIGTERM}), -1);
@@ -296,7 +296,7 @@ TEST_F(FirstCause, AStopIsFailedByWhoDoesNotObey) {
 }
 
 TEST_F(FirstCause, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
-  for (int i = 0; i < 4; ++i) move(i, RankLife::kAsked);
+  for (int i = 0; i < 4; ++i) move(i, RankLife::kSignalled);
   end(0, kObeyed, 10);
   end(1, kError, 11);  // lost rank 0
   EXPECT_EQ(blamed_for_stop({SIGTERM}), -1);
@@ -310,7 +310,7 @@ TEST_F(FirstCause, TheOthersAreSortedByWhyTheyEnded) {
   end(1, kOk, 5);
   end(2, kError, 10.5);
   move(3, RankLife::kNotified);
-  move(3, RankLife::kAsked);
+  move(3, RankLife::kSignalled);
   end(3, kObeyed, 11);
   add_others(failure, ranks_);
   EXPECT_THAT(failure.ended_before, ElementsAre(5));

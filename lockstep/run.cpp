@@ -28,7 +28,6 @@
 #include "lockstep/leave.h"
 #include "lockstep/memory/cpu_cache.h"
 #include "lockstep/rendezvous/control.h"
-#include "lockstep/rendezvous/inside.h"
 #include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep {
@@ -215,14 +214,14 @@ int run(const Preparation& prepare, const RankBody& body) {
     cache_cpu_memory();
     const WorldOptions options = prepare();
     preparing = false;
-    if (!env.alone()) inside::enter();
+    if (!env.alone()) body_mark::set();
     world = World::from_env(options);
     log_start(*world, options);
     const int code = body(*world);
     look_for_separate_models(*world);
     finishing = true;
     world->finish();  // a rank that leaves early must not take its peers' last operation along
-    inside::leave();
+    body_mark::clear();
     ledger::set_phase(ledger::Phase::kEnded);
     return code;
   } catch (...) {

@@ -18,7 +18,6 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/startup.h"
@@ -89,7 +88,7 @@ BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const Wo
                                  .rank = identity.rank,
                                  .size = identity.size,
                                  .startup_timeout = options.startup_timeout};
-  detail::shm::BackendResult made = detail::bounded<detail::shm::BackendResult>(
+  detail::shm::BackendResult made = detail::run_with_deadline<detail::shm::BackendResult>(
       "sharing memory", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
       [own] { return detail::shm::make(own); });
   *unavailable_reason = std::move(made.unavailable_reason);
@@ -139,7 +138,7 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
                                   .address = identity.address,
                                   .startup_timeout = options.startup_timeout,
                                   .timeout = options.timeout};
-  return detail::bounded<BackendPtr>(
+  return detail::run_with_deadline<BackendPtr>(
       "connecting gloo", Deadline::after(options.startup_timeout + std::chrono::seconds(2)),
       [own] { return make_gloo(own); });
 }
@@ -149,7 +148,7 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
 void wait_until_all_know(const StorePtr& store, int size) {
   constexpr std::chrono::seconds kLateComers{8};
   try {
-    detail::bounded<bool>(
+    detail::run_with_deadline<bool>(
         "reporting a refusal", Deadline::after(kLateComers + std::chrono::seconds(1)),
         [store, size, limit = Deadline::after(kLateComers)] {
           store->add("refusal_heard", 1);
@@ -187,8 +186,8 @@ World open_world(const StorePtr& store, const Identity& identity, const WorldOpt
                                     .size = identity.size,
                                     .device = choice.device,
                                     .shared_host_id = shared_host_id(identity, options)};
-    device_backend = detail::bounded<BackendPtr>("connecting nccl", deadline,
-                                                 [gpu] { return detail::nccl::make(gpu); });
+    device_backend = detail::run_with_deadline<BackendPtr>(
+        "connecting nccl", deadline, [gpu] { return detail::nccl::make(gpu); });
   }
   impl->open(store, std::move(host_backend), std::move(device_backend));
   impl->group = std::move(group);
@@ -289,7 +288,7 @@ StorePtr open_tcp_store(const RankEnv& env, std::chrono::milliseconds timeout) {
 StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
   const auto deadline = Deadline::after(startup_timeout);
   if (env.store_channel >= 0) {
-    return detail::bounded<StorePtr>(
+    return detail::run_with_deadline<StorePtr>(
         "connecting to the launcher's store", deadline,
         [fd = env.store_channel] { return detail::open_launcher_store(fd); });
   }
@@ -299,7 +298,7 @@ StorePtr open_store(RankEnv env, std::chrono::milliseconds startup_timeout) {
     std::string trouble;
     const auto slice = std::min<std::chrono::milliseconds>(kProgressInterval, deadline.remaining());
     try {
-      return detail::bounded<StorePtr>(
+      return detail::run_with_deadline<StorePtr>(
           fmt::format("connecting to the store at {}:{}", env.master_addr, env.master_port),
           Deadline::after(slice + std::chrono::seconds(2)),
           [env, slice] { return open_tcp_store(env, slice); });

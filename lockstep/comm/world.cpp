@@ -11,8 +11,8 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/rendezvous/bounded.h"
-#include "lockstep/rendezvous/handshake.h"
+#include "lockstep/rendezvous/control.h"
+#include "lockstep/rendezvous/startup.h"
 
 namespace lockstep {
 
@@ -176,7 +176,8 @@ void WorldImpl::compare_fingerprints(OperationInfo info, const std::string& what
 
 void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool last) {
   const OperationInfo info{last ? "finish" : "barrier", 0, at::kByte, -1, -1};
-  const auto state = start(info, [] { return std::string(); }, timeout);
+  const auto state = start(
+      info, [] { return std::string(); }, timeout);
   const std::uint64_t count = ++barriers;
   if (alone()) {
     state->complete();
@@ -218,7 +219,7 @@ std::vector<int> WorldImpl::missing_from_barrier(std::uint64_t count) {
     return missing;
   };
   try {
-    return bounded<Ranks>("asking the store", Deadline::after(kExplainTimeout), ask);
+    return run_with_deadline<Ranks>("asking the store", Deadline::after(kExplainTimeout), ask);
   } catch (const std::exception&) {
     return {};  // the store is gone too; the caller says so
   }

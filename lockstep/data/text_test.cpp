@@ -16,7 +16,6 @@
 #include "lockstep/data/instruction.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/data/token_shards.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::data {

@@ -16,7 +16,6 @@
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::optim {

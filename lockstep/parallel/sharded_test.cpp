@@ -15,7 +15,6 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/parallel/sharding.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -25,17 +25,17 @@ namespace lockstep::control {
 namespace {
 
 constexpr std::size_t kLongestLine = 1 << 16;
-// How long a rank that knows of a failure has to report and end by itself.
-constexpr std::chrono::seconds kLastMoment{3};
+// The time for a rank to report the failure and exit by itself.
+constexpr std::chrono::seconds kExitGrace{3};
 
-// A descriptor as it was when the program started. By the time it is used its number may belong to
-// something else (the variable is inherited by children whose descriptors were closed), and reading
-// that would steal somebody's data.
-struct Inherited {
+// The control descriptor when the program started. Children of a rank inherit the variable but not
+// the descriptor, so before the first use its number may belong to another file, whose data must
+// not be read.
+struct InheritedPipe {
   int fd = -1;
   ino_t inode = 0;
 
-  Inherited() {
+  InheritedPipe() {
     const char* text = std::getenv("LOCKSTEP_CONTROL_FD");
     if (text == nullptr || *text == '\0') return;
     char* end = nullptr;
@@ -53,7 +53,7 @@ struct Inherited {
     return (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY ? status.st_ino : 0;
   }
 };
-const Inherited g_inherited;
+const InheritedPipe g_inherited;
 
 PeerFailure parse_failure(const Node& failed) {
   PeerFailure failure{-1, "", "the launcher did not say why"};
@@ -84,16 +84,16 @@ class Listener {
   std::optional<PeerFailure> failure(std::chrono::milliseconds wait) {
     std::unique_lock lock(mutex_);
     if (!fd_) return std::nullopt;
-    // A SIGTERM may arrive before the listening thread was scheduled, so look here too.
-    read_ready();
-    const auto settled = [this] { return failure_ || done_; };
-    if (wait.count() > 0) changed_.wait_until(lock, Deadline::after(wait).time(), settled);
+    // A SIGTERM may arrive before the listening thread has run, so read here too.
+    read_available();
+    const auto known = [this] { return failure_ || done_; };
+    if (wait.count() > 0) changed_.wait_until(lock, Deadline::after(wait).time(), known);
     return failure_;
   }
 
   Subscription subscribe(std::function<void(const PeerFailure&)> callback) {
     std::unique_lock lock(mutex_);
-    if (fd_) read_ready();
+    if (fd_) read_available();
     if (failure_) {
       const PeerFailure known = *failure_;
       lock.unlock();
@@ -128,35 +128,36 @@ class Listener {
       pollfd fds[] = {{fd_.get(), POLLIN, 0}, {wake_.read.get(), POLLIN, 0}};
       if (::poll(fds, 2, -1) < 0 && errno != EINTR) return;
       std::unique_lock lock(mutex_);
-      read_ready();
+      read_available();
       if (failure_) {
         deliver(lock);
         lock.unlock();
-        end_process();
+        terminate_process();
       }
       if (done_) return;
     }
   }
 
-  // Stays, to take the SIGTERM that every other thread may have blocked. One that came just before
-  // we knew may have gone to the program's handler; then nobody would send another before SIGKILL.
-  [[noreturn]] static void end_process() {
-    std::this_thread::sleep_for(kLastMoment);
+  // This thread remains to receive the launcher's SIGTERM, which all others may have blocked. If it
+  // came just before the failure was read, the program's handler may have taken it, so this sends
+  // another.
+  [[noreturn]] static void terminate_process() {
+    std::this_thread::sleep_for(kExitGrace);
     for (;;) {
       ::kill(::getpid(), SIGTERM);
-      std::this_thread::sleep_for(kLastMoment);
+      std::this_thread::sleep_for(kExitGrace);
     }
   }
 
   // Reads what is in the pipe without waiting. Called with the lock held.
-  void read_ready() {
+  void read_available() {
     while (!failure_ && !done_) {
       pollfd poll_fd{fd_.get(), POLLIN, 0};
       if (::poll(&poll_fd, 1, 0) <= 0) return;
       char buffer[4096];
       const ssize_t n = ::read(fd_.get(), buffer, sizeof buffer);
       if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-      if (n <= 0) return settle(PeerFailure{-1, "", "the launcher ended"});
+      if (n <= 0) return set_failure(PeerFailure{-1, "", "the launcher ended"});
       line_.append(buffer, static_cast<std::size_t>(n));
       for (auto end = line_.find('\n'); end != std::string::npos; end = line_.find('\n')) {
         take_line(line_.substr(0, end));
@@ -171,28 +172,27 @@ class Listener {
     try {
       message = parse_json(line, "control");
     } catch (const UsageError&) {
-      // Not a map: reported below.
+      // `message` is then not a map, which is reported below.
     }
     if (!message.is(NodeKind::kMap)) return log::warning("control", "cannot read '{}'", line);
     const Entry* failed = message.find("failed");
-    if (failed != nullptr && !failure_) return settle(parse_failure(failed->value));
+    if (failed != nullptr && !failure_) return set_failure(parse_failure(failed->value));
     if (message.find("done") != nullptr) {
       done_ = true;
       changed_.notify_all();
     }
   }
 
-  void settle(PeerFailure failure) {
+  void set_failure(PeerFailure failure) {
     failure_ = std::move(failure);
     std::signal(SIGTERM, SIG_DFL);
     changed_.notify_all();
-    // The listening thread notifies, whichever thread read it; waits in poll() end too.
-    wake_.write.reset();
+    wake_.write.reset();  // wakes the listening thread, which calls subscribers, and failure_fd()
   }
 
   void deliver(std::unique_lock<std::mutex>& lock) {
-    // A program may have blocked SIGTERM everywhere, to wait for it in one place. The launcher's
-    // must end us all the same.
+    // A program may have blocked SIGTERM in all threads, to wait for it in one place. The
+    // launcher's SIGTERM must end the process nevertheless.
     sigset_t term;
     sigemptyset(&term);
     sigaddset(&term, SIGTERM);
@@ -203,7 +203,7 @@ class Listener {
       running_thread_ = std::this_thread::get_id();
       lock.unlock();
       call(node.mapped(), *failure_);
-      node.mapped() = nullptr;  // what it captured dies before a waiting unsubscribe returns
+      node.mapped() = nullptr;  // destroys what it captured before unsubscribe() returns
       lock.lock();
       running_ = 0;
       running_thread_ = {};
@@ -225,7 +225,7 @@ class Listener {
 };
 
 Listener& listener() {
-  // Never destroyed: its thread and late subscribers outlive static destructors.
+  // Never destroyed: its thread and subscribers may outlive static destructors.
   static Listener* listener = new Listener(
       g_inherited.inode != 0 && g_inherited.inode_now() == g_inherited.inode ? g_inherited.fd : -1);
   return *listener;

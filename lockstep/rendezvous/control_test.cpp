@@ -20,7 +20,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
@@ -296,7 +295,7 @@ CHILD(waits_for_the_store) {
 
 CHILD(waits_for_a_thread) {
   wait_and_say_when_it_ended([] {
-    detail::bounded<int>("reading a key", Deadline::after(seconds(20)), [] {
+    detail::run_with_deadline<int>("reading a key", Deadline::after(seconds(20)), [] {
       std::this_thread::sleep_for(seconds(60));
       return 0;
     });

@@ -1,5 +1,4 @@
-// A place where ranks write what all of them can read. Whatever starts the ranks provides one:
-// c10d's, the launcher's, or a test's map.
+// The key-value store that all ranks of a world share: c10d's, the launcher's, or a map in tests.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +11,8 @@
 
 namespace lockstep {
 
-// Strings by name, readable by all ranks. Each key is set once, by one rank. get() waits until it
-// is set and throws when the deadline has passed or the store is lost. Called by one thread.
+// Each key is set once, by one rank, and read by any. get() waits until the key is set, and throws
+// if the deadline passes or the store is lost. Called by one thread.
 class KeyValueStore {
  public:
   virtual ~KeyValueStore() = default;
@@ -21,14 +20,14 @@ class KeyValueStore {
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
 };
 
-// A store with counters, which start at 0: add() returns the sum.
+// A store with counters that start at 0; add() returns the sum.
 class CountingStore : public KeyValueStore {
  public:
   virtual std::int64_t add(const std::string& key, std::int64_t amount) = 0;
   virtual bool check(const std::string& key) = 0;
 };
 
-// Asks until `ready` (true) or the deadline, less and less often: a store cannot call back.
+// Polls until `ready` (true) or the deadline (false), at growing intervals: a store has no events.
 template <typename Ready>
 bool poll_until(const Ready& ready, const Deadline& deadline,
                 std::chrono::microseconds longest_pause = std::chrono::microseconds(5000)) {

@@ -1,5 +1,5 @@
-// Rank 0 publishes its port to the other ranks of its host through an abstract socket, whose name
-// follows from what their launcher gives all of them.
+// rendezvous(): rank 0 tells the other ranks of its host its port through an abstract socket, whose
+// name derives from the launcher's job id.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -56,7 +56,7 @@ std::optional<std::string> receive(int fd) {
 }
 
 void send(int fd, const std::string& text) {
-  // A peer that is gone again is noticed when its answer is missing.
+  // If the peer has gone, its answer will be missing.
   (void)!::send(fd, text.data(), text.size(), MSG_NOSIGNAL);
 }
 
@@ -82,9 +82,9 @@ Fd listen_on_free_port(int& port) {
 
 // ---------------------------------------------------------------- rank 0
 
-class Host {
+class PortServer {
  public:
-  Host(const RankEnv& env, std::string name, Deadline deadline)
+  PortServer(const RankEnv& env, std::string name, Deadline deadline)
       : env_(env), name_(std::move(name)), deadline_(deadline) {
     for (int rank = 1; rank < env.world_size; ++rank) missing_.insert(rank);
   }
@@ -112,14 +112,14 @@ class Host {
                   elapsed().count() / 1000);
         progress = Deadline::after(kProgressInterval);
       }
-      step(port, std::min(deadline_.remaining_ms(), progress.remaining_ms()));
+      serve_one(port, std::min(deadline_.remaining_ms(), progress.remaining_ms()));
     }
   }
 
  private:
   milliseconds elapsed() const { return deadline_.elapsed(); }
 
-  // The name is free unless an earlier program of the same job is still leaving.
+  // The name is free unless an earlier program of the same job is still exiting.
   void bind_name() {
     while (bind_abstract(listener_.get(), name_) != 0) {
       const int error = errno;
@@ -138,14 +138,14 @@ class Host {
       throw SystemError("rank", "cannot listen on the rendezvous name", errno);
   }
 
-  // A guest sends its name at once; one that does not is not waited for.
-  void step(int port, int timeout_ms) {
+  // A rank sends its handshake at once; other clients are not waited for.
+  void serve_one(int port, int timeout_ms) {
     pollfd waits{listener_.get(), POLLIN, 0};
     if (::poll(&waits, 1, timeout_ms) <= 0) return;
-    const Fd guest(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!guest || peer_uid(guest.get()) != ::geteuid()) return;
-    limit_waits(guest.get(), milliseconds(1000));
-    if (const auto handshake = receive(guest.get())) answer(guest.get(), *handshake, port);
+    const Fd client(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!client || peer_uid(client.get()) != ::geteuid()) return;
+    limit_waits(client.get(), milliseconds(1000));
+    if (const auto handshake = receive(client.get())) answer(client.get(), *handshake, port);
   }
 
   void answer(int fd, const std::string& handshake, int port) {
@@ -171,7 +171,7 @@ class Host {
 
 // ---------------------------------------------------------------- the others
 
-// One attempt: the port, or nothing when rank 0 is not there (yet, or not any more).
+// One attempt: the port, or nothing if rank 0 does not listen (yet, or any more).
 std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadline& deadline) {
   const Fd fd = unix_socket();
   limit_waits(fd.get(), std::max(milliseconds(1), deadline.remaining()));
@@ -216,7 +216,7 @@ int find_port(const RankEnv& env, const std::string& name, const Deadline& deadl
 
 void rendezvous(RankEnv& env, int timeout_ms) {
   if (env.rendezvous_name.empty() || env.alone() || env.master_port != 0) return;
-  // A process may rendezvous more than once; a fast rank's second one must not disturb the first.
+  // A process may call this more than once; a fast rank's second call must not disturb the first.
   static std::atomic<int> rendezvous_count{0};
   const std::string name = fmt::format("{}/{}", env.rendezvous_name, rendezvous_count++);
   const Deadline deadline = Deadline::after(milliseconds(timeout_ms));
@@ -226,7 +226,7 @@ void rendezvous(RankEnv& env, int timeout_ms) {
   }
   int port = 0;
   Fd listener = listen_on_free_port(port);
-  Host(env, name, deadline).serve(port);
+  PortServer(env, name, deadline).serve(port);
   env.master_port = port;
   env.store_fd = listener.release();
 }

@@ -1,6 +1,7 @@
 #include "lockstep/rendezvous/rank_env.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,15 +18,16 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 #include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep {
+
 namespace {
 
 constexpr int kDefaultPort = 29500;  // PyTorch's
 
-// read_rank_env() is called by every world of a process; its remarks are made once.
+// Every world of a process calls read_rank_env(); its warnings are logged once.
 void warn_once(const std::string& text) {
   static std::mutex mutex;
   static std::set<std::string>* said = new std::set<std::string>;
@@ -33,18 +35,18 @@ void warn_once(const std::string& text) {
   if (said->insert(text).second) log::warning("rank", "{}", text);
 }
 
-// Nothing without a name, too.
+// The value of a variable; none if it is unset or `name` is null.
 std::optional<int> number(const char* name) {
   const auto value = name != nullptr ? env::get_int(name, 0, INT_MAX) : std::nullopt;
   return value ? std::optional(static_cast<int>(*value)) : std::nullopt;
 }
 
-// The variables in which a launcher says who a process is.
+// The variables in which a launcher names a process's rank.
 struct Names {
   const char *rank, *size, *local_rank, *local_size;
 };
 
-// What one launcher says.
+// A rank as one launcher numbers it.
 struct RankInfo {
   RankInfo(std::string launcher, const Names& variables)
       : source(std::move(launcher)),
@@ -99,7 +101,7 @@ RankEnv to_env(const RankInfo& info) {
   env.local_rank_known = info.local_rank.has_value() || info.size == 1;
   env.node_known = info.node.has_value() || env.local_size_known;
   env.local_world_size = info.local_size.value_or(env.local_rank + 1);
-  // Without information on nodes, hosts are taken to be equal and filled one after the other.
+  // Without information on nodes, assumes equal hosts that are filled one after the other.
   const bool one_each = !env.local_size_known && !env.local_rank_known;
   env.node = info.node.value_or(one_each               ? env.rank
                                 : env.local_size_known ? env.rank / env.local_world_size
@@ -130,7 +132,7 @@ bool takes_master_variables(RankEnv& env) {
 // ---------------------------------------------------------------- MPI
 
 std::optional<RankInfo> mpi_rank() {
-  // MPICH and Intel MPI share PMI's names, and their own names for the local rank are equal too.
+  // MPICH and Intel MPI both have PMI's names, and the same names for the local rank.
   constexpr Names kFamilies[] = {
       {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
@@ -151,7 +153,7 @@ std::optional<RankInfo> mpi_rank() {
 struct Ancestor {
   long pid = 0;
   std::string name;
-  std::string start_time;  // in ticks since boot: a pid that is used again is another process
+  std::string start_time;  // in ticks since boot: distinguishes processes with a reused pid
 };
 
 Ancestor read_process(long pid, long& parent) {
@@ -163,7 +165,7 @@ Ancestor read_process(long pid, long& parent) {
   return {pid, text.substr(open + 1, close - open - 1), std::string(fields[22])};
 }
 
-// MPICH passes no job id in variables. All ranks of a host descend from one proxy, though.
+// MPICH passes no job id in variables, but all ranks of a host descend from one proxy.
 std::string mpi_proxy() {
   long pid = ::getppid();
   std::string parent_id;
@@ -179,8 +181,8 @@ std::string mpi_proxy() {
   return parent_id;
 }
 
-// What the ranks of one mpirun share and no other mpirun of this host has. Open MPI's job id alone
-// has 16 bits that distinguish two jobs, so its daemon's directory and address go in as well.
+// Identifies one mpirun on this host. Only 16 bits of Open MPI's job id differ between jobs, so its
+// daemon's directory and address are included.
 std::string mpi_job() {
   std::string job;
   for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMIX_SERVER_TMPDIR",
@@ -215,8 +217,8 @@ RankEnv from_mpi(const RankInfo& info) {
 
 // ---------------------------------------------------------------- SLURM
 
-// Only a task of srun is a rank. An sbatch script also has SLURM_PROCID=0 and SLURM_NTASKS, and a
-// salloc shell may run in a step of its own; both have no step id or one of the reserved ones.
+// Only tasks of srun are ranks. An sbatch script also has SLURM_PROCID=0 and SLURM_NTASKS, and a
+// salloc shell may run in a step of its own; both have no step id or a reserved one.
 bool in_srun_task() {
   constexpr std::int64_t kFirstReservedStep = 0xfffffff0;
   auto step = env::get("SLURM_STEP_ID");
@@ -276,9 +278,8 @@ bool under_elastic_launcher() {
   return env::get("TORCHELASTIC_RUN_ID").has_value();
 }
 
-// The ranks of a Kubernetes job are on one pod each unless the job says otherwise, and says how
-// many its launcher should start on each; a program started without that launcher would wait for
-// ranks that nobody starts.
+// A Kubernetes job has one rank per pod, unless it sets the number that its launcher starts on each
+// pod. Without that launcher, a program would wait for ranks that nobody starts.
 void refuse_missing_launcher() {
   const auto per_node = env::get("PET_NPROC_PER_NODE");
   if (!per_node || *per_node == "1") return;
@@ -313,9 +314,9 @@ RankInfo environment_rank() {
   return info;
 }
 
-// Variables set by hand and a launcher's that say something else: for mpirun that is a forgotten
-// export, in which every process would be the same rank. Under srun it is also how people start
-// several ranks from one task, so it is only reported.
+// RANK and WORLD_SIZE contradict the launcher's own variables. Under mpirun that is a forgotten
+// export, and every process would be the same rank. Under srun it is also how people start several
+// ranks from one task, so it only logs a warning.
 void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
   if (!launcher || (launcher->rank == info.rank && launcher->size == info.size)) return;
   if (launcher->source == "mpirun") {
@@ -331,8 +332,8 @@ void compare(const RankInfo& info, const std::optional<RankInfo>& launcher) {
                   info.rank, info.size, launcher->rank, launcher->size));
 }
 
-// Not for a process whose rank was set by anything other than our launcher, nor for a child of a
-// rank, whose descriptor is closed.
+// -1 if another launcher has set this process's rank, and in children of a rank, where the
+// descriptor is closed.
 int inherited_store_channel(const RankEnv& env) {
   const auto channel = StoreChannel::from_env();
   const bool ours = channel && channel->rank == env.rank && channel->world_size == env.world_size &&
@@ -361,7 +362,7 @@ RankEnv from_variables(const RankInfo& info) {
                       kDefaultPort));
     }
   }
-  // "True" is what torchrun writes and what torch compares with.
+  // torchrun writes "True", and torch compares with it.
   env.agent_store = env::get("TORCHELASTIC_USE_AGENT_STORE") == "True";
   if (env.agent_store) env.store_channel = inherited_store_channel(env);
   return env;
@@ -410,7 +411,7 @@ RankEnv from_nothing() {
   return {};
 }
 
-// WORLD_SIZE alone, beside a launcher that counts differently, is what the user expects to get.
+// A WORLD_SIZE without RANK that contradicts the launcher: the user expects another world.
 void compare_size(const RankInfo& info) {
   const auto size = number("WORLD_SIZE");
   if (!size || *size == info.size) return;
@@ -423,8 +424,8 @@ void compare_size(const RankInfo& info) {
 }  // namespace
 
 bool under_lockstep_run() {
-  // A torchrun that one of our ranks started inherits the first and sets the others again. Its id
-  // may be the same, a default or given to both; but its agent hosts a store on a port of its own.
+  // A torchrun that one of our ranks started inherits LOCKSTEP_RUN and overrides the others. Its
+  // run id may be the same (a default, or given to both), but its store has another port.
   const auto run = env::get("LOCKSTEP_RUN");
   if (!run || run != env::get("TORCHELASTIC_RUN_ID")) return false;
   if (env::get("TORCHELASTIC_USE_AGENT_STORE") == "False") return true;
@@ -435,8 +436,8 @@ bool under_lockstep_run() {
 RankEnv read_rank_env() {
   auto mpi = mpi_rank();
   const auto slurm = slurm_rank();
-  // srun --mpi=pmi2 sets PMI's variables too and knows more. When they differ from SLURM's, it is
-  // MPICH's proxy that srun started, one per node.
+  // srun --mpi=pmi2 also sets PMI's variables; SLURM's say more. If they differ, srun has started
+  // MPICH's proxy, one per node.
   if (mpi && slurm && std::string_view(mpi->names.rank) == "PMI_RANK" && mpi->rank == slurm->rank &&
       mpi->size == slurm->size) {
     mpi.reset();
@@ -524,10 +525,73 @@ int tasks_on_node(const std::string& tasks_per_node, int node) {
 }
 
 int port_of_step(long long job, long long step) {
-  // Neighbouring jobs and steps of one job differ; 10000 to 29999 is left alone by most services
-  // and lies below the ports that the kernel hands out.
+  // Different for neighbouring jobs, and for steps of one job. Few services use 10000 to 29999, and
+  // the kernel assigns ephemeral ports above.
   return 10000 + static_cast<int>(((job % 20000) * 37 + step % 20000) % 20000);
 }
 
 }  // namespace detail
+
+WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank) {
+  const auto own = static_cast<std::size_t>(node_rank);
+  if (node_rank < 0 || own >= nodes.size())
+    throw UsageError("launch", "node rank {} is not one of {} nodes.", node_rank, nodes.size());
+  WorldLayout layout{.world_size = 0, .role_world_size = 0};
+  std::int64_t world_size = 0;
+  for (std::size_t node = 0; node < nodes.size(); ++node) {
+    const NodeShare& share = nodes[node];
+    world_size += share.nproc;
+    if (share.nproc < 1 || world_size > kMaxWorldSize)
+      throw UsageError("launch", "{} ranks on node {} make a world of {}; it has 1 to {}.",
+                       share.nproc, node, world_size, kMaxWorldSize);
+    const bool same_role = share.role == nodes[own].role;
+    if (node < own) layout.first_rank += share.nproc;
+    if (node < own && same_role) layout.first_role_rank += share.nproc;
+    if (same_role) layout.role_world_size += share.nproc;
+  }
+  layout.world_size = static_cast<int>(world_size);
+  return layout;
+}
+
 }  // namespace lockstep
+
+namespace lockstep::body_mark {
+namespace {
+
+std::string mark_beside(const std::string& error_file) {
+  return error_file + ".inside";
+}
+
+// Empty if no launcher would look for it.
+std::string own_mark() {
+  const auto error_file = env::get("TORCHELASTIC_ERROR_FILE");
+  return error_file && under_lockstep_run() ? mark_beside(*error_file) : "";
+}
+
+}  // namespace
+
+void set() noexcept {
+  try {
+    const std::string mark = own_mark();
+    if (!mark.empty()) Fd(::open(mark.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644)).reset();
+  } catch (...) {
+  }
+}
+
+void clear() noexcept {
+  try {
+    const std::string mark = own_mark();
+    if (!mark.empty()) ::unlink(mark.c_str());
+  } catch (...) {
+  }
+}
+
+bool take(const std::string& error_file) noexcept {
+  try {
+    return !error_file.empty() && ::unlink(mark_beside(error_file).c_str()) == 0;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace lockstep::body_mark

@@ -1,6 +1,6 @@
-// The identity of this process, read from whatever started it.
+// Which rank this process is, read from the variables of whatever launcher started it.
 //
-// The launcher nearest to the process is right. Recognised, in this order:
+// The innermost launcher decides. Recognised, in this order:
 //   1. RANK and WORLD_SIZE: lockstep run, torchrun, Accelerate, Kubeflow, or set by hand
 //   2. Open MPI, MVAPICH, MPICH and Intel MPI (OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_*)
 //   3. a task of srun (SLURM_STEP_ID, SLURM_PROCID); an sbatch script or salloc shell is not one
@@ -9,10 +9,14 @@
 // Values that contradict each other are refused by name before any communication.
 //
 //   RankEnv env = read_rank_env();
-//   rendezvous(env, 300'000);          // settles master_port where the launcher gave none
+//   rendezvous(env, 300'000);          // agrees on master_port where the launcher gave none
+//
+// Also the numbering of ranks over nodes, and the marker by which the launcher detects that a rank
+// exited in the middle of training.
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -22,22 +26,22 @@ struct RankEnv {
   int local_rank = 0;
   int local_world_size = 1;
   int node = 0;
-  // False when nobody said so (RANK, WORLD_SIZE and a MASTER_ADDR elsewhere, set by hand): the
-  // value above is then a guess of one rank per host, and a world counts its hosts at start-up.
+  // False where no variable says so (RANK, WORLD_SIZE and a remote MASTER_ADDR, set by hand): then
+  // the value above assumes one rank per host, and the ranks are counted at start-up.
   bool local_rank_known = true;
   bool local_size_known = true;
   bool node_known = true;
   std::string source = "alone";  // "lockstep run", "torchrun", "mpirun", "srun", "environment"
 
-  // The rendezvous of the ranks. Rank 0 listens on store_fd where rendezvous() has made one and
-  // binds the port otherwise, unless agent_store: then the launcher hosts the store and rank 0 is a
-  // client, over store_channel where this process has one (store_channel.h) and over TCP otherwise.
+  // The rendezvous of the ranks. With agent_store, the launcher hosts the store, and all ranks are
+  // clients: over store_channel where it is set (store_client.h), otherwise over TCP. Without it
+  // rank 0 hosts the store, on store_fd if rendezvous() has opened it, otherwise on master_port.
   std::string master_addr;
   int master_port = 0;
   int store_fd = -1;
   int store_channel = -1;
   bool agent_store = false;
-  int attempt = 0;  // TORCHELASTIC_RESTART_COUNT: keys of an earlier attempt must not be read
+  int attempt = 0;  // TORCHELASTIC_RESTART_COUNT, part of the store's keys
 
   // mpirun or srun on one host gives no port: ranks find it through an abstract socket of this
   // name, which rendezvous() serves on rank 0. Empty when not needed.
@@ -50,19 +54,18 @@ struct RankEnv {
 // may be called any number of times, from any thread that does not race with setenv().
 RankEnv read_rank_env();
 
-// Settles master_port where it is still open (rendezvous_name): rank 0 listens on a free port
-// (store_fd, which the caller owns) and publishes it to the others. A no-op otherwise. Every rank
-// of the job calls it, the same number of times. Throws TimeoutError naming ranks that did not
-// come.
+// If rendezvous_name is set, rank 0 listens on a free port (store_fd, which the caller owns) and
+// publishes it to the others; otherwise this does nothing. Every rank of the job calls it, the same
+// number of times. Throws TimeoutError naming the ranks that did not.
 void rendezvous(RankEnv& env, int timeout_ms);
 
-// A socket bound to master_port on loopback, where master_addr is loopback: c10d by itself would
-// listen on every interface. -1 where it is another address or the port is taken (by the store of
-// an earlier world of this process, which c10d finds; or by somebody else, which c10d reports).
+// If master_addr is a loopback address, a socket bound to master_port there: c10d by itself would
+// listen on every interface. -1 for any other address, or if the port is taken: by the store of an
+// earlier world of this process, which c10d reuses, or by another process, which c10d reports.
 int bind_on_loopback(const RankEnv& env);
 
-// Did `lockstep run` (or spawn) start this process, according to its variables? Its control and
-// store descriptors are then meant for it, unless it is a child of a rank.
+// Whether `lockstep run` (or spawn) started this process, according to its variables. Then its
+// control and store descriptors are for this process, unless it is a child of a rank.
 bool under_lockstep_run();
 
 namespace detail {
@@ -74,4 +77,49 @@ int tasks_on_node(const std::string& tasks_per_node, int node);
 int port_of_step(long long job, long long step);
 }  // namespace detail
 
+constexpr int kMaxWorldSize = 1'000'000;  // far above any real world, far below overflow
+
+// The ranks that one node contributes to the world.
+struct NodeShare {
+  int nproc = 1;
+  std::string role = "default";
+  std::string program = {};  // a fingerprint of their command line; empty: not known
+  bool operator==(const NodeShare&) const = default;
+};
+
+// The numbers of one node's ranks.
+struct WorldLayout {
+  int first_rank = 0;
+  int world_size = 1;
+  int first_role_rank = 0;
+  int role_world_size = 1;
+};
+
+// Numbers ranks as torchrun does: those of node 0 come first, then those of node 1, and so on;
+// within a role in the same order. `nodes` is indexed by node rank. Throws UsageError if
+// `node_rank` is not one of them, a node has no rank, or there are more than kMaxWorldSize ranks.
+//
+//   WorldLayout layout = layout_of({{.nproc = 2}, {.nproc = 3}}, 1);   // first_rank 2 of 5
+WorldLayout layout_of(const std::vector<NodeShare>& nodes, int node_rank);
+
+// The marker of a rank whose body, the function given to run(), has not returned.
+//
+// std::exit(0) or _exit(0) in the middle of training looks like success, and the rank's peers,
+// whose connections break, look like the cause. So run() creates an empty file beside the rank's
+// error file and removes it after the body; if it is still there when the process has exited, the
+// rank exited early. This needs no exit handler, so _exit() cannot bypass it.
+//
+//   body_mark::set();  body(world);  body_mark::clear();    // the rank
+//   const bool early = body_mark::take(error_file);         // the launcher, after its exit
+namespace body_mark {
+
+// Called by run(). They do nothing unless `lockstep run` started this process, and never throw:
+// without the marker an early exit only looks like a normal one.
+void set() noexcept;
+void clear() noexcept;
+
+// Removes the marker beside this error file; true if there was one.
+bool take(const std::string& error_file) noexcept;
+
+}  // namespace body_mark
 }  // namespace lockstep

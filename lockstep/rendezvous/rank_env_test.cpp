@@ -9,15 +9,19 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <map>
+#include <string>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
+
 namespace {
 
 using ::testing::AllOf;
@@ -511,5 +515,67 @@ TEST(Rendezvous, AnotherUsersSocketIsNotBelieved) {
   EXPECT_EQ(squatter.result(), "yes");
 }
 
+// ---------------------------------------------------------------- body_mark
+
+namespace fs = std::filesystem;
+
+class BodyMarkTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / ("lockstep_body_mark_" + std::to_string(::getpid()));
+    fs::create_directories(folder_);
+    file_ = folder_ / "error.json";
+    for (const auto& [name, value] :
+         std::map<std::string, std::string>{{"LOCKSTEP_RUN", "id"},
+                                            {"TORCHELASTIC_RUN_ID", "id"},
+                                            {"TORCHELASTIC_USE_AGENT_STORE", "False"},
+                                            {"TORCHELASTIC_ERROR_FILE", file_}}) {
+      ::setenv(name.c_str(), value.c_str(), 1);
+      names_.push_back(name);
+    }
+  }
+  void TearDown() override {
+    for (const std::string& name : names_) ::unsetenv(name.c_str());
+    fs::remove_all(folder_);
+  }
+  bool marked() const { return !fs::is_empty(folder_); }
+
+  fs::path folder_;
+  std::string file_;
+  std::vector<std::string> names_;
+};
+
+TEST_F(BodyMarkTest, TheMarkStandsFromEnterToLeave) {
+  EXPECT_FALSE(body_mark::take(file_));
+  body_mark::set();
+  EXPECT_TRUE(marked());
+  body_mark::clear();
+  EXPECT_FALSE(marked());
+  body_mark::set();
+  body_mark::set();
+  EXPECT_TRUE(body_mark::take(file_));
+  EXPECT_FALSE(body_mark::take(file_));
+  EXPECT_FALSE(marked());
+  EXPECT_FALSE(body_mark::take(""));
+}
+
+TEST_F(BodyMarkTest, OtherLaunchersFilesAreLeftAlone) {
+  ::setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);  // torchrun
+  body_mark::set();
+  EXPECT_FALSE(marked());
+  ::setenv("TORCHELASTIC_USE_AGENT_STORE", "False", 1);
+  ::unsetenv("TORCHELASTIC_ERROR_FILE");
+  body_mark::set();
+  EXPECT_FALSE(marked());
+}
+
+TEST_F(BodyMarkTest, APlaceThatIsGoneIsNoError) {
+  ::setenv("TORCHELASTIC_ERROR_FILE", (folder_ / "none" / "error.json").c_str(), 1);
+  body_mark::set();
+  body_mark::clear();
+  EXPECT_FALSE(marked());
+}
+
 }  // namespace
+
 }  // namespace lockstep

@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t kMinSecretBytes = 16;
 constexpr std::size_t kMaxSecretBytes = 4096;
-// A ClientHello with one identity takes some hundred bytes.
+// A ClientHello with one identity has a few hundred bytes.
 constexpr std::size_t kMaxHandshakeBytes = 16u << 10;
 constexpr char kCipher[] = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kCipherNumber[] = {0x13, 0x01};  // the same, as TLS numbers it
@@ -37,7 +37,7 @@ constexpr char kSalt[] = "lockstep launch link 1";
                    what, text);
 }
 
-// Checks the descriptor that is then read, so that the file cannot be replaced in between.
+// Checks the descriptor that is read afterwards, so that the file cannot be replaced in between.
 void check_access(int fd, const std::string& path) {
   struct stat info {};
   if (::fstat(fd, &info) != 0)
@@ -75,7 +75,7 @@ SSL_SESSION* session_of(SSL* ssl, const std::array<unsigned char, 32>& key) {
 
 SecretKey::SecretKey(std::string_view secret) {
   unsigned int size = 0;
-  // HKDF-Extract: the secret may have any length and any form.
+  // HKDF-Extract: the secret may have any length and format.
   if (HMAC(EVP_sha256(), kSalt, sizeof kSalt - 1,
            reinterpret_cast<const unsigned char*>(secret.data()), secret.size(), bytes_.data(),
            &size) == nullptr ||
@@ -88,7 +88,7 @@ SecretKey::~SecretKey() {
 }
 
 SecretKey SecretKey::from_file(const std::string& path) {
-  // O_NONBLOCK: a fifo must not hold up the launcher before it is seen to be one.
+  // O_NONBLOCK: opening a fifo must not block the launcher.
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file)
     throw UsageError("launch",
@@ -125,7 +125,7 @@ struct SecureContext::Impl {
   Side side;
   SecretKey key;
   std::string identity;
-  std::array<unsigned char, 32> nobodys_key{};  // for every identity but ours
+  std::array<unsigned char, 32> decoy_key{};  // for every identity but ours
   SSL_CTX* context = nullptr;
 
   static Impl* of(SSL* ssl) {
@@ -146,13 +146,13 @@ struct SecureContext::Impl {
     return 1;
   }
 
-  // An identity that is not ours fails as a wrong key does, so that nobody can find out by trying
-  // which run waits here.
+  // A foreign identity fails exactly as a wrong key does, so that nobody can find out by trying
+  // which run this is.
   static int find_session(SSL* ssl, const unsigned char* id, std::size_t size,
                           SSL_SESSION** session) {
     const Impl& self = *of(ssl);
     const bool ours = std::string_view(reinterpret_cast<const char*>(id), size) == self.identity;
-    *session = session_of(ssl, ours ? self.key.bytes() : self.nobodys_key);
+    *session = session_of(ssl, ours ? self.key.bytes() : self.decoy_key);
     return *session != nullptr ? 1 : 0;
   }
 };
@@ -170,13 +170,13 @@ SecureContext::SecureContext(Side side, SecretKey key, std::string identity)
     SSL_CTX_set_psk_find_session_callback(context, &Impl::find_session);
   } else {
     SSL_CTX_set_psk_use_session_callback(context, &Impl::use_session);
-    // A server that shows a certificate instead of the key: none is trusted.
+    // No certificate is trusted, if the server has one instead of the key.
     SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);
   }
   if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
       SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
       SSL_CTX_set_ciphersuites(context, kCipher) != 1 ||
-      RAND_bytes(impl_->nobodys_key.data(), static_cast<int>(impl_->nobodys_key.size())) != 1) {
+      RAND_bytes(impl_->decoy_key.data(), static_cast<int>(impl_->decoy_key.size())) != 1) {
     SSL_CTX_free(std::exchange(impl_->context, nullptr));
     openssl_failed("use TLS 1.3 with TLS_AES_128_GCM_SHA256");
   }
@@ -205,7 +205,7 @@ std::unique_ptr<SecureChannel> SecureContext::open() {
     BIO_free(to_peer);
     openssl_failed("open a TLS connection");
   }
-  BIO_set_mem_eof_return(from_peer, -1);  // no more bytes for now is not the end
+  BIO_set_mem_eof_return(from_peer, -1);  // empty means "no bytes yet", not end of file
   SSL_set_bio(ssl, from_peer, to_peer);
   if (impl_->side == Side::kServer) {
     SSL_set_accept_state(ssl);
@@ -239,8 +239,8 @@ bool SecureChannel::fail(int result, const char* what) {
   }
   const unsigned long error = ERR_peek_error();
   const int reason = ERR_GET_REASON(error);
-  // Our own client gets an alert in the handshake only where its binder did not verify; which alert
-  // depends on the version of OpenSSL.
+  // Our own client gets an alert during the handshake only if its binder did not verify; which
+  // alert depends on the version of OpenSSL.
   const bool alert = !established_ && reason >= SSL_AD_REASON_OFFSET;
   wrong_key_ =
       ERR_GET_LIB(error) == ERR_LIB_SSL && (alert || reason == SSL_R_BINDER_DOES_NOT_VERIFY);
@@ -260,7 +260,7 @@ bool SecureChannel::advance(std::string& plain) {
   if (!established_) {
     const int result = SSL_do_handshake(session_->ssl);
     if (result != 1) return fail(result, "the TLS handshake");
-    // Set by the pre-shared key, which OpenSSL treats as a resumption.
+    // OpenSSL treats a handshake with a pre-shared key as a resumption.
     if (SSL_session_reused(session_->ssl) != 1) {
       problem_ = "the TLS handshake did not use the secret";
       return false;
@@ -309,7 +309,7 @@ void SecureChannel::send(std::string_view plain, std::string& wire) {
   }
   ERR_clear_error();
   std::size_t taken = 0;
-  // Into memory: it is taken as a whole or not at all.
+  // A memory BIO takes all bytes or none.
   if (const int result = SSL_write_ex(session_->ssl, plain.data(), plain.size(), &taken);
       result != 1)
     fail(result, "encryption");

@@ -1,12 +1,13 @@
-// The launchers' link under --secret-file: TLS 1.3 with a pre-shared key, no certificates.
+// TLS 1.3 with a pre-shared key and no certificates, for the link between launchers under
+// --secret-file.
 //
-// Both sides prove that they hold the secret before a single byte of a message is parsed: the
-// client by the binder of its ClientHello, the server by its Finished. A fresh Diffie-Hellman
-// exchange is part of every handshake, so a secret that leaks later does not open recorded
-// connections. The PSK identity is the run id and travels in clear text.
+// Both sides prove that they know the secret before any message is parsed: the client by the binder
+// of its ClientHello, the server by its Finished. Every handshake includes a Diffie-Hellman
+// exchange, so a secret that leaks later does not decrypt recorded connections. The PSK identity is
+// the run id and is sent in clear text.
 //
-// A channel has no socket: bytes go in and come out, and the owner moves them. That keeps it
-// non-blocking and lets a test connect two of them by hand.
+// A channel has no socket: it turns bytes into bytes, and its owner sends and receives them. So it
+// never blocks, and tests connect two of them directly.
 //
 //   SecureContext context(SecureContext::Side::kServer, SecretKey::from_file(path), run_id);
 //   auto channel = context.open();
@@ -22,11 +23,11 @@
 
 namespace lockstep {
 
-// 32 bytes derived from the contents of a secret file; erased when it is destroyed.
+// 32 bytes derived from the contents of a secret file; the destructor erases them.
 class SecretKey {
  public:
-  // White space around the secret does not count. Throws UsageError unless it is a regular file of
-  // this user (or root) that nobody else may read, with at least 16 and at most 4096 bytes.
+  // Ignores white space around the secret. Throws UsageError unless the file is a regular file of
+  // this user (or root) that nobody else may read, with 16 to 4096 bytes.
   static SecretKey from_file(const std::string& path);
   explicit SecretKey(std::string_view secret);
   ~SecretKey();
@@ -41,7 +42,7 @@ class SecretKey {
 
 class SecureChannel;
 
-// What the channels of one launcher share.
+// The key and settings that the channels of one launcher share.
 class SecureContext {
  public:
   enum class Side { kServer, kClient };
@@ -64,17 +65,17 @@ class SecureChannel {
   SecureChannel(const SecureChannel&) = delete;
   SecureChannel& operator=(const SecureChannel&) = delete;
 
-  // Appends to `wire` what must be sent to the peer, even when it returns false. A client calls
+  // All three append to `wire` the bytes to send to the peer, also after an error. A client calls
   // start() once; a server starts with the client's first bytes.
   void start(std::string& wire);
-  // Takes bytes from the peer and appends the decrypted ones to `plain`. False: see problem().
+  // Decrypts the peer's bytes and appends the result to `plain`. False: see problem().
   bool receive(std::string_view bytes, std::string& plain, std::string& wire);
-  // Before the handshake is complete, `plain` waits for it.
+  // Encrypts `plain`, or keeps it until the handshake is complete.
   void send(std::string_view plain, std::string& wire);
 
   bool established() const { return established_; }
   const std::string& problem() const { return problem_; }
-  // The peer has another key (or another identity, which looks the same).
+  // The peer has another key, or another identity, which cannot be distinguished.
   bool wrong_key() const { return wrong_key_; }
 
  private:
@@ -86,7 +87,7 @@ class SecureChannel {
   void flush(std::string& wire);
 
   std::unique_ptr<Session> session_;
-  std::string waiting_;  // to be sent when the handshake is complete
+  std::string waiting_;  // sent when the handshake is complete
   std::size_t handshake_bytes_ = 0;
   bool established_ = false;
   bool wrong_key_ = false;

@@ -1,4 +1,4 @@
-// What a client of the store sends, as bytes.
+// The bytes that a client of the store sends.
 //
 //   write_all(fd, kHandshake + command(Command::kGet, piece("key")));
 #pragma once
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 #include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep {
@@ -23,7 +23,7 @@ inline std::string command(store::Command which, const std::string& rest = "") {
 }
 inline const std::string kHandshake = command(store::Command::kValidate, number(store::kMagic));
 
-// Carries out the commands that are complete; returns how many bytes they had.
+// Executes the complete commands; returns how many bytes they had.
 inline std::size_t feed_all(StoreTable& table, StoreTable::Client client, std::string_view input) {
   std::size_t used = 0;
   while (used < input.size()) {

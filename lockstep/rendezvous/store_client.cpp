@@ -2,13 +2,17 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <sstream>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/bounded.h"
 #include "lockstep/rendezvous/control.h"
+#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::detail {
 namespace {
@@ -16,12 +20,12 @@ namespace {
 using store::Command;
 
 constexpr std::size_t kMaxIdleConnections = 4;
-// A cut connection is often seen a moment before its cause is announced.
+// A broken connection is often noticed just before its cause is announced.
 constexpr std::chrono::milliseconds kCauseWait{1000};
 constexpr std::chrono::milliseconds kAnswerWait{200};
 
 [[noreturn]] void throw_connection_lost(const StoreCall& call) {
-  if (control::failure(kCauseWait)) throw_if_doomed(call.what);
+  if (control::failure(kCauseWait)) throw_if_failure_announced(call.what);
   throw CommError("store",
                   fmt::format("{}: the launcher has closed the connection to its store. It was "
                               "killed, or the call broke a limit of the store, which the "
@@ -29,14 +33,14 @@ constexpr std::chrono::milliseconds kAnswerWait{200};
                               call.what));
 }
 
-// False when the deadline has passed; throws when the launcher announces a failure.
+// False after the deadline; throws if the launcher announces a failure.
 bool socket_ready(int fd, short events, const StoreCall& call) {
   for (;;) {
     pollfd ready[] = {{fd, events, 0}, {control::failure_fd(), 0, 0}};
     const int count = ::poll(ready, 2, std::max(1, call.deadline.remaining_ms()));
     if (count < 0 && errno != EINTR) throw SystemError("store", "poll failed", errno);
     if (count > 0 && ready[0].revents != 0) return true;
-    throw_if_doomed(call.what);
+    throw_if_failure_announced(call.what);
     if (call.deadline.expired()) return false;
   }
 }
@@ -159,3 +163,61 @@ void StoreClient::change(const StoreRequest& request, const StoreCall& call) {
 }
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+std::uint64_t inode_of(int fd) {
+  struct stat status {};
+  return fd >= 0 && ::fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
+}
+
+std::optional<StoreChannel> StoreChannel::from_env() {
+  const auto text = env::get("LOCKSTEP_STORE_CHANNEL");
+  if (!text) return std::nullopt;
+  StoreChannel channel;
+  char colon[4] = {};
+  std::istringstream in(*text);
+  in >> channel.fd >> colon[0] >> channel.inode >> colon[1] >> channel.rank >> colon[2] >>
+      channel.world_size >> colon[3] >> channel.master_port;
+  const bool complete = in && in.peek() == std::istringstream::traits_type::eof();
+  if (!complete || std::memcmp(colon, "::::", sizeof colon) != 0 || channel.fd < 0)
+    return std::nullopt;
+  return channel;
+}
+
+std::string StoreChannel::text() const {
+  return fmt::format("{}:{}:{}:{}:{}", fd, inode, rank, world_size, master_port);
+}
+
+bool StoreChannel::intact() const {
+  return is_unix_socket(fd, SOCK_SEQPACKET) && inode != 0 && inode_of(fd) == inode;
+}
+
+Fd open_store_connection(int channel_fd, const Deadline& deadline) {
+  set_cloexec(channel_fd);
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    throw SystemError("store", "cannot create a socket pair", errno);
+  Fd mine(ends[0]);
+  const Fd theirs(ends[1]);
+
+  while (send_with_fd(channel_fd, "c", theirs.get()) < 0) {
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN && errno != ETOOMANYREFS) {
+      throw CommError("store", fmt::format("the launcher does not take connections to its store "
+                                           "({}). It was probably killed. Start the run again.",
+                                           std::strerror(errno)));
+    }
+    if (deadline.expired()) {
+      throw TimeoutError("store",
+                         fmt::format("the launcher took no connection to its store within {} ms. "
+                                     "It is probably stopped. Look at the launcher's process.",
+                                     deadline.total().count()));
+    }
+    pollfd ready{channel_fd, POLLOUT, 0};
+    ::poll(&ready, 1, std::min(deadline.remaining_ms(), 50));
+  }
+  return mine;
+}
+
+}  // namespace lockstep

@@ -3,14 +3,14 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/world_layout.h"
+#include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep {
 namespace {
 
 using Kind = StoreFrame::Kind;
 
-// Seldom enough to be cheap, soon enough that a sender does not come to a halt.
+// Credit is reported seldom enough to be cheap, and soon enough that a sender does not stop.
 constexpr std::size_t kReportAfter = StoreStreams::kStreamWindow / 4;
 
 [[noreturn]] void reject(const char* what) {
@@ -188,8 +188,8 @@ void StoreStreams::on_credit(const StoreFrame& frame) {
   wake();
 }
 
-// Each stream that can write now is asked once; one that could not write everything goes to the
-// end.
+// Calls writable() once for each stream that can write. A stream that still cannot write everything
+// moves to the end.
 void StoreStreams::wake() {
   for (std::size_t left = waiting_.size(); left > 0 && link_credit_ > kFrameCost; --left) {
     if (waiting_.empty()) return;

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
 
@@ -14,13 +14,13 @@ using store::Command;
 
 namespace {
 
-// What each command of store::Command brings: a key, a value, an unsigned number of 32 or an
-// integer of 64 bits, counted Keys, or counted Pairs of a key and a value.
+// The arguments of each store::Command: k is a key, v a value, u a uint32, i an int64, K a counted
+// list of keys, P one of pairs of a key and a value.
 constexpr std::string_view kArguments[] = {"u",  "kv", "kvv", "k", "ki", "K",  "K", "",  "k",
                                            "kv", "K",  "P",   "",  "u",  "kv", "k", "k", ""};
 static_assert(std::size(kArguments) == static_cast<std::size_t>(Command::kListKeys) + 1);
 
-// What a deque with one element and its node in a map take, besides the key and the element.
+// The memory of a deque with one element and its map node, without the key and the element.
 constexpr std::size_t kDequeBytes = 640;
 
 template <typename T>
@@ -41,15 +41,15 @@ void append_value(std::string& to, std::string_view value) {
 
 }  // namespace
 
-// What a command brings, whatever it is.
+// The arguments of any command.
 struct StoreTable::Arguments {
   std::vector<std::string> keys;
   std::vector<std::string_view> values;
   std::int64_t number = 0;
 };
 
-// Reads from the front of the bytes that have come. Past their end everything reads as empty and
-// incomplete() is true: the command is then tried again when there are more.
+// Reads from the front of the received bytes. Past their end everything reads as empty and
+// incomplete() is true; the command is parsed again when there are more.
 class StoreTable::Input {
  public:
   explicit Input(std::string_view bytes) : bytes_(bytes) {}
@@ -115,7 +115,7 @@ class StoreTable::Input {
 
 std::size_t StoreTable::feed(Client client, std::string_view input) {
   Input in(input);
-  if (carry_out(client, in)) return in.used();
+  if (run_command(client, in)) return in.used();
   if (input.size() > limits_.command_bytes)
     refuse(fmt::format("a command of more than {} bytes", limits_.command_bytes));
   return 0;
@@ -128,8 +128,8 @@ void StoreTable::drop(Client client) {
 
 // ---------------------------------------------------------------- commands
 
-// False when the command is not complete yet; nothing has happened then.
-bool StoreTable::carry_out(Client client, Input& in) {
+// False, without any effect, if the command is incomplete.
+bool StoreTable::run_command(Client client, Input& in) {
   State& state = clients_[client];
   const auto command = static_cast<Command>(in.number<std::uint8_t>());
   if (!state.validated) {
@@ -139,14 +139,13 @@ bool StoreTable::carry_out(Client client, Input& in) {
     if (magic != store::kMagic) refuse("the first message is not from a TCPStore client");
     return state.validated = true;
   }
-  // All of it is read before anything is done.
   Arguments got = in.arguments(command);
   if (in.incomplete()) return false;
-  obey(client, command, got);
+  execute(client, command, got);
   return true;
 }
 
-void StoreTable::obey(Client client, Command command, Arguments& got) {
+void StoreTable::execute(Client client, Command command, Arguments& got) {
   const std::string& key = got.keys.empty() ? std::string() : got.keys.front();
   const auto reply_number = [&](std::size_t number) {
     reply_(client, bytes_of(static_cast<std::int64_t>(number)));
@@ -198,7 +197,7 @@ void StoreTable::obey(Client client, Command command, Arguments& got) {
 
 // ---------------------------------------------------------------- values
 
-// Call it before something grows: throws instead of letting it exceed the limits.
+// Called before something grows. Throws if that would exceed the limit.
 void StoreTable::reserve(std::size_t added, std::size_t removed) {
   if (bytes_ - removed + added > limits_.bytes)
     refuse(fmt::format("the store would hold more than {} bytes", limits_.bytes));
@@ -264,7 +263,7 @@ void StoreTable::add(Client client, const std::string& key, std::int64_t amount)
   reply_(client, bytes_of(sum));
 }
 
-// The reply is the value afterwards; for a missing key c10d's servers reply `expected`.
+// Replies the value afterwards; for a missing key `expected`, as c10d's servers do.
 void StoreTable::compare_set(Client client, const std::string& key, std::string_view expected,
                              std::string_view desired) {
   std::string reply;
@@ -321,7 +320,7 @@ bool StoreTable::present(const std::string& key) const {
 void StoreTable::wait(Client client, std::vector<std::string> keys) {
   State& state = clients_.at(client);
   if (!state.awaited.empty()) refuse("a client that waits cannot wait for something else");
-  // Each key once: the time to stop waiting grows with the square of the number of repetitions.
+  // Each key once: the time of stop_waiting() is quadratic in repeated keys.
   std::ranges::sort(keys);
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   std::size_t bytes = 0;
@@ -337,7 +336,7 @@ void StoreTable::wait(Client client, std::vector<std::string> keys) {
   for (const std::string& key : state.awaited) waiters_[key].push_back(client);
 }
 
-// A key that is set counts even if it is deleted before the others come, as in c10d's servers.
+// A key counts once it was set, even if it is deleted before the others are, as in c10d's servers.
 void StoreTable::wake(const std::string& key, bool one_only) {
   const auto found = waiters_.find(key);
   if (found == waiters_.end()) return;

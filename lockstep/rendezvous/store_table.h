@@ -1,14 +1,12 @@
-// The keys and values of a store, and what the commands of its protocol do with them
-// (rendezvous/store_channel.h lists the commands).
+// The contents of a store, and the commands of its protocol (store_client.h lists them).
 //
 //   StoreTable table([&](auto client, auto bytes) { send(client, bytes); });
-//   input.erase(0, table.feed(client, input));   // carries out the first command
+//   input.erase(0, table.feed(client, input));   // executes the first command
 //
-// Bytes in, bytes out: it knows no sockets. The keys, values, queues and awaited keys that clients
-// make it hold are counted and bounded; input that is not complete and replies that are not sent
-// belong to the caller. One command costs at most what its own bytes and its reply allow
-// (StoreLimits::command_bytes).
-// Owned and called by one thread.
+// Turns a client's bytes into replies; it has no sockets. The memory for keys, values, queues and
+// awaited keys is counted and bounded; incomplete input and unsent replies belong to the caller.
+// The work of one command is bounded by its size and that of its reply
+// (StoreLimits::command_bytes). Owned and called by one thread.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/rendezvous/store_channel.h"
+#include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {
 
@@ -34,16 +32,16 @@ struct StoreLimits {
 class StoreTable {
  public:
   using Client = std::uint64_t;
-  // Called from within feed(), also for clients that wait for what another one sets.
+  // Called by feed(), also for other clients, whose wait ends.
   using Reply = std::function<void(Client, std::string_view)>;
 
   explicit StoreTable(Reply reply, StoreLimits limits = {})
       : reply_(std::move(reply)), limits_(limits) {}
 
-  // Carries out the first command of the input, and returns its size; 0 when it is not complete.
-  // Throws CommError where a client breaks the protocol or a limit: drop it then.
+  // Executes the first command of the input and returns its size; 0 if it is incomplete. Throws
+  // CommError if the client breaks the protocol or a limit: drop it then.
   std::size_t feed(Client client, std::string_view input);
-  // Forgets the client and what it waits for. Its keys stay.
+  // Removes the client and its wait. Its keys stay.
   void drop(Client client);
 
  private:
@@ -52,12 +50,12 @@ class StoreTable {
   struct State {
     bool validated = false;
     std::vector<std::string> awaited;  // keys that were missing when the wait began
-    std::size_t missing = 0;           // how many of them have not come since
+    std::size_t missing = 0;           // how many of them are still missing
     std::size_t awaited_bytes = 0;     // counted in bytes_
   };
 
-  bool carry_out(Client client, Input& in);
-  void obey(Client client, store::Command command, Arguments& got);
+  bool run_command(Client client, Input& in);
+  void execute(Client client, store::Command command, Arguments& got);
   void reserve(std::size_t added, std::size_t removed);
   void check_reply(std::size_t bytes) const;
   void put(const std::string& key, std::string value);

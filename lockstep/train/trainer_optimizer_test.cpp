@@ -16,7 +16,6 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/testing/matchers.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/train_optimizer.h"
 #include "lockstep/train/trainer.h"

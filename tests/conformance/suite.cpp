@@ -12,7 +12,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/testing/matchers.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep::conformance {
 

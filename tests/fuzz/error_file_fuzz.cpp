@@ -8,7 +8,7 @@
 #include <cmath>
 #include <string>
 
-#include "launcher/node_message.h"
+#include "launcher/node_connection.h"
 #include "launcher/report.h"
 #include "tests/fuzz/driver.h"
 

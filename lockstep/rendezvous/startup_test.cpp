@@ -1,5 +1,5 @@
 // What ranks say about themselves, and what rank 0 makes of it.
-#include "lockstep/rendezvous/handshake.h"
+#include "lockstep/rendezvous/startup.h"
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
