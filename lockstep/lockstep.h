@@ -1,6 +1,6 @@
 // What most training programs name; README.md has a complete one. docs/api.md lists the headers for
-// more: weight averages, SyncBatchNorm, activation checkpointing, communication hooks, token
-// and instruction data, models.
+// more: weight averages, SyncBatchNorm, activation checkpointing, token and instruction data,
+// models.
 #pragma once
 
 #include "lockstep/comm/mesh.h"                   // IWYU pragma: export
