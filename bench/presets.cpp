@@ -8,7 +8,7 @@
 
 #include "bench/bench.h"
 #include "bench/harness.h"
-#include "bench/train_runs.h"
+#include "bench/processes.h"
 #include "lockstep/core/cores.h"
 #include "lockstep/core/error.h"
 #include "lockstep/train/config.h"
