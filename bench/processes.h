@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/scratch_folder.h"
+#include "cli/local_ranks.h"
 #include "launcher/process.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"

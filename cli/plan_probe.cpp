@@ -1,18 +1,21 @@
-#include "cli/plan_probe.h"
+// `lockstep plan --probe` and `--write`.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 
+#include "cli/commands.h"
 #include "cli/local_ranks.h"
-#include "cli/plan_write.h"
-#include "cli/print.h"
+#include "cli/plan.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/json.h"
 #include "lockstep/core/other_programs.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {
 namespace {
@@ -49,7 +52,72 @@ std::optional<SeenRanks> read_ranks(const std::string& folder, int ranks) {
   return all;
 }
 
+// ---------------------------------------------------------------- --write
+
+constexpr std::string_view kModel = "model.";
+constexpr std::string_view kEmpty = "\"\"";
+
+std::string yaml_string(const std::string& text) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./~-";
+  const bool plain = text.find_first_not_of(kPlain) == text.npos && !text.starts_with('-') &&
+                     plain_scalar(text, {}).is(NodeKind::kString);
+  return plain ? text : json_quote(text);
+}
+
+// YAML on one line.
+std::string yaml_value(const Node& node) {
+  std::string text;
+  if (node.is(NodeKind::kMap)) {
+    for (const Entry& entry : node.entries)
+      text += fmt::format("{}{}: {}", text.empty() ? "" : ", ", yaml_string(entry.key),
+                          yaml_value(entry.value));
+    return "{" + text + "}";
+  }
+  if (node.is(NodeKind::kList)) {
+    for (const Node& item : node.items)
+      text += fmt::format("{}{}", text.empty() ? "" : ", ", yaml_value(item));
+    return "[" + text + "]";
+  }
+  if (node.is(NodeKind::kNull)) return "null";
+  return node.is(NodeKind::kString) ? yaml_string(node.text) : node.text;
+}
+
+// The file's model with one more key. `gpt` is short for {name: gpt}.
+std::string model_text(const Entry* written, std::string_view key, const std::string& value) {
+  Node model = written != nullptr ? written->value : map_node({});
+  if (!model.is(NodeKind::kMap)) model = map_node({{"name", std::move(model)}});
+  model.entries.push_back({std::string(key), {}, text_node(value)});
+  return yaml_value(model);
+}
+
 }  // namespace
+
+std::string planned_text(const Node& file, const std::string& name,
+                         const std::vector<plan::Setting>& settings) {
+  std::string text;
+  std::set<std::string_view> chosen;
+  for (const plan::Setting& setting : settings) {
+    const bool inside = setting.key.starts_with(kModel);
+    const std::string_view key = inside ? "model" : std::string_view(setting.key);
+    const Entry* written = file.find(key);
+    const std::string value =
+        inside ? model_text(written, setting.key.substr(kModel.size()), setting.value)
+               : setting.value;
+    text += fmt::format(
+        "# {}{}\n{}: {}\n", train::find_key(key)->help,
+        written == nullptr ? "" : fmt::format("; it was {}", yaml_value(written->value)), key,
+        value);
+    chosen.insert(key);
+    if (key == "fsdp" && value == kEmpty) chosen.insert("fsdp_config");
+  }
+  std::string others;
+  for (const Entry& entry : file.entries)
+    if (!chosen.contains(entry.key))
+      others += fmt::format("{}: {}\n", yaml_string(entry.key), yaml_value(entry.value));
+  if (!text.empty()) text = fmt::format("# Chosen by `lockstep plan {}`:\n{}\n", name, text);
+  return fmt::format("{}# As in {}:\n{}", text, name, others);
+}
 
 std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way,
                                            const ProbeOptions& options) {
@@ -59,7 +127,7 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
                      "no LibTorch.");
   const ScratchFolder folder("plan");
   const std::string planned = folder.path() + "/planned.yaml";
-  write_file_atomically(planned, with_settings(read_file(file), way.settings, file));
+  write_file_atomically(planned, planned_text(load_document(file), file, way.settings));
   const int steps = kSteps + (options.cpu ? kFirstCpu : kFirstGpu);
   std::vector<std::string> arguments{"plan-probe",
                                      folder.path(),

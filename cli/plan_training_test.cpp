@@ -3,8 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/plan_record.h"
-
 namespace lockstep::cli {
 namespace {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "observe/plan/units.h"
+#include "observe/plan/machine.h"
 
 namespace lockstep::plan {
 namespace {

@@ -68,9 +68,12 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   // With global_batch_size or tokens_per_update the accumulation follows.
   if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
     all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
-  // What fsdp_config says ends with fsdp.
+  // fsdp_config ends with fsdp, which has no effect on one GPU and stays.
+  const std::string_view fsdp = fsdp_word(c.strategy);
+  const std::string_view file_fsdp = fsdp_word(file.fsdp.value_or(Strategy::kDdp));
+  const bool fsdp_changes = c.strategy != Strategy::kSingle && fsdp != file_fsdp;
   const bool file_checkpoints =
-      file.checkpointing && (!file.fixed_checkpointing || !fsdp_word(c.strategy).empty());
+      file.checkpointing && !(file.fixed_checkpointing && fsdp_changes && fsdp.empty());
   if (way.checkpointing != file_checkpoints)
     all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
   if (way.fp8 != file.fp8)
@@ -87,9 +90,7 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
-  if (const std::string_view word = fsdp_word(c.strategy);
-      c.strategy != Strategy::kSingle && word != fsdp_word(file.fsdp.value_or(Strategy::kDdp)))
-    all.push_back({"fsdp", word.empty() ? "\"\"" : std::string(word)});
+  if (fsdp_changes) all.push_back({"fsdp", fsdp.empty() ? "\"\"" : std::string(fsdp)});
   if (c.strategy == Strategy::kSplit && !file.device_map)
     all.push_back({"model.device_map", "balanced"});
   return all;

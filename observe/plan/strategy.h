@@ -20,10 +20,9 @@
 #include <string_view>
 #include <vector>
 
-#include "observe/plan/cards.h"
+#include "observe/plan/machine.h"
 #include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
-#include "observe/plan/scaling.h"
 
 namespace lockstep::plan {
 
