@@ -306,7 +306,7 @@ void add_ways(PlanReport& report, bool here) {
     const auto next =
         std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
     if (next == end) break;
-    if (const auto seen = probe_way(request.file, *next, {.cpu = cpu})) {
+    if (const auto seen = probe_way(request.file, *next, cpu)) {
       fresh.push_back(*seen);
       save_ways(key, {*seen});  // at once: the next one may be interrupted
     } else {

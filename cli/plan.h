@@ -3,7 +3,7 @@
 //
 //   const Here here = devices_here("4xH100-80GB");      // "": what is found here
 //   plan::Cluster cluster = cluster_of("nvlink+ib400", 8, here);
-//   const auto measured = probe_way("train.yaml", way, {.cpu = true});
+//   const auto measured = probe_way("train.yaml", way, /*cpu=*/true);
 //   write_file_atomically("planned.yaml", planned_text(file, "train.yaml", way.settings));
 //
 // Functions without state; call from any thread.
@@ -108,17 +108,11 @@ Node plan_node(const PlanReport& report);
 
 // ---------------------------------------------------------------- probe and file
 
-struct ProbeOptions {
-  bool cpu = false;
-  int timeout_s = 300;
-};
-
 // Runs a few steps of a way on this machine. The ranks train as the file says with the way's
 // settings in it, on its own data; nothing is saved, evaluated or reported. The fastest of the last
 // three steps counts: others were disturbed. Says on stderr what was measured, or why nothing was;
 // then there is no value.
-std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way,
-                                           const ProbeOptions& options);
+std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way, bool cpu);
 
 // YAML: the settings, each below a comment that says what the key means and what it was in the file
 // `name`, then the file's other keys with their values, one on a line. fsdp_config goes where a

@@ -24,6 +24,7 @@ constexpr int kSteps = 3;
 // On a GPU the first steps load kernels, and a step is captured after a few.
 constexpr int kFirstGpu = 8;
 constexpr int kFirstCpu = 1;
+constexpr int kTimeout_s = 300;
 
 struct SeenRanks {
   double step_s = 0;
@@ -120,7 +121,7 @@ std::string planned_text(const Node& file, const std::string& name,
 }
 
 std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way,
-                                           const ProbeOptions& options) {
+                                           bool cpu) {
   if (train_program().empty())
     throw UsageError("plan",
                      "--probe runs steps, and libexec/lockstep-train is not there: this build has "
@@ -128,7 +129,7 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   const ScratchFolder folder("plan");
   const std::string planned = folder.path() + "/planned.yaml";
   write_file_atomically(planned, planned_text(load_document(file), file, way.settings));
-  const int steps = kSteps + (options.cpu ? kFirstCpu : kFirstGpu);
+  const int steps = kSteps + (cpu ? kFirstCpu : kFirstGpu);
   std::vector<std::string> arguments{"plan-probe",
                                      folder.path(),
                                      planned,
@@ -144,23 +145,22 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   // `auto` may shard where the way does not.
   if (way.choice.strategy == plan::Strategy::kDdp)
     arguments.emplace_back("--shard_optimizer=false");
-  if (options.cpu) arguments.emplace_back("--use_cpu=true");
+  if (cpu) arguments.emplace_back("--use_cpu=true");
   const plan::Choice& c = way.choice;
   const std::string what =
-      fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, options.cpu), c.batch,
-                  c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
+      fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, cpu), c.batch, c.accumulation,
+                  way.checkpointing ? ", gradient checkpointing" : "",
                   way.fp8    ? ", 8 bits"
                   : way.half ? ", 16 bits"
                              : "");
   const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
   const OtherPrograms others;
-  const RanksOutcome end =
-      run_ranks({.ranks = ranks, .timeout_s = options.timeout_s, .arguments = std::move(arguments)},
-                folder.path());
+  const RanksOutcome end = run_ranks(
+      {.ranks = ranks, .timeout_s = kTimeout_s, .arguments = std::move(arguments)}, folder.path());
   const auto seen = end.ok() ? read_ranks(folder.path(), ranks) : std::nullopt;
   if (!seen) {
     print_text(stderr, "probe: {}: {}\n", what,
-               !end.in_time      ? fmt::format("not done after {} s", options.timeout_s)
+               !end.in_time      ? fmt::format("not done after {} s", kTimeout_s)
                : end.ending.ok() ? fmt::format("the data ends before {} steps", steps)
                                  : "the ranks failed");
     if (!end.ok())

@@ -47,6 +47,10 @@ constexpr double kLoopbackShared = 20 * kGiga;
 // trainings of two ranks, on a machine that had other work, too (docs/plan.md).
 constexpr double kCpuSumWait_s = 1.2e-3;
 
+// DistributedDataParallel's default buckets.
+constexpr double kBucketBytes = 25 << 20;
+constexpr double kFirstBucketBytes = 1 << 20;
+
 [[noreturn]] void refuse_link(std::string_view text) {
   throw UsageError("plan",
                    "'{}' is not a link. Write nvlink, pcie or pcie-host (without peer access) "
@@ -147,7 +151,7 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
   double sent_until = 0;
   double bucket = 0;
   double sent = 0;
-  auto limit = static_cast<double>(work.first_bucket_bytes);
+  double limit = kFirstBucketBytes;
   for (std::size_t i = 0; i < work.gradients.size(); ++i) {
     bucket += static_cast<double>(work.gradients[i]);
     produced += static_cast<double>(work.gradients[i]);
@@ -157,7 +161,7 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
     sent_until = std::max(sent_until, ready) + takes;
     sent += takes;
     bucket = 0;
-    limit = static_cast<double>(work.bucket_bytes);
+    limit = kBucketBytes;
   }
   time.communication_s += sent;
   time.exposed_s += std::max(sent_until - backward_s, cluster.exposed_share * sent);

@@ -140,8 +140,6 @@ struct Work {
   std::vector<double> tensor_sums{};
   std::vector<double> tensor_gathers{};
   double tensor_once = 0;  // bytes of one more sum, once in an update
-  std::int64_t bucket_bytes = 25 << 20;
-  std::int64_t first_bucket_bytes = 1 << 20;
 
   double compute_s() const { return accumulation * (forward_s + backward_s); }
 };

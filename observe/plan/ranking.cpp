@@ -7,7 +7,8 @@
 namespace lockstep::plan {
 namespace {
 
-// A batch that is a hundredth faster is not worth its memory, nor a change to the file.
+// A hundredth of a step's time is worth neither the memory of a larger batch nor a change to the
+// file.
 constexpr double kWorthMemory = 0.01;
 
 // Divisors of the samples that a replica computes in an update, the smallest first. Among very many
@@ -20,7 +21,7 @@ std::vector<std::int64_t> divisors_of(std::int64_t window) {
   return all;
 }
 
-// Those with fewer changes to a file first.
+// Strategies that need fewer changes to a file come first.
 constexpr Strategy kStrategies[] = {
     Strategy::kSingle,    Strategy::kDdp,         Strategy::kShardedOptimizer,
     Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kHybridShard,
@@ -32,7 +33,7 @@ struct Variant {
   Parts parts;
 };
 
-// The micro-batch to take by `seconds(choice)`, which says nothing where that is not known.
+// The fastest micro-batch, by `seconds(choice)`, which is empty where the speed is not known.
 template <typename Seconds>
 std::optional<Choice> best_batch(const Variant& variant, const Card& card, const Seconds& seconds) {
   const auto& [training, parts] = variant;
@@ -59,7 +60,7 @@ std::optional<Choice> best_batch(const Variant& variant, const Card& card, const
   return written != fitting.end() ? written->second : std::ranges::find_if(fitting, fast)->second;
 }
 
-// What `way` needs that the file does not say.
+// The keys that a file needs to train as `way` does.
 std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus) {
   std::vector<Setting> all;
   const Choice& c = way.choice;
@@ -109,7 +110,7 @@ void sort_ways(std::vector<Way>& ways) {
   std::rotate(ways.begin(), simplest, simplest + 1);
 }
 
-// All of them up to 16; beyond that powers of two and the number itself.
+// All numbers up to 16; of more GPUs the powers of two and the number itself.
 std::vector<int> counts_of(int gpus) {
   std::vector<int> counts{gpus};
   for (int n = gpus - 1; n >= 1; --n)
@@ -121,7 +122,7 @@ std::vector<int> counts_of(int gpus) {
 std::vector<Training> computations(const Training& training, const Machine& machine) {
   std::vector<Training> all{training};
   if (lacks_fp8(training, machine.card)) all.front().fp8 = false;
-  // A measurement is of the file's own computation.
+  // --tokens-per-second was measured with the file's own type and checkpointing.
   if (machine.speed.tokens_per_second) return all;
   const bool has_blocks = training.model.blocks() > 0 && !training.fixed_checkpointing;
   const bool may_halve = !training.half && machine.card.bfloat16 && !machine.card.cpu;
