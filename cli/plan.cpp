@@ -226,9 +226,9 @@ void add_rows(PlanReport& report) {
   for (const int gpus : counts_up_to(report.devices.count)) {
     const int copies = plan::written_copies(report.training, report.devices.card, gpus);
     if (report.training.global_batch && *report.training.global_batch < copies) {
-      report.note(
-          fmt::format("the global batch of {} samples has not one for each of {}: more do not help",
-                      *report.training.global_batch, report.devices_text(gpus)));
+      report.note(fmt::format(
+          "the global batch of {} samples is less than one for each of {}: more {}s do not help",
+          *report.training.global_batch, report.devices_text(gpus), report.device_text()));
       break;
     }
     report.rows.push_back(row_of(report, gpus));
