@@ -9,7 +9,7 @@
 
 #include "bench/bench.h"
 #include "bench/harness.h"
-#include "bench/train_runs.h"
+#include "bench/processes.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"

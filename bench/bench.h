@@ -1,4 +1,4 @@
-// The benchmarks of `lockstep bench NAME`, and the ranks that they start (crew.h).
+// The benchmarks of `lockstep bench NAME`, and the ranks that they start (processes.h).
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -1,5 +1,5 @@
 // What the benchmarks of `lockstep bench` are made of: options, rounds by turns, a report, goals.
-// The sides that are compared are processes (crew.h) or functions.
+// The sides that are compared are processes (processes.h) or functions.
 //
 //   Options options("How long a hop takes, beside gloo's");
 //   options.number("--rounds", rounds, 1, 1000, "turns of each side");

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "bench/bench.h"
-#include "cli/guarded.h"
+#include "cli/commands.h"
 #include "lockstep/core/host.h"
 
 namespace lockstep::bench {

@@ -8,10 +8,10 @@
 #include <filesystem>
 
 #include "bench/bench.h"
-#include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/marks.h"
 #include "bench/models.h"
+#include "bench/processes.h"
 #include "cli/task_config.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -1,5 +1,5 @@
 // What the sides of `lockstep bench train` and `recipes` agree on: the settings that the parent
-// starts ranks with (crew.h), ours and PyTorch's, and the orders that it gives them in turn:
+// starts ranks with (processes.h), ours and PyTorch's, and the orders that it gives them in turn:
 //
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them

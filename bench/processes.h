@@ -1,18 +1,26 @@
-// Programs that benchmarks start: where they are, how they are started, and a directory for their
-// files.
+// Programs that benchmarks start: crews of ranks that take orders, and runs of `lockstep train`.
 //
+//   Crew ours({.name = "ours", .ranks = 2, .rank = "model", .settings = settings});
+//   const json answer = ours.ask({{"do", "time"}, {"steps", 10}});     // rank 0's
+//   ours.finish();
 //   const Scratch scratch;
-//   launch::Process process = start_lockstep({"train", scratch.file("a.yaml")});
-//   if (!ended(process, std::chrono::minutes(5))) process.signal_group(SIGTERM);
+//   const TrainFigures figures = run_train({.name = "fast", .ranks = 2, .file = "fast.json"},
+//                                          scratch.file("out"));
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
-#include "cli/scratch_folder.h"
+#include "cli/local_ranks.h"
 #include "launcher/process.h"
+#include "lockstep/core/deadline.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/train/arguments.h"
 
 namespace lockstep::bench {
 
@@ -38,5 +46,102 @@ void stop(launch::Process& process);
 struct Scratch : cli::ScratchFolder {
   Scratch() : ScratchFolder("bench") {}
 };
+
+// ---------------------------------------------------------------- ranks that take orders
+
+// The ranks of one side are started once, and sides take turns working.
+//
+// A rank is one of this program's (bench.h) or a Python script of bench/peers. It gets its settings
+// as JSON on its command line, and then orders, one JSON object in a line, from a Unix socket; it
+// answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run` starts all of
+// them.
+//
+// Sides must not disturb each other while they wait. A rank blocks in a read of its socket until it
+// gets an order, and exits when the socket is closed, so no process is left when the benchmark
+// dies. Every answer says how much processor time the rank used while it waited for the order.
+struct CrewOptions {
+  std::string name;
+  int ranks = 1;
+  std::string rank;  // "model", or a script's name: "gpt_peer.py"
+  nlohmann::json settings;
+};
+
+// Owned and used by one thread.
+class Crew {
+ public:
+  // Starts the ranks. Does not wait for them; wait_ready() does, or the first order.
+  explicit Crew(const CrewOptions& options);
+  // Ends ranks that are still running.
+  ~Crew();
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+
+  const std::string name;
+
+  void wait_ready();
+  // Gives all ranks the same order and returns their answers by rank. Error: one cannot do it, has
+  // ended or is silent.
+  std::vector<nlohmann::json> ask_all(const nlohmann::json& order);
+  nlohmann::json ask(const nlohmann::json& order) { return ask_all(order).front(); }
+  // Error if the ranks computed while they waited, since the last call of this.
+  void check_idle();
+  // The end of orders: waits until the ranks have ended, and throws Error if they failed.
+  void finish();
+
+ private:
+  struct Member {
+    Fd socket;
+    std::string unread;
+  };
+  std::string read_line(Member& member, const Deadline& deadline);
+  // False at the deadline; throws Error when the ranks have ended.
+  bool readable(int fd, const Deadline& deadline);
+  [[noreturn]] void fail(const std::string& what);
+
+  int ranks_;
+  Scratch scratch_;
+  Fd listener_;
+  launch::Process launcher_;
+  std::vector<Member> members_;
+  double idle_s_ = 0, idle_cpu_s_ = 0;
+};
+
+// The rank's side: obeys until there are no more orders.
+void serve(const std::string& path, int rank,
+           const std::function<nlohmann::json(const nlohmann::json&)>& obey);
+
+// ---------------------------------------------------------------- runs of lockstep train
+
+// A run is a process of its own, whose measurements are read from its metrics.jsonl.
+struct TrainJob {
+  std::string name;
+  int ranks = 1;
+  std::string file{};                // a training file; empty: none
+  std::vector<std::string> flags{};  // "--max_steps=10"
+  Environment environment{};
+};
+
+struct TrainFigures {
+  double runtime_s = 0;  // for training, without the start of the process
+  double train_loss = 0;
+  // One value per log, oldest first; tokens of a language model alone.
+  std::vector<double> losses{}, samples_per_second{}, tokens_per_second{};
+
+  // Samples a second: the median of the logs except the first, which holds the start.
+  double settled_rate() const { return settled(samples_per_second); }
+  // The same of any of them.
+  static double settled(const std::vector<double>& logged);
+};
+
+// Flags of a run of so many steps that is measured: they turn off what only takes time away from
+// its steps, would change the batch between them, or makes no sense for so few (a schedule). Later
+// flags override them.
+std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps);
+
+// Whether a run of that file trains on the CPU of this machine.
+bool on_cpu(const TrainingArguments& arguments);
+
+// `folder` becomes output_dir. Error with the last lines of its output when it fails.
+TrainFigures run_train(const TrainJob& job, const std::string& folder);
 
 }  // namespace lockstep::bench

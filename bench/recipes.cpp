@@ -10,10 +10,9 @@
 #include <random>
 
 #include "bench/bench.h"
-#include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/models.h"
-#include "bench/train_runs.h"
+#include "bench/processes.h"
 #include "cli/task_config.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"

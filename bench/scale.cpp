@@ -9,7 +9,7 @@
 
 #include "bench/bench.h"
 #include "bench/harness.h"
-#include "bench/train_runs.h"
+#include "bench/processes.h"
 #include "launcher/accelerate_config.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

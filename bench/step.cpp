@@ -11,9 +11,9 @@
 #include <functional>
 
 #include "bench/bench.h"
-#include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
+#include "bench/processes.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/algorithms.h"

@@ -7,9 +7,9 @@
 #include <deque>
 
 #include "bench/bench.h"
-#include "bench/crew.h"
 #include "bench/harness.h"
 #include "bench/models.h"
+#include "bench/processes.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::bench {

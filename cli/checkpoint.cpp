@@ -11,7 +11,6 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
-#include "cli/print.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -331,7 +331,7 @@ class Env(unittest.TestCase):
         self.assertGreater(len(names), 20)
         found = json.loads(lockstep("env", "--json", **{name: "1" for name in names}).stdout)
         self.assertEqual([w for w in found["warnings"] if "nothing reads it" in w], [],
-                         "cli/variables.cpp must list these")
+                         "cli/env.cpp must list these")
 
     def test_help_and_unknown_flags(self):
         self.assertIn("usage: lockstep env", lockstep("env", "--help").stdout)
@@ -386,7 +386,7 @@ class Documentation(unittest.TestCase):
         with open(os.path.join(SOURCE, "lockstep", "rendezvous", "rank_env.cpp")) as f:
             read = set(re.findall(r'"([A-Z][A-Z0-9]+_[A-Za-z0-9_]+|RANK)"', f.read()))
         self.assertGreater(len(read), 40)
-        self.assertEqual(sorted(read - known), [], "cli/variables.cpp must list these")
+        self.assertEqual(sorted(read - known), [], "cli/env.cpp must list these")
 
     def test_pet_variables_are_explained(self):
         with open(os.path.join(SOURCE, "docs", "environment.md")) as f:

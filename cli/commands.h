@@ -1,14 +1,37 @@
-// The subcommands of `lockstep`, one file each. A command gets the arguments after its name and
-// returns the exit code; a UsageError becomes a line on stderr and exit code 2.
+// The subcommands of `lockstep`, one file each, and what they share: text for a terminal, errors as
+// exit codes, environment variables, progress of a long read.
+//
+//   int main(int argc, char** argv) { return cli::guarded([&] { return command(argc, argv); }); }
+//   print_text("{}: {} tensors\n", name_in_a_file, count);
+//   data::load_instructions(path, ReadingProgress(path));
 #pragma once
 
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::cli {
 
 using Args = std::vector<std::string>;
 
+// A command gets the arguments after its name and returns the exit code; a UsageError becomes a
+// line on stderr and exit code 2.
 int run_command(const Args& args);         // run.cpp
 int train_command(const Args& args);       // run.cpp
 int env_command(const Args& args);         // env.cpp
@@ -30,5 +53,103 @@ std::string documentation(const std::string& page);
 
 // Becomes that program of libexec; returns (1) only when it cannot be executed. In main.cpp.
 int execute(const char* program, const Args& args);
+
+// Names and texts from files go to a terminal without control characters (core/text.h).
+template <typename... Args>
+void print_text(std::FILE* to, fmt::format_string<Args...> format, Args&&... args) {
+  const std::string text = printable_lines(fmt::format(format, std::forward<Args>(args)...));
+  std::fwrite(text.data(), 1, text.size(), to);
+}
+
+template <typename... Args>
+void print_text(fmt::format_string<Args...> format, Args&&... args) {
+  print_text(stdout, format, std::forward<Args>(args)...);
+}
+
+// Turns a command's exceptions into one line on stderr, and 2 for the caller's mistake or 1. A
+// program that links LibTorch passes the result to end_at_once().
+template <typename Body>
+int guarded(Body&& body) {
+  try {
+    return body();
+  } catch (const UsageError& error) {
+    print_text(stderr, "lockstep: {}\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    print_text(stderr, "lockstep: {}\n", error.what());
+    return 1;
+  }
+}
+
+// Only for main(), when everything is done. On a normal return LibTorch unregisters its thousands
+// of operators one by one, which takes as long as the start (0.2 s of a core).
+inline int end_at_once(int code) {
+#if !defined(__SANITIZE_ADDRESS__)  // it looks for leaks on the way out
+  std::cout.flush();
+  std::fflush(nullptr);
+  std::_Exit(code);
+#endif
+  return code;
+}
+
+// The environment variables that matter to a rank, each with one line of meaning: what `lockstep
+// env` prints and what docs/environment.md must list. In env.cpp.
+struct KnownVariable {
+  std::string_view name;
+  std::string_view meaning;
+  // Listed even when unset; the others are listed only when they are set.
+  bool important = false;
+};
+
+std::span<const KnownVariable> known_variables();
+
+// Whether `name` belongs to a family that is shown whole (NCCL_*, LOCKSTEP_*, ...).
+bool is_shown(std::string_view name);
+
+// Every variable of this process that is known or shown, with its value.
+std::map<std::string, std::string> set_variables();
+
+// A line for each LOCKSTEP_ variable of this process that nothing of ours reads, with the name that
+// was probably meant.
+std::vector<std::string> unread_variables();
+
+// Progress of a long read: silent for two seconds, then a line on stderr. On a terminal the line is
+// overwritten in place; elsewhere a new one is printed every ten seconds. One object per reading,
+// one thread. The clock is a parameter for tests.
+class ReadingProgress {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Now = std::function<Clock::time_point()>;
+
+  explicit ReadingProgress(std::string what, std::FILE* to = stderr, Now now = Clock::now)
+      : what_(std::move(what)),
+        to_(to),
+        now_(std::move(now)),
+        terminal_(::isatty(::fileno(to)) == 1),
+        start_(now_()),
+        next_(start_ + std::chrono::seconds(2)) {}
+
+  void operator()(std::uint64_t done, std::uint64_t total) {
+    const Clock::time_point now = now_();
+    const bool last = done == total;
+    if (now < next_ && !(last && said_)) return;
+    next_ = now + (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
+    said_ = true;
+    const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
+    fmt::print(to_, "{}reading {}: {:.0f} % after {:.0f} s{}", terminal_ ? "\r" : "", what_,
+               100 * part, std::chrono::duration<double>(now - start_).count(),
+               terminal_ && !last ? "\033[K" : "\n");
+    std::fflush(to_);
+  }
+
+ private:
+  std::string what_;
+  std::FILE* to_;
+  Now now_;
+  bool terminal_;
+  bool said_ = false;
+  Clock::time_point start_;
+  Clock::time_point next_;
+};
 
 }  // namespace lockstep::cli

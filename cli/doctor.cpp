@@ -11,7 +11,6 @@
 #include "cli/commands.h"
 #include "cli/doctor_checks.h"
 #include "cli/flags.h"
-#include "cli/print.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -1,4 +1,5 @@
 // `lockstep generate`: continues a text with the model in a folder, to see what it has learned.
+
 #include "lockstep/models/generate.h"
 
 #include <fmt/format.h>
@@ -13,16 +14,16 @@
 #include <string>
 #include <vector>
 
-#include "cli/base_model.h"
+#include "cli/commands.h"
 #include "cli/flags.h"
-#include "cli/print.h"
-#include "cli/prompt_format.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
 #include "lockstep/data/tokenizer.h"
+#include "lockstep/io/directory.h"
+#include "lockstep/models/lora.h"
 
 namespace lockstep::cli {
 namespace {
@@ -351,6 +352,87 @@ int generate_main(int argc, char** argv) {
   const std::string answer = text.decode(text.answers_alone() ? added : all);
   fmt::print("{}\n", ::isatty(STDOUT_FILENO) != 0 ? printable_lines(answer) : answer);
   return 0;
+}
+
+// ---------------------------------------------------------------- the model's folder
+
+std::string model_folder(const std::string& folder) {
+  if (!fs::is_directory(folder))
+    throw UsageError("model", "{} is not a folder. Give a Hugging Face folder or a checkpoint.{}",
+                     folder, hub_advice(folder));
+  const auto holds = [&](const char* name) { return fs::exists(fs::path(folder) / name); };
+  if (holds("config.json") || holds(models::kAdapterConfig)) return folder;
+  const auto checkpoints = io::list_numbered(folder, "checkpoint-");
+  if (checkpoints.empty())
+    throw UsageError("model",
+                     "{} has neither a config.json nor an adapter_config.json, and no "
+                     "checkpoint-<step> in it.",
+                     folder);
+  return checkpoints.front().path;  // highest first
+}
+
+std::string base_folder(const std::string& adapter_folder, const std::string& base) {
+  const std::string config = fs::path(adapter_folder) / models::kAdapterConfig;
+  std::string named = base;
+  if (named.empty())
+    named = models::parse_adapter_config(read_file(config), config).base_model_name_or_path;
+  if (named.empty() || !fs::is_directory(named))
+    throw UsageError("model",
+                     "{} holds an adapter of the model '{}', which is not a folder here. Name the "
+                     "base model's folder with --base.",
+                     adapter_folder, named);
+  return named;
+}
+
+LoadedModel load_model(const std::string& folder, const std::string& base,
+                       const models::PretrainedOptions& options) {
+  if (!fs::exists(fs::path(folder) / models::kAdapterConfig))
+    return {models::load_pretrained(folder, options), folder};
+  const std::string named = base_folder(folder, base);
+  LoadedModel loaded{models::load_pretrained(named, options), named};
+  models::load_adapter(*loaded.model, folder);
+  loaded.model->to(options.device);
+  loaded.model->eval();
+  return loaded;
+}
+
+// ---------------------------------------------------------------- prompt_format.json
+
+using data::RecordKind;
+
+std::string prompt_format_text(const PromptFormat& format) {
+  const bool texts = format.kind == RecordKind::kInstruction;
+  const char* kind = texts                              ? "instruction"
+                     : format.kind == RecordKind::kChat ? "chat"
+                                                        : "completion";
+  Node map = map_node({{"kind", text_node(kind)}});
+  const auto set = [&](const char* key, const std::string& value) {
+    map.entries.push_back({key, {}, text_node(value)});
+  };
+  if (texts) {
+    set("prompt", format.texts.prompt);
+    set("prompt_without_input", format.texts.prompt_without_input);
+    set("response", format.texts.response);
+  }
+  if (!format.tokenizer.empty()) set("tokenizer", format.tokenizer);
+  return to_json(map) + "\n";
+}
+
+PromptFormat read_prompt_format(const std::string& path) {
+  const Node root = parse_json(read_file(path), path);
+  MapReader keys(root, "prompt_format");
+  PromptFormat format;
+  const std::string kind =
+      keys.choice("kind", "instruction", {"instruction", "completion", "chat"});
+  format.kind = kind == "chat"         ? RecordKind::kChat
+                : kind == "completion" ? RecordKind::kCompletion
+                                       : RecordKind::kInstruction;
+  format.texts.prompt = keys.text("prompt", format.texts.prompt);
+  format.texts.prompt_without_input =
+      keys.text("prompt_without_input", format.texts.prompt_without_input);
+  format.texts.response = keys.text("response", format.texts.response);
+  format.tokenizer = keys.text("tokenizer", "");
+  return format;
 }
 
 }  // namespace lockstep::cli

@@ -8,7 +8,6 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
-#include "cli/print.h"
 #include "launcher/stall_table.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -12,8 +12,6 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/guarded.h"
-#include "cli/print.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 

@@ -1,32 +1,29 @@
 // `lockstep plan`: what a training file costs on given GPUs, before a GPU is booked.
+#include "cli/plan.h"
+
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <optional>
-#include <span>
 #include <sstream>
 
 #include "cli/commands.h"
 #include "cli/flags.h"
-#include "cli/plan_machine.h"
-#include "cli/plan_probe.h"
-#include "cli/plan_record.h"
 #include "cli/plan_training.h"
-#include "cli/plan_write.h"
-#include "cli/print.h"
 #include "cli/task_config.h"
 #include "launcher/accelerate_config.h"
+#include "launcher/host.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/train/config.h"
-#include "observe/plan/cards.h"
+#include "observe/plan/machine.h"
 #include "observe/plan/ranking.h"
-#include "observe/plan/scaling.h"
 #include "observe/plan/strategy.h"
 
 namespace lockstep::cli {
@@ -59,29 +56,9 @@ constexpr const char* kPlanHelp =
     "                     the estimates and are kept for the next plan\n"
     "--probe-ways N       how many of the best (4)\n"
     "--ways N|all         how many ways to show (8)\n"
-    "--write FILE         the training file with the settings of the fastest way, or of way K\n"
+    "--write FILE         a new training file with the settings of the fastest way, or of way K\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
-
-constexpr double kFloor = 0.8;  // below this efficiency a run counts as one that stops scaling
-
-struct PlanRequest {
-  std::string file{};
-  Args flags{};
-  std::string gpus{};
-  std::optional<double> tokens{};
-  std::vector<int> scale{};
-  std::string link{};
-  std::optional<int> per_node{};
-  plan::Speed speed{};
-  bool unfused = false;
-  bool json = false;
-  std::string write{};
-  std::optional<int> way{};
-  std::size_t ways = 8;
-  bool probe = false;
-  int probe_ways = 4;
-};
 
 double parse_number(const std::string& text, const std::string& flag, double min, double max) {
   double value = 0;
@@ -137,12 +114,13 @@ PlanRequest parse_plan(const Args& args) {
                      "{} does not {} keys that are given as flags ({}). Set them in {} first.",
                      request.probe ? "--probe" : "--write FILE", request.probe ? "run" : "write",
                      request.flags.front(), request.file);
-  std::error_code absent;  // what is not there is another file
-  if (std::filesystem::equivalent(request.file, request.write, absent))
-    throw UsageError("plan",
-                     "--write {} would change the file that is planned. Give another path: --write "
-                     "planned.yaml.",
-                     request.write);
+  if (!request.write.empty() &&
+      std::filesystem::exists(std::filesystem::symlink_status(request.write)))
+    throw UsageError(
+        "plan",
+        "--write makes a new file, and {} is there already. Give another path: --write "
+        "planned.yaml.",
+        request.write);
   if (request.way && request.write.empty())
     throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
                      *request.way);
@@ -150,46 +128,6 @@ PlanRequest parse_plan(const Args& args) {
 }
 
 // ---------------------------------------------------------------- the plan
-
-struct Row : plan::Timed {
-  double speedup = 0;
-};
-
-struct Report {
-  PlanRequest request;
-  plan::Training training;
-  plan::Devices devices;
-  plan::Machine machine;
-  plan::Parameters parameters;
-  std::vector<std::string> notes{};
-  std::vector<Row> rows{};
-  std::vector<plan::ScalePoint> points{};
-  int stops_at = 0;
-  std::vector<plan::Change> changes{};
-  std::uint64_t written_bytes = 0;  // what they are changes of
-  std::vector<plan::Way> ways{};
-
-  const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
-  std::string devices_text(int count) const {
-    return fmt::format("{} {}{}", count, device_text(), count == 1 ? "" : "s");
-  }
-  double utilisation() const {
-    return request.speed.utilisation.value_or(plan::utilisation_of(training, devices.card));
-  }
-  bool fits() const { return rows.back().choice.as_written; }
-  // It has room, and `lockstep train` does not take it: notes say why.
-  bool refused() const {
-    const plan::Choice& asked = rows.back().choice;
-    return asked.fits && !plan::refusals(training, devices.card, asked).empty();
-  }
-  void note(std::string text) {
-    if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
-  }
-  std::string strategy(const plan::Choice& choice) const {
-    return plan::parts_text(choice, devices.card.cpu);
-  }
-  const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
-};
 
 // 1, 2, 3, 4, then powers of two, and the count itself.
 std::vector<int> counts_up_to(int count) {
@@ -199,23 +137,52 @@ std::vector<int> counts_up_to(int count) {
   return counts;
 }
 
-// What must be changed before `lockstep train` does what a row shows; empty: nothing.
-std::string written_note(const Report& report, const plan::Choice& c) {
+// How fast a CPU is is not known, and an assumption is good enough to tell ways apart.
+plan::Machine machine_to_rank(const PlanReport& report) {
+  plan::Machine machine = report.machine;
+  if (machine.card.cpu && !machine.speed.tokens_per_second)
+    machine.card = plan::assumed_cpu(machine.card, machine.cluster.cores);
+  return machine;
+}
+
+// The file's own strategy where that fits, and otherwise the fastest way that computes as the file
+// does: where it has all devices, the first such way of the table.
+PlanRow row_of(const PlanReport& report, int gpus) {
   const plan::Training& t = report.training;
+  const plan::Machine& machine = report.machine;
+  const PlanRow usual{plan::timed(t, machine, gpus)};
+  const plan::Choice& c = usual.choice;
+  const plan::Parts own = plan::as_written(t, machine.card, gpus);
+  if (c.fits && (c.as_written || own == c)) return usual;
+  const bool in_table = gpus == report.devices.count && !report.ways.empty();
+  const std::vector<plan::Way> ways =
+      in_table ? report.ways : plan::rank_ways(t, machine_to_rank(report), gpus);
+  const auto way = std::ranges::find_if(ways, [&](const plan::Way& one) {
+    return one.choice.gpus == gpus && one.checkpointing == t.checkpointing && one.half == t.half &&
+           one.fp8 == t.fp8;
+  });
+  if (way == ways.end()) return usual;
+  PlanRow row{*way, 0, way->settings};
+  if (in_table) row.way = 1 + static_cast<std::size_t>(way - ways.begin());
+  if (!plan::timed(t, machine, row.choice).step) row.step.reset();
+  return row;
+}
+
+// What must be changed before `lockstep train` does what a row shows; empty: nothing.
+std::string written_note(const PlanReport& report, const PlanRow& row) {
+  const plan::Training& t = report.training;
+  const plan::Choice& c = row.choice;
   const std::string devices = report.devices_text(c.gpus);
   if (!c.fits) return "";
-  if (c.strategy == plan::Strategy::kSplit && !t.device_map)
+  if (!row.settings.empty())
     return fmt::format(
-        "{} hold this as the file computes it only when they split it: set model.device_map: "
-        "balanced and start one rank (lockstep train FILE, without --nproc-per-node)",
-        devices);
-  if (c.strategy == plan::Strategy::kShardedOptimizer && !t.may_shard)
-    return fmt::format(
-        "{} hold this only with a sharded optimizer, and the file says shard_optimizer: false",
-        devices);
-  if (!fsdp_word(c.strategy).empty() && c.strategy != t.fsdp && !c.as_written)
-    return fmt::format("{} hold this only when it is fully sharded: set fsdp: {}", devices,
-                       fsdp_word(c.strategy));
+        "{} do not hold this as it is written. The fastest that computes as the file does is {}{}: "
+        "set {}{}",
+        devices, row.way > 0 ? fmt::format("way {}, ", row.way) : "", report.strategy(c),
+        settings_text(row.settings),
+        c.strategy == plan::Strategy::kSplit
+            ? " and start one rank (lockstep train FILE, without --nproc-per-node)"
+            : "");
   if (!c.smaller_batch) return "";
   return fmt::format(
       "per_device_train_batch_size {} does not fit {}; {}. {}", t.batch, devices,
@@ -230,43 +197,45 @@ std::string written_note(const Report& report, const plan::Choice& c) {
 }
 
 // The most devices first; rows that need the same batch share a note.
-void note_written(Report& report) {
+void note_written(PlanReport& report) {
   std::vector<std::int64_t> batches;
   for (auto row = report.rows.rbegin(); row != report.rows.rend(); ++row) {
     const plan::Choice& c = row->choice;
-    std::string text = written_note(report, c);
+    std::string text = written_note(report, *row);
     const bool asked = row == report.rows.rbegin();
     const bool trains =
         c.same_global_batch && c.gpus % (report.training.pipeline * report.training.tensor) == 0;
-    if (text.empty() || (!asked && !trains)) continue;
-    if (c.smaller_batch && std::ranges::find(batches, c.batch) != batches.end()) continue;
-    batches.push_back(c.batch);
+    if (text.empty() || (!asked && (!trains || !row->settings.empty()))) continue;
+    if (row->settings.empty()) {
+      if (c.smaller_batch && std::ranges::find(batches, c.batch) != batches.end()) continue;
+      batches.push_back(c.batch);
+    }
     report.note(std::move(text));
   }
 }
 
 // Why `lockstep train` does not take the file on the devices that were asked for, and on others
 // that cannot share the global batch.
-void note_refusals(Report& report, const plan::Choice& choice, bool asked = false) {
+void note_refusals(PlanReport& report, const plan::Choice& choice, bool asked = false) {
   if (choice.same_global_batch && !asked) return;
   for (std::string& text : plan::refusals(report.training, report.devices.card, choice))
     report.note(std::move(text));
 }
 
-void add_rows(Report& report) {
+void add_rows(PlanReport& report) {
   for (const int gpus : counts_up_to(report.devices.count)) {
     const int copies = plan::written_copies(report.training, report.devices.card, gpus);
     if (report.training.global_batch && *report.training.global_batch < copies) {
-      report.note(
-          fmt::format("the global batch of {} samples has not one for each of {}: more do not help",
-                      *report.training.global_batch, report.devices_text(gpus)));
+      report.note(fmt::format(
+          "the global batch of {} samples is less than one for each of {}: more {}s do not help",
+          *report.training.global_batch, report.devices_text(gpus), report.device_text()));
       break;
     }
-    report.rows.push_back({plan::timed(report.training, report.machine, gpus)});
+    report.rows.push_back(row_of(report, gpus));
     note_refusals(report, report.rows.back().choice);
   }
   const auto first =
-      std::ranges::find_if(report.rows, [](const Row& r) { return r.step.has_value(); });
+      std::ranges::find_if(report.rows, [](const PlanRow& r) { return r.step.has_value(); });
   for (auto row = first; row != report.rows.end(); ++row)
     if (row->step) row->speedup = row->tokens_per_second / first->tokens_per_second;
   if (first != report.rows.end() && first != report.rows.begin())
@@ -281,14 +250,14 @@ void add_rows(Report& report) {
                     report.device_text()));
 }
 
-void add_scale(Report& report) {
+void add_scale(PlanReport& report) {
   if (report.request.scale.empty()) return;
   report.points = plan::scale(report.training, report.machine, report.request.scale);
   if (report.points.empty())
     throw UsageError("plan",
                      "how fast {} computes is not known. Measure, and give --tokens-per-second.",
                      report.devices.card.name);
-  report.stops_at = plan::stops_at(report.training, report.machine, kFloor);
+  report.stops_at = plan::stops_at(report.training, report.machine, kPlanFloor);
   for (const plan::ScalePoint& point : report.points) {
     const int gpus = point.choice.gpus;
     if (report.training.global_batch && *report.training.global_batch < gpus)
@@ -301,7 +270,7 @@ void add_scale(Report& report) {
 }
 
 // bf16 where the card has no tensor cores for it.
-void note_type(Report& report) {
+void note_type(PlanReport& report) {
   const plan::Card& card = report.devices.card;
   if (!report.training.half || !report.training.bf16 || card.bfloat16 || card.cpu) return;
   report.note(fmt::format(
@@ -312,7 +281,7 @@ void note_type(Report& report) {
 
 // Ranked by estimates, and by what was measured on this machine. How fast a CPU is is not known
 // before that, and the estimates of its ways are good for their order only.
-void add_ways(Report& report, bool here) {
+void add_ways(PlanReport& report, bool here) {
   const PlanRequest& request = report.request;
   if (request.probe && !here)
     throw UsageError("plan",
@@ -324,10 +293,9 @@ void add_ways(Report& report, bool here) {
   std::vector<plan::Measurement> known;
   if (here && !request.speed.tokens_per_second && !request.speed.utilisation)
     known = saved_ways(key);
-  plan::Machine machine = report.machine;
-  if (cpu && !machine.speed.tokens_per_second && (request.probe || !known.empty()))
-    machine.card = plan::assumed_cpu(machine.card, machine.cluster.cores);
-  report.ways = plan::rank_ways(report.training, machine, report.devices.count);
+  const bool times = request.probe || !known.empty();
+  report.ways = plan::rank_ways(report.training, times ? machine_to_rank(report) : report.machine,
+                                report.devices.count);
   // With each measurement others may come to the front; in the end the first ones are measured.
   std::vector<plan::Measurement> fresh;
   for (int runs = 0; request.probe && runs < 2 * request.probe_ways; ++runs) {
@@ -338,7 +306,7 @@ void add_ways(Report& report, bool here) {
     const auto next =
         std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
     if (next == end) break;
-    if (const auto seen = probe_way(request.file, *next, {.cpu = cpu})) {
+    if (const auto seen = probe_way(request.file, *next, cpu)) {
       fresh.push_back(*seen);
       save_ways(key, {*seen});  // at once: the next one may be interrupted
     } else {
@@ -358,7 +326,7 @@ void add_ways(Report& report, bool here) {
 }
 
 // The data are not read, so the lengths of their samples are not known here.
-void note_length(Report& report, const DataConfig& data) {
+void note_length(PlanReport& report, const DataConfig& data) {
   if (data.name == "instructions" && data.padding == "longest")
     report.note(fmt::format(
         "planned with {} tokens in each sample; rows end with the longest sample of their batch, "
@@ -366,17 +334,17 @@ void note_length(Report& report, const DataConfig& data) {
         report.training.model.length));
 }
 
-Report make_report(const PlanRequest& request) {
+PlanReport make_report(const PlanRequest& request) {
   const train::Config config =
       train::load_config(request.file, request.flags, launch::launcher_keys());
   const TaskConfig task = read_task(config.arguments, TaskFiles::kUnread);
   const Here here = devices_here(request.gpus);
   const int per_node = request.per_node.value_or(here.devices.card.cpu ? here.devices.count : 8);
-  Report report{.request = request,
-                .training = training_of(config, task),
-                .devices = here.devices,
-                .machine = {},
-                .parameters = {}};
+  PlanReport report{.request = request,
+                    .training = training_of(config, task),
+                    .devices = here.devices,
+                    .machine = {},
+                    .parameters = {}};
   report.training.unfused = request.unfused;
   report.training.node_gpus = per_node;
   // Ranks that share memory shard the optimizer where the file leaves it open.
@@ -387,9 +355,9 @@ Report make_report(const PlanRequest& request) {
   note_length(report, task.data);
   if (report.training.offload && !here.devices.card.cpu)
     report.note("offload: the host's memory and the time of copies from and to it are not planned");
+  add_ways(report, !here.name.empty());
   add_rows(report);
   add_scale(report);
-  add_ways(report, !here.name.empty());
   if (!report.fits() && !report.refused()) {
     const int gpus = report.rows.back().choice.gpus;
     report.changes = plan::changes(report.training, report.devices.card, gpus);
@@ -399,222 +367,9 @@ Report make_report(const PlanRequest& request) {
   return report;
 }
 
-// ---------------------------------------------------------------- text
-
-std::string gib(std::uint64_t bytes) {
-  return fmt::format("{:.2f}", static_cast<double>(bytes) / (1u << 30));
-}
-
-std::string duration(double seconds) {
-  if (seconds < 120) return fmt::format("{:.1f} s", seconds);
-  if (seconds < 2 * 3600) return fmt::format("{:.0f} min", seconds / 60);
-  if (seconds < 48 * 3600) return fmt::format("{:.1f} h", seconds / 3600);
-  return fmt::format("{:.1f} days", seconds / 86400);
-}
-
-std::string large(double value) {
-  if (value >= 1e9) return fmt::format("{:.2f} B", value / 1e9);
-  if (value >= 1e6) return fmt::format("{:.1f} M", value / 1e6);
-  return fmt::format("{:.0f}", value);
-}
-
-std::string plan_head_text(const Report& r) {
-  const plan::Training& t = r.training;
-  const plan::Card& card = r.devices.card;
-  const auto total = static_cast<double>(r.parameters.total());
-  std::string text = fmt::format(
-      "model     {} parameters, {} trained{}; {:.3g} GFLOP a {}\n", large(total),
-      r.parameters.frozen == 0 ? "all" : large(static_cast<double>(r.parameters.trainable)),
-      r.parameters.unused == 0
-          ? ""
-          : fmt::format(", {} used by a token",
-                        large(total - static_cast<double>(r.parameters.unused))),
-      plan::flops_per_token(t.model) / 1e9, r.unit());
-  const char* logits = t.model.causal_lm() == nullptr ? ""
-                       : t.unfused || card.cpu        ? ", logits as a whole"
-                                                      : ", fused, logits in chunks";
-  const bool captured = t.captured && !card.cpu && !t.fsdp && t.pipeline * t.tensor == 1;
-  text += fmt::format("training  {}{}, gradient checkpointing {}{}{}\n",
-                      t.model.length > 1 ? fmt::format("{} tokens a sample, ", t.model.length) : "",
-                      t.fp8    ? "fp8 and 16-bit autocast"
-                      : t.half ? "16-bit autocast"
-                               : "float32",
-                      t.checkpointing ? "on" : "off", logits, captured ? ", one CUDA graph" : "");
-  text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
-                      card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
-  std::string speed = std::ranges::any_of(r.ways, &plan::Way::measured)
-                          ? "speed as measured"
-                          : "speed not known: use --probe, or give --tokens-per-second";
-  if (r.request.speed.tokens_per_second)
-    speed =
-        fmt::format("{:.0f} {}s/s measured on one", *r.request.speed.tokens_per_second, r.unit());
-  else if (plan::peak_flops(t, card) > 0)
-    speed = fmt::format("{:.0f} % of {:.0f} TFLOP/s", 100 * r.utilisation(),
-                        plan::peak_flops(t, card) / 1e12);
-  return text + fmt::format("assumed   {}; {}\n", speed, r.machine.cluster.text);
-}
-
-// Of the column in which choices have their strategies.
-int strategy_width(const Report& r, const auto& choices) {
-  std::size_t width = 32;
-  for (const auto& one : choices) width = std::max(width, r.strategy(one.choice).size() + 1);
-  return static_cast<int>(width);
-}
-
-std::string rows_text(const Report& r) {
-  const int width = strategy_width(r, r.rows);
-  const bool timed =
-      std::ranges::any_of(r.rows, [](const Row& row) { return row.step.has_value(); });
-  std::string text =
-      fmt::format("\n{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", r.device_text() + std::string("s"),
-                  "strategy", width, "batch x accum", "global", "GiB each", "fits");
-  if (timed)
-    text += fmt::format("{:>11}{:>12}{:>10}", "ms/step", r.unit() + std::string("s/s"), "speed-up");
-  if (timed && r.request.tokens)
-    text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
-  text += "\n";
-  for (const Row& row : r.rows) {
-    const plan::Choice& c = row.choice;
-    text += fmt::format("{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy(c), width,
-                        fmt::format("{} x {}", c.batch, c.accumulation), c.global_batch,
-                        gib(c.memory.total()), c.fits ? "yes" : "no");
-    if (row.step)
-      text += fmt::format("{:>11.1f}{:>12.0f}{:>9.2f}x", 1e3 * row.step->total_s(),
-                          row.tokens_per_second, row.speedup);
-    if (row.step && r.request.tokens)
-      text += fmt::format("{:>18}", duration(*r.request.tokens / row.tokens_per_second));
-    text += "\n";
-  }
-  return text;
-}
-
-std::string memory_text(const Report& r) {
-  const plan::Choice& c = r.rows.back().choice;
-  const plan::Memory& m = c.memory;
-  std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}, GiB:\n", r.device_text(),
-                                 m.moment, r.devices_text(c.gpus));
-  const auto line = [&](const char* name, std::uint64_t bytes) {
-    const bool small = bytes > 0 && bytes < (1u << 30);
-    text += fmt::format("  {:<34}{:>9}{}\n", name, gib(small ? bytes << 10 : bytes),
-                        small ? " MiB" : "");
-  };
-  line("parameters", m.parameters);
-  line("16-bit copies of weights", m.copies);
-  line("gradients", m.gradients);
-  line("optimizer state", m.optimizer);
-  line("activations", m.activations);
-  if (r.training.model.causal_lm() != nullptr) line("logits and their gradients", m.head);
-  if (!r.devices.card.cpu) {
-    line("workspace and fragmentation", m.workspace);
-    line(c.replicas() > 1 ? "CUDA and NCCL" : "CUDA", m.context);
-  }
-  line("together", m.total());
-  return text;
-}
-
-std::string scale_text(const Report& r) {
-  if (r.points.empty()) return "";
-  const bool held = r.training.global_batch.has_value();
-  std::string text = fmt::format(
-      "\nscaling, {}, {}:\n",
-      held ? "the global batch is held" : fmt::format("the same work on every {}", r.device_text()),
-      r.machine.cluster.text);
-  text += fmt::format("{:>7}{:>15}{:>9}{:>11}{:>11}{:>15}{:>11}{:>12}{:>14}\n",
-                      r.device_text() + std::string("s"), "batch x accum", "global", "ms/step",
-                      "compute", "communication", "exposed", "efficiency",
-                      r.unit() + std::string("s/s"));
-  for (const plan::ScalePoint& p : r.points) {
-    text += fmt::format("{:>7}{:>15}{:>9}", p.choice.gpus,
-                        fmt::format("{} x {}", p.choice.batch, p.choice.accumulation),
-                        p.choice.global_batch);
-    text += p.choice.fits ? fmt::format("{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n",
-                                        1e3 * p.step.total_s(), 1e3 * p.step.compute_s,
-                                        1e3 * p.step.communication_s, 1e3 * p.step.exposed_s,
-                                        100 * p.efficiency, p.tokens_per_second)
-                          : "  does not fit\n";
-  }
-  if (std::ranges::none_of(r.points, [](const auto& p) { return p.choice.fits; })) return text;
-  if (r.stops_at > 0)
-    return text + fmt::format("efficiency falls below {:.0f} % at {}\n", 100 * kFloor,
-                              r.devices_text(r.stops_at));
-  return text + fmt::format("efficiency stays above {:.0f} % up to {}{}\n", 100 * kFloor,
-                            r.devices_text(plan::most_gpus(r.training)),
-                            held ? ", one for each sample of the global batch" : "");
-}
-
-std::string changes_text(const Report& r) {
-  if (r.fits()) return "";
-  if (r.refused())
-    return fmt::format(
-        "\nAs the file is written lockstep train refuses it on {}: the notes say what to change.\n",
-        r.devices_text(r.rows.back().choice.gpus));
-  const bool other = r.rows.back().choice.fits;  // what the table shows does
-  std::string text = fmt::format("\n{} does not fit ({} GiB are usable).",
-                                 other ? "As the file is written it" : "It",
-                                 gib(plan::usable_bytes(r.devices.card)));
-  if (!r.changes.empty())
-    text += fmt::format(" What to change, cheapest first, GiB:\n  {:<58}{:>8}{:>10}  {}\n", "",
-                        "alone", "together", "cost") +
-            fmt::format("  {:<58}{:>7} {:>9}\n", "as the file is written", gib(r.written_bytes),
-                        gib(r.written_bytes));
-  for (const plan::Change& c : r.changes)
-    text += fmt::format("  {:<58}{:>8}{:>10}{} {}\n", c.text,
-                        gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
-                        c.together_fits ? "*" : " ", c.cost);
-  if (!r.changes.empty() && r.changes.back().together_fits) return text + "  * fits\n";
-  if (!r.ways.empty())
-    return text + (r.changes.empty() ? " " : "Even together they do not suffice. ") +
-           "The ways above change more.\n";
-  return text + fmt::format("{}Use {}, or a smaller model.\n",
-                            r.changes.empty() ? " " : "Even together they do not suffice. ",
-                            r.devices.card.cpu ? "a host with more memory, fewer ranks"
-                                               : "a card with more memory, more GPUs");
-}
-
-std::string settings_text(const plan::Way& way) {
-  std::string text;
-  for (const plan::Setting& setting : way.settings)
-    text += fmt::format("{}{}: {}", text.empty() ? "" : ", ", setting.key, setting.value);
-  return text.empty() ? "as it is written" : text;
-}
-
-std::string ways_text(const Report& r) {
-  if (r.ways.size() < 2) return "";
-  const std::span shown(r.ways.data(), std::min(r.ways.size(), r.request.ways));
-  const int width = strategy_width(r, shown);
-  std::string text = fmt::format(
-      "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<{}}{:>14}"
-      "{:>10}{:>11}{:>12}",
-      r.ways.front().choice.global_batch,
-      r.ways.size() > r.request.ways
-          ? fmt::format(" ({} of {}; --ways all shows all)", r.request.ways, r.ways.size())
-          : "",
-      "way", r.device_text() + std::string("s"), "strategy", width, "batch x accum", "GiB each",
-      "ms/step", r.unit() + std::string("s/s"));
-  const bool measured = std::ranges::any_of(r.ways, &plan::Way::measured);
-  if (measured) text += fmt::format("{:>11}", "");
-  if (r.request.tokens)
-    text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
-  text += "  what to set\n";
-  for (std::size_t i = 0; i < shown.size(); ++i) {
-    const plan::Way& way = shown[i];
-    const plan::Choice& c = way.choice;
-    text += fmt::format("{:>4}{:>6}  {:<{}}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, c.gpus,
-                        r.strategy(c), width, fmt::format("{} x {}", c.batch, c.accumulation),
-                        gib(way.memory_bytes()), 1e3 * way.step->total_s(), way.tokens_per_second);
-    if (measured) text += fmt::format("{:>11}", way.measured ? "measured" : "estimate");
-    if (r.request.tokens)
-      text += fmt::format("{:>18}", duration(*r.request.tokens / way.tokens_per_second));
-    text += fmt::format("  {}\n", settings_text(way));
-  }
-  if (const int used = r.ways.front().choice.gpus; used < r.devices.count)
-    text += fmt::format("way 1 uses {} of {}\n", used, r.devices_text(r.devices.count));
-  return text;
-}
-
 // ---------------------------------------------------------------- --write
 
-void write_way(const Report& r) {
+void write_way(const PlanReport& r) {
   const PlanRequest& request = r.request;
   if (request.write.empty()) return;
   if (r.ways.empty())
@@ -629,134 +384,63 @@ void write_way(const Report& r) {
     throw UsageError("plan", "--way {}: there are {} ways.", number, r.ways.size());
   const plan::Way& way = r.ways[number - 1];
   write_file_atomically(request.write,
-                        with_settings(read_file(request.file), way.settings, request.file));
+                        planned_text(load_document(request.file), request.file, way.settings));
   const int ranks = way.choice.strategy == plan::Strategy::kSplit ? 1 : way.choice.gpus;
   print_text(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
-             settings_text(way),
+             settings_text(way.settings),
              ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
              request.write);
 }
 
-// ---------------------------------------------------------------- JSON
+// ---------------------------------------------------------------- devices
 
-Node way_node(const Report& r, const plan::Way& way) {
-  NodeMembers settings;
-  for (const plan::Setting& setting : way.settings)
-    settings.push_back({setting.key, plain_scalar(setting.value, {})});
-  const plan::Choice& c = way.choice;
-  return map_node(
-      {{"gpus", integer_node(c.gpus)},
-       {"strategy", text_node(r.strategy(c))},
-       {"per_device_train_batch_size", integer_node(c.batch)},
-       {"gradient_accumulation_steps", integer_node(c.accumulation)},
-       {"global_batch", integer_node(c.global_batch)},
-       {"gradient_checkpointing", bool_node(way.checkpointing)},
-       {"half", bool_node(way.half)},
-       {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
-       {"planned_memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
-       {"measured", bool_node(way.measured)},
-       {"disturbance", text_node(way.disturbance)},
-       {"step_s", real_node(way.step->total_s())},
-       {"estimated_step_s", real_node(way.estimate.total_s())},
-       {"tokens_per_second", real_node(way.tokens_per_second)},
-       {"settings", map_node(std::move(settings))}});
+plan::Devices find_devices(const launch::Gpus& gpus) {
+  std::vector<plan::FoundGpu> found;
+  for (const launch::GpuModel& gpu : gpus.models)
+    found.push_back({gpu.name, gpu.memory_bytes, gpu.multiprocessors, gpu.clock_khz,
+                     gpu.capability_major, gpu.capability_minor});
+  return plan::detected_devices(
+      found, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
 }
 
-Node bytes_node(std::uint64_t value) {
-  return integer_node(static_cast<std::int64_t>(value));
-}
-
-Node memory_node(const plan::Memory& m) {
-  return map_node({{"parameters", bytes_node(m.parameters)},
-                   {"copies", bytes_node(m.copies)},
-                   {"gradients", bytes_node(m.gradients)},
-                   {"optimizer", bytes_node(m.optimizer)},
-                   {"activations", bytes_node(m.activations)},
-                   {"logits", bytes_node(m.head)},
-                   {"workspace", bytes_node(m.workspace)},
-                   {"context", bytes_node(m.context)},
-                   {"allocated", bytes_node(m.allocated())},
-                   {"total", bytes_node(m.total())}});
-}
-
-NodeMembers step_members(const plan::StepTime& step) {
-  return {{"step_s", real_node(step.total_s())},
-          {"compute_s", real_node(step.compute_s)},
-          {"communication_s", real_node(step.communication_s)},
-          {"exposed_s", real_node(step.exposed_s)},
-          {"optimizer_s", real_node(step.optimizer_s)}};
-}
-
-Node choice_node(const Report& r, const Row& row) {
-  const plan::Choice& c = row.choice;
-  NodeMembers members{{"gpus", integer_node(c.gpus)},
-                      {"strategy", text_node(r.strategy(c))},
-                      {"replicas", integer_node(c.replicas())},
-                      {"gpus_per_replica", integer_node(c.gpus_per_replica())},
-                      {"per_device_train_batch_size", integer_node(c.batch)},
-                      {"gradient_accumulation_steps", integer_node(c.accumulation)},
-                      {"global_batch", integer_node(c.global_batch)},
-                      {"fits", bool_node(c.fits)},
-                      {"as_written", bool_node(c.as_written)},
-                      {"memory_bytes", memory_node(c.memory)},
-                      {"peak_at", text_node(std::string(c.memory.moment))}};
-  if (row.step) {
-    for (auto& member : step_members(*row.step)) members.push_back(std::move(member));
-    members.push_back({"tokens_per_second", real_node(row.tokens_per_second)});
-    members.push_back({"speedup", real_node(row.speedup)});
-    if (r.request.tokens)
-      members.push_back({"training_s", real_node(*r.request.tokens / row.tokens_per_second)});
-  }
-  return map_node(std::move(members));
-}
-
-Node plan_node(const Report& r) {
-  std::vector<Node> rows, points, changes, ways;
-  for (const plan::Way& way : r.ways) ways.push_back(way_node(r, way));
-  for (const Row& row : r.rows) rows.push_back(choice_node(r, row));
-  for (const plan::ScalePoint& p : r.points) {
-    NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
-                        {"per_device_train_batch_size", integer_node(p.choice.batch)},
-                        {"gradient_accumulation_steps", integer_node(p.choice.accumulation)},
-                        {"global_batch", integer_node(p.choice.global_batch)},
-                        {"fits", bool_node(p.choice.fits)}};
-    if (p.choice.fits) {
-      for (auto& member : step_members(p.step)) members.push_back(std::move(member));
-      members.push_back({"efficiency", real_node(p.efficiency)});
-      members.push_back({"tokens_per_second", real_node(p.tokens_per_second)});
-    }
-    points.push_back(map_node(std::move(members)));
-  }
-  for (const plan::Change& c : r.changes)
-    changes.push_back(map_node({{"change", text_node(c.text)},
-                                {"cost", text_node(c.cost)},
-                                {"alone_bytes", bytes_node(c.alone_bytes)},
-                                {"alone_fits", bool_node(c.alone_fits)},
-                                {"together_bytes", bytes_node(c.together_bytes)},
-                                {"together_fits", bool_node(c.together_fits)}}));
-  const plan::Card& card = r.devices.card;
-  return map_node(
-      {{"parameters", integer_node(r.parameters.total())},
-       {"trainable_parameters", integer_node(r.parameters.trainable)},
-       {"parameters_used_by_a_token", integer_node(r.parameters.total() - r.parameters.unused)},
-       {"flops_per_token", real_node(plan::flops_per_token(r.training.model))},
-       {"card", map_node({{"name", text_node(card.name)},
-                          {"count", integer_node(r.devices.count)},
-                          {"memory_bytes", bytes_node(card.memory_bytes)},
-                          {"usable_bytes",
-                           bytes_node(card.memory_bytes > 0 ? plan::usable_bytes(card) : 0)}})},
-       {"link", text_node(r.machine.cluster.text)},
-       {"utilisation", real_node(r.utilisation())},
-       {"fits", bool_node(r.fits())},
-       {"rows", list_node(std::move(rows))},
-       {"scale", list_node(std::move(points))},
-       {"stops_scaling_at", integer_node(r.stops_at)},
-       {"changes", list_node(std::move(changes))},
-       {"ways", list_node(std::move(ways))},
-       {"notes", texts_node(r.notes)}});
+std::uint64_t host_memory() {
+  const long pages = ::sysconf(_SC_PHYS_PAGES);
+  const long size = ::sysconf(_SC_PAGESIZE);
+  return pages > 0 && size > 0
+             ? static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(size)
+             : 0;
 }
 
 }  // namespace
+
+Here devices_here(const std::string& gpus_text) {
+  std::string text = gpus_text;
+  if (text.empty() || text == "detected") {
+    const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
+    const launch::Gpus gpus = cpu ? launch::Gpus{} : launch::find_gpus();
+    if (gpus.count > 0 || text == "detected")
+      return {find_devices(gpus), gpus.models.empty() ? "" : gpus.models.front().name};
+    text = "cpu";
+  }
+  plan::Devices devices = plan::parse_devices(text);
+  if (!devices.card.cpu) return {devices, ""};
+  devices.card.memory_bytes = host_memory() / static_cast<std::uint64_t>(devices.count);
+  return {devices, "cpu"};
+}
+
+plan::Cluster cluster_of(const std::string& link, int per_node, const Here& here) {
+  const plan::Card& card = here.devices.card;
+  const char* usual = card.cpu          ? "loopback"
+                      : card.nvlink > 0 ? "nvlink+ib400"
+                      : card.peers      ? "pcie+eth100/node"
+                                        : "pcie-host+eth100/node";
+  plan::Cluster cluster = plan::parse_link(link.empty() ? usual : link, card, per_node);
+  if (card.cpu) cluster.cores = allowed_cores();
+  if (link.empty() && !here.name.empty())
+    if (const auto measured = saved_link(here.name, here.devices.count))
+      plan::use_measured(cluster, *measured);
+  return cluster;
+}
 
 int plan_command(const Args& args) {
   if (print_help(args, kPlanHelp)) return 0;
@@ -764,13 +448,12 @@ int plan_command(const Args& args) {
     print_text(stderr, "{}", kPlanHelp);
     return 2;
   }
-  const Report report = make_report(parse_plan(args));
+  const PlanReport report = make_report(parse_plan(args));
   if (report.request.json) {
     print_text("{}\n", to_json(plan_node(report)));
   } else {
     for (const std::string& note : report.notes) print_text(stderr, "note: {}\n", note);
-    print_text("{}{}{}{}{}{}", plan_head_text(report), rows_text(report), memory_text(report),
-               ways_text(report), scale_text(report), changes_text(report));
+    print_text("{}", plan_text(report));
   }
   write_way(report);
   return report.fits() || !report.request.write.empty() ? 0 : 1;

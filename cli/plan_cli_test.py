@@ -94,8 +94,8 @@ class Plan(unittest.TestCase):
                       plan["notes"][0])
 
     def test_ways_are_ranked_and_the_best_is_written(self):
-        """With comments and order as they were, and the plan of what is written agrees."""
-        file = self.gpt2("global_batch_size: 256   # samples\n# the end\n", "  # each")
+        """Into a new file, and the plan of what is written agrees."""
+        file = self.gpt2("global_batch_size: 256   # samples\n")
         args = (file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
         plan = self.json(*args, code=1)
         # As lockstep train, which refuses the file with three ranks.
@@ -121,13 +121,14 @@ class Plan(unittest.TestCase):
         self.assertIn("ways to train with a global batch of 256, the fastest first", result.stdout)
         self.assertIn("Start it with `lockstep run --nproc-per-node=2 lockstep train",
                       result.stderr)
-        with open(file) as before, open(out) as after:
-            old, new = before.read().splitlines(), after.read().splitlines()
-        self.assertEqual(len(old), len(new))
-        changed = [(a, b) for a, b in zip(old, new) if a != b]
         size = ways[0]["per_device_train_batch_size"]
-        self.assertEqual(changed, [("per_device_train_batch_size: 8  # each",
-                                    f"per_device_train_batch_size: {size} # each")])
+        with open(out) as written:
+            self.assertEqual(written.read(), (
+                f"# Chosen by `lockstep plan {file}`:\n"
+                "# samples of one rank in one forward pass; it was 8\n"
+                f"per_device_train_batch_size: {size}\n\n# As in {file}:\n"
+                f"model: {{config: {self.root}/gpt2.json}}\ndataset_dir: /no/such\n"
+                "max_seq_len: 1024\nbf16: true\nglobal_batch_size: 256\n"))
         again = self.json(out, "--gpus", "2xH100")["ways"][0]
         self.assertEqual(again["settings"], {})
         self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
@@ -145,9 +146,19 @@ class Plan(unittest.TestCase):
         again = self.json(out, "--gpus", "8xA100-40GB")
         self.assertTrue(again["fits"])
         self.assertEqual(again["rows"][-1]["strategy"], best["strategy"])
-        # And back again, for a card that holds the whole model.
-        ways = self.json(out, "--gpus", "8xH200", "--lora", "{target_modules: all-linear}")["ways"]
+        # And back again, for a card that holds the whole model: with what is of fsdp alone.
+        with open(out, "a") as more:
+            more.write("lora: {target_modules: all-linear}\n"
+                       "fsdp_config: {activation_checkpointing: true}\n")
+        ways = self.json(out, "--gpus", "8xH200")["ways"]
         self.assertEqual(ways[0]["settings"]["fsdp"], '""')
+        whole = os.path.join(self.root, "whole.yaml")
+        self.plan(out, "--gpus", "8xH200", "--write", whole)
+        with open(whole) as text:
+            self.assertNotIn("fsdp_config", text.read())
+        again = self.json(whole, "--gpus", "8xH200")
+        self.assertTrue(again["rows"][-1]["as_written"])
+        self.assertFalse([note for note in again["notes"] if "fsdp" in note], again["notes"])
 
     def test_two_cards_without_peer_access_are_not_two_times(self):
         """Row C12 of the founding documents: a speed-up of exactly 2 is an assumption."""
@@ -157,6 +168,37 @@ class Plan(unittest.TestCase):
         self.assertLess(speedup(), 1.95)
         self.assertLess(speedup(), speedup("--link", "pcie"))
         self.assertIn("no peer access", self.json(file, "--gpus", "2xRTX4090")["link"])
+        # Adapters send little, and no rounding makes 2.00 of it.
+        lora = self.write("lora.yaml", f"model: {{config: {self.write('phi3.json', PHI3)}}}\n"
+                          "data: {name: instructions, path: /no/such.json}\nmax_seq_len: 512\n"
+                          "bf16: true\nper_device_train_batch_size: 4\nglobal_batch_size: 32\n"
+                          "gradient_checkpointing: true\n"
+                          "lora: {r: 16, target_modules: [qkv_proj, o_proj]}\n")
+        row = self.json(lora, "--gpus", "2xRTX4090")["rows"][1]
+        self.assertGreaterEqual(2 * row["exposed_s"], row["communication_s"])
+        self.assertRegex(self.plan(lora, "--gpus", "2xRTX4090").stdout, r"(?m)^ +2 .* 1\.99x$")
+
+    def test_the_row_is_the_fastest_way_that_computes_as_the_file(self):
+        """And the note and the table of ways name that one."""
+        file = self.write("phi3.yaml", f"model: {{config: {self.write('phi3.json', PHI3)}}}\n"
+                          "data: {name: instructions, path: /no/such.json}\nmax_seq_len: 512\n"
+                          "bf16: true\nper_device_train_batch_size: 8\nglobal_batch_size: 64\n")
+        plan = self.json(file, "--gpus", "4xRTX4090", code=1)
+        row = plan["rows"][-1]
+        alike = [way for way in plan["ways"] if way["gpus"] == 4 and way["half"] and
+                 not way["gradient_checkpointing"] and
+                 not way["settings"].get("mixed_precision") == "fp8"]
+        way = min(alike, key=lambda way: way["step_s"])
+        self.assertEqual(plan["ways"][row["way"] - 1], way)
+        for key in ("strategy", "step_s", "per_device_train_batch_size", "global_batch"):
+            self.assertEqual(row[key], way[key])
+        settings = ", ".join(f"{key}: {value}" for key, value in way["settings"].items())
+        self.assertIn("4 GPUs do not hold this as it is written. The fastest that computes as the "
+                      f"file does is way {row['way']}, {way['strategy']}: set {settings}",
+                      plan["notes"])
+        shown = self.plan(file, "--gpus", "4xRTX4090", code=1).stdout
+        self.assertRegex(shown, rf"(?m)^ +{row['way']}\* +4  {way['strategy']} ")
+        self.assertIn("\n* the row of 4 GPUs above\n", shown)
 
     def test_a_way_that_splits_the_model_is_written(self):
         for model in ("model: {config: %s}\n", "model:\n    config: %s\n"):
@@ -166,7 +208,7 @@ class Plan(unittest.TestCase):
                               "per_device_train_batch_size: 1\n")
             ways = self.json(file, "--gpus", "4xRTX4090", code=1)["ways"]
             split = [way["settings"].get("model.device_map") for way in ways].index("balanced")
-            out = os.path.join(self.root, "split.yaml")
+            out = os.path.join(self.root, f"split{len(model)}.yaml")
             self.plan(file, "--gpus", "4xRTX4090", "--write", out, "--way", str(split + 1))
             self.assertTrue(self.json(out, "--gpus", "4xRTX4090")["fits"])
 
@@ -182,21 +224,30 @@ class Plan(unittest.TestCase):
         self.assertIn("does not write keys that are given as flags (--bf16)",
                       self.plan(file, "--gpus", "H100", "--write", out, "--bf16", "false",
                                 code=2).stderr)
-        json_file = self.write("train.json", {"model": {"config": self.write("c.json", GPT2)},
-                                              "dataset_dir": "/no/such", "max_seq_len": 1024})
-        self.assertIn("is JSON, and --write writes YAML files",
-                      self.plan(json_file, "--gpus", "2xH100", "--write", out, code=2).stderr)
         self.assertFalse(os.path.exists(out))
-        # The file itself, by whatever name.
-        os.symlink(file, out)
-        with open(file) as before:
-            text = before.read()
+        # What is there stays: the file itself, by whatever name, and any other.
+        os.symlink("/no/such/file", out)
         for path in (file, os.path.join(self.root, ".", os.path.basename(file)), out):
-            self.assertIn(f"--write {path} would change the file that is planned. Give another "
+            self.assertIn(f"--write makes a new file, and {path} is there already. Give another "
                           "path: --write planned.yaml.",
                           self.plan(file, "--gpus", "H100", "--write", path, code=2).stderr)
-        with open(file) as after:
-            self.assertEqual(after.read(), text)
+        self.assertTrue(os.path.islink(out))
+
+    def test_every_spelling_of_a_file_is_written(self):
+        """JSON, short names, and texts that YAML would take for something else."""
+        text = {"model": "gpt", "dataset_dir": "/no: such", "max_seq_len": 1024, "bf16": True,
+                "learning_rate": 1e-4, "run_name": "12", "report_to": ["none"],
+                "per_device_train_batch_size": 1, "global_batch_size": 64, "warmup_ratio": 0.1,
+                "lora": {"target_modules": ["c_attn"]}}
+        for name in ("train.json", "train.yaml"):
+            file = self.write(name, text)
+            out = os.path.join(self.root, f"{name}_planned.yaml")
+            ways = self.json(file, "--gpus", "2xH100")["ways"]
+            self.plan(file, "--gpus", "2xH100", "--write", out)
+            shown = subprocess.run([LOCKSTEP, "config", "diff", file, out], capture_output=True,
+                                   text=True, timeout=60)
+            keys = set(re.findall(r"(?m)^(\w+)", shown.stdout))
+            self.assertEqual(keys, set(ways[0]["settings"]), shown.stdout + shown.stderr)
 
     def pipeline(self, degree=2, more=""):
         return self.write("stages.yaml", "model: {name: gpt, n_layer: 32, n_head: 16, "
@@ -450,9 +501,13 @@ class Plan(unittest.TestCase):
         last = plan["rows"][-1]
         self.assertEqual(last["strategy"], "one rank, device_map over 8")
         self.assertTrue(last["fits"])
-        self.assertIn("8 GPUs hold this as the file computes it only when they split it: set "
-                      "model.device_map: balanced and start one rank (lockstep train FILE, "
-                      "without --nproc-per-node)", plan["notes"])
+        settings = plan["ways"][last["way"] - 1]["settings"]
+        said = ", ".join(f"{key}: {value}" for key, value in settings.items())
+        self.assertEqual(settings["model.device_map"], "balanced")
+        self.assertIn("8 GPUs do not hold this as it is written. The fastest that computes as the "
+                      f"file does is way {last['way']}, one rank, device_map over 8: set {said} "
+                      "and start one rank (lockstep train FILE, without --nproc-per-node)",
+                      plan["notes"])
         first = next(row for row in plan["rows"] if row["fits"])
         self.assertEqual(first["speedup"], 1)
         self.assertIn(f"the speed-up is over {first['gpus']} GPUs, the fewest that hold this",
@@ -471,10 +526,11 @@ class Plan(unittest.TestCase):
                           "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
         half = ("--fp16", "true", "--bf16", "false")
         plan = self.json(file, "--gpus", "2xV100-16GB", *half, code=1)
-        self.assertEqual(plan["rows"][1]["strategy"], "fsdp: full_shard")
+        self.assertEqual(plan["rows"][1]["strategy"], "tensor parallel over 2")
         self.assertFalse(plan["fits"])
-        self.assertIn("2 GPUs hold this only when it is fully sharded: set fsdp: full_shard",
-                      plan["notes"])
+        self.assertIn("is way 1, tensor parallel over 2: set per_device_train_batch_size: 2, "
+                      "gradient_accumulation_steps: 1, tensor_parallel_degree: 2",
+                      plan["notes"][1])
         # elastic_gpu sets it by itself, and a file may say it.
         for more in (("--elastic_gpu", "true"), ("--fsdp", "full_shard")):
             plan = self.json(file, "--gpus", "2xV100-16GB", *half, *more)
@@ -489,9 +545,8 @@ class Plan(unittest.TestCase):
                           "max_seq_len: 1024\nbf16: true\nper_device_train_batch_size: 1\n")
         args = (file, "--gpus", "4xRTX4090", "--shard_optimizer")
         self.assertEqual(self.json(*args, "auto")["rows"][-1]["strategy"], "DDP, sharded optimizer")
-        plan = self.json(*args, "false", code=1)
-        self.assertIn("4 GPUs hold this only with a sharded optimizer, and the file says "
-                      "shard_optimizer: false", plan["notes"])
+        row = self.json(*args, "false", code=1)["rows"][-1]
+        self.assertEqual((row["strategy"], row["as_written"]), ("pipeline of 4 stages", False))
 
     def test_bf16_on_a_card_without_it(self):
         file = self.gpt2()

@@ -1,18 +1,21 @@
-#include "cli/plan_probe.h"
+// `lockstep plan --probe` and `--write`.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 
+#include "cli/commands.h"
 #include "cli/local_ranks.h"
-#include "cli/plan_write.h"
-#include "cli/print.h"
+#include "cli/plan.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
+#include "lockstep/core/json.h"
+#include "lockstep/train/config_keys.h"
 
 namespace lockstep::cli {
 namespace {
@@ -21,6 +24,7 @@ constexpr int kSteps = 3;
 // On a GPU the first steps load kernels, and a step is captured after a few.
 constexpr int kFirstGpu = 8;
 constexpr int kFirstCpu = 1;
+constexpr int kTimeout_s = 300;
 
 struct SeenRanks {
   double step_s = 0;
@@ -49,18 +53,83 @@ std::optional<SeenRanks> read_ranks(const std::string& folder, int ranks) {
   return all;
 }
 
+// ---------------------------------------------------------------- --write
+
+constexpr std::string_view kModel = "model.";
+constexpr std::string_view kEmpty = "\"\"";
+
+std::string yaml_string(const std::string& text) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./~-";
+  const bool plain = text.find_first_not_of(kPlain) == text.npos && !text.starts_with('-') &&
+                     plain_scalar(text, {}).is(NodeKind::kString);
+  return plain ? text : json_quote(text);
+}
+
+// YAML on one line.
+std::string yaml_value(const Node& node) {
+  std::string text;
+  if (node.is(NodeKind::kMap)) {
+    for (const Entry& entry : node.entries)
+      text += fmt::format("{}{}: {}", text.empty() ? "" : ", ", yaml_string(entry.key),
+                          yaml_value(entry.value));
+    return "{" + text + "}";
+  }
+  if (node.is(NodeKind::kList)) {
+    for (const Node& item : node.items)
+      text += fmt::format("{}{}", text.empty() ? "" : ", ", yaml_value(item));
+    return "[" + text + "]";
+  }
+  if (node.is(NodeKind::kNull)) return "null";
+  return node.is(NodeKind::kString) ? yaml_string(node.text) : node.text;
+}
+
+// The file's model with one more key. `gpt` is short for {name: gpt}.
+std::string model_text(const Entry* written, std::string_view key, const std::string& value) {
+  Node model = written != nullptr ? written->value : map_node({});
+  if (!model.is(NodeKind::kMap)) model = map_node({{"name", std::move(model)}});
+  model.entries.push_back({std::string(key), {}, text_node(value)});
+  return yaml_value(model);
+}
+
 }  // namespace
 
+std::string planned_text(const Node& file, const std::string& name,
+                         const std::vector<plan::Setting>& settings) {
+  std::string text;
+  std::set<std::string_view> chosen;
+  for (const plan::Setting& setting : settings) {
+    const bool inside = setting.key.starts_with(kModel);
+    const std::string_view key = inside ? "model" : std::string_view(setting.key);
+    const Entry* written = file.find(key);
+    const std::string value =
+        inside ? model_text(written, setting.key.substr(kModel.size()), setting.value)
+               : setting.value;
+    text += fmt::format(
+        "# {}{}\n{}: {}\n", train::find_key(key)->help,
+        written == nullptr ? "" : fmt::format("; it was {}", yaml_value(written->value)), key,
+        value);
+    chosen.insert(key);
+    if (key == "fsdp" && value == kEmpty) chosen.insert("fsdp_config");
+  }
+  std::string others;
+  for (const Entry& entry : file.entries)
+    if (!chosen.contains(entry.key))
+      others += fmt::format("{}: {}\n", yaml_string(entry.key), yaml_value(entry.value));
+  if (!text.empty()) text = fmt::format("# Chosen by `lockstep plan {}`:\n{}\n", name, text);
+  return fmt::format("{}# As in {}:\n{}", text, name, others);
+}
+
 std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way,
-                                           const ProbeOptions& options) {
+                                           bool cpu) {
   if (train_program().empty())
     throw UsageError("plan",
                      "--probe runs steps, and libexec/lockstep-train is not there: this build has "
                      "no LibTorch.");
   const ScratchFolder folder("plan");
   const std::string planned = folder.path() + "/planned.yaml";
-  write_file_atomically(planned, with_settings(read_file(file), way.settings, file));
-  const int steps = kSteps + (options.cpu ? kFirstCpu : kFirstGpu);
+  write_file_atomically(planned, planned_text(load_document(file), file, way.settings));
+  const int steps = kSteps + (cpu ? kFirstCpu : kFirstGpu);
   std::vector<std::string> arguments{"plan-probe",
                                      folder.path(),
                                      planned,
@@ -76,23 +145,22 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   // `auto` may shard where the way does not.
   if (way.choice.strategy == plan::Strategy::kDdp)
     arguments.emplace_back("--shard_optimizer=false");
-  if (options.cpu) arguments.emplace_back("--use_cpu=true");
+  if (cpu) arguments.emplace_back("--use_cpu=true");
   const plan::Choice& c = way.choice;
   const std::string what =
-      fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, options.cpu), c.batch,
-                  c.accumulation, way.checkpointing ? ", gradient checkpointing" : "",
+      fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, cpu), c.batch, c.accumulation,
+                  way.checkpointing ? ", gradient checkpointing" : "",
                   way.fp8    ? ", 8 bits"
                   : way.half ? ", 16 bits"
                              : "");
   const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
   const OtherPrograms others;
-  const RanksOutcome end =
-      run_ranks({.ranks = ranks, .timeout_s = options.timeout_s, .arguments = std::move(arguments)},
-                folder.path());
+  const RanksOutcome end = run_ranks(
+      {.ranks = ranks, .timeout_s = kTimeout_s, .arguments = std::move(arguments)}, folder.path());
   const auto seen = end.ok() ? read_ranks(folder.path(), ranks) : std::nullopt;
   if (!seen) {
     print_text(stderr, "probe: {}: {}\n", what,
-               !end.in_time      ? fmt::format("not done after {} s", options.timeout_s)
+               !end.in_time      ? fmt::format("not done after {} s", kTimeout_s)
                : end.ending.ok() ? fmt::format("the data ends before {} steps", steps)
                                  : "the ranks failed");
     if (!end.ok())

@@ -3,8 +3,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <utility>
 
+#include "cli/commands.h"
+#include "lockstep/core/document.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/rendezvous/this_host.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
@@ -154,6 +163,225 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
         ". Ranks cannot split a model; training stays data parallel as it is written. Set "
         "model.device_map: balanced and start one rank";
   return text;
+}
+
+// ---------------------------------------------------------------- what was measured on this host
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kDisturbance = "disturbance";
+
+Node read_record() {
+  try {
+    return parse_json(read_file(plan_record_path()), plan_record_path());
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+// The entries of a list in the record; those that a newer version has written otherwise are left
+// out by whoever reads them.
+std::vector<Node> entries_of(const Node& record, const char* list) {
+  const Entry* entry = record.find(list);
+  return entry == nullptr ? std::vector<Node>{} : entry->value.items;
+}
+
+std::string text_of(const Node& node, const char* key) {
+  const Entry* entry = node.find(key);
+  return entry == nullptr ? "" : entry->value.text;
+}
+
+double number_of(const Node& node, const char* key) {
+  const Entry* entry = node.find(key);
+  return entry == nullptr ? 0 : entry->value.real;
+}
+
+bool flag_of(const Node& node, const char* key) {
+  const Entry* entry = node.find(key);
+  return entry != nullptr && entry->value.boolean;
+}
+
+// Puts `fresh` in place of the entries that have the same texts under `keys`. What was measured
+// while nothing else ran stays where the fresh one was disturbed.
+void replace(const char* list, const std::vector<std::string>& keys, std::vector<Node> fresh) {
+  const Node record = read_record();
+  NodeMembers members;
+  for (const char* name : {"links", "ways"}) {
+    std::vector<Node> all;
+    for (const Node& old : entries_of(record, name)) {
+      const auto same = std::ranges::find_if(fresh, [&](const Node& one) {
+        return name == std::string_view(list) &&
+               std::ranges::all_of(keys, [&](const std::string& key) {
+                 const Entry* a = old.find(key);
+                 const Entry* b = one.find(key);
+                 return a != nullptr && b != nullptr &&
+                        plain_text(a->value) == plain_text(b->value);
+               });
+      });
+      const bool better = same != fresh.end() && old.find(kDisturbance) != nullptr &&
+                          text_of(old, kDisturbance).empty() &&
+                          !text_of(*same, kDisturbance).empty();
+      if (better || same == fresh.end()) all.push_back(old);
+      if (better) fresh.erase(same);
+    }
+    if (name == std::string_view(list)) std::ranges::move(fresh, std::back_inserter(all));
+    members.emplace_back(name, list_node(std::move(all)));
+  }
+  try {
+    const std::string path = plan_record_path();
+    fs::create_directories(fs::path(path).parent_path());
+    write_file_atomically(path, to_json(map_node(std::move(members))) + "\n");
+  } catch (const std::exception& e) {
+    print_text(stderr, "note: what was measured is not kept: {}\n", e.what());
+  }
+}
+
+NodeMembers members_of(const plan::Measurement& way) {
+  return {{"gpus", integer_node(way.parts.gpus)},
+          {"strategy", integer_node(static_cast<int>(way.parts.strategy))},
+          {"strategy_text", text_node(parts_text(way.parts))},
+          {"stages", integer_node(way.parts.stages)},
+          {"slices", integer_node(way.parts.slices)},
+          {"sequence_parallel", bool_node(way.parts.sequence)},
+          {"per_device_train_batch_size", integer_node(way.batch)},
+          {"gradient_accumulation_steps", integer_node(way.accumulation)},
+          {"gradient_checkpointing", bool_node(way.checkpointing)},
+          {"half", bool_node(way.half)},
+          {"fp8", bool_node(way.fp8)},
+          {"step_s", real_node(way.step_s)},
+          {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))},
+          {"tokens_per_sample", real_node(way.tokens)},
+          {kDisturbance, text_node(way.disturbance)}};
+}
+
+// Nothing for one from another version: it lacks a key, or its text does not belong to its number.
+std::optional<plan::Measurement> measurement_in(const Node& node) {
+  const auto integer = [&](const char* key) {
+    return static_cast<std::int64_t>(number_of(node, key));
+  };
+  const plan::Parts parts{.gpus = static_cast<int>(integer("gpus")),
+                          .strategy = static_cast<plan::Strategy>(integer("strategy")),
+                          .stages = static_cast<int>(integer("stages")),
+                          .slices = static_cast<int>(integer("slices")),
+                          .sequence = flag_of(node, "sequence_parallel")};
+  if (parts.stages < 1 || parts.slices < 1) return std::nullopt;
+  const plan::Measurement way{.parts = parts,
+                              .batch = integer("per_device_train_batch_size"),
+                              .accumulation = integer("gradient_accumulation_steps"),
+                              .checkpointing = flag_of(node, "gradient_checkpointing"),
+                              .half = flag_of(node, "half"),
+                              .fp8 = flag_of(node, "fp8"),
+                              .step_s = number_of(node, "step_s"),
+                              .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes")),
+                              .tokens = number_of(node, "tokens_per_sample"),
+                              .disturbance = text_of(node, kDisturbance)};
+  if (text_of(node, "strategy_text") != parts_text(parts) || !(way.step_s > 0) ||
+      node.find("tokens_per_sample") == nullptr)
+    return std::nullopt;
+  return way;
+}
+
+}  // namespace
+
+std::string plan_record_path() {
+  if (const auto folder = env::get("LOCKSTEP_CACHE"); folder && !folder->empty())
+    return *folder + "/plan.json";
+  const auto cache = env::get("XDG_CACHE_HOME");
+  const std::string base =
+      cache && !cache->empty() ? *cache : env::get("HOME").value_or("/tmp") + "/.cache";
+  return base + "/lockstep/plan.json";
+}
+
+void save_link(const std::string& device, const plan::MeasuredLink& link) {
+  replace("links", {"host", "device", "ranks"},
+          {map_node({{"host", text_node(host_name())},
+                     {"device", text_node(device)},
+                     {"backend", text_node(link.backend)},
+                     {"ranks", integer_node(link.ranks)},
+                     {"bus_bytes_per_s", real_node(link.bandwidth)},
+                     {kDisturbance, text_node(link.disturbance)}})});
+}
+
+std::optional<plan::MeasuredLink> saved_link(const std::string& device, int ranks) {
+  std::optional<plan::MeasuredLink> best;
+  for (const Node& node : entries_of(read_record(), "links")) {
+    if (text_of(node, "host") != host_name() || text_of(node, "device") != device) continue;
+    plan::MeasuredLink link{.backend = text_of(node, "backend"),
+                            .ranks = static_cast<int>(number_of(node, "ranks")),
+                            .bandwidth = number_of(node, "bus_bytes_per_s"),
+                            .disturbance = text_of(node, kDisturbance)};
+    if (link.ranks < 2 || !(link.bandwidth > 0)) continue;
+    if (!best || std::abs(link.ranks - ranks) < std::abs(best->ranks - ranks))
+      best = std::move(link);
+  }
+  return best;
+}
+
+std::string training_key(const plan::Training& t, const std::string& device, int gpus) {
+  const plan::Parameters p = plan::parameters_of(t.model);
+  return fmt::format(
+      "{} of {} parameters in {} blocks, {} tensors, {:.6g} operations a token, {} tokens, global "
+      "batch {}, state {}, {}{}{}{}",
+      p.trainable, p.total(), t.model.blocks(), p.tensors, plan::flops_per_token(t.model),
+      t.model.length, t.global_batch.value_or(t.batch * t.accumulation * gpus),
+      t.state_bytes.value_or(0), device, t.captured ? ", captured" : "",
+      t.unfused ? ", unfused" : "", t.tf32 ? ", tf32" : "");
+}
+
+void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways) {
+  std::vector<Node> nodes;
+  for (const plan::Measurement& way : ways) {
+    NodeMembers members = members_of(way);
+    members.emplace_back("host", text_node(host_name()));
+    members.emplace_back("training", text_node(training));
+    nodes.push_back(map_node(std::move(members)));
+  }
+  replace("ways",
+          {"host", "training", "gpus", "strategy", "stages", "slices", "sequence_parallel",
+           "per_device_train_batch_size", "gradient_checkpointing", "half", "fp8"},
+          std::move(nodes));
+}
+
+std::vector<plan::Measurement> saved_ways(const std::string& training) {
+  std::vector<plan::Measurement> ways;
+  for (const Node& node : entries_of(read_record(), "ways")) {
+    if (text_of(node, "host") != host_name() || text_of(node, "training") != training) continue;
+    if (const auto way = measurement_in(node)) ways.push_back(*way);
+  }
+  return ways;
+}
+
+std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement>& ways,
+                                             const plan::Training& training, int ranks) {
+  using plan::Strategy;
+  std::optional<plan::Measurement> best;
+  for (const plan::Measurement& way : ways) {
+    const auto& [gpus, strategy, stages, slices, sequence] = way.parts;
+    const bool open = training.may_shard && !training.sharded_optimizer && !training.fsdp;
+    const bool written = strategy == Strategy::kDdp || strategy == Strategy::kSingle
+                             ? !training.sharded_optimizer && !training.fsdp
+                         : strategy == Strategy::kShardedOptimizer ? training.sharded_optimizer
+                                                                   : strategy == training.fsdp;
+    const bool followed = stages == 1 && strategy < Strategy::kSplit &&
+                          (slices == 1 || (training.may_tensor && open)) &&
+                          (!sequence || training.sequence.value_or(true));
+    if (gpus != ranks || !followed || way.half != training.half || way.fp8 != training.fp8 ||
+        !(open || written))
+      continue;
+    if (!best || way.step_s < best->step_s) best = way;
+  }
+  return best;
+}
+
+std::string measurement_text(const plan::Measurement& way) {
+  return to_json(map_node(members_of(way)));
+}
+
+std::optional<plan::Measurement> parse_measurement(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  return measurement_in(parse_json(text, "a measurement"));
 }
 
 }  // namespace lockstep::cli

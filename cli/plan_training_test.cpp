@@ -3,9 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/plan_record.h"
 #include "lockstep/core/helpers_for_test.h"
-
 namespace lockstep::cli {
 namespace {
 

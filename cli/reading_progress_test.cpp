@@ -1,9 +1,9 @@
 // ReadingProgress with a manual clock.
-#include "cli/reading_progress.h"
-
 #include <gtest/gtest.h>
 
 #include <array>
+
+#include "cli/commands.h"
 
 namespace lockstep::cli {
 namespace {

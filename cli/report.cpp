@@ -5,7 +5,6 @@
 
 #include "cli/commands.h"
 #include "cli/flags.h"
-#include "cli/print.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "observe/report/run_report.h"

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "cli/commands.h"
-#include "cli/variables.h"
 #include "launcher/flags.h"
 #include "launcher/process.h"
 #include "launcher/supervisor.h"

@@ -3,7 +3,7 @@
 //
 // `lockstep config check` and `lockstep train` call the same function, and `train` builds model and
 // dataset from its result alone, so `check` refuses whatever `train` would refuse at this stage.
-// The samples themselves, which take long to read, are read by task_contents.h, also for both.
+// The samples themselves, which take long to read, are read by read_instructions(), also for both.
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
@@ -140,5 +140,13 @@ std::int64_t byte_rows(const DataConfig& data, const ByteCount& count);
 
 // Checks a folder of weights against its manifest, where it has one.
 void check_whole(const std::string& folder, io::Depth depth);
+
+// Training makes its dataset from these rows, and the check makes the same rows and discards them,
+// so that both refuse the same records. `path` is data.path or data.eval_path. Rows that the model
+// has no positions for are refused.
+data::InstructionRows read_instructions(const TaskConfig& task, const std::string& path,
+                                        const data::ReadProgress& progress = {});
+// One sentence about what max_seq_len truncated; empty: nothing.
+std::string what_was_cut(const data::InstructionRows& rows);
 
 }  // namespace lockstep::cli

@@ -1,4 +1,5 @@
-// `lockstep train`: a bundled model, trained as a file says.
+// `lockstep train`: a bundled model, trained as a file says; and the program that it is a part of.
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -19,11 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "cli/plan_record.h"
+#include "cli/commands.h"
 #include "cli/plan_training.h"
-#include "cli/print.h"
 #include "cli/train_commands.h"
-#include "cli/train_tasks.h"
 #include "launcher/accelerate_config.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
@@ -307,3 +306,25 @@ int plan_probe_main(int argc, char** argv) {
 }
 
 }  // namespace lockstep::cli
+
+// lockstep-train: `lockstep train`, `generate`, `checkpoint import` and `checkpoint merge`, which
+// need LibTorch, and the ranks of `lockstep doctor` and `lockstep plan --probe`.
+// `lockstep` executes it, so that everything else starts in milliseconds.
+
+int main(int argc, char** argv) {
+  return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
+    const std::string command = argc >= 2 ? argv[1] : "";
+    if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
+    if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
+    if (command == "plan-probe") return lockstep::cli::plan_probe_main(argc - 1, argv + 1);
+    if (command == "doctor-probe") return lockstep::cli::doctor_probe_main(argc - 1, argv + 1);
+    const std::string action = argc >= 3 ? argv[2] : "";
+    if (command == "checkpoint" && action == "import")
+      return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
+    if (command == "checkpoint" && action == "merge")
+      return lockstep::cli::checkpoint_merge_main(argc - 2, argv + 2);
+    lockstep::cli::print_text(
+        stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+    return 2;
+  }));
+}

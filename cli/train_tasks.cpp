@@ -1,5 +1,3 @@
-#include "cli/train_tasks.h"
-
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,8 +8,8 @@
 #include <fstream>
 #include <type_traits>
 
-#include "cli/prompt_format.h"
-#include "cli/task_contents.h"
+#include "cli/task_config.h"
+#include "cli/train_commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/data/dataset.h"

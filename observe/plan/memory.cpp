@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "observe/plan/units.h"
+#include "observe/plan/machine.h"
 
 namespace lockstep::plan {
 namespace {
@@ -25,18 +25,19 @@ std::uint64_t floats(std::int64_t count) {
   return 4 * static_cast<std::uint64_t>(count);
 }
 
-// How many parts a rank's share is one of.
+// The number of ranks that what `least` divides is divided over.
 int parts_of(const MemoryOptions& o, Sharding least) {
   if (o.sharding < least) return 1;
   return o.shard_ranks > 0 ? o.shard_ranks : o.ranks;
 }
 
-// Whether fsdp's units come and go, as they do on one rank whose rows are elsewhere.
+// Whether whole blocks are made from rows and freed again: under fsdp on several ranks, and on one
+// whose rows are in the host's memory.
 bool divides(const MemoryOptions& o) {
   return o.sharding >= Sharding::kFull && (parts_of(o, Sharding::kFull) > 1 || o.offload);
 }
 
-// The parts that are there in every moment, of one stage.
+// What one stage holds at every moment.
 Memory resident(const Parameters& p, const MemoryOptions& o) {
   Memory memory;
   if (o.offload) {
@@ -89,8 +90,7 @@ Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
   };
   // A frozen embedding that is the head too is copied for it.
   const bool tied = model.lora && model.causal_lm() != nullptr && model.causal_lm()->tied();
-  // Counted is as much as if all of them stayed, with those of embeddings, which is more than is
-  // used.
+  // Counted as if all copies stayed, those of embeddings too: more than is used.
   const std::int64_t weights = o.fused ? p.trainable + (model.lora ? p.head : 0)
                                        : p.trainable_matrices + (tied ? p.head : 0);
   Copies copies{.all = divided(copied(weights), o.stages)};
@@ -143,7 +143,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
       moment("the backward of the last block", whole.root + std::max(whole.kept, 2 * whole.block),
              before + whole.root_gradients + whole.block_gradients, copies.at_loss,
              saved + block + a.working + added_next, o.fused ? a.head_backward : 0),
-      // The gradients of the last block are on their way, and its activations are free.
+      // The gradients of the last block are being reduced, and its activations are free.
       moment("the backward of the block before the last",
              whole.root + std::max(whole.kept, 3 * whole.block) - whole.block,
              before + whole.root_gradients + 2 * whole.block_gradients, copies.at_loss,

@@ -19,9 +19,8 @@
 #include <optional>
 #include <string_view>
 
-#include "observe/plan/cards.h"
+#include "observe/plan/machine.h"
 #include "observe/plan/model_shape.h"
-#include "observe/plan/scaling.h"
 
 namespace lockstep::plan {
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "observe/plan/cards.h"
+#include "observe/plan/machine.h"
 #include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
 #include "observe/plan/plan_for_test.h"

@@ -7,7 +7,8 @@
 namespace lockstep::plan {
 namespace {
 
-// A batch that is a hundredth faster is not worth its memory, nor a change to the file.
+// A hundredth of a step's time is worth neither the memory of a larger batch nor a change to the
+// file.
 constexpr double kWorthMemory = 0.01;
 
 // Divisors of the samples that a replica computes in an update, the smallest first. Among very many
@@ -20,7 +21,7 @@ std::vector<std::int64_t> divisors_of(std::int64_t window) {
   return all;
 }
 
-// Those with fewer changes to a file first.
+// Strategies that need fewer changes to a file come first.
 constexpr Strategy kStrategies[] = {
     Strategy::kSingle,    Strategy::kDdp,         Strategy::kShardedOptimizer,
     Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kHybridShard,
@@ -32,7 +33,7 @@ struct Variant {
   Parts parts;
 };
 
-// The micro-batch to take by `seconds(choice)`, which says nothing where that is not known.
+// The fastest micro-batch, by `seconds(choice)`, which is empty where the speed is not known.
 template <typename Seconds>
 std::optional<Choice> best_batch(const Variant& variant, const Card& card, const Seconds& seconds) {
   const auto& [training, parts] = variant;
@@ -59,7 +60,7 @@ std::optional<Choice> best_batch(const Variant& variant, const Card& card, const
   return written != fitting.end() ? written->second : std::ranges::find_if(fitting, fast)->second;
 }
 
-// What `way` needs that the file does not say.
+// The keys that a file needs to train as `way` does.
 std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus) {
   std::vector<Setting> all;
   const Choice& c = way.choice;
@@ -68,9 +69,12 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   // With global_batch_size or tokens_per_update the accumulation follows.
   if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
     all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
-  // What fsdp_config says ends with fsdp.
+  // fsdp_config ends with fsdp, which has no effect on one GPU and stays.
+  const std::string_view fsdp = fsdp_word(c.strategy);
+  const std::string_view file_fsdp = fsdp_word(file.fsdp.value_or(Strategy::kDdp));
+  const bool fsdp_changes = c.strategy != Strategy::kSingle && fsdp != file_fsdp;
   const bool file_checkpoints =
-      file.checkpointing && (!file.fixed_checkpointing || !fsdp_word(c.strategy).empty());
+      file.checkpointing && !(file.fixed_checkpointing && fsdp_changes && fsdp.empty());
   if (way.checkpointing != file_checkpoints)
     all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
   if (way.fp8 != file.fp8)
@@ -87,9 +91,7 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
   const bool sharded = c.strategy == Strategy::kShardedOptimizer;
   if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
-  if (const std::string_view word = fsdp_word(c.strategy);
-      c.strategy != Strategy::kSingle && word != fsdp_word(file.fsdp.value_or(Strategy::kDdp)))
-    all.push_back({"fsdp", word.empty() ? "\"\"" : std::string(word)});
+  if (fsdp_changes) all.push_back({"fsdp", fsdp.empty() ? "\"\"" : std::string(fsdp)});
   if (c.strategy == Strategy::kSplit && !file.device_map)
     all.push_back({"model.device_map", "balanced"});
   return all;
@@ -108,7 +110,7 @@ void sort_ways(std::vector<Way>& ways) {
   std::rotate(ways.begin(), simplest, simplest + 1);
 }
 
-// All of them up to 16; beyond that powers of two and the number itself.
+// All numbers up to 16; of more GPUs the powers of two and the number itself.
 std::vector<int> counts_of(int gpus) {
   std::vector<int> counts{gpus};
   for (int n = gpus - 1; n >= 1; --n)
@@ -120,7 +122,7 @@ std::vector<int> counts_of(int gpus) {
 std::vector<Training> computations(const Training& training, const Machine& machine) {
   std::vector<Training> all{training};
   if (lacks_fp8(training, machine.card)) all.front().fp8 = false;
-  // A measurement is of the file's own computation.
+  // --tokens-per-second was measured with the file's own type and checkpointing.
   if (machine.speed.tokens_per_second) return all;
   const bool has_blocks = training.model.blocks() > 0 && !training.fixed_checkpointing;
   const bool may_halve = !training.half && machine.card.bfloat16 && !machine.card.cpu;

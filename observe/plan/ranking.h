@@ -3,10 +3,10 @@
 //   for (const Way& way : rank_ways(training, machine, 4))
 //     print(way.choice.batch, way.step->total_s(), way.settings);
 //
-// A way has a number of GPUs (some may stay idle), a strategy, a micro-batch with its accumulation,
-// and may checkpoint activations or compute in a half type where the file does neither. Of its
-// micro-batches it has the file's where that is within a hundredth of the fastest, or the smallest
-// that is: memory is left free for a longer batch.
+// A Way is a row of that table: a number of GPUs (some may stay idle), a strategy, a micro-batch
+// with its accumulation, and whether activations are checkpointed and products computed in a half
+// type or in fp8. Among micro-batches within a hundredth of the least time, the file's is taken, or
+// else the smallest, which leaves memory free for a longer batch.
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -29,13 +29,13 @@ struct Way : Timed {
   bool checkpointing = false;
   bool half = false;
   bool fp8 = false;
-  std::vector<Setting> settings{};  // what the file does not say; empty: it is as written
-  bool measured = false;            // step and memory are those of a run
-  std::string disturbance{};        // of that run
-
-  std::uint64_t memory_bytes() const { return measured ? run_bytes : choice.memory.total(); }
+  std::vector<Setting> settings{};  // that differ from the file's; empty: it is as written
+  bool measured = false;            // step and run_bytes are those of a run
+  std::string disturbance{};        // what other programs did during that run
   std::uint64_t run_bytes = 0;
   StepTime estimate{};
+
+  std::uint64_t memory_bytes() const { return measured ? run_bytes : choice.memory.total(); }
 };
 
 // Ways that fit, on up to `gpus` GPUs. Nothing where the speed is not known.
@@ -60,14 +60,14 @@ struct Measurement {
 };
 Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes);
 
-// Puts what was measured in place of the estimates, scales the times of the others by what those
-// took over their estimates, and ranks them again. Where samples were shorter than planned, so are
-// the others'.
+// Puts measurements in place of estimates, scales the other estimates by the median ratio of a
+// measured time to its estimate, and ranks the ways again. Where measured samples were shorter than
+// planned, those of all ways are.
 void use_measurements(std::vector<Way>& ways, const Training& training,
                       const std::vector<Measurement>& measurements);
 
-// What elastic_gpu sets: the fastest micro-batch for so many data-parallel ranks, larger than the
-// file's too. choose() where nothing fits, and on CPUs.
+// What elastic_gpu sets: choose() with the fastest micro-batch for so many data-parallel ranks,
+// which may be larger than the file's. On CPUs, and where nothing fits, choose() as it is.
 Choice fastest_batch(const Training& training, const Card& card, int ranks);
 
 }  // namespace lockstep::plan

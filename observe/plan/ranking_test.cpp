@@ -68,6 +68,17 @@ TEST(Ways, AFullyShardedModelIsRankedAndWritten) {
   EXPECT_EQ(std::ranges::count(find(own, Strategy::kDdp)->settings, Setting{"fsdp", "\"\""}), 1);
   EXPECT_EQ(std::ranges::count(find(own, Strategy::kShardGradOp)->settings, "fsdp", &Setting::key),
             0);
+  // Its checkpointing ends with fsdp, which a single GPU keeps.
+  t.checkpointing = t.fixed_checkpointing = true;
+  for (const Way& way : rank_ways(t, machine_of(80), 4)) {
+    const auto has = [&](const char* key) {
+      return std::ranges::count(way.settings, key, &Setting::key) == 1;
+    };
+    EXPECT_EQ(has("gradient_checkpointing"), has("fsdp"));
+    EXPECT_EQ(has("fsdp"), way.choice.strategy == Strategy::kDdp ||
+                               way.choice.strategy == Strategy::kShardedOptimizer ||
+                               way.choice.strategy == Strategy::kSplit);
+  }
 }
 
 TEST(Ways, EightBitsPayForWideLayersAlone) {

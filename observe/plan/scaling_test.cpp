@@ -1,5 +1,3 @@
-#include "observe/plan/scaling.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 #include <cstdio>
 #include <string>
 
+#include "observe/plan/machine.h"
 #include "observe/plan/plan_for_test.h"
 
 namespace lockstep::plan {
@@ -120,6 +119,20 @@ TEST(Steps, BucketsHideBehindBackward) {
   work.backward_s = 0;
   EXPECT_DOUBLE_EQ(step_time(work, cluster, 8).exposed_s, 4 * one);
   EXPECT_EQ(step_time(work, cluster, 1).exposed_s, 0);
+}
+
+TEST(Steps, WithoutPeerAccessBackwardHidesHalf) {
+  const Card card = parse_devices("RTX4090").card;
+  const Work work{.forward_s = 1, .backward_s = 2, .gradients = {8 * kBucket, kBucket}};
+  const StepTime peers = step_time(work, parse_link("pcie", card, 8), 2);
+  EXPECT_NEAR(peers.exposed_s, peers.communication_s / 9, 1e-4);  // the last bucket
+  const StepTime host = step_time(work, parse_link("pcie-host", card, 8), 2);
+  EXPECT_DOUBLE_EQ(host.exposed_s, 0.5 * host.communication_s);
+  // Nothing is charged twice where all of it comes after backward.
+  Work last = work;
+  last.gradients = {1000, 8 * kBucket};
+  const StepTime late = step_time(last, parse_link("pcie-host", card, 8), 2);
+  EXPECT_NEAR(late.exposed_s, late.communication_s, 1e-12);
 }
 
 TEST(Steps, ASlowLinkBuildsAQueue) {

@@ -307,10 +307,6 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
   return blocks * (is_fused(t, card, choice) ? kFusedLaunch_s : kPlainLaunch_s);
 }
 
-}  // namespace
-
-namespace {
-
 // As models::tensor_cuts() refuses it.
 bool divides_layers(const Model& model, int degree) {
   if (model.causal_lm() == nullptr) return false;

@@ -5,11 +5,10 @@
 //   choice.batch, choice.accumulation
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
-// The first that fits is taken: what the file says (data parallel, fsdp, a device map, a pipeline,
-// tensor parallel),
-// with the batch as given or with smaller micro-batches and more accumulation; then a sharded
-// optimizer, a fully sharded model (fsdp), and one rank that divides the layers over all of the
-// GPUs (model.device_map).
+// The first strategy that fits is taken. The file's own comes first (data parallel, fsdp, a device
+// map, a pipeline, tensor parallel), with the batch as given or with smaller micro-batches and more
+// accumulation; then a sharded optimizer, a fully sharded model (fsdp), and one rank that divides
+// the layers over all of the GPUs (model.device_map).
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -20,10 +19,9 @@
 #include <string_view>
 #include <vector>
 
-#include "observe/plan/cards.h"
+#include "observe/plan/machine.h"
 #include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
-#include "observe/plan/scaling.h"
 
 namespace lockstep::plan {
 
@@ -71,7 +69,7 @@ struct Training {
   bool checkpointing = false;
   bool unfused = false;            // a language model of ATen's operations alone
   bool captured = false;           // compile_model: a step is one CUDA graph
-  bool sharded_optimizer = false;  // demanded; otherwise where it helps
+  bool sharded_optimizer = false;  // shard_optimizer: true; unset, training shards where it helps
   bool may_shard = true;           // false: shard_optimizer: false
   // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
   std::string adapts{};
@@ -108,10 +106,11 @@ struct Choice : Parts {
   bool as_written = false;     // it fits, and training does this without a change to the file
 };
 
-// One way to train, whether it fits or not. The samples of a replica are a multiple of `batch`.
+// What these parts and this micro-batch need, whether they fit or not. The samples of a replica are
+// a multiple of `batch`.
 Choice make_choice(const Training& training, const Card& card, const Parts& parts,
                    std::int64_t batch);
-// Whether `lockstep train` can train this model so.
+// Whether `lockstep train` can train this model with that strategy on so many GPUs.
 bool can_train(const Training& training, const Card& card, const Parts& parts);
 // mixed_precision: fp8 on a card without 8-bit products. A CPU computes the same by other means.
 bool lacks_fp8(const Training& training, const Card& card);
@@ -120,10 +119,12 @@ bool lacks_fp8(const Training& training, const Card& card);
 // replicas cannot share the global batch in the file's micro-batches. Empty: it does.
 std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
 
-// With `fits` false the choice is what the file says, with the smallest micro-batch.
-// Copies of the model that the file trains on so many GPUs: each needs samples of its own.
-int written_copies(const Training& training, const Card& card, int gpus);
+// Where nothing fits, the choice is what the file says, with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);
+// The file's own strategy and micro-batch, whether they fit or not.
+Choice as_written(const Training& training, const Card& card, int gpus);
+// Replicas of the model that the file trains on so many GPUs: each needs samples of its own.
+int written_copies(const Training& training, const Card& card, int gpus);
 
 struct Change {
   std::string text{};                // "gradient_checkpointing: true"
@@ -133,12 +134,10 @@ struct Change {
   bool alone_fits = false;
   bool together_fits = false;
 };
-// The file's own strategy and micro-batch, whether they fit or not.
-Choice as_written(const Training& training, const Card& card, int gpus);
-// What makes that smaller, cheapest first: smaller micro-batches where they suffice, a sharded
-// optimizer, sequence parallelism of slices, gradient checkpointing, then smaller micro-batches,
-// fsdp, bf16, LoRA, a device map.
-// Ends with the first that fits together with those before.
+// What makes the file's own choice smaller, cheapest first: smaller micro-batches where they
+// suffice, a sharded optimizer, sequence parallelism of slices, gradient checkpointing, then
+// smaller micro-batches, fsdp, bf16, LoRA, a device map. Ends with the first that fits together
+// with those before it.
 std::vector<Change> changes(const Training& training, const Card& card, int gpus);
 
 // How fast a card computes.

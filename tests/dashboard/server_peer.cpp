@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cli/guarded.h"
+#include "cli/commands.h"
 #include "observe/dashboard/http_server.h"
 
 namespace {

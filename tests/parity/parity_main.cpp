@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/guarded.h"
+#include "cli/commands.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/models/gpt.h"

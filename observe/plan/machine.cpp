@@ -1,19 +1,24 @@
-#include "observe/plan/scaling.h"
+#include "observe/plan/machine.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <limits>
 
 #include "lockstep/core/error.h"
-#include "observe/plan/units.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::plan {
 namespace {
 
 constexpr double kMicro = 1e-6;
+constexpr double kGiga = 1e9;
+constexpr double kTera = 1e12;
 // NCCL's tuning table (src/graph/tuning.cc): it counts on 235 of the 300 GB/s of an A100's links;
 // trees reach 0.9 of a ring, and 0.92 of that in the LL128 protocol; hops and the start of a
 // collective in microseconds.
@@ -25,7 +30,7 @@ constexpr double kTreeStart_s = 4.4 * kMicro;
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
 // Without peer access each byte is written to the host's memory and read from there: half of that,
-// and all GPUs of a node share the memory. Assumed.
+// all GPUs of a node share the memory, and what one of the two ways takes is not hidden. Assumed.
 constexpr double kThroughHost = 0.5;
 constexpr double kHostShared = 40 * kGiga;
 // Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.
@@ -41,6 +46,10 @@ constexpr double kLoopbackShared = 20 * kGiga;
 // CPU ranks wait for the slower one before each sum of tensor parallelism. From three small
 // trainings of two ranks, on a machine that had other work, too (docs/plan.md).
 constexpr double kCpuSumWait_s = 1.2e-3;
+
+// DistributedDataParallel's default buckets.
+constexpr double kBucketBytes = 25 << 20;
+constexpr double kFirstBucketBytes = 1 << 20;
 
 [[noreturn]] void refuse_link(std::string_view text) {
   throw UsageError("plan",
@@ -141,7 +150,8 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
   double produced = 0;
   double sent_until = 0;
   double bucket = 0;
-  auto limit = static_cast<double>(work.first_bucket_bytes);
+  double sent = 0;
+  double limit = kFirstBucketBytes;
   for (std::size_t i = 0; i < work.gradients.size(); ++i) {
     bucket += static_cast<double>(work.gradients[i]);
     produced += static_cast<double>(work.gradients[i]);
@@ -149,11 +159,12 @@ void add_buckets(const Work& work, const Cluster& cluster, int ranks, double bac
     const double ready = backward_s * produced / all;
     const double takes = all_reduce_s(cluster, ranks, bucket);
     sent_until = std::max(sent_until, ready) + takes;
-    time.communication_s += takes;
+    sent += takes;
     bucket = 0;
-    limit = static_cast<double>(work.bucket_bytes);
+    limit = kBucketBytes;
   }
-  time.exposed_s += std::max(0.0, sent_until - backward_s);
+  time.communication_s += sent;
+  time.exposed_s += std::max(sent_until - backward_s, cluster.exposed_share * sent);
 }
 
 // An all-reduce between copies that are in parts on `group` ranks each: every GPU sends its part,
@@ -184,6 +195,7 @@ Cluster parse_link(std::string_view text, const Card& card, int per_node) {
   }
   if (inside == "pcie-host") {
     cluster.shared_bandwidth = kHostShared;
+    cluster.exposed_share = 1 - kThroughHost;
     cluster.text += fmt::format(", {:.0f} GB/s a host (no peer access)", kHostShared / kGiga);
   }
   if (plus == std::string_view::npos) {
@@ -278,6 +290,163 @@ StepTime step_time(const Work& work, const Cluster& cluster, int ranks) {
   }
   time.exposed_s = time.communication_s;
   return time;
+}
+
+// ---------------------------------------------------------------- cards
+
+namespace {
+
+constexpr int kMaxDevices = 1'000'000;
+// One core: what matrix products in float reach of its vector units, and bytes a second.
+constexpr double kCoreFlops = 40 * kGiga;
+constexpr double kCoreBandwidth = 10 * kGiga;
+
+// Memory as nvidia-smi shows it; the rest from the vendor's data sheets.
+const std::array kCards{
+    Card{"H200", 143'771 * kMiB, 989 * kTera, 67 * kTera, 4800 * kGiga, 450 * kGiga, 64 * kGiga,
+         false, true, true, true},
+    Card{"H100-80GB", 81'559 * kMiB, 989 * kTera, 67 * kTera, 3350 * kGiga, 450 * kGiga, 64 * kGiga,
+         false, true, true, true},
+    Card{"A100-80GB", 81'920 * kMiB, 312 * kTera, 19.5 * kTera, 2039 * kGiga, 300 * kGiga,
+         32 * kGiga},
+    Card{"A100-40GB", 40'960 * kMiB, 312 * kTera, 19.5 * kTera, 1555 * kGiga, 300 * kGiga,
+         32 * kGiga},
+    Card{"L40S", 46'068 * kMiB, 362 * kTera, 91.6 * kTera, 864 * kGiga, 0, 32 * kGiga, false, true,
+         true, true},
+    Card{"RTX4090", 24'564 * kMiB, 165 * kTera, 82.6 * kTera, 1008 * kGiga, 0, 32 * kGiga, false,
+         true, false, true},
+    Card{"RTX3090", 24'576 * kMiB, 71 * kTera, 35.6 * kTera, 936 * kGiga, 0, 32 * kGiga, false,
+         true, false},
+    Card{"V100-32GB", 32'768 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
+         16 * kGiga, false, false},
+    Card{"V100-16GB", 16'384 * kMiB, 125 * kTera, 15.7 * kTera, 900 * kGiga, 150 * kGiga,
+         16 * kGiga, false, false},
+};
+
+// "NVIDIA RTX 4090" and "rtx-4090" are "4090": letters and digits, without the maker.
+std::string plain(std::string_view text) {
+  std::string out;
+  for (const char c : text)
+    if (std::isalnum(static_cast<unsigned char>(c)) != 0)
+      out += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  for (const std::string_view word : {"nvidia", "geforce", "tesla", "rtx"})
+    if (const std::size_t at = out.find(word); at != std::string::npos) out.erase(at, word.size());
+  return out;
+}
+
+// The model without its memory: "a100" of "A100-40GB".
+std::string family(const Card& card) {
+  return plain(card.name.substr(0, card.name.find('-')));
+}
+
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (const Card& card : kCards) all.push_back(card.name);
+  return all;
+}
+
+Card find_card(std::string_view text) {
+  const std::string wanted = plain(text);
+  std::vector<std::string> sizes;
+  for (const Card& card : kCards) {
+    if (plain(card.name) == wanted) return card;
+    if (family(card) == wanted) sizes.push_back(card.name);
+  }
+  if (sizes.size() == 1) return *std::ranges::find(kCards, sizes.front(), &Card::name);
+  if (sizes.size() > 1)
+    throw UsageError("plan", "{} comes with several sizes of memory. Write {}.", text,
+                     fmt::join(sizes, " or "));
+  throw UsageError("plan",
+                   "the card '{}' is not known.{} Known are {}; --gpus detected asks the driver of "
+                   "this machine.",
+                   text, did_you_mean(std::string(text), names()), fmt::join(names(), ", "));
+}
+
+// Operations of a multiprocessor in one clock: half type, dense, float accumulation.
+double flops_per_clock(int major, int minor) {
+  if (major >= 10) return 8192;
+  if (major == 9) return 4096;
+  if (major == 8) return minor == 0 ? 2048 : 512;
+  if (major == 7) return 1024;
+  return 0;
+}
+
+Card card_of(const FoundGpu& gpu) {
+  const std::string name = plain(gpu.name);
+  const Card* best = nullptr;
+  for (const Card& card : kCards) {
+    if (name.find(family(card)) == std::string::npos) continue;
+    // The nearest of several sizes.
+    const auto away = [&](const Card& c) {
+      return std::max(c.memory_bytes, gpu.memory_bytes) -
+             std::min(c.memory_bytes, gpu.memory_bytes);
+    };
+    if (best == nullptr || away(card) < away(*best)) best = &card;
+  }
+  Card card = best != nullptr ? *best : Card{};
+  card.memory_bytes = gpu.memory_bytes;
+  if (best != nullptr) return card;
+  card.name = gpu.name;
+  card.flops = flops_per_clock(gpu.capability_major, gpu.capability_minor) *
+               static_cast<double>(gpu.multiprocessors) * static_cast<double>(gpu.clock_khz) * 1e3;
+  const bool narrow =
+      gpu.capability_major < 8 || (gpu.capability_major == 8 && gpu.capability_minor == 0);
+  const double lanes = narrow ? 64 : 128;  // that multiply and add floats in one clock
+  card.float_flops = 2 * lanes * static_cast<double>(gpu.multiprocessors) *
+                     static_cast<double>(gpu.clock_khz) * 1e3;
+  card.pcie = 32 * kGiga;
+  card.bfloat16 = gpu.capability_major >= 8;
+  card.fp8 = 10 * gpu.capability_major + gpu.capability_minor >= 89;
+  // The driver has no peer access over PCIe for this line of cards.
+  card.peers = gpu.name.find("GeForce") == std::string::npos;
+  return card;
+}
+
+}  // namespace
+
+Devices parse_devices(std::string_view text) {
+  Devices devices;
+  std::string_view name = text;
+  const std::size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+  if (digits > 0 && digits < text.size() && (text[digits] == 'x' || text[digits] == 'X')) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + digits, devices.count);
+    if (error != std::errc{} || devices.count < 1 || devices.count > kMaxDevices)
+      throw UsageError("plan", "'{}' names {} devices. Give 1 to {}.", text, text.substr(0, digits),
+                       kMaxDevices);
+    name = text.substr(digits + 1);
+  }
+  if (name.empty())
+    throw UsageError("plan", "'{}' names no card. Write 4xH100-80GB, cpu or detected.", text);
+  if (plain(name) == "cpu") {
+    devices.card = {.name = "cpu", .cpu = true};
+    return devices;
+  }
+  devices.card = find_card(name);
+  return devices;
+}
+
+Card assumed_cpu(Card cpu, int cores) {
+  cpu.flops = cpu.float_flops = kCoreFlops * std::max(1, cores);
+  cpu.memory_bandwidth = kCoreBandwidth * std::max(1, cores);
+  return cpu;
+}
+
+Devices detected_devices(const std::vector<FoundGpu>& found, const std::string& reason) {
+  if (found.empty())
+    throw UsageError("plan",
+                     "there is no GPU to plan for ({}). Name the cards: --gpus 4xH100-80GB, or "
+                     "--gpus cpu.",
+                     reason.empty() ? "the driver shows no device" : reason);
+  Devices devices{.count = static_cast<int>(found.size()), .card = card_of(found.front())};
+  for (const FoundGpu& gpu : found) {
+    const Card card = card_of(gpu);
+    devices.card.memory_bytes = std::min(devices.card.memory_bytes, card.memory_bytes);
+    if (card.flops >= devices.card.flops) continue;
+    const std::uint64_t memory = devices.card.memory_bytes;
+    devices.card = card;
+    devices.card.memory_bytes = memory;
+  }
+  return devices;
 }
 
 }  // namespace lockstep::plan
