@@ -18,7 +18,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/run.h"
-#include "observe/report/chart.h"
+#include "observe/dashboard/page.h"
 
 namespace lockstep::bench {
 namespace {
@@ -459,19 +459,19 @@ int judge(const std::vector<Goal>& wanted, const Samples& samples) {
   return goals.exit_code();
 }
 
-std::string svg_of(const Samples& samples, const AllreduceSettings& settings) {
-  report::LineChart time{.title = fmt::format("Time of an all-reduce, {} ranks", settings.ranks),
-                         .x_label = "size",
-                         .y_label = "microseconds",
-                         .x_scale = report::Scale::kLog,
-                         .y_scale = report::Scale::kLog,
-                         .ticks_at_points = true,
-                         .x_text = show_size};
-  report::LineChart rate = time;
-  rate.title = "Bandwidth (size / time)";
+std::string page_of(const Samples& samples, const AllreduceSettings& settings) {
+  const std::string of = fmt::format("all-reduce, {} ranks", settings.ranks);
+  dashboard::Chart time{.title = "Time of an " + of, .x_label = "size", .y_label = "microseconds"};
+  time.log = time.dots = true;
+  for (const std::int64_t bytes : parse_sizes(settings.sizes)) {
+    const auto x = static_cast<double>(bytes);
+    time.x_ticks.emplace_back(x, show_size(x));
+  }
+  dashboard::Chart rate = time;
+  rate.title = "Bandwidth (size / time) of an " + of;
   rate.y_label = "GB/s";
   for (const auto& [name, by_size] : samples) {
-    report::Line times{.name = name, .marked = true}, rates = times;
+    dashboard::ChartLine times{.name = name}, rates = times;
     for (const auto& [bytes, values] : by_size) {
       const auto x = static_cast<double>(bytes);
       times.points.emplace_back(x, median(values));
@@ -480,14 +480,17 @@ std::string svg_of(const Samples& samples, const AllreduceSettings& settings) {
     time.lines.push_back(std::move(times));
     rate.lines.push_back(std::move(rates));
   }
-  return report::svg_file({draw(time), draw(rate)});
+  return dashboard::page_file(map_node({{"run", map_node({{"id", text_node(of)},
+                                                          {"state", text_node("benchmark")},
+                                                          {"recorded", bool_node(true)}})},
+                                        {"charts", dashboard::charts_node({time, rate})}}));
 }
 
 }  // namespace
 
 int allreduce_main(int argc, char** argv) {
   AllreduceSettings settings;
-  std::string require, svg;
+  std::string require, page;
   Options options("Time and bandwidth of an all-reduce over size, backends by turns");
   options.number("--ranks", settings.ranks, 2, 64, "processes of this host");
   options.text("--backends", settings.backends, "any of shm, gloo and mpi, with commas");
@@ -500,7 +503,7 @@ int allreduce_main(int argc, char** argv) {
                "private|symmetric:SIZE:us|gloo|mpi|memory:NUMBER, with commas: fail when it takes "
                "more microseconds, or is less than that many times faster than a peer, or reaches "
                "less than that percentage of the memory's limit");
-  options.text("--svg", svg, "also draw time and bandwidth over size");
+  options.text("--page", page, "also write a page that draws time and bandwidth over size");
   options.text("--corrupt", settings.corrupt,
                "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = options.parse(argc, argv)) return *code;
@@ -514,7 +517,7 @@ int allreduce_main(int argc, char** argv) {
                 {{"ranks", settings.ranks}});
   for (const std::int64_t bytes : sizes) add_rows(report, samples, bytes);
   report.publish(options);
-  if (!svg.empty()) write_file_atomically(svg, svg_of(samples, settings));
+  if (!page.empty()) write_file_atomically(page, page_of(samples, settings));
   return judge(wanted, samples);
 }
 

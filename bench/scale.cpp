@@ -1,5 +1,5 @@
 // lockstep bench scale: a training file on several numbers of ranks: time, throughput, speed-up,
-// efficiency, utilisation and step budget, as CSV, JSON, SVG and an HTML page.
+// efficiency, utilisation and step budget, as CSV, JSON and a page.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -18,14 +18,15 @@
 #include "lockstep/io/file.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
-#include "observe/report/scale_report.h"
+#include "observe/dashboard/page.h"
+#include "observe/dashboard/scale_report.h"
 
 namespace lockstep::bench {
 namespace {
 
 namespace fs = std::filesystem;
-using report::ScalePoint;
-using report::ScaleRow;
+using dashboard::ScalePoint;
+using dashboard::ScaleRow;
 
 struct Request {
   std::vector<int> ranks{1, 2, 4};
@@ -48,7 +49,7 @@ std::string count(int number, const char* noun = "rank") {
 struct Plan {
   std::vector<ScalePoint> points;  // by ranks, without rates
   std::vector<std::string> flags;  // for every run
-  report::ScaleSetting setting;
+  dashboard::ScaleSetting setting;
 };
 
 // The file's values for `ranks`, as its runs will have them.
@@ -190,23 +191,20 @@ void measure(const Request& request, Plan& plan) {
   }
 }
 
-void write_report(const Request& request, const report::ScaleSetting& setting,
+void write_report(const Request& request, const dashboard::ScaleSetting& setting,
                   const std::vector<ScaleRow>& rows) {
   const auto write = [&](const char* name, const std::string& text) {
     write_file_atomically((fs::path(request.output) / name).string(), text);
   };
-  const auto cells = report::scale_csv_rows(rows);
+  const auto cells = dashboard::scale_csv_rows(rows);
   Report table("scale", cells.front().front());
   for (std::size_t i = 1; i < cells.size(); ++i) {
     Row& row = table.row(cells[i].front());
     for (std::size_t k = 1; k < cells[i].size(); ++k) row.text(cells.front()[k], cells[i][k]);
   }
   write("scale.csv", table.csv());
-  write("scale.json", to_json(report::scale_node(rows, setting)) + "\n");
-  write("speedup.svg", report::svg_file({draw(report::speedup_chart(rows, setting))}));
-  write("budget.svg", report::svg_file({draw(report::scale_budget_chart(rows))}));
-  write("utilisation.svg", report::svg_file({draw(report::scale_utilisation_chart(rows))}));
-  write("report.html", report::scale_page(rows, setting));
+  write("scale.json", to_json(dashboard::scale_node(rows, setting)) + "\n");
+  write("report.html", dashboard::page_file(dashboard::scale_state(rows, setting)));
 }
 
 std::string table_of(const std::vector<ScaleRow>& rows) {
@@ -272,7 +270,7 @@ int scale_main(int argc, char** argv) {
   prepare_output(request.output);
   for (const std::string& note : plan.setting.notes) fmt::print(stderr, "note: {}\n", note);
   measure(request, plan);
-  const auto rows = report::scale_rows(std::move(plan.points));
+  const auto rows = dashboard::scale_rows(std::move(plan.points));
   write_report(request, plan.setting, rows);
   fmt::print("{}report in {}/report.html\n", table_of(rows), request.output);
   Goals goals("scale");

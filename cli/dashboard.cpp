@@ -1,4 +1,4 @@
-// `lockstep dashboard`: the dashboard's page of a recorded run, even after its end.
+// `lockstep dashboard`: the dashboard's page of a recorded run, even after its end, or of two.
 #include <fmt/format.h>
 #include <signal.h>
 
@@ -10,39 +10,41 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "observe/dashboard/http_server.h"
-#include "observe/report/run_report.h"
+#include "observe/dashboard/run_report.h"
 
 namespace lockstep::cli {
 namespace {
 
 constexpr const char* kDashboardHelp =
-    "usage: lockstep dashboard [--listen WHERE] [RUN_DIR]\n\n"
+    "usage: lockstep dashboard [--listen WHERE] [RUN_DIR [OTHER_DIR]]\n\n"
     "Serves the page of `lockstep run --dashboard` for a run that was recorded: while it lasts,\n"
     "and after it has ended or failed. RUN_DIR is an output_dir of the Trainer, the directory of\n"
-    "a RunLog, or the DIR of `lockstep run --record DIR` (default: the current directory). Ends\n"
-    "with Ctrl-C.\n\n"
+    "a RunLog, or the DIR of `lockstep run --record DIR` (default: the current directory). With\n"
+    "OTHER_DIR the page compares two runs. Ends with Ctrl-C; `lockstep report` writes the page to\n"
+    "a file.\n\n"
     "  --listen WHERE   a port, or a numeric address and a port (a free port of 127.0.0.1)\n";
 
 struct DashboardRequest {
   std::string listen;
-  std::string directory = ".";
+  Args directories;
 };
 
 DashboardRequest parse_dashboard(const Args& args) {
   DashboardRequest request;
   Flags flags("dashboard");
   flags.text("--listen", request.listen, "a port, or an address and a port");
-  const Args names = flags.read(args);
-  if (names.size() > 1)
-    throw UsageError("dashboard", "one run is shown, and '{}' is another one.", names[1]);
-  if (!names.empty()) request.directory = names[0];
+  request.directories = flags.read(args);
+  if (request.directories.size() > 2)
+    throw UsageError("dashboard", "two runs are shown, and '{}' is a third one.",
+                     request.directories[2]);
+  if (request.directories.empty()) request.directories = {"."};
   return request;
 }
 
-// A record that will not change any more is read only once.
+// Records that will not change any more are read only once.
 class RecordSource {
  public:
-  explicit RecordSource(std::string directory) : directory_(std::move(directory)) { read(); }
+  explicit RecordSource(Args directories) : directories_(std::move(directories)) { read(); }
 
   std::string snapshot_json() {
     if (!over_) read();
@@ -50,17 +52,25 @@ class RecordSource {
   }
 
  private:
+  static bool lasts(const monitor::RunView& run) { return run.state == "running"; }
+
   void read() {
-    monitor::RunView run = monitor::read_run_view(directory_);
-    over_ = run.state != "running";
-    if (over_) {
-      run = monitor::read_run_view(directory_, monitor::Detail::kAll);
-      run.tables = report::run_tables(run);
+    const auto all = [](const std::string& directory) {
+      return monitor::read_run_view(directory, monitor::Detail::kAll);
+    };
+    if (directories_.size() == 2) {
+      const monitor::RunView a = all(directories_[0]), b = all(directories_[1]);
+      over_ = !lasts(a) && !lasts(b);
+      json_ = to_json(dashboard::comparison_state(a, b));
+      return;
     }
-    json_ = monitor::snapshot_json(run);
+    const monitor::RunView run = monitor::read_run_view(directories_[0]);
+    over_ = !lasts(run);
+    json_ = over_ ? to_json(dashboard::report_state(all(directories_[0])))
+                  : monitor::snapshot_json(run);
   }
 
-  const std::string directory_;
+  const Args directories_;
   bool over_ = false;
   std::string json_;
 };
@@ -70,7 +80,7 @@ class RecordSource {
 int dashboard_command(const Args& args) {
   if (print_help(args, kDashboardHelp)) return 0;
   const DashboardRequest request = parse_dashboard(args);
-  RecordSource source(request.directory);
+  RecordSource source(request.directories);
   dashboard::HttpOptions options;
   if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))
     options.token = dashboard::read_token_file(*file);

@@ -19,8 +19,7 @@
 #include "lockstep/core/text.h"
 #include "lockstep/monitor/gpu_sampler.h"
 #include "lockstep/monitor/run_view.h"
-#include "observe/dashboard/http_client.h"
-#include "observe/dashboard/http_rules.h"
+#include "observe/dashboard/http.h"
 #include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::cli {

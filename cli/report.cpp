@@ -1,13 +1,12 @@
-// `lockstep report`: what a run has recorded, as a page to read.
+// `lockstep report`: the dashboard's page of a run, or of two, as one file.
 
-#include <cstdio>
 #include <filesystem>
 
 #include "cli/commands.h"
 #include "cli/flags.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "observe/report/run_report.h"
+#include "observe/dashboard/run_report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -15,12 +14,14 @@ namespace {
 constexpr const char* kReportHelp =
     "usage: lockstep report DIR [-o FILE]\n"
     "       lockstep report A B [-o FILE]\n\n"
-    "Writes the report of a run, whose output_dir is DIR, as one HTML file without scripts and\n"
-    "without anything to load: loss, learning rate, gradient norm and throughput over steps, the\n"
-    "step budget and the utilisation of each rank, checkpoints, events, the configuration with\n"
-    "the origin of each value, and what is worth changing. A and B are compared: figures with\n"
-    "their ratios, curves in one chart, budgets, and the keys in which they differ. What a run\n"
-    "has not recorded is said in the report.\n\n"
+    "Writes the page that `lockstep dashboard DIR` shows of a run as one HTML file with its data\n"
+    "inside, which needs no network and can be mailed: key figures, what is worth changing, "
+    "curves\n"
+    "over steps, the step budget and the utilisation of each rank, checkpoints, events and the\n"
+    "configuration with the origin of each value. A and B are compared: figures with their "
+    "ratios,\n"
+    "curves in one chart, budgets, and the keys in which they differ. What a run has not recorded\n"
+    "is said on the page.\n\n"
     "  -o FILE, --output FILE   default: DIR/report.html; of two runs: comparison.html\n";
 
 struct ReportRequest {
@@ -48,13 +49,14 @@ ReportRequest parse_report(const Args& args) {
 int report_command(const Args& args) {
   if (print_help(args, kReportHelp)) return 0;
   const ReportRequest request = parse_report(args);
-  const monitor::RunView first = monitor::read_run_view(request.runs[0], monitor::Detail::kAll);
-  const std::string page =
-      request.runs.size() == 1
-          ? report::run_report(first)
-          : report::comparison_report(
-                first, monitor::read_run_view(request.runs[1], monitor::Detail::kAll));
-  write_file_atomically(request.output, page);
+  const auto read = [](const std::string& folder) {
+    return monitor::read_run_view(folder, monitor::Detail::kAll);
+  };
+  const monitor::RunView first = read(request.runs[0]);
+  const Node state = request.runs.size() == 1
+                         ? dashboard::report_state(first)
+                         : dashboard::comparison_state(first, read(request.runs[1]));
+  write_file_atomically(request.output, dashboard::page_file(state));
   print_text("written to {}\n", request.output);
   return 0;
 }

@@ -24,7 +24,7 @@
 #include "lockstep/train/config_keys.h"
 #include "observe/dashboard/http_server.h"
 #include "observe/dashboard/live_run.h"
-#include "observe/dashboard/run_metrics.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::cli {
 namespace {

@@ -115,7 +115,6 @@ struct RunView {
   std::optional<double> best_metric{};
   std::vector<ConfigValue> config{};
   std::vector<std::string> missing{};  // sentences: what is not there, or cannot be read
-  std::vector<Table> tables{};         // for the page (report::run_tables)
 
   const RunFacts& facts() const;  // of the record; nothing is known without one
 };
@@ -159,8 +158,9 @@ std::int64_t step_of(const RunView& run);
 // Until the last step, as the run went so far; nothing where that is not known.
 std::optional<double> seconds_left(const RunView& run);
 
-// One object on one line (docs/dashboard.md). Text that is not UTF-8 and numbers that JSON does not
-// have are replaced.
+// The state of docs/dashboard.md, as a document and as one line of JSON. Text that is not UTF-8 and
+// numbers that JSON does not have are replaced.
+Node snapshot_node(const RunView& run);
 std::string snapshot_json(const RunView& run);
 
 }  // namespace lockstep::monitor

@@ -131,26 +131,9 @@ Node run_node(const RunView& run) {
                    {"left_s", optional_number(left)}});
 }
 
-Node rows_node(const std::vector<std::vector<std::string>>& rows) {
-  std::vector<Node> items;
-  for (const auto& row : rows) items.push_back(texts_node(row));
-  return list_node(std::move(items));
-}
-
-Node tables_node(const std::vector<Table>& tables) {
-  std::vector<Node> items;
-  for (const Table& table : tables)
-    items.push_back(map_node({{"title", text_node(table.title)},
-                              {"heads", texts_node(table.heads)},
-                              {"rows", rows_node(table.rows)},
-                              {"notes", texts_node(table.notes)},
-                              {"numbers", bool_node(table.numbers)}}));
-  return list_node(std::move(items));
-}
-
 }  // namespace
 
-std::string snapshot_json(const RunView& run) {
+Node snapshot_node(const RunView& run) {
   std::vector<Node> ranks;
   NodeMembers logs;
   for (const RankState& rank : run.ranks) {
@@ -162,18 +145,20 @@ std::string snapshot_json(const RunView& run) {
     if (name != "step_ms" && series.size() < MetricsFile::kNames)
       series.emplace_back(name, curve_node(curve_of(run.metrics, name)));
   series.emplace_back("step_ms", curve_node(run.step_ms));
-  NodeMembers members{{"time", number(run.time_s)},
-                      {"run", run_node(run)},
-                      {"ranks", list_node(std::move(ranks))},
-                      {"series", map_node(std::move(series))},
-                      {"log", map_node(std::move(logs))},
-                      {"findings", findings_node(run.findings)},
-                      {"verdict", map_node({{"healthy", bool_node(run.verdict.healthy)},
-                                            {"text", text_node(run.verdict.text)}})},
-                      {"stall", stall_node(run.stall)},
-                      {"stall_table", table_node(run.stall_table)}};
-  if (!run.tables.empty()) members.emplace_back("tables", tables_node(run.tables));
-  return to_json(map_node(std::move(members)));
+  return map_node({{"time", number(run.time_s)},
+                   {"run", run_node(run)},
+                   {"ranks", list_node(std::move(ranks))},
+                   {"series", map_node(std::move(series))},
+                   {"log", map_node(std::move(logs))},
+                   {"findings", findings_node(run.findings)},
+                   {"verdict", map_node({{"healthy", bool_node(run.verdict.healthy)},
+                                         {"text", text_node(run.verdict.text)}})},
+                   {"stall", stall_node(run.stall)},
+                   {"stall_table", table_node(run.stall_table)}});
+}
+
+std::string snapshot_json(const RunView& run) {
+  return to_json(snapshot_node(run));
 }
 
 }  // namespace lockstep::monitor

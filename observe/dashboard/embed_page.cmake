@@ -1,9 +1,10 @@
-# cmake -DOUTPUT=page.cpp -DFOLDER=page -P embed_page.cmake: the page's files as a C++ source.
+# cmake -DOUTPUT=page_files.cpp -DFOLDER=page -P embed_page.cmake: the page's files as a C++ source.
 # A file is an array of bytes: it may hold whatever a string literal cannot.
-set(files index.html page.css page.js icon.svg)
+set(files index.html page.css charts.js page.js icon.svg)
 set(index.html_path /)
 set(index.html_type "text/html; charset=utf-8")
 set(page.css_type "text/css; charset=utf-8")
+set(charts.js_type "text/javascript; charset=utf-8")
 set(page.js_type "text/javascript; charset=utf-8")
 set(icon.svg_type image/svg+xml)
 

@@ -21,7 +21,7 @@
 #include <string>
 
 #include "lockstep/core/fd.h"
-#include "observe/dashboard/http_rules.h"
+#include "observe/dashboard/http.h"
 
 namespace lockstep::dashboard {
 

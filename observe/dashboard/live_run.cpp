@@ -19,10 +19,9 @@
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/stoppable_thread.h"
 #include "lockstep/monitor/writer_process.h"
-#include "observe/dashboard/doctor_report.h"
-#include "observe/dashboard/rank_gpus.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/record_writer.h"
+#include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -21,10 +21,9 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/rank_recorder.h"
-#include "observe/dashboard/doctor_report.h"
-#include "observe/dashboard/rank_gpus.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/record_writer.h"
+#include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -1,4 +1,5 @@
-// One rank seen from outside, interval by interval: its ledger, its process and its control group.
+// One rank seen from outside, interval by interval: its ledger, its process, its control group, and
+// which GPU is its own.
 //
 //   RankSampler sampler(started);
 //   ... a second later ...
@@ -7,11 +8,17 @@
 // Used by one thread. Reads /proc; a rank that has ended has its last interval from its ledger.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
+#include <cstddef>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "launcher/run_observer.h"
 #include "lockstep/monitor/rank_recorder.h"
+#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::dashboard {
 
@@ -49,5 +56,25 @@ class RankSampler {
   std::uint64_t looked_ns_ = 0;
   monitor::ProcessWatch process_;
 };
+
+// The GPUs that CUDA_VISIBLE_DEVICES names, as places in `gpus`, in its order: numbers, or UUIDs by
+// their beginning. All of them without the variable; as in CUDA, what follows a name that fits
+// nothing does not count.
+std::vector<std::size_t> visible_gpus(const std::vector<monitor::GpuIdentity>& gpus,
+                                      const std::optional<std::string>& variable);
+
+struct GpuUser {
+  pid_t pid = -1;
+  int local_rank = 0;
+};
+// NVML's index of the GPU that the process uses; where the driver does not say, the visible one
+// with the rank's number. -1: none.
+int gpu_of_rank(const monitor::GpuSnapshot& snapshot, const std::vector<std::size_t>& visible,
+                const GpuUser& user);
+
+// The visible ones alone, with these samples of all.
+monitor::HostGpus host_gpus(int host, const std::vector<monitor::GpuIdentity>& gpus,
+                            const std::vector<std::size_t>& visible,
+                            const std::vector<monitor::GpuSamplePtr>& samples);
 
 }  // namespace lockstep::dashboard

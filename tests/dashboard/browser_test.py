@@ -6,6 +6,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -208,6 +209,15 @@ class Page(DashboardCase):
             self.assertLessEqual(self.page.value("document.documentElement.scrollWidth"), 390)
             # A column of names that is one letter wide cannot be read.
             self.assertGreater(self.page.value("document.querySelector('td').clientWidth"), 60)
+            self.assertEqual(self.page.value(
+                "document.querySelectorAll('#charts .chart:first-child .curve').length"), 2)
+            text = self.page.value("document.body.innerText")
+            for part in ("two runs", *names, "lowest evaluation loss", "second / first",
+                         "The configuration of one of them is not recorded."):
+                self.assertIn(part, text)
+            for part in ("Ranks running", "Step budget", "Output"):
+                self.assertNotIn(part, text)
+            self.check_quiet()
 
     def test_a_finished_run_shows_what_its_report_lists(self):
         with tempfile.TemporaryDirectory() as place:
@@ -240,15 +250,117 @@ class Page(DashboardCase):
                 self.assertEqual(self.page.value("document.querySelectorAll('main img').length"), 0)
                 self.assertLessEqual(self.page.value("document.documentElement.scrollWidth"), 390)
                 self.page.look()
+                listed = self.page.value("document.querySelector('#tables').textContent")
                 self.page.value("window.card = document.querySelector('#tables').firstChild")
                 time.sleep(1.5)
                 self.assertTrue(self.page.value(
                     "window.card === document.querySelector('#tables').firstChild"))
                 self.check_quiet()
+                # The same in a file, which needs no server.
+                subprocess.run([LOCKSTEP, "report", place], check=True, capture_output=True,
+                               timeout=60)
+                self.page.open(f"file://{place / 'report.html'}")
+                self.page.wait("document.querySelectorAll('#tables table').length > 2")
+                self.assertEqual(self.page.value("document.querySelector('#tables').textContent"),
+                                 listed)
+                self.assertIn("Rank 0: where its time went",
+                              self.page.value("document.querySelector('#charts').innerText"))
+                self.assertTrue(self.page.value("document.querySelector('#live').hidden"))
+                self.assertIsNone(self.page.value("window.hacked ?? null"))
+                self.assertTrue(self.page.value(
+                    "document.querySelector('.brand img').naturalWidth > 0"), "the icon")
+                self.check_quiet()
             finally:
                 served.kill()
                 served.wait(timeout=60)
                 served.stdout.close()
+
+    def drawn(self, index):
+        """The texts of a chart's svg with their boxes, and its points."""
+        found = json.loads(self.page.value(
+            "JSON.stringify((([svg]) => [Array.from(svg.querySelectorAll('text'), (e) => {"
+            "const b = e.getBBox(); return [e.textContent, b.x, b.y, b.width, b.height,"
+            " e.getAttribute('text-anchor')]}),"
+            "Array.from(svg.querySelectorAll('circle'), (e) => [e.cx.baseVal.value,"
+            f"e.cy.baseVal.value])])([document.querySelectorAll('#charts svg')[{index}]]))"))
+        texts, circles = found
+        for i, (a, x, y, width, height, _) in enumerate(texts):
+            self.assertTrue(-1 <= x and x + width <= 372, (a, x, width))
+            for b, u, v, wide, high, _ in texts[i + 1:]:
+                self.assertTrue(x + width <= u + 1 or u + wide <= x + 1 or
+                                y + height <= v + 3 or v + high <= y + 3, (a, b))
+        return texts, circles
+
+    def test_charts_are_where_their_axes_say(self):
+        xs = [4096, 65536, 1 << 20, 1 << 24]
+        charts = [
+            {"title": "log", "x_label": "size", "y_label": "us", "log": True, "dots": True,
+             "x_ticks": [[x, f"{x >> 10} K"] for x in xs],
+             "lines": [{"name": "a", "points": [[x, x / 4096] for x in xs] + [[0, 5], [9, -1]]}]},
+            {"title": "speed-up", "x_label": "ranks", "y_label": "times", "from_zero": True,
+             "dots": True, "x_ticks": [[r, str(r)] for r in (1, 2, 4, 8)],
+             "lines": [{"name": "measured", "points": [[r, 0.9 * r] for r in (1, 2, 4, 8)],
+                        "labels": ["", "", "3.60x", "7.20x, 90 %"]},
+                       {"name": "ideal", "reference": True,
+                        "points": [[r, r] for r in (1, 2, 4, 8)]}]},
+            {"title": HOSTILE[0], "x_label": "s", "y_label": HOSTILE[1], "note": HOSTILE[2],
+             "lines": [{"name": name, "points": [[1, i], [2, None], [3, i], [4, i + 1]]}
+                       for i, name in enumerate(HOSTILE)]},
+            {"title": "shares", "x_label": "s", "parts": ["forward", "backward", HOSTILE[0]],
+             "columns": [[0, 10, 0.25, 0.75, 0], [30, 40, 0.5, 0.25, 0.25], ["x"]]}]
+        self.open({**state(10), "series": {}, "charts": charts})
+        self.page.wait("document.querySelectorAll('#charts svg').length == 4")
+        for index, ratio in ((0, 16), (1, None)):
+            texts, circles = self.drawn(index)
+            ticks = {t: x + w / 2 for t, x, _, w, _, anchor in texts if anchor == "middle"}
+            wanted = [ticks[f"{x >> 10} K"] for x in xs] if ratio else [ticks[r] for r in "1248"]
+            self.assertEqual(len(circles), 4)
+            for (x, _), tick in zip(circles, wanted):
+                self.assertAlmostEqual(x, tick, delta=4)
+            heights = [circles[i][1] - circles[i + 1][1] for i in range(3)]
+            if ratio:  # the same factor is the same distance
+                self.assertAlmostEqual(heights[0], heights[1], delta=0.5)
+            else:  # twice as much is twice as high
+                self.assertAlmostEqual(heights[2], 2 * heights[1], delta=0.5)
+        self.assertEqual(self.page.value(
+            "document.querySelectorAll('#charts .chart')[2].querySelector('.curve.l0')"
+            ".getAttribute('d').split('M').length"), 3, "a gap")
+        self.drawn(2)
+        text = self.page.value("document.querySelector('#charts').innerText")
+        for part in HOSTILE[:3]:
+            self.assertIn(part, text)
+        path, = json.loads(self.page.value(
+            "JSON.stringify(Array.from(document.querySelectorAll('#charts .chart')[3]"
+            ".querySelectorAll('path.p1'), (e) => e.getAttribute('d')))"))
+        (left, low, right, high), (begin, *_rest) = [
+            list(map(float, re.findall(r"[\d.]+", part)))[:4] for part in path.split("M")[1:]]
+        self.assertAlmostEqual(begin - left, 3 * (right - left), delta=0.5)  # from 30, and a gap
+        self.assertAlmostEqual(low - high, 0.75 * 130, delta=1)
+        self.assertEqual(self.page.value("document.querySelectorAll('#charts path.p9').length"), 1)
+        self.check_quiet()
+
+    def test_a_scaling_and_two_runs_have_their_own_parts(self):
+        shares = {"forward": 0.3, "backward": 0.5, "data": 0.2}
+        self.open(state(10))
+        self.server.set({
+            "run": {"id": "a.yaml", "state": "scaling", "recorded": True, "message": "One note."},
+            "tiles": [["Speed-up", "1.95", "with 2 ranks"]],
+            "budgets": [{"name": "1 rank", "step_ms": 10, "budget": shares},
+                        {"name": "2 ranks", "step_ms": 20, "budget": shares}],
+            "findings": [{**FINDING, "of": "2 ranks"}],
+            "verdict": {"healthy": False, "text": "1 rank: Nothing found."},
+            "tables": [{"title": "Long", "heads": ["a"], "rows": [["x"]] * 40, "notes": []}]})
+        self.page.wait("document.querySelector('#state').innerText == 'scaling'")
+        text = self.page.value("document.body.innerText")
+        for part in ("1.95", "with 2 ranks", "One note.", "2 ranks, rank 1: data",
+                     "1 rank: Nothing found.", "30 %", "20 ms", "Long"):
+            self.assertIn(part, text)
+        self.assertNotIn("Last collective", text)
+        widths = json.loads(self.page.value("JSON.stringify(Array.from(document.querySelectorAll("
+                                            "'#budget .bar'), (e) => e.clientWidth))"))
+        self.assertAlmostEqual(widths[1], 2 * widths[0], delta=2)
+        self.assertFalse(self.page.value("document.querySelector('#tables details').open"))
+        self.check_quiet()
 
     def test_a_stall_shows(self):
         self.open(state(10))

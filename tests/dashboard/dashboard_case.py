@@ -5,13 +5,16 @@ import math
 import os
 import pathlib
 import random
+import re
 import socket
 import subprocess
+import tempfile
 import time
 import unittest
 import urllib.parse
 
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"])
 PEER = BIN / "tests" / "server_peer"
 LOCKSTEP = BIN / "lockstep"
 BOUND_S = 60  # says that nothing hangs: a busy machine may hold up any process for seconds
@@ -76,8 +79,8 @@ def state(step=120, *, ranks=2, gpus=False, failed=None, run_state="running", lo
         "log": log or lines,
         "findings": list(findings),
         "verdict": {"healthy": run_state == "running" and not stall,
-                    "text": "Nothing can be judged while no step ends." if stall
-                            else "Nothing found that slows this run down."},
+                    "text": "" if findings else "Nothing can be judged while no step ends."
+                            if stall else "Nothing found that slows this run down."},
         "stall": {"seconds": 12.4, "what": stall} if stall else None,
         "stall_table": {"time": now, "text": f"[launch] stall: {stall}\n  1  T stopped"}
                        if stall else None,
@@ -185,6 +188,49 @@ class Events:
     def close(self):
         self.file.close()
         self.socket.close()
+
+
+class Report:
+    """The page that a command has written to a file: its state, by what a reader looks for."""
+
+    def __init__(self, path):
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        assert "default-src 'none'; script-src 'sha256-" in text
+        data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+        assert len(data) == 1 and text.count("<script") == 2, "names are not markup"
+        assert not re.search(r"https?:|url\(|@import|(src|href)=.?/",
+                             text.replace("http://www.w3.org/2000/svg", "").replace(data[0], ""))
+        self.text = data[0]
+        self.state = json.loads(data[0])
+        self.tables = {table["title"]: table for table in self.state["tables"]}
+        self.charts = {chart["title"]: chart for chart in self.state.get("charts", [])}
+
+    def row(self, title, first):
+        """The other cells of the one row that begins so."""
+        row, = [row for row in self.tables[title]["rows"] if row[0] == first]
+        return row[1:]
+
+
+def environment(**more):
+    ours = r"RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC|LOCKSTEP_(?!BIN|SOURCE|PYTHON)"
+    env = {k: v for k, v in os.environ.items() if not re.match(ours, k)}
+    return {**env, "LOCKSTEP_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **more}
+
+
+class ReportCase(unittest.TestCase):
+    """Commands in a folder of their own."""
+
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(prefix="lockstep-report-")
+        self.addCleanup(directory.cleanup)
+        self.place = pathlib.Path(directory.name)
+
+    def lockstep(self, *arguments, code=0):
+        done = subprocess.run([LOCKSTEP, *map(str, arguments)], capture_output=True, text=True,
+                              timeout=4 * BOUND_S, env=environment(), check=False, cwd=self.place,
+                              stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done
 
 
 class DashboardCase(unittest.TestCase):

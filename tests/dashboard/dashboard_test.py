@@ -11,7 +11,7 @@ import unittest
 
 from dashboard_case import BOUND_S, Events, DashboardCase, FINDING, PEER, parse, read_to_end, state
 
-PAGES = ("/", "/page.css", "/page.js", "/icon.svg")
+PAGES = ("/", "/page.css", "/charts.js", "/page.js", "/icon.svg")
 PRIVATE = (*PAGES, "/snapshot", "/events", "/metrics", "/nothing")
 
 

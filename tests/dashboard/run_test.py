@@ -607,7 +607,7 @@ class OwnLoop(RunCase):
     def test_the_dashboard_of_a_record_says_what_it_needs(self):
         for args, text in ((["nowhere"], "nowhere"), (["--listen"], "--listen needs"),
                            (["--list"], "there is no flag --list"),
-                           (["a", "b"], "'b' is another one")):
+                           (["a", "b", "c"], "'c' is a third one")):
             done = subprocess.run([LOCKSTEP, "dashboard", *args], capture_output=True, text=True,
                                   timeout=BOUND_S, cwd=self.place)
             self.assertEqual(done.returncode, 2, done.stderr)

@@ -12,7 +12,7 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   const std::string line(reinterpret_cast<const char*>(data), size);
   try {
     const launch::Message message = launch::decode(line);
-    if (message.kind == launch::Message::Kind::kForeign) return 0;
+    if (message.kind == launch::Message::Kind::kOtherVersion) return 0;
     const std::string again = launch::encode(message);
     require(again.find('\n') + 1 == again.size(), "a message of more than one line");
     require(launch::encode(launch::decode(again)) == again, "a message that changes on its way");

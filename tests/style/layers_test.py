@@ -33,7 +33,6 @@ LAYERS = {
     "train": ["core", "rendezvous", "io", "comm", "kernels", "nn", "optim", "parallel", "data",
               "monitor"],
     "dashboard": ["core", "rendezvous", "launch", "io", "monitor"],
-    "report": ["core", "io", "monitor"],
 }
 ALL = list(LAYERS)
 # lockstep/*.h wires layers together for programs (run.h: launch and comm); no layer includes it.
@@ -81,7 +80,6 @@ FOREIGN = {
     "train": TORCH,
     "monitor": TORCH,
     "dashboard": {"http"},
-    "report": set(),
     ROOT: TORCH,
 }
 BACKEND_FOREIGN = {
@@ -98,7 +96,7 @@ FILE_FOREIGN = {
     "lockstep/io/tensors.cpp": ATEN,
     "lockstep/core/crash_test.cpp": {"json"},
 }
-TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard", "report")
+TORCH_FREE = ("core", "rendezvous", "launch", "plan", "dashboard")
 SOURCE_ONLY = {"spdlog", "yaml", "json", "cli11", "http", "openssl", "unicode"}
 # A program that includes lockstep.h must compile without the vendors' headers.
 VENDOR = {"nccl", "gloo", "mpi", "cuda"}
@@ -316,7 +314,7 @@ def self_test():
         "layer": [
             one("lockstep/core/a.cpp", '"launcher/plan.h"'),
             one("lockstep/train/a.cpp", '"launcher/plan.h"'),
-            one("lockstep/train/a.cpp", '"observe/report/report.h"'),
+            one("lockstep/train/a.cpp", '"observe/dashboard/page.h"'),
             one("lockstep/core/a.cpp", '"lockstep/rendezvous/rank_env.h"'),
             one("lockstep/rendezvous/a.cpp", '"launcher/plan.h"'),
             one("lockstep/rendezvous/a_test.cpp", '"lockstep/comm/world.h"'),

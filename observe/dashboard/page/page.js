@@ -1,8 +1,8 @@
-// Draws the run's state, which /events sends once a second. All text is set as textContent: what a
-// rank prints, or calls a metric, is never markup.
+// Draws a state (docs/dashboard.md): that of a run, which /events sends once a second, or the one
+// that `lockstep report` and `lockstep bench` have put into this file, of a run, of two, or of a
+// scaling. All text is set as textContent: what a rank prints, or calls a metric, is never markup.
 'use strict';
 
-const SVG = 'http://www.w3.org/2000/svg';
 const PHASES = ['forward', 'backward', 'data', 'communication', 'optimizer', 'evaluation', 'logging',
   'saving', 'startup', 'other'];
 // What a Trainer logs, in the order of the charts; what else a program logs follows by its own name.
@@ -16,9 +16,7 @@ const UNITS = {
   tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms', data_wait_percent: '%',
   communication_percent: '%',
 };
-// Of an evaluation itself, which nobody follows over steps.
-const NOT_DRAWN = ['eval_runtime', 'eval_samples_per_second'];
-const MOST_CHARTS = 12;
+const LONG_TABLE = 24;  // rows, from which on a table opens when it is asked for
 
 const at = (id) => document.getElementById(id);
 const number = (value) => (typeof value === 'number' && Number.isFinite(value) ? value : null);
@@ -121,7 +119,7 @@ function newestText(series, unit) {
   return unit === '%' ? percent(last[1] / 100) : `${figure(last[1])} ${unit}`.trim();
 }
 
-const isOver = (state) => ['ended', 'failed', 'killed'].includes(state.run.state);
+const isOver = (state) => !['starting', 'running'].includes(state.run.state);
 
 // ---------------------------------------------------------------- parts of the page
 
@@ -154,7 +152,7 @@ function drawTiles(state, ranks, series) {
     ...known(rate || time || stalled !== null, ['Throughput', ...throughput]),
     ...known(time || stalled !== null, stalled === null ? ['Step time', ...(milliseconds(time || null).split(' ')), '']
       : ['Step time', '–', `no step for ${stalled.toFixed(0)} s`]),
-    ...now,
+    ...now, ...list(state.tiles).map((tile) => list(tile).map(String)),
   ];
   at('tiles').hidden = tiles.length === 0;
   match(at('tiles'), tiles.map((t) => t[0]), (title) => {
@@ -171,9 +169,10 @@ function drawTiles(state, ranks, series) {
 function drawFindings(state) {
   const findings = list(state.findings);
   const place = at('findings');
-  const keys = findings.length
-    ? findings.map((f) => JSON.stringify([f.rule, f.rank, f.cause]))
-    : ['none'];
+  const verdict = object(state.verdict);
+  const keys = findings.map((f) => JSON.stringify([f.of, f.rule, f.rank, f.cause]));
+  if (verdict.text) keys.push('none');
+  place.parentElement.hidden = keys.length === 0;
   match(place, keys, (key) => {
     if (key === 'none') return make('p', '');
     const box = make('div', 'finding');
@@ -181,14 +180,14 @@ function drawFindings(state) {
     box.firstChild.append(make('span', 'rule'), make('span', 'badge warn'), make('span', 'badge good'));
     return box;
   }).forEach((box, i) => {
-    if (!findings.length) {
-      const verdict = object(state.verdict);
+    if (i === findings.length) {
       classes(box, verdict.healthy === true ? 'healthy' : 'muted');
       say(box, String(verdict.text ?? ''));
       return;
     }
     const finding = findings[i];
-    const who = number(finding.rank) !== null && finding.rank >= 0 ? `rank ${finding.rank}` : 'all ranks';
+    const rank = number(finding.rank) !== null && finding.rank >= 0 ? `rank ${finding.rank}` : 'all ranks';
+    const who = finding.of ? `${finding.of}, ${rank}` : rank;
     const gain = number(finding.gain) || 0;
     say(box.querySelector('.rule'), String(finding.rule));
     say(box.querySelector('.badge.warn'), finding.cause ? `${who}: ${finding.cause}` : who);
@@ -198,118 +197,6 @@ function drawFindings(state) {
     say(box.querySelector('.what'), String(finding.what ?? ''));
     say(box.querySelector('.muted'), finding.evidence ? `Evidence: ${finding.evidence}` : '');
     say(box.querySelector('.do'), finding.remedy ? `Change: ${finding.remedy}` : '');
-  });
-}
-
-function shape(name, attributes) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
-
-// Round figures for the lines of a chart.
-function ticks(low, high, most) {
-  const span = high - low || Math.abs(high) || 1;
-  const raw = span / most;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw);
-  const result = [];
-  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) {
-    result.push(Math.abs(v) < step * 1e-9 ? 0 : v);
-  }
-  return result;
-}
-
-// "2.500" reads better as "2.5"; "10" stays. Lines that are close together have all their digits.
-function tickTexts(values) {
-  const exact = values.map((value) => Number(value.toPrecision(6)));
-  const texts = exact.map((value) => figure(value).replace(/(\.\d*?)0+(?= |e|$)/, '$1')
-    .replace(/\.(?= |e|$)/, ''));
-  if (new Set(texts).size === texts.length) return texts;
-  return exact.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential() : String(value)));
-}
-
-// The stretches between values that are not finite.
-function stretches(series) {
-  const result = [];
-  let open = false;
-  for (const point of list(series)) {
-    const [known] = points([point]);
-    if (known && open) result.at(-1).push(known);
-    else if (known) result.push([known]);
-    open = Boolean(known);
-  }
-  return result;
-}
-
-function drawCurve(svg, series, title, unit) {
-  const values = points(series);
-  const [width, height, left, bottom, top, right] = [360, 170, 46, 22, 10, 8];
-  const xs = values.map((p) => p[0]);
-  const ys = values.map((p) => p[1]);
-  let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  if (x0 === x1) x1 = x0 + 1;
-  const margin = (y1 - y0) * 0.08 || Math.abs(y1) * 0.1 || 1;
-  y0 = y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin;
-  y1 += margin;
-  const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
-  const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
-  const parts = [];
-  const lines = ticks(y0, y1, 4);
-  const texts = tickTexts(lines);
-  for (const [i, tick] of lines.entries()) {
-    parts.push(shape('line', { class: 'grid', x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
-    const label = shape('text', { class: 'axis', x: left - 7, y: y(tick) + 4, 'text-anchor': 'end' });
-    label.textContent = texts[i];
-    parts.push(label);
-  }
-  for (const tick of ticks(x0, x1, 5).filter(Number.isInteger)) {
-    const label = shape('text', { class: 'axis', x: x(tick), y: height - 5, 'text-anchor': 'middle' });
-    label.textContent = tick.toLocaleString('en');
-    parts.push(label);
-  }
-  const axis = shape('text', { class: 'axis', x: left - 18, y: height - 5, 'text-anchor': 'end' });
-  axis.textContent = 'step';
-  parts.push(axis);
-  const pieces = stretches(series).map((some) => {
-    const line = some.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join('L');
-    const [first, last] = [x(some[0][0]), x(some.at(-1)[0])];
-    return [`M${line}`, `M${first},${y(y0)}L${line}L${last},${y(y0)}Z`];
-  });
-  const end = values.at(-1);
-  parts.push(
-    shape('path', { class: 'under', d: pieces.map((piece) => piece[1]).join('') }),
-    shape('path', { class: 'curve', d: pieces.map((piece) => piece[0]).join('') }),
-    shape('circle', { class: 'end', cx: x(end[0]), cy: y(end[1]), r: 3.5 }),
-  );
-  svg.replaceChildren(...parts);
-  svg.setAttribute('aria-label', `${title}: ${figure(end[1])} ${unit} at step ${end[0]}; between ` +
-    `${figure(Math.min(...ys))} and ${figure(Math.max(...ys))} since step ${x0}`);
-}
-
-// A program may log a name that is the title of another chart.
-function titleOf(name, series) {
-  return Object.hasOwn(TITLES, name) && !Object.hasOwn(series, TITLES[name]) ? TITLES[name] : name;
-}
-
-function drawCharts(series) {
-  const known = Object.keys(TITLES);
-  const rank = (name) => (known.includes(name) ? known.indexOf(name) : known.length);
-  const names = Object.keys(series)
-    .filter((name) => points(series[name]).length > 0 && !NOT_DRAWN.includes(name))
-    .sort((a, b) => rank(a) - rank(b)).slice(0, MOST_CHARTS);
-  match(at('charts'), names, (name) => {
-    const card = make('section', 'card chart');
-    const row = make('div', 'row');
-    row.append(make('h2', ''), make('span', 'now'));
-    card.append(row, shape('svg', { viewBox: '0 0 360 170', role: 'img' }));
-    return card;
-  }).forEach((card, i) => {
-    const values = list(series[names[i]]);
-    const unit = Object.hasOwn(UNITS, names[i]) ? UNITS[names[i]] : '';
-    say(card.querySelector('h2'), titleOf(names[i], series));
-    say(card.querySelector('.now'), newestText(values, unit));
-    drawCurve(card.querySelector('svg'), values, card.querySelector('h2').textContent, unit);
   });
 }
 
@@ -384,89 +271,109 @@ function drawRow(row, rank) {
 // What no rank has, as a record and a script have no collective, is left away.
 function drawRanks(ranks) {
   const table = at('ranks').parentElement;
+  table.closest('section').hidden = ranks.length === 0;
   table.classList.toggle('no-phase', !ranks.some((r) => r.phase));
   table.classList.toggle('no-collective', !ranks.some((r) => r.position));
   match(at('ranks'), ranks.map((r) => r.rank), makeRow).forEach((row, i) => drawRow(row, ranks[i]));
 }
+
+const phaseOf = (name) => (PHASES.includes(name) ? name : 'other');
 
 // The phases that the page has colours for, and one for all others.
 function shares(budget) {
   const result = new Map();
   for (const [name, value] of Object.entries(object(budget))) {
     if (number(value) === null || value <= 0) continue;
-    const phase = PHASES.includes(name) ? name : 'other';
+    const phase = phaseOf(name);
     result.set(phase, (result.get(phase) || 0) + value);
   }
   return result;
 }
 
+// A bar for each rank, as long as the others; of several runs each is as long as its step.
+function budgetRows(state, ranks) {
+  if (!Array.isArray(state.budgets)) {
+    return ranks.map((rank) => ({
+      name: `Rank ${rank.rank}`, budget: shares(rank.budget), failed: rank.state === 'failed', length: 1,
+      text: ['running', 'ended'].includes(rank.state) && rank.step_ms ? milliseconds(rank.step_ms) : String(rank.state),
+    }));
+  }
+  const rows = state.budgets.map(object);
+  const longest = Math.max(...rows.map((row) => number(row.step_ms) ?? 0));
+  return rows.map((row) => ({
+    name: String(row.name ?? ''), budget: shares(row.budget), failed: false,
+    length: longest > 0 ? (number(row.step_ms) ?? 0) / longest : 1, text: milliseconds(row.step_ms),
+  }));
+}
+
 function drawBudget(state, ranks) {
-  say(at('budget-note'), isOver(state) ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
-  at('budget').parentElement.hidden = !ranks.some((r) => shares(r.budget).size > 0);
+  say(at('budget-note'), state.budget_note ? String(state.budget_note)
+    : isOver(state) ? 'Where each rank spent its steps.' : 'Where each rank spent its last second.');
+  const rows = budgetRows(state, ranks);
+  at('budget').classList.toggle('named', Array.isArray(state.budgets));
+  at('budget').parentElement.hidden = !rows.some((row) => row.budget.size > 0);
   const used = new Set();
-  match(at('budget'), ranks.map((r) => r.rank), () => {
+  match(at('budget'), rows.map((row) => row.name), () => {
     const line = make('div', 'budget');
-    line.append(make('span'), make('div', 'bar'), make('span'));
-    line.children[1].setAttribute('role', 'img');
+    line.append(make('span'), make('div', 'track'), make('span'));
+    line.children[1].append(make('div', 'bar'));
+    line.querySelector('.bar').setAttribute('role', 'img');
     return line;
   }).forEach((line, i) => {
-    const rank = ranks[i];
-    const budget = shares(rank.budget);
-    const names = PHASES.filter((name) => budget.has(name));
-    names.forEach((name) => used.add(name));
-    classes(line, rank.state === 'failed' ? 'budget failed' : 'budget');
-    say(line.firstChild, `Rank ${rank.rank}`);
-    say(line.lastChild, rank.state === 'running' ? milliseconds(rank.step_ms) : String(rank.state));
-    const bar = line.children[1];
+    const { name, budget, failed, length, text } = rows[i];
+    const names = PHASES.filter((phase) => budget.has(phase));
+    names.forEach((phase) => used.add(phase));
+    classes(line, failed ? 'budget failed' : 'budget');
+    say(line.firstChild, name);
+    say(line.lastChild, text);
+    const bar = line.querySelector('.bar');
+    bar.style.width = `${100 * length}%`;
     bar.setAttribute('aria-label', names.length
-      ? names.map((name) => `${name} ${percent(budget.get(name))}`).join(', ') : 'nothing measured');
-    match(bar, names, (name) => make('i', `p${PHASES.indexOf(name)}`)).forEach((part, k) => {
-      const share = budget.get(names[k]);
-      part.style.width = `${100 * Math.min(1, share)}%`;
-      part.title = `${names[k]} ${percent(share)}`;
+      ? names.map((phase) => `${phase} ${percent(budget.get(phase))}`).join(', ') : 'nothing measured');
+    match(bar, names, () => make('i')).forEach((part, k) => {
+      const of = Math.min(1, budget.get(names[k]));
+      classes(part, `p${PHASES.indexOf(names[k])}${of * length < 0.25 ? ' narrow' : ''}`);
+      part.style.width = `${100 * of}%`;
+      part.title = `${names[k]} ${percent(budget.get(names[k]))}`;
+      say(part, of * length >= 0.1 ? percent(of) : '');
     });
   });
-  match(at('legend'), PHASES.filter((name) => used.has(name)), (name) => {
-    const item = make('li');
-    item.append(make('i', `p${PHASES.indexOf(name)}`), make('span', '', name));
-    return item;
-  });
+  legend(at('legend'), PHASES.filter((name) => used.has(name)).map((name) => [name, `p${PHASES.indexOf(name)}`]));
 }
 
 function makeTable(table) {
-  const card = make('section', 'card');
+  const long = list(table.rows).length > LONG_TABLE;
+  const card = make(long ? 'details' : 'section', 'card');
   const title = make('h2', '', String(table.title ?? ''));
-  card.append(title);
+  const place = make('div', 'scroll');
+  place.tabIndex = 0;
+  place.setAttribute('role', 'region');
+  place.setAttribute('aria-label', title.textContent);
   const heads = list(table.heads).map(String);
-  if (list(table.rows).length) {
-    const place = make('div', 'scroll');
-    place.tabIndex = 0;
-    place.setAttribute('role', 'region');
-    place.setAttribute('aria-label', title.textContent);
-    const rows = list(table.rows).map((cells) => {
-      const row = make('tr');
-      row.append(...list(cells).map((text, i) => {
-        const cell = make('td', '', String(text));
-        cell.dataset.name = heads[i] ?? '';
-        return cell;
-      }));
-      return row;
-    });
-    const [all, head, body] = [make('table', table.numbers === true ? 'numbers' : ''), make('thead'), make('tbody')];
-    head.append(make('tr'));
-    head.firstChild.append(...heads.map((text) => make('th', '', text)));
-    body.append(...rows);
-    all.append(head, body);
-    place.append(all);
-    card.append(place);
-  }
-  card.append(...list(table.notes).map((text) => make('p', 'muted', String(text))));
+  const rows = list(table.rows).map((cells) => {
+    const row = make('tr');
+    row.append(...list(cells).map((text, i) => {
+      const cell = make('td', '', String(text));
+      cell.dataset.name = heads[i] ?? '';
+      return cell;
+    }));
+    return row;
+  });
+  const [all, head, body] = [make('table', `${table.numbers === true ? 'numbers' : ''} ${heads.length < 3 ? 'short' : ''}`.trim()), make('thead'), make('tbody')];
+  head.append(make('tr'));
+  head.firstChild.append(...heads.map((text) => make('th', '', text)));
+  body.append(...rows);
+  all.append(head, body);
+  place.append(all);
+  card.append(long ? make('summary') : title, ...(rows.length ? [place] : []),
+    ...list(table.notes).map((text) => make('p', 'muted', String(text))));
+  if (long) card.firstChild.append(title);
   return card;
 }
 
 let tables = '';  // as drawn
 
-// What a run that is over has left, as its report lists it.
+// What a run that is over has left, or what differs between two.
 function drawTables(state) {
   const text = JSON.stringify(list(state.tables));
   if (text === tables) return;
@@ -528,14 +435,20 @@ function banner(state, ranks) {
   return [String(state.run.message || ''), state.run.state === 'failed' || state.run.state === 'killed'];
 }
 
+// Who ran, how, and for how long.
+function head(state, ranks) {
+  const { run } = state;
+  const alone = !Array.isArray(state.curves) && (ranks.length > 0 || number(run.world_size) !== null);
+  const elapsed = duration(state.time - run.started);
+  return [alone ? `run ${run.id ?? ''}` : run.id ?? '', alone ? `${run.world_size ?? ranks.length} ranks` : '',
+    number(run.attempt) > 0 ? `restart ${run.attempt}` : '', elapsed === '–' ? '' : `${elapsed} elapsed`,
+    ...list(state.about).map(String)].filter((part) => part !== '').join(' · ');
+}
+
 function draw(state) {
   state.run = object(state.run);
   const ranks = list(state.ranks).filter((r) => r !== null && typeof r === 'object');
-  const series = object(state.series);
-  const attempt = number(state.run.attempt) > 0 ? `restart ${state.run.attempt}` : '';
-  const elapsed = duration(state.time - state.run.started);
-  say(at('run-id'), [`run ${state.run.id ?? ''}`, `${state.run.world_size ?? ranks.length} ranks`, attempt,
-    elapsed === '–' ? '' : `${elapsed} elapsed`].filter((part) => part !== '').join(' · '));
+  say(at('run-id'), head(state, ranks));
   const failed = ranks.some((r) => r.state === 'failed');
   const now = state.stall ? 'stalled' : String(state.run.state);
   const shown = failed && state.run.state === 'running' ? 'failed' : now;
@@ -547,10 +460,10 @@ function draw(state) {
   at('banner').hidden = text === '';
   classes(at('banner'), bad ? 'banner bad' : 'banner');
   say(at('banner'), text);
-  drawTiles(state, ranks, series);
+  drawTiles(state, ranks, object(state.series));
   drawFindings(state);
   drawStall(state);
-  drawCharts(series);
+  drawCharts(state);
   drawRanks(ranks);
   drawBudget(state, ranks);
   drawTables(state);
@@ -601,4 +514,12 @@ at('log-rank').addEventListener('change', () => {
   if (newest) drawLog(newest);
   at('log').scrollTop = at('log').scrollHeight;
 });
-connect();
+// A file of `lockstep report` has its state inside.
+const inside = at('data');
+if (inside) {
+  newest = JSON.parse(inside.textContent);
+  at('live').hidden = true;
+  draw(newest);
+} else {
+  connect();
+}

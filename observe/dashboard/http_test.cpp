@@ -1,5 +1,5 @@
 // Where the dashboard listens, whom it answers, and what its client takes for an address.
-#include "observe/dashboard/http_rules.h"
+#include "observe/dashboard/http.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,6 @@
 #include <set>
 
 #include "lockstep/core/error.h"
-#include "observe/dashboard/http_client.h"
 
 namespace lockstep::dashboard {
 namespace {

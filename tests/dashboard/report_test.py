@@ -1,4 +1,4 @@
-"""`lockstep report` of real runs on two ranks: what it shows, of one run and of two."""
+"""`lockstep report` of real runs on two ranks: what the page has of one run and of two."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import unittest
 
-from report_case import LOCKSTEP, ReportCase, environment
+from dashboard_case import LOCKSTEP, Report, ReportCase, environment
 
 CONFIG = """
 model: {name: mlp, hidden: 64, layers: 2}
@@ -37,40 +37,39 @@ class Reports(ReportCase):
     def report(self, *arguments):
         done = self.lockstep("report", *arguments)
         path = done.stdout.removeprefix("written to ").strip()
-        return self.page(self.place / path)
+        return Report(self.place / path)
 
     def test_a_run_of_two_ranks(self):
         self.train("out", "--seed", "7")
         page = self.report("out")
-        self.assertEqual(page.headings, ["Run out", "Figures", "Findings", "Training",
-                                         "Step budget", "Utilisation", "Checkpoints", "Events",
-                                         "Configuration"])
-        for title in ("Loss", "Throughput of all ranks", "Learning rate",
-                      "Gradient norm before clipping", "Step budget",
-                      "Rank 0: where its time went", "Rank 1: where its time went",
-                      "CPU: cores that each rank uses"):
-            self.assertIn(title, page.titles())
+        self.assertLessEqual({"Figures", "Where the time went", "Checkpoints", "Events",
+                              "Configuration"}, page.tables.keys())
+        self.assertEqual(list(page.charts), ["CPU: cores that each rank uses",
+                                             "Rank 0: where its time went",
+                                             "Rank 1: where its time went"])
+        series = page.state["series"]
+        self.assertLessEqual({"loss", "eval_loss", "samples_per_second", "learning_rate",
+                              "grad_norm"}, series.keys())
         lines = [json.loads(line) for line in
                  (self.place / "out/metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
-        self.assertEqual(page.row("steps"), ["60"])
-        self.assertAlmostEqual(float(page.row("last loss")[0]), losses[-1], delta=1e-3)
-        self.assertEqual(page.row("ranks"), ["2"])
+        self.assertEqual([value for _, value in series["loss"]], losses)
+        self.assertEqual(page.row("Figures", "steps"), ["60"])
+        self.assertAlmostEqual(float(page.row("Figures", "last loss")[0]), losses[-1], delta=1e-3)
+        self.assertEqual(page.row("Figures", "ranks"), ["2"])
         self.assertIn("Time per step has evaluations and saves in it.", page.text)
+        for rank in page.state["ranks"]:
+            self.assertAlmostEqual(sum(rank["budget"].values()), 1, delta=0.05)
         # Where a value comes from, and what it overrides.
-        self.assertEqual(page.row("seed")[:2], ["7", "--seed"])
-        self.assertEqual(page.row("max_steps")[0], "60")
-        self.assertRegex(page.row("max_steps")[1], r"train\.yaml:\d+:\d+")
+        self.assertEqual(page.row("Configuration", "seed")[:2], ["7", "--seed"])
+        self.assertEqual(page.row("Configuration", "max_steps")[0], "60")
+        self.assertRegex(page.row("Configuration", "max_steps")[1], r"train\.yaml:\d+:\d+")
         for step in 20, 40, 60:
-            row = page.row(f"checkpoint-{step}")
+            row = page.row("Checkpoints", f"checkpoint-{step}")
             self.assertEqual(row[0], str(step))
             self.assertTrue(row[3].startswith("whole"), row)
         self.assertIn("The run ended", page.text)
         self.assertNotIn("cannot be read", page.text)
-        # Every logged loss is a point of the curve.
-        loss = page.drawings[page.titles().index("Loss")]
-        curves = loss.findall(".//{http://www.w3.org/2000/svg}polyline")
-        self.assertEqual(len(curves[0].get("points").split()), len(losses))
 
     def test_a_resumed_run_says_so(self):
         self.train("out")
@@ -80,26 +79,23 @@ class Reports(ReportCase):
         page = self.report("out", "-o", "here.html")
         self.assertIn("from step 20: steps 22 to 60 were measured again", page.text)
         self.assertIn("Rank 0 was started again after", page.text)
-        loss = page.drawings[page.titles().index("Loss")]
-        marks = [e.text for e in loss.iter("{http://www.w3.org/2000/svg}text")
-                 if e.get("class") == "mark"]
-        self.assertEqual(marks, ["resumed"])
+        self.assertEqual(page.state["marks"], [[22, "resumed"]])
 
     def test_two_runs(self):
         self.train("out")
         self.train("other", "--seed", "7", "--learning_rate", "1e-3")
         page = self.report("out", "other", "--output", "both.html")
-        rows = {row[0]: row[1:] for row in page.rows if row}
-        self.assertEqual(rows["seed"], ["42", "default", "7", "--seed"])
-        self.assertEqual(rows["learning_rate"][2:], ["0.001", "--learning_rate"])
-        self.assertNotIn("max_steps", rows)  # the same in both
-        first, second, ratio = rows["samples per second (median)"]
+        differs = "Configuration: what differs"
+        self.assertEqual(page.row(differs, "seed"), ["42", "default", "7", "--seed"])
+        self.assertEqual(page.row(differs, "learning_rate")[2:], ["0.001", "--learning_rate"])
+        self.assertNotIn("max_steps", [row[0] for row in page.tables[differs]["rows"]])
+        first, second, ratio = page.row("Figures", "samples per second (median)")
         self.assertAlmostEqual(float(ratio), number(second) / number(first), delta=0.01)
-        loss = page.drawings[page.titles().index("Training loss")]
-        legend = [e.text for e in loss.iter("{http://www.w3.org/2000/svg}text")
-                  if e.get("class") == "legend"]
-        self.assertEqual(legend, ["out", "other"])
-        self.assertIn("Step budget, mean of the ranks", page.titles())
+        names = ["out", "other"]
+        self.assertEqual([run["name"] for run in page.state["curves"]], names)
+        self.assertTrue(all(run["series"]["loss"] for run in page.state["curves"]))
+        self.assertEqual([row["name"] for row in page.state["budgets"]], names)
+        self.assertIn("Samples per second (median)", [tile[0] for tile in page.state["tiles"]])
 
     def test_an_older_run_has_less(self):
         self.train("out")
@@ -109,10 +105,9 @@ class Reports(ReportCase):
             file.write('{"step": 60, "epoch": 1, "<img src=x onerror=alert(1)>": 3}\n{"ste')
         page = self.report("out")
         self.assertIn("There is no folder monitor/", page.text)
-        self.assertIn("Without a record there is nothing to judge.", page.text)
         self.assertIn("Where each value comes from is not recorded.", page.text)
-        self.assertEqual(page.row("max_steps"), ["60"])  # of the newest checkpoint
-        self.assertIn("<img src=x onerror=alert(1)>", page.titles())
+        self.assertEqual(page.row("Configuration", "max_steps"), ["60"])  # of the newest checkpoint
+        self.assertIn("<img src=x onerror=alert(1)>", page.state["series"])
         # When two runs are compared, the other one is still shown.
         self.train("new")
         page = self.report("out", "new")

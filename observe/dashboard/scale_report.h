@@ -1,8 +1,8 @@
-// How far from linear a training scales: what was measured at several numbers of ranks, as rows,
-// charts and a page.
+// How far from linear a training scales: what was measured at several numbers of ranks, as rows
+// and as the state that the page draws.
 //
 //   const std::vector<ScaleRow> rows = scale_rows(points);
-//   write_file_atomically("speedup.svg", svg_file({draw(speedup_chart(rows))}));
+//   write_file_atomically("report.html", page_file(scale_state(rows, setting)));
 //
 // Pure functions of what was measured; call them from any thread.
 #pragma once
@@ -12,11 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "observe/report/budget_view.h"
-#include "observe/report/chart.h"
-#include "observe/report/run_report.h"
+#include "lockstep/monitor/run_view.h"
 
-namespace lockstep::report {
+namespace lockstep::dashboard {
 
 // What was measured with one number of ranks. Rates are of all ranks, one for each round.
 struct ScalePoint {
@@ -56,13 +54,9 @@ struct ScaleSetting {
   std::vector<std::string> notes{};
 };
 
-LineChart speedup_chart(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
-BarChart scale_budget_chart(const std::vector<ScaleRow>& rows);
-LineChart scale_utilisation_chart(const std::vector<ScaleRow>& rows);
-
-// Heads first; shares and percentages as parts of 1.
+// scale.csv, heads first; shares and percentages as parts of 1.
 std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows);
-Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
-std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
+Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);  // scale.json
+Node scale_state(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
 
-}  // namespace lockstep::report
+}  // namespace lockstep::dashboard

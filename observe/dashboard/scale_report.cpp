@@ -1,25 +1,26 @@
-#include "observe/report/scale_report.h"
+#include "observe/dashboard/scale_report.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
 
 #include "lockstep/core/error.h"
 #include "lockstep/monitor/median.h"
-#include "observe/report/html.h"
-#include "observe/report/markup.h"
+#include "observe/dashboard/run_report.h"
 
-namespace lockstep::report {
+namespace lockstep::dashboard {
 namespace {
 
+using ledger::Phase;
 using monitor::Interval;
 using monitor::RankRecord;
 using monitor::RunRecord;
 using monitor::Table;
 using monitor::detail::median;
 
-// As columns of the CSV file and keys of the JSON document.
+// As columns of the CSV file and keys of the JSON document; what is none of them is the last one.
 constexpr const char* kPartKeys[] = {"data_wait", "forward",    "backward",       "communication",
                                      "optimizer", "evaluation", "logging_saving", "other"};
 
@@ -28,8 +29,17 @@ std::string ranks_text(int ranks) {
 }
 
 std::vector<double> shares_of(const Interval& budget) {
-  std::vector<double> shares = by_part(spent_s(budget));
-  for (double& value : shares) value = budget.seconds > 0 ? value / budget.seconds : 0;
+  constexpr Phase kParts[] = {Phase::kData,          Phase::kForward,   Phase::kBackward,
+                              Phase::kCommunication, Phase::kOptimizer, Phase::kEvaluation,
+                              Phase::kLogging};
+  std::vector<double> shares(std::size(kPartKeys));
+  const monitor::PhaseSeconds spent = spent_s(budget);
+  for (std::size_t i = 0; i < spent.size() && budget.seconds > 0; ++i) {
+    const auto phase = static_cast<Phase>(i);
+    const Phase with = phase == Phase::kSaving ? Phase::kLogging : phase;
+    const auto part = std::ranges::find(kParts, with) - std::begin(kParts);
+    shares[static_cast<std::size_t>(part)] += spent[i] / budget.seconds;
+  }
   return shares;
 }
 
@@ -117,48 +127,6 @@ std::vector<ScaleRow> scale_rows(std::vector<ScalePoint> points) {
   return rows;
 }
 
-LineChart speedup_chart(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
-  LineChart chart{.title = fmt::format("Speed-up, {} scaling", setting.strong ? "strong" : "weak"),
-                  .x_label = "ranks",
-                  .y_label = "times the throughput",
-                  .x_from_zero = true,
-                  .y_from_zero = true,
-                  .ticks_at_points = true};
-  Line ideal{.name = "ideal", .reference = true}, measured{.name = "measured", .marked = true};
-  for (const ScaleRow& row : rows) {
-    const double ranks = row.point.ranks;
-    ideal.points.emplace_back(ranks, ranks);
-    measured.points.emplace_back(ranks, row.speedup);
-    measured.labels.push_back(fmt::format("{:.2f}x, {:.0f} %", row.speedup, 100 * row.efficiency));
-  }
-  chart.lines = {std::move(measured), std::move(ideal)};
-  return chart;
-}
-
-BarChart scale_budget_chart(const std::vector<ScaleRow>& rows) {
-  std::vector<NamedBudget> budgets;
-  for (const ScaleRow& row : rows)
-    if (row.budget.steps > 0) budgets.emplace_back(ranks_text(row.point.ranks), row.budget);
-  return budget_bars("Step budget, mean of the ranks", budgets);
-}
-
-LineChart scale_utilisation_chart(const std::vector<ScaleRow>& rows) {
-  const bool cores = !rows.empty() && rows.front().point.cores_per_rank > 0;
-  LineChart chart{.title = cores ? "Utilisation of the cores given to the ranks"
-                                 : "Utilisation of the ranks' GPUs",
-                  .x_label = "seconds since the start of the ranks",
-                  .y_label = "percent",
-                  .y_from_zero = true};
-  for (const ScaleRow& row : rows) {
-    if (!row.point.run || !row.point.run->record) continue;
-    auto points = cores ? busy_cores(row.point) : busy_gpus(row.point);
-    if (!points.empty())
-      chart.lines.push_back(
-          {.name = ranks_text(row.point.ranks), .points = std::move(points), .marked = true});
-  }
-  return chart;
-}
-
 std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows) {
   std::vector<std::string> heads{"ranks",      "batch_per_rank", "accumulation", "global_batch",
                                  "step_ms",    "samples_per_s",  "tokens_per_s", "speedup",
@@ -214,46 +182,102 @@ Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) 
                    {"rows", list_node(std::move(list))}});
 }
 
-std::string scale_page(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
-  Table figures_table{.heads = {"ranks", "batch per rank", "global batch", "time per step",
-                                "samples/s", "tokens/s", "speed-up", "efficiency", "utilisation"}};
-  Table budget_table{.heads = {"ranks"}};
-  for (const Part& part : budget_parts()) budget_table.heads.push_back(part.name);
+namespace {
+
+Chart speedup_chart(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
+  Chart chart{.title = fmt::format("Speed-up, {} scaling", setting.strong ? "strong" : "weak"),
+              .x_label = "ranks",
+              .y_label = "times the throughput",
+              .lines = {{.name = "measured"}, {.name = "ideal", .reference = true}}};
+  chart.from_zero = chart.dots = true;
   for (const ScaleRow& row : rows) {
-    figures_table.rows.push_back(
-        {fmt::format("{}", row.point.ranks),
-         row.point.accumulation > 1
-             ? fmt::format("{} x {}", row.point.batch, row.point.accumulation)
-             : fmt::format("{}", row.point.batch),
-         fmt::format("{}", row.point.global_batch()), number_text(1e3 * row.step_s) + " ms",
-         number_text(row.samples_per_s), row.tokens_per_s ? number_text(*row.tokens_per_s) : "",
-         fmt::format("{:.2f}", row.speedup), percent_text(row.efficiency),
-         row.utilisation ? percent_text(*row.utilisation) : "not recorded"});
-    if (row.budget.steps == 0) continue;
-    budget_table.rows.push_back({fmt::format("{}", row.point.ranks)});
-    for (const double share : shares_of(row.budget))
-      budget_table.rows.back().push_back(percent_text(share));
+    const double ranks = row.point.ranks;
+    chart.lines[0].points.emplace_back(ranks, row.speedup);
+    chart.lines[0].labels.push_back(
+        fmt::format("{:.2f}x, {:.0f} %", row.speedup, 100 * row.efficiency));
+    chart.lines[1].points.emplace_back(ranks, ranks);
+    chart.x_ticks.emplace_back(ranks, fmt::format("{}", row.point.ranks));
   }
-  std::string head = paragraph(fmt::format(
-      "{} scaling of {}: {}. {} steps a run, {} interleaved round{}; medians.",
-      setting.strong ? "Strong" : "Weak", setting.file,
-      setting.strong ? "the global batch stays the same" : "each rank has the same batch",
-      setting.steps, setting.rounds, setting.rounds == 1 ? "" : "s"));
-  for (const std::string& text : setting.notes) head += note(text);
-  std::vector<Drawing> drawings{draw(speedup_chart(rows, setting))};
-  const BarChart budget = scale_budget_chart(rows);
-  if (!budget.bars.empty()) drawings.push_back(draw(budget));
-  const LineChart utilisation_chart = scale_utilisation_chart(rows);
-  if (!utilisation_chart.lines.empty()) drawings.push_back(draw(utilisation_chart));
-  std::string body =
-      head + section("Figures", table(figures_table)) + section("Charts", figures(drawings)) +
-      section("Step budget",
-              budget_table.rows.empty() ? paragraph("It was not recorded.") : table(budget_table));
-  for (const ScaleRow& row : rows)
-    if (row.point.run)
-      body += section(fmt::format("Findings with {}", ranks_text(row.point.ranks)),
-                      findings_html(*row.point.run));
-  return page("Scaling report", body);
+  return chart;
 }
 
-}  // namespace lockstep::report
+Chart utilisation_chart(const std::vector<ScaleRow>& rows) {
+  const bool cores = !rows.empty() && rows.front().point.cores_per_rank > 0;
+  Chart chart{.title = cores ? "Utilisation of the cores given to the ranks"
+                             : "Utilisation of the ranks' GPUs",
+              .x_label = "seconds since the start of the ranks",
+              .y_label = "percent"};
+  chart.from_zero = true;
+  for (const ScaleRow& row : rows) {
+    if (!row.point.run || !row.point.run->record) continue;
+    auto points = cores ? busy_cores(row.point) : busy_gpus(row.point);
+    if (!points.empty())
+      chart.lines.push_back({.name = ranks_text(row.point.ranks), .points = std::move(points)});
+  }
+  return chart;
+}
+
+// Of the most ranks that were measured.
+Node scale_tiles(const ScaleRow& row) {
+  std::vector<Node> tiles;
+  const auto add = [&](const char* title, const std::string& value, const std::string& unit) {
+    tiles.push_back(texts_node({title, value, unit}));
+  };
+  add("Speed-up", fmt::format("{:.2f}", row.speedup), "with " + ranks_text(row.point.ranks));
+  add("Efficiency", fmt::format("{:.0f}", 100 * row.efficiency), "%");
+  add("Throughput", number_text(row.tokens_per_s.value_or(row.samples_per_s)),
+      row.tokens_per_s ? "tokens/s" : "samples/s");
+  if (row.utilisation) add("Utilisation", fmt::format("{:.0f}", 100 * *row.utilisation), "%");
+  return list_node(std::move(tiles));
+}
+
+Table scale_figures(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
+  Table table{.title = "Figures",
+              .heads = {"ranks", "batch per rank", "global batch", "time per step", "samples/s",
+                        "tokens/s", "speed-up", "efficiency", "utilisation"}};
+  for (const ScaleRow& row : rows)
+    table.rows.push_back({fmt::format("{}", row.point.ranks),
+                          row.point.accumulation > 1
+                              ? fmt::format("{} x {}", row.point.batch, row.point.accumulation)
+                              : fmt::format("{}", row.point.batch),
+                          fmt::format("{}", row.point.global_batch()),
+                          number_text(1e3 * row.step_s) + " ms", number_text(row.samples_per_s),
+                          row.tokens_per_s ? number_text(*row.tokens_per_s) : "",
+                          fmt::format("{:.2f}", row.speedup), percent_text(row.efficiency),
+                          row.utilisation ? percent_text(*row.utilisation) : "not recorded"});
+  table.notes.push_back(fmt::format(
+      "{} scaling: {}. {} steps a run, {} interleaved round{}; medians.",
+      setting.strong ? "Strong" : "Weak",
+      setting.strong ? "the global batch stays the same" : "each rank has the same batch",
+      setting.steps, setting.rounds, setting.rounds == 1 ? "" : "s"));
+  return table;
+}
+
+}  // namespace
+
+Node scale_state(const std::vector<ScaleRow>& rows, const ScaleSetting& setting) {
+  std::vector<Node> budgets;
+  std::vector<NamedRun> runs;
+  for (const ScaleRow& row : rows) {
+    const std::string name = ranks_text(row.point.ranks);
+    if (row.budget.steps > 0) budgets.push_back(budget_entry(name, row.budget));
+    if (row.point.run) runs.push_back({name, &*row.point.run});
+  }
+  std::vector<Chart> charts{speedup_chart(rows, setting), utilisation_chart(rows)};
+  std::erase_if(charts, [](const Chart& chart) { return chart.lines.empty(); });
+  NodeMembers members = named_findings(runs);
+  members.insert(
+      members.begin(),
+      {{"run", map_node({{"id", text_node(setting.file)},
+                         {"state", text_node("scaling")},
+                         {"message", text_node(fmt::format("{}", fmt::join(setting.notes, " ")))},
+                         {"recorded", bool_node(true)}})},
+       {"charts", charts_node(charts)},
+       {"budgets", list_node(std::move(budgets))},
+       {"budget_note", text_node("The mean of the ranks, without the first seconds.")},
+       {"tables", tables_node({scale_figures(rows, setting)})}});
+  if (!rows.empty()) members.emplace_back("tiles", scale_tiles(rows.back()));
+  return map_node(std::move(members));
+}
+
+}  // namespace lockstep::dashboard
