@@ -15,7 +15,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/monitor/writer_process.h"
+#include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/oversubscription.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"

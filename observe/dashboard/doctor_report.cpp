@@ -6,7 +6,7 @@
 #include <iterator>
 #include <set>
 
-#include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -20,7 +20,7 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/folder_for_test.h"
-#include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/run_figures.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "observe/dashboard/doctor_report.h"
 #include "observe/dashboard/rank_gpus.h"

@@ -11,8 +11,8 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/folder_for_test.h"
+#include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
-#include "lockstep/monitor/writer_process.h"
 #include "observe/dashboard/record_writer.h"
 
 namespace lockstep::dashboard {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/run_figures.h"
 #include "observe/report/chart.h"
 
 namespace lockstep::report {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "lockstep/monitor/gpu_figures.h"
+#include "lockstep/monitor/run_figures.h"
 #include "observe/report/budget_view.h"
 #include "observe/report/html.h"
 #include "observe/report/markup.h"
