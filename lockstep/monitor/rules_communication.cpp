@@ -165,13 +165,16 @@ double data_s(const RankView& rank) {
   });
 }
 
-// Seconds of a step in which the main thread waited for a core; nothing where it is not counted.
+// Seconds of a step in which the main thread waited for a core; nothing where it is not counted. The
+// last interval of a rank that has ended lacks the figures of its process.
 std::optional<double> delayed_s(const RankView& rank) {
+  std::vector<double> values;
   for (const Interval& window : rank.windows)
-    if (!window.process || !window.process->run_delay_share) return std::nullopt;
-  return median_of(rank, [](const Interval& window) {
-    return *window.process->run_delay_share * window.seconds / static_cast<double>(window.steps);
-  });
+    if (window.process && window.process->run_delay_share)
+      values.push_back(*window.process->run_delay_share * window.seconds /
+                       static_cast<double>(window.steps));
+  if (values.empty()) return std::nullopt;
+  return median(std::move(values));
 }
 
 template <typename Figure>
