@@ -165,8 +165,8 @@ double data_s(const RankView& rank) {
   });
 }
 
-// Seconds of a step in which the main thread waited for a core; nothing where it is not counted. The
-// last interval of a rank that has ended lacks the figures of its process.
+// Seconds of a step in which the main thread waited for a core; nothing where it is not counted.
+// The last interval of a rank that has ended lacks the figures of its process.
 std::optional<double> delayed_s(const RankView& rank) {
   std::vector<double> values;
   for (const Interval& window : rank.windows)
