@@ -31,7 +31,7 @@ struct Check {
   NodeMembers data{};                // the same figures for JSON
   std::vector<std::string> lines{};  // more evidence, such as the end of a program's stderr
 
-  // How a check ends that has something to say: `return check.warn("Set ulimit -l unlimited.")`.
+  // Ends a check that asks for a change: `return check.warn("Set ulimit -n 65536.")`.
   Check& judge(Status found, std::string change) {
     status = found;
     remedy = std::move(change);
@@ -64,7 +64,7 @@ struct Machine {
   HostFiles files{};
   std::string shm = "/dev/shm";
   int ranks = 1;
-  bool on_gpu = false;  // what a rank would take
+  bool on_gpu = false;  // a rank would take a GPU
   launch::Gpus gpus{};
   monitor::GpuSnapshot nvml{};
   std::string kernel_log{};
@@ -103,7 +103,6 @@ Check check_open_files(const Machine& machine);
 Check check_processes(const Machine& machine);
 Check check_disk(const Machine& machine);
 
-// doctor_net.cpp
 std::vector<Check> network_checks(const Machine& machine);
 
 // doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
@@ -113,7 +112,7 @@ std::vector<Check> probe_checks(const Machine& machine);
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
                               const std::string& problem, const std::string& disturbance = {});
 
-// doctor_progress.cpp: after two seconds stderr says what is being done, then every five seconds.
+// doctor.cpp: after two seconds stderr says what is being done, then every five seconds.
 class Progress {
  public:
   explicit Progress(const char* what);

@@ -247,12 +247,12 @@ Check check_gpu_per_rank(const Machine& machine) {
   }
   check.value = fmt::format("{} ranks on {} visible GPUs", machine.ranks, machine.gpus.count);
   if (machine.ranks == machine.gpus.count) return check;
-  return check.warn(machine.ranks < machine.gpus.count
-                        ? fmt::format("{} GPUs stay idle. Start one rank per GPU: "
-                                      "--nproc-per-node=gpu.",
-                                      machine.gpus.count - machine.ranks)
-                        : "Ranks share a GPU (LOCKSTEP_SHARE_DEVICE=1), which is for tests: it is "
-                          "slower than one rank per GPU.");
+  const int idle = machine.gpus.count - machine.ranks;
+  return check.warn(idle > 0
+                        ? fmt::format("{} idle. Start one rank per GPU: --nproc-per-node=gpu.",
+                                      idle == 1 ? "1 GPU stays" : fmt::format("{} GPUs stay", idle))
+                        : "Ranks share a GPU (LOCKSTEP_SHARE_DEVICE=1), which is for tests: "
+                          "it is slower than one rank per GPU.");
 }
 
 Check check_cudnn(const Machine& machine) {

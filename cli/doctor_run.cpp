@@ -7,7 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "lockstep/monitor/budget_table.h"
-#include "lockstep/monitor/gpu_figures.h"
+#include "lockstep/monitor/run_figures.h"
 #include "lockstep/monitor/run_view.h"
 
 namespace lockstep::cli {

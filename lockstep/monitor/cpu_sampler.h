@@ -1,5 +1,5 @@
-// What a process, its control group and the host do, from /proc and cgroup v1 or v2. The process
-// need not be ours: a rank in any language is sampled from outside, by its pid.
+// Resources that a process, its control group and the host use, from /proc and cgroup v1 or v2. A
+// rank in any language is sampled from outside, by its pid.
 //
 // Counters grow from the start of the process; rates() makes figures per second of two samples.
 //
@@ -37,13 +37,13 @@ struct ProcessSample {
   // Sums over the threads that exist now.
   std::uint64_t voluntary_switches = 0;
   std::uint64_t involuntary_switches = 0;
-  // What read() and write() moved, and what of it came from and went to a device. Empty where the
-  // kernel does not count, or the process is another user's.
+  // Bytes that read() and write() moved (chars), and of them those from and to a device (bytes).
+  // Empty where the kernel does not count them, or the process is another user's.
   std::optional<std::uint64_t> read_chars{};
   std::optional<std::uint64_t> written_chars{};
   std::optional<std::uint64_t> read_bytes{};
   std::optional<std::uint64_t> written_bytes{};
-  // In which its main thread could run and had no core. Empty where the kernel does not count.
+  // How long the main thread waited for a core. Empty where the kernel does not count it.
   std::optional<double> run_delay_s{};
   std::optional<double> threads_delay_s{};  // the same, summed over the threads that exist now
 };
@@ -64,8 +64,8 @@ struct ProcessRates {
   std::optional<double> written_chars_per_s{};
   std::optional<double> read_bytes_per_s{};
   std::optional<double> written_bytes_per_s{};
-  std::optional<double> run_delay_share{};  // of the time, in which the main thread had no core
-  std::optional<double> waiting_threads{};  // that could run and had no core, on average
+  std::optional<double> run_delay_share{};  // of the time that the main thread waited for a core
+  std::optional<double> waiting_threads{};  // mean number of threads that waited for a core
 };
 
 // Nothing when they are of different processes, or no time lies between them.

@@ -8,23 +8,41 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "lockstep/monitor/finding.h"
+#include "lockstep/core/document.h"
 #include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
 
-// Where a record lacks some ranks, it says what can be said without them.
+// A reason why a run is slower than it could be.
+struct Finding {
+  std::string rule;        // "loader-bound": stable, for scripts and tests
+  int rank = -1;           // the rank it is about; -1: all
+  std::string cause{};     // one word where a rule has several: "data", "cpu-starved", ...
+  std::string what{};      // one sentence: what happens
+  std::string evidence{};  // the figures
+  std::string remedy{};    // the flag or key to change, and to what
+  double gain = 0;         // share of step time that it may save, 0.15: 15 %; 0: not known
+};
+
+// "loader-bound (rank 1): ... . Evidence: ... . Change: ... . Expected gain: about 15 %."
+std::string finding_text(const Finding& finding);
+// All of them for JSON.
+Node findings_node(const std::vector<Finding>& findings);
+
+// Where the record lacks some ranks, only rules that do not compare ranks are asked.
 std::vector<Finding> diagnose(const RunRecord& run);
-// Whether every rank is there, with enough steps: otherwise no finding means little.
+// Whether every rank is recorded with enough steps. Otherwise an empty list of findings does not
+// mean that the run is healthy.
 bool enough_to_judge(const RunRecord& run);
-// What that leaves open, and how the others are added; empty where no rank is missing.
+// Which ranks are missing, and how to add their records; empty where none is missing.
 std::string missing_ranks_text(const RunRecord& run);
-// Share of the time in which at least half of the ranks could run and had no core, where that is so
-// much that figures of the run are not those of an idle machine; nothing: it is not, or not known.
+// The share of time that at least half of the ranks waited for a core, where it is so large that
+// the run's figures are not those of an idle machine. Nothing below that, or where it is not known.
 std::optional<double> starved_share(const RunRecord& run);
-// What is to be said where there is no finding.
+// The sentence that takes the place of findings where there are none.
 std::string nothing_found_text(const RunRecord& run);
 
 }  // namespace lockstep::monitor

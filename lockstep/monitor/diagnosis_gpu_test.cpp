@@ -5,8 +5,8 @@
 #include <random>
 
 #include "lockstep/monitor/diagnosis.h"
-#include "lockstep/monitor/gpu_figures.h"
 #include "lockstep/monitor/record_for_test.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::monitor {
 namespace {

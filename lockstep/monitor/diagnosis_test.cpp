@@ -494,6 +494,10 @@ TEST(Straggler, WithoutACore) {
   EXPECT_EQ(finding.cause, "cpu-starved");
   EXPECT_EQ(finding.rank, 1);
   EXPECT_THAT(finding.evidence, HasSubstr("0.34 cores"));
+  // As `lockstep run --record` leaves a rank that has ended.
+  RunRecord ended = run;
+  for (RankRecord& rank : ended.ranks) rank.intervals.back().process.reset();
+  EXPECT_EQ(only(ended, "straggler").cause, "cpu-starved");
   // A kernel that does not count the wait.
   change(run, [](Interval& interval) { interval.process->run_delay_share.reset(); });
   EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");

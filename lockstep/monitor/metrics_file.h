@@ -1,11 +1,11 @@
-// metrics.jsonl: what a run has logged, read whole or followed while it grows.
+// The log of a run's metrics (metrics.jsonl), read whole or followed while it grows.
 //
 //   MetricsFile file("out/metrics.jsonl");
 //   file.read();                                       // once, or again each second
 //   plot(curve_of(file.lines(), "loss"));
 //
-// Used by one thread. The file is the program's: it may be missing, replaced, torn or anything
-// else. Lines that cannot be read are counted and skipped.
+// Used by one thread. The program writes the file: it may be missing, replaced or torn. Lines that
+// cannot be read are counted and skipped.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ using Curve = std::vector<std::pair<double, double>>;  // (step, value), oldest 
 // Steps only grow: a run that was resumed from an earlier one replaces what it repeats.
 void add_point(Curve& curve, std::int64_t step, double value);
 Curve curve_of(std::span<const MetricLine> lines, std::string_view name);
-// At most so many points: of each stretch the lowest and the highest, where one that is not finite
-// is the lowest, and the last one of all.
+// The curve with at most `most` points: of each stretch the lowest and the highest, and the last
+// one of all. A value that is not finite counts as the lowest.
 Curve thinned(const Curve& curve, std::size_t most);
 // The names of all curves, in the order in which they came first. The last line of a Trainer, which
 // is about the whole run, has none.
@@ -45,11 +45,11 @@ class MetricsFile {
   static constexpr std::size_t kPoints = 500;  // of a curve that is shown
   static constexpr std::size_t kNames = 16;    // a program may log any number of names
 
-  enum class Part { kAll, kNewest };  // newest: bounded as above, for a file that is followed
+  enum class Part { kAll, kNewest };  // kNewest: within these bounds, for a file that is followed
   explicit MetricsFile(std::string path = {}, Part part = Part::kAll)
       : path_(std::move(path)), part_(part) {}
 
-  // What was added; all of it again where the file was replaced.
+  // Reads the lines that were added; all of them again where the file was replaced.
   void read();
 
   const std::string& path() const { return path_; }

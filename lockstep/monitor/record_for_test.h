@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::monitor::for_test {
 

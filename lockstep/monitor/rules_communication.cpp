@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -16,13 +17,13 @@ using ledger::Phase;
 
 constexpr double kMiB = 1u << 20;
 
-// The share of the rank that waits least: one that is ahead waits for the others. Ranks that differ
-// by some percent wait for each other a little in every step. Beyond a fifth it is the reduction.
+// The share of a step that the rank which waits least spends in communication. Ranks that differ by
+// some percent wait for each other a little in every step; beyond a fifth it is the reduction.
 constexpr double kCommunicationShare = 0.20;
 // Smaller buckets cost more for each byte than they hide (docs/benchmarks.md).
 constexpr double kSmallBucketMiB = 4;
 constexpr double kUsualBucketMiB = 25;
-// What cannot hide behind backward is the last bucket: so much of a step may be exposed.
+// The last bucket cannot hide behind backward: this share of a step may be exposed.
 constexpr double kExposedTarget = 0.05;
 // Larger buckets instead of small ones save at least this share of the reduction's time.
 constexpr double kSmallBucketCost = 0.10;
@@ -31,16 +32,16 @@ constexpr double kSmallBucketCost = 0.10;
 // by 20 % at most; over many windows such variation averages out.
 constexpr double kStragglerShare = 0.20;
 constexpr double kStragglerShareOfMany = 0.10;
-// In so many of its windows it must be slower than the others usually are.
+// The share of its windows in which it must be slower than the others usually are.
 constexpr double kSteadyShare = 0.70;
-// Intervals with collectives of a rank whose steps are not known.
+// Fewest intervals with collectives, of a rank that counts no steps.
 constexpr std::size_t kFewestWaits = 4;
-// The part of the delay that a cause must explain.
+// The share of the delay that a cause must explain.
 constexpr double kMainPart = 0.5;
 constexpr double kThrottledGroupShare = 0.2;  // of the periods of its control group
 constexpr double kThrottledGpuShare = 0.5;    // of the samples
-// Where the kernel does not say how long a thread waits for a core: CPU time for each second in
-// which the rank computed, and how often it was interrupted in a second.
+// Where the kernel does not count how long a thread waits for a core: CPU seconds for each second
+// in which the rank computed, and interruptions a second.
 constexpr double kStarvedYield = 0.7;
 constexpr double kStarvedSwitches = 50;
 
@@ -66,7 +67,7 @@ Reduction reduction_of(const RankView& rank) {
   return reduction;
 }
 
-// The rank that waits least sees what the reduction itself takes.
+// On the rank that waits least, waiting is the reduction itself.
 const RankView& least_waiting(const View& view) {
   return *std::min_element(view.ranks.begin(), view.ranks.end(), [](const auto& a, const auto& b) {
     return share(a, Phase::kCommunication) < share(b, Phase::kCommunication);
@@ -89,7 +90,7 @@ std::string now_text(std::int64_t value) {
   return value > 0 ? fmt::format(" (now {})", value) : "";
 }
 
-// By the keys that decide how many samples a step has.
+// Names the keys that decide how many samples a step has.
 std::string larger_step(const View& view) {
   for (const char* key : {"global_batch_size", "tokens_per_update"})
     if (const auto size = integer_argument(view, key))
@@ -128,7 +129,7 @@ Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
                     "in a step.",
                     kUsualBucketMiB, bucket_mib, r.buckets_per_step),
         exposed * kSmallBucketCost};
-  // What one bucket may hold so that its time is the exposed part that is accepted.
+  // A bucket of this size takes as long as the share of a step that may be exposed.
   const double hidden_mib =
       std::max(r.bytes_per_s * kExposedTarget * step_s(rank) / kMiB, kSmallBucketMiB);
   if (r.bytes_per_s > 0 && r.step_share <= r.backward_share && hidden_mib < bucket_mib / 2)
@@ -144,8 +145,8 @@ Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
 
 // ------------------------------------------------------------------ stragglers
 
-// What a rank does by itself in a step. The others' reduction makes all steps equally long, and
-// the sharded optimizer reduces within its step.
+// Seconds of a step that a rank spends on its own work. The reduction makes all ranks' steps
+// equally long, and the sharded optimizer reduces within its step.
 double own_s(const Interval& window) {
   double shared = 0;
   for (const Phase phase :
@@ -164,13 +165,16 @@ double data_s(const RankView& rank) {
   });
 }
 
-// Seconds of a step in which its main thread could run and had no core; nothing: not counted.
+// Seconds of a step in which the main thread waited for a core; nothing where it is not counted.
+// The last interval of a rank that has ended lacks the figures of its process.
 std::optional<double> delayed_s(const RankView& rank) {
+  std::vector<double> values;
   for (const Interval& window : rank.windows)
-    if (!window.process || !window.process->run_delay_share) return std::nullopt;
-  return median_of(rank, [](const Interval& window) {
-    return *window.process->run_delay_share * window.seconds / static_cast<double>(window.steps);
-  });
+    if (window.process && window.process->run_delay_share)
+      values.push_back(*window.process->run_delay_share * window.seconds /
+                       static_cast<double>(window.steps));
+  if (values.empty()) return std::nullopt;
+  return median(std::move(values));
 }
 
 template <typename Figure>
@@ -220,7 +224,8 @@ bool waits_for_a_core(const View& view, const Slow& slow) {
   return *delayed - others >= kMainPart * slow.excess_s;
 }
 
-// Where the scheduler gives no figure: what a rank that computes would use, and does not get.
+// Where the scheduler gives no figure: the rank computes, uses less of a core than that needs, and
+// is interrupted often.
 bool seems_cpu_starved(const Slow& slow) {
   const RankView& rank = *slow.rank;
   if (delayed_s(rank)) return false;
@@ -233,7 +238,7 @@ bool seems_cpu_starved(const Slow& slow) {
 bool is_gpu_throttled(const View& view, const RankView& rank) {
   const auto gpu = gpu_of_rank(view, rank.rank);
   if (!gpu || gpu->throttled_share < kThrottledGpuShare) return false;
-  // A limit that holds for all of them does not explain one.
+  // A limit that holds for all GPUs does not explain one slow rank.
   return median_of_others(view, rank, [&](const RankView& other) {
            const auto theirs = gpu_of_rank(view, other.rank);
            return theirs ? theirs->throttled_share : 0;
@@ -268,8 +273,9 @@ std::string straggler_remedy(const std::string& cause, int rank) {
 
 // ------------------------------------------------------------------ without steps
 
-// For a rank whose steps are not known: shares of its intervals with collectives. A collective ends
-// when the last rank has begun it, so the rank that others wait for has the smallest.
+// Of a rank that counts no steps: the share of each interval in which a collective was under way. A
+// collective ends when the last rank has begun it, so the rank that the others wait for has the
+// smallest shares.
 struct Waits {
   int rank = 0;
   std::vector<double> shares{};

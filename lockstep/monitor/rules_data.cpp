@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -13,23 +14,23 @@ namespace {
 using ledger::Counter;
 using ledger::Phase;
 
-// A loader that is far enough ahead is never waited for; a tenth of a step is no accident.
+// Nobody waits for a loader that is far enough ahead; a tenth of a step is no accident.
 constexpr double kDataShare = 0.10;
-// Loading varies from batch to batch: so much more than the mean is planned for.
+// Loading times vary from batch to batch: workers are planned for this much more than the mean.
 constexpr double kLoaderReserve = 1.1;
 
-// Logging needs a few values in a line. Its cost after the change is at most the second figure.
+// Logging more than the first share is too often; after the change it takes the second.
 constexpr double kLoggingShare = 0.03;
 constexpr double kLoggingTarget = 0.01;
-// Copies for a checkpoint take time that buys safety, so more of it is fine.
+// The same of checkpoints. They buy safety, so they may take more.
 constexpr double kSavingShare = 0.05;
 constexpr double kSavingTarget = 0.02;
 // Two may be the first and the last of a run.
 constexpr std::uint64_t kMinEvents = 3;
 
-// A device that has nothing to do for so long waits for the host to enqueue its kernels.
+// A device that is idle for this share of a step waits for the host to enqueue its kernels.
 constexpr double kIdleShare = 0.30;
-// Where accumulation is there to be reduced, the change is free: the global batch stays.
+// The limit where accumulation can be reduced instead: the change is free, the global batch stays.
 constexpr double kIdleShareAccumulating = 0.15;
 // The share of the device's memory that larger micro-batches may fill.
 constexpr double kMemoryLimit = 0.85;
@@ -43,7 +44,7 @@ double batch_s(const RankView& rank) {
                             static_cast<double>(batches);
 }
 
-// The most expensive rank's: workers are a setting of all of them.
+// For the rank whose batches take longest: all ranks have the same number of workers.
 int sufficient_workers(const View& view) {
   double most = 0;
   for (const RankView& rank : view.ranks) {
@@ -79,7 +80,8 @@ std::string loader_remedy(const View& view, int needed) {
   return text;
 }
 
-// A habit of some events in a run: what it takes, how far apart the events are now and should be.
+// Events that come every few steps (logs, checkpoints): the share of time that they take, and how
+// many steps lie between two of them now and after the change.
 struct Habit {
   double share = 0;
   double steps_between = 1;
@@ -89,7 +91,7 @@ struct Habit {
   }
 };
 
-// The habit of the rank that it costs most: the others wait for it.
+// Of the rank that spends most on them: the others wait for it.
 std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, double target) {
   std::optional<Habit> worst;
   for (const RankView& rank : view.ranks) {
@@ -112,7 +114,7 @@ std::string more_passes_text(const View& view) {
                    : "per_device_train_batch_size to twice its value";
 }
 
-// The other way out for a GPU that waits for its kernels, whatever the batch.
+// A GPU that waits for its kernels can also be helped without another batch size.
 const char* or_one_graph(const View& view) {
   const Entry* const entry = view.run.facts.arguments.find("compile_model");
   const bool captures =
@@ -164,7 +166,7 @@ std::optional<Finding> device_waits_for_host(const View& view) {
 }  // namespace
 
 std::optional<Finding> loader_bound(const View& view) {
-  // Where ranks lack cores, so do their loaders: what they wait for then is a core.
+  // Where ranks lack cores, so do their loaders: that part of the wait is for a core.
   const double waiting = usual_share(view, Phase::kData) - starved_share(view).value_or(0);
   if (waiting < kDataShare) return std::nullopt;
   const int needed = sufficient_workers(view);
@@ -237,7 +239,8 @@ std::optional<Finding> accumulation_synchronises(const View& view) {
   const RankView& rank = view.ranks.front();
   const auto updates = static_cast<double>(count(rank, Counter::kUpdates));
   const auto synchronised = static_cast<double>(count(rank, Counter::kSynchronisedPasses));
-  // Once per update is what it must be; between that and two a record cut in the middle may lie.
+  // One synchronised pass per update is right. A record that begins within an update may have a
+  // little more, but never two.
   constexpr double kTwice = 1.9;
   if (updates < static_cast<double>(kMinEvents) || synchronised < kTwice * updates)
     return std::nullopt;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
@@ -12,35 +13,35 @@ using ledger::Phase;
 
 constexpr double kGiB = 1u << 30;
 
-// Samples in which some GPU works; a second each. Fewer may be the start of a run.
+// Samples, one a second, in which some GPU works. Fewer may be the start of a run.
 constexpr int kMinGpuSamples = 10;
-// Looked at: the newest. What a run did an hour ago does not decide what it does now.
+// Only the newest samples count: what a run did an hour ago does not decide what it does now.
 constexpr std::size_t kNewestGpuSamples = 60;
 constexpr double kBusyPercent = 50;
-// GPUs that work together are within some percent of each other; of two that take turns one has
-// less than half of what the other has.
+// GPUs that work together differ by some percent; of two that take turns, one has less than half of
+// the other's utilisation.
 constexpr double kTurnRatio = 0.5;
 constexpr double kTurnShare = 0.7;   // of the samples
-constexpr double kOwnTurns = 0.1;    // of those, that at least two GPUs must have
+constexpr double kOwnTurns = 0.1;    // of those samples, for a GPU that has turns of its own
 constexpr double kIdlePercent = 10;  // a GPU below it does nothing
-// Seen on GPUs that do the same work: a few percent. A quarter is another batch, another model
-// part, or another card.
+// GPUs that do the same work differ by a few percent. A quarter means another batch, another part
+// of the model or another card.
 constexpr double kSpread = 0.25;
 constexpr double kMinSpreadBytes = kGiB;
 
-// Beyond it the ranks of a CPU measurably have less than the machine. A median, so that one busy
-// second is nobody's habit; a clean run of as many ranks as cores has 1 to 4 %.
+// The share of time (a median) that ranks on a CPU wait for a core. A clean run of as many ranks as
+// cores has 1 to 4 %.
 constexpr double kStarvedShare = 0.10;
 constexpr double kThrottledShare = 0.2;  // of the periods of a control group
 constexpr double kAllCores = 0.9;        // of the cores, in use by the ranks
 
-// What the kernel takes to hand out a zeroed page of 4 KiB; larger pages take longer.
+// The kernel's time for a zeroed page of 4 KiB; larger pages take longer.
 constexpr double kFaultS = 0.5e-6;
 constexpr double kFaultShare = 0.03;
 constexpr double kMinFaultsPerStep = 256;  // 1 MiB
 constexpr double kPageBytes = 4096;
 
-// Threads of ranks that run or wait for a core at once, over the cores: fewer are not too many.
+// Threads of the ranks that run or wait for a core at once, for each core.
 constexpr double kTooManyAtOnce = 1.2;
 // Where the kernel does not count who waits, the share of the cores that the ranks use.
 constexpr double kCoresUsed = 0.5;
@@ -228,7 +229,7 @@ double faults_per_step(const RankView& rank) {
   });
 }
 
-// Memory that stays is touched once; what comes back every step is the cause.
+// Memory that stays is touched once. Only memory that is taken again in every step is the cause.
 bool grows(const RankView& rank) {
   double faulted = 0;
   for (const Interval& window : rank.windows)

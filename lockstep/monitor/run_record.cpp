@@ -1,5 +1,7 @@
 #include "lockstep/monitor/run_record.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <climits>
@@ -17,10 +19,11 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/monitor/median.h"
-#include "lockstep/monitor/writer_process.h"
 
 namespace lockstep::monitor {
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -138,7 +141,7 @@ class Writer {
     if (value) (*this)(name, *value);
   }
   template <typename T>
-    requires std::is_integral_v<T>
+  requires std::is_integral_v<T>
   void operator()(const char* name, T value) {
     const auto most = static_cast<std::uint64_t>(INT64_MAX);
     put(name, integer_node(value > 0 ? static_cast<std::int64_t>(
@@ -190,7 +193,7 @@ class Reader {
     if (map_.find(name) != nullptr) (*this)(name, value.emplace());
   }
   template <typename T>
-    requires std::is_integral_v<T>
+  requires std::is_integral_v<T>
   void operator()(const char* name, T& value) {
     const Node* node = find(name);
     if (node == nullptr) return;
@@ -629,6 +632,41 @@ const char* without_steps(const RunRecord& run) {
   });
   return collectives ? "its collectives are known, its steps are not"
                      : "no step was seen and no collective: only CPU, memory and GPUs are known";
+}
+
+namespace {
+
+// The boot and PID namespace in which PIDs are these PIDs; empty: not known.
+std::string place_of_pids() {
+  std::error_code error;
+  const std::string space = std::filesystem::read_symlink("/proc/self/ns/pid", error).string();
+  try {
+    std::string boot = read_file("/proc/sys/kernel/random/boot_id", 64);
+    boot.erase(boot.find_last_not_of(" \n") + 1);
+    return error || boot.empty() ? "" : fmt::format("{} {}", boot, space);
+  } catch (const SystemError&) {
+    return "";
+  }
+}
+
+}  // namespace
+
+std::string process_identity(pid_t pid) {
+  const std::string place = place_of_pids();
+  const auto process = read_process(pid);
+  if (place.empty() || !process) return "";
+  return fmt::format("{} {} {}", place, pid, process->start_ticks);
+}
+
+bool has_ended(const std::string& identity) {
+  const std::string place = place_of_pids() + " ";
+  if (place.size() == 1 || !identity.starts_with(place)) return false;
+  pid_t pid = 0;
+  const char* const digits = identity.data() + place.size();
+  if (std::from_chars(digits, identity.data() + identity.size(), pid).ec != std::errc())
+    return false;
+  const auto process = read_process(pid);
+  return !process || process->state == 'Z' || process_identity(pid) != identity;
 }
 
 }  // namespace lockstep::monitor

@@ -1,4 +1,4 @@
-// What is recorded of a run, for whoever explains it: doctor, report, dashboard, bench scale.
+// The record of a run, which doctor, report, dashboard and bench scale read.
 //
 //   DIR/monitor/run.json           facts that do not change (RunFacts)
 //   DIR/monitor/rank_<r>.jsonl     one line per interval of about a second (Interval)
@@ -11,9 +11,11 @@
 //   const RunRecord run = read_run("out");
 //   for (const RankRecord& rank : run.ranks) use(spent_s(budget_of(rank)));
 //
-// Reading takes nothing for granted: a torn last line is skipped, anything else that is wrong is a
-// UsageError that names file and line.
+// A torn last line is skipped; any other fault of the files is a UsageError that names file and
+// line.
 #pragma once
+
+#include <sys/types.h>
 
 #include <array>
 #include <cstdint>
@@ -58,8 +60,8 @@ struct Interval {
     return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
   }
 };
-// `to` and what follows it become one: sums and counts are added, rates and shares are means by
-// time, memory and threads are the most that was seen.
+// Makes one interval of `to` and the one that follows it: sums and counts are added, rates and
+// shares are means weighted by time, memory and threads are maxima.
 void join(Interval& to, const Interval& next);
 
 struct RunFacts {
@@ -81,7 +83,7 @@ struct RunFacts {
   Node arguments{};         // training_args, as in a checkpoint
   std::int64_t total_steps = 0;
   int threads_per_rank = 0;  // that compute (OpenMP's), not those that only wait
-  std::string writer{};      // the process whose end is the run's (writer_process.h)
+  std::string writer{};      // the process whose end is the run's (process_identity())
   double ended_unix_s = 0;   // 0: it lasts, or nobody could write it down
   std::string failure{};     // of a run that has ended; empty: none, or not known
   Node failed_ranks{};       // {"1": "killed by SIGKILL"}, where their launcher saw it
@@ -111,7 +113,7 @@ RunRecord read_run(const std::string& directory);
 // times are compared; ranks of which no step is known began together when they were last started.
 // Does nothing without rank 0, whose host wrote the facts.
 void align_clocks(RunRecord& run);
-// Whether every rank of the run has left something. Not so for one host's part of several.
+// Whether every rank of the run has a record. One host of several has only its own ranks'.
 bool is_complete(const RunRecord& run);
 
 // The sum of the intervals from the first in which a step ended to the last, without the first
@@ -119,15 +121,16 @@ bool is_complete(const RunRecord& run);
 // facts.started_unix_s as `from_unix_s`, what an earlier start recorded is left away.
 Interval budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
 
-// Over the whole record, by time; nothing where no collective was seen.
+// The mean over the whole record, weighted by time; nothing where no collective was seen.
 std::optional<double> mean_collective_share(const RankRecord& rank, double from_unix_s = 0);
-// The newest with figures of its process, which the last one of a rank that has ended lacks.
+// The newest interval with figures of the process: the last one of a rank that has ended has none.
 const Interval& newest_sample(const RankRecord& rank);
-// Nothing more will be added, as far as it is known here.
+// The record appears complete: the run has said so, or the process that wrote it has ended.
 bool is_over(const RunFacts& facts);
-// A Trainer does, also before its first step; of any other program it is seen by its steps.
+// Whether the program counts its steps. A Trainer does, also before its first one; any other
+// program is seen to do so by its steps.
 bool counts_steps(const RunRecord& run);
-// What is known of a run whose steps are not.
+// Text for runs without step counts: which other figures are known.
 const char* without_steps(const RunRecord& run);
 
 // One line of a rank's file, and back. The document's names are those of the fields; phases and
@@ -139,5 +142,16 @@ RunFacts parse_facts(const std::string& text, const std::string& file);
 std::string gpu_sample_json(const GpuSample& sample, const std::vector<GpuIdentity>& gpus);
 // A phase as documents name it: "other" for Phase::kNone, whose own name is empty.
 const char* phase_key(ledger::Phase phase);
+
+// The process whose end is the end of the run is named in RunFacts::writer, so that a reader on the
+// same host knows at once that the record appears complete.
+//
+//   facts.writer = process_identity(::getpid());
+//   if (has_ended(facts.writer)) ...
+//
+// Boot, PID namespace, PID and start time, which no other process has; empty: not known.
+std::string process_identity(pid_t pid);
+// True only where it is certain; false for a process of another host or PID namespace.
+bool has_ended(const std::string& identity);
 
 }  // namespace lockstep::monitor

@@ -1,14 +1,24 @@
 #include "lockstep/monitor/run_view.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/json.h"
+#include "lockstep/io/manifest.h"
+#include "lockstep/io/directory.h"
 
 namespace lockstep::monitor {
+
 namespace {
 
 constexpr double kRecent_s = 5;
@@ -188,6 +198,323 @@ std::optional<double> seconds_left(const RunView& run) {
       step > run.facts().total_steps || run.facts().total_steps == 0)
     return std::nullopt;
   return static_cast<double>(run.facts().total_steps - step) * run.mean_step_s;
+}
+
+// ---------------------------------------------------------------- the folder of a run
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMostFileBytes = 1u << 30;  // of one file
+constexpr const char* kCheckpoints = "checkpoint-";
+
+bool there(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
+std::string text_of(const fs::path& path) {
+  return read_file(path.string(), kMostFileBytes);
+}
+
+// ---------------------------------------------------------------- checkpoints
+
+std::uint64_t bytes_in(const fs::path& folder) {
+  std::uint64_t bytes = 0;
+  std::error_code error;
+  for (auto it = fs::recursive_directory_iterator(folder, error);
+       !error && it != fs::recursive_directory_iterator(); it.increment(error)) {
+    std::error_code ignored;
+    if (it->is_regular_file(ignored)) bytes += it->file_size(ignored);
+  }
+  return bytes;
+}
+
+void read_checkpoints(RunView& run) {
+  for (const io::NumberedDir& dir : io::list_numbered(run.id, kCheckpoints)) {
+    CheckpointInfo info{.step = dir.step, .name = fs::path(dir.path).filename().string()};
+    struct stat status {};
+    if (::stat(dir.path.c_str(), &status) == 0)
+      info.unix_time_s = static_cast<double>(status.st_mtim.tv_sec);
+    info.bytes = bytes_in(dir.path);
+    const auto faults = io::damage_of(dir.path, io::Depth::kSizes);
+    if (!faults.empty()) info.problem = io::describe(faults);
+    run.checkpoints.push_back(std::move(info));
+  }
+  std::ranges::sort(run.checkpoints, {}, &CheckpointInfo::step);
+}
+
+void read_best(RunView& run) {
+  if (run.checkpoints.empty()) return;
+  const fs::path file = fs::path(run.id) / run.checkpoints.back().name / "trainer_state.json";
+  if (!there(file)) return;
+  const std::string state = text_of(file);
+  JsonReader json(state);
+  json.enter_object();
+  for (std::string key; json.next_key(key);) {
+    if (key != "best_metric" && key != "best_global_step") {
+      json.skip();
+      continue;
+    }
+    const std::string text(json.scalar());
+    const double value = text == "null" ? NAN : std::strtod(text.c_str(), nullptr);
+    if (key == "best_metric" && std::isfinite(value)) run.best_metric = value;
+    if (key == "best_global_step" && std::abs(value) < 1e18)
+      run.best_step = static_cast<std::int64_t>(value);
+  }
+}
+
+// ---------------------------------------------------------------- configuration
+
+// {"settings": {"seed": {"value": 42, "from": "default", "beats": [...]}, ...}}
+void read_effective_config(RunView& run, const fs::path& file) {
+  const Node root = parse_json(text_of(file), file.string());
+  for (const Entry& entry : root.at("settings").entries) {
+    ConfigValue value{.key = entry.key,
+                      .value = plain_text(entry.value.at("value")),
+                      .from = plain_text(entry.value.at("from"))};
+    if (const Entry* beats = entry.value.find("beats"))
+      for (const Node& item : beats->value.items) value.beats.push_back(plain_text(item));
+    run.config.push_back(std::move(value));
+  }
+}
+
+void add_arguments(RunView& run, const Node& arguments) {
+  for (const Entry& entry : arguments.entries)
+    run.config.push_back({.key = entry.key, .value = plain_text(entry.value)});
+}
+
+// As `lockstep train` writes it, or of a program's own Trainer, which has no origins.
+void read_config(RunView& run) {
+  const fs::path effective = fs::path(run.id) / "effective_config.json";
+  if (there(effective)) return read_effective_config(run, effective);
+  if (run.record && !run.record->facts.arguments.entries.empty())
+    return add_arguments(run, run.record->facts.arguments);
+  if (!run.checkpoints.empty()) {
+    const fs::path file = fs::path(run.id) / run.checkpoints.back().name / "training_args.json";
+    if (there(file)) return add_arguments(run, parse_json(text_of(file), file.string()));
+  }
+  run.missing.push_back(
+      "The configuration is not recorded: there is neither effective_config.json, which lockstep "
+      "train writes, nor a checkpoint.");
+}
+
+// Each part by itself: one that cannot be read does not take the others with it.
+template <typename Read>
+void attempt(RunView& run, const char* what, Read&& read) {
+  try {
+    read();
+  } catch (const std::exception& e) {
+    run.missing.push_back(fmt::format("{} cannot be read: {}", what, e.what()));
+  }
+}
+
+void read_everything(RunView& run, const MetricsFile& metrics) {
+  std::error_code error;
+  const fs::path place(run.id);
+  if (!fs::is_directory(place, error))
+    throw UsageError("report", "{} is not a directory. Give the output_dir of a run.", run.id);
+  if (!metrics.there())
+    run.missing.push_back(there(place / "metrics.jsonl")
+                              ? "metrics.jsonl cannot be read: check who owns it."
+                              : "There is no metrics.jsonl: no loss and no throughput over steps.");
+  MetricsFile superseded((place / "metrics.superseded.jsonl").string());
+  superseded.read();
+  run.superseded = superseded.lines();
+  for (const MetricsFile* file : {&metrics, &std::as_const(superseded)})
+    if (std::string problem = file->problem(); !problem.empty())
+      run.missing.push_back(std::move(problem));
+  attempt(run, "the record in monitor/", [&] {
+    if (there(place / kRecordFolder))
+      run.record = read_run(run.id);
+    else
+      run.missing.push_back(
+          "There is no folder monitor/: the run is older than the record of step budget and "
+          "utilisation, or did not write one.");
+  });
+  attempt(run, "the checkpoints", [&] { read_checkpoints(run); });
+  attempt(run, "the state of the newest checkpoint", [&] { read_best(run); });
+  attempt(run, "the configuration", [&] { read_config(run); });
+  if (!run.metrics.empty() || run.record || !run.checkpoints.empty()) return;
+  throw UsageError("report",
+                   "{} holds nothing of a run. {} Give the output_dir of a Trainer, or the folder "
+                   "of lockstep run --record.",
+                   run.id, fmt::format("{}", fmt::join(run.missing, " ")));
+}
+
+}  // namespace
+
+RunView read_run_view(const std::string& path, Detail detail) {
+  RunView run{.id = path};
+  const fs::path place(path);
+  MetricsFile metrics((place / "metrics.jsonl").string(), detail == Detail::kAll
+                                                              ? MetricsFile::Part::kAll
+                                                              : MetricsFile::Part::kNewest);
+  metrics.read();
+  run.metrics = metrics.lines();
+  run.metrics_unix_s = metrics.unix_time_s();
+  if (detail == Detail::kShown)
+    run.record = read_run(path);
+  else
+    read_everything(run, metrics);
+  conclude(run);
+  return run;
+}
+
+// ---------------------------------------------------------------- the snapshot (docs/dashboard.md)
+
+namespace {
+
+Node number(double value) {
+  return std::isfinite(value) ? real_node(value) : Node{};
+}
+
+Node count(std::uint64_t value) {
+  return integer_node(static_cast<std::int64_t>(std::min<std::uint64_t>(value, INT64_MAX)));
+}
+
+template <typename T>
+Node optional_number(const std::optional<T>& value) {
+  return value ? number(static_cast<double>(*value)) : Node{};
+}
+
+Node curve_node(const Curve& curve) {
+  std::vector<Node> points;
+  for (const auto& [step, value] : thinned(curve, MetricsFile::kPoints))
+    points.push_back(list_node({integer_node(static_cast<std::int64_t>(step)), number(value)}));
+  return list_node(std::move(points));
+}
+
+// Where the time of the interval went (monitor/budget.h). A rank that counts no steps has told of
+// no phases, so nothing is known of what is outside of them.
+Node budget_node(const Interval& interval, bool counts_steps) {
+  NodeMembers shares;
+  const PhaseSeconds spent = spent_s(interval);
+  for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
+    if (spent[phase] <= 0 || interval.seconds <= 0) continue;
+    if (static_cast<ledger::Phase>(phase) == ledger::Phase::kNone && !counts_steps) continue;
+    shares.emplace_back(phase_key(static_cast<ledger::Phase>(phase)),
+                        number(spent[phase] / interval.seconds));
+  }
+  return map_node(std::move(shares));
+}
+
+Node gpu_node(const RunView& run, int index) {
+  const auto& known = run.gpus.gpus;
+  for (std::size_t i = 0; index >= 0 && run.gpus.newest && i < known.size(); ++i) {
+    if (known[i].index != index || i >= run.gpus.newest->gpus.size()) continue;
+    const GpuReading& reading = run.gpus.newest->gpus[i];
+    return map_node({{"index", integer_node(index)},
+                     {"utilisation_percent", optional_number(reading.utilisation_percent)},
+                     {"memory_used_bytes", optional_number(reading.memory_used_bytes)},
+                     {"memory_total_bytes", optional_number(reading.memory_total_bytes)},
+                     {"power_w", optional_number(reading.power_w)},
+                     {"problem", text_node(reading.problem)}});
+  }
+  return Node{};
+}
+
+Node position_node(const std::optional<Position>& position) {
+  if (!position) return Node{};
+  return map_node({{"operation", text_node(position->operation)},
+                   {"sequence", count(position->sequence)},
+                   {"state", text_node(position->state)},
+                   {"age_s", number(position->age_s)}});
+}
+
+Node known(std::int64_t value, std::int64_t least) {
+  return value >= least ? integer_node(value) : Node{};
+}
+
+Node rank_node(const RunView& run, const RankState& rank) {
+  const Interval newest = rank.newest.value_or(Interval{});
+  return map_node(
+      {{"rank", integer_node(rank.rank)},
+       {"host", integer_node(rank.host)},
+       {"pid", known(rank.pid, 1)},
+       {"state", text_node(name(rank.status))},
+       {"exit", text_node(rank.exit)},
+       {"step", known(rank.step, 0)},
+       {"step_ms", rank.step_ms > 0 ? number(rank.step_ms) : Node{}},
+       {"phase", text_node(rank.phase)},
+       {"budget", budget_node(newest, rank.step >= 0)},
+       {"cores", newest.process ? number(newest.process->cores) : Node{}},
+       {"resident_bytes", newest.resident_bytes > 0 ? count(newest.resident_bytes) : Node{}},
+       {"threads", known(newest.threads, 1)},
+       {"gpu", gpu_node(run, rank.gpu)},
+       {"position", position_node(rank.position)}});
+}
+
+Node stall_node(const std::optional<Stall>& stall) {
+  if (!stall) return Node{};
+  return map_node({{"seconds", number(stall->seconds)}, {"what", text_node(stall->what)}});
+}
+
+Node table_node(const std::optional<StallTable>& table) {
+  if (!table) return Node{};
+  return map_node({{"time", number(table->time_s)}, {"text", text_node(table->text)}});
+}
+
+// A run that learns nothing runs on: its numbers say so, and nothing else does.
+std::string trouble_of(const RunView& run) {
+  const Curve loss = curve_of(run.metrics, "loss");
+  const Curve skipped = curve_of(run.metrics, "skipped_steps");
+  if (!skipped.empty() && (loss.empty() || skipped.back().first >= loss.back().first))
+    return fmt::format(
+        "At step {:.0f} the gradient was not finite: {:.0f} of the steps logged there were "
+        "skipped. Try a smaller learning rate.",
+        skipped.back().first, skipped.back().second);
+  if (loss.empty() || std::isfinite(loss.back().second)) return "";
+  double since = loss.back().first;
+  for (auto at = loss.rbegin(); at != loss.rend() && !std::isfinite(at->second); ++at)
+    since = at->first;
+  return fmt::format(
+      "The loss is not finite since step {:.0f}. Try a smaller learning rate, or max_grad_norm.",
+      since);
+}
+
+Node run_node(const RunView& run) {
+  const std::optional<double> left = seconds_left(run);
+  return map_node({{"id", text_node(run.id)},
+                   {"world_size", integer_node(run.facts().world_size)},
+                   {"started", number(run.started_s)},
+                   {"attempt", integer_node(run.attempt)},
+                   {"state", text_node(run.state)},
+                   {"message", text_node(run.message.empty() ? trouble_of(run) : run.message)},
+                   {"recorded", bool_node(run.recorded)},
+                   {"total_steps", known(run.facts().total_steps, 1)},
+                   {"left_s", optional_number(left)}});
+}
+
+}  // namespace
+
+Node snapshot_node(const RunView& run) {
+  std::vector<Node> ranks;
+  NodeMembers logs;
+  for (const RankState& rank : run.ranks) {
+    ranks.push_back(rank_node(run, rank));
+    logs.emplace_back(std::to_string(rank.rank), texts_node({rank.log.begin(), rank.log.end()}));
+  }
+  NodeMembers series;
+  for (const std::string& name : metric_names(run.metrics))
+    if (name != "step_ms" && series.size() < MetricsFile::kNames)
+      series.emplace_back(name, curve_node(curve_of(run.metrics, name)));
+  series.emplace_back("step_ms", curve_node(run.step_ms));
+  return map_node({{"time", number(run.time_s)},
+                   {"run", run_node(run)},
+                   {"ranks", list_node(std::move(ranks))},
+                   {"series", map_node(std::move(series))},
+                   {"log", map_node(std::move(logs))},
+                   {"findings", findings_node(run.findings)},
+                   {"verdict", map_node({{"healthy", bool_node(run.verdict.healthy)},
+                                         {"text", text_node(run.verdict.text)}})},
+                   {"stall", stall_node(run.stall)},
+                   {"stall_table", table_node(run.stall_table)}});
+}
+
+std::string snapshot_json(const RunView& run) {
+  return to_json(snapshot_node(run));
 }
 
 }  // namespace lockstep::monitor

@@ -4,8 +4,8 @@
 //   const RunView run = read_run_view("out");             // from its folder
 //   send(snapshot_json(run));
 //
-// A launcher makes the same of the run that it watches (dashboard/live_run.h). Plain values, which
-// refer to nothing.
+// A launcher makes the same of the run that it watches (dashboard/live_run.h). Plain values that
+// refer to nothing else.
 #pragma once
 
 #include <sys/types.h>
@@ -18,9 +18,9 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/metrics_file.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::monitor {
 
@@ -44,7 +44,7 @@ struct RankState {
   std::int64_t step = -1;
   double step_ms = 0;   // of about the last 5 s, of the run once it has ended; 0: not known
   std::string phase{};  // "backward"; empty: none, or not known
-  // The newest with figures of its process; its sums are those of all steps once it has ended.
+  // The newest interval with figures of the process. Once the rank has ended: all its steps.
   std::optional<Interval> newest{};
   std::optional<ProcessSample> process{};
   CgroupSample cgroup{};
@@ -59,14 +59,14 @@ struct Stall {
   std::string what{};  // "No step has ended for 12 s: rank 1 is stopped (...)."
 };
 
-// What the launcher printed of a stall: the newest of the run, also after ranks moved again.
+// The launcher's text about the run's newest stall; it stays after the ranks move again.
 struct StallTable {
   double time_s = 0;
   std::string cause{};
   std::string text{};
 };
 
-// What stands where there are no findings.
+// The text that takes the place of findings where there are none.
 struct Verdict {
   bool healthy = false;
   std::string text{};
@@ -77,7 +77,7 @@ struct CheckpointInfo {
   std::string name{};  // of its folder
   double unix_time_s = 0;
   std::uint64_t bytes = 0;
-  std::string problem{};  // what its sizes and names show; empty: whole
+  std::string problem{};  // a file is missing or has the wrong size; empty: complete
 };
 
 struct ConfigValue {
@@ -89,8 +89,8 @@ struct ConfigValue {
 
 struct RunView {
   std::string id{};      // the launcher's, or the folder that it was read from
-  double time_s = 0;     // of what is known last, since the epoch, as all times
-  double started_s = 0;  // first
+  double time_s = 0;     // of the newest figures; all times are since the epoch
+  double started_s = 0;  // of the oldest
   int attempt = 0;
   // Then "running", at last "ended" or "failed"; of a folder also "killed".
   std::string state = "starting";
@@ -114,7 +114,7 @@ struct RunView {
   std::optional<std::int64_t> best_step{};
   std::optional<double> best_metric{};
   std::vector<ConfigValue> config{};
-  std::vector<std::string> missing{};  // sentences: what is not there, or cannot be read
+  std::vector<std::string> missing{};  // sentences about what is missing or cannot be read
 
   const RunFacts& facts() const;  // of the record; nothing is known without one
 };
@@ -125,8 +125,8 @@ enum class Detail { kShown, kAll };
 // UsageError where there is no record, or, with kAll, nothing of a run.
 RunView read_run_view(const std::string& directory, Detail detail = Detail::kShown);
 
-// A record to which nothing was added for this long is of a run that is over. After an hour a line
-// comes every ten seconds, on a shared file system later.
+// A run is over when nothing was added to its record for this long. After an hour a line comes
+// every ten seconds, and on a shared file system it may come late.
 inline constexpr double kRecordIdle_s = 60;
 
 struct Ending {
@@ -145,17 +145,17 @@ void describe_ranks(RunView& run);
 // `enough`: there are steps enough to judge (enough_to_judge).
 Verdict verdict_of(const RunView& run, bool enough);
 
-// Milliseconds of a step over about the last 5 s and ten steps in which steps ended: the steps that
-// end within one interval are one too many or too few. 0: none has.
+// Milliseconds of a step over about the last 5 s and at least ten steps, so that a step that ends
+// just outside of an interval does not count much. 0: no step has ended.
 double recent_step_ms(std::span<const Interval> intervals);
-// What is to be said of a run that is over and at that step: its failure, or that it stopped early,
-// and how a Trainer's run goes on. Empty: it ended well.
+// The message about a run that is over: its failure, or that it stopped early at that step, and how
+// a Trainer's run is resumed. Empty: it ended well.
 std::string end_message(const RunFacts& facts, std::int64_t step, bool early);
-// The newest value of what was logged under that name, which need not be finite.
+// The newest value that was logged under that name. It need not be finite.
 std::optional<double> newest_logged(const RunView& run, std::string_view name);
-// The step that the rank which is farthest has ended; -1: not known.
+// The last step of the rank that is farthest; -1: not known.
 std::int64_t step_of(const RunView& run);
-// Until the last step, as the run went so far; nothing where that is not known.
+// Seconds until the last step at the pace so far; nothing where that is not known.
 std::optional<double> seconds_left(const RunView& run);
 
 // The state of docs/dashboard.md, as a document and as one line of JSON. Text that is not UTF-8 and

@@ -20,7 +20,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rank_recorder.h"
-#include "lockstep/monitor/writer_process.h"
+#include "lockstep/monitor/run_record.h"
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/rendezvous/rank_env.h"
 

@@ -17,11 +17,11 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/monitor/rank_recorder.h"
+#include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/stoppable_thread.h"
-#include "lockstep/monitor/writer_process.h"
+#include "observe/dashboard/terminal_view.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/record_writer.h"
-#include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {
 namespace {

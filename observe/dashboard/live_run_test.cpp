@@ -20,6 +20,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/run_figures.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/record_writer.h"

@@ -14,7 +14,7 @@
 #include <string>
 #include <utility>
 
-#include "lockstep/monitor/line_file.h"
+#include "lockstep/monitor/rank_recorder.h"
 
 namespace lockstep::dashboard {
 

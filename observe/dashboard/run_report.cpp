@@ -9,7 +9,7 @@
 #include <numeric>
 
 #include "lockstep/io/file.h"
-#include "lockstep/monitor/gpu_figures.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::dashboard {
 namespace {

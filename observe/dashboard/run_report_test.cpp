@@ -19,7 +19,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_view.h"
-#include "lockstep/monitor/writer_process.h"
+#include "lockstep/monitor/run_record.h"
 #include "observe/dashboard/record_writer.h"
 #include "observe/dashboard/run_summary.h"
 #include "observe/dashboard/scale_report.h"

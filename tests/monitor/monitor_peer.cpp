@@ -1,4 +1,4 @@
-// A process for sinks_test.py: prints a /metrics page of this host's GPUs and of this process.
+// A process for nvml_test.py: prints a /metrics page of this host's GPUs and of this process.
 #include <fmt/format.h>
 #include <unistd.h>
 

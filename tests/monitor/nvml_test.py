@@ -1,21 +1,26 @@
-"""The declarations of lockstep/monitor/nvml.cpp against NVIDIA's.
+"""The declarations of lockstep/monitor/nvml.cpp against NVIDIA's, and the /metrics page of what it
+reads in Prometheus's own checkers.
 
 Without a GPU: the made-up library that the other tests use answers NVIDIA's own Python binding
 (nvidia-ml-py, requirements-oracles.txt) as its script says, so its functions have the real form.
-With one: `lockstep env` says what nvidia-smi says. What is missing is reported.
+With one: `lockstep env` says what nvidia-smi says. The page is checked by promtool where it is
+installed (Debian's package prometheus) and read by the package prometheus_client. What is missing
+is reported.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import unittest
 
-import fake_nvml
-
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
+LIBRARY = BIN.parent / "lib" / "fake_nvml_new" / "libnvidia-ml.so.1"
+TWO_GPUS = (pathlib.Path(__file__).parent / "two_gpus.txt").read_text()
 # Runs in a process of its own, since the binding opens the library once.
 ASK = """
 import json, pynvml as n
@@ -49,6 +54,20 @@ print(json.dumps({
 """
 
 
+@contextlib.contextmanager
+def driver(changes):
+    """An environment in which the driver says what two_gpus.txt does, but for these lines."""
+    def key(line):
+        return line.split(" ")[:2]
+    new = changes.strip().splitlines()
+    replaced = [key(line) for line in new]
+    lines = [line for line in TWO_GPUS.splitlines() if key(line) not in replaced] + new
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as script:
+        script.write("\n".join(lines) + "\n")
+        script.flush()
+        yield os.environ | {"LOCKSTEP_NVML": str(LIBRARY), "FAKE_NVML_SCRIPT": script.name}
+
+
 def env():
     return json.loads(subprocess.run([BIN / "lockstep", "env", "--json"], timeout=60, check=True,
                                      stdout=subprocess.PIPE).stdout)["nvml"]
@@ -60,10 +79,10 @@ class Fake(unittest.TestCase):
             import pynvml  # noqa: F401
         except ImportError as missing:
             self.skipTest(f"the package nvidia-ml-py is not here ({missing})")
-        with fake_nvml.driver("0 ecc_uncorrected 4\n1 power lost\n1 xid 79") as environment:
+        with driver("0 ecc_uncorrected 4\n1 power lost\n1 xid 79") as environment:
             answer = subprocess.run(
                 [sys.executable, "-c", ASK], timeout=60, capture_output=True, text=True,
-                env=environment | {"LD_LIBRARY_PATH": str(fake_nvml.LIBRARY.parent)})
+                env=environment | {"LD_LIBRARY_PATH": str(LIBRARY.parent)})
         self.assertEqual(answer.returncode, 0, answer.stderr)
         self.assertEqual(json.loads(answer.stdout), {
             "driver_version": "999.1", "count": 2, "name": "Fake H200", "uuid": "GPU-aaaa",
@@ -122,6 +141,50 @@ class Real(unittest.TestCase):
                               capture_output=True, text=True).stdout
         return [dict(zip(self.FIELDS, (part.strip() for part in line.split(","))))
                 for line in text.strip().split("\n")]
+
+
+ODD_GPUS = """
+0 name Fake "quoted" GPU
+0 uuid GPU-a
+0 xid 79 0
+1 uuid GPU-b
+1 utilisation lost
+"""
+
+
+class Page(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with driver(ODD_GPUS) as environment:
+            cls.text = subprocess.run([BIN / "tests" / "monitor_peer"], env=environment,
+                                      timeout=60, check=True, stdout=subprocess.PIPE).stdout
+
+    def test_promtool_has_no_complaint(self):
+        promtool = shutil.which("promtool")
+        if promtool is None:
+            self.skipTest("promtool is not here (Debian's package prometheus)")
+        outcome = subprocess.run([promtool, "check", "metrics"], input=self.text, timeout=60,
+                                 capture_output=True)
+        self.assertEqual(outcome.returncode, 0, outcome.stderr.decode())
+
+    def test_prometheus_client_reads_it(self):
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ImportError as missing:
+            self.skipTest(f"the package prometheus_client is not here ({missing})")
+        families = {f.name: f for f in text_string_to_metric_families(self.text.decode())}
+        samples = {(s.name, tuple(sorted(s.labels.items()))): s.value
+                   for f in families.values() for s in f.samples}
+        gpu0 = (("gpu", "0"), ("uuid", "GPU-a"))
+        self.assertEqual(samples["lockstep_gpu_utilization_ratio", gpu0], 0.97)
+        self.assertEqual(samples["lockstep_gpu_power_watts", gpu0], 412.5)
+        self.assertEqual(samples["lockstep_gpu_sm_clock_hertz", gpu0], 1.98e9)
+        self.assertEqual(samples["lockstep_gpu_up", (("gpu", "1"), ("uuid", "GPU-b"))], 0)
+        self.assertEqual(families["lockstep_gpu_ecc_errors"].type, "counter")
+        self.assertIn(("lockstep_gpu_xid_events_total", (("gpu", "0"), ("xid", "79"))), samples)
+        self.assertEqual(samples["lockstep_odd_label", (("text", 'a"b\\c\nd \U0001F600'),)], -1e-9)
+        for name, family in families.items():
+            self.assertTrue(family.documentation, name)
 
 
 if __name__ == "__main__":
