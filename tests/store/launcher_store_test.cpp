@@ -1,5 +1,5 @@
-// The same operations on every store: c10d's HashStore and TCPStore, which say what is right, the
-// launcher's store over its channel, and LibTorch's own TCP client at the launcher's store.
+// The same operations on every store: c10d's HashStore and TCPStore, which define what is right,
+// the launcher's store over its channel, and LibTorch's own TCP client at the launcher's store.
 #include "lockstep/comm/launcher_store.h"
 
 #include <gmock/gmock.h>
