@@ -6,7 +6,7 @@
 //   flags.toggle("--json", json);
 //   const Args names = flags.read(args);        // what is no flag, in order
 //
-// `lockstep run` has torchrun's grammar and a reader of its own (launcher/arguments.h).
+// `lockstep run` has torchrun's grammar and a reader of its own (launcher/flags.h).
 #pragma once
 
 #include <cstdint>

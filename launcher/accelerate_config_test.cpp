@@ -1,4 +1,4 @@
-// Accelerate's file: what becomes of each key, and every refusal with its place.
+// Accelerate's file: the flag or variable for each key, and every refusal with its location.
 #include "launcher/accelerate_config.h"
 
 #include <gmock/gmock.h>
@@ -50,7 +50,7 @@ TEST(AccelerateConfig, EveryKeyOfTheListIsRead) {
   }
 }
 
-// Accelerate writes empty ones beside what was chosen.
+// Accelerate writes empty sections for what was not chosen.
 TEST(AccelerateConfig, EmptySectionsAreSkipped) {
   for (const char* key : {"fsdp_config", "deepspeed_config", "fp8_config"}) {
     EXPECT_EQ(refusal(std::string(key) + ": {}\n"), "(nothing thrown)") << key;

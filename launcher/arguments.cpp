@@ -1,5 +1,4 @@
-#include "launcher/arguments.h"
-
+// The table of flags, and the first half of parsing: arguments and PET_ variables become texts.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <sstream>
 #include <utility>
 
+#include "launcher/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
@@ -224,7 +224,7 @@ void fill_from_variables(Values& values, const Variables& variable) {
   }
 }
 
-// The table of flags, and the texts made from it.
+// ---------------------------------------------------------------- the table, and its texts
 
 namespace {
 
@@ -241,7 +241,7 @@ constexpr FlagSpec kFlags[] = {
     {"standalone", "", "one host, free port, random run id; overrides --rdzv-* and --master-*"},
     {"rdzv-backend", "static|c10d",
      "rendezvous of the hosts: static (any number of hosts) or c10d (one host)"},
-    {"rdzv-endpoint", "HOST[:PORT]", "where node 0 listens; beats --master-addr and --master-port"},
+    {"rdzv-endpoint", "HOST[:PORT]", "where node 0 listens; overrides --master-*"},
     {"rdzv-id", "ID", "run id, names the log directory (default: random on one host)"},
     {"rdzv-conf", "K=V,...",
      "timeout or join_timeout: seconds to wait for the other hosts (--startup-timeout)"},
@@ -255,30 +255,30 @@ constexpr FlagSpec kFlags[] = {
      "contents on every host (default: LOCKSTEP_SECRET_FILE)",
      false},
     {"max-restarts", "N",
-     "start all ranks again after a failure or the loss of a host that comes back (0); not after "
-     "a rank that stopped on request (exit code 143) or reported a usage error (2)"},
+     "restart all ranks after a failure, or after the loss of a host that comes back (0); not "
+     "after a rank stopped on request (exit code 143) or reported a usage error (2)"},
     {"shutdown-timeout", "SECONDS", "from SIGTERM to SIGKILL when ranks are stopped (30)", false},
     {"stall-timeout", "SECONDS",
-     "when no rank moves for this, and for ten median steps, a table says where each rank "
-     "stands and who is behind (30); 0: no table, and no ledgers unless --doctor, --record or "
-     "--dashboard needs them",
+     "if no rank makes progress for this long and for ten median steps, print a table of the "
+     "ranks' positions and which is behind (30); 0: no table, and no ledgers unless --doctor, "
+     "--record or --dashboard needs them",
      false},
     {"stall-action", "warn|stop", "after that table: continue, or fail the run (warn)", false},
     {"doctor", "",
-     "say on stderr what slows the ranks down, with the change that mends it, while they "
-     "run and at the end; any program, with less detail than one of ours",
+     "report on stderr what slows the ranks down and how to fix it, while they run and at the "
+     "end; works for any program, with more detail for one that uses Lockstep",
      false},
     {"dashboard", "",
-     "serve a page that shows the ranks of this host while they run; its address, with the "
-     "token that opens it, is printed (a free port of 127.0.0.1)",
+     "serve a page that shows the ranks of this host while they run; prints its address with an "
+     "access token (a free port of 127.0.0.1)",
      false, '\0', kHonoured, "[=[ADDRESS:]PORT]"},
     {"record", "DIR",
-     "write what each rank's time and resources went to into DIR/monitor, for lockstep "
-     "doctor --run DIR and lockstep report DIR",
+     "record how each rank uses time and resources in DIR/monitor, for lockstep doctor --run DIR "
+     "and lockstep report DIR",
      false},
     {"monitor-interval", "SECONDS",
-     "ranks are watched by events, not polled; this is when one that left with exit code 0 in "
-     "the middle of its world is looked at again, and failed if others still run (1)"},
+     "ranks are not polled; a rank that exits early with code 0 has failed if others still run "
+     "after this time (1)"},
     {"timeout", "SECONDS",
      "LOCKSTEP_TIMEOUT_S: deadline of a rank's operation, such as an all-reduce (1800)", false},
     {"startup-timeout", "SECONDS",
@@ -286,12 +286,12 @@ constexpr FlagSpec kFlags[] = {
      "for all ranks to connect (300)",
      false},
     {"signals-to-handle", "SIG,...",
-     "requests to stop, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 and "
-     "SIGUSR2 are forwarded to ranks that handle them, and the launcher stops nothing itself"},
+     "signals that stop the run, forwarded to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT); SIGUSR1 "
+     "and SIGUSR2 are only forwarded, to ranks that handle them"},
     {"role", "NAME", "ROLE_NAME of the ranks (default)"},
     {"module", "", "the program is a Python module, as in python -m", true, 'm'},
     {"no-python", "", "execute the program directly, even a .py file"},
-    {"run-path", "", "the program is a Python file whatever its name; beats --no-python"},
+    {"run-path", "", "the program is a Python file whatever its name; overrides --no-python"},
     {"log-dir", "DIR",
      "keep logs and error files under DIR/<run id>_<random>/, a new directory for each run"},
     {"redirects", "STREAMS", "to files only: 1 stdout, 2 stderr, 3 both; or per rank: 0:3,1:2",

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "launcher/accelerate_config.h"
-#include "launcher/arguments.h"
 #include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -1,24 +1,97 @@
 // Parses torchrun's command line into a LaunchPlan.
 //
-// One table (arguments.h) lists every flag, its value and meaning, and whether it is honoured,
-// ignored with a note, or refused. Parsing, --help and the test against torchrun's help text all
-// use that table. A flag takes precedence over its PET_<NAME> variable, which takes precedence over
-// the file of --config-file. Arguments after the program are not parsed.
+// One table lists every flag, its value and meaning, and whether it is honoured, ignored with a
+// note, or refused. Parsing, --help and the test against torchrun's help text all use that table. A
+// flag takes precedence over its PET_<NAME> variable, which takes precedence over the file of
+// --config-file. Arguments after the program are not parsed.
+//
+// Not parsed by CLI11, because torchrun's grammar is argparse's: a unique prefix of a flag is
+// enough, dashes may be underscores, and everything after the program belongs to the program.
+// arguments.cpp turns arguments into texts under the names of the table; flags.cpp interprets them.
 //
 //   ParsedFlags parsed = parse_flags({"--nproc-per-node=2", "./train", "--lr=0.1"});
 //   for (const auto& note : parsed.notes) log::warning("run", "{}", note);
 //   return supervise(parsed.plan);
 #pragma once
 
+#include <chrono>
 #include <functional>
+#include <map>
+#include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "launcher/arguments.h"  // IWYU pragma: export
 #include "launcher/host.h"
 #include "launcher/plan.h"
 
 namespace lockstep::launch {
+
+enum class Treatment { kHonoured, kIgnored, kRefused };
+
+struct FlagSpec {
+  std::string_view name;        // "nproc-per-node"; underscores are accepted for the dashes
+  std::string_view value_name;  // "N|auto|cpu|gpu"; empty: a switch
+  std::string_view help;        // for an ignored or refused flag, the reason
+  bool torchrun = true;         // false: torchrun does not have it
+  char letter = '\0';           // 'r' for -r
+  Treatment treatment = Treatment::kHonoured;
+  std::string_view optional_value = "";  // "[=PORT]": a switch that may have a value after '='
+
+  bool is_switch() const { return value_name.empty(); }
+  std::string variable() const;  // "PET_NPROC_PER_NODE"
+};
+
+std::span<const FlagSpec> flag_table();
+
+// What a command line asks for.
+enum class Request { kRun, kHelp, kListFlags };
+
+std::string run_help();   // for `lockstep run --help`
+std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
+
+// A value and where it came from, for messages: "--nnodes", "-r" or "PET_NNODES".
+struct Given {
+  std::string text;
+  std::string origin;
+};
+
+// The given values, by the flags' names in the table.
+class Values {
+ public:
+  void set(const FlagSpec& flag, std::string text, std::string origin);
+  const Given* find(const std::string& name) const;
+  bool has(const std::string& name) const { return find(name) != nullptr; }
+  std::string text(const std::string& name, std::string fallback) const;
+  bool is_on(const std::string& name) const { return text(name, "0") == "1"; }
+
+  // Throw UsageError naming the origin, the text and the accepted range.
+  int number(const std::string& name, int fallback, int min, int max) const;
+  std::chrono::milliseconds seconds(const std::string& name, std::chrono::milliseconds fallback,
+                                    double min_s) const;
+
+ private:
+  std::map<std::string, Given> values_;
+};
+
+struct GivenArguments {
+  Request request = Request::kRun;
+  Values values;
+  std::vector<std::string> program;  // the first argument that is not a flag, and all after it
+};
+
+// Reads the command line. Values of long flags follow after '=' or as the next argument; letters
+// may be joined (-mr3) and their value may follow directly.
+//
+//   GivenArguments given = read_arguments({"--nproc=2", "-mr3", "train"});
+//   given.values.number("nproc-per-node", 1, 1, 4096);   // 2
+GivenArguments read_arguments(const std::vector<std::string>& args);
+
+// Adds PET_ variables for flags that were not given. An empty variable counts as unset.
+void fill_from_variables(Values& values, const Variables& variable);
+
+std::optional<int> to_int(std::string_view text);  // none unless the whole text is a number
 
 // The machine and environment that parsing depends on; the defaults are the real ones.
 struct LaunchContext {

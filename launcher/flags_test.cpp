@@ -1,4 +1,4 @@
-// Every rule of the command line, and every message it can answer with.
+// The rules of the command line and its error messages.
 #include "launcher/flags.h"
 
 #include <gmock/gmock.h>
@@ -13,7 +13,6 @@
 #include <map>
 #include <regex>
 
-#include "launcher/arguments.h"
 #include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
@@ -61,7 +60,7 @@ Args notes_of(Args flags, Environment environment = {}) {
   return parse(std::move(flags), std::move(environment)).notes;
 }
 
-// The message with which parsing refuses, or "" when it does not.
+// The message of the UsageError, or "" if there is none.
 std::string refusal(Args args, Environment environment = {}) {
   try {
     parse(std::move(args), std::move(environment));
@@ -96,7 +95,7 @@ TEST(Spelling, EveryFlagOfTheTableIsFoundByNameAndByVariable) {
   for (const FlagSpec& flag : flag_table()) {
     const std::string arg = fmt::format("--{}", flag.name);
     const Args args = flag.is_switch() ? Args{arg} : Args{arg, "1"};
-    // Whatever is thought of the value "1", the flag itself is known.
+    // Even if the value "1" is invalid, the flag itself is known.
     EXPECT_THAT(refusal_of(args), testing::Not(HasSubstr("there is no flag"))) << arg;
     EXPECT_EQ(flag.variable().rfind("PET_", 0), 0u);
   }
@@ -115,7 +114,7 @@ TEST(Spelling, TheDashboardMayHaveAPortAfterAnEqualsSign) {
   EXPECT_EQ(plan_of({"--dashboard"}).dashboard, "");
   EXPECT_EQ(plan_of({"--dashboard=8080"}).dashboard, "8080");
   EXPECT_EQ(plan_of({"--dash=[::1]:80"}).dashboard, "[::1]:80");
-  // What follows is the program, whatever it looks like.
+  // The rest is the program, even if it looks like a flag.
   EXPECT_THAT(parse({"--dashboard", "true", "8080"}).plan.command, Contains("8080"));
 }
 
@@ -496,7 +495,7 @@ TEST(ConfigFile, MultiGpuNeedsAGpu) {
       refusal_of(flags),
       HasSubstr("acc.yaml:2:19: distributed_type is MULTI_GPU, but there is no GPU: no driver "
                 "here. Check CUDA_VISIBLE_DEVICES and nvidia-smi, or write MULTI_CPU."));
-  // The environment says so, and it is stronger than the file.
+  // The environment takes precedence over the file.
   EXPECT_EQ(plan_of(flags, {{"LOCKSTEP_DEVICE", "cpu"}}).nproc_per_node, 2);
   LaunchContext context = machine();
   context.gpus = [] { return Gpus{.count = 2}; };

@@ -9,8 +9,9 @@
 // When all nodes have joined, node 0 sends them a random token of the run. A node that comes back
 // presents it, so that it cannot continue in another run with the same port and flags.
 //
-// A peer that has not joined is not trusted: it has a deadline, short lines and few connections
-// (one of the address with the most is closed first), and a refusal tells it nothing about the run.
+// A peer that has not joined is not trusted: it has a deadline, its lines are short, its
+// connections are few and evicted from the busiest address, and a refusal tells it nothing about
+// the run.
 //
 //   NodeServer server(loop, plan, port, {...});         // node 0
 //   server.await_nodes();

@@ -1,5 +1,5 @@
-// The parts of the link between hosts, each alone; tests/launch/hostile_test.py attacks a whole
-// one.
+// The parts of the link between launchers, each alone; tests/launch/hostile_test.py attacks whole
+// launchers.
 #include "launcher/node_link.h"
 
 #include <fcntl.h>
@@ -104,9 +104,9 @@ TEST(NodeClient, OneThatIsClosedLooksForNobody) {
   plan.node_rank = 1;
   plan.master_addr = "127.0.0.1";
   plan.master_port = port.number();
-  NodeClient spoke(loop, plan, "n1", {});
-  spoke.connect();
-  spoke.close();  // while the name is looked up
+  NodeClient client(loop, plan, "n1", {});
+  client.connect();
+  client.close();  // while the name is looked up
   loop.after(std::chrono::milliseconds(300), [&] { loop.stop(); });
   loop.run();
   EXPECT_FALSE(Fd(::accept4(port.sockets().front().get(), nullptr, nullptr, SOCK_CLOEXEC)));

@@ -1,4 +1,4 @@
-// Whether anybody else can use a port that the launcher holds.
+// Whether another process can use a port that the launcher holds.
 #include "launcher/ports.h"
 
 #include <arpa/inet.h>
@@ -101,7 +101,7 @@ TEST(HeldPort, AnAskedPortIsTakenBesideWhatAnEarlierRunLeft) {
   EXPECT_FALSE(take_port("127.0.0.1", number));
 }
 
-// Somebody may have prepared a socket beside a port before it is asked for.
+// Another process may bind a socket to a port before the launcher does.
 TEST(HeldPort, ASocketThatWasBoundBeforeCannotListen) {
   const int number = HeldPort::any(Reach::kIpv4Loopback).number();
   const Fd prepared = take_port("127.0.0.1", number);

@@ -1,5 +1,5 @@
-// What an observer sees of real ranks. It lives in the supervising process, a fork of the test,
-// so it notes everything in a file.
+// The calls that an observer gets for real ranks. It runs in the supervising process, a fork of the
+// test, so it writes everything to a file.
 #include "launcher/run_observer.h"
 
 #include <fmt/format.h>

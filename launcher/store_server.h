@@ -13,7 +13,7 @@
 // same way, and forward the bytes over the link between the launchers (store_streams.h).
 //
 // Work and memory are bounded. One turn of the loop executes at most 256 commands, with about 1 MiB
-// of input and replies, or one larger command. A client with more than 1 MiB of unread replies is
+// of input and replies, and one larger command. A client with more than 1 MiB of unread replies is
 // neither read nor served. So a rank's connection holds at most one command and one reply (128 MiB
 // each) and 1 MiB. All TCP connections together hold at most StoreServerOptions::tcp_bytes, checked
 // after each turn, and one more reply within a turn. Clients of other nodes count like local ones.

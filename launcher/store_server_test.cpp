@@ -94,7 +94,7 @@ TEST(StoreServer, NoPortIsOpenWhereRanksUseTheirChannels) {
     EXPECT_FALSE(s.server.listening());
     EXPECT_FALSE(s.connect_tcp());
   }
-  s.run_until_listening();  // nobody uses a channel any more: a Python program may come next
+  s.run_until_listening();  // no channel is in use any more, and a Python program may follow
 }
 
 TEST(StoreServer, ListensOnLoopbackForRanksWithoutAChannel) {
@@ -105,7 +105,7 @@ TEST(StoreServer, ListensOnLoopbackForRanksWithoutAChannel) {
   write_all(scanner.get(), "who");
   const Fd before = open_store_connection(channel.get(), soon());
   EXPECT_EQ(s.exchange(before, kHandshake + kPing), kPong);
-  EXPECT_FALSE(s.server.listening());  // one that never spoke the protocol holds nothing open
+  EXPECT_FALSE(s.server.listening());  // a client without a handshake does not keep it listening
 }
 
 TEST(StoreServer, StaysOpenOnceATcpClientHasCome) {
@@ -146,7 +146,7 @@ TEST(StoreServer, ThePortIsHeldWhileItDoesNotListen) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   const Fd channel = s.server.open_channel(0);
   s.run_until_listening();
-  const Fd earlier = s.connect_tcp();  // leaves a trace of the port behind
+  const Fd earlier = s.connect_tcp();  // leaves a connection of the port in the kernel
   {
     const Fd connection = open_store_connection(channel.get(), soon());
     EXPECT_EQ(s.exchange(connection, kHandshake + kPing), kPong);
@@ -208,8 +208,8 @@ struct Sender {
   ~Sender() { thread.join(); }
 };
 
-// Its 400 replies are made one by one, when there is room for them: made all at once they would
-// keep the others waiting, and exceed the limit for all TCP connections, which would be reported.
+// Its 400 replies are made one by one, as there is room for them. All at once they would delay the
+// other clients and exceed the limit for all TCP connections, which would be reported.
 TEST(StoreServer, AClientThatAsksForMuchDoesNotStallTheLoop) {
   Server s({.listen_after = std::chrono::milliseconds(10)});
   s.run_until_listening();
@@ -314,7 +314,7 @@ TEST(StoreServer, ATcpConnectionWithoutAHandshakeIsClosed) {
   EXPECT_EQ(s.exchange(client, kPing), kPong);
 }
 
-// A timer left behind by an earlier server would reach a server that takes its place.
+// A timer of an earlier server must not call a later one.
 TEST(StoreServer, LeavesNoTimerBehind) {
   EventLoop loop;
   const HeldPort port = HeldPort::any(Reach::kLoopback);
@@ -372,7 +372,7 @@ TEST(StoreChannel, IsForTheProcessThatItWasMadeFor) {
   EXPECT_EQ(StoreChannel::from_env(), channel);
   EXPECT_TRUE(channel.intact());
   StoreChannel other = channel;
-  other.inode += 1;  // the number belongs to something else by now
+  other.inode += 1;  // the descriptor's number was reused
   EXPECT_FALSE(other.intact());
   other = channel;
   other.fd = 917;

@@ -86,7 +86,7 @@ TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
   Pipe slow = make_pipe();
   Pipe news = make_pipe();
   std::vector<std::string> order;
-  // As on a machine that holds the process up: the news comes meanwhile, and then the time is over.
+  // On a busy machine the event may come while the process is delayed beyond the timer.
   loop.watch(slow.read.get(), EPOLLIN, [&](std::uint32_t) {
     loop.forget(slow.read.get());
     write_all(news.write.get(), "x");
@@ -107,7 +107,7 @@ TEST(EventLoop, WhatADescriptorSaidInTimeIsHeardBeforeTheTimer) {
 
 TEST(EventLoop, TimersWaitForEveryoneWhoIsReady) {
   EventLoop loop;
-  constexpr int kMany = 150;  // more than one look at them finds
+  constexpr int kMany = 150;  // more than one epoll_wait() returns
   std::vector<Pipe> pipes;
   int heard = 0;
   int at_timer = 0;
@@ -166,7 +166,7 @@ TEST(Process, LeadsASessionAndFeelsGroupSignals) {
   EXPECT_EQ(group_of(process.pid()), process.pid());
   process.signal_group(SIGKILL);
   EXPECT_EQ(wait_for(process)->exit_code(), 137);
-  process.signal_group(SIGKILL);  // reaped: signals nobody
+  process.signal_group(SIGKILL);  // a no-op, because it was reaped
 }
 
 TEST(Process, AProgramThatCannotBeExecutedIsNamed) {

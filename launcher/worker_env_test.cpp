@@ -116,7 +116,7 @@ TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
                               {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"}};
   const Environment set = worker_environment(two_by_four(), third(), variables_of(chosen));
   for (const auto& [name, value] : chosen) EXPECT_THAT(set, Not(Contains(Key(name)))) << name;
-  // Set to nothing counts as not set.
+  // An empty variable counts as unset.
   EXPECT_THAT(worker_environment(two_by_four(), third(), variables_of({{"OMP_NUM_THREADS", ""}})),
               Contains(Pair("OMP_NUM_THREADS", "6")));
 }

@@ -108,8 +108,8 @@ TEST(Control, WithoutALauncherNothingIsAwaited) {
   Child unset("waits_for_failure", {});
   EXPECT_EQ(unset.wait(), 0);
   EXPECT_THAT(unset.output(), HasSubstr("connected 0\nbefore: none\nafter: none\n"));
-  // The variable is inherited further than the descriptor: a number that is closed, or a file, or
-  // the wrong end of a pipe is somebody else's.
+  // Processes inherit the variable but not the descriptor: its number may be closed, a file, or the
+  // write end of a pipe.
   Launcher launcher;
   const Fd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   for (const int fd : {915, file.get(), launcher.pipe.write.get()}) {

@@ -364,7 +364,7 @@ TEST(RankEnv, TheStoreChannelIsForTheRankThatTheLauncherStarted) {
                           {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                           {"LOCKSTEP_STORE_CHANNEL", text}};
   EXPECT_EQ(read(base).store_channel, ends[0]);
-  // Set again by another parent of this process: it is a rank of something else.
+  // Another launcher has set the variables again: this is not our rank.
   EXPECT_EQ(read(with(base, {{"RANK", "0"}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"WORLD_SIZE", "3"}})).store_channel, -1);
   EXPECT_EQ(read(with(base, {{"MASTER_PORT", "1235"}})).store_channel, -1);
@@ -440,21 +440,21 @@ TEST(Rendezvous, TwoJobsAtOnceDoNotMix) {
   EXPECT_THAT(ports[0], ::testing::MatchesRegex("[0-9]+ [0-9]+"));
 }
 
-// A host waits for a short time first. A busy machine may hold a guest up for longer, which is no
-// fault of either: then they try again with more time.
+// Rank 0 waits for a short time first. A busy machine may delay a peer for longer; then both try
+// again with more time.
 constexpr int kHostTimes[] = {1500, 30'000};
 
-bool came_late(const std::string& guest) {
-  return guest.find("did not find rank 0 on this host") != std::string::npos;
+bool came_late(const std::string& peer) {
+  return peer.find("did not find rank 0 on this host") != std::string::npos;
 }
 
 TEST(Rendezvous, MissingRanksAreNamed) {
   std::string reported, port;
   for (const int host_ms : kHostTimes) {
     Forked host([&] { return port_after_rendezvous(rendezvous_of("late", 0, 4), host_ms); });
-    Forked guest([&] { return port_after_rendezvous(rendezvous_of("late", 2, 4), host_ms); });
+    Forked peer([&] { return port_after_rendezvous(rendezvous_of("late", 2, 4), host_ms); });
     reported = host.result();
-    port = guest.result();
+    port = peer.result();
     if (!came_late(port)) break;
   }
   EXPECT_THAT(reported, StartsWith("[rank] ranks 1, 3 of 4 did not come to the rendezvous"));
@@ -466,14 +466,14 @@ TEST(Rendezvous, MissingRanksAreNamed) {
 TEST(Rendezvous, WrongGuestsAreTurnedAway) {
   std::string other, first, second, reported;
   for (const int host_ms : kHostTimes) {
-    const auto guest = [&](int size) {
+    const auto peer = [&](int size) {
       return Forked([&] { return port_after_rendezvous(rendezvous_of("wrong", 1, size), host_ms); })
           .result();
     };
     Forked host([&] { return port_after_rendezvous(rendezvous_of("wrong", 0, 3), host_ms); });
-    other = guest(9);
-    first = guest(3);
-    second = guest(3);
+    other = peer(9);
+    first = peer(3);
+    second = peer(3);
     reported = host.result();
     if (!came_late(other) && !came_late(first) && !came_late(second)) break;
   }
@@ -490,8 +490,8 @@ TEST(Rendezvous, ANameTakenByAnotherRankZeroIsNotShared) {
     ::usleep(10'000);
   Forked second([] { return port_after_rendezvous(rendezvous_of("taken", 0, 2), 200); });
   EXPECT_THAT(second.result(), HasSubstr("cannot take the rendezvous name"));
-  Forked guest([] { return port_after_rendezvous(rendezvous_of("taken", 1, 2)); });
-  EXPECT_EQ(guest.result(), first.result());
+  Forked peer([] { return port_after_rendezvous(rendezvous_of("taken", 1, 2)); });
+  EXPECT_EQ(peer.result(), first.result());
 }
 
 TEST(Rendezvous, AnotherUsersSocketIsNotBelieved) {
@@ -507,11 +507,11 @@ TEST(Rendezvous, AnotherUsersSocketIsNotBelieved) {
     if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0)
       return std::string("no");
     ::listen(fd.get(), 1);
-    const Fd guest(::accept(fd.get(), nullptr, nullptr));
+    const Fd peer(::accept(fd.get(), nullptr, nullptr));
     return std::string("yes");
   });
-  Forked guest([] { return port_after_rendezvous(rendezvous_of("squat", 1, 2), 20'000); });
-  EXPECT_THAT(guest.result(), HasSubstr("is held by user 65534"));
+  Forked peer([] { return port_after_rendezvous(rendezvous_of("squat", 1, 2), 20'000); });
+  EXPECT_THAT(peer.result(), HasSubstr("is held by user 65534"));
   EXPECT_EQ(squatter.result(), "yes");
 }
 

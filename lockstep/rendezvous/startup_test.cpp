@@ -1,4 +1,4 @@
-// What ranks say about themselves, and what rank 0 makes of it.
+// The handshakes of ranks, and the contradictions that rank 0 finds in them.
 #include "lockstep/rendezvous/startup.h"
 
 #include <fmt/format.h>
@@ -73,7 +73,7 @@ TEST(Handshake, EqualRanksFit) {
 
 TEST(Handshake, WhoRefusesIsNamedWithTheReasonAndNothingElse) {
   auto handshakes = crew(8);
-  // It never got far enough to know its options, device or place.
+  // The rank does not know its options, device or place yet.
   handshakes[2] = {.rank = 2, .world_size = "8", .host = "n1", .refusal = "[config] no file x."};
   EXPECT_EQ(problem_of(handshakes), "rank 2 on n1 cannot take part: [config] no file x.");
   handshakes[0].refusal = "[config] no file x.";

@@ -103,7 +103,7 @@ TEST(StoreTable, EverythingThatItHoldsIsBounded) {
   EXPECT_THAT(bytes.error(1, command(Command::kAppend, piece("4") + piece(value))),
               HasSubstr("more than 5000 bytes"));
 
-  Table waits({.bytes = 5000});  // what a wait holds is given back with it
+  Table waits({.bytes = 5000});  // the memory of a wait is released with it
   for (int round = 0; round < 100; ++round) {
     waits.say(1, waiting);
     EXPECT_EQ(waits.say(1, command(Command::kCancelWait)), std::string(1, store::kWaitCanceled));
@@ -129,7 +129,7 @@ TEST(StoreTable, AQueueAndAnAwaitedKeyCountWithTheMemoryThatTheyTake) {
   };
   Table queues({.bytes = 10'000});
   EXPECT_LT(fill(queues, push), 20);
-  queues.say(1, command(Command::kQueuePop, piece("0")));  // and is given back
+  queues.say(1, command(Command::kQueuePop, piece("0")));  // which releases its memory
   queues.say(1, push("again"));
   Table values({.bytes = 10'000});  // one queue with many values
   EXPECT_EQ(fill(values, [&](const std::string&) { return push("q"); }), 100);

@@ -1,5 +1,5 @@
-// The same operations on every store: c10d's HashStore and TCPStore, which say what is right, the
-// launcher's store over its channel, and LibTorch's own TCP client at the launcher's store.
+// The same operations on every store: c10d's HashStore and TCPStore, which define what is right,
+// the launcher's store over its channel, and LibTorch's own TCP client at the launcher's store.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
@@ -15,7 +15,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "launcher/store_server.h"
-#include "lockstep/comm/c10d_store.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep {
