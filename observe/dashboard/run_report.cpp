@@ -241,8 +241,10 @@ std::vector<Table> run_tables(const RunView& run) {
   std::vector<Table> tables{summary_table(run),     gpus_table(run),   ranks_table(run),
                             checkpoints_table(run), events_table(run), std::move(config),
                             std::move(defaults)};
-  if (!run.missing.empty())
-    tables.insert(tables.begin(), Table{.title = "Not recorded", .notes = run.missing});
+  Table missing{.title = "Not recorded", .notes = run.missing};
+  if (const std::string ranks = run.record ? missing_ranks_text(*run.record) : ""; !ranks.empty())
+    missing.notes.push_back(ranks);
+  tables.insert(tables.begin(), std::move(missing));
   std::erase_if(tables, [](const Table& one) { return one.rows.empty() && one.notes.empty(); });
   return tables;
 }
@@ -276,10 +278,10 @@ std::string budget_note(const RunRecord& run) {
   const bool device = std::ranges::any_of(run.ranks, [](const RankRecord& rank) {
     return monitor::has_device_times(settled_budget(rank).device_s);
   });
-  return fmt::format("{} in all steps. Communication is what backward did not hide.",
-                     device ? "Where the time of each rank went by its device's clock; what the "
-                              "host did besides counts while the device had no work,"
-                            : "What the training thread of each rank did");
+  return fmt::format("{}. Communication is what backward did not hide.",
+                     device ? "Where each rank spent its steps, by its device's clock; what the "
+                              "host did besides counts while the device had no work"
+                            : "What the training thread of each rank did in all steps");
 }
 
 std::string ratio_text(const Figure& a, const Figure& b) {
@@ -426,8 +428,7 @@ Node comparison_state(const RunView& a, const RunView& b) {
                             differences(runs)};
   for (const NamedRun& run : runs) {
     curves.push_back(map_node({{"name", text_node(run.name)},
-                               {"series", monitor::snapshot_node(*run.run).at("series")},
-                               {"marks", marks_node(*run.run)}}));
+                               {"series", monitor::snapshot_node(*run.run).at("series")}}));
     if (run.run->record && counts_steps(*run.run->record))
       budgets.push_back(budget_entry(run.name, mean_budget(*run.run->record)));
     else
