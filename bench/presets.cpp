@@ -9,8 +9,8 @@
 #include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
-#include "lockstep/core/host.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/train/config.h"
 
 namespace lockstep::bench {

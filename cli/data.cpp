@@ -14,10 +14,10 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
-#include "lockstep/data/tokenizer.h"
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
+#include "lockstep/data/tokenizer.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::cli {

@@ -17,9 +17,9 @@
 
 #include "cli/doctor_checks.h"
 #include "launcher/ports.h"
-#include "lockstep/core/host.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/this_host.h"
@@ -294,7 +294,7 @@ Resolved ask_resolver(const std::string& host) {
 Resolved resolve(const std::string& host) {
   try {
     return detail::run_with_deadline<Resolved>("resolving", Deadline::after(kResolveLimit),
-                                     [host] { return ask_resolver(host); });
+                                               [host] { return ask_resolver(host); });
   } catch (const CommError&) {
     return {.problem = fmt::format("no answer within {} s", kResolveLimit.count())};
   }
@@ -302,7 +302,7 @@ Resolved resolve(const std::string& host) {
 
 struct Way {
   Resolved master;
-  launch::Interface interface {};
+  launch::Interface interface{};
   std::string problem{};   // why there is no interface
   bool this_host = false;  // the master is here
 };

@@ -18,8 +18,8 @@
 #include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/log.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/core/log.h"
 
 namespace lockstep {
 

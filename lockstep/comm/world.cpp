@@ -176,8 +176,7 @@ void WorldImpl::compare_fingerprints(OperationInfo info, const std::string& what
 
 void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool last) {
   const OperationInfo info{last ? "finish" : "barrier", 0, at::kByte, -1, -1};
-  const auto state = start(
-      info, [] { return std::string(); }, timeout);
+  const auto state = start(info, [] { return std::string(); }, timeout);
   const std::uint64_t count = ++barriers;
   if (alone()) {
     state->complete();

@@ -10,10 +10,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/data/tokenizer.h"
 #include "lockstep/data/instruction_file.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
+#include "lockstep/data/tokenizer.h"
 
 namespace lockstep::data {
 namespace {

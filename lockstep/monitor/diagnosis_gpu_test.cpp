@@ -143,19 +143,17 @@ TEST(NotLaunched, IsNotSaidOfGpusThatWorkTogether) {
 
 TEST(BusyTogether, IsEightyFivePercentOrMoreOfEveryGpu) {
   const auto share = [](unsigned first, unsigned second) {
-    return busy_together_share(gpus_of(20, [&](int) {
-      return std::vector<GpuReading>{reading(first), reading(second)};
-    }));
+    return busy_together_share(
+        gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(first), reading(second)}; }));
   };
   EXPECT_EQ(share(85, 85), 1);
   EXPECT_EQ(share(84, 92), 0);
   EXPECT_EQ(share(92, 84), 0);
-  EXPECT_EQ(busy_together_share(
-                gpus_of(20,
-                        [](int i) {
-                          return std::vector<GpuReading>{reading(95), reading(i < 15 ? 85 : 84)};
-                        })),
-            0.75);
+  EXPECT_EQ(
+      busy_together_share(gpus_of(
+          20,
+          [](int i) { return std::vector<GpuReading>{reading(95), reading(i < 15 ? 85 : 84)}; })),
+      0.75);
 }
 
 TEST(Unbalanced, MemoryPowerAndIdleGpus) {
@@ -249,9 +247,8 @@ TEST(MicroBatch, LeavesTheGpuWithoutWork) {
   // The gaps between kernels lie within forward and backward by the device's clock.
   RunRecord run = on_gpus(0.05);
   const auto busy = [&](unsigned percent) {
-    run.gpus = {gpus_of(20, [&](int) {
-      return std::vector<GpuReading>{reading(percent), reading(percent)};
-    })};
+    run.gpus = {gpus_of(
+        20, [&](int) { return std::vector<GpuReading>{reading(percent), reading(percent)}; })};
     return run;
   };
   Finding finding = only(busy(50), "micro-batch-too-small");
@@ -415,9 +412,8 @@ TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
   RunRecord run = on_gpus(0.2);
   change(run, [](Interval& interval) { at(interval.counts, Counter::kMicroBatches) *= 8; });
   const auto filled = [&](double gib) {
-    run.gpus = {gpus_of(20, [&](int) {
-      return std::vector<GpuReading>{reading(80, gib), reading(80, gib)};
-    })};
+    run.gpus = {gpus_of(
+        20, [&](int) { return std::vector<GpuReading>{reading(80, gib), reading(80, gib)}; })};
     return run;
   };
   const Finding finding = only(filled(15), "accumulation-too-high");

@@ -337,8 +337,7 @@ TEST(CommunicationBound, HasALimit) {
   only(communicating(0.22, 25, 4, 8), "communication-bound");
   expect_silence(communicating(0.19, 25, 4, 8));
   RunRecord shared = communicating(0.4, 25, 4, 8);  // something else runs on a rank's core
-  change(
-      shared, [](Interval& interval) { interval.process->run_delay_share = 0.25; }, 1);
+  change(shared, [](Interval& interval) { interval.process->run_delay_share = 0.25; }, 1);
   EXPECT_EQ(find(diagnose(shared), "communication-bound"), nullptr);
 }
 
@@ -460,8 +459,7 @@ TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
   RunRecord run = with_slow_rank(10, 20);
   EXPECT_NE(find(diagnose(run), "straggler"), nullptr);
   for (const int rank : {0, 1})
-    change(
-        run, [](Interval& interval) { interval.process->run_delay_share = 0.5; }, rank);
+    change(run, [](Interval& interval) { interval.process->run_delay_share = 0.5; }, rank);
   EXPECT_EQ(find(diagnose(run), "straggler"), nullptr);
   EXPECT_NE(find(diagnose(run), "cpu-starved"), nullptr);
 }
@@ -469,10 +467,8 @@ TEST(Straggler, IsNotNamedWhereEveryRankWaitsForACore) {
 // Something runs on every core, and much more on that of one rank.
 TEST(Straggler, IsNamedWhereItWaitsForACoreFarMoreThanTheOthers) {
   RunRecord run = with_slow_rank(10, 30);
-  change(
-      run, [](Interval& interval) { interval.process->run_delay_share = 0.12; }, 0);
-  change(
-      run, [](Interval& interval) { interval.process->run_delay_share = 0.64; }, 1);
+  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.12; }, 0);
+  change(run, [](Interval& interval) { interval.process->run_delay_share = 0.64; }, 1);
   const std::vector<Finding> findings = diagnose(run);
   const Finding* const finding = find(findings, "straggler");
   ASSERT_NE(finding, nullptr);
@@ -503,8 +499,7 @@ TEST(Straggler, WithoutACore) {
   EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
   change(run, [](Interval& interval) { interval.process->involuntary_switches_per_s = 3; });
   EXPECT_EQ(only(run, "straggler").cause, "compute");
-  change(
-      run, [](Interval& interval) { interval.throttled_share = 0.5; }, 1);
+  change(run, [](Interval& interval) { interval.throttled_share = 0.5; }, 1);
   EXPECT_EQ(only(run, "straggler").cause, "cpu-starved");
 }
 
@@ -620,8 +615,7 @@ TEST(CpuStarved, HasALimit) {
   expect_silence(starved(0.10, 0.85));
   EXPECT_EQ(starved_share(starved(0.10, 0.85)), std::nullopt);
   RunRecord one = healthy();  // the other rank has its core
-  change(
-      one, [](Interval& interval) { interval.process->run_delay_share = 0.15; }, 1);
+  change(one, [](Interval& interval) { interval.process->run_delay_share = 0.15; }, 1);
   expect_silence(one);
 }
 

@@ -141,7 +141,7 @@ class Writer {
     if (value) (*this)(name, *value);
   }
   template <typename T>
-  requires std::is_integral_v<T>
+    requires std::is_integral_v<T>
   void operator()(const char* name, T value) {
     const auto most = static_cast<std::uint64_t>(INT64_MAX);
     put(name, integer_node(value > 0 ? static_cast<std::int64_t>(
@@ -193,7 +193,7 @@ class Reader {
     if (map_.find(name) != nullptr) (*this)(name, value.emplace());
   }
   template <typename T>
-  requires std::is_integral_v<T>
+    requires std::is_integral_v<T>
   void operator()(const char* name, T& value) {
     const Node* node = find(name);
     if (node == nullptr) return;

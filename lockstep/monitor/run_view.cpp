@@ -14,8 +14,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
-#include "lockstep/io/manifest.h"
 #include "lockstep/io/directory.h"
+#include "lockstep/io/manifest.h"
 
 namespace lockstep::monitor {
 

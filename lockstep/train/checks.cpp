@@ -18,9 +18,9 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
+#include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/io/directory.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/trainer_state.h"
 

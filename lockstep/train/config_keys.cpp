@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/core/error.h"
 #include "lockstep/core/document.h"
+#include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
 

@@ -13,8 +13,8 @@
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/log.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 

@@ -11,11 +11,11 @@
 #include <system_error>
 #include <utility>
 
-#include "lockstep/comm/numbers.h"
 #include "lockstep/comm/device.h"
-#include "lockstep/core/host.h"
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/monitor/diagnosis.h"

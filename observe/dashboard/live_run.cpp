@@ -19,9 +19,9 @@
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/stoppable_thread.h"
-#include "observe/dashboard/terminal_view.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/record_writer.h"
+#include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {
 namespace {

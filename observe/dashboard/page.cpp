@@ -109,21 +109,21 @@ std::string page_file(const Node& state) {
 
 Node charts_node(const std::vector<Chart>& charts) {
   return nodes(charts, [](const Chart& chart) {
-    return map_node(
-        {{"title", text_node(chart.title)},
-         {"x_label", text_node(chart.x_label)},
-         {"y_label", text_node(chart.y_label)},
-         {"lines", nodes(chart.lines, line_node)},
-         {"parts", texts_node(chart.parts)},
-         {"columns", nodes(chart.columns, column_node)},
-         {"log", bool_node(chart.log)},
-         {"from_zero", bool_node(chart.from_zero)},
-         {"dots", bool_node(chart.dots)},
-         {"x_ticks", nodes(chart.x_ticks,
-                           [](const auto& tick) {
-                             return list_node({point_number(tick.first), text_node(tick.second)});
-                           })},
-         {"note", text_node(chart.note)}});
+    return map_node({{"title", text_node(chart.title)},
+                     {"x_label", text_node(chart.x_label)},
+                     {"y_label", text_node(chart.y_label)},
+                     {"lines", nodes(chart.lines, line_node)},
+                     {"parts", texts_node(chart.parts)},
+                     {"columns", nodes(chart.columns, column_node)},
+                     {"log", bool_node(chart.log)},
+                     {"from_zero", bool_node(chart.from_zero)},
+                     {"dots", bool_node(chart.dots)},
+                     {"x_ticks", nodes(chart.x_ticks,
+                                       [](const auto& tick) {
+                                         return list_node(
+                                             {point_number(tick.first), text_node(tick.second)});
+                                       })},
+                     {"note", text_node(chart.note)}});
   });
 }
 
