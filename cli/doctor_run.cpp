@@ -6,7 +6,6 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
-#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/run_figures.h"
 #include "lockstep/monitor/run_view.h"
 

@@ -19,7 +19,6 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/monitor/budget_table.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_figures.h"
 #include "observe/dashboard/rank_sampler.h"

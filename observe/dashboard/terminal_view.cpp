@@ -13,7 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
-#include "lockstep/monitor/budget_table.h"
+#include "lockstep/monitor/run_figures.h"
 
 namespace lockstep::dashboard {
 

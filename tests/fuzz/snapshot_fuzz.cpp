@@ -7,7 +7,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "observe/dashboard/http.h"
-#include "observe/dashboard/http_rules.h"
 #include "observe/dashboard/terminal_view.h"
 #include "tests/fuzz/driver.h"
 
