@@ -1,4 +1,4 @@
-// log_gpu_memory(): how full the GPUs are, as a line in the log of a training loop.
+// log_gpu_memory(): logs the GPUs' memory use from within a training loop.
 //
 //   for (auto& batch : loader.epoch(epoch)) {
 //     ...
