@@ -55,7 +55,7 @@ std::string training_key(const plan::Training& training, const std::string& devi
 void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways);
 std::vector<plan::Measurement> saved_ways(const std::string& training);
 
-// The fastest that so many data-parallel ranks can follow with what the file leaves open.
+// The fastest way for this many data-parallel ranks that the file's keys do not rule out.
 std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement>& ways,
                                              const plan::Training& training, int ranks);
 // Encodes a measurement as a line for other ranks; the inverse returns nothing for an empty line.
