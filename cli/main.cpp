@@ -53,7 +53,7 @@ std::string program_path(const char* program) {
   return self.parent_path().parent_path() / "libexec" / program;
 }
 
-// What can be run here.
+// The text of --help, with the commands that this installation can run.
 std::string help() {
   std::string text =
       "usage: lockstep COMMAND [arguments]\n\n"
