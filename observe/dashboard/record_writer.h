@@ -26,7 +26,7 @@ class RecordWriter {
   RecordWriter(const RecordWriter&) = delete;
   RecordWriter& operator=(const RecordWriter&) = delete;
 
-  // Whether the rank itself has written its file since this writer was made; then it writes none.
+  // Whether the rank has added to its own file, while this writer has written nothing.
   bool rank_records(int rank) const;
 
   void write(const monitor::RunFacts& facts);  // where they have changed
