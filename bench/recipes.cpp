@@ -125,7 +125,7 @@ void write_instructions(const std::string& path, std::int64_t length, std::int64
   write_file_atomically(path, records.dump());
 }
 
-// What differs from the file: where the data is, how long it runs, and that it saves nothing.
+// Flags that override the file: the location of the data, the duration, and no saving.
 std::vector<std::string> train_flags(const Recipe& recipe, const RecipeOptions& options,
                                      const Scratch& scratch) {
   const ModelSettings& s = recipe.settings;
