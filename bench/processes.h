@@ -133,9 +133,9 @@ struct TrainFigures {
   static double settled(const std::vector<double>& logged);
 };
 
-// Flags of a run of so many steps that is measured: they turn off what only takes time away from
-// its steps, would change the batch between them, or makes no sense for so few (a schedule). Later
-// flags override them.
+// Flags for a measured run of a few steps: they turn off whatever takes time away from its steps,
+// would change the batch between them, or makes no sense for so few steps (a schedule). Later flags
+// override them.
 std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps);
 
 // Whether a run of that file trains on the CPU of this machine.

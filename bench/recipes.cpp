@@ -1,6 +1,6 @@
 // lockstep bench recipes: training files as `lockstep train` runs them, beside PyTorch on the same
-// model and shapes, and beside our training step alone. What a user gets is measured here, not the
-// parts that it is made of.
+// model and shapes, and beside our training step alone. Measures the speed that a user gets, not
+// that of the parts.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

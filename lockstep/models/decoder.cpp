@@ -17,7 +17,7 @@ namespace {
 
 // ---------------------------------------------------------------- small parts
 
-// In memory of its own, also where two stages are on one device; gradients take the same way back.
+// Copies to memory of its own, even if two stages share a device; gradients are copied back.
 at::Tensor copied(const at::Tensor& x, c10::Device device) {
   return x.to(x.options().device(device), /*non_blocking=*/false, /*copy=*/true);
 }
@@ -129,7 +129,7 @@ void add_products(std::vector<std::vector<at::Tensor>>& lists, const std::vector
   if (slices_equally(out)) lists.push_back({out->weight});
 }
 
-// Their outputs side by side; `gated`: swiglu() of those.
+// Returns the projections' outputs side by side; `gated`: swiglu() of them.
 nn::Fp8Input project_joined(const std::vector<Linear>& layers, const nn::Fp8Input& x,
                             const Pass& pass, bool gated = false) {
   std::vector<at::Tensor> weights, biases;

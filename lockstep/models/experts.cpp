@@ -25,7 +25,7 @@ at::ScalarType compute_type(const at::Tensor& x, const at::Tensor& weight, const
   return weight.scalar_type();
 }
 
-// Frozen weights are in one tensor from then on, of which a grouped product needs no copy.
+// Moves frozen weights into one tensor, of which a grouped product needs no copy.
 at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
                    const at::Tensor& ends, bool owns_memory) {
   const bool frozen = std::ranges::none_of(weights, &at::Tensor::requires_grad);
