@@ -27,7 +27,7 @@ struct GemmMatrix {
   const void* data;
   std::int64_t stride;  // from one row in memory to the next
   bool transposed;
-  Fp8 fp8 = Fp8::kNone;  // tensor cores require a untransposed and b transposed
+  Fp8 fp8 = Fp8::kNone;          // tensor cores require a untransposed and b transposed
   const float* scale = nullptr;  // on the device, for fp8: what elements are multiplied by
 };
 // d [m, n] = a [m, k] b [k, n] + beta d, summed in float.
