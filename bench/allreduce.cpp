@@ -34,7 +34,7 @@ constexpr std::int64_t kBarrierFirstBytes = 65536;
 // Up to this size a contender is measured several times before the next one's turn.
 constexpr std::int64_t kRunsUpToBytes = 1 << 20;
 constexpr int kMinRepetitions = 5;
-// What memory allows for the same traffic (limits.h): the faster of these is the limit.
+// Memory-bound loops with the same traffic (limits.h): the faster of these is the limit.
 constexpr const char* kLimits[] = {"limit: plain loop", "limit: memcpy"};
 constexpr std::int64_t kLimitFromBytes = 1 << 20;
 
@@ -234,7 +234,7 @@ int allreduce_rank(const json& description, const std::string& orders) {
     for (auto& contender : contenders) contender.wrong = contender.name == job.corrupt;
     for (const std::int64_t bytes : job.sizes) {
       auto chosen = contenders;
-      // What fits into the cores' own caches says nothing about memory.
+      // Data that fits into the cores' own caches does not measure memory.
       if (bytes < kLimitFromBytes)
         std::erase_if(chosen, [](const AllreduceSide& each) { return each.limit != nullptr; });
       measure_size(chosen, own, bytes, job.budget_s / static_cast<double>(job.sizes.size()),

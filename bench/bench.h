@@ -10,7 +10,7 @@ using Main = int(int argc, char** argv);
 Main launch_main, allreduce_main, step_main, train_main, loader_main, kernels_main, recipes_main,
     scale_main, dp_vs_ddp_main, presets_main, ablation_main;
 
-// A rank: connects to the others as its settings say, and serves orders from a socket.
+// A rank's main: connects to the others according to its settings, and serves orders on a socket.
 using RankMain = int(const nlohmann::json& settings, const std::string& orders);
 RankMain allreduce_rank, step_rank, model_rank, dp_vs_ddp_rank;
 

@@ -1,5 +1,5 @@
-// What the benchmarks of `lockstep bench` are made of: options, rounds by turns, a report, goals.
-// The sides that are compared are processes (processes.h) or functions.
+// The parts of the benchmarks of `lockstep bench`: options, alternating rounds, a report, goals.
+// The compared sides are processes (processes.h) or functions.
 //
 //   Options options("How long a hop takes, beside gloo's");
 //   options.number("--rounds", rounds, 1, 1000, "turns of each side");
@@ -40,15 +40,15 @@ struct Summary {
 };
 Summary summarize(std::vector<double> samples);
 double median(std::vector<double> samples);
-// The ratios a[i] / b[i]: what slows a round down slows both sides of its ratio.
+// The ratios a[i] / b[i], because a disturbance of a round affects both sides of its ratio.
 Summary over(const std::vector<double>& a, const std::vector<double>& b);
 
 // ---------------------------------------------------------------- options
 
-// Says what is wrong with a value; empty when nothing is.
+// Returns what is wrong with a value; empty if it is valid.
 std::string positive_problem(const std::string& value);  // a number above zero
 
-// The command line of a benchmark. What it publishes can also be written with --csv and --json.
+// The command line of a benchmark. --csv and --json also write its report to files.
 class Options {
  public:
   explicit Options(const std::string& about, bool publishes = true);
@@ -93,8 +93,8 @@ struct Turns {
   std::string what = "round";
 };
 
-// Each side has one turn in a round, and another side begins each time, so that drift favours no
-// place in the order. turn(side) returns what is shown of it; NAN: nothing.
+// Each side has one turn in a round, and each round begins with another side, so that drift favours
+// no position. turn(side) returns the figure to show; NAN: none.
 template <typename Sides, typename Turn>
 void by_turns(const Turns& turns, Sides& sides, const Turn& turn) {
   constexpr int kFewest = 3;

@@ -1,6 +1,6 @@
-// What the machine itself allows, for comparison. Nothing here uses the library: plain loops and
-// memcpy over the caller's arrays, compiled on their own. A limit taken with the library's own
-// kernels would follow them when they get slower.
+// Limits of the machine itself, for comparison. Nothing here uses the library: plain loops and
+// memcpy over the caller's arrays, compiled separately. A limit measured with the library's own
+// kernels would drop when they get slower.
 //
 //   sum_slices({arrays, 2, begin, end});      // timed beside an all-reduce of those arrays
 #pragma once

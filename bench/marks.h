@@ -1,4 +1,4 @@
-// Times between points of a program: in the current stream of a CUDA device, on the clock of a CPU.
+// Measures times between points of a program: in a CUDA device's stream, or by a CPU's clock.
 //
 //   Marks marks(device);
 //   for (int i = 0; i <= steps; ++i) {

@@ -39,7 +39,7 @@ constexpr std::uint64_t kSeed = 42;
 
 // ---------------------------------------------------------------- the model that is asked for
 
-// What decides the model of a training file, as `lockstep train` reads it.
+// The keys of a training file that define its model, as `lockstep train` reads them.
 struct Asked {
   models::CausalLmConfig lm{};
   std::optional<models::LoraConfig> lora{};
@@ -157,7 +157,7 @@ void set_adapters(torch::nn::Module& module) {
   }
 }
 
-// A frozen base is held in the compute dtype; what is trained is float.
+// A frozen base is held in the compute dtype; trained weights are float.
 Net make_lm(const Asked& model, const ModelSettings& settings, c10::Device device) {
   const at::ScalarType type = model.lora && settings.dtype != "fp32" ? at::kBFloat16 : at::kFloat;
   const models::CausalLmPtr made =

@@ -1,6 +1,6 @@
-// What the sides of `lockstep bench train` and `recipes` agree on: the settings that the parent
-// starts ranks with (processes.h), ours and PyTorch's, and the orders that it gives them in turn:
-//
+// The protocol of `lockstep bench train` and `recipes`: the settings with which the parent
+// starts ranks (processes.h), ours and PyTorch's, and the orders that it gives them in
+// turn:
 //   {"do": "write"}                        ours: draws the initial weights and writes them to
 //                                          `start`, from where all sides load them
 //   {"do": "new", "dtype", "tf32", "mode", "lr", "ddp", "exact"}   a model with them and its
@@ -11,7 +11,7 @@
 //                                          settings'
 //   {"do": "drop"}                         gives the model's memory back
 //
-// What a rank trains on in step k is a function of both (model_rank.cpp, peers/peer_loop.py).
+// The batch of a rank in step k is a function of both (model_rank.cpp, peers/peer_loop.py).
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ struct ModelSettings {
   std::int64_t n_layer = 0, n_head = 0, n_embd = 0;  // without a file
   std::int64_t accumulation = 1;                     // batches per timed step, for peers
   bool ddp = true;
-  // For ours with several ranks: a ShardedOptimizer; ranks that do not communicate at all, or only
-  // by a barrier after each step; and the memory cache of run(), where they do not call it.
+  // For ours with several ranks: a ShardedOptimizer; ranks without any communication, or only with
+  // a barrier after each step; and the memory cache of run(), if they do not call it.
   bool sharded = false, alone = false, barrier = false, cached = false;
   bool clip = true;
   int threads = 0;  // 0: LibTorch's default

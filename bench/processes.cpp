@@ -171,7 +171,7 @@ Crew::Crew(const CrewOptions& options)
   else
     command.insert(command.end(), {program_beside("lockstep-bench"), "_rank", options.rank});
   command.insert(command.end(), {options.settings.dump(), socket});
-  // Nobody reads a table to see how ranks and launcher start.
+  // Only warnings: the benchmark's report need not show how ranks and launcher start.
   launcher_ =
       start_lockstep(command, {{"LOCKSTEP_LOG", env::get("LOCKSTEP_LOG").value_or("warning")}});
 }

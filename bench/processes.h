@@ -1,4 +1,4 @@
-// Programs that benchmarks start: crews of ranks that take orders, and runs of `lockstep train`.
+// Processes that benchmarks start: crews of ranks that take orders, and runs of `lockstep train`.
 //
 //   Crew ours({.name = "ours", .ranks = 2, .rank = "model", .settings = settings});
 //   const json answer = ours.ask({{"do", "time"}, {"steps", 10}});     // rank 0's
@@ -37,9 +37,9 @@ using Environment = std::map<std::string, std::string>;
 // Starts `lockstep ARGUMENTS...`; `output` takes stdout and stderr, -1: inherited.
 launch::Process start_lockstep(const std::vector<std::string>& arguments,
                                const Environment& changed = {}, int output = -1);
-// False: it is still running after that time.
+// False if the process is still running after that time.
 bool ended(const launch::Process& process, std::chrono::milliseconds limit);
-// Ends it if it is still running: a request first, then by force.
+// Ends a running process: first by a request, then by force.
 void stop(launch::Process& process);
 
 // For the files of one benchmark run.
@@ -79,13 +79,13 @@ class Crew {
   const std::string name;
 
   void wait_ready();
-  // Gives all ranks the same order and returns their answers by rank. Error: one cannot do it, has
-  // ended or is silent.
+  // Gives all ranks the same order and returns their answers by rank. Error if a rank fails, has
+  // ended or does not answer.
   std::vector<nlohmann::json> ask_all(const nlohmann::json& order);
   nlohmann::json ask(const nlohmann::json& order) { return ask_all(order).front(); }
-  // Error if the ranks computed while they waited, since the last call of this.
+  // Error if ranks computed while they waited, since the previous call.
   void check_idle();
-  // The end of orders: waits until the ranks have ended, and throws Error if they failed.
+  // Closes the orders: waits until the ranks have ended, and throws Error if they failed.
   void finish();
 
  private:
@@ -106,7 +106,7 @@ class Crew {
   double idle_s_ = 0, idle_cpu_s_ = 0;
 };
 
-// The rank's side: obeys until there are no more orders.
+// The rank's side: executes orders until there are no more.
 void serve(const std::string& path, int rank,
            const std::function<nlohmann::json(const nlohmann::json&)>& obey);
 
@@ -133,9 +133,9 @@ struct TrainFigures {
   static double settled(const std::vector<double>& logged);
 };
 
-// Flags of a run of so many steps that is measured: they turn off what only takes time away from
-// its steps, would change the batch between them, or makes no sense for so few (a schedule). Later
-// flags override them.
+// Flags for a measured run of a few steps: they turn off whatever takes time away from its steps,
+// would change the batch between them, or makes no sense for so few steps (a schedule). Later flags
+// override them.
 std::vector<std::string> short_run(std::int64_t steps, std::int64_t logging_steps);
 
 // Whether a run of that file trains on the CPU of this machine.

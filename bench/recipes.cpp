@@ -1,6 +1,6 @@
 // lockstep bench recipes: training files as `lockstep train` runs them, beside PyTorch on the same
-// model and shapes, and beside our training step alone. What a user gets is measured here, not the
-// parts that it is made of.
+// model and shapes, and beside our training step alone. Measures the speed that a user gets, not
+// that of the parts.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -125,7 +125,7 @@ void write_instructions(const std::string& path, std::int64_t length, std::int64
   write_file_atomically(path, records.dump());
 }
 
-// What differs from the file: where the data is, how long it runs, and that it saves nothing.
+// Flags that override the file: the location of the data, the duration, and no saving.
 std::vector<std::string> train_flags(const Recipe& recipe, const RecipeOptions& options,
                                      const Scratch& scratch) {
   const ModelSettings& s = recipe.settings;

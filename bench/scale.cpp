@@ -123,7 +123,7 @@ Plan plan_of(Request& request) {
   return plan;
 }
 
-// Deletes earlier runs there, so it must not mistake a folder of somebody else's for one.
+// Deletes earlier runs there, so it must be sure that the folder belongs to one.
 void prepare_output(const std::string& folder) {
   std::error_code error;
   if (fs::exists(folder, error) && !fs::is_empty(folder, error) &&

@@ -109,7 +109,7 @@ void write_gradients(const Tensors& grads, int rank, int step) {
   });
 }
 
-// What averaging must give: added in rank order, then divided.
+// The expected result of averaging: added in rank order, then divided.
 void write_mean_gradients(const Tensors& grads, int ranks, int step) {
   each_memory(grads, [&](float* data, std::int64_t count, std::int64_t first) {
     for (std::int64_t i = 0; i < count; ++i) {
@@ -223,7 +223,7 @@ struct AtenReplica {
   int steps = 0;
 };
 
-// One model under a ShardedOptimizer; backward has put its gradients where they stay.
+// One model under a ShardedOptimizer; backward has already filled its gradients.
 struct Sharded {
   Sharded(World world, const StepSettings& settings) : params(make_parameters(settings.params)) {
     write_parameters(params);

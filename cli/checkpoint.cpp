@@ -1,4 +1,4 @@
-// `lockstep checkpoint`: what is in a checkpoint, whether it is complete, and how two differ.
+// `lockstep checkpoint`: shows a checkpoint, verifies that it is complete, and compares two.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -147,7 +147,7 @@ double largest(std::span<const std::byte> a, std::span<const std::byte> b) {
   return most;
 }
 
-// Nothing when the two are equal to the byte.
+// The difference of two tensors; nothing when they are equal to the byte.
 std::optional<std::string> difference(const io::SafetensorsSet::Found& a,
                                       const io::SafetensorsSet::Found& b) {
   if (a.entry->dtype != b.entry->dtype || a.entry->shape != b.entry->shape)

@@ -109,7 +109,7 @@ void collect(Archive& archive, const std::string& prefix, Imported& found) {
   }
 }
 
-// What the file probably is, when LibTorch's reader refuses it.
+// The probable kind of a file that LibTorch's reader refuses.
 std::string advice_for(const std::string& path) {
   constexpr const char* kPython =
       "Python's torch.save wrote it. Export the weights there: "
@@ -173,7 +173,7 @@ namespace {
 
 constexpr const char* kMergeUsage = "usage: lockstep checkpoint merge ADAPTER FOLDER [--base DIR]";
 
-// What belongs to a model's folder besides weights and config.json; the adapter's own goes first.
+// A model folder's files besides weights and config.json; the adapter's own take precedence.
 std::vector<std::pair<std::string, std::string>> other_files(const std::string& adapter,
                                                              const std::string& base) {
   constexpr std::size_t kLargest = std::size_t{256} << 20;

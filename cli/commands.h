@@ -1,5 +1,5 @@
-// The subcommands of `lockstep`, one file each, and what they share: text for a terminal, errors as
-// exit codes, environment variables, progress of a long read.
+// The subcommands of `lockstep`, one file each, and their common functions: text for a terminal,
+// errors as exit codes, environment variables, progress of a long read.
 //
 //   int main(int argc, char** argv) { return cli::guarded([&] { return command(argc, argv); }); }
 //   print_text("{}: {} tensors\n", name_in_a_file, count);
@@ -46,12 +46,12 @@ int dashboard_command(const Args& args);   // dashboard.cpp
 int doctor_command(const Args& args);      // doctor.cpp
 int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 
-// What `lockstep --version` prints, and where a page of the documentation is: beside an installed
-// program, in the source tree of a build, or its name alone. In version.cpp.
+// The output of `lockstep --version`, and the location of a page of the documentation: beside an
+// installed program, in the source tree of a build, or its name alone. In version.cpp.
 std::string version_text();
 std::string documentation(const std::string& page);
 
-// Becomes that program of libexec; returns (1) only when it cannot be executed. In main.cpp.
+// Replaces this process by that program of libexec; returns 1 only on failure. In main.cpp.
 int execute(const char* program, const Args& args);
 
 // Names and texts from files go to a terminal without control characters (core/text.h).
@@ -81,8 +81,8 @@ int guarded(Body&& body) {
   }
 }
 
-// Only for main(), when everything is done. On a normal return LibTorch unregisters its thousands
-// of operators one by one, which takes as long as the start (0.2 s of a core).
+// Only for main(), when everything is done. Skips LibTorch's unregistering of thousands of
+// operators at a normal exit, which takes as long as the start (0.2 s of a core).
 inline int end_at_once(int code) {
 #if !defined(__SANITIZE_ADDRESS__)  // it looks for leaks on the way out
   std::cout.flush();
@@ -92,8 +92,8 @@ inline int end_at_once(int code) {
   return code;
 }
 
-// The environment variables that matter to a rank, each with one line of meaning: what `lockstep
-// env` prints and what docs/environment.md must list. In env.cpp.
+// An environment variable that matters to a rank, with one line of meaning: `lockstep env` prints
+// these, and docs/environment.md must list them. In env.cpp.
 struct KnownVariable {
   std::string_view name;
   std::string_view meaning;
@@ -103,13 +103,13 @@ struct KnownVariable {
 
 std::span<const KnownVariable> known_variables();
 
-// Whether `name` belongs to a family that is shown whole (NCCL_*, LOCKSTEP_*, ...).
+// Whether `name` belongs to a family that is shown in full (NCCL_*, LOCKSTEP_*, ...).
 bool is_shown(std::string_view name);
 
 // Every variable of this process that is known or shown, with its value.
 std::map<std::string, std::string> set_variables();
 
-// A line for each LOCKSTEP_ variable of this process that nothing of ours reads, with the name that
+// A line for each LOCKSTEP_ variable of this process that no code of ours reads, with the name that
 // was probably meant.
 std::vector<std::string> unread_variables();
 

@@ -115,7 +115,7 @@ std::string task_keys_markdown() {
   return text;
 }
 
-// With elastic_gpu the batch that it begins with at this number of ranks.
+// With elastic_gpu, the batch at which it would begin with this number of ranks.
 TrainingArguments planned(const TrainingArguments& a, int copies) {
   return a.elastic_gpu ? with_shared_batch(a, copies) : a;
 }
@@ -202,7 +202,7 @@ void note_precision(const TrainingArguments& arguments) {
   }
 }
 
-// Checks what training would find in the files and on the disk; discards what it reads.
+// Reads the files and checks the disk as training would; discards what it reads.
 void check_contents(const TaskConfig& task, const train::Config& config, Problems& problems) {
   const DataConfig& data = task.data;
   // A file or folder that may not be read is one mistake among others.

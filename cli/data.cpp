@@ -191,7 +191,7 @@ void inspect_chats(const std::string& path, const std::vector<data::Instruction>
   print_text("----\n");
 }
 
-// What is learned is printed in brackets.
+// The learned tokens are printed in brackets.
 void inspect_instructions(const std::string& path) {
   const auto items = data::load_instructions(path);
   if (!items.empty() && items.front().kind == data::RecordKind::kChat)

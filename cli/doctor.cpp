@@ -153,7 +153,7 @@ std::vector<Check> all_checks(const Machine& machine) {
       check_open_files(machine),   check_processes(machine),  check_disk(machine)};
   const auto add = [&](std::vector<Check> more) {
     for (Check& check : more) {
-      // What the ranks have loaded says more than the paths do.
+      // The libraries that ranks have loaded are better evidence than the paths.
       const auto same = std::ranges::find(checks, check.name, &Check::name);
       if (same == checks.end())
         checks.push_back(std::move(check));

@@ -1,5 +1,5 @@
-// What `lockstep doctor` looks at before a run: one function per check, which reads a Machine and
-// says what it found and what to change.
+// The checks of `lockstep doctor` before a run: one function each, which reads a Machine and
+// returns what it found and what to change.
 //
 //   const Machine machine = look_at(request);
 //   for (const Check& check : host_checks(machine)) print(check);
@@ -31,7 +31,7 @@ struct Check {
   NodeMembers data{};                // the same figures for JSON
   std::vector<std::string> lines{};  // more evidence, such as the end of a program's stderr
 
-  // Ends a check that asks for a change: `return check.warn("Set ulimit -n 65536.")`.
+  // Completes a check that asks for a change: `return check.warn("Set ulimit -n 65536.")`.
   Check& judge(Status found, std::string change) {
     status = found;
     remedy = std::move(change);
@@ -58,7 +58,7 @@ struct DoctorRequest {
 
 inline constexpr std::uint64_t kUnlimited = UINT64_MAX;
 
-// Everything that the checks read except files, asked once.
+// The inputs of all checks except files, collected once.
 struct Machine {
   DoctorRequest request{};
   HostFiles files{};
@@ -77,11 +77,11 @@ struct Machine {
   std::uint64_t processes = kUnlimited;
   std::uint64_t address_space = kUnlimited;
 
-  double cores() const;  // what affinity and quota leave, at least 1
+  double cores() const;  // the limit by affinity and quota, at least 1
   int threads_per_rank() const;
 };
 
-// Asks the drivers and the kernel. Reports on stderr what takes longer than two seconds.
+// Asks the drivers and the kernel. Reports on stderr if that takes longer than two seconds.
 Machine look_at(const DoctorRequest& request);
 
 // doctor_gpu.cpp
@@ -105,14 +105,14 @@ Check check_disk(const Machine& machine);
 
 std::vector<Check> network_checks(const Machine& machine);
 
-// doctor_probe.cpp: starts ranks that compute, copy and reduce, and says what they found.
+// doctor_probe.cpp: starts ranks that compute, copy and reduce, and reports their findings.
 std::vector<Check> probe_checks(const Machine& machine);
-// What the ranks' files in `folder` say; `problem` is why the probe has not finished, or empty, and
-// `disturbance` what other programs did meanwhile (lockstep/core/host.h).
+// Evaluates the ranks' files in `folder`; `problem` says why the probe has not finished, or is
+// empty, and `disturbance` describes other programs' use of the cores (lockstep/core/host.h).
 std::vector<Check> read_probe(const Machine& machine, const std::string& folder,
                               const std::string& problem, const std::string& disturbance = {});
 
-// doctor.cpp: after two seconds stderr says what is being done, then every five seconds.
+// doctor.cpp: shows the current check on stderr after two seconds, then every five seconds.
 class Progress {
  public:
   explicit Progress(const char* what);

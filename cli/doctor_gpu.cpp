@@ -20,7 +20,7 @@ Check no_gpu(const char* name) {
   return Check{.name = name}.skip("no GPU");
 }
 
-// A card that CUDA_VISIBLE_DEVICES hides belongs to somebody else.
+// A card that CUDA_VISIBLE_DEVICES hides may be in use by another user.
 bool is_visible(const Machine& machine, const monitor::GpuIdentity& gpu) {
   const auto& seen = machine.gpus.pci_addresses;
   if (machine.gpus.count == 0 || gpu.pci_bus_id.empty()) return true;

@@ -184,7 +184,7 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
                         : "The cores are busy with something else, or ranks share one.");
 }
 
-// For `lockstep plan` on this host.
+// Saves the measured link for `lockstep plan` on this host.
 void keep_link(const Machine& machine, const Node& world, const std::string& disturbance) {
   const Entry* found = world.find("all_reduce");
   if (found == nullptr || !is_right(found->value)) return;

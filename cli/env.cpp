@@ -1,5 +1,5 @@
-// `lockstep env`: the rank of this process and where it comes from. Reads what a program's World
-// would read and prints what it would choose; starts nothing and connects to nothing.
+// `lockstep env`: the rank of this process and where it comes from. Reads the variables that a
+// program's World would read and prints its choices; starts nothing and connects to nothing.
 #include "lockstep/core/env.h"
 
 #include <fmt/format.h>
@@ -57,7 +57,7 @@ struct Findings {
   std::vector<std::string> warnings;
 };
 
-// What a World would choose in a program built with CUDA.
+// The choices of a World in a program built with CUDA.
 void choose(Findings& found) {
   const RankEnv& me = *found.identity;
   const DeviceRule rule =
@@ -118,7 +118,7 @@ Findings gather() {
 
 // ------------------------------------------------------------------ text
 
-// As the log writes them: "2025-12-10 13:00:00.123 info [env] RANK=0".
+// Formats a line as the log does: "2025-12-10 13:00:00.123 info [env] RANK=0".
 std::string log_line(const char* level, const std::string& text) {
   const auto now = std::chrono::system_clock::now();
   const std::time_t seconds = std::chrono::system_clock::to_time_t(now);

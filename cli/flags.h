@@ -1,12 +1,12 @@
-// The flags of a command, read by CLI11 under the conventions that all commands share: --flag VALUE
-// and --flag=VALUE, switches without a value, and an error that names the nearest flag.
+// A command's flags, parsed by CLI11 under the conventions of all commands: --flag VALUE and
+// --flag=VALUE, switches without a value, and an error that names the nearest flag.
 //
 //   Flags flags("ledger");
 //   flags.value("--records", [&](const std::string& text) { records = count_of(text); });
 //   flags.toggle("--json", json);
 //   const Args names = flags.read(args);        // what is no flag, in order
 //
-// `lockstep run` has torchrun's grammar and a reader of its own (launcher/flags.h).
+// `lockstep run` has torchrun's grammar and a parser of its own (launcher/flags.h).
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ class Flags {
   Flags(const Flags&) = delete;
   Flags& operator=(const Flags&) = delete;
 
-  // `names`: "--output", or "-o,--output". `set` is called for each time that it is given, after
-  // everything was read; `what` it needs is for the error where it has none.
+  // `names`: "--output", or "-o,--output". `set` is called for each occurrence, after all are
+  // parsed; `what` describes the value in the error when it is missing.
   void value(const std::string& names, std::function<void(const std::string&)> set,
              const char* what = "a value");
   void text(const std::string& names, std::string& to, const char* what = "a value");
   void toggle(const std::string& name, bool& on);
-  // A whole number in these bounds, for an integer or an optional of one.
+  // A whole number within bounds, for an integer or an optional of one.
   template <typename T>
   void integer(const std::string& names, T& to, std::int64_t least, std::int64_t most,
                const char* what = "a value") {
@@ -47,8 +47,8 @@ class Flags {
     value(names, read, what);
   }
 
-  // Throws UsageError. With `keys` unknown flags belong to somebody else, such as a training file,
-  // and stay in the result.
+  // Throws UsageError. With `keys`, unknown flags are keys of another parser, such as that of a
+  // training file, and stay in the result.
   Args read(const Args& args, bool keys = false);
 
  private:
@@ -63,7 +63,7 @@ class Flags {
   std::vector<Known> known_;
 };
 
-// Prints the text where --help or -h is among the arguments; has it?
+// Prints the text if --help or -h is among the arguments, and returns whether it was.
 bool print_help(const Args& args, const char* text);
 
 }  // namespace lockstep::cli

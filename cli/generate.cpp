@@ -167,7 +167,7 @@ bool is_honoured(const Entry& entry) {
 
 constexpr std::int64_t kNewTokens = 100;
 
-// What the model's folder says about the continuation of `prompt`, below what the flags say.
+// The options: flags, then the settings in the model's folder for continuing `prompt`.
 models::GenerateOptions options_for(const GenerateRequest& flags, const std::string& folder,
                                     std::size_t prompt, std::int64_t room) {
   const std::string path = folder + "/generation_config.json";
@@ -320,7 +320,7 @@ int generate_main(int argc, char** argv) {
   for (const at::Tensor& parameter : loaded.model->parameters()) parameter.set_requires_grad(false);
   const auto options = [&](const Ids& prompt) {
     const auto& config = loaded.model->config();
-    // Where positions are a table it ends; the last token that is made needs none.
+    // A table of positions is finite; the last generated token needs no position.
     const std::int64_t room = config.spec().positions_end()
                                   ? config.max_positions() + 1 - std::ssize(prompt)
                                   : kNewTokens;

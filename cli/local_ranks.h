@@ -1,5 +1,5 @@
-// Ranks of this host that a command starts for a moment, under `lockstep run` and with a deadline:
-// those of `lockstep doctor` and of `lockstep plan --probe`.
+// Starts short-lived ranks on this host, under `lockstep run` and with a deadline, for `lockstep
+// doctor` and `lockstep plan --probe`.
 //
 //   const ScratchFolder folder("doctor");
 //   const RanksOutcome end = run_ranks({.ranks = 2, .arguments = {"doctor-probe"}}, folder.path());
@@ -64,7 +64,7 @@ struct RanksOutcome {
 // Logs go to `folder`. At the deadline the launcher stops its ranks.
 RanksOutcome run_ranks(const RanksRequest& request, const std::string& folder);
 
-// The last lines of an output, without frames of stacks, which hide the cause.
+// The last lines of an output, without stack frames, which would hide the cause.
 std::vector<std::string> tail(const std::string& text);
 
 }  // namespace lockstep::cli

@@ -47,13 +47,13 @@ constexpr Command kCommands[] = {
      "lockstep-bench"},
 };
 
-// A program of the part with LibTorch, which may be missing: Python's wheel has none of them.
+// A program that needs LibTorch, which may be missing: Python's wheel has none of them.
 std::string program_path(const char* program) {
   const auto self = std::filesystem::read_symlink("/proc/self/exe");
   return self.parent_path().parent_path() / "libexec" / program;
 }
 
-// What can be run here.
+// The text of --help, with the commands that this installation can run.
 std::string help() {
   std::string text =
       "usage: lockstep COMMAND [arguments]\n\n"

@@ -1,4 +1,4 @@
-// `lockstep plan`: what a training file costs on given GPUs, before a GPU is booked.
+// `lockstep plan`: the memory and time of a training file on given GPUs, before one is rented.
 #include "cli/plan.h"
 
 #include <fmt/format.h>
@@ -168,7 +168,7 @@ PlanRow row_of(const PlanReport& report, int gpus) {
   return row;
 }
 
-// What must be changed before `lockstep train` does what a row shows; empty: nothing.
+// The settings to change before `lockstep train` does what a row shows; empty: none.
 std::string written_note(const PlanReport& report, const PlanRow& row) {
   const plan::Training& t = report.training;
   const plan::Choice& c = row.choice;
@@ -296,7 +296,7 @@ void add_ways(PlanReport& report, bool here) {
   const bool times = request.probe || !known.empty();
   report.ways = plan::rank_ways(report.training, times ? machine_to_rank(report) : report.machine,
                                 report.devices.count);
-  // With each measurement others may come to the front; in the end the first ones are measured.
+  // Each measurement may change the ranking; the loop ends when the first ways are measured.
   std::vector<plan::Measurement> fresh;
   for (int runs = 0; request.probe && runs < 2 * request.probe_ways; ++runs) {
     plan::use_measurements(report.ways, report.training, fresh);

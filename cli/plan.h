@@ -1,5 +1,5 @@
-// The parts of `lockstep plan`: the devices that it counts with, what it reports, the probe that
-// runs a few steps, and the training file that it writes.
+// The parts of `lockstep plan`: its devices, its report, the probe that runs a few steps, and the
+// training file that it writes.
 //
 //   const Here here = devices_here("4xH100-80GB");      // "": what is found here
 //   plan::Cluster cluster = cluster_of("nvlink+ib400", 8, here);
@@ -30,9 +30,9 @@ struct Here {
   std::string name;  // of this machine's devices; empty: they were named, and may be elsewhere
 };
 
-// What the text of --gpus names. UsageError for a card that is not known.
+// Parses the text of --gpus. UsageError for a card that is not known.
 Here devices_here(const std::string& gpus);
-// The text of --link, or where it is empty what was measured here, or what is usual for the card.
+// Parses the text of --link; if empty, uses this host's measurement, or the card's usual link.
 plan::Cluster cluster_of(const std::string& link, int per_node, const Here& here);
 
 // ---------------------------------------------------------------- the report
@@ -57,7 +57,7 @@ struct PlanRequest {
 
 struct PlanRow : plan::Timed {
   double speedup = 0;
-  // Where the file's own strategy does not fit, the row is a way that has these settings.
+  // The settings of the way in this row, if the file's own strategy does not fit.
   std::vector<plan::Setting> settings{};
   std::size_t way = 0;  // its number in the table of ways; 0: it is not in it
 };
@@ -73,7 +73,7 @@ struct PlanReport {
   std::vector<plan::ScalePoint> points{};
   int stops_at = 0;
   std::vector<plan::Change> changes{};
-  std::uint64_t written_bytes = 0;  // what they are changes of
+  std::uint64_t written_bytes = 0;  // the size before the changes
   std::vector<plan::Way> ways{};
 
   const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
@@ -84,7 +84,7 @@ struct PlanReport {
     return request.speed.utilisation.value_or(plan::utilisation_of(training, devices.card));
   }
   bool fits() const { return rows.back().choice.as_written; }
-  // It has room, and `lockstep train` does not take it: notes say why.
+  // Whether it fits but `lockstep train` refuses it, for the reasons in the notes.
   bool refused() const {
     const plan::Choice& asked = rows.back().choice;
     return asked.fits && !plan::refusals(training, devices.card, asked).empty();
@@ -100,7 +100,7 @@ struct PlanReport {
 
 constexpr double kPlanFloor = 0.8;  // below this efficiency a run counts as one that stops scaling
 
-// "bf16: true, fsdp: full_shard", or that the file is used as it is written.
+// "bf16: true, fsdp: full_shard", or a text that the file is used unchanged.
 std::string settings_text(const std::vector<plan::Setting>& settings);
 // The tables, and the same as one JSON object.
 std::string plan_text(const PlanReport& report);
@@ -108,15 +108,15 @@ Node plan_node(const PlanReport& report);
 
 // ---------------------------------------------------------------- probe and file
 
-// Runs a few steps of a way on this machine. The ranks train as the file says with the way's
-// settings in it, on its own data; nothing is saved, evaluated or reported. The fastest of the last
-// three steps counts: others were disturbed. Says on stderr what was measured, or why nothing was;
-// then there is no value.
+// Runs a few steps of a way on this machine, with the file's settings replaced by the way's, on the
+// file's data; nothing is saved, evaluated or reported. The fastest of the last three steps counts,
+// because the others were disturbed. Prints on stderr the measurement, or why there is none; then
+// there is no value.
 std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way, bool cpu);
 
-// YAML: the settings, each below a comment that says what the key means and what it was in the file
-// `name`, then the file's other keys with their values, one on a line. fsdp_config goes where a
-// setting ends fsdp.
+// YAML: the way's settings, each below a comment with the key's meaning and its value in the file
+// `name`, then the file's other keys with their values, one on a line. fsdp_config is omitted where
+// a setting turns fsdp off.
 std::string planned_text(const Node& file, const std::string& name,
                          const std::vector<plan::Setting>& settings);
 

@@ -1,4 +1,4 @@
-// What `lockstep plan` prints: tables, or JSON.
+// The output of `lockstep plan`: tables, or JSON.
 #include <cmath>
 #include <span>
 
@@ -60,7 +60,7 @@ std::string plan_head_text(const PlanReport& r) {
   return text + fmt::format("assumed   {}; {}\n", speed, r.machine.cluster.text);
 }
 
-// Of the column in which choices have their strategies.
+// The width of the column with the choices' strategies.
 int strategy_width(const PlanReport& r, const auto& choices) {
   std::size_t width = 32;
   for (const auto& one : choices) width = std::max(width, r.strategy(one.choice).size() + 1);
@@ -85,7 +85,7 @@ std::string rows_text(const PlanReport& r) {
                         fmt::format("{} x {}", c.batch, c.accumulation), c.global_batch,
                         gib(c.memory.total()), c.fits ? "yes" : "no");
     if (row.step)
-      // Rounded down: what is less than 2.00 times is not shown as that.
+      // Rounded down, so that a factor below 2.00 is not shown as 2.00.
       text += fmt::format("{:>11.1f}{:>12.0f}{:>9.2f}x", 1e3 * row.step->total_s(),
                           row.tokens_per_second, std::floor(100 * row.speedup + 1e-9) / 100);
     if (row.step && r.request.tokens)

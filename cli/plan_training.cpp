@@ -85,7 +85,7 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
 
 namespace {
 
-// As fastest_batch() does, with what was measured in place of the estimate.
+// As fastest_batch(), with a measurement in place of the estimate.
 plan::Choice choose_for(const plan::Training& training, const plan::Card& card, int ranks,
                         const std::optional<plan::Measurement>& measured) {
   if (!measured) return plan::fastest_batch(training, card, ranks);
@@ -181,8 +181,8 @@ Node read_record() {
   }
 }
 
-// The entries of a list in the record; those that a newer version has written otherwise are left
-// out by whoever reads them.
+// The entries of a list in the record; readers skip those that a newer version has written in
+// another form.
 std::vector<Node> entries_of(const Node& record, const char* list) {
   const Entry* entry = record.find(list);
   return entry == nullptr ? std::vector<Node>{} : entry->value.items;

@@ -1,5 +1,5 @@
-// A training file as observe/plan takes it: `lockstep plan` reports on it, and `lockstep train`
-// follows it with elastic_gpu. And what was measured on this host, kept for the next plan.
+// Converts a training file for observe/plan: `lockstep plan` reports on it, and `lockstep train`
+// applies the plan with elastic_gpu. Also keeps this host's measurements for the next plan.
 //
 //   const plan::Training training = training_of(config, task);
 //   const std::string said = apply_plan(arguments, training, card, world.size());
@@ -22,43 +22,43 @@ namespace lockstep::cli {
 
 plan::Training training_of(const train::Config& config, const TaskConfig& task);
 
-// The largest batch per device, up to the present one, with which so many copies of the model share
-// global_batch_size or tokens_per_update evenly. UsageError with the nearest values where not even
-// a batch of 1 does.
+// Reduces the batch per device to the largest with which this many copies of the model share
+// global_batch_size or tokens_per_update evenly. UsageError with the nearest values if not even a
+// batch of 1 does.
 TrainingArguments with_shared_batch(TrainingArguments arguments, int copies);
 
-// elastic_gpu: the batch per device, the accumulation and what is sharded (optimizer, or all by
-// fsdp) that fit this card at this number of ranks and preserve the global batch; `measured`, where
-// it fits, takes the place of the estimate. Returns a line that says what was chosen; empty for a
-// model with a device map, which is left as it is. UsageError for a global batch that the ranks
-// cannot share. Every rank must pass the same card.
+// elastic_gpu: sets the batch per device, the accumulation and the sharding (optimizer, or all by
+// fsdp) that fit this card at this number of ranks and preserve the global batch; `measured`, if it
+// fits, replaces the estimate. Returns a line that says what was chosen; empty for a model with a
+// device map, which is not changed. UsageError for a global batch that the ranks cannot share.
+// Every rank must pass the same card.
 std::string apply_plan(TrainingArguments& arguments, const plan::Training& training,
                        const plan::Card& card, int ranks,
                        std::optional<plan::Measurement> measured = {});
 
 // ---------------------------------------------------------------- what was measured on this host
 
-// The links that `lockstep doctor` has measured, and the ways that `lockstep plan --probe` has run.
-// One file for a user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache).
-// Each entry holds the name of its host, because home folders are shared between hosts, and what
-// other programs used meanwhile: a disturbed figure never replaces an undisturbed one. A file that
-// cannot be read counts as none; one that cannot be written is reported on stderr and no error.
+// The file with links measured by `lockstep doctor` and ways run by `lockstep plan --probe`. One
+// for each user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache). An entry
+// has its host's name, because hosts may share home folders, and the load by other programs: a
+// disturbed figure never replaces an undisturbed one. An unreadable file counts as none; a failed
+// write is reported on stderr and no error.
 std::string plan_record_path();
 
-// `device`: "cpu", or the name that the driver has for the cards.
+// `device`: "cpu", or the driver's name for the cards.
 void save_link(const std::string& device, const plan::MeasuredLink& link);
-// The one with the nearest number of ranks.
+// The saved link with the nearest number of ranks.
 std::optional<plan::MeasuredLink> saved_link(const std::string& device, int ranks);
 
-// What makes two trainings comparable: sizes, lengths, global batch, optimizer and the device.
+// Identifies comparable trainings: sizes, lengths, global batch, optimizer and device.
 std::string training_key(const plan::Training& training, const std::string& device, int gpus);
 void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways);
 std::vector<plan::Measurement> saved_ways(const std::string& training);
 
-// The fastest that so many data-parallel ranks can follow with what the file leaves open.
+// The fastest way for this many data-parallel ranks that the file's keys do not rule out.
 std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement>& ways,
                                              const plan::Training& training, int ranks);
-// A line that ranks send each other; nothing for an empty one.
+// Encodes a measurement as a line for other ranks; the inverse returns nothing for an empty line.
 std::string measurement_text(const plan::Measurement& way);
 std::optional<plan::Measurement> parse_measurement(const std::string& text);
 

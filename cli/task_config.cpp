@@ -245,7 +245,7 @@ std::int64_t sample_length(const TrainingArguments& a) {
   }
 }
 
-// What `data` names, as far as it is there.
+// Checks the files named by `data`, if they exist.
 void check_data(const TrainingArguments& a, DataConfig& data, Problems& problems) {
   if (data.name == "instructions") check_instructions(data, problems);
   try {
@@ -276,8 +276,8 @@ bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Pr
     if (!has_tokens(data)) read_random_keys(keys, data);
   });
   keys.finish();
-  // A text may be too short by a key that is wrong; one that is not there is missing whatever the
-  // others say.
+  // Another wrong key may be the reason for a text that is too short, but not for a missing one,
+  // which is always reported.
   const bool named = !data.path.empty() && data.path != kTorchHeaders;
   const bool right = problems.size() == before;
   if (files == TaskFiles::kChecked && (right || (named && missing(data.path))))
@@ -440,7 +440,7 @@ bool read_name(MapReader& keys, TaskConfig& task, Problems& problems) {
   return false;
 }
 
-// What Pipeline would refuse once the model is made.
+// Reports what Pipeline would refuse once the model is made.
 void check_stages(const models::DecoderSpec& spec, const TrainingArguments& a, Problems& problems) {
   const bool interleaves = a.pipeline_parallel_schedule == "Interleaved1F1B";
   const std::int64_t ranks = a.pipeline_parallel_degree, per_rank = interleaves ? 2 : 1;
@@ -650,7 +650,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
   Problems of_data, of_model, of_lora;
   of_data.attempt([&] { known = read_data(arguments, files, task.data, of_data); });
   const bool right = of_data.empty();
-  // What depends on a wrong part is not checked.
+  // Skips checks that depend on a part with mistakes.
   if (known) of_model.attempt([&] { read_model(arguments, files, right, task, of_model); });
   of_lora.attempt([&] { read_lora(arguments, known && of_model.empty(), task); });
   add_with_places(of_data, arguments.data, "data", problems);

@@ -1,5 +1,5 @@
-// What a training file asks `lockstep train` to train, read and checked without torch: the maps
-// `model` and `data`, and the files that they name.
+// The model and data that a training file requests from `lockstep train`, read and checked without
+// torch: the maps `model` and `data`, and the files that they name.
 //
 // `lockstep config check` and `lockstep train` call the same function, and `train` builds model and
 // dataset from its result alone, so `check` refuses whatever `train` would refuse at this stage.
@@ -83,13 +83,13 @@ struct DataConfig {
   std::int64_t image_size = 0;  // images
 };
 
-// The model is what a config.json says; there is no name to write for it.
+// The name of a model that is defined by a config.json; users cannot write it.
 inline constexpr const char* kHuggingFace = "hugging_face";
 
 struct ModelConfig {
   std::string name;
   std::string weights{};  // a folder; empty: random initial weights
-  // from a Hugging Face folder; `weights` is the folder if its weights are wanted too
+  // from a Hugging Face folder; `weights` is that folder if its weights are loaded too
   std::optional<models::CausalLmConfig> hugging_face{};
   std::optional<Node> device_map{};  // for a language model; where the GPUs are is not known yet
   // gpt
@@ -112,41 +112,41 @@ struct TaskConfig {
   std::vector<std::string> notes{};  // what is allowed and has no effect
 };
 
-// kUnread: the data and the weights need not be there; a config.json must be. A plan needs no more.
+// kUnread: data and weights may be missing, but not config.json. Enough for a plan.
 enum class TaskFiles { kChecked, kUnread };
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskFiles::kChecked);
 // The same, with the mistakes added to `problems`; the result cannot be trained if there are any.
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems);
 
-// The model's options as its module takes them, and its tensors. A resnet's classes are the data's.
+// The model's options for its module, and its tensors. A resnet has the data's classes.
 models::GptConfig gpt_config(const ModelConfig& model);
 models::CausalLmConfig causal_lm_config(const ModelConfig& model);
 models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
-// Bytes of the tensors that a checkpoint holds: the model's, or only its adapters'.
+// The size of a checkpoint's tensors in bytes: the model's, or only its adapters'.
 std::uint64_t checkpoint_bytes(const TaskConfig& task);
 
-// A file, or a folder's files whose names end in `suffix`, in a fixed order. UsageError without
-// one, or when one of them cannot be read.
+// A file, or a folder's files with the suffix `suffix`, in a fixed order. UsageError if there is
+// none, or if one of them cannot be read.
 std::vector<std::string> text_files(const std::string& path, const std::string& suffix);
 
 struct ByteCount {
   std::int64_t tokens = 0;  // every byte, and one at the end of each file
   std::int64_t files = 0;
 };
-// How many samples a text gives, evaluation included; UsageError when none is left to train on.
+// The number of samples in a text, with evaluation's; UsageError if none is left to train on.
 std::int64_t byte_rows(const DataConfig& data, const ByteCount& count);
 
-// Checks a folder of weights against its manifest, where it has one.
+// Checks a folder of weights against its manifest, if it has one.
 void check_whole(const std::string& folder, io::Depth depth);
 
-// Training makes its dataset from these rows, and the check makes the same rows and discards them,
-// so that both refuse the same records. `path` is data.path or data.eval_path. Rows that the model
-// has no positions for are refused.
+// Reads the rows of which training makes its dataset; `config check` reads and discards the same
+// rows, so that both refuse the same records. `path` is data.path or data.eval_path. Refuses rows
+// that are longer than the model's positions.
 data::InstructionRows read_instructions(const TaskConfig& task, const std::string& path,
                                         const data::ReadProgress& progress = {});
-// One sentence about what max_seq_len truncated; empty: nothing.
+// A sentence about the rows that max_seq_len truncated; empty if there are none.
 std::string what_was_cut(const data::InstructionRows& rows);
 
 }  // namespace lockstep::cli

@@ -77,7 +77,7 @@ TrainRequest parse_train(int argc, char** argv) {
 }
 
 // Writes effective_config.json to output_dir: each value, its source and what it overrides. Done
-// when the run begins: one that is refused leaves an earlier run's as it is.
+// when the run begins, so that a refused run does not replace an earlier run's file.
 struct KeepRecord : Observer {
   KeepRecord(std::string directory, std::string text)
       : path(std::move(directory) + "/effective_config.json"), record(std::move(text)) {}
@@ -101,7 +101,7 @@ struct KeepRecord : Observer {
   std::string record;
 };
 
-// What every rank reads on its own before the rendezvous.
+// The files that every rank reads on its own before the rendezvous.
 struct Prepared {
   train::Config config;
   TaskConfig task;
@@ -166,7 +166,7 @@ class ProbeSteps : public Observer {
     if (!device_.is_cpu()) torch::cuda::synchronize(device_.index());
     const auto now = Clock::now();
     steps_.push_back(real_node(std::chrono::duration<double>(now - last_).count()));
-    // Not at the end, where a rank that is ahead may have let go of its part.
+    // Not at the end, when a rank that is ahead may have freed its part.
     if (tensors_) shared_ = shared_bytes();
     last_ = Clock::now();
   }
@@ -213,8 +213,8 @@ class ProbeSteps : public Observer {
   double tokens_per_sample_ = 0;
 };
 
-// The fastest of the ways that `lockstep plan --probe` has run with so many ranks on the leader's
-// host, as text; every rank gets the same.
+// The fastest way that `lockstep plan --probe` has run with this many ranks on the leader's host,
+// as text; equal on every rank.
 std::optional<plan::Measurement> agreed_way(World& world, const plan::Training& training) {
   std::string mine;
   if (world.is_leader()) {

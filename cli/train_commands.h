@@ -1,5 +1,5 @@
-// The commands of lockstep-train, and what several of them need: the models and datasets of a
-// training file, a model's folder, and how prompts were made.
+// The commands of lockstep-train, and their common functions: making the models and datasets of a
+// training file, loading a model's folder, and the format of prompts.
 //
 //   TrainerTask task = make_task(read_task(arguments), arguments, mesh_for(world, arguments));
 //   const PromptFormat format = read_prompt_format(folder + "/" + kPromptFormat);
@@ -24,15 +24,15 @@ int checkpoint_merge_main(int argc, char** argv);   // checkpoint_import.cpp
 int plan_probe_main(int argc, char** argv);         // train.cpp; `lockstep plan --probe` starts it
 int doctor_probe_main(int argc, char** argv);       // probe_ranks.cpp; `lockstep doctor` starts it
 
-// The models and datasets that come with `lockstep train`, as a training file asks for them
-// (task_config.h lists the keys). Under fsdp and in a pipeline a language model is divided while it
-// is made. UsageError for what only the files' contents show. Every rank calls it, with the same
-// arguments.
+// Makes the bundled models and datasets for a training file (task_config.h lists the
+// keys). Under fsdp and in a pipeline a language model is divided while it is made.
+// UsageError for faults that only the files' contents show. Every rank calls it, with the
+// same arguments.
 TrainerTask make_task(TaskConfig wanted, const TrainingArguments& arguments, const Mesh& mesh);
 
-// For the commands that read a model, or an adapter and its base: `lockstep generate` and `lockstep
-// checkpoint merge`. A Hugging Face folder or a checkpoint as it is; an output_dir stands for its
-// newest checkpoint.
+// For commands that load a model, or an adapter and its base: `lockstep generate` and `lockstep
+// checkpoint merge`. Returns a Hugging Face folder or a checkpoint as it is, and for an output_dir
+// its newest checkpoint.
 std::string model_folder(const std::string& folder);
 
 struct LoadedModel {
@@ -40,15 +40,15 @@ struct LoadedModel {
   std::string folder;  // the model's own; for an adapter, that of its base
 };
 
-// `base` names the base model of an adapter where adapter_config.json does not.
+// `base` names an adapter's base model if adapter_config.json does not.
 LoadedModel load_model(const std::string& folder, const std::string& base,
                        const models::PretrainedOptions& options);
 
 // The folder of an adapter's base model. UsageError when it is not a folder here.
 std::string base_folder(const std::string& adapter_folder, const std::string& base);
 
-// prompt_format.json, beside the weights of a checkpoint: how the texts that the model was trained
-// on were made, so that `lockstep generate` asks it in the same way.
+// prompt_format.json, beside the weights of a checkpoint: the format of the training texts, with
+// which `lockstep generate` makes its prompts.
 inline constexpr const char* kPromptFormat = "prompt_format.json";
 
 struct PromptFormat {

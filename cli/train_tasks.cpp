@@ -184,8 +184,8 @@ Data instruction_data(const TaskConfig& task, const TrainingArguments& a) {
             .end_of_text = end_of_text,
             .format = PromptFormat{.kind = kind, .texts = config.prompt}};
   if (config.tokenizer) data.format->tokenizer = fs::absolute(config.tokenizer->path());
-  // As in Hugging Face, what one rank takes for an update; where the update's size is given, all of
-  // it, so that the order does not depend on the number of ranks.
+  // As in Hugging Face, one rank's samples of an update; if the update's size is given, all its
+  // samples, so that the order does not depend on the number of ranks.
   if (config.group_by_length)
     data.sampler = train->length_grouped(train::effective_batch(a, 1), train::data_seed(a));
   if (config.evaluates)

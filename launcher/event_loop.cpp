@@ -62,7 +62,7 @@ int EventLoop::next_timeout_ms() const {
 }
 
 void EventLoop::run_posted() {
-  // Not the tasks that these post, which could starve the descriptors.
+  // Excludes tasks posted by these tasks, which could starve the descriptors.
   std::deque<Task> tasks;
   tasks.swap(posted_);
   for (; !tasks.empty(); tasks.pop_front()) tasks.front()();  // also destroys what it captured

@@ -118,7 +118,7 @@ std::set<int> parse_ranks(const Given& given) {
   return ranks;
 }
 
-// One of some words, each of which means a value.
+// Parses one of several words, each with its value.
 template <typename T>
 T choice(const Given& given, const std::vector<std::pair<std::string, T>>& choices) {
   std::vector<std::string> names;

@@ -88,10 +88,10 @@ Outcome thrown_by_peer(const std::exception& e, int code, bool same_mistake) {
   return {code, {fmt::format("ends because another rank failed: {}", e.what()), {}, true}};
 }
 
-// What an exception that left the body means for this process. All ranks of one host usually make
-// the same mistake, so there a UsageError is reported as such, also by ranks that hear of another's
-// first.
-// `finishing`: the body had returned.
+// The meaning of an exception that left the body. All ranks of one host
+// usually make the same mistake, so there a UsageError is reported as such,
+// also by ranks that are told of another's first. `finishing`: the body had
+// returned.
 Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
   const bool same_mistake = one_host && control::connected() && is<UsageError>(thrown);
   const bool of_peer = is<detail::FromPeer>(thrown);

@@ -107,7 +107,7 @@ std::vector<std::string> names_of_threads() {
     if (task->path().filename() == self) continue;
     std::ifstream file(task->path() / "comm");
     std::string name;
-    // One that has ended since has no name any more.
+    // A thread that has ended meanwhile has no name.
     if (std::getline(file, name)) names.push_back(name);
   }
   return names;

@@ -31,17 +31,17 @@ class Backend {
   virtual const std::string& name() const = 0;
   virtual c10::DeviceType device_type() const = 0;
   virtual bool reduces(at::ScalarType dtype, ReduceOp op) const = 0;
-  // Whether a call takes only the address and the storage of a tensor. The world then passes the
-  // caller's own tensor, which the caller may change (set_data, requires_grad) before the operation
-  // ends.
+  // True if an operation keeps only a tensor's address and storage. The world then passes the
+  // caller's own tensor, because the caller may change the tensor object (set_data, requires_grad)
+  // before the operation ends.
   virtual bool takes_memory() const { return false; }
-  // Whether it works in memory that all ranks map, which symmetric() then gives.
+  // Whether collectives use memory that all ranks map, which symmetric() allocates.
   virtual bool shares_memory() const { return false; }
-  // Whether what is started now is recorded into a CUDA graph, and runs when the graph does.
+  // Whether operations started now are recorded into a CUDA graph, to run when the graph runs.
   virtual bool recording() const { return false; }
 
-  // False: it has no barrier, and the world reduces a byte instead. `last`: nothing follows on this
-  // rank.
+  // Returns false if the backend has no barrier; the world then reduces a byte instead. `last`:
+  // this rank starts nothing afterwards.
   virtual bool barrier(const State& /*state*/, bool /*last*/) { return false; }
   virtual void all_reduce(const State& state, at::Tensor tensor, ReduceOp op) = 0;
   virtual void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) = 0;
@@ -60,17 +60,17 @@ class Backend {
   virtual void all_to_all(const State& state, std::vector<at::Tensor> outputs,
                           std::vector<at::Tensor> inputs) = 0;
   virtual void point_to_point(const State& state, std::vector<P2p> messages) = 0;
-  // Ends when the current stream has finished the work it was given.
+  // An operation that ends when the current stream has finished the work enqueued before it.
   virtual void after_stream(const State& state) { state->complete(); }
 
-  // Collective and blocking: memory in which every rank sees all parts, as bytes; none where the
-  // backend has no such memory.
+  // Collective and blocking: allocates memory that all ranks map and returns every rank's part, as
+  // bytes; empty where the backend has no such memory.
   virtual std::vector<at::Tensor> symmetric(std::int64_t /*bytes*/, const Deadline& /*deadline*/) {
     return {};
   }
 
-  // Breaks what is under way as far as it can, so that peers notice too; never blocks for long.
-  // `culprit`: the rank that the failure is attributed to, or -1.
+  // Aborts the operations in progress as far as it can, so that peers notice too; never blocks for
+  // long. `culprit`: the rank that the failure is attributed to, or -1.
   virtual void abort(int culprit) noexcept = 0;
 };
 

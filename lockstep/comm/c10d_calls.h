@@ -1,4 +1,4 @@
-// What the backends on c10d's process groups share; what differs between them stays in their files.
+// Code shared by the backends that wrap c10d's process groups, gloo and nccl.
 //
 //   class GlooBackend : public C10dBackend { ... };
 //

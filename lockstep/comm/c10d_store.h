@@ -1,4 +1,4 @@
-// Stores of c10d and of the rendezvous (rendezvous/key_value_store.h), each as one of the other:
+// Adapters between c10d::Store and the rendezvous's KeyValueStore, in both directions:
 //
 //   detail::C10dStore store(tcp_store);                           // for the rendezvous
 //   auto store = detail::open_launcher_store(env.store_channel);  // for c10d

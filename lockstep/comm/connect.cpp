@@ -81,7 +81,7 @@ std::string shared_host_id(const Identity& identity, const WorldOptions& options
 
 using BackendPtr = std::unique_ptr<detail::Backend>;
 
-// Nothing and a sentence, the same on every rank, when they cannot share memory.
+// Null and a reason, the same on every rank, if the ranks cannot share memory.
 BackendPtr connect_shm(const StorePtr& store, const Identity& identity, const WorldOptions& options,
                        std::string* unavailable_reason) {
   const detail::shm::Options own{.store = c10::make_intrusive<c10d::PrefixStore>("shm", store),
@@ -117,8 +117,8 @@ void report_failure(const detail::gloo::Options& own) noexcept {
   }
 }
 
-// A connected rank may drop its world at once, which ranks that are still connecting would see as a
-// broken connection. So nobody leaves before all are there, or one has failed.
+// A connected rank may destroy its world at once, which ranks that are still connecting would see
+// as a broken connection. So all wait here until every rank is connected, or one has failed.
 BackendPtr make_gloo(const detail::gloo::Options& own) {
   try {
     BackendPtr backend = detail::gloo::make(own);
@@ -143,7 +143,7 @@ BackendPtr connect_gloo(const StorePtr& store, const Identity& identity,
       [own] { return make_gloo(own); });
 }
 
-// The host of the store takes it along when it leaves, so nobody leaves before all have read the
+// The store ends with the rank that hosts it, so all ranks wait here until each has read the
 // refusal. A rank that is cut off while waiting already knows the reason.
 void wait_until_all_know(const StorePtr& store, int size) {
   constexpr std::chrono::seconds kLateComers{8};
@@ -158,7 +158,7 @@ void wait_until_all_know(const StorePtr& store, int size) {
   }
 }
 
-// What moves CPU tensors. Where nobody asked for shm, gloo takes over on all ranks identically.
+// Connects the backend for CPU tensors. Unless shm was requested, gloo replaces it on all ranks.
 BackendPtr connect_host(const StorePtr& store, detail::WorldImpl& impl,
                         const detail::DeviceChoice& choice) {
   impl.automatic = choice.automatic;

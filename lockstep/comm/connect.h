@@ -1,5 +1,5 @@
-// How a World comes to be, below World::from_env: any c10d store that all ranks can reach will do,
-// so worlds of threads (a HashStore) and of processes (a TCPStore) are made by the same code.
+// Creates a World through any c10d store that all ranks can reach. World::from_env uses it for
+// processes (a TCPStore), and tests use it for threads (a HashStore).
 //
 //   World world = connect(store, {.rank = r, .size = n});      // on every rank, all at once
 #pragma once

@@ -102,7 +102,7 @@ class DeviceTimeline {
         return;
       }
       const c10::impl::VirtualGuardImpl guard(device.type());
-      // Where marks are missing, the time between belongs to no phase.
+      // If marks are missing, the time between them belongs to no phase.
       if (std::exchange(broken_, false) && !marks_.empty()) marks_.back().counts = false;
       marks_.push_back({phase, true, free_event(device)});
       marks_.back().event.record(guard.getStream(device));

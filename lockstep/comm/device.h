@@ -1,4 +1,4 @@
-// Which device a rank works on, CUDA without linking it, and where a device's time goes.
+// Chooses a rank's device, loads CUDA at run time, and measures a step's phases on the device.
 //
 // The driver is asked directly (dlopen of libcuda), so a machine without a GPU never loads the
 // gigabytes of LibTorch's CUDA part; load_cuda() opens them when a CUDA device is really wanted.
@@ -29,10 +29,10 @@ struct DeviceChoice {
   c10::Device device;
   std::string backend;     // "shm", "gloo" or "nccl"
   std::string reason;      // for one line of log
-  bool automatic = false;  // nobody asked for shm by name: gloo where it is unavailable
+  bool automatic = false;  // not requested by name, so gloo may replace shm
 };
 
-// Options first, then LOCKSTEP_DEVICE and LOCKSTEP_BACKEND, then what the machine has.
+// WorldOptions come first, then LOCKSTEP_DEVICE and LOCKSTEP_BACKEND, then the hardware.
 DeviceChoice choose_device(const Identity& identity, const WorldOptions& options);
 
 // A name for the physical GPU (its UUID), equal in every process of the host; empty when unknown.
@@ -40,8 +40,8 @@ std::string cuda_device_id(int index);
 
 }  // namespace detail
 
-// A host that only enqueues work is fast in every phase, so its clock does not say where a step's
-// time goes. The phases are marked on the stream that computes, where they begin:
+// Marks the beginning of a phase on the current stream: a host that only enqueues work returns
+// early from every phase, so its clock cannot tell where a step's time goes.
 //
 //   mark_device_phase(ledger::Phase::kForward, device);
 //   ... forward ...
@@ -53,7 +53,7 @@ std::string cuda_device_id(int index);
 // are one sequence, of one device. Nobody waits for them, and they never throw.
 void mark_device_phase(ledger::Phase phase, c10::Device device) noexcept;
 
-// No marks while it lives, for the capture of a CUDA graph: an event in a graph has no time.
+// Suspends the marks during the capture of a CUDA graph: an event in a graph has no timestamp.
 class DeviceMarksOff {
  public:
   DeviceMarksOff() noexcept;
@@ -62,8 +62,8 @@ class DeviceMarksOff {
   DeviceMarksOff& operator=(const DeviceMarksOff&) = delete;
 };
 
-// Where the training thread waits for the device, that time is the device's and no part of the
-// host's phase around it:
+// Counts the time in which the training thread waits for the device as the device's, not as part of
+// the surrounding host phase:
 //
 //   const DeviceWait wait(loss.device());
 //   const double value = loss.item<double>();

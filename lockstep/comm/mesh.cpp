@@ -31,7 +31,7 @@ std::string text_of(const std::vector<MeshAxis>& axes) {
   return fmt::format("{}", fmt::join(parts, " x "));
 }
 
-// With every size known. Throws UsageError where they do not divide a world of `ranks`.
+// Fills in the size -1. Throws UsageError where the axes do not divide a world of `ranks`.
 std::vector<MeshAxis> complete(std::vector<MeshAxis> axes, int ranks) {
   if (axes.empty())
     throw UsageError(kMesh, "there are no axes. Name one at least: {{{{\"data\", -1}}}}.");

@@ -27,7 +27,7 @@
 namespace lockstep {
 
 struct MeshAxis {
-  // An integer of any type. One that is no int fits no world, and neither does 0.
+  // Accepts any integer type. A value outside int's range becomes 0, which the mesh refuses.
   MeshAxis(std::string axis, std::integral auto ranks)
       : name(std::move(axis)), size(std::in_range<int>(ranks) ? static_cast<int>(ranks) : 0) {}
 

@@ -65,7 +65,7 @@ std::vector<std::string> all_gather_bytes(World& world, const std::string& bytes
 
 namespace {
 
-// What a rank threw, as it goes to the others: a letter for the kind, errno, the message.
+// Encodes a rank's exception for the others: a letter for the kind, errno, the message.
 std::string packed(const std::exception_ptr& error) {
   const auto pack = [](char kind, const std::exception& e, int number = 0) {
     return fmt::format("{}{} {}", kind, number, e.what());

@@ -1,4 +1,4 @@
-// What ranks exchange beside tensors: numbers, flags, byte strings, and errors.
+// Collectives on values other than tensors: numbers, flags, byte strings and errors.
 //
 //   const double loss = all_reduce(world, local_loss, ReduceOp::kAvg);
 //   if (any_rank(world, disk_is_full)) return;            // every rank returns, or none

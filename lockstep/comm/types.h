@@ -1,5 +1,5 @@
-// What World's calls take and return: plain types, which its backends share, and Work, an operation
-// that was started.
+// The argument and result types of World, shared with its backends, and Work, the handle of a
+// started operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -129,7 +129,7 @@ WorkState::~WorkState() {
   if (finishes && !info_.recorded) finish_dropped();
 }
 
-// Nobody waited and nobody can any more: the result is stored all the same.
+// No thread has waited or can wait any more, but the result must still be stored.
 void WorkState::finish_dropped() noexcept {
   try {
     const c10::StreamGuard guard(*finish_stream_);
@@ -181,7 +181,7 @@ void WorkState::complete(std::exception_ptr error) noexcept {
     blame = blame_of(error);
   }
   record_outcome(text, blame);
-  // One broken operation breaks the world: its peers cannot know where this rank stands.
+  // A failed operation breaks the world: its peers cannot know this rank's position.
   if (!text.empty()) failure_state_->fail(fmt::format("{} failed: {}", describe(), text), blame);
 }
 
@@ -353,7 +353,7 @@ void WorkState::throw_error(const std::string& error, FailureCause blame) {
   std::string cause = blame.death ? launcher_cause() : "";
   if (cause.empty()) cause = error;
   if (cause.back() != '.') cause += '.';
-  // It names the calls of two ranks, and this one's adds nothing.
+  // The message names the calls of two ranks, and this rank's adds no information.
   if (blame.disagreement)
     throw Disagreement("world", cause.substr(cause.starts_with("[shm] ") ? 6 : 0), context());
   throw CommError(

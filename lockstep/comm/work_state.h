@@ -1,4 +1,4 @@
-// What a Work handle points at: one operation, from its start to its result or its failure.
+// The shared state behind a Work handle: one operation, from its start to its result or failure.
 //
 // Operations complete by push: a backend calls complete() from whichever thread noticed, and
 // waiters sleep on a condition variable. A backend whose operations live on a GPU cannot push; it
@@ -71,7 +71,7 @@ class FailureState {
   WorkState* pending_ = nullptr;     // linked through the states themselves
 };
 
-// An operation that runs on a device and has to be asked.
+// An operation that runs on a device and must be polled.
 class DeviceOperation {
  public:
   virtual ~DeviceOperation() = default;
@@ -88,7 +88,7 @@ class HostOperation {
   virtual bool poll() = 0;  // finished? never blocks; throws what went wrong
   // Returns when it is finished; throws TimeoutError at the deadline, CommError when it cannot be.
   virtual void wait(const Deadline& deadline) = 0;
-  // Nobody may be waiting, but its end must be noticed: `noticed` is called then, from any thread.
+  // Makes the operation end without a waiting thread; then calls `noticed`, from any thread.
   virtual void request_progress(std::function<void()> noticed) = 0;
 };
 
@@ -149,7 +149,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
  private:
   friend class FailureState;
 
-  // Nothing is left to do or report: a wait can return without a lock.
+  // True when nothing is left to do or report, so that a wait can return without a lock.
   bool ended_well() const {
     return done_.load(std::memory_order_acquire) && !finish_stream_ && error_.empty();
   }

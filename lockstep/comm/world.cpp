@@ -90,7 +90,7 @@ void WorldImpl::throw_if_failed(const OperationInfo& info) const {
 std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
                                             const std::function<std::string()>& what,
                                             std::optional<std::chrono::milliseconds> timeout) {
-  // What is only recorded is not counted, since recording may fail on one rank.
+  // A recorded operation is not counted, since recording may fail on one rank.
   info.recorded = info.on_device && recording();
   info.sequence = info.recorded ? sequence.load() : ++sequence;
   throw_if_failed(info);
@@ -117,8 +117,8 @@ std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   return state;
 }
 
-// In a world of one nobody waits for anybody, so nothing is posted. The deadline has read the
-// clock.
+// In a world of one no rank waits for another, so nothing is posted. Reuses the time that the
+// deadline has read.
 ledger::Ticket WorldImpl::post(const OperationInfo& info, const Deadline& deadline,
                                bool message) const {
   if (alone()) return 0;
@@ -304,7 +304,7 @@ void World::barrier(std::optional<std::chrono::milliseconds> timeout) {
 
 void World::finish(std::optional<std::chrono::milliseconds> timeout) {
   const ledger::CallSite here;
-  // What was only enqueued must reach the peers before the communicator is freed.
+  // Enqueued operations must reach the peers before the communicator is freed.
   if (impl_->accelerator) {
     const c10::impl::VirtualGuardImpl accelerator(device().type());
     accelerator.synchronizeDevice(device().index());

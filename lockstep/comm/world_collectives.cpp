@@ -1,4 +1,4 @@
-// The operations on tensors: checks, staging, and what a backend lacks.
+// The operations on tensors: checks, staging, and emulation of what a backend lacks.
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
@@ -237,7 +237,7 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// What has to happen to outputs once the bytes are there; nothing when they arrived in place.
+// The last step for outputs once their bytes have arrived; none if they arrived in place.
 void return_to_caller(const State& state, std::vector<StagedTensor> outputs) {
   std::erase_if(outputs, [](const StagedTensor& each) { return !each.copied(); });
   if (outputs.empty()) return;

@@ -1,4 +1,4 @@
-// The inside of a World: who it is, its backends, its store and how it failed.
+// The implementation of World: its identity, backends, store and failure state.
 //
 // Two backends at most: `host` moves CPU tensors (shm or gloo), `accelerator` moves CUDA tensors
 // (nccl). A CUDA world has both, so that numbers, strings and barriers never touch the GPU; a CPU
@@ -99,7 +99,7 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
 // A sub-world of `parent` with the given place in it; its ranks rendezvous under `prefix`.
 World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix);
 
-// Access for the parts of the library and of its tests that look inside.
+// Gives other parts of the library and its tests access to the implementation.
 struct Access {
   static const std::shared_ptr<WorldImpl>& impl(const World& world);
 };

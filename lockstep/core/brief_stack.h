@@ -8,8 +8,8 @@
 //   // "... 1 frame of Lockstep", "epoch(Net<...>&) (/src/train.cpp:41)", "main (train+0x31a4)",
 //   // "... 1 frame of libc"
 //
-// Free functions of texts, without state: for the rank that failed and for the launcher that reads
-// its error file.
+// Free functions of texts, without state; used by a failed rank and by the launcher that reads its
+// error file.
 #pragma once
 
 #include <string>
@@ -21,8 +21,8 @@ namespace lockstep {
 // Whether the frame is in LibTorch, libc, CUDA, ..., judged by its file.
 bool is_library_frame(std::string_view frame);
 
-// Frames as symbols::frame_text() writes them, with file:line appended where it is known. Each run
-// of frames that are not the program's own becomes one line. Text in any other form stays as it is.
+// Frames as symbols::frame_text() writes them, with file:line appended where known. Consecutive
+// frames of libraries become one line. Text in any other form is not changed.
 std::vector<std::string> brief_stack(const std::vector<std::string>& frames);
 
 }  // namespace lockstep

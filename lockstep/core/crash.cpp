@@ -353,7 +353,7 @@ void learn_surroundings() {
   if (file != nullptr && std::strlen(file) < sizeof g_error_file) std::strcpy(g_error_file, file);
 }
 
-// Not in every process: only where a launcher reads the error file, or the user asks for it.
+// Costs time, so only if a launcher reads the error file, or the user asks for it.
 bool shall_trace_throws() {
   const char* asked = std::getenv("LOCKSTEP_TRACE_THROWS");
   if (asked == nullptr || *asked == '\0') return g_error_file[0] != '\0';

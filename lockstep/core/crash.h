@@ -1,4 +1,4 @@
-// How a rank says why it died: the error file torchrun defined and `lockstep run` reads.
+// Reports why a rank died, in the error file that torchrun defined and `lockstep run` reads.
 //
 //   {"message": {"message": "lockstep::CommError: [comm] ...",
 //                "extraInfo": {"timestamp": "1700000000", "rank": 1, "host": "n1",
@@ -7,9 +7,9 @@
 // A frame of the program ends with its file and line where there is debug information. The file has
 // every frame; a person is shown those of the program (core/brief_stack.h).
 //
-// A signal handler may trust nothing, so it writes a plain report with system calls only, then lets
-// a forked copy of the process make the readable one, against a deadline. The signal is raised
-// again under the action that stood before, so core dumps and exit statuses stay what they were.
+// A signal handler can rely on nothing, so it writes a plain report with system calls only; a
+// forked copy of the process then makes the readable report, against a deadline. The signal is
+// raised again under the previous action, so core dumps and exit statuses are unchanged.
 //
 //   crash::install(rank);
 //   try { ... } catch (const std::exception& e) { crash::report(e); }
@@ -23,10 +23,10 @@
 
 namespace lockstep::crash {
 
-// The program that reads the error file.
+// What is known about the program that will read the error file.
 struct Reader {
-  bool lockstep_run = false;  // torchrun needs the stack in a field of its own
-  bool prints_all = false;  // and it prints every rank's error: stderr is for what cannot be filed
+  bool lockstep_run = false;  // torchrun reads the stack from a field of its own
+  bool prints_all = false;  // it prints all ranks' errors, so stderr gets only what cannot be filed
 };
 
 // From now on fatal signals (SEGV, ABRT, BUS, FPE, ILL, TRAP, SYS) and std::terminate leave a
@@ -44,13 +44,13 @@ std::vector<std::string> stack(int skip = 0);
 // install(), or too many throws ago).
 std::vector<std::string> thrown_at(const std::exception& e);
 
-// "lockstep::UsageError: [world] ...", as Python would say it.
+// Formats an exception as Python does: "lockstep::UsageError: [world] ...".
 std::string describe(const std::exception& e);
 
 struct Report {
   std::string message;
   std::vector<std::string> frames;
-  // Another rank failed first and this one only fell with it: one line on stderr, and a later
+  // Another rank failed first, and this failure follows from it: one line on stderr, and a later
   // timestamp in the error file, because torchrun takes the earliest for the root cause.
   bool consequence = false;
 };

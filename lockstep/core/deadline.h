@@ -1,4 +1,4 @@
-// A moment after which a wait must give up, and the seconds of two clocks.
+// The moment at which a wait must give up, and conversions of clock readings to seconds.
 //
 // Pass a Deadline down instead of a duration: nested waits then share one budget, and no wait is
 // without an end.
@@ -51,7 +51,7 @@ inline double seconds_since(Deadline::Clock::time_point start) {
   return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
 }
 
-// Seconds since 1970 by this host's clock, for what other hosts and later readers compare.
+// Seconds since 1970 by this host's clock, comparable between hosts and over time.
 inline double unix_time_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }

@@ -137,7 +137,7 @@ bool is_number(const Node& node) {
   return node.is(NodeKind::kInteger) || node.is(NodeKind::kReal);
 }
 
-// What the user probably meant by a text where a number is wanted.
+// A hint about a text in place of a number.
 std::string number_hint(const Node& node) {
   const std::string& text = node.text;
   if (!node.is(NodeKind::kString)) return "";

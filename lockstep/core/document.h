@@ -1,16 +1,16 @@
-// YAML and JSON files, read strictly into one small tree whose every node and key knows its place.
+// YAML and JSON files, parsed strictly into a small tree; each node and key has its location.
 //
 // Nothing is guessed. A scalar has the type that YAML 1.2's core schema gives it (1e-4 is a number,
-// yes, no and "true" in quotes are strings), and what readers disagree about is refused with its
-// place and a remedy: duplicate keys, tabs as indentation, several documents, tags, merge keys,
-// keys that are not strings. Size, depth and the growth by aliases are bounded, so a hostile file
-// costs little.
+// yes, no and "true" in quotes are strings). Constructs that parsers treat differently are refused
+// with their location and a remedy: duplicate keys, tabs as indentation, several documents, tags,
+// merge keys, keys that are not strings. Size, depth and alias expansion are bounded, so a hostile
+// file costs little.
 //
 //   const Node root = load_document("train.yaml");
 //   if (const Entry* entry = root.find("seed")) use(as_integer(entry->value, "seed"));
 //   else throw UsageError("config", "{}: there is no seed.", root.place.text());
 //
-// Values without locks or links: copy them, and read them from any thread.
+// Plain values without locks or links: copy them, and read them from any thread.
 #pragma once
 
 #include <cstddef>
@@ -61,8 +61,8 @@ struct DocumentLimits {
 };
 
 // All three throw UsageError `[config] file:line:column: what is wrong. Remedy.` An empty document
-// is a null node. `name` stands for the file in places. A document with duplicate keys can still be
-// read: with `problems` they are added to it, and the first of them counts.
+// is a null node. `name` stands for the file in locations. With `problems`, duplicate keys are
+// added to it instead of thrown, and the first value of a key counts.
 Node parse_yaml(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
                 Problems* problems = nullptr);
 Node parse_json(std::string_view text, const std::string& name, const DocumentLimits& limits = {},
@@ -71,7 +71,7 @@ Node parse_json(std::string_view text, const std::string& name, const DocumentLi
 Node load_document(const std::string& path, const DocumentLimits& limits = {},
                    Problems* problems = nullptr);
 
-// A plain scalar as YAML's core schema reads it; for values of flags and variables.
+// Parses a plain scalar by YAML's core schema; for values of flags and variables.
 Node plain_scalar(std::string_view text, SourceLocation location);
 Node text_node(std::string_view text);
 Node bool_node(bool value);
@@ -85,24 +85,24 @@ Node map_node(NodeMembers members);
 // One line of JSON. Numbers that JSON cannot write (.inf, .nan) become strings, bytes that are not
 // UTF-8 become U+FFFD.
 std::string to_json(const Node& node);
-// A string as it is, every other value as JSON.
+// A string unchanged, every other value as JSON.
 std::string plain_text(const Node& node);
 // The shortest text that reads back as the same number, and as a real: "3.0", "5e-05".
 std::string real_text(double value);
-// Equal in kind and value, whatever the places, the quotes and the order of keys.
+// Equal in kind and value; locations, quotes and the order of keys are ignored.
 bool same_value(const Node& a, const Node& b);
 
-// The value as one type, or UsageError naming place, key, what stands there and what to write.
+// Converts the value, or throws UsageError naming location, key, actual and expected value.
 bool as_bool(const Node& node, std::string_view key);
 std::int64_t as_integer(const Node& node, std::string_view key);  // 1e4 is one, 1.5 is not
 double as_real(const Node& node, std::string_view key);
 std::string as_string(const Node& node, std::string_view key);  // a number is taken as written
 const Node& as_map(const Node& node, std::string_view key);
-// The parts of such a message, for other rules: "k must be WANTED, and 'yes' is a string. HINT"
+// Throws in the same form for other rules: "k must be WANTED, and 'yes' is a string. HINT"
 [[noreturn]] void refuse_value(const Node& node, std::string_view key, std::string_view wanted,
                                std::string_view hint = {});
 
-// Reads a map key by key and refuses at the end every key that nobody asked for.
+// Reads a map key by key; finish() refuses every key that was not read.
 //
 //   MapReader model(entry->value, "model");
 //   const int layers = model.integer("n_layer", 12, 1, 1000);
@@ -112,9 +112,9 @@ const Node& as_map(const Node& node, std::string_view key);
 // Used by one thread, on the stack. The node must outlive it. A null value counts as not given.
 class MapReader {
  public:
-  // Throws UsageError when the node is neither a map nor null. `what` names it: "model"; where it
-  // is empty, keys stand alone. With `problems`, which must outlive it, nothing below throws: a
-  // mistake is added there, and the fallback is the value.
+  // Throws UsageError when the node is neither a map nor null. `what` names it in messages:
+  // "model"; if empty, keys stand alone. With `problems`, which must outlive the reader, nothing
+  // below throws: a mistake is added there, and the fallback is returned.
   MapReader(const Node& map, std::string what, Problems* problems = nullptr);
 
   bool has(std::string_view key);

@@ -31,7 +31,7 @@ class DocumentText {
   DocumentText(std::string_view bytes, const std::string& name, const DocumentLimits& limits);
 
   std::string_view text() const { return text_; }  // without the byte order mark
-  // Refuses what is not UTF-8, and control characters.
+  // Refuses text that is not UTF-8, and control characters.
   void check_bytes() const;
   SourceLocation at(std::size_t offset) const;
   SourceLocation at(int line, int byte_column) const;  // both from 0
@@ -360,7 +360,7 @@ class TreeBuilder : public YAML::EventHandler {
   std::map<YAML::anchor_t, Anchored> anchored_;
 };
 
-// What to try, by yaml-cpp's message.
+// The remedy for a message of yaml-cpp.
 std::string_view remedy(std::string_view message) {
   const auto says = [&](std::string_view part) { return message.find(part) != message.npos; };
   if (says("flow")) return "A bracket that was opened is not closed before this, or not opened.";

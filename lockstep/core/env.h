@@ -1,5 +1,5 @@
-// Environment variables, read strictly: a value that does not parse is the user's mistake and is
-// named, never silently replaced by a default.
+// Environment variables, parsed strictly: a value that does not parse is an error that names the
+// variable, and is never silently replaced by a default.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ std::string with_cause(std::string_view text, const char* cause) {
   return fmt::format("{}: {}{}", text.substr(0, end), cause, text.substr(end));
 }
 
-// The same for every call that needs a descriptor, so it is said here.
+// Applies to every call that needs a descriptor, so it is added here.
 std::string with_limit_of_files(std::string_view text) {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);

@@ -112,8 +112,8 @@ template <typename... Args>
 
 namespace detail {
 
-// What a rank throws because another rank threw it first: an error of the same kind, so that all
-// ranks catch the same. A report takes it for a consequence.
+// Thrown by a rank because another rank threw first: an error of the same kind, so that all ranks
+// catch the same type. Reports treat it as a consequence.
 //
 //   throw detail::PeerError(UsageError("world", "rank {}: {}", rank, text), rank);
 class FromPeer {
@@ -147,8 +147,8 @@ class LateOperation : public TimeoutError {
   std::string why_;
 };
 
-// A CommError without a dead rank: the ranks are alive and called operations that do not match. So
-// its reporter need not wait for a launcher to report a rank that ended.
+// A CommError without a dead rank: live ranks called operations that do not match. Its reporter
+// therefore need not wait for a launcher to announce an ended rank.
 class Disagreement : public CommError {
  public:
   using CommError::CommError;

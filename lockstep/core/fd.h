@@ -1,4 +1,4 @@
-// File descriptors that close themselves, whole files, paths with `~`, and terminals.
+// Owned file descriptors, reading and writing of whole files, paths with `~`, and terminals.
 //
 //   const std::string text = read_file(expand_home(path, "config"));
 //   write_file_atomically(path, text);
@@ -55,12 +55,12 @@ void set_cloexec(int fd, bool on = true);
 void write_all(int fd, std::string_view data);
 // The whole file, or SystemError. UsageError over `limit` bytes, and for a fifo or a device.
 std::string read_file(const std::string& path, std::size_t limit = 64u << 20);
-// What comes until the other end is closed; nothing when time runs out, as half an answer may be
+// Reads until the other end is closed; nothing when time runs out, since a partial answer may be
 // wrong.
 std::optional<std::string> read_until_closed(int fd, const Deadline& deadline);
-// Kills and reaps a child. One that the kernel does not release within a second is left.
+// Kills and reaps a child. Gives up on one that the kernel does not release within a second.
 void end_child(pid_t child);
-// Written under a temporary name in the same directory, then renamed: readers never see half.
+// Writes a temporary file in the same directory and renames it: readers see all or nothing.
 void write_file_atomically(const std::string& path, std::string_view data);
 
 // Replaces `~` and `~ada` at the start of a path by a home directory. A shell does so too, but not
@@ -68,12 +68,12 @@ void write_file_atomically(const std::string& path, std::string_view data);
 // with `what`, when the user or the home directory is unknown.
 std::string expand_home(const std::string& path, std::string_view what);
 
-// For a path that is not there and reads like the name of a model on Hugging Face's hub
-// ("Qwen/Qwen2-0.5B"): " That is a name on ...", with the command that makes a folder of it.
+// For a path that does not exist and looks like a model's name on Hugging Face's hub
+// ("Qwen/Qwen2-0.5B"): " That is a name on ...", with the command that downloads it to a folder.
 // Otherwise empty.
 std::string hub_advice(const std::string& path);
 
-// The width of the terminal that a stream ends at, even through the launcher's pipe.
+// The width of the terminal that shows a stream, even through the launcher's pipe.
 //
 // A rank's stdout is a pipe to `lockstep run`, so isatty() says no even where a person watches. The
 // launcher therefore names the terminal's width in LOCKSTEP_TERMINAL, together with the pipe it
@@ -86,7 +86,7 @@ inline constexpr const char* kVariable = "LOCKSTEP_TERMINAL";
 // 0: it is neither a terminal nor a pipe that leads to one.
 int columns(int fd);
 
-// What kVariable says to a process that writes to the pipe `fd`; "" when it cannot be said.
+// The value of kVariable for a process that writes to the pipe `fd`; "" when there is none.
 std::string describe_pipe(int fd, int columns);
 
 }  // namespace terminal

@@ -1,5 +1,5 @@
-// 64 bits of some bytes in memory, to compare them with those of another rank or another time.
-// Fast, and not a defence against somebody who wants two to be equal; files have SHA-256.
+// A 64-bit hash of bytes in memory, to compare them with another rank's or an earlier one's. Fast,
+// but not collision-resistant against an attacker; files have SHA-256.
 //
 //   if (fingerprint(order.data(), order.size() * sizeof order[0]) != saved) ...
 #pragma once

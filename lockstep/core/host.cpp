@@ -221,7 +221,7 @@ std::string mib(std::uint64_t bytes) {
   return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / (1 << 20));
 }
 
-// How many of the groups are this one or lie in it.
+// The number of groups that are this one or below it.
 std::size_t ranks_in(const CgroupDirectory& group, const std::vector<std::string>& groups) {
   return static_cast<std::size_t>(std::ranges::count_if(groups, [&](const std::string& text) {
     const auto path = cgroup_in(text, group.unified, "memory");
@@ -304,7 +304,7 @@ double seconds_of(const timeval& time) {
   return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
 }
 
-// Of this process, with those of the children that have ended.
+// The processor time of this process, with that of its children that have ended.
 double own_s() {
   double sum = 0;
   for (const int who : {RUSAGE_SELF, RUSAGE_CHILDREN}) {

@@ -1,5 +1,5 @@
-// What the kernel says about this host and process: its files in /proc and /sys, control groups,
-// cores, free memory and pages.
+// What the kernel reports about this host and process, from /proc, /sys and control groups: cores,
+// free memory and pages.
 //
 //   const int threads = allowed_cores() / local_ranks;
 //   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
@@ -23,19 +23,19 @@ namespace lockstep {
 
 // ---------------------------------------------------------------- the kernel's files
 
-// Where the kernel's files are. Tests name folders with the files of an invented machine.
+// The roots of the kernel's files. Tests name folders that describe an imaginary machine.
 struct HostFiles {
   std::string proc = "/proc";
   std::string sys = "/sys";
 };
 
-// Empty where the file cannot be read: processes end and groups vanish while they are read.
+// Empty if the file cannot be read: processes end and control groups vanish at any time.
 std::string text_or_empty(const std::string& path);
 
-// The number that the text begins with, after blanks. "max" and "-1" are none.
+// The number at the beginning of the text, after blanks; nothing for "max" and "-1".
 std::optional<std::uint64_t> leading_number(std::string_view text);
 
-// What follows the key in the line "key value" or "key: value"; empty without such a line.
+// The text after the key in a line "key value" or "key: value"; empty without such a line.
 //
 //   number_after(text_or_empty(files.proc + "/meminfo"), "MemAvailable");    // KiB
 std::string_view text_after(std::string_view text, std::string_view key);
@@ -65,10 +65,10 @@ std::vector<CgroupDirectory> cgroup_directories(const std::string& controller,
 std::optional<std::string> cgroup_in(const std::string& text, bool unified,
                                      const std::string& controller);
 
-// What this one group has of memory, in bytes; nothing where there is no limit or no counter.
+// Limit and use of memory in this one group, in bytes; unset without a limit or a counter.
 struct CgroupMemory {
   std::optional<std::uint64_t> limit, used;
-  std::optional<std::uint64_t> cache;  // part of `used` that is given back when it is asked for
+  std::optional<std::uint64_t> cache;  // the part of `used` that the kernel reclaims on demand
 };
 CgroupMemory memory_of(const CgroupDirectory& group);
 
@@ -77,7 +77,7 @@ std::optional<double> cpu_quota_cores(const CgroupDirectory& group);
 
 // ---------------------------------------------------------------- cores
 
-// The CPUs this process may run on (sched_getaffinity), ascending.
+// The CPUs this process may run on (sched_getaffinity), in ascending order.
 std::vector<int> allowed_cpus();
 // The CPU quota of this process's cgroups (v1 and v2, every level up to the mount), in cores;
 // nothing when there is none.
@@ -109,8 +109,8 @@ std::string memory_groups(const HostFiles& files = {});
 // host's available memory. What cannot be read does not count.
 std::string lacking_memory(const MemoryNeed& need, const HostFiles& files = {});
 
-// How much of the cores other programs use while something is measured: figures from a busy machine
-// do not describe the machine. The processor time of child processes counts when they have ended.
+// How much of the cores other programs use during a measurement, since a figure from a busy machine
+// does not describe that machine. Child processes count once they have ended.
 //
 //   const OtherPrograms others;
 //   measure();

@@ -1,9 +1,9 @@
-// JSON, strictly as RFC 8259 has it: the one reader, and the one place that quotes strings.
+// JSON as RFC 8259 defines it: the only parser, and the only function that quotes strings.
 //
-// The reader is a cursor whose caller says what comes next; it throws when something else does, at
-// its offset and with a remedy. Valid UTF-8, no duplicates hidden (the caller sees every key),
-// integers exact, nothing after the end, a bound on nesting. It copies only the strings that are
-// asked for, so large files cost little; parse_json() in document.h makes a tree of a small one.
+// The parser is a cursor whose caller says what must come next; otherwise it throws, with the
+// offset and a remedy. Valid UTF-8, no hidden duplicates (the caller sees every key), exact
+// integers, nothing after the end, bounded nesting. It copies only the strings that are asked for,
+// so large files cost little; parse_json() in document.h makes a tree of a small one.
 //
 //   JsonReader json(text);
 //   json.enter_object();
@@ -20,7 +20,7 @@
 
 namespace lockstep {
 
-// What is wrong and where, without a full stop; a caller that knows the file makes it a UsageError.
+// The error and its offset, without a full stop; callers that know the file throw UsageError.
 class JsonError : public std::runtime_error {
  public:
   JsonError(std::size_t offset, const std::string& what)
@@ -38,7 +38,7 @@ std::string json_quote(std::string_view text);
 // Used by one thread; the text must outlive it.
 class JsonReader {
  public:
-  // From the offset `begin` on; offsets count from the front of the text.
+  // Starts at the offset `begin`; offsets count from the beginning of the text.
   explicit JsonReader(std::string_view text, std::size_t begin = 0, std::size_t max_depth = 128);
 
   // The first character of the value that comes next, at offset().

@@ -102,7 +102,7 @@ bool belongs_to_this_rank(const LedgerMemory& ledger) {
          is_in_environment("WORLD_SIZE", ledger.world_size);
 }
 
-// Where a rank is several processes, the first one that communicates counts.
+// If a rank has several processes, the first one that communicates owns the ledger.
 bool claim(LedgerMemory& ledger) {
   std::uint64_t owner = 0;
   const auto self = static_cast<std::uint64_t>(::getpid());
@@ -187,7 +187,7 @@ void install_stack_handler(LedgerMemory& ledger) {
     set(ledger.stack_signal, static_cast<std::uint64_t>(number));
 }
 
-// What was counted before the ledger was there belongs to the rank too.
+// Counts from before the ledger was opened belong to the rank too.
 void take_progress(ProgressMemory& memory) {
   const auto take = [](Word& to, const Word& from) {
     to.store(from.load(std::memory_order_relaxed), std::memory_order_relaxed);

@@ -1,9 +1,9 @@
-// The ledger: where a rank stands, in memory that its launcher reads whatever the rank does.
+// The ledger: a rank's progress, in memory that its launcher can read whatever the rank does.
 //
-// `lockstep run` gives each rank a piece of shared memory (LOCKSTEP_LEDGER). The rank notes there
-// its step, its phase and each collective, so that a rank that is stopped, loops forever or has
-// crashed can still be asked what it did last (ledger_file.h). Without a launcher of ours it keeps
-// the sums alone (Totals), and each other call costs one load.
+// `lockstep run` gives each rank a piece of shared memory (LOCKSTEP_LEDGER). The rank records its
+// step, its phase and each collective there, so that a launcher can tell the last operation of a
+// rank that is stopped, loops forever or has crashed (ledger_file.h). Without a Lockstep launcher
+// only the sums (Totals) are kept, and each other call costs one load.
 //
 //   ledger::open();
 //   const ledger::PhaseScope saving(ledger::Phase::kSaving);
@@ -39,8 +39,8 @@ enum class Phase : std::uint8_t {
 };
 const char* name(Phase phase);
 
-// Once, when a rank knows that it is one: maps the memory, lists the loaded files and installs a
-// handler that leaves the stack where the launcher asks for it. False: there is no ledger, it is
+// Called once, as soon as a process knows its rank: maps the memory, lists the loaded files and
+// installs a handler that saves the stack for the launcher. False: there is no ledger, it is
 // another rank's, or another process of this rank writes it. Later calls do nothing.
 bool open() noexcept;
 // The signal of that handler; 0: none.
@@ -62,30 +62,30 @@ struct Operation {
 enum class End : std::uint8_t {
   kFinished = 1,
   kFailed = 2,
-  kReleased = 3,  // no longer observed: it is on a device's stream
+  kReleased = 3,  // no longer observed: enqueued on a device's stream
 };
 
 Ticket post(const Operation& operation) noexcept;
-void started(Ticket ticket) noexcept;  // the backend has it
+void started(Ticket ticket) noexcept;  // the backend has started it
 void ended(Ticket ticket, End end) noexcept;
 
-// The Trainer counts its steps. A loop of the user's own does not: there the end of each
-// synchronised backward, or of a sharded step, is one.
+// Called by the Trainer after each step. In a user's own loop the end of each synchronised
+// backward, or of a sharded step, counts as a step instead.
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
-std::int64_t step() noexcept;  // the one that ended last; -1: not known
-// Resumed: the next step that is counted is the one after this. Counts no step as ended; a negative
-// number does nothing.
+std::int64_t step() noexcept;  // the last step that ended; -1: not known
+// For a resumed run: the next step that is counted is the one after this. Counts no step as ended;
+// a negative number does nothing.
 void continue_at(std::int64_t step) noexcept;
-// So many steps have been taken. Where nothing counts them (one rank without Accumulation), all
-// since the last one that was named have ended; otherwise only the number is corrected.
+// `step` steps have been taken in all. If nothing else counts them (one rank without Accumulation),
+// all steps since the last reported one have ended; otherwise only the number is corrected.
 void reach_step(std::int64_t step) noexcept;
 
-// Where the run writes its metrics and checkpoints, for the launcher. An absolute path; one that
-// does not fit (4 KiB) is not noted, since a shortened one would be another folder.
+// The run's output folder, for the launcher. An absolute path; one that does not fit (4 KiB) is not
+// recorded, since a truncated path would name another folder.
 void set_output_dir(std::string_view path) noexcept;
 
-// Returns the phase before.
+// Returns the previous phase.
 Phase set_phase(Phase phase) noexcept;
 
 class PhaseScope {
@@ -100,12 +100,12 @@ class PhaseScope {
 };
 
 namespace detail {
-// What the calling thread's next records name as their place in the program.
+// The place in the program to which the calling thread's next records are attributed.
 inline thread_local const void* call_site = nullptr;
 }  // namespace detail
 
-// At the top of a public function: operations inside are noted with its return address. Where
-// several are nested the outermost counts, since the program called that one.
+// Declared at the top of a public function: attributes the operations inside to its return address.
+// The outermost one counts, since that is the call in the user's program.
 class CallSite {
  public:
   [[gnu::always_inline]] CallSite() noexcept : outermost_(detail::call_site == nullptr) {
@@ -123,8 +123,8 @@ class CallSite {
 
 // ---------------------------------------------------------------- sums of the steps
 
-// Where a rank's time goes: sums since it began, by the phases of its training thread, and counts
-// of what tends to slow a step down. The difference of two readings describes the steps between.
+// Sums over a rank's lifetime: wall time by phase of its training thread, and counts of events that
+// tend to slow a step down. The difference of two readings describes the steps between.
 //
 //   ledger::add(ledger::Counter::kHostSyncs);
 //   const ledger::Totals before = ledger::totals();
@@ -175,11 +175,11 @@ struct Totals {
   std::array<std::uint64_t, kCounters> counts{};
 };
 
-Phase phase() noexcept;  // the one that this process is in
+Phase phase() noexcept;  // this process's current phase
 void add(Counter counter, std::uint64_t amount = 1) noexcept;
 void add_device_time(Phase phase, std::uint64_t ns) noexcept;
 Totals totals() noexcept;
-std::uint64_t monotonic_ns();  // the steady clock, as the ledger has it
+std::uint64_t monotonic_ns();  // the steady clock, in the ledger's unit
 // What was added between two readings of one rank; time_ns and steps are differences too.
 Totals since(const Totals& before, const Totals& now) noexcept;
 

@@ -35,7 +35,7 @@ Phase phase_of(std::uint64_t word) {
   return static_cast<Phase>(word & 0xff);
 }
 
-// What reaches a terminal is text.
+// Removes all but printable text, because it may reach a terminal.
 std::string printable(const char* data, std::size_t bytes) {
   std::string text(data, ::strnlen(data, bytes));
   for (char& c : text)
@@ -63,7 +63,7 @@ State state_of(const RecordMemory& slot, Ticket ticket, std::uint64_t end) {
   }
 }
 
-// False: there is none, or it was written meanwhile.
+// False: the record is empty, or was written meanwhile.
 bool read_record(const RecordMemory& slot, Record& record) {
   const std::uint64_t version = get(slot.version);
   if (version == 0 || version % 2 == 1) return false;

@@ -1,4 +1,4 @@
-// The launcher's side of the ledger (ledger.h): makes the memory, reads it, stores it as a file.
+// The launcher's side of the ledger (ledger.h): creates the memory, reads it, saves it to a file.
 //
 //   ledger::File file = ledger::File::create({.rank = 1, .world_size = 3});
 //   ... the rank is started with file.fd() and file.variable() ...
@@ -6,7 +6,7 @@
 //   file.save("attempt_0/1/ledger");
 //   const ledger::Snapshot later = ledger::read(read_file("attempt_0/1/ledger"));
 //
-// A File belongs to one thread. read() takes nothing for granted: a rank may write anything there.
+// A File belongs to one thread. read() validates everything: a rank may write anything there.
 #pragma once
 
 #include <cstddef>
@@ -98,7 +98,7 @@ class File {
   std::string variable() const;  // for kVariable
   void close_fd() { fd_.reset(); }
 
-  // Without the cost of a Snapshot.
+  // Reads one field, without the cost of a Snapshot.
   bool opened() const { return pid() != 0; }
   int pid() const;
   Phase phase() const;
@@ -107,7 +107,7 @@ class File {
   std::uint64_t step_ns() const;
   std::uint64_t stacks_taken() const;
   Totals totals() const;  // where the rank's time went
-  // Where the rank's run writes; empty: not known. Bytes of a path, for no terminal.
+  // Where the rank's run writes; empty: not known. Untrusted bytes: escape them for a terminal.
   std::string output_dir() const;
 
   Snapshot read() const;
@@ -118,7 +118,7 @@ class File {
   LedgerMemory* memory_ = nullptr;
 };
 
-// What save() has written. Throws UsageError for what is not a ledger; `name` names it.
+// Reads what save() has written. Throws UsageError for any other file; `name` names it.
 Snapshot read(std::string_view bytes, const std::string& name);
 
 }  // namespace lockstep::ledger

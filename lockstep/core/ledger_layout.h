@@ -1,4 +1,4 @@
-// The ledger's memory as the rank writes it and the launcher reads it, on both architectures.
+// The memory layout of the ledger that ranks write and launchers read, on both architectures.
 //
 // Every word is an atomic, so that reading while the rank writes is defined. A record is guarded by
 // its version, as in a seqlock: odd while it is written, 2 * ticket once it is whole. A fence
@@ -46,7 +46,7 @@ struct RecordMemory {
 };
 static_assert(sizeof(RecordMemory) == 128);
 
-// Where the training thread is and where its time went. A rank without a launcher has one too.
+// The training thread's phase and its time by phase. A rank without a launcher has one too.
 struct ProgressMemory {
   Word step;     // + 1; 0: not known
   Word step_ns;  // how long the last one took

@@ -1,4 +1,4 @@
-// Mistakes gathered from a whole input, so that a user fixes them in one go instead of one by one.
+// Collects all mistakes of an input, so that a user fixes them in one go instead of one by one.
 //
 //   Problems problems;
 //   problems.attempt([&] { batch = as_integer(node, "batch"); });
@@ -46,7 +46,7 @@ class Problems {
   bool empty() const { return texts_.empty(); }
   std::size_t size() const { return texts_.size(); }
   const std::vector<std::string>& texts() const { return texts_; }
-  // Enough to fix: reading on would only make the message longer.
+  // True at the maximum: more mistakes would only make the message longer.
   bool full() const { return texts_.size() >= kMax; }
 
   void raise() const {

@@ -1,6 +1,6 @@
-// File and line of addresses in a program or library, from its debug information. The addr2line of
-// the machine reads it, in a process of its own and against a deadline: a failing program neither
-// links a reader of debug information nor waits for one.
+// Finds file and line of addresses in a program or library, from its debug information. The host's
+// addr2line reads it, as a separate process with a deadline: a failing program neither links a
+// parser of debug information nor waits for one.
 //
 //   auto lines = source_lines("/usr/bin/train", {0x2f0f}, Deadline::after(seconds(3)));
 //   lines[0];                                         // "/src/train.cpp:41"; empty: not known
@@ -16,8 +16,8 @@
 
 namespace lockstep {
 
-// `addresses` as the file counts them, of the instructions themselves (one less than a return
-// address). Never throws for a file without debug information, nor without an addr2line.
+// `addresses` are file addresses of the instructions themselves (one less than a return address).
+// Does not throw for a file without debug information, nor without an addr2line.
 std::vector<std::string> source_lines(const std::string& file,
                                       const std::vector<std::uint64_t>& addresses,
                                       const Deadline& deadline);

@@ -130,7 +130,7 @@ std::string program_file() {
   return length > 0 && ::access(path, R_OK) == 0 ? path : fmt::format("/proc/{}/exe", ::getpid());
 }
 
-// What a person would write: no suffixes of the compiler (".cold", ".part.0"), strings by name.
+// A name as in the source: no suffixes of the compiler (".cold", ".part.0"), strings by name.
 std::string readable(const char* symbol) {
   std::string name = demangle(symbol);
   if (const auto clone = name.find(" [clone "); clone != std::string::npos) name.erase(clone);

@@ -1,5 +1,5 @@
-// Names for addresses. dladdr() knows exported functions only; the symbol table in the file also
-// knows static ones and the cold parts that the compiler moves out of a function, where most
+// Converts addresses to names. dladdr() knows exported functions only; a file's symbol table also
+// has static functions and the cold parts that the compiler splits from a function, where most
 // `throw`s are. Debug information is not needed.
 //
 //   std::string text = symbols::frame_text(return_address);   // "train(World&)+0x1c (a+0x2f10)"
@@ -22,7 +22,7 @@ std::string frame_text(void* return_address);
 // own addresses the file was loaded there.
 std::string frame_text(const std::string& file, std::uint64_t return_address, std::uint64_t bias);
 
-// The instruction before a return address: its file, and the address as that file counts.
+// The file and file address of the instruction before a return address.
 struct Place {
   std::string file;  // empty: none is known
   std::uint64_t address = 0;

@@ -183,7 +183,7 @@ Part part_at(std::string_view text, std::size_t at) {
   return {size, true};
 }
 
-// Where the first byte that is not ASCII stands, from `at` on.
+// The position of the first byte that is not ASCII, from `at` on.
 std::size_t skip_ascii(std::string_view text, std::size_t at) {
   constexpr std::uint64_t kHighBits = 0x8080808080808080u;
   for (; at + 8 <= text.size(); at += 8) {

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// trim() and lower() know ASCII alone.
+// trim() and lower() handle ASCII only.
 std::vector<std::string> split(std::string_view text, char separator);  // empty parts as well
 std::vector<std::string> lines_of(std::string_view text);  // no empty one after the last newline
 std::string trim(std::string_view text);                   // without white space around it
@@ -33,23 +33,23 @@ std::string first_numbers(std::span<const int> numbers);
 
 // ---------------------------------------------------------------- spelling
 
-// Insertions, deletions, changes and swaps of neighbours, which are the commonest slip.
+// Edits are insertions, deletions, substitutions and swaps of neighbours.
 std::size_t edit_distance(std::string_view a, std::string_view b);
 
-// The candidate with the smallest distance, when it is near enough to be what was meant: at most a
-// third of its letters, and two for short ones.
+// The candidate with the smallest distance, if it is close enough to be a misspelling: at most a
+// third of the word's letters, or two for short words.
 std::optional<std::string> nearest(std::string_view word, std::span<const std::string> candidates);
 
-// " Did you mean warmup_steps?", or nothing. `prefix` stands before the candidate.
+// " Did you mean warmup_steps?", or nothing. `prefix` is put before the candidate.
 std::string did_you_mean(std::string_view word, std::span<const std::string> candidates,
                          std::string_view prefix = "");
 
 // ---------------------------------------------------------------- text for a terminal
 
-// Makes foreign text safe for a terminal, where control characters could move the cursor or set the
-// title to a command. Control characters, bytes that are not UTF-8 and marks that reorder text
-// become escapes such as \x1b. Line breaks and tabs become spaces, so that the text cannot have
-// lines that look like ours.
+// Makes untrusted text safe for a terminal, where control characters could move the cursor or set
+// the title to a command. Control characters, bytes that are not UTF-8 and marks that reorder text
+// become escapes such as \x1b. Line breaks and tabs become spaces, so that no part of the text can
+// pass for one of our own lines.
 std::string printable(std::string_view text);
 // The same, but keeps line breaks and tabs.
 std::string printable_lines(std::string_view text);
@@ -67,13 +67,13 @@ std::optional<std::size_t> invalid_utf8(std::string_view text);
 // The text itself, or a copy in `storage` in which U+FFFD stands for each part that is not UTF-8
 // (the longest beginning of a character, or one byte: as Unicode recommends and Python does).
 std::string_view valid_utf8(std::string_view text, std::string& storage);
-// As much of the beginning as fits into `max_bytes` without cutting a character.
+// The longest beginning that fits into `max_bytes` without cutting a character.
 std::string_view utf8_prefix(std::string_view text, std::size_t max_bytes);
 std::size_t character_count(std::string_view text);
 
-// The character at `at`, which moves past it. The text must be valid.
+// Returns the character at `at` and advances `at` past it. The text must be valid.
 char32_t next_character(std::string_view text, std::size_t& at);
-// The character that ends at `at`, which moves to its beginning.
+// Returns the character that ends at `at` and moves `at` to its beginning.
 char32_t previous_character(std::string_view text, std::size_t& at);
 // Bytes of the character that begins with this byte.
 std::size_t character_size(char first);

@@ -1,7 +1,7 @@
-// Which signals a thread of the library takes: none that are sent to the process, since handlers
-// are for the program's own threads, and all that a fault in the thread itself raises. The kernel
-// ends a process at once when a thread faults with that signal blocked: no handler runs, and the
-// crash report is missing.
+// Chooses the signals of the library's threads: they block all signals sent to the process, since
+// handlers are for the program's own threads, but not those that a fault in the thread itself
+// raises. If a thread faults with that signal blocked, the kernel ends the process at once: no
+// handler runs, and the crash report is missing.
 //
 //   const SignalsBlocked blocked;
 //   std::thread worker([] { ... });  // inherits the mask
@@ -21,10 +21,10 @@ inline std::string signal_name(int number) {
   return name != nullptr ? std::string("SIG") + name : "signal " + std::to_string(number);
 }
 
-// Those of the crash report (crash.h).
+// The signals that the crash report handles (crash.h).
 inline constexpr int kFaultSignals[] = {SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
 
-// For the calling thread and the threads that it starts, until the end of the scope.
+// Blocks them for the calling thread and the threads it starts, until the end of the scope.
 class SignalsBlocked {
  public:
   SignalsBlocked() {

@@ -1,7 +1,7 @@
-// Remembers where exceptions were thrown. By the time a handler sees one its stack is gone, so
-// every `throw` of the process passes through here (our __cxa_throw stands in front of the C++
-// runtime's). Only after enable() are the addresses of the latest ones recorded, which costs some
-// microseconds per throw; until then a throw is passed on as it is.
+// Remembers where exceptions were thrown. A handler runs after the stack is gone, so this file
+// replaces __cxa_throw, through which every `throw` of the process passes. Only after enable() are
+// the addresses of the latest throws recorded, which costs some microseconds each; until then a
+// throw is only passed on.
 //
 //   throw_trace::enable();
 //   std::vector<void*> frames = throw_trace::find(dynamic_cast<const void*>(&exception));

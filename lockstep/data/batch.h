@@ -1,8 +1,8 @@
-// What a dataset gives (Example), the random numbers that it draws for a sample (SampleRandom), and
-// what a training step takes (Batch).
+// A dataset's sample (Example), the random numbers of its augmentation (SampleRandom), and the
+// input of a training step (Batch).
 //
-// A batch knows how much is in it. samples() and `tokens` weight losses and metrics over ranks, and
-// both are counted on the CPU before the batch moves to a device, so that no step waits for the
+// A batch knows its size. samples() and `tokens` weight losses and metrics over ranks; both
+// are counted on the CPU before the batch moves to a device, so that no step waits for the
 // device.
 //
 //   for (auto& batch : loader.epoch(0)) {
@@ -29,19 +29,19 @@ constexpr std::int64_t kIgnoredTarget = -100;
 struct Example {
   at::Tensor data{};
   at::Tensor target{};
-  std::int64_t index = -1;  // in the dataset; the loader sets it before it collates
+  std::int64_t index = -1;  // in the dataset; the loader sets it before collation
 };
 
 struct Batch {
   at::Tensor data{};
   at::Tensor target{};
   std::vector<std::int64_t> indices{};  // the samples' indices in the dataset
-  // What a mean over tokens divides by: targets that are not kIgnoredTarget where each sample has a
-  // sequence of integer targets, otherwise the number of samples.
+  // The divisor of a mean over tokens: the number of targets that are not kIgnoredTarget where each
+  // sample has a sequence of integer targets, otherwise the number of samples.
   std::int64_t tokens = 0;
 
   std::int64_t samples() const { return static_cast<std::int64_t>(indices.size()); }
-  // The same batch with its tensors on the device; itself where they already are.
+  // The batch with its tensors on the device; itself if they already are.
   Batch to(c10::Device device, bool non_blocking = false) const;
 };
 
@@ -53,22 +53,22 @@ Batch stack(const std::vector<Example>& examples);
 // must be on the CPU.
 std::int64_t count_tokens(const at::Tensor& target, std::int64_t samples);
 
-// What the random numbers of all samples of one epoch share.
+// The part of the random key that all samples of an epoch share.
 struct RandomKey {
   std::uint64_t seed = 0;
   std::int64_t epoch = 0;
 };
 
-// Random numbers for one sample: what an augmentation draws depends on (seed, epoch, index in the
-// dataset) and on nothing else, so it is the same with any number of ranks or workers, and after a
+// Random numbers for one sample: an augmentation depends on (seed, epoch, index in the dataset)
+// and on nothing else, so it is the same with any number of ranks or workers, and after a
 // resume.
 //
 //   Example get(std::int64_t index, SampleRandom& random) const override {
 //     return {random.uniform() < 0.5 ? image(index).flip({-1}) : image(index), label(index)};
 //   }
 //
-// Also a generator for the distributions of <random>; generator() in dataset.h makes one of torch's
-// of it. One thread at a time.
+// Also a generator for the distributions of <random>; generator() in dataset.h converts it to a
+// torch generator. One thread at a time.
 class SampleRandom {
  public:
   using result_type = std::uint64_t;

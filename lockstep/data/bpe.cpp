@@ -185,8 +185,8 @@ void Bpe::finish() {
   if (options_.byte_fallback)
     for (unsigned byte = 0; byte < 256; ++byte)
       bytes_[byte] = id_of(fmt::format("<0x{:02X}>", byte));
-  // Where no token has a space mark after another character, no merge crosses the position before
-  // one: the parts of a text can then be encoded, and cached, word by word.
+  // If no token has a space mark after another character, no merge crosses the position before a
+  // mark: the text can then be encoded, and cached, word by word.
   splits_at_spaces_ = !options_.byte_level && !options_.ignore_merges && id_of(kSpaceMark) >= 0 &&
                       std::all_of(merges_.begin(), merges_.end(), [this](const Merge& merge) {
                         if (merge.pair == kNoPair) return true;

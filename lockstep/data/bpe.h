@@ -30,7 +30,7 @@ struct BpeOptions {
   bool ignore_merges = false;              // a word that is a token is that token
 };
 
-// Words and their ids. It forgets all of them when it is full.
+// A cache of words and their ids. When it is full it is emptied.
 class WordCache {
  public:
   using Ids = std::vector<std::int64_t>;
@@ -57,7 +57,7 @@ class WordCache {
   std::vector<std::int32_t> ids_;
 };
 
-// What encode() works with; for one thread at a time.
+// The working memory of encode(); one thread at a time.
 struct BpeScratch {
   struct Symbol {
     std::int32_t id;
@@ -66,7 +66,7 @@ struct BpeScratch {
   };
 
   WordCache cache;
-  std::string text;  // a word as the vocabulary writes it
+  std::string text;  // the word in the vocabulary's characters
   std::vector<std::int32_t> ids;
   std::vector<std::uint32_t> ranks;
   std::vector<Symbol> symbols;
@@ -90,7 +90,7 @@ class Bpe {
   void encode(std::string_view word, BpeScratch& scratch, Ids& ids) const;
 
   std::int32_t id_of(std::string_view text) const;  // -1: none
-  // Empty: none. The empty text is never a token of a word.
+  // Empty if the id has no token; no token has an empty text.
   std::string_view text_of(std::int64_t id) const;
   std::size_t size() const { return count_; }
   std::int64_t max_id() const { return static_cast<std::int64_t>(tokens_.size()) - 1; }
@@ -126,9 +126,9 @@ class Bpe {
   bool splits_at_spaces_ = false;
 };
 
-// U+0100 and others for the bytes that are not printable, as GPT-2's tokenizer has it.
+// GPT-2's substitutes for bytes that are not printable: U+0100 and others.
 char32_t byte_level_character(unsigned char byte);
-// -1 for a character that stands for no byte.
+// -1 for a character that represents no byte.
 int byte_of_character(char32_t character);
 
 }  // namespace lockstep::data

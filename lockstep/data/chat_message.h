@@ -22,8 +22,8 @@ struct ChatText {
     std::size_t end;
   };
   std::string text;
-  // The byte ranges of the text that the assistant says, with the token that ends each: what a
-  // template in Hugging Face's form would have between {% generation %} and {% endgeneration %}.
+  // The byte ranges of the assistant's messages, each with the token that ends it: what a template
+  // in Hugging Face's form would put between {% generation %} and {% endgeneration %}.
   std::vector<Range> answers{};
 };
 

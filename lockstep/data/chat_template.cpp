@@ -17,7 +17,7 @@ struct Known {
   std::string_view written;
 };
 
-// The releases from the second on: a system message is a part of the first user's.
+// Since the second release a system message is a part of the first user's message.
 constexpr std::string_view kMistralWithSystem = " [INST] \n\n [/INST] [INST]  [/INST] ";
 
 constexpr std::array<Known, 12> kKnown{{
@@ -48,8 +48,8 @@ bool is_name(std::string_view text) {
   });
 }
 
-// What a template writes besides the messages and variables, in the order of its text. Names of
-// keys and roles ('role', 'user') and texts of exceptions are skipped.
+// The literal text of a template, without messages and variables, in its order. Names of keys and
+// roles ('role', 'user') and texts of exceptions are skipped.
 class WrittenText {
  public:
   explicit WrittenText(std::string_view text) : text_(text) {
@@ -208,7 +208,7 @@ void check_gemma_turns(std::span<const ChatMessage> messages) {
                      "message into the first user's");
 }
 
-// One message, without what comes before the first.
+// Renders one message, without the text that precedes the first.
 std::string render_turn(Family family, const std::string& role, const std::string& content) {
   switch (family) {
     case Family::kPhi3Any:
@@ -229,7 +229,7 @@ std::string render_turn(Family family, const std::string& role, const std::strin
   }
 }
 
-// What ends a turn; some families have a line end after it.
+// The token that ends a turn; some families have a line end after it.
 std::string_view end_token(Family family) {
   if (family == Family::kLlama3) return "<|eot_id|>";
   if (family == Family::kGemma) return "<end_of_turn>";
@@ -289,7 +289,7 @@ std::string take_default_system(std::string_view text, std::string& written) {
   return prompt;
 }
 
-// What the text that Mistral's templates write does not say.
+// Reads the properties of Mistral's templates that their literal text does not show.
 void read_mistral(std::string_view text, std::string_view written, ChatTemplate& chat) {
   chat.begins_answer = false;
   chat.takes_system = written == kMistralWithSystem;

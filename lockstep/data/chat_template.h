@@ -1,8 +1,8 @@
-// Chats as text, for the templates of a few families. Private to this layer.
+// Renders chats as text, for the templates of a few model families. Private to this layer.
 //
-// A template is a program (Jinja). It is not run: its family is recognised by the text that it
-// writes, and that family is rendered here. The text is everything outside its tags and in its
-// string literals, put together; it spells the special tokens with the line ends between them:
+// A template is a Jinja program. It is not executed: its family is recognised by its literal text,
+// and that family is rendered here. The literal text is everything outside the tags and in the
+// tags' string literals, joined; it has the special tokens with the line ends between them:
 //
 //   Phi-3    <|user|>, <|assistant|>, <|end|>; three releases of it
 //   Llama 2  [INST], [/INST], <<SYS>>
@@ -58,12 +58,12 @@ struct ChatTemplate {
   bool space_before_answer = false;
   bool space_after_answer = false;
 
-  // UsageError for messages that have no place in the family's template.
+  // UsageError for messages that the family's template cannot render.
   ChatText render(std::span<const ChatMessage> messages, bool add_generation_prompt,
                   const ChatTokens& tokens) const;
 };
 
-// UsageError for a template of no known family; `where` names its file.
+// UsageError for a template of an unknown family; `where` names its file.
 ChatTemplate recognise_chat_template(std::string_view text, const std::string& where);
 
 }  // namespace lockstep::data

@@ -1,4 +1,4 @@
-// Where samples come from: numbered from 0, each readable at any time from any thread.
+// Datasets: samples numbered from 0, each readable at any time from any thread.
 //
 // The loader's workers are threads of this process. get() is therefore const and must be safe to
 // call from several threads at once; a dataset of torch::data, which need not be, is copied once
@@ -39,20 +39,20 @@ class Dataset {
   virtual std::int64_t size() const = 0;
   virtual Example get(std::int64_t index, SampleRandom& random) const = 0;
 
-  // Combines samples into a batch, unless the loader was given another way. stack() by default.
+  // Combines samples into a batch; the loader's option overrides it. stack() by default.
   virtual Batch collate(std::vector<Example> examples) const;
-  // The whole batch at once, for datasets that are faster that way; nothing: get() and collate()
-  // are used. The loader fills in `indices`.
+  // Returns a whole batch at once, for datasets that are faster that way; if nullopt, get() and
+  // collate() are used. The loader fills in `indices`.
   virtual std::optional<Batch> get_batch(Indices indices, const RandomKey& key) const;
 };
 
 using DatasetPtr = std::shared_ptr<const Dataset>;
 
-// A torch generator with the sample's state, for at::rand(..., generator) and its like.
+// A torch generator seeded with the sample's state, for at::rand(..., generator) and the like.
 at::Generator generator(SampleRandom& random);
 
-// Tensors whose first dimension counts samples; `targets` may be undefined. Batches are cut out by
-// index_select, without going through single samples.
+// Tensors whose first dimension counts samples; `targets` may be undefined. A batch is one
+// index_select, without reading single samples.
 class TensorDataset : public Dataset {
  public:
   explicit TensorDataset(at::Tensor data, at::Tensor targets = {});
@@ -79,8 +79,8 @@ concept TorchDataset = requires(T dataset, const std::vector<std::size_t>& indic
   { dataset.size().has_value() } -> std::convertible_to<bool>;
 };
 
-// torch::data::Example<> and TensorExample, recognized by their members: this header needs none of
-// torch::data.
+// torch::data::Example<> and TensorExample, recognized by their members, so that this header does
+// not include torch::data.
 template <typename T>
 Example to_example(T&& example) {
   if constexpr (requires { example.target; })
@@ -89,7 +89,7 @@ Example to_example(T&& example) {
     return {.data = example.data};
 }
 
-// A batch that a dataset has stacked itself, and the only sample of such a batch.
+// A batch that a dataset has stacked itself, and the inverse for a batch of one sample.
 Batch batch_of(Example stacked, std::int64_t samples);
 Example only_sample(const Example& stacked);
 
@@ -156,8 +156,8 @@ void check_sized(bool sized);
 
 }  // namespace detail
 
-// Any dataset of torch::data that knows its size, mapped ones too. Its random numbers, if it draws
-// any, are its own: SampleRandom does not reach it.
+// Any dataset of torch::data that knows its size, also a mapped one. It draws its own random
+// numbers, if any, and does not use SampleRandom.
 template <detail::TorchDataset T>
 DatasetPtr make_dataset(T dataset) {
   detail::check_sized(dataset.size().has_value());

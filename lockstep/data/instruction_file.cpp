@@ -66,7 +66,7 @@ ChatMessage read_message(JsonReader& json) {
   return message;
 }
 
-// What "messages", "prompt" or "completion" holds. Read when the whole object is known: other
+// The value of "messages", "prompt" or "completion". Parsed when the whole object is known: other
 // records may have anything under these keys.
 struct ChatField {
   std::size_t offset = 0;  // 0: the key is not there

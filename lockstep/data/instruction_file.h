@@ -1,5 +1,5 @@
-// Data to fine-tune on: as people store it, and as rows of tokens. Without torch, so that
-// `lockstep config check` finds what training would find.
+// Fine-tuning data: its file formats, and its conversion to rows of tokens. Without torch, so that
+// `lockstep config check` finds the mistakes that training would find.
 //
 // A file is a JSON list of objects or has one object per line. Its objects are of one kind:
 //
@@ -28,9 +28,9 @@
 namespace lockstep::data {
 
 enum class RecordKind {
-  kInstruction,  // a PromptTemplate makes the text of it
+  kInstruction,  // PromptTemplate renders its text
   kCompletion,   // prompt and completion, as they are in `instruction` and `output`
-  kChat,         // a model's chat template makes the text of it
+  kChat,         // the model's chat template renders its text
 };
 
 struct Instruction {
@@ -40,7 +40,7 @@ struct Instruction {
   std::string answer{};
   RecordKind kind = RecordKind::kInstruction;
   std::vector<ChatMessage> messages{};  // for a chat
-  // This many of them are the prompt of a completion, and the others are learned. 0: the
+  // The first `given` messages are the prompt of a completion; the others are learned. 0: the
   // assistant's messages are learned.
   std::size_t given = 0;
 
@@ -58,8 +58,8 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
 std::vector<Instruction> load_instructions(const std::string& path,
                                            const ReadProgress& progress = {});
 
-// A prompt and its answer out of texts with {instruction}, {input}, {output} and {answer}; what
-// comes before the answer is the prompt.
+// A prompt and its answer, rendered from {instruction}, {input}, {output} and {answer}; the text
+// before the answer is the prompt.
 struct PromptTemplate {
   std::string prompt = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n";
   std::string prompt_without_input = "### Instruction:\n{instruction}\n\n### Response:\n";
@@ -101,13 +101,13 @@ struct InstructionCounts {
   std::int64_t tokens = 0;     // used, over all samples
 };
 
-// The tokens that are left of each sample within a length, which of them are learned, and which
-// samples share a row.
+// The tokens of each sample, truncated to a length; which of them are learned; and which samples
+// share a row.
 //
-// Responses and completions are learned, and in chats what the assistant says: as TRL does with
-// completion_only_loss and assistant_only_loss. A sample whose prompt alone fills a row teaches
-// nothing and is skipped; one that is too long loses its end. What was lost is counted, and it is
-// an error when nothing is left.
+// As in TRL with completion_only_loss and assistant_only_loss, responses and completions are
+// learned, and in chats the assistant's messages. A sample whose prompt alone fills a row is
+// dropped; a longer sample is truncated at its end. Both are counted, and it is an error when
+// nothing is left to learn.
 //
 // Tokenizes at construction (the encoder decides about threads); then read-only for any thread.
 class InstructionRows {

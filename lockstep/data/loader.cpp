@@ -90,7 +90,7 @@ Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
   if (side_) stream.reset_stream(*side_);
   Loaded loaded;
   loaded.batch = load(indices, key, loaded.timing);
-  // What the record divides by steps covers only training.
+  // The record's figures per step must cover only training.
   if (!options_.evaluation) {
     ledger::add(ledger::Counter::kBatches);
     ledger::add(ledger::Counter::kLoadNs,
@@ -299,7 +299,7 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
                      "one epoch at a time; make a second loader for a second loop.");
   if (!round_) return std::nullopt;
   if (handed_out_ == round_->batches) {
-    // Also when there was no batch at all: the epoch is behind us.
+    // Even if there was no batch at all: the epoch has ended.
     state_.cursor = sampler_->size();
     finish_round();
     return std::nullopt;
@@ -326,7 +326,7 @@ std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
   timing_.total.wait += loaded.timing.wait;
   ++timing_.batches;
   ++handed_out_;
-  // What drop_last leaves out, and what was repeated at the end, goes with the last batch.
+  // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
   state_.cursor = handed_out_ == round_->batches
                       ? sampler_->size()
                       : start_cursor_ + handed_out_ * options_.batch_size * info_.ranks;

@@ -1,9 +1,9 @@
 // Batches of a dataset, for one rank of a world: sharded, shuffled, loaded ahead by threads, copied
 // to the device during the computation.
 //
-// Workers run ahead, the state does not. state() is the position after the last batch that was
-// handed out; what workers have loaded beyond it is not counted, and a loop that is left early, a
-// worker's exception or a restart throws it away.
+// Workers run ahead, but state() does not: it is the position after the last batch handed out.
+// Whatever workers have loaded beyond it is discarded when a loop is left early, a worker throws or
+// the run restarts.
 //
 //   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
 //   for (int epoch = 0; epoch < 10; ++epoch)
@@ -50,7 +50,7 @@ struct LoaderOptions {
   bool check_ranks = true;  // compare options and sizes, which makes loader() a collective
 };
 
-// How long one batch took, in seconds. `wait` is what the training loop lost.
+// The seconds that one batch took. `wait` is the time that the training loop lost.
 struct BatchTiming {
   double load = 0;      // get() of all samples; with get_batch() collate is in it
   double collate = 0;   // the worker's, as load and copy are
@@ -82,9 +82,9 @@ class LoaderImpl;
 
 class Epoch;
 
-// Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Moving
-// it is cheap. The destructor stops the workers; one that hangs in a dataset's get() is left behind
-// after 10 s, with a warning.
+// Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Cheap to
+// move. The destructor stops the workers; one that hangs in a dataset's get() is abandoned after 10
+// s, with a warning.
 class Loader {
  public:
   explicit Loader(std::shared_ptr<detail::LoaderImpl> impl);
@@ -96,10 +96,10 @@ class Loader {
   // One epoch at a time: asking for another ends the one before.
   Epoch epoch(std::int64_t epoch);
 
-  // Batches of a whole epoch: the same on every rank (with evaluation: the most that any has).
+  // The number of batches in a whole epoch: equal on every rank (with evaluation: the maximum).
   std::int64_t batches_per_epoch() const;
-  // Batches of this rank that epoch(epoch) will give, or, for the epoch under way, still has to
-  // give.
+  // The number of batches that epoch(epoch) will give this rank; for the epoch in progress, those
+  // that are left.
   std::int64_t batches_left(std::int64_t epoch) const;
   std::int64_t dataset_size() const;
   const LoaderOptions& options() const;
@@ -107,8 +107,8 @@ class Loader {
 
   // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
   SamplerState state() const;
-  // Works at any world size and batch size. The next epoch() must be the state's. Throws UsageError
-  // when seed, size or the epoch's order do not fit.
+  // Accepts any world size and batch size. The next epoch() must be the state's. Throws UsageError
+  // when the seed, the size or the epoch's order differ.
   void load_state(const SamplerState& state);
 
   LoaderTiming timing() const;

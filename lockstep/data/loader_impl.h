@@ -1,5 +1,5 @@
-// The implementation of Loader: one rank's share of an epoch, cut into batches, made by workers or
-// by the caller. Private to lockstep/data.
+// The implementation of Loader: one rank's share of an epoch, divided into batches that workers or
+// the caller make. Private to lockstep/data.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -15,14 +15,14 @@
 
 namespace lockstep::data::detail {
 
-// Which rank this loader is for.
+// The rank that this loader serves.
 struct RankInfo {
   int rank = 0;
   int ranks = 1;
   c10::Device device{c10::kCPU};
 };
 
-// A batch, and on a GPU what the training stream must wait for before it reads it.
+// A batch, and on a GPU the event that the training stream must wait for before it reads it.
 struct Loaded {
   Batch batch{};
   BatchTiming timing{};
@@ -30,8 +30,8 @@ struct Loaded {
   std::optional<c10::Event> copied{};
 };
 
-// Turns indices into a batch on the device. Const and free of the loader's state: workers hold a
-// pointer to it, and one that hangs keeps it alive.
+// Makes a batch on the device from indices. Const and independent of the loader: workers hold a
+// pointer to it, and a hanging worker keeps it alive.
 class BatchMaker {
  public:
   BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device device);

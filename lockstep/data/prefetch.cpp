@@ -181,7 +181,7 @@ Thing Prefetcher::next(const Deadline& deadline) {
 
 void Prefetcher::drop() {
   std::unique_lock lock(shared_->mutex);
-  // What was made and the function that made it may own much, so they are freed without the lock.
+  // The items and the function that made them may own much, so they are freed without the lock.
   const auto ring = std::exchange(shared_->ring, {});
   const auto make = std::move(shared_->make);
   shared_->drop();

@@ -1,4 +1,4 @@
-// Where a loader's time goes, and what to do about it.
+// Measures where a loader's time goes, and advises how to reduce it.
 //
 //   LoaderProfile profile = profile_loader(loader, {.batches = 100, .step = train_on});
 //   fmt::print("{}\n", fmt::join(profile.advice, "\n"));
@@ -33,10 +33,10 @@ struct LoaderProfile {
   std::vector<std::string> advice{};
 };
 
-// Goes through the epoch, again and again if it is shorter. Throws what the loader throws.
+// Repeats the epoch if it has fewer batches. Throws what the loader throws.
 LoaderProfile profile_loader(Loader& loader, const ProfileOptions& options = {});
 
-// What the figures suggest; one sentence that all is well if there is nothing to suggest.
+// Advice from the figures; one sentence that all is well if there is nothing to advise.
 struct LoaderFigures {
   double load_ms = 0, collate_ms = 0, copy_ms = 0, transfer_ms = 0, wait_ms = 0;  // means
   std::optional<double> step_ms{};  // unset: no step was profiled

@@ -148,7 +148,7 @@ std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::
 }
 
 std::int64_t order_checksum(const std::vector<std::int64_t>& order) {
-  // 63 bits: what is saved as an integer stays one.
+  // 63 bits, because it is saved as a signed integer.
   const std::uint64_t print = fingerprint(order.data(), order.size() * sizeof order[0]);
   const auto sum = static_cast<std::int64_t>(print >> 1);
   return std::max<std::int64_t>(1, sum);

@@ -1,4 +1,4 @@
-// Which rank sees which sample.
+// Samplers: which rank sees which sample, and in which order.
 //
 // An epoch has one order of samples, a function of (seed, epoch) that is equal on all ranks, and a
 // cursor that counts how many of it have been used. Rank r of W takes every W-th from the cursor
@@ -97,7 +97,7 @@ class LengthGroupedSampler : public Sampler {
   std::uint64_t seed_;
 };
 
-// What happens when samples do not divide by ranks.
+// The treatment of samples that do not divide evenly over the ranks.
 enum class Tail {
   kRepeat,  // samples from the order's start fill up: equal counts, up to W - 1 duplicates
   kDrop,    // up to W - 1 samples are skipped: equal counts
@@ -116,7 +116,7 @@ std::int64_t share_size(std::int64_t size, std::int64_t cursor, const Share& sha
 std::vector<std::int64_t> share_of(const std::vector<std::int64_t>& order, std::int64_t cursor,
                                    const Share& share);
 
-// Distinguishes two orders: it covers a sampler's seed, weights and sizes. Above 0.
+// Distinguishes orders: it depends on a sampler's seed, weights and sizes. Above 0.
 std::int64_t order_checksum(const std::vector<std::int64_t>& order);
 
 // UsageError when `state` was not saved by a run over the same order: seed, size, cursor.

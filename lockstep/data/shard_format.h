@@ -1,4 +1,4 @@
-// Files of tokens as llm.c and nanoGPT write them, without torch.
+// Binary files of tokens in the formats of llm.c and nanoGPT, without torch.
 //
 //   format      header                                            tokens
 //   llmc16      256 int32: 20240520, 1, count, zeros              count x uint16
@@ -38,9 +38,9 @@ struct TokenLayout {
   std::uint64_t count = 0;
 };
 
-// What `contents` (the file's first 1024 bytes or all of it) and the file's size say. With kAuto a
-// file without a magic number is nanoGPT's when it is called train.bin, val.bin or test.bin, and
-// refused otherwise. UsageError with what is wrong, the values, and what to do.
+// Parses `contents` (the file's first 1024 bytes, or all of it) and checks the file's size. With
+// kAuto a file without a magic number is nanoGPT's if it is called train.bin, val.bin or test.bin,
+// and refused otherwise. UsageError with the fault, the values and a remedy.
 TokenLayout parse_token_file(std::span<const std::byte> contents, std::uint64_t file_bytes,
                              const std::string& path, TokenFormat format = TokenFormat::kAuto);
 
@@ -58,7 +58,7 @@ class TokenFile {
   std::uint32_t operator[](std::uint64_t at) const;
   // out.size() tokens from `first` on; all must exist.
   void copy(std::uint64_t first, std::span<std::int64_t> out) const;
-  // The same twice, in one pass: inputs from `first` on and targets from `first` + 1 on.
+  // The same for two outputs in one pass: inputs from `first` on, targets from `first` + 1 on.
   void copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs,
                     std::span<std::int64_t> targets) const;
   std::uint32_t largest_token() const;

@@ -34,7 +34,7 @@ struct Document {
   std::uint64_t bytes;
   std::uint64_t begin = 0;   // position of its end-of-text token in the stream of all documents
   std::uint64_t tokens = 0;  // after that one
-  // Where its tokens are: bytes of the file itself, or 4 bytes each in a temporary one.
+  // The file with its tokens: the text file itself (bytes), or a temporary one (4 bytes each).
   std::string source{};
   std::uint64_t offset = 0;
 };
@@ -93,8 +93,8 @@ void refuse_inside(const std::string& input, const fs::path& output) {
       input, output.string());
 }
 
-// Only what tokenize() has made is replaced: a folder, not a link to one, with a manifest of token
-// files and nothing else in it.
+// Replaces only a folder that tokenize() has made: not a link, with a manifest of token files and
+// no other files.
 void check_replaceable(const std::string& output) {
   std::string path = output;
   while (path.size() > 1 && path.ends_with('/')) path.pop_back();  // a link, not what it leads to

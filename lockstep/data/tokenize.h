@@ -1,4 +1,4 @@
-// Makes token shards of text files, in parallel: all of them, or none where it fails.
+// Converts text files to token shards, in parallel; on an error no shard is left.
 //
 //   TokenizeResult result = tokenize({.inputs = {"docs"}, .suffixes = {".md"}, .output = "data"});
 //
@@ -7,8 +7,8 @@
 // are encoded first, to temporary files in the folder. Every shard is then made by itself, and the
 // result does not depend on how many threads there were.
 //
-// No file of text is skipped silently: one that cannot be read is an error with its name, because a
-// run that trains on the rest looks like any other. Other readers of text files do the same by
+// No text file is skipped silently: an unreadable one is an error with its name, because a run that
+// trains on the rest looks like any other. Other readers of text files ensure the same with
 // files_below() and check_text_file(). Without torch; call from any thread.
 #pragma once
 
@@ -47,10 +47,10 @@ struct TokenizeResult {
   std::vector<std::pair<std::string, std::uint64_t>> shards{};  // file name, tokens
 };
 
-// Throws UsageError for inputs that are not there, unreadable, empty or inside the output, for a
-// tokenizer without an end-of-text token or with ids that the format has no room for, for an output
-// that exists (with `replace`: and is anything else than a folder of an earlier call); SystemError
-// when the disk fails. `output` then stays as it was before.
+// Throws UsageError for inputs that are missing, unreadable, empty or inside the output; for a
+// tokenizer without an end-of-text token or with ids too large for the format; and for an output
+// that exists (with `replace`: unless it is a folder of an earlier call). SystemError when the disk
+// fails. On an error `output` is unchanged.
 TokenizeResult tokenize(const TokenizeOptions& options);
 
 // Every file below `folder` whose path `wanted` accepts, unsorted. Links to files are followed,

@@ -82,7 +82,7 @@ class Encoding {
                        [&](std::size_t begin, std::size_t end, bool) { next(part, begin, end); });
   }
 
-  // What is merged goes to the piece before it, but the second of two in a row begins one.
+  // A merged match joins the piece before it, but the second of two in a row begins a new piece.
   template <typename Next>
   void split_after(const PreTokenizer& rule, std::string_view part, const Next& next) {
     std::size_t from = 0;

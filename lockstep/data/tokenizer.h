@@ -42,11 +42,11 @@ struct ByteTokenizer {
   static constexpr std::int64_t kVocabSize = 257;
 
   Tokens encode(std::string_view text) const;
-  // End-of-text tokens give nothing. UsageError for a token outside of the vocabulary.
+  // End-of-text tokens are skipped. UsageError for a token outside of the vocabulary.
   std::string decode(std::span<const std::int32_t> tokens) const;
 };
 
-// What instruction data needs from any tokenizer.
+// The interface that instruction data needs of any tokenizer.
 struct TextEncoder {
   std::function<Tokens(std::string_view)> encode = [](std::string_view text) {
     return ByteTokenizer{}.encode(text);
@@ -78,7 +78,7 @@ class Tokenizer {
   // Special tokens in the text become their ids. Bytes that are not UTF-8 are read as U+FFFD, as
   // with Python's errors="replace".
   std::vector<std::int64_t> encode(std::string_view text, EncodeOptions options = {}) const;
-  // Ids without a token give nothing, as in `tokenizers`. Always valid UTF-8.
+  // Ids without a token are skipped, as in `tokenizers`. The result is always valid UTF-8.
   std::string decode(std::span<const std::int64_t> ids, DecodeOptions options = {}) const;
 
   std::optional<std::int64_t> token_to_id(std::string_view token) const;

@@ -1,4 +1,4 @@
-// Reads a tokenizer.json and the files beside it, the former strictly: what is not supported is
+// Reads a tokenizer.json and the files beside it, the former strictly: an unsupported feature is
 // refused with its field and value.
 #include <algorithm>
 #include <array>
@@ -313,7 +313,7 @@ void read_added_tokens(const Field& field, TokenizerParts& parts) {
   }
 }
 
-// The tokenizer.json that GPT2Tokenizer makes of the vocabulary and the merges of another.
+// Rewrites another tokenizer's file as GPT2Tokenizer does, from vocabulary and merges.
 void rewrite_for_gpt2(Node& root, bool prefix_space) {
   const auto set = [&](const std::string& key, Node value) {
     const auto there = std::ranges::find(root.entries, key, &Entry::key);
@@ -433,7 +433,7 @@ std::vector<AddedToken> read_listed(const Node& listed) {
   return all;
 }
 
-// Where tokenizer_config.json names no class, the folder's model decides.
+// If tokenizer_config.json names no class, the folder's model decides.
 bool is_gpt2_class(const Node& config, const Node& model) {
   std::string name = text_of(config, "tokenizer_class");
   if (name.empty()) name = text_of(model, "tokenizer_class");

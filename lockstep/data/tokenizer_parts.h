@@ -1,5 +1,5 @@
-// The steps of a tokenizer as its tokenizer.json lists them, and what each does to a text. Private
-// to this layer: tokenizer_file.cpp reads them, tokenizer.cpp runs them.
+// The steps of a tokenizer as tokenizer.json lists them, and their effect on a text. Private to
+// this layer: tokenizer_file.cpp reads them, tokenizer.cpp runs them.
 //
 //   const TokenizerConfig config = read_tokenizer_config("Phi-3-mini-4k-instruct/tokenizer.json");
 //   const TokenizerParts parts = read_tokenizer_file(path, config);
@@ -88,7 +88,7 @@ struct AddedToken {
   bool rstrip = false;
 };
 
-// Texts to search for at once: the longest match at each position, from left to right.
+// Searches for many texts at once: the longest match at each position, from left to right.
 class TextSet {
  public:
   TextSet() { first_.fill(kNone); }
@@ -122,7 +122,7 @@ struct AddedTokens {
   TextSet raw{};         // looked for in the text as it is
   TextSet normalized{};  // looked for when it is normalized
 
-  // Judged by its content, as in `tokenizers`: one that normalization changes is never skipped.
+  // Looked up by content, as in `tokenizers`: it never finds a token that normalization changes.
   bool is_special(const std::string& content) const;
   // Every part of the text in order, with the added token that it is or nullptr.
   void split(std::string_view text, const TextSet& set,
@@ -142,14 +142,14 @@ struct TokenizerParts {
   // A token of the model's vocabulary keeps its id, others follow the largest. Returns the token
   // itself, or an existing one with the same content, which gets the new flags with `replaces`.
   AddedToken& add_token(AddedToken token, bool replaces);
-  // Call it when all are there: prepares the search for them.
+  // Call it after the last add_token(): prepares the search for the added tokens.
   void index_added_tokens();
 };
 
-// What the files beside a tokenizer.json say: tokenizer_config.json, special_tokens_map.json,
-// chat_template.jinja, and config.json about the kind of model. Read as transformers'
-// AutoTokenizer does: special tokens that tokenizer.json lacks are added to it, and GPT-2's class
-// has its own rule for spaces.
+// The settings in the files beside a tokenizer.json: tokenizer_config.json,
+// special_tokens_map.json, chat_template.jinja, and the kind of model in config.json. Read as
+// transformers' AutoTokenizer does: special tokens that tokenizer.json lacks are added, and GPT-2's
+// class has its own rule for spaces.
 struct TokenizerConfig {
   std::string bos{};
   std::string eos{};

@@ -111,7 +111,7 @@ std::string pcre2_message(int code) {
   return reinterpret_cast<const char*>(text);
 }
 
-// What a match writes to. A thread runs only one match at a time, whatever the pattern.
+// The memory of a match. A thread runs only one match at a time, so all patterns share it.
 struct MatchMemory {
   pcre2_match_data* data = pcre2_match_data_create(1, nullptr);
   pcre2_match_context* context = pcre2_match_context_create(nullptr);

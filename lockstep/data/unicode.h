@@ -1,7 +1,7 @@
-// What a tokenizer needs from Unicode's tables: regular expressions, normal forms, lower case.
-// PCRE2 and utf8proc do the work (unicode.cpp). A build without them has unicode_unavailable.cpp
-// instead, where each of these throws a UsageError that says what to install; tokenizers like those
-// of Llama 2 and Phi-3 need none of it.
+// The functions of Unicode that a tokenizer needs: regular expressions, normal forms, lower case.
+// They use PCRE2 and utf8proc (unicode.cpp). A build without these libraries has
+// unicode_unavailable.cpp instead, where each function throws a UsageError that says what to
+// install; tokenizers like those of Llama 2 and Phi-3 need none of them.
 //
 //   const Regex words(R"( ?\p{L}+|\s+(?!\S))");
 //   for (Regex::Match match; words.find(text, match.end, match);) use(match.begin, match.end);

@@ -94,7 +94,7 @@ std::string make_temporary(const std::string& path, Fd& lock) {
     int error = 0;
     const Lock outcome = lock_directory(name, lock, error);
     if (outcome == Lock::kTaken) return name;
-    // Without locks a sweep keeps what it finds, so it is safe to continue.
+    // Without locks a sweep deletes nothing, so it is safe to continue.
     if (outcome == Lock::kUnknown) return name;
     // A sweep saw it before it was locked, and is removing it: another name.
   }
@@ -421,7 +421,7 @@ std::string this_process() {
   return fmt::format("pid {} on {} since {}", ::getpid(), host, when);
 }
 
-// The file is somebody else's: whatever it holds must fit into a message.
+// Another program may have written the file: the result must still fit into a message.
 std::string read_note(int fd) {
   char bytes[1024];
   const ssize_t size = ::pread(fd, bytes, sizeof bytes, 0);

@@ -1,6 +1,6 @@
-// Directories: one that has its name only when it is whole and on the disk (AtomicDir), a series of
-// them such as checkpoint-100 (newest_valid, retain), and one in which a single process works at a
-// time (FolderLock).
+// Atomically created directories (AtomicDir), numbered series of them such as checkpoint-100
+// (newest_valid, retain), and a lock that lets one process at a time work in a folder
+// (FolderLock).
 //
 // AtomicDir: the name is the commit. Files are written and fsynced under <name>.tmp-<pid>-<random>,
 // then the manifest, then the directory; one rename makes it visible, and an fsync of the parent
@@ -31,8 +31,8 @@ namespace lockstep::io {
 struct AtomicDirOptions {
   // When not 0, a file system with less room than this is refused before anything is written.
   std::uint64_t expected_bytes = 0;
-  // Takes the place of a directory that has the name already, without a moment in which neither is
-  // there (where the file system can exchange two names; else the old one goes first).
+  // Replaces an existing directory of that name, without a moment in which neither exists (where
+  // the file system can exchange two names; otherwise the old one is removed first).
   bool replace = false;
   WriteProgress* progress = nullptr;  // counts its files' writes; outlives the AtomicDir
 };
@@ -41,16 +41,16 @@ struct AtomicDirOptions {
 // removes it. Errors of the system are SystemError with path, call and remedy.
 class AtomicDir {
  public:
-  // Makes missing parents. UsageError when the name is taken (and not to be replaced).
+  // Creates missing parents. UsageError when the name is taken and `replace` is off.
   explicit AtomicDir(std::string final_path, AtomicDirOptions options = {});
   ~AtomicDir();
   AtomicDir(const AtomicDir&) = delete;
   AtomicDir& operator=(const AtomicDir&) = delete;
 
-  // One file, durable on return. Names are plain: no '/', not the manifest's, each once.
+  // Writes one file, durable on return. Names are unique, without '/', and not the manifest's.
   void write(const std::string& name, const std::function<void(FileWriter&)>& fill);
   void write(const std::string& name, std::string_view contents);
-  // A file that somebody else has put into path(): read for its checksum, and fsynced.
+  // Takes in a file that was created in path() by other means: reads its checksum and fsyncs it.
   void adopt(const std::string& name);
 
   // Manifest, fsync, rename, fsync. The directory is final_path() from here on. A file that is in
@@ -79,13 +79,13 @@ class AtomicDir {
   bool open_ = false;
 };
 
-// Removes a directory so that no half of it is ever found under its name: renamed to a temporary
-// name first. SystemError when it cannot.
+// Removes a directory such that its name never has partial contents: it is first renamed to a
+// temporary name. SystemError when it cannot.
 void remove_durably(const std::string& directory);
 
 struct SweepResult {
   std::vector<std::string> removed;
-  std::vector<std::pair<std::string, std::string>> remaining;  // path, why
+  std::vector<std::pair<std::string, std::string>> remaining;  // path and reason
 };
 
 // Removes what dead writers and removers left in `parent`: directories with a temporary name whose
@@ -106,8 +106,8 @@ struct NumberedDir {
   std::string path;
 };
 
-// Directories in `parent` named prefix and a decimal number, highest first; empty when the parent
-// is not there. SystemError when it cannot be read.
+// The directories in `parent` whose name is the prefix and a decimal number, highest first; empty
+// if the parent does not exist. SystemError when it cannot be read.
 std::vector<NumberedDir> list_numbered(const std::string& parent, const std::string& prefix);
 
 struct PassedOver {
@@ -118,12 +118,12 @@ struct PassedOver {
 struct Newest {
   std::int64_t step = -1;  // -1: there is none
   std::string path;
-  std::vector<PassedOver> passed_over;  // newer ones, and what was wrong with each
-  std::string remark;                   // files that somebody has put into it later; else empty
+  std::vector<PassedOver> passed_over;  // newer directories, and the fault of each
+  std::string remark;                   // reports extra files that were added later; else empty
 };
 
-// The highest number up to `max_step` whose directory verifies to the last byte. A file too many is
-// not a reason to lose a checkpoint: it is only remarked.
+// The directory with the highest number up to `max_step` that verifies to the last byte. An extra
+// file does not invalidate a checkpoint: it is reported in `remark`.
 Newest newest_valid(const std::string& parent, const std::string& prefix,
                     std::int64_t max_step = std::numeric_limits<std::int64_t>::max());
 
@@ -133,10 +133,10 @@ struct RetainOptions {
   std::vector<std::string> keep{};  // never deleted either (the best model)
 };
 
-// Deletes the oldest beyond the limit, and says which. Call it only after commit(): `durable` is
-// looked at first (names and sizes), and when it is not whole nothing is deleted (UsageError).
-// Those that visibly lack something do not count as retained and are deleted first. A file too many
-// does not matter. What has no manifest of ours, or cannot be read, neither counts nor is deleted.
+// Deletes the oldest directories beyond the limit and returns them. Call it only after commit(): it
+// checks `durable` first (names and sizes) and deletes nothing when that is damaged (UsageError).
+// Visibly incomplete directories do not count as retained and are deleted first; extra files do not
+// matter. A directory without our manifest, or unreadable, neither counts nor is deleted.
 std::vector<std::string> retain(const std::string& parent, const std::string& prefix,
                                 const RetainOptions& options);
 
@@ -144,8 +144,8 @@ std::vector<std::string> retain(const std::string& parent, const std::string& pr
 
 inline constexpr const char* kFolderLockName = ".lockstep.lock";
 
-// UsageError where `path` is a symbolic link: for what a run writes in its folder and somebody else
-// could point elsewhere.
+// UsageError where `path` is a symbolic link: a run must not write through a link in its folder
+// that another user could redirect.
 void refuse_link(const std::string& path);
 
 // A folder in which one process works at a time.

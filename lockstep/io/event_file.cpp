@@ -132,7 +132,7 @@ void EventFile::record(std::string_view event) {
 }
 
 void EventFile::flush() {
-  // Taken off as it goes out: an error must not write the same bytes again.
+  // Removed as it is written: a retry after an error must not write the same bytes again.
   while (!buffer_.empty()) {
     const ssize_t n = ::write(fd_.get(), buffer_.data(), buffer_.size());
     if (n < 0 && errno == EINTR) continue;

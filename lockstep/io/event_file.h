@@ -17,9 +17,9 @@
 
 namespace lockstep::io {
 
-// Used by one thread. Owns its file, which is always a new one: a record that a crash cut short
-// stays the last of its file. What is not flushed when it is dropped is written if that is
-// possible.
+// Used by one thread. Owns its file, which is always new: a record truncated by a
+// crash stays the last of its file. The destructor writes unflushed records if it
+// can.
 class EventFile {
  public:
   // Makes the directory if need be and a file events.out.tfevents.<time>.<host>.<pid>.<count> in
@@ -33,10 +33,10 @@ class EventFile {
   // One event with all the values. UsageError for a tag that is empty or not UTF-8.
   void scalars(std::int64_t step, const std::vector<Scalar>& values);
   void scalars(std::int64_t step, const std::vector<Scalar>& values, double wall_time_s);
-  // A run begins, or continues, with this step: readers forget what files before this one have said
-  // of it and of later ones.
+  // A run begins, or continues, with this step: readers discard what earlier files say of it and of
+  // later steps.
   void begin_at(std::int64_t step);
-  // What has been recorded can be read by others, also if this process dies right after.
+  // After it returns readers see all records, even if this process dies.
   void flush();
 
   const std::string& path() const { return path_; }

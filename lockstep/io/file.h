@@ -1,4 +1,4 @@
-// Files: written so that finish() means on the disk, mapped to be read, and their checksums.
+// Durable writing of files, memory-mapped reading, and checksums.
 //
 //   FileWriter file("dir/model.bin");
 //   file.append(bytes);
@@ -48,7 +48,7 @@ class Sha256 {
 
 std::string sha256(std::span<const std::byte> bytes);
 
-// What a manifest remembers of a file.
+// The properties of a file that a manifest records.
 struct FileDigest {
   std::uint64_t bytes = 0;
   std::string sha256{};  // empty: not known (folders of earlier versions)
@@ -80,15 +80,15 @@ void sync_directory(const std::string& path);
 // Makes a directory and its missing parents, each durable in its own parent; throws SystemError.
 void make_directories(const std::string& path);
 
-// Counts up with every piece that is written and every file that is synced: a thread that waits for
-// the writer can distinguish slow from stuck.
+// Incremented by every write and every fsync, so that a thread that waits for the writer can
+// distinguish a slow one from a stuck one.
 using WriteProgress = std::atomic<std::uint64_t>;
 
 // Used by one thread. Dropping it without finish() closes the file and leaves it as it is: its
 // creator removes it (AtomicDir does).
 class FileWriter {
  public:
-  // Creates the file; one that exists is an error (SystemError, as for all that follows).
+  // Creates the file; an existing one is an error (SystemError, as for all functions below).
   explicit FileWriter(std::string path, WriteProgress* progress = nullptr);
 
   void append(std::span<const std::byte> bytes);
@@ -112,9 +112,9 @@ class FileWriter {
   std::uint64_t bytes_ = 0;
 };
 
-// A file that several processes write, each its own bytes. The first one makes it in its size, with
-// room on the disk where the file system can promise that; AtomicDir::adopt() takes it over when
-// all have finished.
+// A file that several processes write, each its own byte range. The first one creates it in full
+// size, with space reserved where the file system can do so; AtomicDir::adopt() adds it to a
+// directory when all have finished.
 //
 //   SharedFileWriter::make(path, bytes);                  // one process
 //   SharedFileWriter file(path);                          // then each of them

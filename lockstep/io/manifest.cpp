@@ -33,7 +33,7 @@ constexpr std::size_t kMaxManifestBytes = 64u << 20;
                    what);
 }
 
-// What follows `front` in the next line of the text, which is taken from it.
+// Removes the next line of the text and returns its rest after `front`.
 std::string_view take_line(std::string_view& text, std::string_view front) {
   const std::size_t end = text.find('\n');
   if (end == text.npos || !text.starts_with(front)) torn("it ends, or is another file");
@@ -49,7 +49,7 @@ std::string manifest_path(const std::string& directory) {
   return !fs::exists(path, ignored) && fs::exists(first, ignored) ? first : path;
 }
 
-// The contents of the file are not read: its checksum was of a kind that nobody else computes.
+// The file's contents are not verified: its checksum is of a kind that no other tool computes.
 Manifest parse_first_version(const std::string& text, const std::string& path) {
   Manifest manifest;
   const Node root = parse_json(text, path, {.bytes = kMaxManifestBytes, .nodes = 10'000'000});

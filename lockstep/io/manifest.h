@@ -19,7 +19,7 @@
 namespace lockstep::io {
 
 inline constexpr std::string_view kManifestName = "SHA256SUMS";
-// Whether it has one, of either version.
+// Whether the directory has a manifest, of either version.
 bool has_manifest(const std::string& directory);
 // SHA-256 of the manifest itself: two directories with the same one hold the same files. Throws
 // SystemError without a manifest.
@@ -52,10 +52,10 @@ enum class Depth {
   kFull,   // every byte
 };
 
-// Everything that is wrong with the directory; empty when it is whole. Never throws for what it
-// finds on the disk.
+// All faults of the directory; empty when it is undamaged. Never throws for what it finds on the
+// disk.
 std::vector<Fault> verify(const std::string& directory, Depth depth = Depth::kFull);
-// The same without kExtra: a file too many is somebody's note and not damage.
+// The same without kExtra: an extra file is somebody's note and not damage.
 std::vector<Fault> damage_of(const std::string& directory, Depth depth = Depth::kFull);
 
 // The faults as one sentence: the first, and how many more.

@@ -71,7 +71,7 @@ struct TensorEntry {
   std::uint64_t end = 0;
 };
 
-// A tensor that a model has, before there are any bytes.
+// A tensor's name, type and shape, without its bytes.
 struct TensorShape {
   std::string name;
   DType dtype = DType::kF32;
@@ -86,7 +86,7 @@ struct SafetensorsHeader {
   std::uint64_t data_offset = 0;  // of the data part in the file
 };
 
-// The whole file is `contents`; `file` names it in errors (UsageError).
+// `contents` is the whole file; `file` is its name in errors (UsageError).
 SafetensorsHeader parse_safetensors(std::span<const std::byte> contents, std::string_view file);
 
 // A mapped file. Opened by one thread, then read by any number; spans live as long as it does.
@@ -117,8 +117,8 @@ struct TensorBytes {
   std::span<const std::byte> bytes;
 };
 
-// Where each tensor of a file will be, before there are any bytes: what several processes need to
-// write one file together.
+// The position of each tensor in a file, computed before there are any bytes: several processes
+// need it to write one file together.
 struct SafetensorsLayout {
   std::string head;                  // the file's first bytes, which the data part follows
   std::vector<TensorEntry> tensors;  // in the order of their bytes
@@ -130,7 +130,7 @@ struct SafetensorsLayout {
 SafetensorsLayout lay_out_safetensors(std::vector<TensorShape> tensors,
                                       const Metadata& metadata = {});
 
-// UsageError, before a byte is written, as above, and for bytes that do not fit dtype and shape.
+// As above; also UsageError, before anything is written, for bytes of the wrong size.
 void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
                        const Metadata& metadata = {});
 
@@ -149,7 +149,7 @@ struct ShardOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
 };
 
-// Which files there will be, and where each tensor is in them.
+// The files of a set, and the position of each tensor in them.
 struct SetLayout {
   struct File {
     std::string name;
@@ -159,11 +159,11 @@ struct SetLayout {
   std::string index_name, index;  // the index and its text; empty where there is one file
 };
 
-// Tensors are dealt to files in the order given.
+// Distributes the tensors over files in the order given.
 SetLayout lay_out_safetensors_set(std::vector<TensorShape> tensors, const Metadata& metadata = {},
                                   const ShardOptions& options = {});
 
-// As they are laid out. Returns the names of the files written.
+// Writes that layout. Returns the names of the files written.
 std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<TensorBytes> tensors,
                                                const Metadata& metadata = {},
                                                const ShardOptions& options = {});

@@ -1,4 +1,4 @@
-// The one place in this layer that knows torch: tensors into safetensors entries and back.
+// Converts tensors to safetensors entries and back: the only part of this layer with torch.
 //
 //   std::vector<TensorBytes> all;
 //   for (auto& item : state) all.push_back(bytes_of_tensor(item.key(), item.value()));
@@ -14,7 +14,7 @@
 
 namespace lockstep::io {
 
-// UsageError for a type that the other side does not have.
+// UsageError for a type without a counterpart.
 DType dtype_of(at::ScalarType type);
 at::ScalarType scalar_type_of(DType dtype);
 
@@ -22,16 +22,16 @@ at::ScalarType scalar_type_of(DType dtype);
 // otherwise; `tensor.contiguous().cpu()` makes it so).
 TensorBytes bytes_of_tensor(std::string name, const at::Tensor& tensor);
 
-// A copy in memory of its own, on the CPU: it outlives the file and is aligned whatever the file
-// is.
+// A copy in memory of its own, on the CPU: it outlives the file and is aligned even if the file's
+// data is not.
 at::Tensor tensor_of(const SafetensorsFile& file, const TensorEntry& entry);
 inline at::Tensor tensor_of(const SafetensorsSet::Found& found) {
   return tensor_of(*found.file, *found.entry);
 }
 
-// The file's own memory where its place there allows it, and a copy otherwise: only to be read
-// from, while the file is open. What nobody reads is not loaded. The tensor holds `owner`, which
-// may be the file.
+// A view of the mapped file if its alignment allows one, otherwise a copy: read-only, and only
+// while the file is open. Pages are loaded on access. The tensor keeps `owner`, which may be the
+// file, alive.
 at::Tensor mapped_tensor(const SafetensorsFile& file, const TensorEntry& entry,
                          std::shared_ptr<const void> owner = nullptr);
 

@@ -1,6 +1,6 @@
-// The loops behind the steps of step.h, as templates over a rounding (machine.h). They are inlined
-// into functions that are compiled for one instruction set each, where std::fma is an instruction
-// and the compiler vectorises; -ffp-contract=off keeps it from fusing what is not written as fused.
+// The loops of the functions in step.h, as templates over a rounding (machine.h). They are inlined
+// into functions compiled for one instruction set each, where std::fma is an instruction and the
+// compiler vectorises; -ffp-contract=off keeps it from fusing what is not written as fused.
 //
 //   template <Rounding R, typename T>
 //   __attribute__((target("avx2,fma"))) void adam_avx2(const AdamSpan<T>& span,
@@ -55,7 +55,7 @@ LOCKSTEP_INLINE void adam_elements(const AdamSpan<T>& span, const AdamConstants<
     } else {
       x = x * c.decay;
     }
-    // From the nearer end, as at::lerp does.
+    // Interpolates from the nearer end, as at::lerp does.
     const T m = kShortLerp ? product_plus<R.lerp>(c.lerp, g - exp_avg[i], exp_avg[i])
                            : product_plus<R.lerp>(c.lerp - 1, g - exp_avg[i], g);
     const T v = two_products<R.variance>(exp_avg_sq[i], c.beta2, c.fresh * g, g);
@@ -149,7 +149,7 @@ LOCKSTEP_INLINE void sgd_loop(const SgdSpan<T>& span, const SgdConstants<T>& c) 
   }
 }
 
-// The loops in the compiler's own instruction set. A machine with a wider one compiles them again.
+// The loops in the compiler's default instruction set; machines with wider ones recompile them.
 template <Rounding R, typename T>
 void adam(const AdamSpan<T>& span, const AdamConstants<T>& c) {
   adam_loop<R>(span, c);

@@ -1,10 +1,10 @@
-// Which arithmetic ATen's fused optimizers have on this machine, and loops that have it too.
+// The rounding of ATen's fused optimizers on this machine, and loops with the same rounding.
 //
-// Multiply, add, divide and square root are rounded correctly everywhere; what differs is which
+// Multiply, add, divide and square root are rounded correctly everywhere; the difference is which
 // product is added without being rounded first. ATen's sources leave that to the compiler, so the
-// rules below are what LibTorch 2.11's wheels do, found by comparing bits with every alternative.
-// A column names the product that is not rounded before it is added; - means that all are.
-//
+// rules below are those of LibTorch 2.11's wheels, found by comparing bits with every alternative.
+// A column names the product that is added unrounded; - means that all are rounded before they are
+// added.
 //                          lerp  l2:  Adam  SGD  v*b2 + (c*g)*g  m*mu + (1-d)*g  nesterov  x - lr*g
 //   x86, no AVX2 and FMA   -          -     -    -               -               -         -
 //   x86, AVX2 or AVX-512   w*(g-m)    w*x   w*x  (c*g)*g         (1-d)*g         mu*m      lr*g
@@ -23,7 +23,7 @@
 
 namespace lockstep::kernels::detail {
 
-// The product in a*b + c*d that is not rounded before the sum is.
+// Which product in a*b + c*d is added without being rounded first.
 enum class Unrounded { kNone, kFirst, kSecond };
 
 struct Rounding {
@@ -51,7 +51,7 @@ inline constexpr Rounding kSve256{.adam_l2 = false,
                                   .sgd_update = false};
 inline constexpr Rounding kNeon{.momentum = Unrounded::kSecond};
 
-// A step's numbers as ATen rounds them: computed in double, then to T.
+// The constants of a step with ATen's rounding: computed in double, then rounded to T.
 template <typename T>
 struct AdamConstants {
   bool l2 = false;  // weight decay into the gradient; otherwise `decay` times the parameter
@@ -76,7 +76,7 @@ struct SgdConstants {
   T minus_lr = 0;
 };
 
-// The mean of some sources from `offset` on (Gradient in step.h).
+// The mean of several sources from `offset` on (Gradient in step.h).
 template <typename T>
 struct Mean {
   const T* const* sources = nullptr;
@@ -128,8 +128,8 @@ struct Machine {
   Loops<double> doubles;
 };
 
-// This machine's, chosen as ATen chooses: by the processor, and by ATEN_CPU_CAPABILITY=default.
-// Read once; never throws.
+// This machine's rules, chosen as ATen chooses: by the processor, and by
+// ATEN_CPU_CAPABILITY=default. Computed once; never throws.
 const Machine& machine() noexcept;
 
 template <typename T>

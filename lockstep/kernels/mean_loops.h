@@ -1,5 +1,5 @@
-// The loops behind the norms of step.h, and the mean over ranks, which those behind its steps need,
-// too; inlined into functions that are compiled for one instruction set each (loops.h).
+// The loops for step.h's norms, and the mean over ranks, which the loops of its steps need too;
+// inlined into functions compiled for one instruction set each (loops.h).
 //
 //   T piece[kPiece];
 //   take_mean(mean, at, piece, kPiece);
@@ -19,9 +19,9 @@ namespace lockstep::kernels::detail {
 // Short, so that the processor reaches the loads of the next piece while it still divides this one.
 inline constexpr std::int64_t kPiece = 64;
 
-// Asks for what a later piece will read, where that pays: an x86 core's own prefetching follows few
-// streams and stops at every page's end. A Neoverse V1 loses by it (32 M parameters on two ranks:
-// 20.7 instead of 19.6 ms). Past an array's end a prefetch does nothing.
+// Prefetches the data of a later piece where that pays: an x86 core's own prefetching follows few
+// streams and stops at every page's end. A Neoverse V1 is slower with it (32 M parameters on two
+// ranks: 20.7 instead of 19.6 ms). A prefetch past an array's end does nothing.
 #if defined(__x86_64__)
 inline constexpr bool kSoftwarePrefetch = true;
 #else
@@ -50,7 +50,7 @@ LOCKSTEP_INLINE void take_mean(const Mean<T>& mean, std::int64_t at, T* __restri
   const std::int64_t ahead = ahead_of(mean);
   for (int r = 0; r < mean.count; ++r) fetch_piece(mean.sources[r] + mean.offset + at + ahead);
   const T* __restrict const first = mean.sources[0] + mean.offset + at;
-  // A factor belongs after the last sum; the ones before it are multiplied by 1.
+  // The factor applies after the last sum only; intermediate sums are multiplied by 1.
   const auto factor = [&](int added) { return added == mean.count ? mean.factor : T(1); };
   if (mean.count == 1) {
     for (std::int64_t i = 0; i < count; ++i) out[i] = first[i] * mean.factor;

@@ -18,8 +18,8 @@ using detail::AdamConstants;
 using detail::Mean;
 using detail::SgdConstants;
 
-// A caller's Gradient as the loops take it. Dividing by a power of two and multiplying by its
-// reciprocal round the same number, so the cheaper one serves; every other divisor divides.
+// Converts a caller's Gradient for the loops. Division by a power of two and multiplication by its
+// reciprocal round alike, so the cheaper one is used; other divisors divide.
 template <typename T>
 Mean<T> mean_of(const Gradient<T>& gradient) {
   Mean<T> mean{.sources = gradient.sources,
@@ -73,7 +73,7 @@ SgdConstants<T> constants_of(const SgdStep& step) {
           .minus_lr = static_cast<T>(-step.lr)};
 }
 
-// How many elements of the slice lie before the last, partial vector of their tensor.
+// The number of the slice's elements before the last, partial vector of their tensor.
 template <typename T>
 std::int64_t whole_vectors(const Slice& slice) {
   const std::int64_t lanes = detail::machine().vector_bytes / std::int64_t{sizeof(T)};
@@ -163,7 +163,7 @@ bool all_finite(double sum, const T* values, std::int64_t count) {
   return std::all_of(values, values + count, [](T value) { return std::isfinite(value); });
 }
 
-// The same for a block that was not stored.
+// The same for a block of the mean that is not stored.
 template <typename T>
 bool mean_is_finite(const detail::Mean<T>& mean, std::int64_t count) {
   T values[kNormBlock];

@@ -1,12 +1,12 @@
-// The CPU's part of an optimizer step over a slice of a tensor: the mean gradient is taken from the
-// buffers of all ranks, and the state and the parameter are read and written, in one pass over
-// memory; the gradient's norm, where it must be known before; and the copy into a buffer.
+// The CPU's part of an optimizer step over a slice of a tensor: averages the gradient from all
+// ranks' buffers and updates state and parameter in one pass over memory; also the gradient's norm,
+// if a step needs it first, and the copy into a buffer.
 //
-// The results are bit-equal to ATen's fused CPU kernels (Python's fused=True), and ATen does not
-// have one arithmetic. Its compiler joined some multiplies and adds into fused ones and left
-// others, differently per instruction set, and differently again for the last few elements of a
-// tensor, which ATen's vector loop leaves over. So a slice says where in which tensor it lies; with
-// that, cutting a tensor anywhere gives the bits of the uncut one (machine.h has the rules).
+// The results are bit-equal to ATen's fused CPU kernels (Python's fused=True). ATen's rounding is
+// not uniform: its compiler fused some multiplies and adds and not others, differently per
+// instruction set, and again differently for a tensor's last elements, which its vector loop does
+// not cover. So a slice carries its position in its tensor; with that, cutting a tensor anywhere
+// gives the bits of the uncut one (machine.h has the rules).
 //
 //   const float* sources[] = {mine + begin, theirs + begin};
 //   adamw<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},
@@ -21,8 +21,8 @@
 
 namespace lockstep::kernels {
 
-// A gradient that is still in pieces, one per rank. The gradient of element i is sources[0][i] +
-// sources[1][i] + ..., added in this order and rounded each time, then divided by `divisor`, then
+// A gradient that is still divided over ranks' buffers. The gradient of element i is sources[0][i]
+// + sources[1][i] + ..., added in this order and rounded each time, then divided by `divisor`, then
 // multiplied by `scale`: the bits of a sum over ranks, div_(divisor) and mul_(scale). One source
 // with the defaults is a plain gradient.
 template <typename T>
@@ -30,7 +30,7 @@ struct Gradient {
   const T* const* sources = nullptr;  // one per rank, in rank order; at least one
   int count = 1;
   T divisor = 1;  // the number of ranks for a mean
-  T scale = 1;    // what clipping or unscaling asks for
+  T scale = 1;    // the factor of clipping or unscaling
 };
 
 // Elements [begin, begin + count) of a tensor of tensor_size elements. Every pointer that comes
@@ -41,7 +41,7 @@ struct Slice {
   std::int64_t count = 0;
 };
 
-// A slice with everything that a rule's update of it reads and writes; state in the rule's order.
+// A slice of all tensors that a rule's update reads and writes; state in the rule's order.
 template <typename T>
 struct Span {
   Gradient<T> gradient;
@@ -113,11 +113,11 @@ extern template void sgd(const Gradient<double>&, const SgdTensors<double>&, con
 // ---------------------------------------------------------------- norms
 
 // The sum of squares of a gradient has the same bits however the gradient is divided.
-// Floating-point addition depends on its order, so the order is fixed by the data alone. A tensor
-// is cut into blocks of kNormBlock elements; each block has one sum, taken in one fixed order in
-// double; the blocks are added in block order. The owner of a block fills in its sum, the sums are
-// exchanged, and every rank adds all of them: the result does not depend on the number of ranks.
-// Slices are therefore cut at multiples of kNormBlock from the tensor's start.
+// Floating-point addition depends on its order, so the data alone must fix the order. A tensor is
+// cut into blocks of kNormBlock elements; each block has one sum, taken in a fixed order in double;
+// the blocks are added in block order. A block's owner computes its sum, ranks exchange the sums,
+// and every rank adds all of them: the result does not depend on the number of ranks. Slices are
+// therefore cut at multiples of kNormBlock from the tensor's start.
 //
 //   std::vector<double> sums(norm_blocks(n));
 //   const bool finite = reduce_with_norms(gradient, out, n, sums.data());
@@ -150,10 +150,10 @@ extern template bool reduce_with_norms(const Gradient<double>&, double*, std::in
 
 // ---------------------------------------------------------------- copies
 
-// memcpy for memory that is not read again soon: past the cache, where the processor can, so that
-// what is written is not read first and pushes nothing out of the cache. About a third faster than
-// at::copy_ for 30 MB (docs/benchmarks.md), and slower for what would have stayed in the cache. The
-// ranges must not overlap.
+// memcpy with stores that bypass the cache where the processor has them, for memory that is not
+// read again soon: the destination is not read first, and nothing is evicted. About a third faster
+// than at::copy_ for 30 MB (docs/benchmarks.md), and slower for data that would have stayed in the
+// cache. The ranges must not overlap.
 void stream_copy(void* to, const void* from, std::size_t bytes);
 
 }  // namespace lockstep::kernels

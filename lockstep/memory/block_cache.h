@@ -10,9 +10,9 @@
 // idle for max_idle_time is unmapped (by a thread that exists only while something is idle); and
 // where pages are huge, the kernel may reclaim idle blocks at any time (MADV_FREE).
 //
-// For blocks of megabytes: each has pages of its own. Sizes are rounded up by at most an eighth,
-// and an idle block serves requests down to four fifths of its size. Thread-safe. The destructor
-// unmaps all blocks, those in use too.
+// For blocks of megabytes: each has its own pages. Sizes are rounded up by at most an eighth, and
+// an idle block serves requests down to four fifths of its size. Thread-safe. The destructor unmaps
+// all blocks, including those in use.
 #pragma once
 
 #include <chrono>
@@ -52,7 +52,7 @@ class BlockCache {
   void release_idle();  // also resets the peak
   BlockCacheStats stats() const;
 
-  // Around fork(), so that the child does not inherit a locked mutex or a thread it does not have.
+  // Called around fork(), so that the child inherits neither a locked mutex nor a lost thread.
   void before_fork() { mutex_.lock(); }
   void after_fork_in_parent() { mutex_.unlock(); }
   void after_fork_in_child();
@@ -83,7 +83,7 @@ class BlockCache {
   Blocks used_, idle_;  // idle: the last deallocated at the end
   std::unordered_map<const void*, Blocks::iterator> by_address_;
 
-  // The thread that unmaps what has been idle too long. It ends when nothing is idle, and the next
+  // Unmaps blocks that were idle too long. The thread ends when nothing is idle, and the next
   // deallocate() starts another.
   std::condition_variable stop_;
   bool stopping_ = false, trimming_ = false;

@@ -127,8 +127,8 @@ std::size_t min_bytes_of_environment() {
   return bytes == 0 ? SIZE_MAX : static_cast<std::size_t>(bytes);
 }
 
-// ATen's own, which free every temporary before they return. Not convolutions: oneDNN allocates its
-// own memory there, and nothing says how long it holds that.
+// ATen's own nodes, which free every temporary before they return. Excludes convolutions: oneDNN
+// allocates its own memory there, and it is unknown how long it holds that.
 bool is_served(const Node& node) {
   static constexpr std::array<std::string_view, 5> kServed = {
       "AddmmBackward0", "MmBackward0", "BmmBackward0", "EmbeddingBackward0", "ToCopyBackward0"};

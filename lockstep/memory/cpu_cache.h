@@ -1,4 +1,4 @@
-// Memory of large CPU tensors: a cache of it, and gradients that are created in their place.
+// Caching of memory for large CPU tensors, and creation of gradients directly in buckets.
 //
 // With the cache the kernel does not clear fresh pages for the same tensors in every training step.
 // It is process-wide and off until it is switched on: run() and spawn() do that for their ranks;
@@ -13,7 +13,7 @@
 // one.
 //
 // cache_cpu_memory() also installs in-place gradient allocation (InplaceGradients), which
-// DistributedDataParallel uses where it is there.
+// DistributedDataParallel uses if it is installed.
 //
 // Any thread may call. The allocator stays installed, so tensors may outlive everything.
 #pragma once
@@ -26,8 +26,8 @@
 
 namespace lockstep {
 
-// True when caching is on: switched on now or before. UsageError where an environment variable is
-// not a number of bytes.
+// True when caching is on, whether since this call or before. UsageError where an environment
+// variable is not a number of bytes.
 bool cache_cpu_memory();
 bool is_cpu_memory_cached();
 
@@ -54,10 +54,10 @@ namespace detail {
 // bytes; the node that the engine is evaluating gives the rest: if exactly one of its gradients has
 // that size, and leads to a parameter with an offered slot, the allocation is that gradient's.
 //
-// Nothing depends on the answer: a gradient created elsewhere is copied as usual, and a temporary
-// that got the slot is gone before the gradient arrives. Only nodes for which that is known are
-// served, and never where somebody could hold on to a gradient (hooks, create_graph,
-// autograd::grad). A writer to a slot asks in_use() first all the same.
+// Correctness does not depend on the guess: a gradient created elsewhere is copied as usual, and a
+// temporary that got the slot is freed before the gradient arrives. Only nodes for which that is
+// known are served, and never where a gradient could be kept (hooks, create_graph, autograd::grad).
+// A writer to a slot calls in_use() first all the same.
 //
 // Any thread may call. enable() installs an allocator for the process, which stays.
 class InplaceGradients {
@@ -72,7 +72,7 @@ class InplaceGradients {
   static void offer(const at::Tensor& parameter, const void* owner, Slot slot);
   static void withdraw(const void* owner);
 
-  static bool in_use(const at::Tensor& slot);  // some tensor lies there now
+  static bool in_use(const at::Tensor& slot);  // whether a tensor uses it now
 
   static std::size_t offered();   // parameters
   static std::uint64_t served();  // gradients placed since the process began

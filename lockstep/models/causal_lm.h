@@ -34,7 +34,7 @@ void place(CausalLm& model, const DeviceMap& map);
 
 class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced {
  public:
-  // The options' type and device apply where nothing is drawn; make_causal_lm() converts.
+  // `options` sets type and device where nothing is drawn; otherwise make_causal_lm() converts.
   explicit CausalLm(CausalLmConfig config, const ParameterOptions& options = {});
 
   // ids: int64 [batch, time]. With a cache they continue what it holds, and are added to it.
@@ -43,39 +43,39 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
     const at::Tensor hidden = hidden_states(ids, cache);
     return stage().last ? logits(hidden) : hidden;
   }
-  // The two halves of forward, for losses that never hold all logits: [batch, time, width] after
-  // the last norm, and the head.
+  // The two halves of forward, for losses that never hold all logits: the hidden states [batch,
+  // time, width] after the last norm, and the head.
   at::Tensor hidden_states(const at::Tensor& ids, KvCache* cache = nullptr);
   at::Tensor logits(const at::Tensor& hidden_states);
-  // The mean cross entropy against the ids that come next [batch, time]; those that are -100 do not
-  // count. On a GPU head and loss are one, and the logits of all tokens never exist at once. With
-  // output_router_logits in the configuration of a model with experts, router_aux_loss_coef times
-  // their load balancing loss is added, as in transformers. `all_logits`: the logits too, for
-  // metrics; they then exist.
+  // The mean cross entropy against the next ids [batch, time]; targets of -100 do not count. On a
+  // GPU head and loss are fused, and the logits of all tokens never exist at once. In a mixture of
+  // experts with output_router_logits in its configuration, router_aux_loss_coef times the load
+  // balancing loss is added, as in transformers. `all_logits` also returns the logits, for metrics;
+  // they then exist.
   at::Tensor loss(const at::Tensor& ids, const at::Tensor& targets,
                   at::Tensor* all_logits = nullptr);
 
-  // Whether blocks run by lockstep::nn (fused norms, activations, loss; docs/optimisation.md) or by
-  // ATen's operations alone. Unset: on a GPU with our kernels. Never with a cache.
+  // Whether blocks use the operations of lockstep::nn (fused norms, activations, loss;
+  // docs/optimisation.md) or ATen's alone. Unset: on a GPU with our kernels. Never with a cache.
   void use_fused(std::optional<bool> on) { fused_ = on; }
 
-  // The sum that blocks add to is bfloat16 in the fused path under bf16 autocasting. True: float,
-  // as with ATen's operations; more memory and a little slower. Under fp16 it is always float.
+  // In the fused path under bf16 autocasting the residual stream is bfloat16. True: float, as with
+  // ATen's operations; more memory and a little slower. Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
   // a cache.
   void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
 
-  // For Pipeline: as one of its stages, forward() and loss() return what the next stage takes.
+  // For Pipeline: as a stage, forward() and loss() return the input of the next stage.
   Parts parts() const override;
-  // For TensorParallel: with slices of its weights forward() and loss() return the same as ever, on
-  // every rank; loss() holds a slice of the logits alone. With use_sequence_parallel(true)
-  // activations take less memory; where there are fewer tokens than ranks, and with a cache, every
-  // rank has the whole sequence all the same.
+  // For TensorParallel: with slices of its weights forward() and loss() return the same values on
+  // every rank; loss() holds a slice of the logits alone. use_sequence_parallel(true) reduces the
+  // memory of activations; with fewer tokens than ranks, and with a cache, every rank still has the
+  // whole sequence.
   std::vector<Cut> cuts(int ranks) const override;
 
-  // A model that place() has split over devices stays where it is; its type is converted.
+  // A model that place() has split over devices is not moved; only its type is converted.
   using torch::nn::Module::to;
   void to(c10::Device device, c10::ScalarType dtype, bool non_blocking = false) override;
   void to(c10::Device device, bool non_blocking = false) override;
@@ -85,15 +85,15 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
 
  private:
   bool fused_on(c10::Device device) const;
-  // Returns the part of the sequence that this rank has.
+  // Returns this rank's part of the sequence.
   at::Tensor decode(const at::Tensor& ids, KvCache* cache, std::vector<at::Tensor>* router_logits);
-  // How many tokens ranks have parts of; 0: each has all.
+  // The length of the sequence that ranks divide; 0: each rank has all of it.
   std::int64_t sequence_of(const at::Tensor& ids, const KvCache* cache = nullptr) const;
   at::Tensor cross_entropy(const at::Tensor& hidden, const at::Tensor& targets,
                            std::int64_t sequence);
-  // What the head computes with the weight, or slice of it, that there is.
+  // The head's product with this rank's weight, or slice of the weight.
   at::Tensor own_logits(const at::Tensor& hidden);
-  // [vocabulary, width]; null where an adapter is added to the product with it.
+  // [vocabulary, width]; null where the head has an adapter.
   const at::Tensor* head_weight() const;
 
   friend void place(CausalLm& model, const DeviceMap& map);

@@ -17,7 +17,7 @@ namespace {
 
 // ---------------------------------------------------------------- small parts
 
-// In memory of its own, also where two stages are on one device; gradients take the same way back.
+// Copies to memory of its own, even if two stages share a device; gradients are copied back.
 at::Tensor copied(const at::Tensor& x, c10::Device device) {
   return x.to(x.options().device(device), /*non_blocking=*/false, /*copy=*/true);
 }
@@ -27,7 +27,7 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
   return x.view({x.size(0), x.size(1), heads, x.size(2) / heads});
 }
 
-// What fp8 is cast from: under autocasting its type.
+// The input of the cast to fp8: under autocasting, in its type.
 nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
   const auto device = x.values.device().type();
   if (!at::autocast::is_autocast_enabled(device)) return x;
@@ -74,7 +74,7 @@ at::Tensor shared(const at::Tensor& weight, const Pass& pass) {
   return pass.sequence > 0 ? nn::enter_weight(weight, pass.tensor) : weight;
 }
 
-// What ranks have computed with their slices is added up, and the bias to the sum.
+// Sums the results of the ranks' slices, and adds the bias to the sum.
 at::Tensor leave(const at::Tensor& y, const at::Tensor& bias, const Pass& pass) {
   const at::Tensor sum =
       pass.sequence > 0 ? nn::leave_sequence(y, pass.tensor) : nn::leave(y, pass.tensor);
@@ -88,7 +88,7 @@ at::Tensor dropped(const at::Tensor& x, double p, std::int64_t sequence,
                       : torch::dropout(x, p, /*train=*/true);
 }
 
-// By the last layer of a branch, whose inputs a TensorGroup divides.
+// The last layer of a branch, whose inputs a TensorGroup divides.
 at::Tensor project_out(Linear layer, const nn::Fp8Input& x, const Pass& pass, bool with_bias) {
   if (!pass.tensor) return project(layer, x, pass, with_bias);
   const at::Tensor y = computes_in_fp8(layer, pass)
@@ -129,7 +129,7 @@ void add_products(std::vector<std::vector<at::Tensor>>& lists, const std::vector
   if (slices_equally(out)) lists.push_back({out->weight});
 }
 
-// Their outputs side by side; `gated`: swiglu() of those.
+// Returns the projections' outputs side by side; `gated`: swiglu() of them.
 nn::Fp8Input project_joined(const std::vector<Linear>& layers, const nn::Fp8Input& x,
                             const Pass& pass, bool gated = false) {
   std::vector<at::Tensor> weights, biases;
@@ -169,7 +169,7 @@ std::vector<at::Tensor> project_all(const std::vector<Linear>& layers,
 
 // ---------------------------------------------------------------- attention
 
-// Pairs are an element of the first half of what is rotated and its counterpart in the second.
+// A pair is an element of the first half of the rotated part and its counterpart in the second.
 at::Tensor rotated(const at::Tensor& x, const Pass& pass) {
   const std::int64_t width = pass.cos.size(1), rest = x.size(3) - width;
   const at::Tensor turned = rest > 0 ? x.narrow(3, 0, width) : x;
@@ -491,8 +491,8 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
       later_mlp ? shared(mlp_->last_bias(), pass) : at::Tensor(), mlp_after_, pass);
 }
 
-// Only beside a LayerNorm, whose families have these biases: elsewhere the product adds a bias
-// where there is one, with the rounding that it has always had.
+// Only beside a LayerNorm, whose families have these biases: elsewhere the product adds any bias,
+// so that its rounding does not change.
 bool DecoderBlock::defers_bias(const Norm& after, const Pass& pass) const {
   return pass.fused && !after && mlp_norm_.kind() == NormKind::kLayer;
 }
@@ -596,7 +596,7 @@ at::Tensor Decoder::forward(const at::Tensor& ids, const Run& run) {
   const at::Tensor x = stage.first ? embedded(ids, run, types.residual) : stage.input;
   Pass pass = begin(ids, run, run.fused ? at::kFloat : x.scalar_type());
   pass.type = types.compute;
-  // Whoever gathers the parameters of blocks sees what they compute in.
+  // The code that gathers the blocks' parameters must see the type they compute in.
   const nn::Fp8Autocast fp8(pass.fp8);
   Stream stream = through_blocks({.sum = x}, pass, run, stage);
   return stage.last ? last_norm_.forward(stream, pass) : stream.total();

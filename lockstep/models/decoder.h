@@ -1,6 +1,6 @@
-// A language model as its DecoderSpec describes it: embeddings, blocks, the last norm. The forward
-// is written once; each operation chooses between ATen's and lockstep::nn's by what the pass asks
-// for and by what it can do itself. Internal; causal_lm.h is what programs use.
+// The module of a language model that a DecoderSpec describes: embeddings, blocks, the last norm.
+// There is one forward; each operation chooses between ATen's and lockstep::nn's by the Pass and by
+// its own abilities. Internal; programs use causal_lm.h.
 #pragma once
 
 #include <torch/nn/modules/container/modulelist.h>
@@ -22,14 +22,14 @@
 
 namespace lockstep::models::detail {
 
-// The stream between blocks. In the fused path what a block adds last is added by the next norm.
+// The residual stream between blocks. In the fused path the next norm adds a block's last output.
 struct Stream {
   at::Tensor sum;
   at::Tensor delta{};          // undefined: nothing is left to add
   at::Tensor delta_bias{};     // of the layer that made delta; optional
   at::Tensor router_logits{};  // of the last block, where the pass asks for them
 
-  // With everything added.
+  // The residual with everything added.
   at::Tensor total() const;
 };
 
@@ -37,13 +37,13 @@ struct Stream {
 class Norm {
  public:
   Norm() = default;
-  // `of_heads`: it normalises heads. Where a TensorGroup divides these, ranks add up its gradient.
+  // `of_heads`: normalises each head. Where a TensorGroup divides heads, ranks sum its gradient.
   Norm(torch::nn::Module& parent, const NormSpec& spec, bool of_heads = false);
 
   explicit operator bool() const { return layer_ || rms_ != nullptr; }
   NormKind kind() const { return kind_; }
   at::Tensor forward(const at::Tensor& x, const Pass& pass) const;
-  // Normalises the stream, with what is left to add to it. In the fused path `amax` is set as by
+  // Normalises the stream, after adding `delta` to it. In the fused path `amax` is set as by
   // lockstep::nn.
   at::Tensor forward(Stream& x, const Pass& pass, at::Tensor* amax = nullptr) const;
   // The same for a linear layer.
@@ -67,25 +67,25 @@ class DecoderAttention;
 class DecoderMlp;
 class Experts;
 
-// Its border is that of a unit of FullyShard.
+// One block of the model; FullyShard gathers it as a unit.
 class DecoderBlock : public torch::nn::Module, public nn::Block, public nn::Sliced {
  public:
   DecoderBlock(const DecoderSpec& spec, std::size_t layer, const ParameterOptions& parameters);
 
   void forward(Stream& x, const Pass& pass);
-  // Whether so many ranks divide it is the model's to say.
+  // Names the cuts; whether the block divides by this number of ranks is checked by the model.
   std::vector<Cut> cuts(int ranks) const override;
   std::vector<std::vector<at::Tensor>> products() const override;
 
-  // Set by place(), where another stage of a device map begins: what the decoder copies the input
-  // to, and the output of the last block.
+  // Set by place() where another stage of a device map begins: the device to which the decoder
+  // copies the input, and the output of the last block.
   std::optional<c10::Device> copy_input_to;
   std::optional<c10::Device> copy_output_to;
 
  private:
   void add(Stream& x, const at::Tensor& y, const at::Tensor& bias, const Norm& after,
            const Pass& pass) const;
-  // Whether the bias of a branch's last layer is left to the next norm.
+  // Whether the bias of a branch's last layer is added by the next norm instead.
   bool defers_bias(const Norm& after, const Pass& pass) const;
 
   std::vector<TensorCut> cuts_;
@@ -110,8 +110,8 @@ class Decoder : public torch::nn::Module {
     nn::TensorGroupPtr tensor{};                       // null: parameters are whole
     std::int64_t sequence = 0;                         // as in Pass
   };
-  // Hidden states [batch, time, width] after the last norm; of a stage that is not the last, after
-  // its last block. With run.sequence this rank's part of time.
+  // Hidden states [batch, time, width] after the last norm, or after the last block of a stage that
+  // is not the last. With run.sequence this rank's part of time.
   at::Tensor forward(const at::Tensor& ids, const Run& run);
 
   const at::Tensor& token_weight() const { return tokens_->weight; }

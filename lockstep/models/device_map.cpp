@@ -67,7 +67,7 @@ std::vector<Rule> rules_of(const Entry& entry, const std::string& device) {
 
 void check_name(const Entry& entry, const std::string& name,
                 const std::vector<std::string>& parts) {
-  // Has no tensors here; maps that transformers writes name it.
+  // Has no tensors in our models, but transformers' maps name it.
   if (name == "model.rotary_emb") return;
   for (const std::string& part : parts) {
     if (is_below(part, name)) return;
@@ -193,7 +193,7 @@ DeviceMap balanced_device_map(const CausalLmConfig& config,
   DeviceMap map;
   std::uint64_t before = 0;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    // By where the middle of the part is in all of the model's bytes.
+    // Chooses by the position of the part's middle among all bytes of the model.
     const double middle = static_cast<double>(before) + static_cast<double>(bytes[i]) / 2;
     const double share = middle / static_cast<double>(std::max<std::uint64_t>(total, 1));
     const auto index = static_cast<std::size_t>(share * static_cast<double>(devices.size()));

@@ -25,7 +25,7 @@ at::ScalarType compute_type(const at::Tensor& x, const at::Tensor& weight, const
   return weight.scalar_type();
 }
 
-// Frozen weights are in one tensor from then on, of which a grouped product needs no copy.
+// Moves frozen weights into one tensor, of which a grouped product needs no copy.
 at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
                    const at::Tensor& ends, bool owns_memory) {
   const bool frozen = std::ranges::none_of(weights, &at::Tensor::requires_grad);
@@ -48,7 +48,7 @@ Choice choose(const at::Tensor& logits, const ExpertsSpec& spec) {
 }
 
 // For a loss that every rank computes from all logits: its gradient is divided by the number of
-// ranks, over which gradients are added up.
+// ranks, because gradients are summed over them.
 at::Tensor for_each_rank(const at::Tensor& logits, const nn::TensorGroupPtr& group) {
   if (!group) return logits;
   const at::Tensor value = logits.detach();
@@ -84,14 +84,14 @@ Experts::Routed Experts::route(const at::Tensor& logits) const {
   at::Tensor sorted;
   std::tie(sorted, routed.order) =
       torch::sort(choice.experts.reshape({-1}), /*stable=*/std::optional<bool>(true));
-  // Without a number that the host would wait for.
+  // Stays on the device, so that the host does not wait for a number.
   const at::Tensor next = torch::arange(1, spec_.experts->count() + 1, sorted.options());
   routed.ends = torch::searchsorted(sorted, next, /*out_int32=*/true);
   return routed;
 }
 
-// A rank knows of scores what its slices of the experts make of them, so that the gradients of the
-// router, too, are sums over ranks.
+// A rank's gradient of the scores covers only its slices of the experts, so the router's gradients,
+// too, are sums over ranks.
 at::Tensor Experts::router_logits_of(const at::Tensor& x, const Pass& pass) const {
   const at::Tensor weight = nn::enter_weight(router_->weight, pass.tensor);
   if (pass.fused) return nn::linear(x, weight, {});

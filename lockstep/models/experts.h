@@ -1,4 +1,4 @@
-// A mixture of experts: perceptrons of which a router chooses a few for each token. Internal.
+// A mixture of experts: perceptrons, a few of which a router chooses for each token. Internal.
 //
 //   Experts experts(spec.block.mlp, parameters);
 //   const at::Tensor y = experts.forward(x, pass, &router_logits);
@@ -32,7 +32,7 @@ class Experts : public torch::nn::Module {
   };
   at::Tensor router_logits_of(const at::Tensor& x, const Pass& pass) const;
   Routed route(const at::Tensor& logits) const;
-  // What the experts make of rows that are sorted.
+  // The experts' results for rows that are sorted by expert.
   at::Tensor compute(const at::Tensor& rows, const at::Tensor& ends, bool owns_memory) const;
 
   MlpSpec spec_;
@@ -41,8 +41,8 @@ class Experts : public torch::nn::Module {
   std::vector<at::Tensor> out_;
 };
 
-// transformers' load_balancing_loss_func: least, and then 1 for each expert of a token, when all
-// experts get equally many tokens. `router_logits` are those of each block.
+// transformers' load_balancing_loss_func: minimal when all experts get equally many tokens, and
+// then 1 for each expert of a token. `router_logits` has one tensor for each block.
 at::Tensor load_balancing_loss(const std::vector<at::Tensor>& router_logits,
                                const ExpertsSpec& spec);
 

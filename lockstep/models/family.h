@@ -1,5 +1,5 @@
-// Families of language models: which fields of a config.json each reads, with defaults, ranges and
-// what is refused, and the model that they describe. Without torch.
+// Families of language models: the fields of config.json that each reads, with defaults, ranges and
+// refused values, and the model that the fields describe. Without torch.
 //
 //   const FamilyConfig model{LlamaConfig{.hidden_size = 256, .intermediate_size = 688}};
 //   model.spec().block.attention.heads;
@@ -60,12 +60,12 @@ class Options {
   std::map<std::string, OptionValue, std::less<>> values_;
 };
 
-// How the fields of rotary positions are read, where a family has them.
+// The rules for reading a family's fields of rotary positions.
 struct RopeRules {
   double theta = 10'000;  // without the field
   bool partial = false;   // partial_rotary_factor counts
-  // Outside of the map, the length of a text from which longrope has its other frequencies; this
-  // is the default. 0: it is inside, and max_position_embeddings is the default.
+  // The sequence length from which longrope switches frequencies is a field outside of the rope
+  // map, with this default. 0: it is inside the map, and defaults to max_position_embeddings.
   std::int64_t original_length = 0;
   std::vector<std::string_view> longrope_names{};  // further ones
 };

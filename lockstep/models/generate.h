@@ -21,7 +21,7 @@ struct GenerateOptions {
   double temperature = 0;
   std::int64_t top_k = 0;  // samples among so many of the likeliest tokens; 0: among all
   double top_p = 1;        // samples among the likeliest tokens that have this share together
-  // Logits of tokens that are in the text already are divided by it; negative ones, multiplied.
+  // Divides the positive logits of tokens already in the text, and multiplies negative ones.
   double repetition_penalty = 1;
   std::uint64_t seed = 0;           // the same seed gives the same tokens
   std::vector<std::int64_t> eos{};  // tokens that end the text; they are part of the result
@@ -29,8 +29,8 @@ struct GenerateOptions {
   std::function<bool(const std::vector<std::int64_t>& made)> stop{};
 };
 
-// The new tokens. The model computes without gradients and in evaluation mode, and is left in the
-// mode it was in. UsageError for no ids, ids outside of the vocabulary, and more tokens than GPT-2
+// Returns the new tokens. Computes without gradients and in evaluation mode, and restores the
+// model's mode. UsageError for no ids, ids outside of the vocabulary, and more tokens than GPT-2
 // has positions.
 std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64_t>& ids,
                                    const GenerateOptions& options = {});

@@ -139,7 +139,7 @@ void require_keys(const Node& map, const std::string& field, const RopeConfig& r
   }
 }
 
-// As in transformers a zero says the same as nothing.
+// As in transformers, zero means the same as a missing field.
 void read_yarn(MapReader& keys, double length, RopeConfig& rope) {
   const auto positive = [&](const char* key, double fallback) {
     const double value = keys.real(key, fallback, 0, kLarge);

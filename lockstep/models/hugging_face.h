@@ -1,12 +1,12 @@
-// Hugging Face's folders without torch: what a config.json says, and which of a folder's tensors is
-// which of the model's, for every family of family.h.
+// Hugging Face's folders without torch: parses config.json, and matches a folder's tensors to the
+// model's parameters, for every family of family.h.
 //
 //   const CausalLmConfig config = read_config("Llama-3.2-1B");       // a folder or a config.json
 //   const io::SafetensorsSet files("Llama-3.2-1B");
 //   for (const FoundWeight& weight : find_weights("Llama-3.2-1B", files, config))
 //     use(weight.name, weight.file.bytes());
 //
-// What the models here do not compute is refused by the field's name and value, with its line.
+// What the models do not compute is refused, with the field's name, value and line.
 // Values and functions that only read; call from any thread.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace lockstep::models {
 
-// A language model: its family with the values of its fields, and what else came with them.
+// A language model: its family, the values of its fields, and other data of its config.json.
 struct CausalLmConfig {
   FamilyConfig model{};
   std::vector<std::int64_t> eos_token_ids{};  // each of them ends a text
@@ -31,7 +31,7 @@ struct CausalLmConfig {
   const DecoderSpec& spec() const { return model.spec(); }
   std::int64_t vocab_size() const { return spec().vocabulary; }
   std::int64_t layers() const { return spec().layers(); }
-  // The longest sequence: a limit with an embedding of positions, otherwise that of training.
+  // The longest sequence: a limit for learned positions, otherwise the training length.
   std::int64_t max_positions() const { return spec().max_positions; }
   bool tied() const { return spec().tied; }  // the head's weight is the token embedding's
 };
@@ -42,16 +42,16 @@ struct CausalLmConfig {
 CausalLmConfig read_config(const std::string& folder_or_file);
 CausalLmConfig parse_config(std::string_view json, const std::string& name);
 
-// The config.json that transformers reads. What was read is preserved, with the fields that nothing
-// here uses; `dtype` is that of the weights beside it.
+// Writes the config.json that transformers reads. Fields that were read are preserved, also unused
+// ones; `dtype` is that of the weights beside it.
 std::string config_json(const CausalLmConfig& config, std::string_view dtype = "float32");
 // The same for a GPT-2. `end_of_text` is the token that ends a text, where there is one.
 std::string hugging_face_config(const GptConfig& config,
                                 std::optional<std::int64_t> end_of_text = std::nullopt);
 
-// What the model computes beside its weights, as JSON: the fields of config.json with their values,
-// where they are not there too, but not what their shapes say, and not what counts in training
-// alone. For ModelFiles::function (lockstep/train/task.h).
+// The computation that shapes do not determine, as JSON: the fields of config.json, defaults
+// included, except sizes and settings of training alone. For ModelFiles::function
+// (lockstep/train/task.h).
 std::string function_text(const CausalLmConfig& config);
 
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config);
@@ -62,9 +62,9 @@ struct FoundWeight {
 };
 
 // Every tensor of the model, in the model's order. As in transformers, names may lack the prefix of
-// the part without the head ("transformer." of GPT-2, "model." of Llama), a tied head may be there
-// or not, and buffers of earlier versions (causal masks, rotary frequencies) are skipped. What is
-// missing, too much, of another shape or not of floating point is named in a UsageError.
+// the headless model ("transformer." of GPT-2, "model." of Llama), a tied head may be present or
+// not, and buffers of earlier versions (causal masks, rotary frequencies) are skipped. UsageError
+// names missing and unexpected tensors, other shapes and types that are not floating point.
 std::vector<FoundWeight> find_weights(const std::string& folder, const io::SafetensorsSet& files,
                                       const CausalLmConfig& config);
 

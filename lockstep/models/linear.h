@@ -1,5 +1,5 @@
-// A linear layer that stores its weight as the checkpoint it belongs to does, [out, in] as
-// torch.nn.Linear or [in, out] as GPT-2's "Conv1D", and that can have a LoRA adapter.
+// A linear layer that stores its weight in its checkpoint's layout, [out, in] as torch.nn.Linear or
+// [in, out] as GPT-2's "Conv1D", and that can have a LoRA adapter.
 //
 //   lockstep::models::Linear project{
 //       lockstep::models::LinearOptions(768, 2304).layout(WeightLayout::kInOut)};
@@ -30,11 +30,11 @@ struct LinearOptions {
   TORCH_ARG(bool, bias) = true;
   TORCH_ARG(WeightLayout, layout) = WeightLayout::kOutIn;
   // Standard deviation of the initial weights. 0 draws nothing and gives zeros, for weights that
-  // are loaded.
+  // will be loaded.
   TORCH_ARG(double, deviation) = 0.02;
   // Type and device of both tensors.
   TORCH_ARG(at::TensorOptions, tensors);
-  // Whether it is one of the layers that adapters are attached to.
+  // Whether add_lora() may attach an adapter to this layer.
   TORCH_ARG(bool, adaptable) = true;
 };
 
@@ -56,12 +56,12 @@ class LinearImpl : public torch::nn::Module {
   // nn::enter(), or the result goes through nn::leave().
   at::Tensor forward(const at::Tensor& x, bool with_bias = true,
                      const nn::TensorGroupPtr& group = {});
-  // The same by lockstep::nn, in x's type and without autocasting: a float weight is converted.
+  // Uses lockstep::nn's kernels, in x's type and without autocasting: converts a float weight.
   at::Tensor forward_fused(const at::Tensor& x, bool with_bias = true,
                            const nn::TensorGroupPtr& group = {});
-  // The same with the weight's products in fp8; an adapter's are in x's type.
+  // Multiplies with the weight in fp8; an adapter's products are in x's type.
   at::Tensor forward_fp8(const nn::Fp8Input& x, nn::Fp8Recipe recipe, bool with_bias = true);
-  // The weight as [out, in]; one that is stored in fp8 in bfloat16.
+  // The weight as [out, in]; a weight stored in fp8 is returned in bfloat16.
   at::Tensor out_in() const;
   // Stores a frozen weight as fp8 and its transpose: as much memory as in 16 bits, and nothing is
   // cast in a step. Sizes that fp8 does not cover stay as they are.
@@ -94,7 +94,7 @@ class LinearImpl : public torch::nn::Module {
   Factors factors(const nn::TensorGroupPtr& group) const;
   bool cut_by_inputs() const;
   at::Tensor dropped(const at::Tensor& x, const nn::TensorGroupPtr& group) const;
-  // The weight in its layout, and in a type that can be multiplied.
+  // The weight in its layout, converted to a type that can be multiplied.
   at::Tensor usable_weight() const;
   const nn::Fp8Pair& stored() const;
 

@@ -93,7 +93,7 @@ std::pair<std::string, std::string> divided(const std::string& parameter) {
   return {parameter.substr(0, dot), parameter.substr(dot + 1)};
 }
 
-// What of a module with adapters is trained and saved.
+// The parts of a module with adapters that are trained and saved.
 class Trained {
  public:
   Trained(const torch::nn::Module& module, const LoraConfig& config)

@@ -34,34 +34,34 @@ inline constexpr const char* kAdapterConfig = "adapter_config.json";
 // generator. UsageError, with the names of the linear layers, when none of them matches.
 std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& config);
 
-// Converts the weights of linear layers that are not trained, bf16 for half of the memory. Under
-// autocast in that type the results stay the same to the bit.
+// Converts frozen weights of linear layers, to bf16 for half of the memory. Under autocast in that
+// type the results keep their bits.
 void convert_frozen_weights(torch::nn::Module& module, at::ScalarType type);
-// Stores the frozen weights that adapters belong to in fp8 for training under nn::Fp8Autocast.
-// Evaluation without it and merge_lora() compute with what fp8 has kept of them; save the base
-// before. Move the module to its device first.
+// Stores the frozen weights of adapted layers in fp8, for training under nn::Fp8Autocast.
+// Evaluation without it and merge_lora() compute with the rounded weights; save the base before.
+// Move the module to its device first.
 void store_frozen_fp8(torch::nn::Module& module, nn::Fp8Recipe recipe);
 
-// Between W and W + scaling * B A in all layers. unmerge_lora() restores W to the bit; until then
-// each layer holds a copy of it. unload_lora() merges and removes the adapters: what is left has
-// the base model's names, to be saved as one.
+// Switches all layers between W and W + scaling * B A. unmerge_lora() restores W to the bit; until
+// then each layer holds a copy of it. unload_lora() merges and removes the adapters: the result has
+// the base model's names and can be saved as a base.
 void merge_lora(torch::nn::Module& module);
 void unmerge_lora(torch::nn::Module& module);
 void unload_lora(torch::nn::Module& module);
 
-// What an adapter's file holds: the trained parameters under PEFT's names, sharing the module's
+// The contents of an adapter file: the trained parameters under PEFT's names, sharing the module's
 // memory.
 std::vector<std::pair<std::string, at::Tensor>> lora_tensors(const torch::nn::Module& module,
                                                              const LoraConfig& config);
 // adapter_config.json of a module that has the adapters.
 std::string adapter_config_text(const torch::nn::Module& module, const LoraConfig& config);
 
-// adapter_config.json and adapter_model.safetensors, durable on return. Takes the place of a folder
-// with an adapter and nothing else; UsageError for a name that is taken otherwise.
+// Writes adapter_config.json and adapter_model.safetensors, durable on return. Replaces a folder
+// that has an adapter and nothing else; UsageError when the name is taken otherwise.
 void save_adapter(const torch::nn::Module& module, const LoraConfig& config,
                   const std::string& folder);
-// Reads such a folder, whoever wrote it, into a module without adapters or with the same ones.
-// UsageError names fields that are not supported and tensors that do not fit.
+// Loads such a folder, written by any program, into a module without adapters or with the same
+// ones. UsageError names fields that are not supported and tensors that do not fit.
 LoraConfig load_adapter(torch::nn::Module& module, const std::string& folder);
 
 }  // namespace lockstep::models

@@ -112,7 +112,7 @@ const LoraKey* find_lora_key(std::string_view name) {
   return found == std::end(kLoraKeys) ? nullptr : found;
 }
 
-// null, false and what is empty turn a field off.
+// null, false and empty values turn a field off.
 bool is_off(const Node& node) {
   switch (node.kind) {
     case NodeKind::kNull:

@@ -1,6 +1,6 @@
-// LoraConfig: low-rank adapters (LoRA) as PEFT describes them, without torch: a training file's
-// `lora` and an adapter_config.json are read into the same values, and which layers get an adapter
-// is decided by names alone, as PEFT decides it.
+// LoraConfig: low-rank adapters (LoRA) as PEFT describes them, without torch. A training file's
+// `lora` and an adapter_config.json are parsed to the same values, and layers get adapters by their
+// names alone, as in PEFT.
 //
 //   const LoraConfig config{.r = 16, .lora_alpha = 32, .target_modules = {"c_attn", "c_proj"}};
 //   for (const std::string& name : LoraTargets(config).select(linear_layers)) ...
@@ -62,28 +62,28 @@ struct LoraConfig {
   // Only these blocks of a list of them, with target_modules by suffix; empty: all.
   std::vector<std::int64_t> layers_to_transform{};
   std::vector<std::string> layers_pattern{};  // names of that list: "h", "layers"
-  // What the adapter is for, as adapter_config.json says it.
+  // Task information that adapter_config.json carries unchanged.
   std::string base_model_name_or_path{};
   std::string task_type = "CAUSAL_LM";
   bool operator==(const LoraConfig&) const = default;
 };
 
-// The map of a training file (`what` names it in errors: "lora"). UsageError with the place for a
-// key that is unknown or not supported.
+// Parses the map of a training file (`what` names it in errors: "lora"). UsageError with the
+// location for a key that is unknown or not supported.
 LoraConfig read_lora_config(const Node& map, const std::string& what);
-// The text of an adapter_config.json. Fields without a meaning here must have the value that turns
-// them off; others are refused by name (use_dora, lora_bias, ...).
+// Parses an adapter_config.json. Fields of unsupported features (use_dora, lora_bias, ...) must
+// turn these off; otherwise they are refused by name.
 LoraConfig parse_adapter_config(std::string_view text, const std::string& file);
 std::string adapter_config_text(const LoraConfig& config, bool fan_in_fan_out);
 
-// What the adapters compute beside their weights, and what their base does ("" or
+// The adapters' and their base's computation beside the weights (base: "" or
 // function_text(net->config())), as JSON. For ModelFiles::function (lockstep/train/task.h).
 std::string function_text(const LoraConfig& config, const std::string& base);
 
 // Throws UsageError for values that make no adapter.
 void check_lora_config(const LoraConfig& config);
 
-// The rules of names. Throws UsageError for a regular expression that cannot be read.
+// Matches module names. Throws UsageError for an invalid regular expression.
 class LoraTargets {
  public:
   explicit LoraTargets(LoraConfig config);
@@ -92,10 +92,10 @@ class LoraTargets {
   bool matches(const std::string& name) const;
   // The names that match. UsageError when there is none, listing those that are there.
   std::vector<std::string> select(const std::vector<std::string>& linear_layers) const;
-  // The same of a language model's layers, after refuse_experts().
+  // Selects from a language model's linear layers, after refuse_experts().
   std::vector<std::string> select(const DecoderSpec& spec) const;
-  // UsageError where a router or an expert matches. PEFT has adapters for them, "all-linear"
-  // included, in tensors of all experts together.
+  // UsageError where a router or an expert matches: PEFT adapts all experts' weights together, also
+  // with "all-linear", which is not supported here.
   void refuse_experts(const DecoderSpec& spec) const;
   std::int64_t rank(const std::string& name) const;
   double scaling(const std::string& name) const;
@@ -110,7 +110,7 @@ class LoraTargets {
   std::shared_ptr<const Patterns> patterns_;
 };
 
-// Bytes of tensors in the adapter_model.safetensors of such a model.
+// The size of the tensors in the adapter_model.safetensors of such a model, in bytes.
 std::uint64_t adapter_bytes(const LoraConfig& config, const DecoderSpec& spec);
 
 // The name of a parameter in adapter_model.safetensors. `adapted`: its module has an adapter.

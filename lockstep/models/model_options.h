@@ -1,5 +1,5 @@
-// How a language model is made (ParameterOptions), how its blocks are run (BlockRunner), and what
-// it keeps of a text that it continues (KvCache).
+// Options for making a language model (ParameterOptions), a hook that runs its blocks
+// (BlockRunner), and its cache for generating a text (KvCache).
 //
 //   auto model = lockstep::models::make_causal_lm(config, {.dtype = torch::kBFloat16});
 //   model->run_blocks_with(lockstep::checkpoint);
@@ -23,8 +23,8 @@
 
 namespace lockstep::models {
 
-// How to run a block on its input: call it (the default), or keep less and call it again in
-// backward. lockstep::checkpoint has this type.
+// Runs a block on its input: calls it (the default), or stores less and calls it again in backward.
+// lockstep::checkpoint has this type.
 using Block = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
 using BlockRunner = std::function<at::Tensor(Block, std::vector<at::Tensor>)>;
 

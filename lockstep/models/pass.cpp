@@ -56,7 +56,7 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeConfig& rope) {
   return torch::where(is_between, between, scaled);
 }
 
-// The pair that turns so many times in the original positions.
+// The pair that makes this many turns in the original positions.
 double yarn_pair(double turns, double width, const RopeConfig& rope) {
   const auto length = static_cast<double>(rope.original_max_position_embeddings);
   return width * std::log(length / (turns * 2 * std::numbers::pi)) /

@@ -1,5 +1,5 @@
-// What the modules of a decoder share: the values of one forward, how layers are made, and the
-// tables of rotary positions. Internal.
+// Shared by the modules of a decoder: the settings of one forward, the construction of layers, and
+// the tables of rotary positions. Internal.
 //
 //   const Linear gate = make_linear(spec.mlp.in[0], parameters);
 //   const at::Tensor y = activate(spec.mlp.activation, gate->forward(x));
@@ -25,13 +25,13 @@
 
 namespace lockstep::models::detail {
 
-// Which tokens a token attends to: all before it, or those of a mask.
+// The tokens that a token attends to: all before it, or those of a mask.
 struct Sight {
   bool causal = true;  // false and no mask: every token sees all of the cache
   at::Tensor mask{};   // bool [time, cache and time], where `causal` does not say it
 };
 
-// What the blocks of one forward share.
+// The settings and tables that all blocks share in one forward.
 struct Pass {
   bool fused = false;  // by lockstep::nn; never with a cache
   KvCache* cache = nullptr;
@@ -43,17 +43,17 @@ struct Pass {
   std::optional<nn::Fp8Recipe> fp8{};      // of the linear layers in blocks; never with a cache
   bool owns_memory = true;                 // false: parameters come and go, or are slices
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
-  // The length of a sequence of which each rank has a part in the stream; 0: each has all of it.
+  // The length of a sequence that ranks divide in the stream; 0: each has all of it.
   std::int64_t sequence = 0;
 
   // `to` where fp8 needs the largest magnitude of a layer's input, otherwise null.
   at::Tensor* amax_to(at::Tensor& to) const {
-    // Where a rank has a part of the sequence, its norm knows the largest of that part alone.
+    // If ranks divide the sequence, a norm sees only the largest magnitude of its part.
     return fused && fp8 == nn::Fp8Recipe::kTensorwise && sequence == 0 ? &to : nullptr;
   }
 };
 
-// A Linear whose tensors are drawn or left to be loaded, as `parameters` says.
+// A Linear whose tensors are drawn, or left for loading, as `parameters` says.
 Linear make_linear(const Projection& projection, const ParameterOptions& parameters,
                    bool adaptable = true);
 at::Tensor activate(Activation activation, const at::Tensor& x);
@@ -67,13 +67,13 @@ struct RotaryPositions {
 };
 
 // Cosine and sine of every position's angles. A table is made once and never replaced: a CUDA graph
-// that was recorded with it reads it in every replay, whatever lengths come in between. It has the
-// positions up to a power of two, so there are few of them. One thread at a time.
+// recorded with it reads it in every replay, whatever lengths are used in between. Its length is a
+// power of two, so there are few tables. One thread at a time.
 class RotaryAngles {
  public:
   explicit RotaryAngles(const Rotary& rotary);
 
-  // Cosine and sine, each [time, rotated width] or, with `halves`, half as wide. Parts of a table
+  // Cosine and sine, each [time, rotated width] or, with `halves`, half as wide. Views of a table
   // that lives as long as this object.
   std::pair<at::Tensor, at::Tensor> find(const RotaryPositions& positions);
 
@@ -84,7 +84,7 @@ class RotaryAngles {
   RopeConfig rope_;
   at::Tensor frequencies_;       // float32, on the CPU
   at::Tensor long_frequencies_;  // of longrope
-  // Tensors without a name: they are neither saved nor converted.
+  // Not registered as buffers: they are neither saved nor converted.
   std::map<Key, std::pair<at::Tensor, at::Tensor>> tables_;
 };
 

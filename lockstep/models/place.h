@@ -7,7 +7,7 @@
 //
 // The devices work one after the other, so this is for models that do not fit one of them; where
 // the model fits, data parallel ranks are faster. Names, checkpoints and, on one kind of device,
-// results are those of the model in one piece. One thread at a time.
+// results are those of the undivided model. One thread at a time.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,7 +23,7 @@ namespace lockstep::models {
 c10::Device device_of(const std::string& device);
 
 // Moves the parts. Call it before optimizers are made; adapters may be added before or after. A
-// later model.to(device) leaves the parts where they are. UsageError for a map of another model.
+// later model.to(device) does not move the parts. UsageError for a map of another model.
 void place(CausalLm& model, const DeviceMap& map);
 
 }  // namespace lockstep::models

@@ -1,4 +1,4 @@
-// Hugging Face's folders as models, and models as such folders.
+// Loads Hugging Face's folders as models, and saves models as such folders.
 //
 //   auto model = lockstep::models::load_pretrained("Phi-3-mini", {.dtype = torch::kBFloat16});
 //   lockstep::models::save_pretrained(*model, "out", {.max_shard_bytes = 2'000'000'000});
@@ -26,18 +26,18 @@ struct PretrainedOptions {
   c10::Device device = c10::kCPU;
 };
 
-// In evaluation mode, as from_pretrained() returns it. UsageError for what config.json or the
-// weights do not support (hugging_face.h), SystemError for what cannot be read.
+// Returns the model in evaluation mode, as from_pretrained() does. UsageError for unsupported
+// values in config.json or weights (hugging_face.h), SystemError for unreadable files.
 CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& options = {});
 
 struct SaveOptions {
   std::uint64_t max_shard_bytes = 5'000'000'000;
-  // Further small files of the folder, by name, and their texts: a tokenizer.json.
+  // Further small files of the folder, as names and texts: a tokenizer.json.
   std::vector<std::pair<std::string, std::string>> texts{};
 };
 
-// The model's own tensors under the names that its configuration gives them, each in its type.
-// Durable on return; takes the place of a folder of that name.
+// Saves the model's tensors under the names of its configuration, each in its type. Durable on
+// return; replaces a folder of that name.
 void save_pretrained(const CausalLm& model, const std::string& folder,
                      const SaveOptions& options = {});
 

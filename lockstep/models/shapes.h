@@ -1,5 +1,5 @@
-// The sizes of the bundled models, and the tensors that follow from them, without torch: weights in
-// a file are compared with a model, and the room for a checkpoint is counted, before either exists.
+// The sizes of the bundled models and the shapes of their tensors, without torch, so that a file
+// can be checked against a model, and a checkpoint's size computed, before either exists.
 //
 //   for (const io::TensorShape& tensor : tensors_of(ResNetConfig{.depth = 18}))
 //     fmt::print("{} [{}]\n", tensor.name, fmt::join(tensor.shape, ", "));
@@ -36,7 +36,7 @@ struct GptConfig {
   bool tie_word_embeddings = true;
 };
 
-// How positions become angles. `type` is Hugging Face's rope_type.
+// The mapping of positions to angles. `type` is Hugging Face's rope_type.
 struct RopeConfig {
   std::string type = "default";  // or linear, llama3, longrope, yarn
   double rope_theta = 10'000;

@@ -1,7 +1,7 @@
-// What a language model is made of, as plain data without torch: its blocks, the shapes and names
-// of its parameters, and how positions and sizes enter. A family (family.h) describes its models
-// so; the decoder computes what the description says, and shapes, files, device maps, adapters and
-// plans are read off it.
+// The structure of a language model as plain data without torch: its blocks, and the
+// shapes and names of its parameters. A family (family.h) produces the description; the
+// decoder computes it, and shapes, files, device maps, adapters and plans are derived from
+// it.
 //
 //   const DecoderSpec spec = read_config("Qwen2.5-0.5B").spec();
 //   for (const io::TensorShape& tensor : tensors_of(spec)) use(tensor.name, tensor.shape);
@@ -134,8 +134,8 @@ struct DecoderSpec {
   NormSpec last{};
   Projection head{};
   std::optional<Rotary> rotary{};
-  // A text that grows beyond so many tokens has other rotary frequencies, and what is cached is
-  // computed again; 0: never.
+  // A sequence that grows beyond this many tokens uses other rotary frequencies, and its cache is
+  // recomputed; 0: never.
   std::int64_t cache_limit = 0;
 
   std::int64_t layers() const { return static_cast<std::int64_t>(windows.size()); }
@@ -146,24 +146,24 @@ struct DecoderSpec {
 // Parameters in the module's order, which decides how optimizers are sharded.
 std::vector<io::TensorShape> tensors_of(const DecoderSpec& spec);
 
-// Names of the parts that stay whole on a device: embeddings, blocks, the last norm, the head.
+// Names of the parts that a device map cannot split: embeddings, blocks, last norm, head.
 std::vector<std::string> part_names(const DecoderSpec& spec);
 std::vector<std::string> embedding_names(const DecoderSpec& spec);
 
-// What adapters can be attached to, by full name: not to routers and experts.
+// Full names of the layers that adapters can be attached to: no routers, no experts.
 std::vector<std::string> linear_layers(const DecoderSpec& spec);
 std::vector<std::string> routers_and_experts(const DecoderSpec& spec);
-// What tensor parallelism cuts, by full name: each of `parts` along `dimension`, over `ranks`. What
-// is not listed is on every rank. UsageError where the model cannot be divided so.
+// The weights that tensor parallelism cuts, by full name: each of `parts` along `dimension`, over
+// `ranks`. Others are whole on every rank. UsageError where the model cannot be divided.
 struct TensorCut {
   std::string name;
   std::int64_t dimension = 0;
   std::vector<std::int64_t> parts{};
 };
 std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks);
-// Those of one block, by their names in it; nothing is refused.
+// The cuts of one block, by names relative to it; performs no checks.
 std::vector<TensorCut> tensor_cuts(const BlockSpec& block);
-// Elements of the experts that a token does not go to, of all blocks.
+// Elements, over all blocks, of the experts that are not chosen for a token.
 std::int64_t unused_by_a_token(const DecoderSpec& spec);
 
 }  // namespace lockstep::models

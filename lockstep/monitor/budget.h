@@ -1,11 +1,11 @@
-// Where the time of a rank went: the one definition, for page, terminal, report, doctor and
+// The budget of a rank's time by phase: the one definition, for page, terminal, report, doctor and
 // Prometheus.
 //
-// Without a device's times it is what the training thread did. With them, time is the device's: its
-// phases count as measured, and what the host does costs nothing while the device has work. The
-// time that remains, in which the device trains nothing, is charged to what the host did besides:
-// data, saving, evaluation, logging and startup, in this order and each at most with its own time.
-// The rest is other (Phase::kNone). The parts always add up to the whole.
+// Without device times, the budget is the training thread's. With them it is the device's: its
+// phases count as measured, and host work that overlaps them costs nothing. The device's idle time
+// is attributed to what the host did meanwhile: data, saving, evaluation, logging and startup, in
+// this order, each at most with its own time. The remainder is other (Phase::kNone). The parts
+// always add up to the whole.
 //
 //   const PhaseSeconds spent = spent_s(interval);
 //   spent[ledger::index(ledger::Phase::kData)] / interval.seconds;
@@ -21,7 +21,7 @@ namespace lockstep::monitor {
 
 using PhaseSeconds = std::array<double, ledger::kPhases>;  // by ledger::Phase
 
-// A phase of the device was measured; time between its phases alone says nothing.
+// Whether a phase of the device was measured; time between its phases alone does not count.
 bool has_device_times(const PhaseSeconds& device_s);
 
 PhaseSeconds spent_s(double seconds, const PhaseSeconds& host_s, const PhaseSeconds& device_s);
@@ -32,7 +32,7 @@ PhaseSeconds spent_s(const Part& part) {
   return spent_s(part.seconds, part.host_s, part.device_s);
 }
 
-// Outside of all phases of the device: all of it where there are no device's times.
+// The device's time outside of all phases: all of `seconds` without device times.
 double idle_s(double seconds, const PhaseSeconds& device_s);
 
 }  // namespace lockstep::monitor

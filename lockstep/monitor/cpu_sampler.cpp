@@ -147,7 +147,7 @@ std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSamp
   if (before.run_delay_s && after.run_delay_s)
     result.run_delay_share =
         std::clamp((*after.run_delay_s - *before.run_delay_s) / seconds, 0.0, 1.0);
-  // What a thread that has ended waited is no longer counted.
+  // The waits of a thread that has ended are no longer counted.
   if (before.threads_delay_s && after.threads_delay_s)
     result.waiting_threads =
         std::max(0.0, (*after.threads_delay_s - *before.threads_delay_s) / seconds);

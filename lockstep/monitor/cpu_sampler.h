@@ -1,7 +1,7 @@
-// Resources that a process, its control group and the host use, from /proc and cgroup v1 or v2. A
-// rank in any language is sampled from outside, by its pid.
+// The resources that a process, its control group and the host use, from /proc and cgroup v1 or v2.
+// A rank of a program in any language can be sampled from outside, by its pid.
 //
-// Counters grow from the start of the process; rates() makes figures per second of two samples.
+// Counters are totals since the process began; rates() computes rates from two samples.
 //
 //   const auto before = read_process(pid);
 //   ... a second later ...
@@ -26,7 +26,7 @@ struct ProcessSample {
   pid_t pid = 0;
   std::chrono::steady_clock::time_point time{};
   std::uint64_t start_ticks = 0;  // after boot; another value is another process
-  // Its main thread: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+  // State of the main thread: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
   char state = '?';
   double user_s = 0;
   double system_s = 0;
@@ -68,7 +68,7 @@ struct ProcessRates {
   std::optional<double> waiting_threads{};  // mean number of threads that waited for a core
 };
 
-// Nothing when they are of different processes, or no time lies between them.
+// Nothing when the samples are of different processes, or have the same time.
 std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSample& after);
 
 // The control group that limits a process most: its own or one above it. Without a limit the

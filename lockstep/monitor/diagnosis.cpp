@@ -48,8 +48,8 @@ std::vector<Finding> diagnose(const RunRecord& run) {
     if ((listed.compares && !all_ranks) || (listed.by_steps && !view.enough)) continue;
     if (auto finding = listed.rule(view)) findings.push_back(std::move(*finding));
   }
-  // Where every rank waits for a core, chance decides whose steps take longest, unless one waits
-  // far more than the others.
+  // If every rank waits for a core, chance decides whose steps take longest, unless one waits far
+  // more than the others.
   if (const auto starved = detail::starved_share(view))
     std::erase_if(findings, [&](const Finding& finding) {
       if (finding.rule != "straggler") return false;
@@ -125,8 +125,8 @@ namespace {
 // Below this many windows the first one stays: a short record has nothing to spare.
 constexpr std::size_t kWindowsToSpare = 4;
 
-// Takes out what is not part of a step. In the first window of a start that is also what the
-// program did before its loop, where its phases are known.
+// Removes the time outside of steps: in the first window of a start also the program's time before
+// its loop, if its phases are known.
 void keep_steps(Interval& window, bool first) {
   const PhaseSeconds spent = spent_s(window);
   const auto take = [&](Phase phase) {

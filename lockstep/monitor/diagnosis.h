@@ -1,5 +1,5 @@
-// Why a run is slower than it could be: rules over its record, each with the evidence, what to
-// change and what that is worth.
+// The diagnosis of a slow run: rules over its record, each with evidence, the setting to change and
+// the expected gain.
 //
 //   for (const Finding& finding : diagnose(read_run("out"))) print(finding_text(finding));
 //
@@ -29,20 +29,20 @@ struct Finding {
 
 // "loader-bound (rank 1): ... . Evidence: ... . Change: ... . Expected gain: about 15 %."
 std::string finding_text(const Finding& finding);
-// All of them for JSON.
+// All findings, for JSON.
 Node findings_node(const std::vector<Finding>& findings);
 
-// Where the record lacks some ranks, only rules that do not compare ranks are asked.
+// If the record lacks some ranks, only the rules that do not compare ranks are applied.
 std::vector<Finding> diagnose(const RunRecord& run);
 // Whether every rank is recorded with enough steps. Otherwise an empty list of findings does not
 // mean that the run is healthy.
 bool enough_to_judge(const RunRecord& run);
-// Which ranks are missing, and how to add their records; empty where none is missing.
+// The missing ranks, and how to add their records; empty where none is missing.
 std::string missing_ranks_text(const RunRecord& run);
-// The share of time that at least half of the ranks waited for a core, where it is so large that
-// the run's figures are not those of an idle machine. Nothing below that, or where it is not known.
+// The share of time in which at least half of the ranks waited for a core, if it is so large that
+// the figures do not describe an idle machine. Nothing below that, or if it is unknown.
 std::optional<double> starved_share(const RunRecord& run);
-// The sentence that takes the place of findings where there are none.
+// The sentence shown instead of findings when there are none.
 std::string nothing_found_text(const RunRecord& run);
 
 }  // namespace lockstep::monitor

@@ -1,4 +1,4 @@
-// log_gpu_memory(): how full the GPUs are, as a line in the log of a training loop.
+// log_gpu_memory(): logs the GPUs' memory use from within a training loop.
 //
 //   for (auto& batch : loader.epoch(epoch)) {
 //     ...
@@ -14,10 +14,10 @@
 
 namespace lockstep {
 
-// At INFO, so on rank 0 unless set_level() or LOCKSTEP_LOG says otherwise. The GPUs are all that
-// the host's driver shows, the last part is LibTorch's allocator. Any thread may call. The driver
-// is asked by a thread of its own (monitor/gpu_sampler.h): the first call waits for it for a second
-// at most, the others never. Without a GPU one line says so, once.
+// At INFO, so on rank 0 unless set_level() or LOCKSTEP_LOG changes that. Lists all GPUs that the
+// host's driver shows; the last part is from LibTorch's allocator. Any thread may call. A separate
+// thread asks the driver (monitor/gpu_sampler.h): the first call waits at most a second for it,
+// later calls never. Without a GPU one line says so, once.
 void log_gpu_memory(std::chrono::milliseconds interval = std::chrono::seconds(5));
 
 }  // namespace lockstep

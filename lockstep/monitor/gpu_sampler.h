@@ -1,8 +1,8 @@
 // The GPUs of this host, sampled by a thread of their own once a second into a bounded history.
 //
-// A reader gets a copy of what is known and never waits for the driver. While the driver does not
-// answer, the snapshot says for how long and in which call; a GPU that is lost says so itself, and
-// the others are sampled as before.
+// Readers get a copy of the latest sample and never wait for the driver. While the driver does not
+// answer, the snapshot says for how long and in which call. A lost GPU has its own `problem`, and
+// the others are still sampled.
 //
 //   GpuSampler sampler;
 //   const GpuSnapshot now = sampler.snapshot();
@@ -51,8 +51,8 @@ struct GpuSamplerOptions {
   std::chrono::milliseconds log_interval{0};  // a line of every GPU at INFO; 0: none
 };
 
-// Any thread may call. Logs a warning when a GPU fails, and for an Xid. The destructor waits for a
-// call in progress for call_deadline at most; a thread that is stuck in the driver is left behind.
+// Any thread may call. Logs a warning when a GPU fails, and for an Xid. The destructor waits at
+// most call_deadline for a call in progress, and abandons a thread that is stuck in the driver.
 class GpuSampler {
  public:
   explicit GpuSampler(const GpuSamplerOptions& options = {});

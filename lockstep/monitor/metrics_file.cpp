@@ -25,7 +25,7 @@ constexpr std::size_t kMostBytes = 1u << 20;     // at one look
 constexpr std::size_t kLongestLine = 64u << 10;
 constexpr std::size_t kManyLines = 4 * MetricsFile::kPoints;
 
-// A number, or NaN for null. Nothing for what is not a number: the name of the run.
+// A number, or NaN for null. Nothing for any other value: the name of the run.
 std::optional<double> number_at(JsonReader& json) {
   const char first = json.peek();
   if (first == '"' || first == '{' || first == '[' || first == 't' || first == 'f') {

@@ -19,7 +19,7 @@
 
 namespace lockstep::monitor {
 
-// A value that was not finite is NaN.
+// One line of the log. A value that was not finite is NaN.
 struct MetricLine {
   std::int64_t step = 0;
   double epoch = 0;
@@ -30,14 +30,14 @@ struct MetricLine {
 
 using Curve = std::vector<std::pair<double, double>>;  // (step, value), oldest first
 
-// Steps only grow: a run that was resumed from an earlier one replaces what it repeats.
+// Steps increase: the points of a resumed run replace those that it repeats.
 void add_point(Curve& curve, std::int64_t step, double value);
 Curve curve_of(std::span<const MetricLine> lines, std::string_view name);
-// The curve with at most `most` points: of each stretch the lowest and the highest, and the last
-// one of all. A value that is not finite counts as the lowest.
+// The curve reduced to `most` points: of each stretch the lowest and the highest, and the last
+// point. A value that is not finite counts as the lowest.
 Curve thinned(const Curve& curve, std::size_t most);
-// The names of all curves, in the order in which they came first. The last line of a Trainer, which
-// is about the whole run, has none.
+// The names of all curves, in order of first appearance. A Trainer's last line, which summarises
+// the run, adds none.
 std::vector<std::string> metric_names(std::span<const MetricLine> lines);
 
 class MetricsFile {
@@ -49,7 +49,7 @@ class MetricsFile {
   explicit MetricsFile(std::string path = {}, Part part = Part::kAll)
       : path_(std::move(path)), part_(part) {}
 
-  // Reads the lines that were added; all of them again where the file was replaced.
+  // Reads the lines that were added; the whole file again after it was replaced.
   void read();
 
   const std::string& path() const { return path_; }

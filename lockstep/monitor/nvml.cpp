@@ -47,7 +47,7 @@ struct Memory {
   unsigned long long used;
 };
 
-// With what the driver itself reserves as a value of its own, as nvidia-smi shows it.
+// This version reports the driver's reserved memory separately, as nvidia-smi shows it.
 struct MemoryV2 {
   unsigned version;
   unsigned long long total;
@@ -112,7 +112,7 @@ std::int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// This value is not to be had, but the GPU is well.
+// Whether only this value is unavailable, while the GPU is healthy.
 bool is_missing(int code) {
   return code == kNotSupported || code == kNoPermission || code == kFunctionNotFound ||
          code == kNotFound;
@@ -438,7 +438,7 @@ std::vector<XidEvent> Nvml::xid_events() {
   std::vector<XidEvent> found;
   if (events_ == nullptr) return found;
   Event event{};
-  // A GPU in trouble may report without end; what is left is read next time.
+  // A failing GPU may report without end; the rest is read next time.
   while (found.size() < 64 && whole.ask(call_, "nvmlEventSetWait", functions_->event_wait, events_,
                                         &event, 0u) == kSuccess) {
     if (event.type != kEventXid) continue;

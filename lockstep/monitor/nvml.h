@@ -1,9 +1,9 @@
-// NVIDIA's management library (NVML), loaded by name: what a GPU does, how warm it is and what
-// slows it down. Nothing links it, so the same program runs where there is no driver.
+// NVIDIA's management library (NVML), loaded at run time: a GPU's use, temperature and reasons for
+// throttling. Nothing links it, so the same program runs where there is no driver.
 //
 // A call into the driver can block for seconds, and forever when a GPU has failed. So every call is
-// entered in a DriverCall that other threads may read, and only a thread that may be lost calls
-// (gpu_sampler.h).
+// recorded in a DriverCall that other threads can read, and is only made on a thread that may be
+// abandoned (gpu_sampler.h).
 //
 //   DriverCall call;
 //   Nvml nvml(nvml_library(), call);
@@ -23,7 +23,7 @@ namespace lockstep::monitor {
 // LOCKSTEP_NVML, or libnvidia-ml.so.1 wherever the loader finds it.
 std::string nvml_library();
 
-// The call that a thread is in, for others to see how long it takes. Any thread may read.
+// The driver call in progress on a thread, so that others can see its duration.
 class DriverCall {
  public:
   struct Pending {
@@ -72,10 +72,10 @@ struct GpuReading {
   std::vector<GpuProcess> processes{};
 };
 
-// What keeps the clocks below their maximum: {"software power cap", "hardware thermal slowdown"}.
+// The reasons for reduced clocks: {"software power cap", "hardware thermal slowdown"}.
 std::vector<std::string> clock_reason_words(std::uint64_t reasons);
 inline constexpr std::uint64_t kKnownClockReasons = 0x7ff;
-// Heat, power or hardware, that is: not because the GPU is idle or somebody has set the clocks.
+// Whether heat, power or hardware reduce the clocks, rather than idleness or a user's setting.
 bool is_throttled(std::uint64_t reasons);
 
 // A critical error that the driver has reported; NVIDIA's documentation lists the numbers.
@@ -85,11 +85,11 @@ struct XidEvent {
   double unix_time_s = 0;  // when it was read
 };
 
-// Used by one thread. Owns one initialisation of the library, which stays loaded: its own threads
-// and exit handlers may still run.
+// Used by one thread. Owns one initialisation of the library, which stays loaded, because its own
+// threads and exit handlers may still run.
 class Nvml {
  public:
-  // `call` must outlive it. Throws Error when the library is not there or does not start.
+  // `call` must outlive it. Throws Error when the library is missing or does not start.
   Nvml(const std::string& library, DriverCall& call);
   ~Nvml();
   Nvml(const Nvml&) = delete;
@@ -98,9 +98,9 @@ class Nvml {
   const std::string& driver_version() const { return driver_version_; }
   int count() const;
   GpuIdentity identity(int gpu);
-  // Never throws for a GPU that has failed: its `problem` says so.
+  // Does not throw for a GPU that has failed: its `problem` says so.
   GpuReading read(int gpu);
-  // Those since the last call, oldest first.
+  // The events since the last call, oldest first.
   std::vector<XidEvent> xid_events();
 
  private:

@@ -1,10 +1,10 @@
-// Metrics as Prometheus reads them: the text of a /metrics page.
+// Metrics in the text format of a Prometheus /metrics page.
 //
 //   Prometheus page;
 //   page.set({"lockstep_loss", "Training loss of the last step."}, {{"rank", "0"}}, 1.25);
 //   respond(Prometheus::kContentType, page.text());
 //
-// A page is made for one answer, by one thread: what it does not have is no longer there.
+// A page is made for one response, by one thread: metrics that are not set again disappear.
 #pragma once
 
 #include <map>

@@ -1,4 +1,4 @@
-// RankRecorder: writes down where a rank's time goes while it trains (run_record.h has the format).
+// RankRecorder: records where a rank's time goes while it trains (run_record.h has the format).
 //
 // A thread of its own reads the ledger's sums, /proc and the control group once a second and
 // appends a line to DIR/monitor/rank_<r>.jsonl; the first rank of a host also samples its GPUs. The
@@ -7,8 +7,8 @@
 //   RankRecorder recorder({.directory = "out", .rank = world.rank()});
 //   ... train ...                        // the destructor writes the last, shorter interval
 //
-// A file that cannot be written (a full disk, a folder that is gone) is reported once, and the run
-// continues. What could not be written is part of the next interval.
+// A file that cannot be written (a full disk, a removed folder) is reported once, and the run
+// continues. The next interval includes what could not be written.
 #pragma once
 
 #include <chrono>
@@ -25,8 +25,8 @@
 
 namespace lockstep::monitor {
 
-// After an hour of lines of a second each, a line covers kCoarser seconds, so that the file of a
-// run of days stays small.
+// After an hour of one line a second, a line covers kCoarser seconds, so that the file of a run
+// that takes days stays small.
 inline constexpr int kFineLines = 3600;
 inline constexpr int kCoarser = 10;
 
@@ -35,7 +35,7 @@ struct LineLimits {
   double coarse_s = kCoarser - 0.5;  // looks come a little early or late
 };
 
-// The file is made when the first line comes; half a line that a killed run left is cut off.
+// Creates the file with the first line; truncates half a line that a killed run left.
 class LineFile {
  public:
   explicit LineFile(std::string path) : path_(std::move(path)) {}
@@ -50,14 +50,14 @@ class LineFile {
   Fd fd_;
 };
 
-// rank_<r>.jsonl and gpus_<host>.jsonl of one folder, to which whole lines are appended: by a rank
-// that records itself, and by a launcher from outside (dashboard/record_writer.h).
+// Appends whole lines to one folder's rank_<r>.jsonl and gpus_<host>.jsonl: for a rank that records
+// itself, and for a launcher outside (dashboard/record_writer.h).
 //
 //   RecordFiles files("out/monitor");
 //   files.add(rank, interval);
 //
-// Used by one thread. Whoever reads meanwhile, or after a kill, finds every line but the one that
-// was being written. Throws SystemError; an interval that could not be written is part of the next
+// Used by one thread. A reader, concurrent or after a kill, finds every line except one being
+// written. Throws SystemError; an interval that could not be written is added to the next
 // line.
 class RecordFiles {
  public:
@@ -96,8 +96,8 @@ struct RankRecorderOptions {
   std::string nvml{};  // empty: nvml_library()
 };
 
-// The destructor waits for the thread for `end_limit` at most and leaves one behind whose disk does
-// not answer.
+// The destructor waits for the thread at most `end_limit`, and abandons one whose disk does not
+// answer.
 class RankRecorder {
  public:
   explicit RankRecorder(const RankRecorderOptions& options);
@@ -111,21 +111,21 @@ class RankRecorder {
   std::thread thread_;
 };
 
-// Writes DIR/monitor/run.json, in place of an earlier one. Throws SystemError.
+// Writes DIR/monitor/run.json, replacing an earlier one. Throws SystemError.
 void write_facts(const std::string& directory, const RunFacts& facts);
 
-// An interval of the ledger's sums: the time that no phase has is Phase::kNone's.
+// Converts the ledger's sums: time outside of all phases is Phase::kNone's.
 Interval interval_of(const ledger::Totals& spent);
-// The share of a control group's periods between two readings in which it was throttled; nothing
+// The share of a control group's periods between two samples in which it was throttled; nothing
 // without a limit.
 std::optional<double> throttled_share(const CgroupSample& before, const CgroupSample& after);
 
-// The process of a rank and its control group, from one look to the next. Used by one thread.
+// Samples a rank's process and its control group at intervals. Used by one thread.
 class ProcessWatch {
  public:
   explicit ProcessWatch(pid_t pid, const HostFiles& files = {});
 
-  // What both did since the last look is the interval's. Another pid is another process.
+  // Adds the resources used since the last call to the interval. A new pid starts afresh.
   void look(pid_t pid, Interval& interval);
   const std::optional<ProcessSample>& process() const { return process_; }
   const CgroupSample& cgroup() const { return cgroup_; }

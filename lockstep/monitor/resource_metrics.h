@@ -1,4 +1,4 @@
-// What the samplers have read, as metrics on a Prometheus page.
+// Publishes the samples of GPUs and processes as metrics on a Prometheus page.
 //
 //   publish(page, gpu_sampler.snapshot());
 //   if (const auto sample = read_process(pid)) publish(page, rank, *sample);

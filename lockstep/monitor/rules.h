@@ -1,4 +1,4 @@
-// The rules of diagnose() and what they share. Internal to diagnosis.cpp and rules*.cpp.
+// The rules of diagnose() and their common functions. Internal to diagnosis.cpp and rules*.cpp.
 //
 // A rule looks at a View and returns a finding or nothing. What happens in every step it reads as a
 // median over windows, not as a sum, so that one slow second does not decide.
@@ -23,8 +23,8 @@ struct Finding;  // diagnosis.h
 
 namespace detail {
 
-// Steps in the whole record before a run is judged. Twenty are enough to name a rank that waits for
-// its data, so the limit is below that.
+// The number of steps that a record needs to be judged. Twenty must be enough to name a rank that
+// waits for its data, so the limit is below that.
 inline constexpr std::int64_t kMinSteps = 10;
 // With fewer windows a difference between ranks must be larger to count.
 inline constexpr std::size_t kManyWindows = 30;
@@ -83,7 +83,7 @@ double median_of(const RankView& rank, Figure figure) {
 }
 double step_s(const RankView& rank);  // median
 double share(const RankView& rank, ledger::Phase phase);
-// What a change of the host's work can save: at most the device's idle time, where it is known.
+// The gain of less host work: at most the device's idle time, if that is known.
 double bounded_gain(const RankView& rank, double gain);
 double delay_share(const RankView& rank);      // of time in which the main thread waited for a core
 double throttled_share(const RankView& rank);  // of periods in which its control group was stopped
@@ -96,7 +96,7 @@ std::vector<double> of_ranks(const View& view, Figure figure) {
   return values;
 }
 // The smallest share of any rank. A rank that is ahead waits in communication, so the smallest
-// share is what communication itself costs.
+// share is the cost of communication itself.
 double least_share(const View& view, ledger::Phase phase);
 double usual_share(const View& view, ledger::Phase phase);  // lower median over ranks
 // Forward and backward passes of one optimizer step.
@@ -104,7 +104,7 @@ double passes_per_update(const View& view);
 
 // ------------------------------------------------------------------ facts and GPUs
 
-// A value of the training arguments; empty where the key is not there.
+// A value of the training arguments; empty if the key is missing.
 std::optional<std::int64_t> integer_argument(const View& view, std::string_view key);
 bool on_cuda(const View& view);
 // 7 -> 10, 23 -> 50: the next number that a person would write.
@@ -115,8 +115,8 @@ std::int64_t round_up(double value);
 // which.
 std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host);
 std::optional<GpuFigures> gpu_of_rank(const View& view, int rank);
-// The share of time in which no kernel ran although the host waited for nothing. The gaps between
-// kernels lie inside the phases of the device's clock, so only the driver's samples show them.
+// The share of time in which no kernel ran although the host did not wait. Gaps between kernels lie
+// inside the device clock's phases, so only the driver's samples show them.
 std::optional<double> idle_share(const View& view, const RankView& rank);
 // Peak memory share over busy GPUs.
 std::optional<double> memory_share(const View& view);

@@ -273,9 +273,9 @@ std::string straggler_remedy(const std::string& cause, int rank) {
 
 // ------------------------------------------------------------------ without steps
 
-// Of a rank that counts no steps: the share of each interval in which a collective was under way. A
-// collective ends when the last rank has begun it, so the rank that the others wait for has the
-// smallest shares.
+// For a rank that counts no steps: the share of each interval in which a collective was in
+// progress. A collective ends when the last rank has begun it, so the rank that the others wait for
+// has the smallest shares.
 struct Waits {
   int rank = 0;
   std::vector<double> shares{};

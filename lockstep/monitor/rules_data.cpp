@@ -1,4 +1,4 @@
-// Rules about what a step does besides computing: batches, micro-batches, logs and checkpoints.
+// Rules about the parts of a step besides computing: batches, micro-batches, logs, checkpoints.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 using ledger::Counter;
 using ledger::Phase;
 
-// Nobody waits for a loader that is far enough ahead; a tenth of a step is no accident.
+// A loader that is far enough ahead causes no waits; a tenth of a step is no accident.
 constexpr double kDataShare = 0.10;
 // Loading times vary from batch to batch: workers are planned for this much more than the mean.
 constexpr double kLoaderReserve = 1.1;
@@ -91,7 +91,7 @@ struct Habit {
   }
 };
 
-// Of the rank that spends most on them: the others wait for it.
+// The habit of the rank that spends most on it, for which the others wait.
 std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, double target) {
   std::optional<Habit> worst;
   for (const RankView& rank : view.ranks) {
@@ -166,7 +166,7 @@ std::optional<Finding> device_waits_for_host(const View& view) {
 }  // namespace
 
 std::optional<Finding> loader_bound(const View& view) {
-  // Where ranks lack cores, so do their loaders: that part of the wait is for a core.
+  // If ranks lack cores, so do their loaders: that part of the wait is for a core.
   const double waiting = usual_share(view, Phase::kData) - starved_share(view).value_or(0);
   if (waiting < kDataShare) return std::nullopt;
   const int needed = sufficient_workers(view);
@@ -216,7 +216,7 @@ std::optional<Finding> micro_batch_too_small(const View& view) {
   const double optimizer = least_share(view, Phase::kOptimizer);
   const double communication = least_share(view, Phase::kCommunication);
   const double fixed = optimizer + communication;
-  // Where communication is the larger part, its own rule speaks.
+  // If communication is the larger part, its own rule reports it.
   if (fixed < kFixedShare || communication > optimizer) return std::nullopt;
   return Finding{
       .rule = "micro-batch-too-small",

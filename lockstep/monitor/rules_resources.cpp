@@ -1,4 +1,4 @@
-// Rules about what a run has and does not use: GPUs, memory, cores.
+// Rules about unused resources: GPUs, memory, cores.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ constexpr double kPageBytes = 4096;
 
 // Threads of the ranks that run or wait for a core at once, for each core.
 constexpr double kTooManyAtOnce = 1.2;
-// Where the kernel does not count who waits, the share of the cores that the ranks use.
+// The share of the cores that ranks use, if the kernel does not count waits.
 constexpr double kCoresUsed = 0.5;
 
 // ------------------------------------------------------------------ utilisation
@@ -353,7 +353,7 @@ std::optional<Finding> too_many_threads(const View& view) {
 }
 
 std::optional<double> starved_share(const View& view) {
-  // On a GPU the host is ahead: what it waits for costs nothing while the device has work.
+  // On a GPU the host is ahead: its waits cost nothing while the device has work.
   if (!view.enough || on_cuda(view)) return std::nullopt;
   const double share = lower_median(of_ranks(view, delay_share));
   if (share <= kStarvedShare) return std::nullopt;

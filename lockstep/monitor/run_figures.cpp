@@ -203,8 +203,8 @@ double sum_of(const PhaseSeconds& seconds) {
   return std::accumulate(seconds.begin(), seconds.end(), 0.0);
 }
 
-// Scales the parts down where they exceed the whole: clocks are read one after the other, and a
-// device's time is booked once it has passed, which may be in a later interval.
+// Scales the parts down if they exceed the whole: clocks are read one after the other, and a
+// device's time is recorded when it is complete, possibly in a later interval.
 PhaseSeconds within(double seconds, PhaseSeconds parts) {
   const double sum = sum_of(parts);
   if (sum > seconds)

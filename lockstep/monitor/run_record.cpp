@@ -135,7 +135,7 @@ const char* element_name(std::uint64_t, std::size_t i) {
 
 class Writer {
  public:
-  // What is not known is left away, and so is an empty text.
+  // Omits unknown values and empty texts.
   template <typename T>
   void operator()(const char* name, const std::optional<T>& value) {
     if (value) (*this)(name, *value);
@@ -197,7 +197,7 @@ class Reader {
   void operator()(const char* name, T& value) {
     const Node* node = find(name);
     if (node == nullptr) return;
-    // Where nothing is known the field has -1; nothing else is below zero.
+    // -1 stands for an unknown value; no other value is negative.
     const std::int64_t least = std::is_signed_v<T> && value < T{0} ? -1 : 0;
     std::int64_t most = INT64_MAX;
     if constexpr (sizeof(T) < sizeof most)
@@ -567,10 +567,10 @@ bool is_complete(const RunRecord& run) {
   return run.ranks.size() >= static_cast<std::size_t>(std::max(run.facts.world_size, 0));
 }
 
-// A step may last for several intervals, which count once it has ended. What lies before the first
-// step of a start does not. Nor does an interval in which that first step alone ended, since it may
-// have begun long before; with a device's times the first such interval never does, since they are
-// booked when they have passed.
+// A step may take several intervals, which count once it has ended. Time before the first step of a
+// start does not count, nor an interval in which only that first step ended, since it may have
+// begun long before; with a device's times the first such interval never counts, since they are
+// recorded when they are complete.
 Interval budget_of(const RankRecord& rank, double skip_s, double from_unix_s) {
   Interval sum;
   Interval pending;

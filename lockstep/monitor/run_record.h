@@ -35,7 +35,7 @@ inline constexpr const char* kRecordFolder = "monitor";
 
 using Counts = std::array<std::uint64_t, ledger::kCounters>;  // by ledger::Counter
 
-// A stretch of one rank's time. Sums and counts are of the interval alone.
+// An interval of one rank's time. Sums and counts are those of the interval alone.
 struct Interval {
   double unix_time_s = 0;  // its end
   double seconds = 0;
@@ -43,7 +43,7 @@ struct Interval {
   std::int64_t step = -1;   // at its end; -1: not known
   std::int64_t steps = 0;   // that ended in it
   PhaseSeconds host_s{};    // what the training thread did; they add up to `seconds`
-  PhaseSeconds device_s{};  // booked when it has passed, so that it may be more than `seconds`
+  PhaseSeconds device_s{};  // recorded when it is complete, so that it may exceed `seconds`
   Counts counts{};
   std::optional<ProcessRates> process{};
   std::uint64_t resident_bytes = 0;
@@ -60,8 +60,8 @@ struct Interval {
     return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
   }
 };
-// Makes one interval of `to` and the one that follows it: sums and counts are added, rates and
-// shares are means weighted by time, memory and threads are maxima.
+// Extends `to` by the interval that follows it: sums and counts are added, rates and shares are
+// averaged by time, memory and threads are maxima.
 void join(Interval& to, const Interval& next);
 
 struct RunFacts {
@@ -84,7 +84,7 @@ struct RunFacts {
   std::int64_t total_steps = 0;
   int threads_per_rank = 0;  // that compute (OpenMP's), not those that only wait
   std::string writer{};      // the process whose end is the run's (process_identity())
-  double ended_unix_s = 0;   // 0: it lasts, or nobody could write it down
+  double ended_unix_s = 0;   // 0: the run continues, or its end could not be recorded
   std::string failure{};     // of a run that has ended; empty: none, or not known
   Node failed_ranks{};       // {"1": "killed by SIGKILL"}, where their launcher saw it
 };
@@ -106,35 +106,35 @@ struct RunRecord {
   std::vector<HostGpus> gpus{};
 };
 
-// Reads the ranks that the facts count: a run continued with fewer leaves files behind. Times are
-// by rank 0's clock (align_clocks). UsageError when DIR has no record, with what would make one.
+// Reads the ranks that the facts count: a run continued with fewer ranks leaves old files. Times
+// are by rank 0's clock (align_clocks). UsageError, with a remedy, when DIR has no record.
 RunRecord read_run(const std::string& directory);
-// The clocks of hosts may differ by hours. Ranks end the same step together, so that is how their
-// times are compared; ranks of which no step is known began together when they were last started.
-// Does nothing without rank 0, whose host wrote the facts.
+// Corrects clocks that differ between hosts, possibly by hours. Ranks end a step together, so their
+// times at common steps are compared; ranks without known steps are assumed to have begun together
+// at the last start. Does nothing without rank 0, whose host wrote the facts.
 void align_clocks(RunRecord& run);
 // Whether every rank of the run has a record. One host of several has only its own ranks'.
 bool is_complete(const RunRecord& run);
 
-// The sum of the intervals from the first in which a step ended to the last, without the first
-// `skip_s` seconds: loading, warm-up and the first allocations are nobody's habit. With
-// facts.started_unix_s as `from_unix_s`, what an earlier start recorded is left away.
+// The sum of the intervals from the first to the last in which a step ended, without the first
+// `skip_s` seconds, since loading, warm-up and first allocations are not typical. With
+// facts.started_unix_s as `from_unix_s`, intervals of earlier starts are excluded.
 Interval budget_of(const RankRecord& rank, double skip_s = 0, double from_unix_s = 0);
 
 // The mean over the whole record, weighted by time; nothing where no collective was seen.
 std::optional<double> mean_collective_share(const RankRecord& rank, double from_unix_s = 0);
-// The newest interval with figures of the process: the last one of a rank that has ended has none.
+// The newest interval with figures of the process; an ended rank's last interval has none.
 const Interval& newest_sample(const RankRecord& rank);
-// The record appears complete: the run has said so, or the process that wrote it has ended.
+// Whether the record is complete: the run has recorded its end, or its writer has ended.
 bool is_over(const RunFacts& facts);
-// Whether the program counts its steps. A Trainer does, also before its first one; any other
-// program is seen to do so by its steps.
+// Whether the program counts its steps. A Trainer does, also before its first one; for any other
+// program the record must contain steps.
 bool counts_steps(const RunRecord& run);
 // Text for runs without step counts: which other figures are known.
 const char* without_steps(const RunRecord& run);
 
-// One line of a rank's file, and back. The document's names are those of the fields; phases and
-// counters by their names, those that are zero left away. UsageError for what is not one.
+// Converts an interval to a line of a rank's file, and back. The document has the fields' names,
+// and phases and counters that are not zero. UsageError for any other text.
 std::string interval_json(const Interval& interval);
 Interval parse_interval(const std::string& line, const std::string& file);
 std::string facts_json(const RunFacts& facts);
@@ -143,8 +143,8 @@ std::string gpu_sample_json(const GpuSample& sample, const std::vector<GpuIdenti
 // A phase as documents name it: "other" for Phase::kNone, whose own name is empty.
 const char* phase_key(ledger::Phase phase);
 
-// The process whose end is the end of the run is named in RunFacts::writer, so that a reader on the
-// same host knows at once that the record appears complete.
+// RunFacts::writer names the process whose end is the end of the run, so that a reader on the same
+// host knows at once whether the record is complete.
 //
 //   facts.writer = process_identity(::getpid());
 //   if (has_ended(facts.writer)) ...

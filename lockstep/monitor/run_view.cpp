@@ -33,7 +33,7 @@ std::int64_t last_step(const RunView& run) {
   return step;
 }
 
-// Also those that failed before they had recorded anything.
+// Includes ranks that failed before they had recorded anything.
 void mark_failed(RunView& run) {
   for (const Entry& entry : run.facts().failed_ranks.entries) {
     int number = -1;
@@ -157,7 +157,7 @@ double recent_step_ms(std::span<const Interval> intervals) {
 
 void describe_ranks(RunView& run) {
   if (!run.record) return;
-  // What a launcher watches is of one start, and the facts may be by another host's clock.
+  // A launcher's view covers one start, and the facts may be by another host's clock.
   const double from_unix_s = run.recorded ? run.facts().started_unix_s : 0;
   for (const RankRecord& record : run.record->ranks) {
     if (record.intervals.empty()) continue;
@@ -386,8 +386,8 @@ Node curve_node(const Curve& curve) {
   return list_node(std::move(points));
 }
 
-// Where the time of the interval went (monitor/budget.h). A rank that counts no steps has told of
-// no phases, so nothing is known of what is outside of them.
+// The interval's time by phase (monitor/budget.h). A rank that counts no steps has reported no
+// phases, so the time outside of them is unknown.
 Node budget_node(const Interval& interval, bool counts_steps) {
   NodeMembers shares;
   const PhaseSeconds spent = spent_s(interval);

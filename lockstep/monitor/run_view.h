@@ -1,11 +1,11 @@
-// RunView: a run as it stands at one moment, while it lasts and after its end. The page, the
-// terminal, the report, the doctor and Prometheus draw from it and from nothing else.
+// RunView: the state of a run at one moment, while it runs and after its end. The page, terminal,
+// report, doctor and Prometheus show this and nothing else.
 //
 //   const RunView run = read_run_view("out");             // from its folder
 //   send(snapshot_json(run));
 //
-// A launcher makes the same of the run that it watches (dashboard/live_run.h). Plain values that
-// refer to nothing else.
+// A launcher makes the same view of the run that it watches (dashboard/live_run.h). Plain values
+// without references.
 #pragma once
 
 #include <sys/types.h>
@@ -53,7 +53,7 @@ struct RankState {
   std::deque<std::string> log{};  // newest lines of stdout and stderr, oldest first
 };
 
-// Ranks that do not move, or that somebody has stopped.
+// Ranks that make no progress, or that were stopped by a signal.
 struct Stall {
   double seconds = 0;
   std::string what{};  // "No step has ended for 12 s: rank 1 is stopped (...)."
@@ -92,10 +92,10 @@ struct RunView {
   double time_s = 0;     // of the newest figures; all times are since the epoch
   double started_s = 0;  // of the oldest
   int attempt = 0;
-  // Then "running", at last "ended" or "failed"; of a folder also "killed".
+  // Later "running", finally "ended" or "failed"; a folder's run can also be "killed".
   std::string state = "starting";
   std::string message{};                 // of a failure, or of a stop before the last step
-  bool recorded = false;                 // read from a folder: nothing is known of now
+  bool recorded = false;                 // read from a folder: the present state is unknown
   std::optional<RunRecord> record{};     // where time went; a folder of an older run has none
   std::vector<RankState> ranks{};        // by rank; of a launcher those of its host
   std::vector<MetricLine> metrics{};     // what the program has logged
@@ -116,31 +116,31 @@ struct RunView {
   std::vector<ConfigValue> config{};
   std::vector<std::string> missing{};  // sentences about what is missing or cannot be read
 
-  const RunFacts& facts() const;  // of the record; nothing is known without one
+  const RunFacts& facts() const;  // the record's facts; empty facts without a record
 };
 
-// kShown: the record and the newest of what was logged, for whoever looks again each second.
-// kAll: everything that the run has left; what is not there is a sentence in `missing`.
+// kShown: the record and the newest logged values, for readers that refresh each second. kAll:
+// everything that the run left; `missing` has a sentence for each missing part.
 enum class Detail { kShown, kAll };
-// UsageError where there is no record, or, with kAll, nothing of a run.
+// UsageError if there is no record or, with kAll, no file of a run.
 RunView read_run_view(const std::string& directory, Detail detail = Detail::kShown);
 
-// A run is over when nothing was added to its record for this long. After an hour a line comes
-// every ten seconds, and on a shared file system it may come late.
+// A run counts as over when nothing was added to its record for this long. After an hour a line
+// comes only every ten seconds, and a shared file system may delay it.
 inline constexpr double kRecordIdle_s = 60;
 
 struct Ending {
-  bool over = false;     // nothing more is expected
-  bool known = false;    // the record says so, or its process is gone: it is not only silent
+  bool over = false;     // no more records are expected
+  bool known = false;    // the end is recorded, or its process is gone; not only silence
   bool through = false;  // a Trainer has written its last line
   bool killed = false;   // it has not written an end
   bool early = false;    // a Trainer was stopped before its last step
 };
 Ending ending_of(const RunView& run);
-// Derived from what was read from a folder: how the run stands, its ranks, and what the rules find.
+// Derives the run's state, its ranks' and the findings from what was read from a folder.
 void conclude(RunView& run);
 
-// What the record has of each rank: step, step time and budget, and the run's mean.
+// Fills each rank's step, step time and budget from the record, and the run's mean.
 void describe_ranks(RunView& run);
 // `enough`: there are steps enough to judge (enough_to_judge).
 Verdict verdict_of(const RunView& run, bool enough);
@@ -149,17 +149,17 @@ Verdict verdict_of(const RunView& run, bool enough);
 // just outside of an interval does not count much. 0: no step has ended.
 double recent_step_ms(std::span<const Interval> intervals);
 // The message about a run that is over: its failure, or that it stopped early at that step, and how
-// a Trainer's run is resumed. Empty: it ended well.
+// to resume a Trainer's run. Empty: it ended normally.
 std::string end_message(const RunFacts& facts, std::int64_t step, bool early);
 // The newest value that was logged under that name. It need not be finite.
 std::optional<double> newest_logged(const RunView& run, std::string_view name);
-// The last step of the rank that is farthest; -1: not known.
+// The last step of the most advanced rank; -1: not known.
 std::int64_t step_of(const RunView& run);
-// Seconds until the last step at the pace so far; nothing where that is not known.
+// Seconds until the last step at the current pace; nothing where that is not known.
 std::optional<double> seconds_left(const RunView& run);
 
-// The state of docs/dashboard.md, as a document and as one line of JSON. Text that is not UTF-8 and
-// numbers that JSON does not have are replaced.
+// The state that docs/dashboard.md describes, as a document and as one line of JSON. Invalid UTF-8
+// and numbers that JSON lacks are replaced.
 Node snapshot_node(const RunView& run);
 std::string snapshot_json(const RunView& run);
 

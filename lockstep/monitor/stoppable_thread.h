@@ -1,5 +1,5 @@
-// A thread that is asked to stop and waited for only so long: one that a driver or a disk holds is
-// left behind, with the state that it shares.
+// A thread that is asked to stop and joined within a limit. If a driver or a disk blocks it for
+// longer, it is abandoned, with the state that it shares.
 //
 //   struct State : StoppableState { ... };
 //   thread_ = start_stoppable(state_, [](State& state) { state.work(); });
@@ -30,7 +30,7 @@ struct StoppableState {
   }
 };
 
-// The body must not throw. Signals go to other threads.
+// The body must not throw. Signals sent to the process are handled on other threads.
 template <typename State, typename Body>
 std::thread start_stoppable(std::shared_ptr<State> state, Body body) {
   const SignalsBlocked blocked;
@@ -42,7 +42,7 @@ std::thread start_stoppable(std::shared_ptr<State> state, Body body) {
   });
 }
 
-// Does nothing for a thread that was never started, or the second time.
+// Does nothing for a thread that was never started, and when called again.
 inline void stop_or_leave(StoppableState& state, std::thread& thread,
                           std::chrono::milliseconds limit) {
   if (!thread.joinable()) return;

@@ -1,4 +1,4 @@
-// Block: a part of a model that is computed as one: what FullyShard gathers and frees as one unit.
+// Block: a part of a model that is computed as a unit, and that FullyShard gathers and frees.
 //
 //   struct LayerImpl : torch::nn::Module, lockstep::nn::Block {
 //     at::Tensor forward(const at::Tensor& x) {
@@ -6,15 +6,15 @@
 //     }
 //   };
 //
-// LibTorch's modules have no forward hooks, so a block calls what is set to run it. Nothing set:
-// run() is a plain call. A module of somebody else becomes a block by deriving from it, with its
-// parameters under the names that they had:
+// LibTorch's modules have no forward hooks, so a block calls its runner; without one, run() is a
+// plain call. A module of another library becomes a block by deriving from it, and its parameters
+// keep their names:
 //
 //   using Layer = lockstep::nn::BlockOf<torch::nn::LinearImpl>;
 //   auto layer = register_module("layer", std::make_shared<Layer>(8, 8));
 //
-// A constructor says of each block that it is complete, so that a model need never be whole in
-// memory (ShardedConstruction in lockstep/parallel/fully_shard.h):
+// A constructor reports each complete block, so that a model need never be in memory as a whole
+// (ShardedConstruction in lockstep/parallel/fully_shard.h):
 //
 //   layers->push_back(lockstep::nn::made(std::make_shared<LayerImpl>()));
 //
@@ -45,9 +45,9 @@ class Block {
   at::Tensor run(const Body& body, std::vector<at::Tensor> inputs) {
     return runner_ ? runner_(body, std::move(inputs)) : body(inputs);
   }
-  // The weights of its matrix products, which are computed in the type of autocasting, and in fp8
-  // under Fp8Autocast, where those of one list have one scale. FullyShard gathers them in that
-  // type, by which nothing is lost.
+  // The weights of the block's matrix products, computed in autocasting's type, and in fp8 under
+  // Fp8Autocast, where the weights of one list share a scale. FullyShard gathers them in that type,
+  // which loses nothing.
   virtual std::vector<std::vector<at::Tensor>> products() const { return {}; }
   // Null: run() calls the body.
   void run_with(Runner runner) { runner_ = std::move(runner); }
@@ -77,7 +77,7 @@ class BlockOf : public Module, public Block {
   }
 };
 
-// An observer is called with each block that this thread makes; null: nobody is. observe_blocks()
+// An observer is called with each block that this thread makes; null: none is set. observe_blocks()
 // returns the previous one.
 using BlockObserver = std::function<void(torch::nn::Module& block)>;
 BlockObserver observe_blocks(BlockObserver observer);

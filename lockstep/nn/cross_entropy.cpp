@@ -89,7 +89,7 @@ at::Tensor early_scale(const TargetCount& total, bool late) {
   return late ? at::ones_like(total.scale) : total.scale;
 }
 
-// What backward multiplies the gradients by.
+// The factor that backward applies to the gradients.
 at::Tensor late_factor(const at::Tensor& grad, const at::Tensor& scale, bool late) {
   return late ? grad * scale : grad;
 }

@@ -1,12 +1,12 @@
-// Tensors whose elements are divided over ranks: a tensor in its whole shape without memory, and
-// the elements of it that this rank holds. FullyShard, Pipeline and TensorParallel make them; code
-// that reads or writes files needs no more than this to do so in parts.
+// Divided tensors: tensors of a whole shape without memory, of which this rank holds some elements.
+// FullyShard, Pipeline and TensorParallel make them; code that reads or writes files in parts needs
+// only this header.
 //
 //   if (const nn::Rows* mine = nn::rows_of(parameter)) write_at(mine->begin, mine->values);
 //   nn::assign(parameter, values);       // of a divided one only what this rank holds
 //
-// A divided tensor that is gathered to compute with has memory and keeps its Rows, which hold the
-// values that count. While gathered() is held it has no Rows and is a plain tensor. Functions on
+// A divided tensor that is gathered for computation has memory and keeps its Rows, whose values are
+// authoritative. While gathered() is held it has no Rows and is a plain tensor. Functions on
 // tensors; one thread at a time.
 #pragma once
 
@@ -25,7 +25,7 @@
 
 namespace lockstep::nn {
 
-// A part of a whole tensor: ranges of one of its dimensions, side by side (nn::Sliced::Cut).
+// A slice of a whole tensor: adjacent ranges of one of its dimensions (nn::Sliced::Cut).
 struct Slice {
   std::vector<std::int64_t> whole;  // sizes
   std::int64_t dimension = 0;
@@ -35,7 +35,7 @@ struct Slice {
   bool operator==(const Slice&) const = default;
 };
 
-// What this rank holds of a tensor: elements `begin` and on, in the order of a dense one. With a
+// The elements of a tensor that this rank holds: those from `begin` on, in dense order. With a
 // slice (tensor parallelism) the tensor has the slice's shape, and files have the whole.
 struct Rows final : c10::BackendMeta {
   Rows(at::Tensor its_values, std::int64_t its_begin, std::shared_ptr<const Slice> its_slice = {})
@@ -55,25 +55,25 @@ std::vector<Run> runs_of(const Rows& rows);
 // Null: read and write the tensor itself. Valid until the tensor is gathered, freed or cut again.
 const Rows* rows_of(const at::Tensor& tensor);
 void set_rows(const at::Tensor& tensor, const RowsPtr& rows);
-// What files have; the tensor's own unless it is a slice.
+// The sizes that files have; the tensor's own unless it is a slice.
 std::vector<std::int64_t> whole_sizes(const at::Tensor& tensor);
 
-// For code that reads a parameter as a whole, to write it for example. UsageError where this rank
-// holds only a part of it.
+// For code that needs a whole parameter, for example to write it. UsageError where this rank holds
+// only a part of it.
 void check_whole(const std::string& name, const at::Tensor& tensor);
 
 // Copies `values`, which are whole, into the tensor or into what this rank holds of it.
 void assign(const at::Tensor& tensor, const at::Tensor& values);
 
-// A divided tensor for what is written to a file.
+// Makes a divided tensor to be written to a file.
 at::Tensor divided(at::IntArrayRef sizes, const at::TensorOptions& options, RowsPtr rows);
 
-// Memory of `bytes` that is not there: whoever reads it gets `message`. It claims the size, or a
-// view, which is made before it is read, would be refused without the message.
+// A storage of `bytes` without memory: accessing it throws `message`. It claims the size, because
+// otherwise making a view of it, before any access, would fail without the message.
 c10::Storage storage_that_throws(std::size_t bytes, c10::Device device, const std::string& message);
 
-// Gives a storage the memory of `fresh`, and takes it away again. Whoever has the storage keeps it:
-// autograd may.
+// Gives a storage the memory of `fresh`, and takes it away again. The storage object stays the
+// same, since others, such as autograd, may hold it.
 void fill_storage(const c10::Storage& storage, at::Tensor fresh);
 void empty_storage(const c10::Storage& storage);
 

@@ -186,7 +186,7 @@ Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8
   detail::require(!amax.defined() || (amax.scalar_type() == at::kFloat && amax.numel() == 1 &&
                                       amax.device() == first.device()),
                   "to_fp8", "amax must be one float on the device of the matrices", first, amax);
-  // What is stored transposed is read as it is stored.
+  // A matrix that is stored transposed is read in its storage order.
   if (matrices.size() == 1 && !first.is_contiguous() && first.t().is_contiguous() &&
       first.size(0) % kMultiple == 0 && first.size(1) % kMultiple == 0) {
     Fp8Pair turned = to_fp8({first.t()}, type, recipe, {wanted.transposed, wanted.matrix}, amax);

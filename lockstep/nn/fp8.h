@@ -1,5 +1,5 @@
 // Linear layers in 8-bit floating point: inputs and weights in e4m3, gradients in e5m2, each with
-// scales that are computed from its own largest magnitudes, on its device, in every call.
+// scales computed in every call, on the device, from its own largest magnitudes.
 //
 //   const nn::Fp8Autocast fp8(nn::Fp8Recipe::kTensorwise);      // around the forward of our models
 //   const at::Tensor loss = model->loss(ids, targets);
@@ -24,14 +24,14 @@
 
 namespace lockstep::nn {
 
-// One scale for a tensor, or one for each row of what is multiplied. The names are torchao's.
+// One scale for a tensor, or one for each row of an operand. The names are torchao's.
 enum class Fp8Recipe : int { kTensorwise, kRowwise };
 // "tensorwise" or "rowwise"; UsageError for another.
 Fp8Recipe fp8_recipe_of(std::string_view name);
 
-// While it lives, the linear layers in the blocks of our language models compute in fp8. Guards
-// nest; an empty one turns fp8 off. Of this thread, like autocasting: what is computed again in
-// backward remembers what its forward had.
+// While the guard lives, linear layers in the blocks of our language models compute in fp8. Guards
+// nest; an empty one turns fp8 off. Thread-local, like autocasting; recomputation in backward uses
+// its forward's setting.
 class Fp8Autocast {
  public:
   explicit Fp8Autocast(std::optional<Fp8Recipe> recipe);
@@ -68,17 +68,17 @@ struct Fp8Wanted {
 // whole, or row by row: a step that skips non-finite gradients sees it. `amax` as in Fp8Input.
 Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8Recipe recipe,
                const Fp8Wanted& wanted = {}, const at::Tensor& amax = {});
-// The matrix again, in float.
+// The matrix in float again.
 at::Tensor from_fp8(const Fp8Matrix& matrix);
 // For a matrix that is sent in parts. part_to_fp8() casts a part to e4m3; `amax` is the largest
 // magnitude of the whole matrix (float, on its device). scale_part_from_fp8() takes such a part
-// after it was copied into a wider type, and scales it in place to the values of the matrix.
-// to_fp8() of all these parts gives the same bytes and the same scale.
+// after a copy to a wider type, and scales it in place to the values of the matrix. Casting all of
+// these parts with to_fp8() gives the same bytes and scale.
 at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax);
 void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax);
 
-// An input, and its largest magnitude where what made it has computed that (the norms, swiglu()).
-// By tensor the values are then read once, for the cast; by row it is not used.
+// An input, with its largest magnitude if its producer has computed that (the norms, swiglu()).
+// Tensorwise, the values are then read once, for the cast; rowwise it is not used.
 //
 //   at::Tensor amax;
 //   const at::Tensor normed = nn::rms_norm(x, weight, 1e-6, {}, &amax);
@@ -97,15 +97,15 @@ struct Fp8Input {
 // in x's dtype, and one line in the log says so. UsageError for a GPU without fp8.
 at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                       const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
-// swiglu() of that, as the next layer's input. By tensor the gradient of the product, too, is not
-// read for its largest magnitude.
+// swiglu() of that product, as the next layer's input. Tensorwise, the product's gradient is not
+// read for its largest magnitude either.
 Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                     const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
 
-// Whether the sizes of these weights are computed in fp8.
+// Whether fp8 supports the sizes of these weights.
 bool fp8_covers(const std::vector<at::Tensor>& weights);
 
-// Says that a layer is not computed in fp8, and why; once for each size.
+// Logs that a layer is not computed in fp8, and why; once for each size.
 void warn_not_in_fp8(std::int64_t inputs, std::int64_t outputs, std::string_view why);
 
 // lora_linear() with a frozen base in fp8: to_fp8 of its weight [out, in].

@@ -18,7 +18,7 @@
 namespace lockstep::nn {
 namespace {
 
-// By cuBLASLt, which adds to what is there and can write float; by tensor alone.
+// With cuBLASLt, which can accumulate into its output and write float; tensorwise only.
 bool product_on_cuda(const Fp8Matrix& a, const Fp8Matrix& b, const at::Tensor& to,
                      const detail::Fp8Extras& extras) {
   const auto cuda = detail::OnCuda::with({to, extras.bias});
@@ -131,7 +131,7 @@ bool stored_transposed(const at::Tensor& pattern) {
 // when it was added to `accumulated`.
 at::Tensor weight_gradient(const Fp8Matrix& dy, const Fp8Matrix& x, at::ScalarType type,
                            bool transposed, at::Tensor accumulated) {
-  // By row the library takes e5m2 on the left alone.
+  // Rowwise, the library accepts e5m2 on the left only.
   const bool turns = transposed && dy.scale.numel() == 1;
   const Fp8Matrix &a = turns ? x : dy, &b = turns ? dy : x;
   const auto placed = [&](const at::Tensor& t) { return turns ? t.t() : t; };

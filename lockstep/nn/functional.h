@@ -1,14 +1,14 @@
 // Fused operations for the modules of a model. Each is differentiable, runs on the CPU and on CUDA,
-// and takes float, bfloat16 and float16 tensors of any shape that the text allows.
+// and takes float, bfloat16 and float16 tensors of the shapes that its comment allows.
 //
 //   auto [x, y] = nn::add_layer_norm(residual, delta, proj_bias, weight, bias);
 //   const auto h = nn::gelu_mlp(y, fc_weight, fc_bias, out_weight, out_bias);
 //   const auto loss = nn::linear_cross_entropy(h, head_weight, targets, {.columns = 50257});
 //
-// On CUDA our kernels are used where they apply (see docs/optimisation.md) and ATen's operations
-// elsewhere; results agree within the rounding of the dtype. Sums are in float, or double for
-// double tensors. An optional tensor that is not there is at::Tensor(). Autocast does not reach
-// inside: pass tensors in the dtype to compute in. Wrong shapes are a UsageError.
+// On CUDA our kernels are used where they support the arguments (docs/optimisation.md), and ATen's
+// operations otherwise; results agree within the rounding of the dtype. Sums are in float, or
+// double for double tensors. at::Tensor() stands for an omitted optional tensor. Autocast does not
+// apply inside: pass tensors in the dtype to compute in. Wrong shapes are a UsageError.
 //
 // Stateless; callable from any thread.
 #pragma once
@@ -124,8 +124,8 @@ struct GroupedLinearOptions {
 at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                           const at::Tensor& ends, const GroupedLinearOptions& options = {});
 
-// Moves weights of one shape and dtype into one allocation, in order, where they are not in one.
-// For weights that are not trained: what was made of their memory before is a copy afterwards.
+// Moves weights of one shape and dtype into one allocation, in order, unless they are in one
+// already. For frozen weights: views made of their memory before no longer share it.
 void place_together(const std::vector<at::Tensor>& weights);
 
 // ---------------------------------------------------------------- embeddings

@@ -1,4 +1,4 @@
-// Calls into the CUDA kernels with tensors, where they apply.
+// Calls the CUDA kernels with tensors, where they support them.
 //
 //   if (const auto cuda = OnCuda::with({x, weight})) {
 //     cuda->check(cuda->table().swiglu_forward(args, cuda->stream()), "swiglu");
@@ -32,7 +32,7 @@ class OnCuda {
   void* stream() const { return stream_; }
   at::Tensor floats(std::int64_t count) const;  // scratch
   at::Tensor bytes(std::int64_t count) const;
-  // Throws Error naming `what` when a kernel could not be started; counts the others.
+  // Throws Error naming `what` when a kernel could not be started; counts started kernels.
   void check(int status, const char* what) const;
   static std::int64_t kernels_started();  // in this process, for tests
 
@@ -53,7 +53,7 @@ inline kernels::cuda::Fp8 fp8_kind(at::ScalarType type) {
 
 // The largest magnitude of a tensor, float [1]: 0 where it is empty, nan where there is one.
 at::Tensor amax_of(const at::Tensor& tensor);
-// The memory for a kernel to raise it in, which is zero then. Null where `amax` is.
+// Zeroed memory in which a kernel raises the magnitude. Null where `amax` is.
 std::uint32_t* zeroed_amax(at::Tensor* amax, const at::Tensor& like);
 
 // Null for an undefined tensor.
@@ -63,17 +63,17 @@ void* mutable_data(const at::Tensor& tensor);
 // The type that sums are computed in: double for double, otherwise float.
 at::ScalarType sum_type(const at::Tensor& tensor);
 
-// Inside an operation tensors keep their dtype.
+// Disables autocasting inside an operation, so that tensors keep their dtype.
 struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// torch::autograd::Function takes no undefined tensors: a placeholder goes in instead, and comes
-// out as undefined again.
+// torch::autograd::Function takes no undefined tensors: or_none() passes a placeholder instead, and
+// from_none() converts it back.
 at::Tensor or_none(const at::Tensor& tensor);
 at::Tensor from_none(const at::Tensor& tensor);
 
-// [rows, the last dimension].
+// The tensor as a matrix [rows, last dimension].
 at::Tensor flat(const at::Tensor& tensor);
 // Throws UsageError unless `ok`.
 void require(bool ok, const char* who, const char* what, const at::Tensor& a,
@@ -81,7 +81,7 @@ void require(bool ok, const char* who, const char* what, const at::Tensor& a,
 
 // x summed over the rows of a matrix, in sum_type().
 at::Tensor column_sum(const at::Tensor& x);
-// tensor *= factor, a tensor of one element; nothing is read or written where that is 1.
+// tensor *= factor, a tensor of one element; reads and writes nothing where that is 1.
 void scale_(const at::Tensor& tensor, const at::Tensor& factor);
 
 }  // namespace lockstep::nn::detail

@@ -18,7 +18,7 @@ constexpr std::int64_t kWorkspaceBytes = std::int64_t{32} << 20;  // for cuBLASL
 // into += a b, or into = a b with add = false. `into` is contiguous, float or double.
 void sum_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& into, bool add);
 
-// The largest magnitude of a gradient, from the backward that makes it to the one that takes it.
+// The largest magnitude of a gradient, passed from the backward that makes it to its consumer.
 struct GradientAmax : torch::CustomClassHolder {
   at::Tensor value;  // undefined: nobody has computed it
 };
@@ -37,7 +37,7 @@ at::Tensor weight_for(const char* who, const at::Tensor& x, const at::Tensor& we
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight_used,
                            at::ScalarType wanted, const at::Tensor& accumulated);
 
-// Gradients of the second and later micro-batches of a window are added inside the matrix product,
+// Adds the gradients of the second and later micro-batches of a window inside the matrix product,
 // where autograd would write a product of its own and add that. In forward: remembers the leaf that
 // `weight` is, or is the transpose of. In backward: the leaf's .grad in the layout of `weight`, if
 // autograd would add to it in place now and nothing else waits for the gradient; otherwise

@@ -11,8 +11,8 @@
 //     Parts parts() const override;
 //   };
 //
-// As torchtitan's models, which skip what a stage does not have. Nothing set: the stage is the
-// whole model. One thread at a time.
+// As torchtitan's models, it skips what a stage does not have. By default the stage is the whole
+// model. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,21 +27,21 @@ namespace lockstep::nn {
 
 class Staged {
  public:
-  // Which parameters each part of the forward reads. A weight that two parts share (a head tied to
-  // the embedding) is in both.
+  // The parameters that each part of the forward reads. A weight that two parts share (a head tied
+  // to the embedding) is in both.
   struct Parts {
     std::vector<at::Tensor> first{};                // before the blocks: embeddings
     std::vector<std::vector<at::Tensor>> blocks{};  // in the order of the forward
     std::vector<at::Tensor> last{};                 // after the blocks: norm, head, loss
   };
 
-  // The blocks [begin, end), with what goes before all blocks (`first`) and after them (`last`).
+  // The blocks [begin, end); `first` and `last` add what comes before and after all blocks.
   struct Stage {
     std::size_t begin = 0;
     std::size_t end = std::numeric_limits<std::size_t>::max();
     bool first = true;
     bool last = true;
-    at::Tensor input{};  // where it is not the first: what the stage before has returned
+    at::Tensor input{};  // the previous stage's output, if this is not the first
 
     std::size_t end_of(std::size_t blocks) const { return std::min(end, blocks); }
   };

@@ -12,7 +12,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A sum that nobody else holds: autograd may have given the same tensor to others.
+// The sum needs its own tensor: autograd may have given the same one to others.
 at::Tensor summed(const at::Tensor& x, TensorGroup& group) {
   at::Tensor sum = x.detach().clone(at::MemoryFormat::Contiguous);
   group.sum(sum);

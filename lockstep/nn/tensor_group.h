@@ -1,4 +1,4 @@
-// TensorGroup: ranks that compute one layer together, each with a slice of its weights. Tensor
+// TensorGroup: ranks that compute a layer together, each with a slice of its weights. Tensor
 // parallelism as in Megatron-LM: a pair of matrices, the first cut by its outputs ("column
 // parallel"), the second by its inputs ("row parallel"), needs one sum over ranks in forward and
 // one in backward.
@@ -6,13 +6,13 @@
 //   const at::Tensor h = torch::linear(nn::enter(x, group), w1_slice, b1_slice).relu();
 //   const at::Tensor y = nn::leave(torch::linear(h, w2_slice), group) + b2;
 //
-// Between a leave() and the next enter() activations and gradients are the same on every rank, and
-// so are the gradients of weights that are used there (norms, b2): no rank has to send those.
-// Without a group (null) the functions are those of one process.
+// Between a leave() and the next enter() activations and gradients are equal on every rank, and so
+// are the gradients of weights used there (norms, b2): these need no communication. Without a group
+// (null) the functions are those of one process.
 //
-// A model that can be divided so is nn::Sliced, and TensorParallel
-// (lockstep/parallel/tensor_parallel.h) cuts its weights and gives it the group. What is called
-// with a group is a collective of it, in backward too. One thread at a time.
+// A model that supports this is nn::Sliced, and TensorParallel
+// (lockstep/parallel/tensor_parallel.h) cuts its weights and sets the group. Functions with a group
+// are collectives of it, in backward too. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ struct Range {
   std::int64_t length = 0;
   bool operator==(const Range&) const = default;
 };
-// What rank `rank` of `ranks` has of `whole` indices; ranks differ by one at most.
+// The part of `whole` indices that rank `rank` of `ranks` has; sizes differ by at most one.
 constexpr Range slice_range(std::int64_t whole, int rank, int ranks) {
   const std::int64_t begin = whole * rank / ranks;
   return {begin, whole * (rank + 1) / ranks - begin};
@@ -42,7 +42,7 @@ class TensorGroup : public torch::CustomClassHolder {
  public:
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Of the tensors of all ranks, in place. Collective.
+  // Sums the tensors of all ranks in place. Collective.
   virtual void sum(const at::Tensor& tensor) = 0;
   virtual void max(const at::Tensor& tensor) = 0;
   // `all` is [size, elements] and `mine` [elements]: row rank() of `all`, or of its sum over ranks.
@@ -68,15 +68,15 @@ inline std::int64_t local_size(std::int64_t whole, const TensorGroupPtr& group) 
 
 // `x` is the same on every rank, and is used with slices: its gradient is the sum over ranks.
 at::Tensor enter(const at::Tensor& x, const TensorGroupPtr& group);
-// The same for a parameter that every rank has and uses with its slices of an activation. Backward
-// sends nothing: it gives the parameter size() times this rank's part of the gradient, and whoever
-// has cut the model averages the gradients of all such parameters over ranks at the end of the last
-// backward before a step. A gradient that is the same on every rank stays what it is in an average,
-// so that passes through enter_weight() and passes without it can be accumulated.
+// The same for a parameter that every rank has and uses with its slices of an activation. Its
+// backward does not communicate: it gives the parameter size() times this rank's part of the
+// gradient, and whoever cut the model averages the gradients of all such parameters over ranks at
+// the end of the last backward before a step. Averaging does not change a gradient that is equal on
+// every rank, so passes with and without enter_weight() can be accumulated.
 at::Tensor enter_weight(const at::Tensor& weight, const TensorGroupPtr& group);
-// The sum over ranks of what each has computed with its slices.
+// The sum over ranks of each rank's result for its slices.
 at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group);
-// Slices of a dimension, which is `whole` wide, side by side; the same on every rank.
+// Joins the ranks' slices of a dimension of size `whole`; the result is equal on every rank.
 at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
                 const TensorGroupPtr& group);
 
@@ -91,11 +91,11 @@ at::Tensor sliced_cross_entropy(const at::Tensor& logits, const at::Tensor& targ
                                 std::int64_t vocabulary, const TensorGroupPtr& group,
                                 std::int64_t ignore_index = -100);
 
-// A model that computes with slices of its weights. A block of it (nn::Block) that is one, too, is
-// cut while the model is made (ShardedConstruction): it says how, and needs no group.
+// A model that computes with slices of its weights. A block of it (nn::Block) that is Sliced too is
+// cut while the model is made (ShardedConstruction): it names its cuts, and needs no group.
 class Sliced {
  public:
-  // A parameter of which every rank has a slice; those that are in none are on every rank.
+  // A parameter of which every rank has a slice; unlisted parameters are whole on every rank.
   struct Cut {
     at::Tensor parameter;
     std::int64_t dimension = 0;
@@ -105,7 +105,7 @@ class Sliced {
 
   virtual ~Sliced() = default;
 
-  // UsageError where it cannot be divided over so many ranks.
+  // UsageError where the module cannot be divided over this number of ranks.
   virtual std::vector<Cut> cuts(int ranks) const = 0;
 
   // Null: parameters are whole.
@@ -115,8 +115,8 @@ class Sliced {
     was_cut_ = was_cut_ || tensor_group_;
   }
 
-  // Whether each rank has a part of the sequence between the layers (lockstep/nn/sequence.h), as
-  // with Megatron-LM's sequence_parallel. Before the model is cut, which compares it over ranks;
+  // Whether ranks divide the sequence between layers (lockstep/nn/sequence.h), as with
+  // Megatron-LM's sequence_parallel. Set it before the model is cut, which compares it over ranks;
   // UsageError for a change after that.
   bool sequence_parallel() const { return sequence_parallel_; }
   void use_sequence_parallel(bool on);
@@ -124,7 +124,7 @@ class Sliced {
  private:
   TensorGroupPtr tensor_group_;
   bool sequence_parallel_ = false;
-  bool was_cut_ = false;  // also while parameters are whole again
+  bool was_cut_ = false;  // stays true while parameters are whole again
 };
 
 }  // namespace lockstep::nn

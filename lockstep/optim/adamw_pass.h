@@ -6,16 +6,16 @@
 //   pass.step();
 //   const double norm = pass.norm().item<double>();
 //
-// step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing.
-// A caller that decides this differently (ranks that agree) calls the two itself.
+// step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing. A
+// caller with another criterion (ranks that must agree) calls the two itself.
 //
-// On CUDA, everything that changes from step to step (learning rate, bound, step number) is on the
-// device, so a captured CUDA graph may hold step(): set_options() and set_max_norm() write there,
+// On CUDA, all values that change between steps (learning rate, bound, step number) are on the
+// device, so a captured CUDA graph may contain step(): set_options() and set_max_norm() write them
 // between replays.
-// The arithmetic is AdamW's in float, not the bits of ATen's fused kernel, which computes in
-// double.
+// The arithmetic is AdamW's in float. Its bits differ from those of ATen's fused kernel, which
+// computes in double.
 //
-// Shares the tensors of its items and keeps them alive. One thread at a time. Not for programs yet.
+// Shares the tensors of its items and keeps them alive. One thread at a time. Not public yet.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,8 +46,8 @@ class AdamWPass {
   void set_options(std::size_t group, const AdamWOptions& options);
   void set_max_norm(double max_norm);  // 0: no clipping
 
-  // Call it before a capture that holds a step: allocates memory for what its replays read. What is
-  // allocated during the capture belongs to the graph, which may use it for something else first.
+  // Call it before a capture that contains a step: allocates the memory that replays read. Memory
+  // allocated during the capture belongs to the graph, which may first use it for something else.
   void prepare_capture();
 
   void step();
@@ -61,7 +61,7 @@ class AdamWPass {
   const at::Tensor& found_inf() const { return found_inf_; }
 
  private:
-  // What the kernels read about the tensors, and the addresses it was made for.
+  // Device tables about the tensors for the kernels, and the addresses that they were made for.
   struct Tables {
     at::Tensor tensors, chunks, partials, factors;
     std::vector<const void*> made_for;

@@ -5,10 +5,10 @@
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// AdamW, Adam and SGD are one pass over memory, bit for bit what Python's with fused=True do (the
-// stock C++ AdamW rounds differently from both of Python's variants, so a run could not be compared
-// with one in Python). The others are ATen's operations. options.h has their options; optimizer.h
-// says more of groups, state and archives, and how rules are mixed.
+// AdamW, Adam and SGD are one pass over memory, with the bits of Python's fused=True (the stock C++
+// AdamW rounds differently from both of Python's variants, so a run could not be compared with one
+// in Python). The others use ATen's operations. options.h has their options; optimizer.h explains
+// groups, state, archives and mixing of rules.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -36,15 +36,15 @@ using SGD = OptimizerOf<SGDOptions>;
 // tenth of AdamW's, and weight decay is larger by the same factor.
 using Lion = OptimizerOf<LionOptions>;
 
-// Muon for the matrices of hidden layers (Jordan, 2024): momentum, made orthogonal by a few
-// Newton-Schulz iterations in bfloat16, operation by operation as torch.optim.Muon. Biases, norms,
-// embeddings and the head are not for it. When sharded, every matrix is stepped whole by one rank,
-// with about equal work on each rank.
+// Muon for the matrices of hidden layers (Jordan, 2024): momentum, orthogonalised by a few
+// Newton-Schulz iterations in bfloat16, operation by operation as torch.optim.Muon. Not for biases,
+// norms, embeddings and the head. When sharded, one rank steps a whole matrix, and ranks get about
+// equal work.
 using Muon = OptimizerOf<MuonOptions>;
 
 // Muon for the matrices of `module`, AdamW for the rest in two groups (decay_groups). The rest is
-// what is not a matrix, weights of torch::nn::Embedding, and what is named as an embedding or as a
-// head: "embed", "wte", "wpe", "lm_head", "head", "classifier" or "score" as a part of the name.
+// every parameter that is not a matrix, weights of torch::nn::Embedding, and embeddings and heads
+// by name: "embed", "wte", "wpe", "lm_head", "head", "classifier" or "score" as a part of it.
 //
 //   optim::Optimizer optimizer{model, muon_groups(*net, {.lr = 3e-4}, {.lr = 3e-4})};
 std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonOptions& muon,

@@ -23,9 +23,9 @@ namespace lockstep::optim {
 struct ClipOptions {
   double norm_type = 2;             // any p > 0, or infinity
   bool error_if_nonfinite = false;  // reads the norm on the host: a sync per call
-  // The norm of order 2 as ShardedOptimizer takes it: in double, over blocks of 4096 elements, the
-  // parameters in order. With it replicated clipping has that optimizer's bits instead of torch's.
-  // For float and double gradients on the CPU; the norm is a double.
+  // The norm of order 2 with ShardedOptimizer's order of summation: in double, over blocks of 4096
+  // elements, parameter by parameter. Replicated clipping then has that optimizer's bits instead of
+  // torch's. For float and double gradients on the CPU; the norm is a double.
   bool by_blocks = false;
 };
 

@@ -1,13 +1,13 @@
-// A step in the CPU's memory, by the kernels of lockstep/kernels: the one arithmetic of the
-// optimizers in this folder and of ShardedOptimizer. Half types, devices and rules without kernels
-// are ATen's.
+// An optimizer step in CPU memory with the kernels of lockstep/kernels, shared by the optimizers of
+// this folder and ShardedOptimizer so that both round alike. Half types, devices and rules without
+// kernels use ATen.
 //
 //   if (covered(kernels, param, grad, {exp_avg, exp_avg_sq}))
 //     step_on_cpu({{param, grad, {exp_avg, exp_avg_sq}, steps}}, kernels);
 //
-// All parameters of a batch are one run of elements, cut into equal parts for ATen's threads
-// wherever the cuts fall. A slice says where in its tensor it lies, so the bits are those of one
-// thread, and hundreds of small tensors cost one fork of threads instead of one each.
+// All parameters of a batch form one run of elements, divided equally over ATen's threads. A slice
+// carries its position in its tensor, so the bits are those of one thread, and hundreds of small
+// tensors cost one fork of threads instead of one each.
 //
 // For optimizers of this folder and for ShardedOptimizer. One thread at a time.
 #pragma once
@@ -37,7 +37,7 @@ kernels::SpanKernel<T> kernel_of(const SpanKernels& kernels) {
   if constexpr (std::is_same_v<T, double>) return kernels.float64;
 }
 
-// Where a parameter and its state lie.
+// The memory of a parameter and its state.
 template <typename T>
 struct Memory {
   Memory(const at::Tensor& tensor, const StateTensors& states)

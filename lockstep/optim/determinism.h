@@ -1,4 +1,4 @@
-// Seeds, random states and the switches that decide whether two runs give the same bits.
+// Seeds, random states and the switches on which bit-identical runs depend.
 //
 //   seed_everything(42, world.rank());                      // dropout: seed + rank
 //   auto net = with_seed(42, [] { return std::make_shared<Net>(); });   // weights: seed
@@ -26,8 +26,8 @@ void seed_everything(std::uint64_t seed, int rank = 0);
 // By device: "cpu", "cuda:0", ... A checkpoint has one per rank.
 using RngState = std::map<std::string, at::Tensor>;
 RngState rng_state();
-// Devices that are not there are passed over (a checkpoint may come from a larger machine); a state
-// that is not one throws UsageError.
+// Devices that do not exist are skipped (a checkpoint may come from a larger machine); an invalid
+// state throws UsageError.
 void set_rng_state(const RngState& state);
 
 // While it lives, the generators are seeded with `seed`; afterwards they continue where they were.
@@ -52,8 +52,8 @@ auto with_seed(std::uint64_t seed, Body&& body) {
 void set_tf32(bool on);
 bool tf32();
 
-// Only kernels that give the same bits in every run; an operation that has none throws. cuBLAS
-// needs CUBLAS_WORKSPACE_CONFIG before its first use: set here where it is not.
+// Allows only kernels that give the same bits in every run; an operation without one throws. cuBLAS
+// needs CUBLAS_WORKSPACE_CONFIG before its first use: set here unless the user has set it.
 void set_deterministic(bool on);
 bool deterministic();
 

@@ -5,8 +5,8 @@
 //   ema.update();
 //   { const auto averaged = ema.swap(); evaluate(net); }   // the model has the averages in here
 //
-// swap() gives the model's tensors other memory and leaves their contents alone. So it copies
-// nothing, is exact, is undone however the block is left, and does not count as a write to
+// swap() exchanges the memory of the model's tensors and does not write their contents. So it
+// copies nothing, is exact, is undone even by an exception, and does not count as a write to
 // parameters that ranks share (ShardedOptimizer).
 //
 // Every rank keeps the same averages because all have the same weights; nothing communicates. Holds
@@ -24,8 +24,8 @@
 
 namespace lockstep::optim {
 
-// What happens to buffers (BatchNorm's statistics): they are copied as they are, averaged like the
-// weights, or left alone, so that a swap does not touch them.
+// The treatment of buffers (BatchNorm's statistics): copied as they are, averaged like the weights,
+// or excluded, so that a swap does not touch them.
 enum class EmaBuffers { kCopy, kAverage, kLeave };
 
 struct EmaOptions {

@@ -56,8 +56,8 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
 
 namespace {
 
-// What watched storages lie in, by its address, until the last tensor lets go of them. A
-// copy-on-write storage knows no more of the memory than that.
+// The memory of watched storages, by address, until the last tensor releases it. A copy-on-write
+// storage has no other reference to the memory.
 struct Owners {
   std::mutex mutex;
   std::unordered_multimap<void*, c10::Storage> storages;

@@ -1,4 +1,4 @@
-// Which gradients are still this rank's own, not the average over ranks.
+// Detects gradients that are still this rank's own, not the average over ranks.
 //
 // ShardedOptimizer averages gradients in its step. Clipping or unscaling them before, or stepping
 // them with another optimizer, would make ranks differ without an error, so the functions that do
@@ -6,10 +6,10 @@
 //
 //   refuse_local_gradients(params, "clip_grad_norm_");   // throws UsageError saying what to do
 //
-// The answer is found from the tensor itself: the hook that a Reducer puts on a parameter's
-// gradient accumulator is a GradientHook, which asks its Reducer. Nothing is registered elsewhere.
+// The tensor itself gives the answer: the hook that a Reducer puts on a parameter's gradient
+// accumulator is a GradientHook, which asks its Reducer. There is no separate registry.
 //
-// LibTorch's own functions do not ask. GradientWatch finds out afterwards.
+// LibTorch's own functions do not check. GradientWatch detects their writes afterwards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,8 +45,8 @@ bool is_watched(const at::Tensor& param);
 // Throws UsageError in the name of `who` when a parameter's gradient is local.
 void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_view who);
 
-// Sees that something has written gradients past their version counters since backward, as
-// torch::nn::utils::clip_grad_norm_ does, which writes grad.data():
+// Detects writes to gradients since backward that bypass their version counters, as
+// torch::nn::utils::clip_grad_norm_ makes when it writes grad.data():
 //
 //   watch.see(name, parameter);       // at the end of backward
 //   watch.refuse_written("fully_shard");
@@ -63,11 +63,11 @@ class GradientWatch {
   GradientWatch(const GradientWatch&) = delete;
   GradientWatch& operator=(const GradientWatch&) = delete;
 
-  // Its .grad, if there is one. The name outlives this.
+  // Watches the parameter's .grad, if there is one. The name must outlive this object.
   void see(std::string_view name, const at::Tensor& parameter);
   // Throws UsageError where one was written since reset().
   void refuse_written(std::string_view who) const;
-  // Before gradients are written again: they have their own storages again.
+  // Call it before gradients are written again: gives them ordinary storages again.
   void forget();
   void reset();
 

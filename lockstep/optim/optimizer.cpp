@@ -330,7 +330,7 @@ StepResult Optimizer::step(const StepOptions& options) {
   if (has_pass()) return step_in_one_pass(options, scaler);
   refuse_capture();
   if (scaler != nullptr) scaler->unscale_(this, params_);
-  // Where kernels sum blocks, the norm has the bits of ShardedOptimizer's.
+  // If kernels sum blocks, the norm has the bits of ShardedOptimizer's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
                           return detail::has_kernel(p.scalar_type(), p.device());
                         })};
@@ -457,7 +457,7 @@ std::string Optimizer::unavailable_for_capture(const StepOptions&) {
 
 StepResult Optimizer::step_in_one_pass(const StepOptions& options, GradScaler* scaler) {
   refuse_local_gradients(params_, kOptimizer);
-  // What a graph would write in every replay is written before it is captured.
+  // Values that every replay reads are written before the capture, not in the graph.
   if (!kernels::cuda::capturing()) publish_options(options);
   if (scaler != nullptr) scaler->unscale_(this, params_);
   pass_->measure();
@@ -509,7 +509,7 @@ std::vector<ParamGroup> decay_groups(const torch::nn::Module& module, const Rule
 
 namespace {
 
-// What is to become a parameter's state.
+// A parameter's loaded state, before it is assigned.
 struct Loaded {
   at::Tensor param;
   const UpdateRule* rule;

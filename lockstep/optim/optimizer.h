@@ -17,8 +17,8 @@
 // step, so a loop works with both, and so do checkpoints: state is named after parameters
 // ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
 //
-// The bits are those of PyTorch's fused optimizers, except on a GPU for AdamW that was made for a
-// model of float parameters: one pass (adamw_pass.h), which CUDA graphs can hold.
+// Results have the bits of PyTorch's fused optimizers, except AdamW on a GPU for a model with float
+// parameters: there it is one pass (adamw_pass.h), which CUDA graphs can contain.
 //
 // step, state_dict, load_state_dict and sync_from_model may communicate: call them on all ranks at
 // the same point. Owns its state and shares the parameters. One thread at a time.
@@ -111,8 +111,8 @@ class Optimizer : public torch::optim::Optimizer {
   void set_lr(double lr);                     // for all groups
   void set_lr(std::size_t group, double lr);  // for one group
 
-  // Names for the state of parameters that have none yet: those of a list or of an added group.
-  // save_checkpoint() and resume() give them.
+  // Names the state of parameters without names, from a list or an added group. Called by
+  // save_checkpoint() and resume().
   void name_parameters(NamedParameters names);
   // Everything but the parameters. Zeros and step 0 for a parameter that was never stepped.
   // load_state_dict copies; a missing, unknown or misshapen tensor is a UsageError with its name,
@@ -120,7 +120,7 @@ class Optimizer : public torch::optim::Optimizer {
   virtual TensorDict state_dict(const StateDictOptions& options = {});
   virtual void load_state_dict(const TensorDict& state);
   virtual std::int64_t state_bytes() const;  // of the state that this rank holds
-  // After parameters were written, equally on every rank: a sharded optimizer takes them over.
+  // Call it after writing parameters equally on every rank: a sharded optimizer copies them.
   virtual void sync_from_model() {}
 
   // For steps in a CUDA graph (lockstep/train/captured_step.h). Why step() cannot be captured:
@@ -159,7 +159,7 @@ class Optimizer : public torch::optim::Optimizer {
   std::uint64_t layout_ = 0;
 };
 
-// Every rank with the whole state: what an Optimizer is unless a derived class says otherwise.
+// An Optimizer keeps the whole state on every rank unless a derived class divides it.
 using ReplicatedOptimizer = Optimizer;
 
 namespace detail {

@@ -1,6 +1,6 @@
-// What an update rule declares, without torch: its options by name, so that one list in the options
-// struct serves range checks, the agreement of ranks, archives and a training file's optim_args;
-// and its state, which memory plans count. And what parameters are, by their names.
+// The declarations of an update rule, without torch: its options by name, so that one list in the
+// options struct serves range checks, the agreement of ranks, archives and a training file's
+// optim_args; its state, which memory plans count; and the classification of parameters by name.
 //
 //   void each(const OptionVisitor& option) {
 //     option("lr", lr);
@@ -32,7 +32,7 @@ struct Range {
   bool contains(double value) const { return value >= least && value < below; }
 };
 
-// Flags and counts are passed as doubles too.
+// An option's name, value and range; flags and counts are passed as doubles too.
 struct Option {
   enum class Kind { kReal, kCount, kFlag };
   std::string_view name;
@@ -87,8 +87,8 @@ struct StateSpec {
 
 // ---------------------------------------------------------------- the names of parameters
 
-// What a name says about a parameter, for groups of an optimizer (decay_groups, muon_groups) and
-// for plans, which see no module.
+// Classifies parameters by name, for an optimizer's groups (decay_groups, muon_groups) and for
+// plans, which have no module.
 //
 //   is_named_as_norm_or_bias("h.0.ln_1.bias");   // true
 //   is_named_as_embedding_or_head("transformer.wte.weight");   // true
@@ -107,7 +107,7 @@ inline bool is_named_as_norm_or_bias(std::string name) {
   return false;
 }
 
-// Embeddings and heads are not for Muon.
+// Names of embeddings and heads, which Muon does not step.
 inline bool is_named_as_embedding_or_head(const std::string& name) {
   std::istringstream parts(name);
   for (std::string part; std::getline(parts, part, '.');) {

@@ -55,14 +55,14 @@ inline at::ScalarType dtype_of(const StateSpec& spec, at::ScalarType param) {
   return spec.at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
 }
 
-// May a parameter be stepped in parts, as one flat run of elements? Muon's may not: it needs whole
-// matrices, which a sharded optimizer then deals out.
+// Whether a parameter may be stepped in parts, as a flat run of elements. Muon's may not: it needs
+// whole matrices, which a sharded optimizer distributes over ranks.
 enum class Granularity { kElements, kTensors };
 
 using StateTensors = c10::SmallVector<at::Tensor, 2>;
 
-// What one call of update() changes: a whole parameter, or, for an elementwise rule, a flat slice
-// of one.
+// One item of update(): a whole parameter or, for an elementwise rule, a flat slice of
+// one.
 struct StepItem {
   at::Tensor param;
   at::Tensor grad;     // averaged, unscaled and clipped, in the parameter's strides; only to read
@@ -71,8 +71,8 @@ struct StepItem {
   bool is_first_step = false;  // its state is new
 };
 
-// The same in CPU memory, for elementwise rules with kernels of their own and up to four state
-// tensors. Null where there is none.
+// A StepItem's update as plain functions on CPU memory, for elementwise rules with kernels of their
+// own and up to four state tensors. Null where there is none.
 struct SpanKernels {
   kernels::SpanKernel<float> float32 = nullptr;
   kernels::SpanKernel<double> float64 = nullptr;
@@ -92,14 +92,14 @@ class UpdateRule {
 
   virtual std::vector<StateSpec> state(at::IntArrayRef sizes) const = 0;
   virtual Granularity granularity() const { return Granularity::kElements; }
-  // Estimated work; whole tensors are dealt out so that ranks get equal totals.
+  // Estimated work; whole tensors are distributed so that ranks get equal totals.
   virtual double cost(at::IntArrayRef sizes) const;
   // False: "<parameter>.step" is 1 once there is state, and StepItem::step is undefined.
   virtual bool counts_steps() const { return true; }
 
   // All items have one dtype and one device. Parameters and state are written in place. Where
-  // `found_inf`, a float on the device, is defined and not zero, nothing may change; rules that do
-  // not look at it leave needs_host_skip() true: then the host reads it and does not call.
+  // `found_inf`, a float on the device, is defined and not zero, nothing may change; rules that
+  // ignore it return true from needs_host_skip(): the host then reads it and skips the call.
   virtual void update(const std::vector<StepItem>& items, const at::Tensor& found_inf) const = 0;
   virtual bool needs_host_skip() const { return true; }
   virtual SpanKernels kernels() const { return {}; }
@@ -110,7 +110,7 @@ class UpdateRule {
   UpdateRule& operator=(const UpdateRule&) = default;
 };
 
-// Everything about a rule that follows from its options struct.
+// The parts of a rule that follow from its options struct.
 template <typename Options>
 class RuleOf : public UpdateRule {
  public:

@@ -32,7 +32,7 @@ struct RuleState : torch::optim::OptimizerCloneableParamState<RuleState> {
 
   const at::Tensor& operator[](std::string_view name) const;  // undefined: there is none
   void add(std::string name, at::Tensor tensor);
-  // Copies the other's tensors in place, and takes over those that it has more.
+  // Copies the other's tensors in place, and adopts those that are missing here.
   void assign(const RuleState& other);
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
@@ -54,7 +54,7 @@ class GroupRule final : public torch::optim::OptimizerOptions {
 };
 
 const RuleState* find_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
-// Made where there is none; it stays where it is when one is loaded. Empty where the rule has none.
+// Creates the state if needed; loading keeps the object. Empty for a rule without state.
 const RuleState& ensure_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                               const UpdateRule& rule);
 
@@ -64,7 +64,7 @@ std::string shape_of(const at::Tensor& tensor);  // "[2, 3]"
 
 // Throws UsageError where the group was added with options of torch::optim.
 Rule& rule_of(std::string_view who, torch::optim::OptimizerParamGroup& group);
-// The same for every group, for another rule than it was made with, and for options out of range.
+// rule_of() for every group; also refuses another rule than it was made with, or wrong options.
 void check_groups(std::string_view who, std::vector<torch::optim::OptimizerParamGroup>& groups);
 // Throws UsageError when there is no group with this number.
 void check_group(std::string_view who, std::size_t group, std::size_t count);
@@ -72,8 +72,8 @@ void check_group(std::string_view who, std::size_t group, std::size_t count);
 // A tensor of state for a parameter, filled with zeros.
 at::Tensor make_state(const StateSpec& spec, const at::Tensor& param);
 
-// Reads a state by names, before anything is changed: UsageError for a tensor that is missing or
-// misshapen, and in finish() for one that nobody asked for.
+// Reads a state by names, before anything is changed: UsageError for a missing or misshapen tensor,
+// and in finish() for one that was not read.
 class StateReader {
  public:
   StateReader(std::string_view who, const std::map<std::string, at::Tensor>& state)

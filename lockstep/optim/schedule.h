@@ -5,7 +5,7 @@
 //   for (int step = 0; step < 5000; ++step) optimizer.set_lr(base_lr * schedule.factor(step));
 //
 // A schedule is a function of the number of optimizer steps taken, and nothing else. There is no
-// state to save, so a run that is resumed, or whose step was skipped and not counted, cannot drift.
+// state to save, so a resumed run, or one with skipped steps that were not counted, cannot drift.
 // factor(0) is the first step's, as with transformers' get_scheduler.
 //
 // Names: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial,

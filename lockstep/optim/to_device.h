@@ -1,8 +1,8 @@
-// A small tensor on another device, for a model that is spread over several.
+// Copies a small tensor to another device, for a model that is spread over several.
 //
-// A copy that does not hold up the host is safe towards a GPU, whose stream runs in order, but not
-// towards the CPU: torch makes the result in pinned memory and returns before the bytes are there,
-// so the next reader sees the old contents.
+// A non-blocking copy is safe towards a GPU, whose stream runs in order, but not towards the CPU:
+// torch creates the result in pinned memory and returns before the bytes have arrived, so the next
+// reader sees the old contents.
 //
 //   at::_foreach_mul_(grads, to_device(coefficient, grads[0].device()));
 //

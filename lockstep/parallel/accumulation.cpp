@@ -90,7 +90,7 @@ struct Accumulation::Impl {
   double planned = 0;   // and of the whole window: what losses are divided by
   std::int64_t count = 0;
   at::Tensor loss_sum;
-  // For a window that the parallelism takes as one.
+  // For a parallelism that runs a window as a whole.
   std::vector<std::pair<std::function<at::Tensor()>, MicroBatch>> queue;
 
   std::int64_t next_length() const {
@@ -106,15 +106,15 @@ struct Accumulation::Impl {
 
   void plan_window() {
     begin_window();
-    // One tensor for good: CUDA graphs of a window's micro-batches add to it where it is.
+    // The tensor is never replaced: CUDA graphs of a window's micro-batches add to its memory.
     if (loss_sum.defined())
       loss_sum.zero_();
     else
       loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
   }
 
-  // Where counts are of all ranks, each must weigh by the same number, so the first one is agreed;
-  // a run that is resumed elsewhere in the data gives it in the options, to have the same bits.
+  // If counts are of all ranks, all must use the same divisor, so they agree on the first one; a
+  // run that resumes elsewhere in the data sets it in the options, to have the same bits.
   void agree_on_expected(std::int64_t first) {
     if (expected > 0) return;
     const auto mine = static_cast<double>(first);
@@ -143,7 +143,7 @@ struct Accumulation::Impl {
                        other->rank, other->here, other->first);
   }
 
-  // What the whole window's count is expected to be over all ranks.
+  // The expected count of the whole window over all ranks.
   double wanted(std::int64_t window_length) const {
     return expected * static_cast<double>(window_length) * static_cast<double>(batch().size());
   }
@@ -154,8 +154,8 @@ struct Accumulation::Impl {
                      double divisor, bool ends) const {
     Numbers n{.count = static_cast<double>(micro.count),
               .seen = static_cast<double>(before + micro.count)};
-    // The last micro-batch's count makes the rank's own known, before its gradients are mixed with
-    // those of others: what is accumulated so far is brought to that divisor, which the last has.
+    // The last count completes the rank's own, before gradients are mixed with other ranks': those
+    // accumulated so far are scaled to that divisor, which the last micro-batch uses.
     if (options.weights == WindowWeights::kOwnCounts && ends && n.seen != 0) {
       n.factor = divisor / n.seen;
       divisor = n.seen;
@@ -189,7 +189,7 @@ struct Accumulation::Impl {
     loss_sum.add_(share(loss, micro, numbers));
   }
 
-  // What the loss adds to the window's sum.
+  // The loss's contribution to the window's sum.
   at::Tensor share(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers) const {
     const at::Tensor wide = loss.detach().to(loss_sum.device(), at::kDouble).reshape({});
     return options.weights == WindowWeights::kBatches ? wide
@@ -369,7 +369,7 @@ void Accumulation::begin_epoch(std::int64_t batches) {
 }
 
 namespace {
-// Where a sharded optimizer reduces in its step, this is the first wait for the other ranks.
+// If a sharded optimizer reduces in its step, this is the first wait for other ranks.
 void wait_for_others(Work& exchange) {
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   exchange.wait();

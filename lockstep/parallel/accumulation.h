@@ -1,4 +1,4 @@
-// Accumulation: several backward passes, one step, weighed by what was really in them.
+// Accumulation: several backward passes before a step, each weighted by its sample count.
 //
 //   lockstep::Accumulation accumulation{model, {.steps = 4}};
 //   accumulation.begin_epoch(loader.batches_left(epoch));
@@ -10,18 +10,18 @@
 //     }
 //   }
 //
-// The gradient of a window is that of the mean over everything in it, on all ranks, as if it had
-// been one batch. A mean of means is something else as soon as micro-batches differ in size: the
-// last one of an epoch, or any batch counted in tokens. So each loss is weighed by its count, and
-// at the window's end the gradients are scaled by what all ranks have really seen. Where that is
-// what was expected (equal counts, full window) the factor is exactly one and nothing is touched.
+// The gradient of a window is that of the mean over all of its samples, on all ranks, as if it had
+// been one batch. A mean of means differs as soon as micro-batches differ in size: the last one of
+// an epoch, or any batch counted in tokens. So each loss is weighted by its count, and at the
+// window's end the gradients are scaled by the actual total of all ranks. If that is the expected
+// one (equal counts, full window), the factor is exactly one and the scaling is skipped.
 //
-// Only the window's last backward synchronises (backward decides, so forward may have run before).
-// A window ends after `steps` micro-batches, at the epoch's last one where begin_epoch knows the
-// number, and wherever `last` says so. Ranks may differ in counts, and where begin_epoch does not
-// know the number also in the micro-batches of a window, unless they compute each of them together
-// (Parallelism::pass_ranks()), which compare that then; but not in the number of windows, so this
-// is not for the inside of join().
+// Only the window's last backward synchronises (decided at backward, so forward may have run
+// before). A window ends after `steps` micro-batches, at the epoch's last one if begin_epoch knows
+// the number, and at `last`. Ranks may differ in counts and, if begin_epoch does not know the
+// number, also in a window's micro-batches, unless they compute each of them together
+// (Parallelism::pass_ranks()) and so compare that; but not in the number of windows, so this cannot
+// be used inside join().
 //
 // Works with any Parallelism, and with ShardedOptimizer too. Holds the parallelism. One thread at a
 // time; the constructor, begin_epoch() and the backward that ends a window communicate, on all
@@ -44,7 +44,7 @@ namespace lockstep {
 enum class WindowWeights {
   kCounts,   // by samples or tokens: exact for any sizes; one tiny exchange per window
   kBatches,  // every micro-batch counts the same: no exchange; for equal sizes on all ranks
-  // Within a rank by samples or tokens, and every rank counts the same: no exchange. Hugging Face's
+  // Weights within a rank by samples or tokens, and all ranks equally: no exchange. Hugging Face's
   // average_tokens_across_devices: false.
   kOwnCounts,
 };
@@ -63,8 +63,8 @@ struct MicroBatch {
   std::int64_t count = 1;  // samples or tokens that this rank's loss is the mean of
   bool last = false;       // ends the window early (end of data)
   optim::GradScaler* scaler = nullptr;
-  // Next::values as float64 on the model's device, for steps in a CUDA graph: a graph that reads
-  // them there serves every count.
+  // Next::values as float64 on the model's device, for steps in a CUDA graph, where one graph then
+  // serves every count.
   at::Tensor values{};
   std::vector<std::int64_t> sizes{};  // of its samples, where a Pipeline sees several
 };
@@ -88,28 +88,28 @@ class Accumulation {
   Accumulation(const Accumulation&) = delete;
   Accumulation& operator=(const Accumulation&) = delete;
 
-  // How many micro-batches are to come, the same number on every rank; 0 where nobody knows. Throws
-  // UsageError in the middle of a window: its gradients would leak into the epoch.
+  // The number of micro-batches to come, equal on every rank; 0 if it is unknown. Throws UsageError
+  // in the middle of a window: its gradients would leak into the epoch.
   void begin_epoch(std::int64_t batches = 0);
 
   // Runs the backward of a loss that is a mean over `count`. True when it ended the window: the
-  // gradients are final, step now. A micro-batch with count 0 adds nothing, although such a mean
-  // and its derivative may be 0 / 0: what is not finite in its backward counts as zero. Where
-  // other ranks wait for it, that backward is run all the same.
+  // gradients are final, step now. A micro-batch with count 0 adds nothing: its mean and derivative
+  // may be 0 / 0, so values in its backward that are not finite become zero. If other ranks wait
+  // for that backward, it runs all the same.
   bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
   // The same with a loss that is computed here, or by a parallelism that takes windows (Pipeline)
   // when all of the window's micro-batches are there.
   bool backward(std::function<at::Tensor()> loss, const MicroBatch& micro = {});
 
-  // For the Trainer's steps in a CUDA graph: where in the window and the epoch this is, and back to
-  // it when a micro-batch is repeated.
+  // For the Trainer's steps in a CUDA graph: the position in window and epoch, which is restored
+  // when a micro-batch is repeated.
   struct Progress {
     std::int64_t length = 0, done = 0, remaining = 0, count = 0;
     double planned = 0;
   };
   Progress progress() const;
   void restore(const Progress& progress);
-  // What backward() will do with the next micro-batch.
+  // The effect of backward() with the next micro-batch.
   struct Next {
     bool begins = false;  // a window
     bool ends = false;
@@ -117,13 +117,13 @@ class Accumulation {
     std::vector<double> values{};      // and the numbers that these take
   };
   Next next(const MicroBatch& micro) const;
-  // Counts a micro-batch whose backward() a CUDA graph has replayed: it was recorded in the same
-  // form. True when it ended the window; last_window() is not of it.
+  // Counts a micro-batch whose backward() a CUDA graph has replayed, in the form that was recorded.
+  // True when it ended the window; last_window() is not updated.
   bool replayed(const MicroBatch& micro);
 
   std::int64_t steps() const;  // of the options
   bool at_boundary() const;    // nothing is accumulated
-  // Forgets a window that was begun (after an exception); call zero_grad() too.
+  // Discards a window that was begun (after an exception); call zero_grad() too.
   void abandon();
   const Window& last_window() const;
 

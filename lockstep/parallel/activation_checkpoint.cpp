@@ -17,7 +17,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What the second run must find as the first one did.
+// The state that the second run must share with the first.
 struct Surroundings {
   at::Tensor cpu_random_state;
   std::vector<std::pair<c10::DeviceIndex, at::Tensor>> cuda_random_states;
@@ -79,9 +79,9 @@ class Restore {
   Surroundings before_;
 };
 
-// Runs a block without the cache of converted weights that autocasting keeps. What the first run
-// converts has no graph and must not be found by somebody who needs one; what the second run
-// converts would stay until after the step, when the weights are others.
+// Runs a block without autocasting's cache of converted weights. Weights converted in the first run
+// have no graph and must not be reused where one is needed; those of the second run would stay
+// cached until after the step, when the weights have changed.
 at::Tensor run_uncached(const CheckpointBlock& block, const std::vector<at::Tensor>& inputs) {
   struct Uncached {
     const bool before = at::autocast::is_autocast_cache_enabled();

@@ -26,8 +26,8 @@ namespace lockstep::parallel {
 class BackwardListener {
  public:
   virtual ~BackwardListener() = default;
-  // .grad of this parameter holds its gradient. `arrived` is that tensor, or undefined where it is
-  // not known.
+  // .grad of this parameter holds its gradient. `arrived` is that tensor, or undefined if it is
+  // unknown.
   virtual void on_gradient(std::size_t parameter, const at::Tensor& arrived) = 0;
   // Where a gradient of this parameter may be allocated; undefined: anywhere.
   virtual at::Tensor free_slot(std::size_t parameter) = 0;
@@ -83,7 +83,7 @@ class HookSet {
   std::pair<int, bool> recomputes_{-1, false};  // a backward, and whether it has checkpoints
 };
 
-// A backward that runs inside another one (checkpointing) announces itself with this guard.
+// Declares a nested backward, one that runs inside another (checkpointing).
 class NestedBackward {
  public:
   // Inside the outer backward, on the thread that is about to run the nested one.
@@ -95,12 +95,12 @@ class NestedBackward {
   static bool active();
   // The outermost backward of this thread, by the engine's task id; -1 outside of any.
   static int outer_task();
-  // Calls it when the outermost backward ends without an exception. Only inside a backward.
+  // Calls `call` when the outermost backward ends without an exception. Only inside a backward.
   static void at_end(std::function<void()> call);
 };
 bool is_checkpoint_node(const torch::autograd::Node& node);  // it will run such a backward
 
-// Reports when the backward that a pass belongs to has ended, or thrown.
+// Reports when the backward of a pass has ended, or has thrown.
 //
 // The engine runs callbacks at the end of every backward, nested ones too. A nested backward that
 // announces itself (NestedBackward) leaves the end to the outermost one. After one that does not,
@@ -113,8 +113,8 @@ class PassEnd {
   // on_backward_end() follows when the outermost backward in progress ends, or
   // on_backward_abandoned().
   void queue(const std::weak_ptr<BackwardListener>& listener);
-  // A nested backward has ended inside the node `outer`. on_outer_backward() follows when the
-  // backward around it continues. False: nothing follows that node.
+  // A nested backward has ended inside the node `outer`. on_outer_backward() follows when the outer
+  // backward continues. False: no node follows that one.
   bool leave_to(const torch::autograd::Node& outer,
                 const std::weak_ptr<BackwardListener>& listener);
   void saw_outer() { --unseen_; }  // on_outer_backward() was called
@@ -134,15 +134,15 @@ class PassEnd {
   std::atomic<int> unseen_{0};
 };
 
-// While it lives, a backward from the loss replaces gradients that are not finite by zero.
+// While it lives, a backward from the loss replaces gradients that are not finite with zero.
 //
 //   const FiniteBackward finite(loss);      // a mean over nothing, times zero
 //   loss.backward();
 //
-// A mean over nothing is 0 / 0, and zero times its derivative is not a number either; somewhere
-// behind it the derivative of nothing is zero again. The graph still has to be walked to its end:
-// its collectives wait for every rank, and a SyncBatchNorm brings gradients of the other ranks'
-// losses, which are not zero. One thread.
+// A mean over nothing is 0 / 0, and zero times its derivative is nan. Deeper in the graph the
+// derivative of no elements is zero again, but the graph must be walked to its end: its collectives
+// wait for every rank, and a SyncBatchNorm brings gradients of other ranks' losses, which are not
+// zero. One thread.
 class FiniteBackward {
  public:
   explicit FiniteBackward(const at::Tensor& loss);

@@ -120,7 +120,7 @@ void BucketSet::bind_slot(const Slot& place, const at::Tensor& wire, const Param
   grad = slot;
 }
 
-// Before a slot is written: a tensor that lies there must be the gradient that has just arrived.
+// Before a slot is written: a tensor in its memory must be the gradient that has just arrived.
 void BucketSet::claim(std::size_t parameter, const at::Tensor& arrived) const {
   const at::Tensor& slot = slots_[parameter].tensor;
   if (!detail::InplaceGradients::in_use(slot)) return;
@@ -204,7 +204,7 @@ void BucketSet::publish(const std::vector<bool>& used) {
     if (slot.bucket == kNoBucket) continue;
     at::Tensor& grad = model_[i].tensor.mutable_grad();
     if (!used.empty() && !used[i]) {
-      // No rank used it: .grad stays as it was, bit by bit, also when it lies in the bucket.
+      // No rank used it: .grad keeps its bits, even if it lies in the bucket.
       if (slot.saved.defined() && grad.is_same(slot.tensor)) slot.tensor.copy_(slot.saved);
     } else if (views_) {
       if (!grad.is_same(slot.tensor)) grad = slot.tensor;

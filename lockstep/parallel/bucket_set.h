@@ -1,5 +1,5 @@
-// The buckets that gradients are reduced in: plan_buckets() decides which gradient lies where, a
-// BucketSet has the memory and copies gradients there and back.
+// The buckets in which gradients are reduced: plan_buckets() assigns gradients to buckets, and a
+// BucketSet owns the memory and copies gradients in and out.
 //
 //   auto plans = plan_buckets(parameters, reverse_order(n), {.first_cap_bytes = 1 << 20});
 //   buckets.lay_out(forms, order, limits);      // collective
@@ -77,7 +77,7 @@ class BucketSet {
   BucketSet(World& world, const ModelTensors& model, bool views)
       : world_(world), model_(model), views_(views) {}
 
-  // Gradients that exist move along, and a .grad that is its slot stays the tensor that it is.
+  // Existing gradients are moved along; a .grad that is its slot stays the same tensor.
   void lay_out(const std::vector<ParameterForm>& forms, const std::vector<std::size_t>& order,
                const BucketLimits& limits);
 
@@ -88,11 +88,11 @@ class BucketSet {
   std::size_t bucket_of(std::size_t parameter) const { return slots_[parameter].bucket; }
   const at::Tensor& slot(std::size_t parameter) const { return slots_[parameter].tensor; }
 
-  // Before `arrived` is reduced, or waits for a later pass: .grad goes to its slot. Throws
-  // UsageError for a gradient that is sparse and should not be, or the reverse.
+  // Called before `arrived` is reduced, or kept for a later pass: moves .grad to its slot. Throws
+  // UsageError for a gradient that is unexpectedly sparse, or unexpectedly dense.
   void store(std::size_t parameter, const at::Tensor& arrived, bool sync);
-  // For a parameter without a gradient in this pass: what .grad holds from earlier ones, or zeros.
-  // With `save` publish() can restore it.
+  // For a parameter without a gradient in this pass: stores .grad of earlier passes, or zeros. With
+  // `save` publish() can restore it.
   void store_unused(std::size_t parameter, bool save);
   void publish(const std::vector<bool>& used);  // empty: all
   void drop_saved();

@@ -80,8 +80,8 @@ class DataParallel final : public Parallelism {
 
 namespace detail {
 
-// Lets a backward that reaches no parameter be noticed: passes every tensor of an output through
-// the reducer. Outputs of other types are returned as they are.
+// Makes a backward that reaches no parameter noticeable: passes every tensor of an output through
+// the reducer. Outputs of other types are returned unchanged.
 template <typename T>
 T watch_output(Reducer& reducer, T output) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -132,8 +132,8 @@ class DistributedDataParallel {
   // While the guard lives, backward accumulates locally. Guards nest.
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_ptr()); }
 
-  // Runs `body` (a loop of steps) where ranks may have different numbers of steps: a rank that is
-  // done takes part in the others' reductions with zeros until all are, then takes the final model
+  // Runs `body` (a loop of steps) on ranks with different numbers of steps: a rank that has
+  // finished contributes zeros to the others' reductions until all have, and then takes the model
   // of the last one. Collective.
   void join(const std::function<void()>& body, JoinOptions options = {}) {
     reducer().join(body, options);

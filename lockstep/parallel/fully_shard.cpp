@@ -42,7 +42,7 @@ InGraphPtr graph_of(AutogradContext* context) {
   return c10::static_intrusive_pointer_cast<InGraph>(context->saved_data["unit"].toCapsule());
 }
 
-// Around a block's output: its backward runs before that of everything in the block.
+// Wraps a block's output: its backward runs before that of everything in the block.
 class BeforeBackward : public torch::autograd::Function<BeforeBackward> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& output,
@@ -58,8 +58,8 @@ class BeforeBackward : public torch::autograd::Function<BeforeBackward> {
   }
 };
 
-// Around a block's inputs: made before everything in the block, its backward runs after all of it,
-// because the engine takes the node that was made last among those that are ready.
+// Wraps a block's inputs: made before everything in the block, its backward runs after all of it,
+// because the engine takes the newest node among those that are ready.
 class AfterBackward : public torch::autograd::Function<AfterBackward> {
  public:
   static variable_list forward(AutogradContext* context, const InGraphPtr& graph,
@@ -209,7 +209,7 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
   pass_ranks_ = options_.reduce_every_backward ? &mesh_.world()  // copies meet in averages
                                                : &mesh_.flatten({"shard", "pipeline", "tensor"});
-  // What travels in another type is no pointer.
+  // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
   wait_for_ranks();
   list_parameters(holders);
@@ -239,7 +239,7 @@ ShardedParameter FullyShardImpl::make_absent(const ModelParameter& p) const {
           .absent = true};
 }
 
-// From here on none of them moves.
+// The list's elements do not move from here on.
 void FullyShardImpl::list_parameters(const Holders& holders) {
   std::unordered_map<at::TensorImpl*, ShardedParameter*> found;
   const auto find = [&](ShardedParameter& p) { found[p.tensor.unsafeGetTensorImpl()] = &p; };
@@ -340,7 +340,7 @@ void FullyShardImpl::end_window() {
   if (!held()) free_all();
 }
 
-// What trains computes with slices, also while gathered() is held: tensors that were taken from
+// A training forward computes with slices, even while gathered() is held: tensors taken from
 // parameters meanwhile stay whole.
 void FullyShardImpl::before_forward(int stage) {
   if (slices_ && slices_->whole()) {
@@ -357,7 +357,7 @@ void FullyShardImpl::before_forward(int stage) {
   units_.back().gather({});
 }
 
-// What a forward on this thread computes products in.
+// The type in which a forward on this thread computes products.
 ProductType FullyShardImpl::computed_here() const {
   const auto device = mesh_.world().device().type();
   ProductType computed;
@@ -367,8 +367,8 @@ ProductType FullyShardImpl::computed_here() const {
   return computed;
 }
 
-// One exchange for all blocks, before the first one of a forward that computes in fp8: anybody may
-// have written rows since the last.
+// One exchange for all blocks, before the first block of a forward in fp8, because rows may have
+// been written since the last one.
 void FullyShardImpl::exchange_amax(const ProductType& computed) {
   if (computed.fp8 != nn::Fp8Recipe::kTensorwise || has_amax_ || in_backward_ || held()) return;
   has_amax_ = true;
@@ -483,7 +483,7 @@ void FullyShardImpl::gather_absent() {
       broadcast_coalesced(line_, from[static_cast<std::size_t>(rank)], rank);
 }
 
-// What this rank has whole is written by it, too, and so has its rows.
+// This rank also writes the tensors that it has whole, so these have rows.
 void FullyShardImpl::free_absent() {
   if (!marks_rows() || !std::exchange(absent_here_, false)) return;
   for (const ShardedParameter& p : absent_) parallel::make_absent(p.tensor, p.freed, p.rows);
@@ -554,7 +554,7 @@ void FullyShardImpl::after_unit_backward(std::size_t unit) {
   if (!held() && (!in_window_ || options_.reshard_after_forward)) units_[unit].free();
 }
 
-// One reduction is under way at a time, so that the gradients of two units exist at most.
+// One reduction is in progress at a time, so at most two units' gradients exist.
 void FullyShardImpl::reduce(std::size_t unit) {
   if (!reduces() || !units_[unit].trains()) return;
   end_pending_reduce();
@@ -600,7 +600,7 @@ void FullyShardImpl::free_pass() {
   for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();
 }
 
-// What reaches a parameter after its unit was reduced would be lost.
+// A gradient that reaches a parameter after its unit was reduced would be lost.
 void FullyShardImpl::check_late_gradients() {
   each_parameter([](ShardedParameter& p) {
     if (p.tensor.grad().defined())

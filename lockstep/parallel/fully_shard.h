@@ -34,12 +34,12 @@
 // CPU ranks of one host have their rows in memory that all of them map, where whole parameters
 // stand: gathering a block means pointing at it (unless param_dtype is set).
 //
-// Parameters keep their tensors and their names. `.grad` has the rows of this rank between
-// backwards. A parameter that is used while it is in parts throws an error with its name: the
-// block was called past its run(), or before_forward() was not called.
+// Parameters keep their tensors and their names. Between backwards `.grad` has this rank's rows.
+// Using a divided parameter throws an error with its name: its block was not called through run(),
+// or before_forward() was not called.
 //
-// Holds the parameters and the blocks; with ranks along "tensor" the module outlives it. Everything
-// is a collective, unless it is said otherwise. One thread.
+// Holds the parameters and the blocks; with ranks along "tensor" the module outlives it. All
+// functions are collectives unless stated otherwise. One thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -59,11 +59,11 @@ class FullyShardImpl;
 }
 
 struct FullyShardOptions {
-  // False: a block stays whole from its forward to its backward. Less to communicate, more memory.
+  // False: a block stays gathered from forward to backward. Less communication, more memory.
   bool reshard_after_forward = true;
-  // Gradients are averaged in every backward, so that no rank ever holds all of them. False: before
-  // the last one they add up whole on this rank, as PyTorch's set_requires_gradient_sync(false);
-  // WindowWeights::kOwnCounts needs it, which weighs what one rank has seen.
+  // Averages gradients in every backward, so that no rank ever holds all of them. False: until the
+  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false);
+  // WindowWeights::kOwnCounts needs it, because it weights what one rank has seen.
   bool reduce_every_backward = true;
   // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
   // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their
@@ -73,9 +73,9 @@ struct FullyShardOptions {
   // computed in, by which nothing is lost; `reduce_dtype`: that of `param_dtype`.
   std::optional<c10::ScalarType> param_dtype{};
   std::optional<c10::ScalarType> reduce_dtype{};
-  // A rank's rows, their gradients and the optimizer's state are in the host's memory, and the
-  // optimizer steps there, as with FSDP2's CPUOffloadPolicy. The device has what computes. On the
-  // CPU nothing changes. One rank along "shard" has its blocks gathered and freed as well.
+  // Keeps rows, their gradients and the optimizer's state in the host's memory, where the optimizer
+  // steps, as FSDP2's CPUOffloadPolicy. The device computes. No effect on the CPU. A single rank
+  // along "shard" gathers and frees its blocks too.
   bool cpu_offload = false;
 };
 
@@ -97,8 +97,8 @@ class FullyShard final : public Parallelism {
   void before_forward() override;
   void backward(const at::Tensor& loss, bool last = true) override;
   World& pass_ranks() const override;
-  // Let go of it on every rank before the same forward, which frees what was gathered. The
-  // optimizer's step frees it, held or not. Hold it before the end of FullyShard if the module is
+  // Release it on every rank before the same forward, which frees what was gathered. The
+  // optimizer's step frees it in any case. Hold it beyond the end of FullyShard if the module is
   // used afterwards.
   std::shared_ptr<void> gathered() override;
   bool divided() const override;

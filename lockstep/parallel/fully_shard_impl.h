@@ -1,11 +1,11 @@
-// FullyShardImpl: the units of a FullyShard and when they are gathered, freed and reduced.
+// FullyShardImpl: the units of a FullyShard, and the times to gather, free and reduce them.
 //
-// A Pipeline has one of what its rank holds: `Holders` says of each parameter which ranks along
-// "pipeline" have it, the others have it `absent`, and passes are those of one stage each. There
-// may be one rank along "shard", which has all rows: then it knows averages and states alone.
+// A Pipeline has one for the parameters that its rank holds: `Holders` lists each parameter's ranks
+// along "pipeline"; on the others it is `absent`. Its passes are those of one stage each. A single
+// rank along "shard" has all rows: then this only averages and keeps states.
 //
-// With ranks along "tensor" the parameters are slices (TensorSlices) before anything is divided,
-// and everything here is of slices. They are whole in gathered() alone, which joins rows, stages
+// With ranks along "tensor" the parameters are slices (TensorSlices) before they are divided, and
+// everything here applies to slices. They are whole only in gathered(), which joins rows, stages
 // and then slices, and in the names and shapes of saved state.
 //
 // Blocks hold it weakly through their runner, and so do the nodes that it puts into a graph. One
@@ -39,15 +39,15 @@ using Holders = std::unordered_map<at::TensorImpl*, std::vector<int>>;
 class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
  public:
   FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardOptions options);
-  // Of a pipeline, which has compared the ranks' modules, and has sent rank 0's values and cut them
-  // into slices, if there are any.
+  // For a pipeline, which has already compared the ranks' modules, sent rank 0's values and cut
+  // them into slices, if there are any.
   struct OfPipeline {
     Holders holders;
     std::unique_ptr<TensorSlices> slices;
   };
   FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options,
                  OfPipeline pipeline);
-  // After the constructor, when somebody holds this.
+  // Call it after the constructor, when a shared_ptr holds this.
   void install();
   void uninstall();
 
@@ -61,7 +61,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool offloads() const { return offloads_; }
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
-  // What this rank holds, unit by unit; and all of the module in its order.
+  // Visits this rank's parameters, unit by unit; below, the module's in the module's order.
   void each_parameter(const std::function<void(ShardedParameter&)>& visit);
   const std::vector<ShardedParameter*>& parameters() const { return all_; }
 
@@ -76,7 +76,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void backward(const std::function<void()>& walk, bool last, int stage = 0);
   std::shared_ptr<void> gathered();
   void free_all();
-  // Whether gradients of this rank alone wait for the last backward.
+  // Whether this rank holds unreduced gradients, which the last backward will reduce.
   bool unreduced() const { return local_ && !alone_; }
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
@@ -84,13 +84,13 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   optim::GradientWatch& watch() { return watch_; }
   void watch_gradients();  // a pipeline does, when its window has ended
   void take_whole();       // the model's parameters were written while they were whole
-  // Around whatever writes rows: nobody reads them meanwhile.
+  // Barriers around writes to shared rows.
   void before_rows_change();
   void after_rows_change() { wait_for_ranks(); }
   void verify_parameters();
   void verify_buffers();
 
-  // A block's forward, and what its nodes report from backward.
+  // Runs a block's forward, with nodes that report from its backward.
   at::Tensor run_block(std::size_t unit, const nn::Block::Body& body,
                        std::vector<at::Tensor> inputs);
   void before_unit_backward(std::size_t unit, const ProductType& computed);
@@ -98,7 +98,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void check_backward(const std::string& parameter) const;
 
  private:
-  // A module that is a block.
+  // A block of the model, both as a module and as an nn::Block.
   struct Used {
     std::shared_ptr<torch::nn::Module> module;
     nn::Block* block = nullptr;

@@ -1,5 +1,5 @@
-// The optimizer of a FullyShard and of a Pipeline: steps the rows that this rank holds of what its
-// stages have, and whole tensors for rules that need them.
+// The optimizer of a FullyShard and of a Pipeline: steps this rank's rows of its stages'
+// parameters, and whole tensors for rules that need them.
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
@@ -150,7 +150,7 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 
 // ---------------------------------------------------------------- a step
 
-// What backward has left in .grad of the model's parameters: this rank's rows of the average.
+// Takes backward's result from .grad of the model's parameters: this rank's rows of the average.
 void FullyShardOptimizer::take_gradients() {
   if (model_->failed())
     throw UsageError(model_->component(),
@@ -169,9 +169,9 @@ void FullyShardOptimizer::take_gradients() {
   });
 }
 
-// The norm of all gradients, on their device, which is the same on every rank. Ranks along "data"
-// have the same ones, stages have those of a weight that they share, and ranks along "tensor" those
-// of what is not cut: each counts once.
+// The norm of all gradients, on their device, equal on every rank. Ranks along "data" have equal
+// gradients, stages that share a weight have its gradient, and ranks along "tensor" those of uncut
+// parameters: each counts once.
 at::Tensor FullyShardOptimizer::norm() const {
   const c10::Device device = members_.empty() || model_->offloads()
                                  ? c10::Device(c10::kCPU)
@@ -242,7 +242,7 @@ void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
   }
 }
 
-// What each rank has, flat, as one tensor in the parameter's shape, on its owner.
+// Joins the ranks' flat parts as one tensor in the parameter's shape, on its owner.
 at::Tensor FullyShardOptimizer::gather_whole(const Member& m, const at::Tensor& mine) const {
   const at::Tensor rows = at::zeros({m.p->cut.padded()}, mine.options());
   rows.narrow(0, 0, mine.numel()).copy_(mine);
@@ -313,7 +313,7 @@ at::Tensor FullyShardOptimizer::whole_state(const Member& m, const optim::StateS
   return m.p->sliced != nullptr ? model_->slices()->whole_of(*m.p->sliced, whole) : whole;
 }
 
-// What this rank holds: its rows, or all of what it steps whole. Other stages' is empty.
+// This rank's rows, or all of a tensor that it steps whole. Empty for other stages' parameters.
 at::Tensor FullyShardOptimizer::divided_state(const Member& m, const optim::StateSpec& spec,
                                               const TensorDict& mine) const {
   const at::Tensor& like = m.p->rows->values;

@@ -1,5 +1,5 @@
 // ModelTensors: the parameters and buffers that a reducer keeps equal on all ranks. ChangeDetector:
-// whether they are still what its buckets were laid out for.
+// detects that they no longer match the layout of its buckets.
 //
 //   ModelTensors model(named_parameters, named_buffers, options);
 //   model.broadcast(world, 0);
@@ -89,10 +89,10 @@ class ModelTensors {
 //   changes.flag();                    // at its end: not zero where some rank's model has changed
 //   changes.refuse();                  // then, on every rank
 //
-// A rank that changed cannot know whether the others did, and an exchange in every step would cost
-// too much. So it takes part once more in the pass that the others may be in: the buckets as zeros,
-// with a change flag behind the first one's gradients. Everyone reads the flag when that pass ends,
-// and then all ranks tell each other what has changed.
+// A rank whose model changed does not know whether the others' did, and an exchange in every step
+// would cost too much. So it joins one more pass that the others may be in, with buckets of zeros
+// and a change flag behind the first one's gradients. Every rank reads the flag when that pass
+// ends, and then all exchange what has changed.
 class ChangeDetector {
  public:
   ChangeDetector(World& world, const ModelTensors& model, const DdpOptions& options)
@@ -113,8 +113,8 @@ class ChangeDetector {
   // Throws UsageError on all ranks, with what has changed on which of them. Collective.
   [[noreturn]] void refuse() const;
 
-  // `carrier` is one element that will be reduced with other things; undefined: a message of its
-  // own, collective.
+  // `carrier` is one element that is reduced along with other data; undefined: sends a separate
+  // message, collectively.
   void send_flag(at::Tensor carrier);
   const at::Tensor& flag();  // waits for that message; a carrier was waited for by the caller
 

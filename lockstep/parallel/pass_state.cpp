@@ -178,7 +178,7 @@ void PassState::learn(World& world, int root) {
 }
 
 std::vector<std::size_t> PassState::observed(std::vector<std::size_t> order) const {
-  // Those without a gradient come last, in the order that they had.
+  // Parameters without a gradient come last, in their previous order.
   const auto place = [&](std::size_t i) { return static_cast<unsigned>(gradients_[i].place); };
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return place(a) < place(b); });

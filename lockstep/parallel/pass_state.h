@@ -1,10 +1,10 @@
-// PassState: how far one backward is. Counts gradients, and says which bucket may be sent.
+// PassState: the progress of one backward. Counts gradients, and says which bucket may be sent.
 //
 // kIdle -> (first gradient) kRunning -> (end of the outermost backward) kIdle. In a synchronised
 // pass every bucket counts down the gradients it still waits for; at zero it is ready, and ready
 // buckets are launched strictly in plan order, so that all ranks issue the same operations.
 //
-// JoinSession, below, says which ranks take part in a pass where inputs are uneven.
+// JoinSession, below, tracks the ranks that take part in a pass when inputs are uneven.
 //
 // lock() guards the start of a pass and every launch. arrived() needs none: gradients of different
 // parameters may arrive on several threads, and touch their own state and their bucket's counter.
@@ -70,12 +70,12 @@ class PassState {
   // The next bucket in plan order, if it is ready; it counts as launched.
   std::optional<std::size_t> next_ready();
   BucketProgress& bucket(std::size_t index) { return progress_[index]; }
-  // The function is to be called when the bucket's reduction has completed.
+  // Returns the function to call when the bucket's reduction has completed.
   std::function<void()> stamp_completion(std::size_t index) const;
   void wait_for_buckets(bool finish);
   void record_timing();
 
-  // Which parameters any rank used; empty: all of them. Collective, after the last bucket.
+  // The parameters that any rank used; empty: all of them. Collective, after the last bucket.
   std::vector<bool> used_anywhere(World& world) const;
   // static_graph: how often each parameter gets a gradient, from the first pass. Collective.
   bool learns() const { return options_.static_graph && !learned_; }
@@ -85,7 +85,7 @@ class PassState {
 
   bool sync = true;
   bool recorded = false;      // into a CUDA graph: nothing of it runs now
-  bool shadow = false;        // this rank takes part for the others' sake, and sends zeros
+  bool shadow = false;        // a shadow pass: this rank sends zeros
   std::atomic<int> task{-1};  // the backward at whose end the pass ends
   int refused_task = -1;      // a backward that has thrown already
   std::size_t launched = 0;   // buckets
@@ -108,8 +108,8 @@ class PassState {
   std::shared_ptr<std::vector<std::atomic<std::int64_t>>> completed_ns_;
 };
 
-// In a join, where ranks have different numbers of inputs: which ranks still train, what sums are
-// divided by, and whose buffers and order of gradients count.
+// For a join, in which ranks have different numbers of inputs: the ranks that still train, the
+// divisor of sums, and the rank whose buffers and order of gradients are used.
 //
 //   join.begin(options);
 //   join.exchange(true);     // before each synchronised pass; false: this rank has run out

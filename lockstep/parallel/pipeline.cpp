@@ -26,7 +26,7 @@
 
 namespace lockstep::parallel {
 
-// What crosses the border after a stage.
+// The type, sizes and gradient of a tensor that one stage sends to the next.
 struct Border {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
@@ -88,7 +88,7 @@ using Kind = PipelineStep::Kind;
 
 // ---------------------------------------------------------------- a window
 
-// What a border needs to be known by, as a message: type, gradient, dimensions, sizes.
+// The description of a border as a message: type, gradient, dimensions, sizes.
 constexpr std::int64_t kHeader = 16;
 
 at::Tensor to_header(const Border& border, c10::Device device) {
@@ -129,8 +129,8 @@ void wait_for(Work& work) {
   work.wait();
 }
 
-// Runs this rank's steps. Of each stage and micro-batch that is under way it has the input, as a
-// leaf of the graph, and the output; without gradients until the output has gone on.
+// Runs this rank's steps. For each stage and micro-batch in progress it holds the input, as a leaf
+// of the graph, and the output; without gradients until the output was sent.
 class WindowRun {
  public:
   WindowRun(PipelineImpl& model, const std::vector<PipelineImpl::Pass>& passes)
@@ -249,7 +249,7 @@ class WindowRun {
     Flight& here = flight(step);
     wait_for(here.gradient_arrives);
     const ledger::PhaseScope phase(ledger::Phase::kBackward);
-    // Ranks along "shard" walk it together, so that one without targets walks it, too.
+    // Ranks along "shard" run it together, so a rank without targets runs it too.
     model_.shards()->backward(
         [&] {
           std::optional<FiniteBackward> finite;

@@ -35,8 +35,8 @@
 //   const PipelinedConstruction split(mesh, config.layers());
 //   const auto net = models::make_causal_lm(config);
 //
-// Refers to the module, which outlives it. Everything is a collective, unless it is said otherwise.
-// One thread.
+// Refers to the module, which must outlive it. All functions are collectives unless stated
+// otherwise. One thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -69,7 +69,7 @@ struct PipelineStep {
   bool operator==(const PipelineStep&) const = default;
 };
 
-// In which order the ranks of a pipeline compute, and which messages they exchange in between.
+// Computes the order of each rank's forwards and backwards, and of the messages between them.
 //
 //   const PipelineShape shape{.ranks = 2, .stages_per_rank = 1, .micro_batches = 4};
 //   show(compute_order(PipelineSchedule::k1F1B, shape, 0));   // 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
@@ -91,9 +91,9 @@ PipelineSchedule schedule_named(const std::string& name);  // UsageError for ano
 std::vector<PipelineStep> compute_order(PipelineSchedule schedule, const PipelineShape& shape,
                                         int rank);
 
-// The steps of every rank. All ranks begin their messages in one global order: whichever message is
-// the earliest that is not complete, both of its ranks have come to it, so that no two ranks wait
-// for each other, even where a device runs messages in the order of the calls.
+// The steps of every rank. All ranks start their messages in one global order: both ranks of the
+// earliest incomplete message have reached it, so no two ranks wait for each other, even on a
+// device that runs messages in call order.
 std::vector<std::vector<PipelineStep>> pipeline_programs(PipelineSchedule schedule,
                                                          const PipelineShape& shape);
 
@@ -138,7 +138,7 @@ class Pipeline final : public Parallelism {
   std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) override;
   void backward(const at::Tensor& loss, bool last) override;  // UsageError
   World& pass_ranks() const override;
-  // The next window frees what was gathered.
+  // What was gathered is freed by the next window.
   std::shared_ptr<void> gathered() override;
   bool divided() const override;
   void verify_parameters() override;
@@ -151,8 +151,8 @@ class Pipeline final : public Parallelism {
 };
 
 // While it exists, each block that this thread makes (nn::made) is moved to the world's device, and
-// freed where it is of another rank's stages, or divided as by ShardedConstruction. `blocks` is how
-// many there will be.
+// freed if it belongs to another rank's stages, or otherwise divided as by ShardedConstruction.
+// `blocks` is the total number of blocks.
 class PipelinedConstruction {
  public:
   PipelinedConstruction(Mesh mesh, int blocks, PipelineOptions options = {});

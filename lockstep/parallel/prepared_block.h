@@ -1,5 +1,5 @@
-// Blocks that are divided, or freed, while a model is made, before a FullyShard, a Pipeline or a
-// TensorParallel of it takes them over (ShardedConstruction, PipelinedConstruction).
+// Prepared blocks: blocks that are divided or freed while a model is made, before a FullyShard,
+// Pipeline or TensorParallel adopts them (ShardedConstruction, PipelinedConstruction).
 //
 //   prepare_block(block, mesh, /*mine=*/true);    // by the observer of nn::made()
 //   check_blocks(model, mesh, kFullyShard);       // by who takes the blocks over
@@ -22,7 +22,7 @@
 
 namespace lockstep::parallel {
 
-// A block that was divided or freed while it was made, until its unit is taken over.
+// A block that was divided or freed while it was made, until a unit adopts it.
 struct Prepared {
   struct Part {
     Mesh mesh;
@@ -42,14 +42,14 @@ void each_block(const torch::nn::Module& module, const Visit& visit) {
       visit(item.key(), item.value(), *block);
 }
 
-// A block that has been made: cut into slices along "tensor" where it says how (nn::Sliced) and
-// divided along "shard", or freed where it is of another rank's stage. One that does not say how it
-// is cut stays whole on a mesh with slices.
+// Prepares a block that was made: cuts it into slices along "tensor" if it names its cuts
+// (nn::Sliced), and divides it along "shard"; or frees it if it belongs to another rank's stage. A
+// block without named cuts stays whole on a mesh with slices.
 void prepare_block(torch::nn::Module& module, const Mesh& mesh, bool mine,
                    bool cpu_offload = false);
 // A line for each prepared block of the module, with the fingerprint of what was drawn.
 std::string describe_prepared(const torch::nn::Module& module);
-// UsageError for a block that something else runs, or that was made for another mesh.
+// UsageError for a block that has another runner, or that was made for another mesh.
 void check_blocks(const torch::nn::Module& module, const Mesh& mesh, const char* component);
 
 // UsageError for a mesh with ranks along "pipeline", or without an axis "shard"; `slices`: ranks
@@ -58,8 +58,8 @@ void check_mesh(const Mesh& mesh, bool slices = false);
 // On the CPU rows are in the host's memory anyway.
 bool offloads_from(const Mesh& mesh, bool asked);
 
-// A parameter that other ranks' stages have: without memory here, and an error names it when it is
-// used.
+// A storage for a parameter of other ranks' stages: it has no memory here, and accessing it throws
+// an error with the name.
 c10::Storage absent_storage(const std::string& name, const at::Tensor& tensor);
 void make_absent(const at::Tensor& tensor, const c10::Storage& freed, const nn::RowsPtr& rows);
 nn::RowsPtr no_rows(const at::Tensor& tensor);

@@ -1,8 +1,8 @@
-// The strategy by which the buckets of a Reducer are reduced. Internal.
+// How the buckets of a Reducer are reduced outside of backward. Internal.
 //
-// By itself a Reducer averages a bucket in backward, as soon as it is full. Once its gradients are
-// handed over to a strategy, backward leaves them local, in their buckets, and the strategy reduces
-// them when it likes; ShardedOptimizer does in its step:
+// By default a Reducer averages a bucket in backward, as soon as it is full. Once its gradients are
+// handed over to a strategy, backward leaves them local, in their buckets, and the strategy chooses
+// when to reduce them; ShardedOptimizer does it in its step:
 //
 //   GradientStore& store = reducer.gradients();
 //   buckets = store.hand_over(strategy);
@@ -36,7 +36,7 @@ struct GradientBucket {
   std::vector<GradientSlot> slots;
 };
 
-// What a reducer asks of a strategy.
+// The functions of a strategy that a reducer calls.
 class ReduceStrategy {
  public:
   virtual ~ReduceStrategy() = default;
@@ -53,7 +53,7 @@ struct StepTurn {
   bool joining = false;  // ranks may have run out of inputs
 };
 
-// What a strategy asks of a reducer.
+// The functions of a reducer that a strategy calls.
 class GradientStore {
  public:
   virtual ~GradientStore() = default;

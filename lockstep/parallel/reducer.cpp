@@ -158,7 +158,7 @@ void ReducerImpl::start(std::vector<NamedTensor> parameters, std::vector<NamedTe
   if (passive_ && refusal) std::rethrow_exception(refusal);
   pass_.expect(change_.forms());
   if (passive_) return;
-  // Not before: the other ranks would wait here for one that has thrown.
+  // Not earlier: the other ranks would wait here for a rank that has thrown.
   change_.check_same_model(refusal);
   if (pass_.missing().empty())
     throw UsageError("reducer",
@@ -273,8 +273,8 @@ void ReducerImpl::start_pass() {
     if (change_.trained(i)) count_as_unused(i);
 }
 
-// A CUDA graph replays what a pass does on the device. What ranks exchange on the host in it, and
-// with it the flag that announces a changed model, would not be exchanged again.
+// A CUDA graph replays a pass's work on the device. Exchanges through the host, including the flag
+// that announces a changed model, would not be replayed.
 void ReducerImpl::check_recordable() {
   const char* reason = nullptr;
   if (change_.look()) reason = "the model was changed after it was wrapped";
@@ -334,7 +334,7 @@ void ReducerImpl::launch_ready() {
 void ReducerImpl::launch(std::size_t index) {
   PassState::BucketProgress& bucket = pass_.bucket(index);
   const BucketMemory& memory = buckets_[index];
-  // A rank that takes part for the others' sake leaves its gradients where they are.
+  // A shadow pass sends zeros.
   const at::Tensor wire = pass_.shadow ? at::zeros_like(memory.wire) : memory.wire;
   const at::Tensor flat = wire.narrow(0, 0, memory.flat.numel());
   const bool flagged = index == 0 && flag_in_bucket();
@@ -396,7 +396,7 @@ void ReducerImpl::on_backward_end() {
                      "an earlier backward did not finish after a nested one had computed gradients "
                      "of this model. It probably threw. Call zero_grad() and repeat the step.");
   if (!pass_.complete() || pass_.learns()) {
-    // The backward around it may bring what is missing.
+    // The outer backward may produce the missing gradients.
     if (outer && end_.leave_to(*outer, weak_from_this())) return;
     if (!pass_.learns() && !options_.find_unused_parameters)
       pass_.refuse_missing(world_.rank(), pass_.missing());

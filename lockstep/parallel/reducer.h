@@ -3,10 +3,10 @@
 //   Reducer reducer{named_parameters, named_buffers, world, {.bucket_cap_mb = 25}};
 //   loss.backward();        // hooks on the gradient accumulators do the rest
 //
-// The hard idea: a gradient lies in its slot of a bucket, and the bucket is reduced as soon as its
+// The key idea: a gradient lies in its slot of a bucket, and the bucket is reduced as soon as its
 // last slot is written, while backward still works on earlier layers. Buckets are launched in one
-// order on every rank. The end of backward is found by counting; a callback of the autograd engine
-// is the point where launched reductions are waited for.
+// order on every rank. Counting finds the end of backward; a callback of the autograd engine then
+// waits for the launched reductions.
 //
 // DistributedDataParallel wraps this for a module. Owned by a shared_ptr; the hooks hold a weak
 // one, so parameters may outlive it. Construct on all ranks at the same point (it communicates).
@@ -47,15 +47,15 @@ class Reducer {
   void verify_parameters();
   void verify_buffers();
 
-  // For CapturedStep. layout() is another number whenever gradients have been laid out again;
-  // until settled(), the next synchronised backward does that. A backward that a CUDA graph has
-  // replayed counts in the ledger, as if it had run.
+  // For CapturedStep. layout() changes whenever gradients were laid out again; until settled(), the
+  // next synchronised backward does that. count_replayed() counts a replayed backward in the ledger
+  // as if it had run.
   std::uint64_t layout() const;
   bool settled() const;
   void count_replayed(bool synchronised);
 
-  // For what reduces in this reducer's place (reduce_strategy.h). The step that follows multiplies
-  // its averages by the factor; false: backward has averaged already, and .grad is to be scaled.
+  // For a strategy in place of this reducer (reduce_strategy.h). The next step multiplies its
+  // averages by the factor; false: backward has averaged, and the caller scales .grad.
   parallel::GradientStore& gradients();
   bool reduces_in_backward() const;
   bool scale_averages(double factor);
@@ -73,8 +73,8 @@ class Reducer {
   std::shared_ptr<parallel::ReducerImpl> impl_;
 };
 
-// While it lives, backward passes may be recorded into a CUDA graph. Ranks record together: nothing
-// that they would exchange on the host is in a recorded pass.
+// While it lives, backward passes may be recorded into a CUDA graph. Ranks record together: a
+// recorded pass has none of the exchanges that go through the host.
 class [[nodiscard]] RecordedPasses {
  public:
   explicit RecordedPasses(Reducer& reducer);
@@ -101,7 +101,7 @@ class [[nodiscard]] NoSync {
 
 }  // namespace lockstep
 
-// Whether ranks of one host fill its cores. Then reductions beside the backward pass would only
+// Whether the ranks of one host fill its cores. Reductions concurrent with backward would then only
 // take cores away from it.
 //
 // One rank's affinity mask says little alone. Ranks that are each bound to a core of their own may

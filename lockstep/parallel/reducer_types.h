@@ -1,4 +1,4 @@
-// What goes into DistributedDataParallel or a Reducer and comes out of it: options, named tensors,
+// The types in the interface of DistributedDataParallel and Reducer: options, named tensors,
 // buckets for communication hooks, times.
 #pragma once
 
@@ -19,7 +19,7 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-// What a communication hook is given: one bucket's gradients, local to this rank.
+// The argument of a communication hook: one bucket's gradients, local to this rank.
 struct Bucket {
   std::size_t index = 0;
   bool is_last = false;

@@ -1,4 +1,4 @@
-// Small tools that keep and prove replicas equal.
+// Functions that compare ranks' tensors and settings, and make them equal.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +20,14 @@ namespace lockstep::parallel {
 std::uint64_t fingerprint(const at::Tensor& tensor);
 using lockstep::fingerprint;
 
-// Tensors by name, as 64 bits each.
+// Tensors by name, each reduced to a 64-bit fingerprint.
 struct Fingerprints {
   std::vector<std::string> names;
   std::vector<std::uint64_t> values;
   void add(std::string name, const at::Tensor& tensor);
 };
 
-// What every rank checks before all continue, and who asks for it.
+// The subject of a check that all ranks pass before any continues.
 struct Check {
   std::string component;
   std::string what;                 // "this step": "rank 1 refused this step"
@@ -45,21 +45,21 @@ std::exception_ptr refusal_of(const Body& body) {
   return nullptr;
 }
 
-// What ranks refuse, on its way to the others.
+// The refusals of all ranks, while they are being gathered.
 struct RefusalTexts {
   at::Tensor all;  // a row per rank
   Work work;
 };
-// Waits for nobody. Collective, and what the others call is refuse_together().
+// Does not wait. Collective with the other ranks' refuse_together().
 RefusalTexts gather_refusals(World& world, const std::exception_ptr& refusal);
 // Throws its own refusal on a rank that has one, and UsageError with their message on the others.
 [[noreturn]] void refuse_with(const Check& check, RefusalTexts words);
-// Both; where some rank is known to refuse. Collective.
+// Both, for a rank that knows of a refusal by some rank. Collective.
 [[noreturn]] void refuse_together(World& world, const Check& check);
 
-// What must be identical, line by line: the first line that a rank has otherwise than rank 0;
-// nothing when all are equal. Where a rank refuses, all do. Collective: one small exchange while
-// all is well.
+// Compares texts that must be identical line by line: the first line that differs from rank 0's;
+// nothing when all are equal. If one rank refuses, all do. Collective: one small exchange if all
+// are equal.
 struct LineDifference {
   int rank = 0;
   std::string here, first;  // on that rank and on rank 0; empty where there is no such line
@@ -67,8 +67,8 @@ struct LineDifference {
 std::optional<LineDifference> find_other_line(World& world, const Check& check,
                                               const std::string& text);
 
-// The first name whose tensor is on some ranks not what it is on rank 0; nothing when all are
-// equal. Where a rank refuses, all do. Collective.
+// The first name whose tensor differs on some ranks from rank 0's; nothing when all are equal. If
+// one rank refuses, all do. Collective.
 struct Difference {
   std::string name;
   std::vector<int> ranks;
@@ -79,7 +79,7 @@ std::optional<Difference> find_difference(World& world, const Check& check,
 // "rank 1", "ranks 1, 2"
 std::string show_ranks(const std::vector<int>& ranks);
 
-// Broadcasts many tensors in few messages. Does not count in their versions: that is the caller's.
+// Broadcasts many tensors in few messages. The caller updates their version counters.
 void broadcast_coalesced(World& world, const std::vector<at::Tensor>& tensors, int root);
 
 // The sum over ranks of a sparse gradient divided by `divisor`: gathered and summed by its indices,

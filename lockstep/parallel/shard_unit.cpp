@@ -82,7 +82,7 @@ c10::Stream computing_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// What `after` is given from here on waits for what `before` has been given.
+// Work enqueued on `after` from here on waits for the work enqueued on `before`.
 void order_streams(const c10::Stream& before, const c10::Stream& after) {
   c10::Event event(before.device_type());
   event.record(before);
@@ -242,7 +242,7 @@ bool ShardUnit::trains() const {
 
 void ShardUnit::take_whole() {
   if (stays_whole() || !whole_) return;
-  // What was written is in the rows, and rounded values are not to be taken for it.
+  // The rows have the written values, and rounded values must not replace them.
   if (for_computing_) return free();
   const at::NoGradGuard no_grad;
   for (ShardedParameter& p : parameters_) take(p);
@@ -305,7 +305,7 @@ Packing ShardUnit::packing_of(const Flat& flat, const TravelTypes& types,
     };
     travels_in(types.gather);
     if (!p.product) continue;
-    // What is cast to fp8 later must not be rounded to a wider type before.
+    // Values that are later cast to fp8 must not be rounded to a wider type first.
     const bool cast = computed.fp8 && p.amax.length > 0;
     if (!types.gather && !cast) travels_in(computed.type);
     if (!cast || computed.fp8 != nn::Fp8Recipe::kTensorwise || !amax_.defined()) continue;
@@ -326,8 +326,8 @@ void ShardUnit::begin_gathers(const TravelTypes& types, const ProductType& compu
     Packing packing = packing_of(flat, types, computed);
     for_computing_ |= packing.rounds();
     at::Tensor parts = at::empty({shard_->size(), packing.bytes()}, options.dtype(at::kByte));
-    // The copy to the device, too, is under way while something else computes. It begins when what
-    // was given to the device before has ended, and so does the use of memory that this has freed.
+    // The copy to the device overlaps computation too. It begins after the work already enqueued on
+    // the device, and only then is the memory freed here reused.
     std::optional<c10::StreamGuard> beside;
     if (offloads_) {
       order_streams(computing_stream(device), copy_stream(device));
@@ -387,7 +387,7 @@ void ShardUnit::end_gathers() {
   whole_ = true;
 }
 
-// Whoever wants to write parameters gets a copy: in the shared memory every rank would write.
+// A caller that may write parameters gets a copy: shared memory would change on every rank.
 void ShardUnit::gather_shared(bool copies) {
   const at::NoGradGuard no_grad;
   for_computing_ = !copies;
@@ -402,7 +402,7 @@ void ShardUnit::gather_shared(bool copies) {
 void ShardUnit::make_whole(ShardedParameter& p, at::Tensor fresh) {
   nn::fill_storage(p.storage, std::move(fresh));
   set_storage(p, p.freed, p.storage);
-  // What is for computing alone, as slices are, is not read or written by others, who get the rows.
+  // Values for computation only, as slices are, are hidden: other code accesses the rows.
   nn::set_rows(p.tensor, for_computing_ || p.rows->slice ? p.rows : nullptr);
 }
 
@@ -428,8 +428,8 @@ void ShardUnit::begin_reduce() {
   }
 }
 
-// Every rank sends what it has of every trained parameter, zeros where it has nothing, and for each
-// whether it has: a parameter that no rank used gets no gradient.
+// Every rank sends its gradients of every trained parameter, or zeros, and a flag whether it has
+// one: a parameter that no rank used gets no gradient.
 ShardUnit::Reduce ShardUnit::reduce(const Flat& flat) {
   Reduce reduced;
   std::int64_t length = 0;

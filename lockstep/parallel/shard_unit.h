@@ -1,4 +1,4 @@
-// ShardUnit: parameters that are gathered together, and of which this rank holds some rows.
+// ShardUnit: parameters that are gathered together, each divided by rows over ranks.
 //
 //   ShardUnit unit("blocks.0", parameters, shard);   // frees them
 //   unit.begin_gather({});        // optional; under way while something else computes
@@ -7,14 +7,14 @@
 //   unit.begin_reduce();          // of .grad, which is empty then
 //   unit.end_reduce(data);        // the average is added to `grad` of each parameter
 //
-// Saved tensors of a graph hold a parameter's storage, and views of it. So its bytes come and go
-// inside that storage, past every version counter: the values are the same each time. While it has
-// none the parameter itself points at another storage, which throws the parameter's name at whoever
-// reads it.
+// A graph's saved tensors refer to a parameter's storage and views of it. So the storage stays, and
+// its bytes come and go without changing a version counter: the values are the same each time.
+// While it has none, the parameter points at another storage, which throws the parameter's name
+// when it is accessed.
 //
-// Rows may lie in the host's memory while a device computes (offload), and in memory that all ranks
-// map (share), where whole parameters stand: then gathering is pointing at them, and whoever writes
-// rows has to see to it that no rank reads them meanwhile.
+// Rows may lie in the host's memory while a device computes (offload), or in memory that all ranks
+// map (share), which holds whole parameters: gathering then points at them, and whoever writes rows
+// must ensure that no rank reads them meanwhile.
 //
 // In a world of one nothing is ever freed, unless it is offloaded. One thread at a time; begin_ and
 // end_ communicate.
@@ -36,7 +36,7 @@
 
 namespace lockstep::parallel {
 
-// In errors.
+// The component's name in errors.
 inline constexpr const char* kFullyShard = "fully_shard";
 inline constexpr const char* kPipeline = "pipeline";
 
@@ -61,13 +61,13 @@ struct ShardedParameter {
   const SlicedParameter* sliced = nullptr;  // `tensor` is one rank's slice along "tensor"
 };
 
-// The types in which parameters and gradients travel; unset: their own.
+// The types in which parameters and gradients are sent; unset: their own.
 struct TravelTypes {
   std::optional<at::ScalarType> gather{}, reduce{};
 };
 
-// What a block's products (nn::Block::products) are computed in; unset: their own type. They travel
-// in it. In fp8 by tensor each list has one scale; by row they travel in their own type.
+// The type in which a block's products (nn::Block::products) are computed and sent; unset: their
+// own. In tensorwise fp8 each list has one scale; rowwise they are sent in their own type.
 struct ProductType {
   std::optional<at::ScalarType> type{};
   std::optional<nn::Fp8Recipe> fp8{};
@@ -80,8 +80,8 @@ class ShardUnit {
   // Each parameter gets memory of its own if it had none. `shard` outlives this.
   ShardUnit(std::string name, const Named& parameters, World& shard);
 
-  // For a unit that was made before its module was part of a model: the names that it has there,
-  // and parameters that the module was given since. UsageError for one that `all` does not have.
+  // For a unit made before its module was part of a model: sets its final names, and adds
+  // parameters that the module was given since. UsageError for a parameter that `all` lacks.
   void complete(std::string name, const Named& all);
 
   const std::string& name() const { return name_; }
@@ -90,31 +90,31 @@ class ShardUnit {
   bool whole() const { return whole_; }
   bool trains() const;
 
-  // What is on its way or whole in another type is gathered again.
+  // Gathers again what is in progress, or gathered, in another type.
   void begin_gather(const ProductType& computed);
   void gather(const ProductType& computed);
   void free();  // no collective
-  // Forgets what is under way and was not ended; it ends by itself.
+  // Drops operations in progress without waiting; they complete by themselves.
   void forget_work() {
     forget_gathers();
     reduces_.clear();
   }
-  // The shards take over what is in the parameters. No collective.
+  // Copies the parameters' values into the shards. No collective.
   void take_whole();
-  // Where rows lie from here on, before an optimizer has them: in the host's memory, to which
-  // gradients follow them, unless the parameters are there, too; or in `places`, one for each
-  // parameter, which is flat and as long as that. No collective.
+  // Moves the rows, before an optimizer has them: to the host's memory, and gradients too, unless
+  // the parameters are there already; or to `places`, one flat tensor of that length for each
+  // parameter. No collective.
   void offload();
   void share(const std::vector<at::Tensor>& places);
-  // Before anything is gathered.
+  // Call it before the first gather.
   void set_products(const std::vector<std::vector<at::Tensor>>& products);
   // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows
-  // of these, in the same order. Until they are given nothing travels in fp8. No collective.
+  // of these, in that order. Until they are set nothing is sent in fp8. No collective.
   std::vector<at::Tensor> fp8_rows() const;
   void set_amax(at::Tensor amax) { amax_ = std::move(amax); }
-  // From here on, while nothing is under way. What is gathered is rounded to the type.
+  // Sets the types to send in, while nothing is in progress. Gathered values are rounded to them.
   void travel_as(const TravelTypes& types) { types_ = types; }
-  // Whole, with values that were not rounded, in memory of this rank's own.
+  // Gathers unrounded values into memory of this rank's own.
   void gather_exactly();
   bool exact() const { return whole_ && !for_computing_; }
 
@@ -122,7 +122,7 @@ class ShardUnit {
   void end_reduce(World& data);
 
  private:
-  // Parameters of one type on one device travel together.
+  // The parameters of one type on one device, which are sent together.
   struct Flat {
     at::Tensor shard;  // the rows of all, each with its padding; undefined where they are shared
     std::vector<std::size_t> members;
@@ -172,12 +172,12 @@ class ShardUnit {
   bool shares_ = false;
 };
 
-// Moves the rows of all units into memory that all ranks map. False, and nothing has changed: the
-// backend has no such memory, or parameters are on a device. UsageError on every rank where one of
-// them lacks the room. Collective; others read the rows after a further one.
+// Moves the rows of all units into memory that all ranks map. False, without a change: the backend
+// has no such memory, or parameters are on a device. UsageError on every rank where one of them
+// lacks the room. Collective; other ranks may read the rows after one more collective.
 bool share_rows(std::vector<ShardUnit>& units, World& shard);
 
-// Offloaded rows are copied beside the computation; waits until none is read any more.
+// Offloaded rows are copied asynchronously; waits until no copy reads them any more.
 void wait_for_copies(c10::Device device);
 
 }  // namespace lockstep::parallel

@@ -110,7 +110,7 @@ at::Tensor block_sums(const at::Tensor& values) {
 
 }  // namespace
 
-// From here on the owned pieces stay where they are.
+// The addresses of the owned pieces are fixed from here on.
 void ShardedImpl::find_pieces() {
   for (auto& domain : domains_) {
     for (auto& owned : domain.owned) {
@@ -125,7 +125,7 @@ void ShardedImpl::find_pieces() {
   }
 }
 
-// Without shared memory: every owner gets its share of everybody's gradients.
+// Without shared memory: every owner gets its share of all ranks' gradients.
 void ShardedImpl::bring_gradients(Domain& domain) {
   if (shared_ || reduced_ || world_.size() == 1) return;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
@@ -261,7 +261,7 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
   rule->update({item}, at::Tensor());
 }
 
-// Without shared memory: every rank hands its new parameters to all others.
+// Without shared memory: every rank sends its new parameters to all others.
 void ShardedImpl::publish(const Domain& domain) {
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   const Pieces parameters{
@@ -340,7 +340,7 @@ void ShardedImpl::remember_parameters() {
   }
 }
 
-// Whoever owns elements vouches for them: in debug mode it knows their bits from step to step.
+// An owner verifies its elements: in debug mode it remembers their bits between steps.
 void ShardedImpl::take_prints() {
   if (!debug_) return;
   for (auto& domain : domains_)

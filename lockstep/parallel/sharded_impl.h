@@ -1,4 +1,4 @@
-// The inside of ShardedOptimizer. Files: sharded_optimizer.cpp (construction, the order of a step),
+// The implementation of ShardedOptimizer: sharded_optimizer.cpp (construction, a step's order),
 // sharded_impl.cpp (moving gradients, norms, the update itself; state in and out; parameters that
 // were written outside a step).
 #pragma once
@@ -24,7 +24,7 @@ class ShardedImpl final : public ReduceStrategy {
  public:
   static constexpr const char* kComponent = "ShardedOptimizer";
 
-  // The groups with their options are the ShardedOptimizer's, whose user may change options.
+  // The ShardedOptimizer owns the groups with their options, which its user may change.
   ShardedImpl(std::shared_ptr<Reducer> reducer, optim::Optimizer& optimizer);
   // Gives the parameters memory of their own again; backward averages gradients from here on.
   ~ShardedImpl() override;
@@ -74,7 +74,7 @@ class ShardedImpl final : public ReduceStrategy {
     std::uint32_t version = 0;
     std::uint32_t reduced_version = 0;
   };
-  // A piece that this rank owns, with its optimizer state.
+  // A piece of a parameter that this rank owns, with its optimizer state.
   struct Owned {
     Piece piece;
     std::int64_t place = 0;               // of the piece in this rank's share
@@ -95,7 +95,7 @@ class ShardedImpl final : public ReduceStrategy {
     std::vector<at::Tensor> received = {};  // without shared memory: my share's gradients, by rank
     bool whole() const { return granularity == optim::Granularity::kTensors; }
   };
-  // What is exchanged of the pieces: `of` an owned one goes out, and what arrives is `put`.
+  // An exchange of pieces: `of` gives the data sent for one's own, `put` receives others'.
   struct Pieces {
     c10::Device device;
     c10::ScalarType dtype;
@@ -103,7 +103,7 @@ class ShardedImpl final : public ReduceStrategy {
     std::function<at::Tensor(const Owned&)> of;
     std::function<void(const Piece&, const at::Tensor&)> put;
   };
-  // What a backward has refused, on its way to the others' step().
+  // A refusal in a backward, being announced to the other ranks' step().
   struct Announced {
     std::exception_ptr refusal;
     Work work;

@@ -59,13 +59,13 @@ class ShardedOptimizer final : public optim::Optimizer {
   // UsageError on all ranks, before anything is changed, when options differ over ranks.
   optim::StepResult step(const optim::StepOptions& options = {}) override;
   void zero_grad() override;
-  // Averages the gradients now, on every rank, for someone who must see them; the next step() does
+  // Averages the gradients now, on every rank, for code that must read them; the next step() does
   // not sum them again.
   void reduce_now();
 
   optim::TensorDict state_dict(const optim::StateDictOptions& options = {}) override;
-  // UsageError on all ranks names those where the state differs and the first tensor that does, or
-  // what a rank finds wrong with it.
+  // UsageError on all ranks names the ranks whose state differs and the first such tensor, or a
+  // fault that a rank finds in its state.
   void load_state_dict(const optim::TensorDict& state) override;
   // UsageError on all ranks where the parameters differ.
   void sync_from_model() override;

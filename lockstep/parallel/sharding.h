@@ -1,5 +1,5 @@
-// Functions for dividing a model's parameters over ranks: which rank owns which elements, how rows
-// of them travel, and how the ranks take one step. Internal.
+// Divides a model's parameters over ranks: the owner of each element, the exchange of rows, and the
+// coordination of one step. Internal.
 //
 //   auto owned = cut_into_shares(sizes, world.size());     // owned[rank]: pieces of parameters
 //   const RowCut cut = cut_rows(parameter.sizes(), ranks);
@@ -41,7 +41,7 @@ std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>&
 std::vector<std::vector<Piece>> deal_tensors(const std::vector<std::int64_t>& sizes,
                                              const std::vector<double>& costs, int shares);
 
-// Where each of `sizes` lies: in which rank's part, and at which offset of it.
+// The position of each of `sizes`: a rank's part and an offset in it.
 struct PartOffset {
   int part = 0;
   std::int64_t offset = 0;
@@ -53,7 +53,7 @@ struct PartOffsets {
 };
 PartOffsets spread_over_parts(const std::vector<std::int64_t>& sizes, int parts);
 
-// How rows are divided over ranks: equally many each, fewer or none for the last ones.
+// The division of rows over ranks: equally many each, fewer or none for the last ones.
 struct RowCut {
   std::int64_t rows = 0;      // 1 for a parameter without dimensions
   std::int64_t row_size = 0;  // elements
@@ -89,7 +89,7 @@ class Packing {
 
   std::int64_t bytes() const { return bytes_; }
   bool rounds() const { return rounds_; }  // whether a piece travels in another type than `own`
-  // `rows` has the pieces one after another. What is not rounded is not copied.
+  // `rows` has the pieces in sequence. Values that need no rounding are not copied.
   at::Tensor pack(const at::Tensor& rows) const;
   void unpack(const at::Tensor& parts, std::size_t piece, const RowCut& cut,
               const at::Tensor& whole) const;
@@ -111,13 +111,13 @@ void own_memory(at::Tensor tensor);
 void require_same(World& world, const std::string& component, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints);
 
-// The parts of a step whose gradients are divided over ranks.
+// The callbacks of a step whose gradients are divided over ranks.
 struct DividedStep {
   std::function<at::Tensor()> norm;                     // of all gradients, the same on every rank
   std::function<void(const at::Tensor& factor)> scale;  // this rank's
   std::function<void(const optim::StepOptions&)> step;  // this rank's, without clipping or scaling
 };
-// Clips, unscales and skips on all ranks or none. Collective where the parts are.
+// Clips, unscales and skips on all ranks or none. Collective if the callbacks are.
 optim::StepResult step_divided(const void* optimizer, const optim::StepOptions& options,
                                const DividedStep& parts);
 

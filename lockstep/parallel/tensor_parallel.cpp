@@ -76,7 +76,7 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
     if (last) end_backward();
   }
 
-  // What remains is averaged, and nobody may clip what this rank has.
+  // Averages the remaining gradients, and refuses clipping of this rank's own.
   void end_backward() {
     slices_->average_gradients();
     watch_.forget();
@@ -150,7 +150,7 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
                        other->rank, other->here, other->first);
     slices->model().broadcast(mesh.world(), 0);
     slices->cut();
-    // For files, which have the whole. What is not cut the first rank writes.
+    // Files have whole tensors. The first rank writes the uncut ones.
     for (const SlicedParameter& p : slices->parameters())
       nn::set_rows(p.tensor, p.cut ? rows_of_slice(p, p.tensor.detach()) : nullptr);
     each_block(module, [](const std::string&, const auto&, nn::Block& block) {

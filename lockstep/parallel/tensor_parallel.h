@@ -24,8 +24,8 @@
 //   const ShardedConstruction cut(mesh);
 //   const auto net = models::load_pretrained("Llama-3.2-1B");
 //
-// Refers to the module, which outlives it. Everything is a collective, unless it is said otherwise.
-// One thread.
+// Refers to the module, which must outlive it. All functions are collectives unless stated
+// otherwise. One thread.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -64,8 +64,8 @@ class TensorParallel final : public Parallelism {
   at::Tensor watch(at::Tensor output) override;
   void backward(const at::Tensor& loss, bool last) override;
   bool scale_averages(double factor) override;
-  // The next forward that trains ends it, also while it is held: tensors that were taken from
-  // parameters meanwhile stay whole.
+  // The next training forward ends it, even while it is held: tensors taken from parameters
+  // meanwhile stay whole.
   std::shared_ptr<void> gathered() override;
   bool divided() const override;
   void verify_parameters() override;

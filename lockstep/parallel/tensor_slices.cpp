@@ -39,7 +39,7 @@ class WorldGroup final : public nn::TensorGroup {
   World world_;
 };
 
-// It was made so, and nobody has the whole.
+// It was made as a slice, and no rank has the whole.
 bool is_slice(const at::Tensor& tensor) {
   const nn::Rows* const rows = nn::rows_of(tensor);
   return rows != nullptr && rows->slice != nullptr;
@@ -197,7 +197,7 @@ void TensorSlices::cut() {
   sliced_->set_tensor_group(group_);
 }
 
-// They have the type of their parameters, and may be rows of them, in the host's memory.
+// Gradients have their parameters' types, and may be rows of them, in the host's memory.
 void TensorSlices::average_gradients() {
   if (!group_) return;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);

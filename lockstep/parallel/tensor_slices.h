@@ -1,14 +1,14 @@
-// TensorSlices: this rank's slices of a model's weights, in place of the whole ones. Internal. It
-// knows of one axis alone, so that others can be around it: TensorParallel copies slices along
-// "data", FullyShard divides them by rows along "shard", and Pipeline has those of its stages.
+// TensorSlices: replaces a model's weights by this rank's slices. Internal. It handles one axis, so
+// that it can be combined: TensorParallel copies slices along "data", FullyShard divides them by
+// rows along "shard", and Pipeline has those of its stages.
 //
 //   TensorSlices slices(module, mesh["tensor"]);   // whole, but for blocks that were made cut
 //   slices.cut();      // the model computes with slices of what the parameters hold now
 //   slices.gather();   // whole again, on every rank: evaluate, save
 //
-// A parameter stays the tensor that it was, with another shape. While it is whole the slice is kept
-// here, in the memory that it had; a FullyShard around this refers to it, too, and leaves it there
-// meanwhile. One thread.
+// A parameter stays the same tensor, with another shape. While it is whole, its slice is kept here,
+// in its former memory; a FullyShard around this refers to that memory too, and leaves it in place.
+// One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,7 +38,7 @@ struct SlicedParameter {
   at::Tensor slice{};                       // while the parameter is whole
 };
 
-// What rank `rank` of `ranks` has of a parameter with the sizes `whole`.
+// The slice that rank `rank` of `ranks` has of a parameter with the sizes `whole`.
 nn::Slice slice_for(const nn::Sliced::Cut& cut, at::IntArrayRef whole, int rank, int ranks);
 
 class TensorSlices {
@@ -59,8 +59,8 @@ class TensorSlices {
 
   bool whole() const { return whole_; }
   void gather();  // collective
-  // Somebody may have written the parameters while they were whole: a checkpoint was loaded. take()
-  // leaves them whole.
+  // Cuts the parameters again, from their present values: a checkpoint may have been loaded while
+  // they were whole. take() copies the values too, but leaves them whole.
   void cut();
   void take();
 
@@ -68,17 +68,17 @@ class TensorSlices {
   at::Tensor slice_of(const SlicedParameter& p, const at::Tensor& whole) const;
   at::Tensor whole_of(const SlicedParameter& p, const at::Tensor& slice);
 
-  // At the end of the last backward before a step: the gradients of what is on every rank and was
-  // used with slices (nn::enter_weight()), in one message for each type. Nothing where there are
-  // none, or no more than were averaged before. Collective.
+  // Call it at the end of the last backward before a step: averages the gradients of parameters
+  // that every rank has and uses with slices (nn::enter_weight()), in one message for each type.
+  // Skipped if none are new since the last call. Collective.
   void average_gradients();
 
   // UsageError for a backward of whole parameters, and for a rule that steps whole matrices.
   void check_backward() const;
   static void check_rule(const optim::Rule& rule, const std::string& parameter);
 
-  // While it lives, parameters have the shape of their slices, wherever they were before. Null: of
-  // a model without slices.
+  // While it lives, parameters have the shape of their slices, even if they were whole. Null for a
+  // model without slices.
   class AsSlices {
    public:
     explicit AsSlices(TensorSlices* slices);

@@ -1,4 +1,4 @@
-// TrainingArguments: how a run trains, with Hugging Face's names and defaults.
+// TrainingArguments: the settings of a run, with Hugging Face's names and defaults.
 //
 // This struct is plain and says nothing about files. One table (config_keys.h) names each member;
 // reading files, flags and variables, checking, help, the JSON record and the page
@@ -23,13 +23,13 @@ namespace lockstep {
 
 struct Node;
 
-// When something happens during training, in the words of the training file. kBest is only for
-// saving. check_arguments() refuses any other word.
+// When something happens during training, in the words of the training file. kBest applies to
+// saving only. check_arguments() refuses any other word.
 struct Interval {
   static constexpr const char *kNo = "no", *kSteps = "steps", *kEpoch = "epoch", *kBest = "best";
 };
 
-// A real number that is often counted: given as an integer of any type, too.
+// A number that may also be given as an integer of any type, such as a count of steps.
 class Number {
  public:
   constexpr Number(double value = 0) : value_(value) {}
@@ -40,10 +40,10 @@ class Number {
   double value_;
 };
 
-// Steps below 1 are a share of all steps, from 1 on a whole number of them.
+// The settings of a run. A number of steps below 1 is a share of all steps.
 struct TrainingArguments {
-  // What is trained, as the file says it. The command that trains reads the maps; a plain string is
-  // a name.
+  // What is trained, as written in the file. The command that trains interprets the maps; a plain
+  // string is a name.
   std::shared_ptr<const Node> model{};
   std::shared_ptr<const Node> data{};
   std::shared_ptr<const Node> lora{};
@@ -51,7 +51,7 @@ struct TrainingArguments {
   std::optional<std::int64_t> max_seq_len{};
   std::optional<std::string> preset{};
 
-  // How much.
+  // Batch sizes and duration.
   std::int64_t per_device_train_batch_size = 8;
   std::int64_t per_device_eval_batch_size = 8;
   std::int64_t gradient_accumulation_steps = 1;
@@ -63,7 +63,7 @@ struct TrainingArguments {
   bool auto_find_batch_size = false;
   bool average_tokens_across_devices = true;
 
-  // How.
+  // Optimizer and schedule.
   std::string optim = "adamw";
   std::optional<std::string> optim_args{};  // options of the optimizer without a key of their own
   double learning_rate = 5e-5;
@@ -161,8 +161,8 @@ struct TrainingArguments {
   std::int64_t ddp_timeout = 1800;
 };
 
-// Ranges, choices and contradictions between keys; for arguments that were set in a program. Throws
-// UsageError naming every mistake. Arguments of config.h have been through it.
+// Checks ranges, choices and contradictions between keys, for arguments set in a program. Throws
+// UsageError naming every mistake. config.h has already checked its arguments.
 void check_arguments(const TrainingArguments& arguments);
 
 }  // namespace lockstep

@@ -124,7 +124,7 @@ bool AsyncSaver::ended() const {
   return job_->done.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-// Nothing can be done about a call that does not return, except not to wait for it.
+// A call that does not return cannot be stopped; only its caller can stop waiting.
 void AsyncSaver::check_progress() {
   const std::uint64_t now = job_->progress.load(std::memory_order_relaxed);
   if (now != std::exchange(job_->seen, now)) job_->seen_at = Clock::now();
@@ -497,7 +497,7 @@ struct Failure {
   std::string text;
 };
 
-// What went wrong on this rank, on its way to the others: the number of a system's error, its text.
+// An error of this rank, encoded for the others: errno and the text.
 std::string report_of(std::future<void>& done) {
   try {
     done.get();

@@ -1,11 +1,11 @@
 // AsyncSaver: writes checkpoints while training continues. write_divided(): a checkpoint of a model
 // that is divided over ranks.
 //
-// Parameters and optimizer state change only in step(). What a checkpoint holds of them can
-// therefore be copied while the next forward and backward run, and only the next step has to wait
-// for the copy (wait_copied); the disk is written after that, from the copy. What a forward changes
-// (buffers, generators, the cursor) is copied by the caller before begin(). On a GPU with room for
-// it, begin() copies on the device, in milliseconds, and the next step need not wait at all.
+// Parameters and optimizer state change only in step(). They can therefore be copied during the
+// next forward and backward, and only the next step has to wait for the copy (wait_copied); the
+// copy is written to disk after that. State that a forward changes (buffers, generators, the
+// cursor) is copied by the caller before begin(). On a GPU with enough free memory, begin() copies
+// on the device, in milliseconds, and the next step need not wait at all.
 //
 //   AsyncSaver saver({.output_dir = "out", .limit = 2});
 //   saver.begin(std::move(contents));        // returns at once
@@ -35,8 +35,8 @@ namespace lockstep::train {
 struct SaverOptions {
   std::string output_dir{};
   int limit = 0;  // checkpoints to keep; 0: all
-  // False: nothing changes the tensors before the save has ended, and they are written from where
-  // they are.
+  // False: the tensors are written from their own memory, because nothing changes them before the
+  // save has ended.
   bool copy = true;
   // A single fsync of a large file on a loaded network file system may take minutes.
   std::chrono::milliseconds stall_limit{std::chrono::minutes(30)};
@@ -54,7 +54,7 @@ struct SaveOutcome {
   double write_ms = 0;
 };
 
-// Deletes what `limit` does not retain beside a checkpoint that is durable; what went wrong, or
+// Deletes the checkpoints beyond `limit`, except the durable one; returns an error's text, or
 // nothing.
 std::string delete_older(const SaverOptions& options, const std::string& durable,
                          const std::string& keep);
@@ -68,17 +68,17 @@ class AsyncSaver {
 
   // Loads the kernel that copies tensors on a GPU, which would take the first save about 18 ms.
   static void prepare(c10::Device device);
-  // The folder is checkpoint-<contents.state.global_step>. `keep` is not deleted by the limit.
-  // Throws what the save before has thrown.
+  // The folder is checkpoint-<contents.state.global_step>. The limit does not delete `keep`. Throws
+  // the previous save's error.
   void begin(CheckpointContents contents, std::string keep = {});
   // Parameters and optimizer state may change from here on. Error when the copy is stuck.
   void wait_copied();
-  // What has ended since the last call; wait() waits for it. Both throw the save's error, except
-  // for a full disk, which is an alert.
+  // The save that ended since the last call; wait() waits for it. Both throw the save's error,
+  // except for a full disk, which is an alert.
   std::optional<SaveOutcome> poll();
   std::optional<SaveOutcome> wait();
   bool busy() const;
-  // Waits until a running save has ended, or for that long. Error when the save is stuck.
+  // Waits until the current save has ended, or for `time`. Error when the save is stuck.
   void wait_a_while(std::chrono::milliseconds time);
 
  private:
@@ -105,11 +105,11 @@ bool any_divided(const NamedTensors& tensors);
 //
 //   const SaveOutcome outcome = write_divided(mesh, contents, {.output_dir = "out", .limit = 2});
 //
-// `contents` has the same tensors on every rank, divided (lockstep/nn/divided.h) or whole; all else
-// of it counts on rank 0. Each rank writes the elements that it holds into the files that rank 0
-// has laid out, in parallel and from where they are: nothing is gathered and nothing is copied on
-// the CPU. The bytes are those of write_checkpoint() with the whole tensors. Rank 0 then sums the
-// files up and commits the folder.
+// `contents` has the same tensors on every rank, divided (lockstep/nn/divided.h) or whole; its
+// other members are used on rank 0 only. Each rank writes its own elements into the files that rank
+// 0 has laid out, in parallel and from their memory: nothing is gathered, and nothing is copied on
+// the CPU. The bytes are those of write_checkpoint() with the whole tensors. Rank 0 then computes
+// the files' checksums and commits the folder.
 //
 // Collective. Returns when the folder is durable, on every rank; ranks exchange meanwhile, so that
 // the save's own progress bounds the wait. A full disk is an alert, with nothing committed. Other

@@ -50,7 +50,7 @@ Key key_of(const Tensors& inputs, int variant) {
   return key;
 }
 
-// The operation that began last, on any thread, while it lives: what a capture fails at.
+// The operation that began last, on any thread: the one at which a failed capture stopped.
 class LastOperation {
  public:
   LastOperation() {
@@ -96,9 +96,9 @@ std::string first_line(const char* text) {
 }  // namespace
 
 struct CapturedStep::Impl {
-  // What a call does, in the order in which an entry goes through them.
+  // The ways to run a call, in the order in which an entry goes through them.
   enum class Choice { kAsItIs, kRecord, kReplay };
-  // What a graph has the addresses of.
+  // The tensors whose addresses a graph contains.
   struct Place {
     const void* parameter = nullptr;
     const void* gradient = nullptr;  // null: it has none
@@ -218,7 +218,7 @@ struct CapturedStep::Impl {
     return outputs;
   }
 
-  // What all ranks can do: only then do they issue the same operations.
+  // The choice that all ranks can make, so that they issue the same operations.
   Choice choose(const Entry* entry) const {
     Choice mine = Choice::kAsItIs;
     if (entry != nullptr && entry->graph && is_of_here(*entry)) {
@@ -296,7 +296,7 @@ struct CapturedStep::Impl {
     return "";
   }
 
-  // What was recorded has not run, and never will: the function is called again.
+  // The recorded work has not run, and never will: the function is called again.
   void take_back(const Tensors& gradients) {
     for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
     if (options.after_failed_capture) options.after_failed_capture();

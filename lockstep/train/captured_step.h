@@ -12,16 +12,16 @@
 //   }};
 //   for (auto& batch : loader.epoch(epoch)) losses += step.run({batch.data, batch.target})[0];
 //
-// The function runs as it is for the first calls, is then recorded, and replayed from there on: the
-// inputs are copied to where the graph reads them, learning rates and the clipping bound are on the
-// device, and the tensors it returned are written again by every replay (clone what must stay). The
+// The first calls run the function; then it is recorded, and later calls replay it: inputs are
+// copied to where the graph reads them, learning rates and the clipping bound are on the device,
+// and every replay rewrites the tensors that the function returned (clone what must stay). The
 // results have the bits of the function itself. Inputs of other shapes, such as an epoch's last
-// batch, get a graph of their own when they come often enough, and run as they are until then.
-//
-// The function must do the same whenever it is called with the same shapes and variant, and what it
-// reads must stay where it is; its host code runs only while there is no graph. Where it cannot be
-// captured (it waits for the device, or the optimizer cannot be captured), a log line names the
-// operation and it continues without.
+// batch, get a graph of their own when they are frequent enough, and until then run the
+// function.
+// The function must do the same whenever it is called with the same shapes and variant, and the
+// tensors that it reads must stay where they are; its host code runs only while there is no graph.
+// If it cannot be captured (it waits for the device, or the optimizer cannot be captured), a log
+// line names the operation, and it runs without a graph.
 //
 // Several ranks: with options.parallelism they agree in every call, and all run, record or replay.
 // The collectives of the backward are in the graph with the rest; what ranks exchange on the host,
@@ -52,12 +52,12 @@ struct CapturedStepOptions {
   optim::StepOptions step{};             // what the function passes to optimizer.step()
   std::vector<at::Tensor> parameters{};  // the model's
   int warmup_steps = 3;  // calls with the same shapes before one is recorded, at least 1
-  // The parallelism of the wrapped model that the function trains. Without it a model that is
-  // wrapped, then or later, is refused: the graph would have no collectives, or stale ones.
+  // The parallelism of the wrapped model that the function trains. Without it, a model that is
+  // wrapped, now or later, is refused: its graph would have no collectives, or stale ones.
   std::shared_ptr<Parallelism> parallelism{};
   bool asked = true;  // false: that there are no graphs is information, not a warning
-  // When recording has failed, before the function runs again: takes back what its host code has
-  // counted.
+  // Called after a failed recording, before the function runs again: undoes the counting of its
+  // host code.
   std::function<void()> after_failed_capture{};
 };
 

@@ -80,16 +80,16 @@ struct WriteOptions {
 // fails: an earlier folder stays unharmed.
 void write_checkpoint(const std::string& path, const CheckpointContents& contents,
                       const WriteOptions& options = {});
-// All its files but those of the model's and the optimizer's tensors.
+// Writes all files except those with the model's and the optimizer's tensors.
 void write_small_files(io::AtomicDir& dir, const CheckpointContents& contents);
 // Bytes of tensors that such a checkpoint holds.
 std::uint64_t checkpoint_bytes(const CheckpointContents& contents);
 
-// Parameters and buffers by qualified name. `copy_buffers`: the buffers as they are now, because
-// the next forward changes them; parameters change only in step().
+// Parameters and buffers by qualified name. `copy_buffers`: copies the buffers, which the next
+// forward changes; parameters change only in step().
 NamedTensors model_tensors(const torch::nn::Module& module, bool copy_buffers);
 
-// The same, or what `files` has instead.
+// The tensors named by `files`, if it names any; otherwise model_tensors().
 NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& files,
                            bool copy_buffers);
 
@@ -97,14 +97,14 @@ NamedTensors saved_tensors(const torch::nn::Module& module, const ModelFiles& fi
 // there is none), anything else a folder that must verify (UsageError). Reads every byte.
 io::Newest find_checkpoint(const std::string& output_dir, const std::string& flag);
 
-// The weights of a folder with model.safetensors, whichever program wrote it. Every parameter and
-// buffer must be there, in its shape, and nothing else (UsageError). Copied in place, and of a
-// divided parameter (lockstep/nn/divided.h) only what this rank holds. With `files` the same of
-// what they name.
+// Loads the weights of a folder with model.safetensors, written by any program. It must have every
+// parameter and buffer, in its shape, and nothing else (UsageError). Copies in place, and for a
+// divided parameter (lockstep/nn/divided.h) only this rank's elements. With `files`, the same for
+// the tensors that they name.
 void load_weights(const std::string& folder, torch::nn::Module& module,
                   const ModelFiles& files = {});
 
-// Opened folder; reads files as they are asked for. UsageError names file and tensor.
+// An opened folder, whose files are read on demand. UsageError names file and tensor.
 class Checkpoint {
  public:
   explicit Checkpoint(std::string path);
@@ -114,9 +114,9 @@ class Checkpoint {
   const DataPosition& position() const { return position_; }
   bool resumable() const { return resumable_; }
 
-  // As load_weights(). UsageError names what the model computes otherwise than when it was saved.
+  // As load_weights(). UsageError names any difference to the saved model's function.
   void load_model(torch::nn::Module& module, const ModelFiles& files = {}) const;
-  // Memory of the file, to be copied from: what nobody looks at is not read.
+  // The mapped file's memory, to be copied from: pages that are not accessed are not read.
   TensorDict optimizer() const;
   // The generators of this rank, for optim::set_rng_state; empty when none were saved. A rank that
   // the saved run did not have gets generators seeded with a checksum of its own number and of the
@@ -134,23 +134,23 @@ class Checkpoint {
   bool resumable_ = false;
 };
 
-// Generators' states as bytes to be sent to the rank that writes, and back.
+// Converts generators' states to bytes for the rank that writes, and back.
 std::string pack_tensors(const TensorDict& tensors);
 TensorDict unpack_tensors(const std::string& bytes);
 
-// Which of the run's generators a rank has. Copies of a part of a model that see the same samples
-// have the same ones; stages of a pipeline compute other layers and have others.
+// The index of this rank's generators. Ranks with copies of a part of a model that see the same
+// samples share generators; stages of a pipeline compute other layers and have others.
 int generator_rank(const Mesh& mesh);
-// This rank's generators as a checkpoint has them: "cpu", and "cuda" for its own GPU, which may
-// have another number when the run continues. As bytes for the rank that writes; empty where
-// another rank sends them.
+// This rank's generators in the checkpoint's form: "cpu", and "cuda" for its own GPU, whose number
+// may change before the run continues. As bytes for the rank that writes; empty if another rank
+// sends the same.
 std::string packed_random_state(const Mesh& mesh);
-// Those of all ranks, in the order of generator_rank().
+// The generators of all ranks, in the order of generator_rank().
 std::vector<TensorDict> unpack_random_states(const std::vector<std::string>& ranks);
 void restore_random_state(const Mesh& mesh, const Checkpoint& checkpoint);
 
-// Rank 0 warns when the number of intra-op threads differs from the saved run's, where the bits
-// would otherwise be those of an uninterrupted run: on the CPU, with the same number of ranks.
+// Rank 0 warns when the number of intra-op threads differs from the saved run's and only that
+// changes the bits: on the CPU, with the same number of ranks.
 void warn_of_other_threads(const Mesh& mesh, const Checkpoint& checkpoint);
 
 // scheduler.json: the schedule's name and factor after `step` steps (empty: none), the learning

@@ -32,8 +32,8 @@ namespace {
 constexpr std::chrono::seconds kLongWait{1};
 constexpr std::chrono::milliseconds kListenEvery{50};
 
-// The checkpoint of this name in the folder that holds `checkpoint`. The path that was recorded is
-// used only where there is none: the run's folder may have been renamed or copied since.
+// The checkpoint of this name in the folder of `checkpoint`. The recorded path is used only if that
+// is missing: the run's folder may have been renamed or copied since.
 std::string beside(const std::string& checkpoint, const std::string& recorded) {
   namespace fs = std::filesystem;
   std::error_code error;
@@ -113,7 +113,7 @@ void CheckpointManager::end_previous() {
                     run_.state.global_step, waited.count()));
 }
 
-// What the next forward changes is copied here; parameters and optimizer state are not.
+// Copies the tensors that the next forward changes, but not parameters and optimizer state.
 CheckpointContents CheckpointManager::contents(const DataPosition& position,
                                                TrainOptimizer& optimizer,
                                                const std::vector<std::string>& random) {
@@ -199,7 +199,7 @@ void CheckpointManager::take(const SaveOutcome& ended) {
 
 // ---------------------------------------------------------------- the end
 
-// Nobody leaves before the last checkpoint is durable: a rank that ends ends the others.
+// All ranks stay until the last checkpoint is durable: a rank that ends ends the others.
 void CheckpointManager::finish() {
   TrainResult& result = run_.result;
   wait_for_saves(/*last=*/true);
@@ -210,7 +210,7 @@ void CheckpointManager::finish() {
       all_reduce(run_.world, static_cast<double>(result.lost_step), ReduceOp::kMax));
 }
 
-// The leader looks: all load what it names, or none does.
+// The leader decides: all ranks load the checkpoint that it names, or none does.
 void CheckpointManager::load_best() {
   const TrainerState& state = run_.state;
   const bool leader = run_.world.is_leader();
@@ -330,7 +330,7 @@ std::string newest_on_all(RunContext& run) {
   }
 }
 
-// Also deletes what the writer of an earlier run left when it died.
+// Also deletes leftovers of an earlier run's writer that died.
 void sweep_output_dir(const RunContext& run) {
   if (!run.writes()) return;
   for (const std::string& path : io::sweep(run.arguments.output_dir).removed)

@@ -1,5 +1,5 @@
-// CheckpointManager: the checkpoints of a run: which one it continues from, what
-// is saved, what of it is durable, and where the best model is loaded from.
+// CheckpointManager: the checkpoints of a run: the one to continue from, saving, durability, and
+// loading of the best model.
 //
 //   CheckpointManager checkpoints(run, control);
 //   const io::FolderLock alone = checkpoints.lock();
@@ -35,15 +35,15 @@ class CheckpointManager {
   // before anything there is touched.
   io::FolderLock lock();
   // Collective. The folder that resume_from_checkpoint stands for; empty: a new run. An attempt
-  // that the launcher has restarted continues where the one before it was, unless the user has said
-  // never. UsageError where output_dir has checkpoints that the run does not continue, before
-  // anything is written.
+  // that the launcher has restarted continues where the previous one ended, unless the user has set
+  // never. UsageError, before anything is written, where output_dir has checkpoints that the run
+  // does not continue.
   std::string choose();
-  // Takes state, best model and durable step over. The position in the data is the caller's.
+  // Restores state, best model and durable step. The caller restores the data position.
   void resume(const Checkpoint& checkpoint);
-  // Begins to write into output_dir. `only_last`: nothing is saved before the run's end.
+  // Prepares writing into output_dir. `only_last`: nothing is saved before the run's end.
   void open(bool only_last);
-  // Whether it continues from a checkpoint in output_dir, and with it that run's metrics.
+  // Whether it continues from a checkpoint in output_dir, and so continues that run's metrics.
   bool continues_in_place() const { return in_place_; }
 
   // Parameters and optimizer state may change from here on.
@@ -54,14 +54,14 @@ class CheckpointManager {
   void save(const DataPosition& position, TrainOptimizer& optimizer,
             std::int64_t tokens_not_logged);
   bool saved() const { return saved_step_ == run_.state.global_step; }
-  // A checkpoint of this step does not know yet that it is the best.
+  // Has this step saved again: its checkpoint does not yet record that it is the best.
   void best_found();
   // The outcomes of saves; their errors surface here, at the next step.
   void collect();
 
   // Collective, at the end: everything is written, and all ranks know what.
   void finish();
-  // The newest complete one, including one that was resumed from; on ranks that write.
+  // The newest complete checkpoint, also one that was resumed from; on ranks that write.
   const std::string& newest() const { return newest_; }
   // Collective. All ranks load the best model, or none does.
   void load_best();

@@ -202,8 +202,8 @@ class Checker {
           fmt::format("{} decides the accumulation. Delete gradient_accumulation_steps, or {}.",
                       size->key, size->key));
     }
-    // What one copy of the model cannot compute in whole passes, no number of copies can. The
-    // nearest values are those for the ranks of this run, where a launcher has said how many.
+    // If one copy of the model cannot compute it in whole passes, no number of copies can. The
+    // nearest values are those for this run's ranks, if a launcher has given their number.
     const std::int64_t copies = std::max<std::int64_t>(1, ranks_of_launcher() / ranks_of_copy(a));
     if (!uneven_text(*size, 1).empty())
       add({size->key, "per_device_train_batch_size", "max_seq_len"},
@@ -236,7 +236,7 @@ class Checker {
     Problems problems;
     const FsdpPlan plan = fsdp_plan(a, problems);
     for (const std::string& text : problems.texts()) {
-      // What was read key by key says where it stands.
+      // Messages of keys that were parsed from a file have their location already.
       if (text.starts_with("fsdp: "))
         add({"fsdp"}, text);
       else if (text.starts_with("fsdp_config"))
@@ -330,8 +330,8 @@ class Checker {
     }
   }
 
-  // What a schedule refuses when it is made (lockstep/optim/schedule.h), where the number of steps
-  // is known before the data is. Mistakes in the options themselves have been reported already.
+  // Reports early what making a schedule would refuse (lockstep/optim/schedule.h), if the number of
+  // steps is known before the data is. Mistakes in the options themselves come earlier.
   void schedule_length() {
     const TrainingArguments& a = arguments_;
     const std::string& type = a.lr_scheduler_type;

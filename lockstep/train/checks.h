@@ -1,6 +1,6 @@
-// Checks of a whole run that no single key can show: values that contradict each other, and what
-// the run needs beyond its arguments (data to evaluate on, a metric that is measured, a device for
-// its precision, a folder to continue from, room for a checkpoint).
+// Checks of a whole run that involve several keys, or more than the arguments: contradictory
+// values, missing data for evaluation, a metric that is not measured, a device without the
+// precision, a missing folder to continue from, a full disk.
 //
 //   for (auto& text : contradictions(arguments, where)) problems.add(text);
 //   check_evaluation(arguments, task.eval_data != nullptr);      // throws UsageError
@@ -29,8 +29,8 @@ using Where = std::function<std::string(std::string_view key)>;
 
 std::vector<std::string> contradictions(const TrainingArguments& arguments, const Where& where);
 
-// What decides the accumulation instead of gradient_accumulation_steps: the samples
-// (global_batch_size) or tokens (tokens_per_update) of one optimizer step over all ranks.
+// The size of an optimizer step over all ranks, when it determines the accumulation instead of
+// gradient_accumulation_steps: samples (global_batch_size) or tokens (tokens_per_update).
 struct UpdateSize {
   std::string_view key;
   std::int64_t wanted = 0;
@@ -39,14 +39,14 @@ struct UpdateSize {
   std::int64_t ranks_of_copy = 1;  // as below
 };
 std::optional<UpdateSize> update_size(const TrainingArguments& arguments);
-// Why the passes of so many copies of the model do not add up to it, with the nearest values that
-// would; empty: they do.
+// Why the passes of this many copies of the model do not add up to the size, with the nearest
+// values that do; empty: they do.
 std::string uneven_text(const UpdateSize& size, int copies);
 
-// The ranks that hold one copy of the model together and see the same samples: stages of a pipeline
-// x slices of a layer.
+// The number of ranks that hold one copy of the model together and see the same samples: stages of
+// a pipeline x slices of a layer.
 std::int64_t ranks_of_copy(const TrainingArguments& arguments);
-// "2 ranks", or where one does not hold the whole model "1 data parallel group of 2 ranks".
+// "2 ranks", or "1 data parallel group of 2 ranks" where one rank has only a part of the model.
 std::string copies_text(std::int64_t copies, std::int64_t ranks_of_copy);
 
 // "tensorwise" or "rowwise" where mixed_precision is fp8, otherwise empty. UsageError for another
@@ -56,17 +56,17 @@ std::string fp8_recipe_name(const TrainingArguments& arguments);
 // A number of steps, where below 1 stands for a share of all: rounded up.
 std::int64_t in_steps(double value, std::int64_t max_steps);
 
-// Says that training ends during its warm-up, and with which learning rate; empty: it does not.
+// A warning that training ends during its warm-up, and at which learning rate; else empty.
 std::string short_warmup_text(const TrainingArguments& arguments, std::int64_t max_steps);
 
 // Expands `~` at the start of every path, for arguments that were set in a program. UsageError when
-// that home directory is not known.
+// the home directory is unknown.
 void expand_paths(TrainingArguments& arguments);
 
-// What is allowed but probably not intended.
+// Warnings about settings that are valid but probably not intended.
 std::vector<std::string> advice(const TrainingArguments& arguments, const Where& where);
 
-// An evaluation that is silently skipped would take early stopping and the best model with it.
+// A silently skipped evaluation would also disable early stopping and the best model.
 void check_evaluation(const TrainingArguments& arguments, bool has_eval_data);
 
 // Requires metric_for_best_model to be among an evaluation's metrics ("eval_loss", ...), if needed.
@@ -87,7 +87,7 @@ void check_resume(const std::string& flag);
 void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
                    const std::vector<io::TensorShape>& model);
 
-// Headers, texts and the generators' states of a checkpoint.
+// An upper bound for headers, texts and the generators' states of a checkpoint.
 inline constexpr std::uint64_t kSmallFiles = 64u << 10;
 
 struct CheckpointSize {
@@ -95,12 +95,12 @@ struct CheckpointSize {
   std::uint64_t optimizer = 0;  // of its state; see rule_options.h
 };
 
-// Requires output_dir to be a folder, or a place where one can be made.
+// Requires output_dir to be a folder, or a path where one can be created.
 void check_output_dir(const std::string& output_dir);
 
-// Requires output_dir's disk to have room for what is saved: better found now than after hours.
-// `two`: the older checkpoint is deleted after the new one is durable. What only a stop signal
-// would save is not refused but warned about.
+// Requires output_dir's disk to have room for the saves: better to fail now than after hours.
+// `two`: the older checkpoint is deleted only after the new one is durable. If only a stop signal
+// would save, this is a warning instead of an error.
 void check_room(const TrainingArguments& arguments, const CheckpointSize& size, bool two);
 
 }  // namespace lockstep::train

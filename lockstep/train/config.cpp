@@ -396,7 +396,7 @@ class Resolver {
       setting.key = &key;
       setting.where = "default";
       for (const Candidate& candidate : candidates_[key.name]) {
-        // Also the candidates that lose: a mistake in the file is one, whatever the flags say.
+        // Overridden candidates too: a mistake in the file is reported even if a flag replaces it.
         if (!problems_.attempt([&] { assign(config_.arguments, key, candidate.value); })) continue;
         if (setting.origin != Origin::kDefault) {
           setting.beaten.insert(setting.beaten.begin(),

@@ -1,10 +1,10 @@
-// Where every value of TrainingArguments comes from: defaults < preset < file < environment
+// Resolves TrainingArguments from their sources: defaults < preset < file < environment
 // (LOCKSTEP_<KEY>) < flags (--key value).
 //
-// The winner is recorded. Each value keeps its place (file:line:column, variable or flag) and those
-// it beat, so that "why is the batch 4?" has an answer. All mistakes of all sources are found
-// before any is reported. What `accelerate launch` says through ACCELERATE_MIXED_PRECISION and
-// ACCELERATE_USE_CPU stands just above the presets, as in Hugging Face.
+// The winner is recorded. Each value keeps its location (file:line:column, variable or flag) and
+// those that it overrides, so that "why is the batch 4?" has an answer. The mistakes of all sources
+// are reported together. ACCELERATE_MIXED_PRECISION and ACCELERATE_USE_CPU, set by `accelerate
+// launch`, rank just above the presets, as in Hugging Face.
 //
 //   Config config = load_config("train.yaml", {"--learning_rate=1e-4", "--bf16"});
 //   for (const std::string& note : config.notes) std::cerr << note << "\n";
@@ -61,12 +61,12 @@ Config load_config(const std::string& path, const std::vector<std::string>& flag
                    const std::vector<std::string>& launcher_keys = {},
                    Problems* problems = nullptr);
 
-// Takes the words of a command line that are no flag and no flag's value, such as the file's name,
-// out of `words` and returns them. A flag that needs no value has the next word as one only where
-// it can be, as `false`.
+// Removes the words of a command line that are neither flags nor their values, such as the file's
+// name, from `words` and returns them. A flag that needs no value takes the next word as its value
+// only if that can be one, such as `false`.
 std::vector<std::string> take_names(std::vector<std::string>& words);
 
-// The variables that matter: LOCKSTEP_* and ACCELERATE_*.
+// The variables that affect the configuration: LOCKSTEP_* and ACCELERATE_*.
 Environment process_environment();
 
 // One line per key: value and winner. Without `all`, the defaults are skipped.

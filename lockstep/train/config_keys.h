@@ -1,5 +1,5 @@
-// The table of configuration keys: the name of each member of TrainingArguments, what it accepts
-// and what it means. Everything that reads, checks or explains configuration walks this table.
+// The table of configuration keys: each key's name, member of TrainingArguments, accepted values
+// and meaning. Everything that reads, checks or explains configuration uses this table.
 //
 //   for (const KeySpec& key : key_table())
 //     fmt::print("{} = {}\n", key.name, to_json(value_of(arguments, key)));
@@ -30,17 +30,17 @@ using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::stri
                             Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Number>,
                             Of<std::optional<Number>>, Of<std::vector<std::string>>, Of<NodePtr>>;
 
-// More steps (and tokens of one) than any run takes; far below what an integer holds.
+// An upper bound for steps (and tokens of a step), far above any run, far below overflow.
 inline constexpr double kStepLimit = 1e12;
 
-// What a number must be, as a test and as the text after "must be". Every key with a number has
+// The condition on a number, as a test and as the text after "must be". Every numeric key has
 // one.
 struct Check {
   bool (*holds)(double value);
   std::string_view range;
 };
 
-// What a key has beside a name, a member and a help text.
+// The rules of a key, besides its name, member and help text.
 struct KeyRules {
   const Check* check = nullptr;   // for numbers
   std::string_view choices = {};  // "no|steps|epoch": for strings and lists of strings
@@ -64,7 +64,7 @@ const KeySpec* find_key(std::string_view name);  // nullptr without one
 std::vector<std::string> key_names();
 std::vector<std::string> training_keys();  // all that a training file may have: old_keys() too
 
-// A spelling of earlier releases, still accepted with one line.
+// A key's name in earlier releases; still accepted, with a line that says so.
 struct OldKey {
   std::string_view name;
   std::string_view now;   // the key that takes the value; empty: the value has no effect any more
@@ -80,7 +80,7 @@ struct ForeignKey {
 };
 std::span<const ForeignKey> foreign_keys();
 
-// A key that belongs elsewhere than at the top level, or has another name here.
+// A key that belongs into a section instead of the top level, or has another name here.
 struct MisplacedKey {
   std::string_view name;
   std::string_view section;   // "model", "data" or "lora"; empty: `use` is a key of the top level
@@ -88,24 +88,24 @@ struct MisplacedKey {
   std::string_view now = {};  // its name in the section, where that is another one
 };
 std::span<const MisplacedKey> misplaced_keys();
-// Whether a key of the maps `model` and `data` names a file or a folder.
+// Whether a key in the maps `model` and `data` is the path of a file or a folder.
 bool is_path_of_section(std::string_view name);
 
-// Sets one member. Throws UsageError with the node's place when type, choice or range is wrong.
+// Sets one member. Throws UsageError with the node's location for a wrong type, choice or range.
 void assign(TrainingArguments& arguments, const KeySpec& key, const Node& value);
-// The node that a text from a flag or a variable stands for, by the key's type: strings stay
-// strings, lists are split at commas, 1 and 0 are booleans, "none" unsets what can be unset.
+// Converts the text of a flag or a variable to a node of the key's type: strings stay strings,
+// lists are split at commas, 1 and 0 are booleans, "none" unsets an optional key.
 Node node_from_text(const KeySpec& key, const std::string& text, const SourceLocation& location);
-// The member as a node without a place; null when it is unset.
+// The member as a node without a location; null when it is unset.
 Node value_of(const TrainingArguments& arguments, const KeySpec& key);
-// All of them, by name.
+// All keys with their values, by name.
 Node arguments_node(const TrainingArguments& arguments);
 
 // For `lockstep config keys` (keys with `part` in their name) and docs/configuration.md.
 std::string keys_help(std::string_view part = {});
 std::string keys_markdown();
 
-// What `fsdp` and `fsdp_config` of a training file ask for, with Hugging Face's words.
+// The settings that `fsdp` and `fsdp_config` of a training file request, in Hugging Face's words.
 //
 //   fsdp: full_shard auto_wrap                 # or [full_shard, auto_wrap]
 //   fsdp_config:
@@ -118,11 +118,11 @@ struct FsdpPlan {
   bool activation_checkpointing = false;
   bool cpu_offload = false;  // rows, their gradients and the state in the host's memory
   std::string param_dtype{}, reduce_dtype{};  // "bfloat16", "float16", "float32"; empty: their own
-  // Keys of PyTorch's first FSDP that were given, each with why it has no effect.
+  // The keys that were given of PyTorch's first FSDP, each with why it has no effect.
   std::vector<std::pair<std::string, std::string_view>> idle{};
 };
 
-// Throws UsageError with every key, or the word, that has no meaning here.
+// Throws UsageError with every key or word that is not supported.
 FsdpPlan fsdp_plan(const TrainingArguments& arguments);
 // The same, but adds the mistakes to `problems`.
 FsdpPlan fsdp_plan(const TrainingArguments& arguments, Problems& problems);
@@ -130,7 +130,7 @@ FsdpPlan fsdp_plan(const TrainingArguments& arguments, Problems& problems);
 // `fsdp` as one text, from a text or a list of words.
 std::string fsdp_words(const Node& node);
 
-// gradient_checkpointing, or fsdp_config's activation_checkpointing.
+// Whether gradient_checkpointing, or fsdp_config's activation_checkpointing, is set.
 bool checkpoints_activations(const TrainingArguments& arguments);
 
 }  // namespace lockstep::train

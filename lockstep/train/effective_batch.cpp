@@ -100,7 +100,7 @@ std::string learning_rate_advice(const TrainingArguments& arguments, int world_s
   const std::int64_t now = effective_batch(arguments, world_size);
   if (arguments.learning_rate_batch_size) reference = arguments.learning_rate_batch_size;
   const bool known = reference.has_value();
-  // Where the file says how many samples a step has, their number does not depend on the ranks.
+  // If the file sets the samples of a step, their number does not depend on the ranks.
   if (!known && update_size(arguments)) return {};
   const std::int64_t then = known ? *reference : now / world_size;
   if (then == now || then < 1) return {};

@@ -75,8 +75,8 @@ void Evaluator::add(Sums& sums, const data::Batch& batch, const LossOutput& resu
   sums.counts[1] += static_cast<double>(batch.samples());
 }
 
-// Several batches are under way in the stages of a pipeline. What the last stage returns is summed
-// up on its rank, in the order of the batches.
+// The stages of a pipeline process several batches at a time. The last stage's rank sums up its
+// results, in the order of the batches.
 void Evaluator::sum_up_windows(Sums& sums) {
   const auto* const staged = dynamic_cast<const nn::Staged*>(run_.task.module.get());
   const std::int64_t most = 4 * run_.mesh.size("pipeline");  // they wait 20 % of the time at most

@@ -1,4 +1,4 @@
-// Evaluator: how good a model is: means over eval_data, and whether they are the best so far.
+// Evaluator: computes the means over eval_data, and detects the best ones so far.
 //
 //   Evaluator evaluator(run, control);
 //   const Metrics metrics = evaluator.evaluate();      // a collective
@@ -20,8 +20,8 @@ class Evaluator {
  public:
   Evaluator(RunContext& run, RunControl& control) : run_(run), control_(control) {}
 
-  // Every sample once, whatever the number of ranks, and the model once per batch. A stop signal
-  // cuts it short: then control.take_agreed() has the signal, and the means cover only a part.
+  // Evaluates every sample once, whatever the number of ranks, running the model once per batch. A
+  // stop signal ends it early: control.take_agreed() then has it, and the means are partial.
   Metrics evaluate();
 
   // Remembers the best value in the run's state, and stops a run whose patience is exhausted.

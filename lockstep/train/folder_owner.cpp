@@ -24,10 +24,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// For a run that was killed a moment ago and is not gone yet.
+// For a run that was killed a moment ago and still exists.
 constexpr std::chrono::seconds kLockTimeout{3};
 
-// What a run writes into, besides checkpoints, which replace what has their name.
+// The files of a run besides checkpoints; they replace files of the same names.
 constexpr const char* kWritten[] = {
     io::kFolderLockName,     ".run_id", "metrics.jsonl", "metrics.superseded.jsonl",
     "effective_config.json", "monitor", "runs"};

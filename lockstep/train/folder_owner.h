@@ -1,8 +1,8 @@
 // Ownership of output_dir: one run at a time trains there, and no other run's checkpoints are
 // replaced or deleted unless overwrite_output_dir says so.
-//
-// The newest checkpoint is the one with the highest step. One that this run does not continue would
-// be resumed from next time instead of this run's own, or be replaced by it. So a run is refused
+// The newest checkpoint is the one with the highest step. If this run does not continue that one, a
+// later resume would take it instead of this run's own, or this run would replace it. So the run is
+// refused.
 // where there is one.
 //
 // A Trainer holds its lock from the beginning of train() to its end. save_checkpoint() and resume()
@@ -31,22 +31,22 @@ struct RunStart {
   bool newest = false;  // of those that are whole: any later one cannot be used, and is replaced
 };
 
-// Whether start.checkpoint is a checkpoint in output_dir, by whatever path or link.
+// Whether start.checkpoint is a checkpoint in output_dir, by any path or link.
 bool continues_in(const std::string& output_dir, const RunStart& start);
 // The checkpoints in output_dir that a run with this start does not continue: all of them, or those
-// of later steps than the one that it was told to continue from. The highest step comes first.
+// of later steps than the requested one. The highest step comes first.
 std::vector<io::NumberedDir> other_checkpoints(const std::string& output_dir,
                                                const RunStart& start);
-// UsageError that names them and what to do; nothing where there are none.
+// Throws UsageError with their names and a remedy; does nothing if there are none.
 void refuse_others(const std::string& output_dir, const std::vector<io::NumberedDir>& others);
-// Deletes them, and logs it. Of a checkpoint that is a link, the link.
+// Deletes and logs them. For a checkpoint that is a link, only the link.
 void remove_others(const std::vector<io::NumberedDir>& others);
-// Deletes an earlier run's record, output_dir/monitor. A record with nothing but run.json is this
+// Deletes an earlier run's record, output_dir/monitor. A record that has only run.json is this
 // run's: `lockstep run --record` writes that file before the ranks start.
 void remove_record(const std::string& output_dir);
 
-// Waits a few seconds for a run that is ending. UsageError: another run trains there. `token` names
-// those who may share it. A directory that a user's loop in this process holds is taken over.
+// Waits a few seconds for a run that is ending; UsageError if it trains on. Holders with the same
+// `token` share. A directory held by a user's loop in this process is taken over.
 io::FolderLock lock_output_dir(const std::string& folder, const std::string& token);
 // A token that no other process has.
 std::string new_lock_token();

@@ -133,8 +133,8 @@ data::Loader train_loader(const RunContext& run) {
        .sampler = run.task.sampler});
 }
 
-// What gradients are weighed against. From the dataset's first sample and not from the first batch
-// seen: a run that is resumed sees another one first, and must still give the same bits.
+// The reference count for the weights of gradients. It is taken from the dataset's first sample,
+// not from the first batch: a resumed run sees another batch first, and must give the same bits.
 std::int64_t expected_count(const RunContext& run) {
   data::SampleRandom random({}, 0);
   const at::Tensor target = run.task.train_data->get(0, random).target;
@@ -460,7 +460,7 @@ CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs
   return {window.count, window.loss, result.grad_norm, result.skipped};
 }
 
-// What is due, in Hugging Face's order: log, evaluate, save. All ranks come here identically.
+// Does what is due, in Hugging Face's order: log, evaluate, save. Collective.
 void Loop::after_step(Due due) {
   const StepFlags agreed = control_.take_agreed();
   due.save |= agreed.save;
@@ -624,8 +624,8 @@ monitor::RunFacts Loop::facts() const {
 
 namespace {
 
-// As much as a step holds besides the batch, its activations and its gradients: the optimizer's
-// state, and with several ranks the buckets. Nothing is written there.
+// Memory like that of a step apart from the batch, its activations and its gradients: the
+// optimizer's state, and with several ranks the buckets. It is never written.
 std::vector<at::Tensor> memory_of_a_step(const RunContext& run) {
   std::vector<at::Tensor> held;
   for (const at::Tensor& state : state_of_a_run(run))

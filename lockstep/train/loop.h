@@ -5,8 +5,8 @@
 //   loop.open(checkpoint_path);
 //   loop.run();
 //
-// Makes run.parallelism, and owns what else a step needs: loader, accumulation, optimizer, and
-// where in the epochs the run is. Everything is a collective, called on all ranks identically. One
+// Makes run.parallelism, and owns the other parts of a step: loader, accumulation, optimizer, and
+// the position in the epochs. All functions are collectives, called on all ranks identically. One
 // thread.
 #pragma once
 
@@ -27,9 +27,9 @@
 
 namespace lockstep::train {
 
-// auto_find_batch_size, before anything else takes memory. Halves per_device_train_batch_size until
+// auto_find_batch_size, before other memory is allocated. Halves per_device_train_batch_size until
 // it fits every rank (or takes the next smaller one that divides the window), and raises the
-// accumulation: the effective batch, on which learning depends, stays.
+// accumulation, so that the effective batch, on which learning depends, is the same.
 void find_batch_size(RunContext& run, RunControl& control);
 
 struct LoopParts {
@@ -45,14 +45,14 @@ class Loop {
   explicit Loop(const LoopParts& parts);
 
   void resume(const Checkpoint& checkpoint);
-  // Everything that is left to do before the first step.
+  // Does the remaining preparation before the first step.
   void open();
   void run();
   // Facts for the record of the run (start_recording).
   monitor::RunFacts facts() const;
-  // Called when the best weights were loaded.
+  // Called after loading the best weights.
   void sync_from_model() { optimizer_.sync_from_model(); }
-  // Called at the end: the parameters are this process's own memory again.
+  // Called at the end, after which the parameters are in this process's own memory.
   void release_optimizer() { optimizer_.release(); }
 
  private:

@@ -39,7 +39,7 @@ Fd open_to_append(const std::string& path) {
   return fd;
 }
 
-// All of it or nothing: 0, or an errno after what was written has been taken back.
+// Writes all or nothing: 0, or an errno after a partial write was truncated.
 int append_whole(int fd, std::string_view text) {
   const off_t end = ::lseek(fd, 0, SEEK_END);
   for (std::size_t done = 0; done < text.size();) {
@@ -247,7 +247,7 @@ void Progress::draw() {
         duration_text(elapsed / static_cast<double>(done) * static_cast<double>(total - step_)));
   }
   line += newest_;
-  // Where there is little room, the numbers come first and the bar gets what they leave.
+  // If space is short, the numbers come first and the bar gets the rest.
   const std::string share = fmt::format("{:3}% ", 100 * step_ / total);
   const auto width = static_cast<std::size_t>(std::max(terminal::columns(STDOUT_FILENO) - 1, 10));
   line = share + bar_text(width, share.size() + line.size(), std::min(step_, total), total) + line;

@@ -1,6 +1,6 @@
-// What a run has measured. MetricsLog writes it to files in output_dir: metrics.jsonl, one JSON
-// object per line with every number in full, and TensorBoard's event files in runs/ where report_to
-// asks for them. Progress shows it to a person.
+// Outputs of a run's measurements. MetricsLog writes files in output_dir: metrics.jsonl, one JSON
+// object per line with every number in full, and TensorBoard's event files in runs/ if report_to
+// asks for them. Progress shows them on the terminal.
 //
 // A run that is resumed at step 40 measures step 41 again. Lines of later steps are first moved
 // from metrics.jsonl to metrics.superseded.jsonl, so that each step is there once and nothing is

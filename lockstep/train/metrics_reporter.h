@@ -1,6 +1,6 @@
-// MetricsReporter: what a run measures, and where it is written: losses and speeds, metrics.jsonl,
-// TensorBoard, the progress bar, the log history and the summary. start_recording(): the record of
-// the run in output_dir/monitor (lockstep/monitor/run_record.h).
+// MetricsReporter: measures a run's losses and speeds, and writes them to metrics.jsonl,
+// TensorBoard, the progress bar, the log history and the summary. start_recording(): records the
+// run in output_dir/monitor (lockstep/monitor/run_record.h).
 //
 //   MetricsReporter metrics(run, control);
 //   metrics.open();
@@ -36,26 +36,26 @@ class MetricsReporter {
   void open(std::int64_t resumed_at);
   void start();  // the clocks, at the first step
 
-  // Its samples, and the tokens that the model computes, prompts and padding among them: as many
-  // as token ids in `data`, or else in `target`, and its samples where neither is token ids.
+  // Counts the batch's samples, and the tokens that the model computes, prompts and padding
+  // included: the token ids in `data`, or else in `target`, or else the samples.
   void count_batch(const data::Batch& batch);
   void count(const Window& window, const optim::StepResult& result);
   void show_step();
 
-  // How much of this rank's steps since the last log was spent waiting, for the step's exchange.
+  // The share of this rank's time since the last log that was spent waiting, for exchange().
   Waits waits() const;
 
-  // That the model has computed on all ranks.
+  // The tokens that the model has computed on all ranks.
   std::int64_t tokens_since_log() {
     return static_cast<std::int64_t>(totals_of(since_log_).input_tokens);
   }
-  // Once per step.
+  // Called once per step.
   void log(double learning_rate);
-  // A line of its own, such as an evaluation's.
+  // Writes a separate line, such as an evaluation's.
   void report(Metrics values);
 
-  // The most valuable finding of the doctor's rules (lockstep/monitor), if there is one: rank 0
-  // reads the record that the ranks have written so far.
+  // Logs the most valuable finding of the doctor's rules (lockstep/monitor), if there is one: rank
+  // 0 reads the record that the ranks have written so far.
   void advise();
 
   // Writes the summary of the whole call into run.result.
@@ -75,7 +75,7 @@ class MetricsReporter {
   std::unique_ptr<MetricsLog> file_;    // on rank 0
   std::unique_ptr<Progress> progress_;  // on rank 0
   // Sums of (loss x count, count, count with a finite loss, this rank's input tokens), float64 on
-  // the device. A count is of what the loss is the mean of.
+  // the device. A count is the number of samples or tokens that the loss is a mean of.
   at::Tensor since_log_;
   at::Tensor since_start_;
   at::Tensor skipped_;
@@ -99,16 +99,16 @@ struct Recording {
   std::unique_ptr<monitor::RankRecorder> recorder{};
 };
 
-// What is known of every run: ranks, device, backend, threads. It begins now.
+// The facts that every run has: ranks, device, backend, threads. The run's time begins now.
 monitor::RunFacts world_facts(const World& world);
 
-// Collective, once `folder` is this run's; the launcher looks there from now on. Rank 0 writes the
-// facts, every rank has a recorder, unless `record` is false. A folder that cannot be written is
-// reported and not an error.
+// Collective, once this run owns `folder`; the launcher then reads the record there. Rank 0 writes
+// the facts, and every rank has a recorder, unless `record` is false. A folder that cannot be
+// written is reported and not an error.
 Recording start_recording(World& world, const std::string& folder, const monitor::RunFacts& known,
                           bool record = true);
 
-// On rank 0, writes down that the run has ended, or why it failed. A run with neither was killed. A
+// On rank 0, records that the run has ended, or why it failed. A run with neither was killed. A
 // failed run ends with its process, since a launcher may start it again.
 void end_recording(const World& world, const std::string& folder, const std::string& failure);
 

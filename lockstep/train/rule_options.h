@@ -1,5 +1,5 @@
-// The update rule that a training file names, without torch: the Trainer makes its optimizer of it,
-// and `lockstep plan` and checks of room count its state from the same declaration.
+// The update rule named by a training file, without torch: the Trainer makes its optimizer from it,
+// and `lockstep plan` and disk checks count its state by the same declaration.
 //
 //   const RuleOptions rule = rule_options(arguments);        // optim, adam_beta1, ..., optim_args
 //   state_bytes(arguments, plan::trained_tensors(model));    // of one replica

@@ -1,5 +1,5 @@
-// RunControl: what may change a run's course, agreed over the ranks: stop signals, the flags of
-// observers, alerts. It also calls the observers. RunContext: what all parts of a Trainer share.
+// RunControl: agreement over ranks on what changes a run's course: stop signals, observers' flags,
+// alerts. It also calls the observers. RunContext: the data that all parts of a Trainer share.
 //
 //   RunControl control(run);
 //   control.connect();
@@ -38,9 +38,9 @@ inline std::uint64_t data_seed(const TrainingArguments& a) {
 
 enum class Phase { kTraining, kEvaluation };
 
-// TrainerImpl owns it, each part holds a reference. In `state` and `result`, Loop writes steps and
-// epoch, MetricsReporter what was measured, Evaluator which step is the best and CheckpointManager
-// what is saved.
+// Owned by TrainerImpl; each part holds a reference. In `state` and `result`, Loop writes steps
+// and epoch, MetricsReporter the measurements, Evaluator the best step and CheckpointManager the
+// saves.
 struct RunContext {
   Mesh mesh;
   TrainerTask task;
@@ -92,10 +92,10 @@ struct StepFlags {
   int communication = -1;
 };
 
-// What one rank flags, all ranks do at the same step. Flags travel in a tiny reduction that every
-// step makes anyway before its update: agreeing costs microseconds, and no rank acts on a flag that
-// another has not seen. On a GPU reading the answer would make the host wait for the device, so
-// there the answer of a step is read one step later, on every rank identically. Collective.
+// Agreement of all ranks on one rank's flags, at the same step. The flags are part of a tiny
+// reduction that every step makes before its update: it costs microseconds, and no rank acts on a
+// flag that another has not seen. Reading the result on a GPU would make the host wait for the
+// device, so there a step's result is read one step later, on every rank identically. Collective.
 class Agreement {
  public:
   explicit Agreement(World world);
@@ -103,7 +103,7 @@ class Agreement {
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
-  // Everybody's flags: from this call on a CPU, from the previous call on a GPU.
+  // All ranks' flags: of this call on a CPU, of the previous call on a GPU.
   StepFlags exchange(const StepFlags& mine);
   // The answer to this very call, even on a GPU: waits for the device.
   StepFlags exchange_now(const StepFlags& mine);
@@ -140,18 +140,18 @@ class RunControl {
 
   // Collective, once per step, before its update.
   void exchange(const Waits& mine);
-  // Those of the rank that waits most, from the last exchange that has answered.
+  // The waits of the rank that waits most, from the last completed exchange.
   const Waits& waits() const { return waits_; }
-  // What the last exchange agreed on, once. A stop in it is obeyed.
+  // The flags agreed on in the last exchange, returned once. A stop among them takes effect.
   StepFlags take_agreed();
-  // Collective, between two batches of an evaluation: whether to cut it short.
+  // Collective, between two batches of an evaluation: whether to end it early.
   bool stop_heard();
-  // Collective: whether any rank is saving. Hears a stop unless `last`.
+  // Collective: whether any rank is saving. Also exchanges stop signals unless `last`.
   bool any_saving(bool mine, bool last);
   // Collective.
   bool any_out_of_memory(bool mine);
 
-  // Logged now; observers of all ranks hear it after the next exchange, or in report_alerts().
+  // Logs it now; observers of all ranks get it after the next exchange, or in report_alerts().
   void alert(std::string text);
 
   void stop() { stop_ = true; }
@@ -161,7 +161,7 @@ class RunControl {
 
   // A signal that comes from here on is ignored.
   void ignore_signals() { signals_->agreed(); }
-  // Collective: the alerts that are left.
+  // Collective: reports the remaining alerts.
   void report_last_alerts();
   // The signal that this rank received, or 0.
   int received_signal() const { return signals_->requested(); }

@@ -1,5 +1,5 @@
-// RunLog: sends what your own training loop measures where a Trainer's figures go: to the
-// dashboard, `lockstep monitor`, `lockstep report`, TensorBoard and metrics.jsonl.
+// RunLog: gives your own training loop the Trainer's outputs: the dashboard, `lockstep monitor`,
+// `lockstep report`, TensorBoard and metrics.jsonl.
 //
 //   lockstep::RunLog run_log{"out", world, {.total_steps = 1000}};        // after resume()
 //   ...                                                     // after an optimizer step:
@@ -57,8 +57,8 @@ struct RunLogOptions {
   bool tensorboard = true;
   bool record = true;      // where the time goes, once a second
   std::string run_name{};  // in every line, and TensorBoard's folder below runs/
-  // The step that a loop with checkpoints of its own continues from. Not set: what resume() has
-  // restored from this directory, or else a new run.
+  // The step from which a loop with its own checkpoints continues. Unset: the step that resume()
+  // has restored from this directory, or else a new run.
   std::optional<std::int64_t> resumed_at{};
   // Delete the checkpoints of a run that this one does not continue, instead of refusing.
   bool overwrite_output_dir = false;
@@ -73,14 +73,14 @@ class RunLog {
   RunLog(const RunLog&) = delete;
   RunLog& operator=(const RunLog&) = delete;
 
-  // After `step` optimizer steps. The launcher and the page count by them: where nothing else
-  // counts (one rank without Accumulation), the loop has taken the steps since the last call. A
-  // lower step than before is repeated: later lines are moved to metrics.superseded.jsonl. "epoch"
-  // among the values becomes the line's epoch. UsageError for a tensor with several elements and
-  // for a name that is empty or "step".
+  // Call it after `step` optimizer steps. The launcher and the page count by `step`: if nothing
+  // else counts (one rank without Accumulation), the loop has taken the steps since the last call.
+  // A step lower than before is a repetition: later lines are moved to metrics.superseded.jsonl.
+  // "epoch" among the values becomes the line's epoch. UsageError for a tensor with several
+  // elements and for a name that is empty or "step".
   void log(const LogValues& values, std::int64_t step);
-  // After the step that the launcher counted last: the end of each synchronised backward is one.
-  // UsageError where none was counted.
+  // Logs at the step that the launcher counted last, at the end of a synchronised backward.
+  // UsageError if none was counted.
   void log(const LogValues& values);
 
  private:

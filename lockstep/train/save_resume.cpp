@@ -166,7 +166,7 @@ void note_other_batch(const CheckpointParts& parts, const Mesh& mesh,
   if (then != now) log::warning("checkpoint", "{}", train::other_batch_text(then, now));
 }
 
-// Epochs that are done, with the share of the one under way.
+// Completed epochs, with the fraction of the current one.
 double epoch_progress(const train::DataPosition& position) {
   const auto epoch = static_cast<double>(position.epoch);
   if (position.dataset_size == 0) return epoch;
@@ -191,7 +191,7 @@ train::CheckpointContents contents_of(const CheckpointParts& parts, const Mesh& 
   return all;
 }
 
-// What a rank contributes: its step, then its generators.
+// A rank's contribution: its step, then its generators.
 std::string contribution_of(const CheckpointParts& parts, const Mesh& mesh,
                             const SaveOptions& options) {
   check_parts(parts);

@@ -51,19 +51,19 @@ class Accumulation;
 
 struct CheckpointParts {
   torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
-  // State and learning rates; replicated and sharded ones resume what the other has saved. The
-  // state of torch::optim's own has no names: use AdamW, Adam or SGD of lockstep::optim, the same
-  // rules with Python's names and bits.
+  // State and learning rates; replicated and sharded optimizers can resume each other's state.
+  // torch::optim's own optimizers have no names for their state: use AdamW, Adam or SGD of
+  // lockstep::optim, the same rules with Python's names and bits.
   optim::Optimizer* optimizer = nullptr;
   data::Loader* loader = nullptr;  // the position in the epoch
   // Its steps are recorded, and compared: a different effective batch than the saved one is a
   // warning.
   const Accumulation* accumulation = nullptr;
-  // A schedule has no state; it is compared, and a different one than the saved one is a warning.
-  // One that needs the number of steps is made after resume() (see steps_left) and set then.
+  // A schedule has no state; a difference to the saved one is a warning. One that needs the number
+  // of steps is made after resume() (see steps_left) and set then.
   const optim::Schedule* schedule = nullptr;
-  // One of torch's, such as torch::optim::StepLR: how often it was stepped. Any other state of a
-  // user-defined class is not saved.
+  // A torch scheduler, such as torch::optim::StepLR: its number of steps is saved. Other state of a
+  // user-defined class is not.
   torch::optim::LRScheduler* scheduler = nullptr;
   optim::GradScaler* scaler = nullptr;
   bool rng = true;           // the generators of every rank
@@ -81,15 +81,15 @@ struct SaveOptions {
   bool overwrite_output_dir = false;
 };
 
-// Saves after an optimizer step, when no gradients are accumulated: those are not part of it.
-// Durable on return, on every rank; returns the folder. UsageError where `directory` has
-// checkpoints that this run neither wrote nor resumed from, or of higher steps: the highest step is
-// the one that is resumed from. Throws for a full disk too; the older checkpoints are unharmed.
+// Saves after an optimizer step, when no gradients are accumulated: a checkpoint does not have
+// them. Durable on return, on every rank; returns the folder. UsageError where `directory` has
+// checkpoints that this run neither wrote nor resumed from, or of higher steps: the highest step
+// would be resumed from. Throws for a full disk too; older checkpoints are not harmed.
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options);
 
 struct ResumeOptions {
-  // A folder, instead of the newest in `directory` that verifies to the last byte.
+  // Resumes from this folder, instead of the newest in `directory` that verifies to the last byte.
   std::string checkpoint{};
 };
 
@@ -108,9 +108,9 @@ struct Resumed {
 std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                               const ResumeOptions& options = {});
 
-// Optimizer steps from here to the end of a run of `epochs` epochs, of which `epoch` is under way.
-// On another number of ranks an epoch has another number of steps, so a schedule's total_steps is
-// step + steps_left(parts, epoch, epochs), after resume(). UsageError for parts without a loader.
+// The number of optimizer steps from here, in the middle of `epoch`, to the end of `epochs` epochs.
+// An epoch's number of steps depends on the number of ranks, so a schedule's total_steps is step +
+// steps_left(parts, epoch, epochs), after resume(). UsageError without a loader.
 std::int64_t steps_left(const CheckpointParts& parts, std::int64_t epoch, std::int64_t epochs);
 
 }  // namespace lockstep

@@ -1,5 +1,5 @@
-// How many optimizer steps a run takes, and at which of them something is due, by Hugging Face's
-// rules.
+// The number of optimizer steps of a run, and the steps at which it logs, evaluates and saves, by
+// Hugging Face's rules.
 //
 // Everything is counted in optimizer steps. Batches become steps by the accumulation (a short last
 // window is a step too), epochs become steps, and intervals below 1 are a share of all steps,
@@ -35,8 +35,8 @@ struct RunProgress {
   std::int64_t step = 0;
   double epoch = 0;  // epochs consumed, including the fraction of the current one
 };
-// The plan for what is left: the steps taken still count, the rest of the epochs uses the new
-// numbers. A given max_steps stays as it is.
+// The plan for the remaining steps: steps taken still count, and the rest of the epochs uses the
+// new numbers. A given max_steps is not changed.
 StepPlan replan_steps(const TrainingArguments& arguments, const StepPlan& plan,
                       const RunProgress& progress);
 

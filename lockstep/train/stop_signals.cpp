@@ -30,7 +30,7 @@ using std::chrono::milliseconds;
 constexpr std::array<int, 3> kSignals{SIGTERM, SIGUSR1, SIGUSR2};
 constexpr milliseconds kTick{200};
 
-// What the handler may touch: numbers without locks, and a descriptor to wake the watcher.
+// State that the handler may access: numbers without locks, and a descriptor to wake the watcher.
 std::atomic<bool> g_installed{false};
 std::atomic<int> g_signal{0};
 std::atomic<int> g_wake{-1};

@@ -1,4 +1,4 @@
-// TrainerTask: what a Trainer trains and how it is measured. TrainResult: what came of it.
+// TrainerTask: the model, data and metrics that a Trainer trains with. TrainResult: its result.
 // Observer: callbacks in between.
 //
 //   lockstep::TrainerTask task;
@@ -32,8 +32,8 @@
 
 namespace lockstep {
 
-// How a checkpoint holds the model: all of it, or a part under names of its own, such as the
-// adapters of a model whose base is in another folder.
+// How a checkpoint stores the model: all of it, or a part under its own names, such as the adapters
+// of a model whose base is in another folder.
 //
 //   parts.model_files = {.stem = lockstep::models::kAdapterStem,
 //                        .config = lockstep::models::kAdapterConfig,
@@ -43,18 +43,18 @@ namespace lockstep {
 struct ModelFiles {
   std::string stem = "model";          // names <stem>.safetensors
   std::string config = "config.json";  // the file that has the model's configuration
-  // The tensors by their names in the file, in the module's own memory, so that they can be read
-  // back into it. Empty: every parameter and buffer of the module.
+  // The tensors by their names in the file, in the module's own memory, so that loading can write
+  // to them. Empty: every parameter and buffer of the module.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> tensors{};
-  // JSON, a map: what the model computes beside its tensors, by the names of the settings that say
-  // it, such as models::function_text(net->config()). The folder has it as model_function.json, and
-  // a run with another value does not resume from it. Empty: no such file, and nothing is compared.
+  // JSON, a map: the model's computation apart from its tensors, by the names of its settings, such
+  // as models::function_text(net->config()). It is saved as model_function.json, and a run with
+  // another value does not resume from it. Empty: no such file, and no comparison.
   std::string function{};
   // Further small files of the folder, by name, and their texts.
   std::vector<std::pair<std::string, std::string>> texts{};
 };
 
-// What a forward pass gives: the loss and, where metrics are computed from it, the model's output.
+// The result of a forward pass: the loss and, if metrics are computed from it, the model's output.
 // A function that returns only the loss may return the tensor itself.
 struct LossOutput {
   LossOutput(at::Tensor mean_loss, at::Tensor model_output = {})
@@ -73,8 +73,8 @@ struct TrainerTask {
   data::DatasetPtr train_data{};
   data::DatasetPtr eval_data{};
   // Sums over a batch, by name ("accuracy": the number of right answers), from the output that
-  // `loss` returned for it. Evaluation adds them over batches and ranks, each sample once, and
-  // divides by the tokens of all.
+  // `loss` returned for it. Evaluation adds them over batches and ranks, counting each sample once,
+  // and divides by the total number of tokens.
   std::function<std::map<std::string, at::Tensor>(const data::Batch&, const at::Tensor& output)>
       totals{};
   data::SamplerPtr sampler{};  // a different order of training samples than a shuffle
@@ -89,13 +89,13 @@ struct TrainerTask {
   // then.
   std::function<std::shared_ptr<Parallelism>(std::shared_ptr<torch::nn::Module>, Mesh)>
       make_parallelism{};
-  // Another schedule than lr_scheduler_type names: what the groups' peaks are multiplied with after
-  // so many optimizer steps.
+  // Replaces the schedule of lr_scheduler_type: the factor of the groups' peak learning rates after
+  // `steps` optimizer steps.
   std::function<double(std::int64_t steps)> schedule{};
-  // JSON, the config.json of every checkpoint: what the model is, for those who load it elsewhere
+  // JSON, the config.json of every checkpoint, for programs that load the model elsewhere
   // (models::hugging_face_config). Empty: no such file.
   std::string model_config{};
-  // Where checkpoints hold a part of the module, such as its adapters.
+  // The part of the module that checkpoints hold, such as its adapters.
   ModelFiles model_files{};
   // After train() the module is whole on every rank. False: under fsdp and in a pipeline it stays
   // divided, for models that do not fit one; its checkpoints have it.
@@ -115,41 +115,41 @@ struct TrainResult {
   std::int64_t durable_step = -1;
   // The step of the last save if that save could not be written, on every rank; -1: it was written.
   std::int64_t lost_step = -1;
-  // 143 promises that nothing is lost. A stop whose own save failed, or wrote only weights, is 1;
-  // so is a run whose last save failed.
+  // 143 promises that nothing is lost. The code is 1 for a stop whose own save failed, or wrote
+  // only weights, and for a run whose last save failed.
   int exit_code() const {
     if (stop_signal != 0) return durable_step == global_step ? 143 : 1;
     return lost_step < 0 ? 0 : 1;
   }
 };
 
-// What a call is about. The pointers are null where an event has no such thing.
+// An event of a run. Pointers are null in events to which they do not apply.
 struct Event {
   const train::TrainerState& state;
   int rank = 0;
-  // While training. What on_optimizer_step changes on every rank (set_lr) holds for that step; the
-  // schedule sets the next learning rate.
+  // Set while training. A change in on_optimizer_step on every rank (set_lr) holds for that step;
+  // the schedule sets the next learning rate.
   optim::Optimizer* optimizer = nullptr;
   const train::LogEntry* entry = nullptr;  // on_log, on_evaluate
   const std::string* path = nullptr;       // on_save: the folder
   const std::string* text = nullptr;       // what went wrong, although the run continues (on_alert)
-  // What the observer asks for; read after the call.
+  // The observer's requests, read after the call.
   bool stop = false;
   bool save = false;
   bool evaluate = false;
 };
 
-// What a program learns about a run, and where it may ask to stop, save or evaluate.
+// Callbacks for the events of a run, which may request a stop, a save or an evaluation.
 //
 //   struct Print : lockstep::Observer {
 //     void on_log(lockstep::Event& event) override { std::cout << event.entry->step << '\n'; }
 //   };
 //   trainer.add(std::make_shared<Print>());
 //
-// Every rank calls its observers for every event, at the same steps. What one of them asks for on
-// any rank (event.stop) is agreed by the next step's exchange and done by all.
+// Every rank calls its observers for every event, at the same steps. A request on any rank
+// (event.stop) is agreed on in the next step's exchange and carried out by all.
 //
-// Called on the thread that trains; what an observer throws ends the run. Shared with the trainer.
+// Called on the training thread; an exception ends the run. Shared with the trainer.
 class Observer {
  public:
   virtual ~Observer() = default;

@@ -1,5 +1,5 @@
-// TrainOptimizer: the optimizer of a run with its loss scaler and its schedule; everything in the
-// Trainer that makes, steps, saves and loads it.
+// TrainOptimizer: a run's optimizer with its loss scaler and its schedule; the Trainer makes,
+// steps, saves and loads it here.
 //
 //   TrainOptimizer optimizer(run);   // replicated or sharded, as shard_optimizer says
 //   optimizer.set_schedule(plan);
@@ -22,7 +22,7 @@
 
 namespace lockstep::train {
 
-// What `shard_optimizer: auto` is decided by, the same on every rank.
+// The facts on which `shard_optimizer: auto` decides, the same on every rank.
 struct ShardFacts {
   int ranks = 1;
   bool share_memory = false;
@@ -32,8 +32,8 @@ struct ShardFacts {
 // Why the optimizer is sharded; empty: it is replicated.
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
 
-// The state that the optimizer will have on a rank that holds it whole, as its rules declare it: on
-// the meta device, and its bytes. For a task that makes its optimizer itself: what `optim` names.
+// The state that the optimizer will have on a rank that holds it whole, on the meta device, and its
+// size in bytes. For a task that makes its own optimizer: the state of the rule in `optim`.
 std::vector<at::Tensor> state_of_a_run(const RunContext& run);
 std::uint64_t state_bytes(const RunContext& run);
 
@@ -43,30 +43,30 @@ class TrainOptimizer {
   explicit TrainOptimizer(RunContext& run);
 
   void set_schedule(const StepPlan& plan);
-  // For the next step. As in Hugging Face, the schedule counts the steps taken.
+  // Sets it for the next step. As in Hugging Face, the schedule counts the steps taken.
   void set_learning_rate();
 
-  // Call it before every step: records the learning rate that the step has.
+  // Call it before every step: records the step's learning rate.
   void begin_step() { learning_rate_ = optimizer_->lr(); }
   // Clips, steps (unless a gradient is not finite) and clears the gradients.
   optim::StepResult step(bool want_grad_norm);
   optim::StepOptions step_options(bool want_grad_norm) const;
   optim::Optimizer& optimizer() { return *optimizer_; }
-  // The first group's, in the last step that was taken.
+  // The first group's learning rate in the last step.
   double learning_rate() const { return learning_rate_; }
   optim::GradScaler* scaler() const { return scaler_.get(); }
 
   void load(const Checkpoint& checkpoint);
-  // What a checkpoint holds of the optimizer, on ranks that ask for it. Where it is not sharded
-  // this is its own memory, valid until the next step: the saver copies it while the next forward
-  // and backward run.
+  // The optimizer's state for a checkpoint, on ranks that request it. If it is not sharded this is
+  // its own memory, valid until the next step: the saver copies it during the next forward and
+  // backward.
   TensorDict state(bool wanted, bool divided = false) {
     return optimizer_->state_dict({.wanted = wanted, .copy = false, .divided = divided});
   }
-  // scheduler and scaler of `contents`.
+  // Adds scheduler and scaler to `contents`.
   void save(CheckpointContents& contents) const;
 
-  // The module's weights were loaded from a file, the same on every rank.
+  // Called when the module's weights were loaded, equally on every rank.
   void sync_from_model() { optimizer_->sync_from_model(); }
   // Until this call a sharded optimizer shares the parameters' memory between ranks.
   void release();

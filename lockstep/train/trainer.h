@@ -34,14 +34,14 @@ namespace train {
 class TrainerImpl;
 }
 
-// What the arguments say about the world: ddp_backend, ddp_timeout, use_cpu.
+// The settings of the world among the arguments: ddp_backend, ddp_timeout, use_cpu.
 WorldOptions world_options(const TrainingArguments& arguments);
 
-// The mesh that `fsdp`, `pipeline_parallel_degree` and `tensor_parallel_degree` ask for, pipeline x
-// data x shard x tensor; a plain world where none is set. A Trainer with a plain world makes it
-// itself. Make it before, and the model under ShardedConstruction
-// (lockstep/parallel/fully_shard.h) or PipelinedConstruction (pipeline.h), if the model is never
-// to stand whole. Collective.
+// The mesh that `fsdp`, `pipeline_parallel_degree` and `tensor_parallel_degree` define, pipeline x
+// data x shard x tensor; a plain world if none is set. A Trainer with a plain world makes it
+// itself. Make it first, and then the model under ShardedConstruction
+// (lockstep/parallel/fully_shard.h) or PipelinedConstruction (pipeline.h), if no rank is to hold
+// the whole model. Collective.
 Mesh mesh_for(World world, const TrainingArguments& arguments);
 
 class Trainer {
@@ -55,7 +55,7 @@ class Trainer {
 
   void add(std::shared_ptr<Observer> observer);
 
-  // Once. Resumes where arguments.resume_from_checkpoint says so.
+  // Call it once. Resumes according to arguments.resume_from_checkpoint.
   TrainResult train();
   // Means over eval_data, each sample once: "eval_loss", "eval_<name>", ...
   train::Metrics evaluate();

@@ -1,5 +1,5 @@
-// How far a run is: what Hugging Face's trainer_state.json holds, with its names, and what we add
-// to resume exactly (sampler.json). Without torch, so that `lockstep checkpoint show` reads it.
+// The progress of a run: Hugging Face's trainer_state.json, and our additions for an exact resume
+// (sampler.json). Without torch, so that `lockstep checkpoint show` can read it.
 //
 //   TrainerState state = parse_trainer_state(text, "checkpoint-40/trainer_state.json");
 //   state.log_history.push_back({.step = 41, .epoch = 0.5, .values = {{"loss", 1.25}}});
@@ -46,11 +46,11 @@ struct TrainerState {
 };
 
 std::string trainer_state_text(const TrainerState& state);
-// UsageError with file and place when it is not one. What only Hugging Face knows is passed over.
+// UsageError with file and location when it is invalid. Fields of Hugging Face alone are skipped.
 TrainerState parse_trainer_state(std::string_view text, const std::string& name);
 
 // A run's position in the data. The cursor counts samples of all ranks, so any number of ranks can
-// continue from it; the rest says whether the run that continues is the same one.
+// continue from it; the other fields tell whether the data are the same.
 struct DataPosition {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;

@@ -237,7 +237,7 @@ DashboardUrl parse_dashboard_url(std::string_view text) {
     const std::string_view token = rest.substr(at + 6);
     url.token = token.substr(0, token.find_first_of("&#"));
   }
-  // It becomes part of a header.
+  // The value becomes part of a header.
   for (const char c : url.host + url.token)
     if (static_cast<unsigned char>(c) <= ' ' || c == 127) refuse_url(text);
   return url;
@@ -247,7 +247,7 @@ HttpStream::HttpStream(const DashboardUrl& url, const std::string& path, const D
     : where_(fmt::format("http://{}:{}", url.host, url.port)) {
   connect(url, deadline);
   const bool v6 = url.host.find(':') != std::string::npos;
-  // By HTTP/1.1 the server would cut its answer into chunks.
+  // With HTTP/1.1 the server could send its answer in chunks.
   std::string request = fmt::format("GET {} HTTP/1.0\r\nHost: {}:{}\r\n", path,
                                     v6 ? "[" + url.host + "]" : url.host, url.port);
   if (!url.token.empty()) request += fmt::format("Authorization: Bearer {}\r\n", url.token);

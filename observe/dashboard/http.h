@@ -1,6 +1,6 @@
-// HTTP between a dashboard and who looks at it: what the server decides about a request before it
-// looks at the run (where it listens, which Host it answers to, whose token is right), and the
-// client of `lockstep monitor`. Any thread may call the functions, which have no state.
+// HTTP between a dashboard and its viewers: the server's checks of a request that do not involve
+// the run (listening address, allowed Host, token), and the client of `lockstep monitor`. Stateless
+// functions; any thread may call them.
 //
 //   const ListenAddress where = parse_listen_address("8080", "--dashboard");
 //   if (!host_allowed(header, where.address)) refuse();     // a page that rebinds its name by DNS
@@ -26,21 +26,21 @@ struct ListenAddress {
 ListenAddress parse_listen_address(std::string_view text, std::string_view flag);
 // "127.0.0.1:8080", "[::1]:8080"
 std::string address_text(const ListenAddress& where);
-// Where a browser finds it: the same, but this host's name where it listens on every address.
+// The host for a browser's URL: the same, or this host's name if it listens on all addresses.
 std::string url_host(const ListenAddress& where);
 bool is_loopback(std::string_view address);
 
-// Whether a Host header names this server. A page of another site can have its name resolve to our
-// address, but it cannot make the browser send a Host that is not its name: so localhost and
-// numbers are right, and names are not, but for this host's own where it listens beyond loopback.
+// Whether a Host header names this server. Another site's page can make its name resolve to our
+// address, but cannot change the Host that the browser sends: so localhost and numbers are allowed,
+// and no names but this host's own, if it listens beyond loopback.
 bool host_allowed(std::string_view header, std::string_view address);
 
 std::string random_token();  // 128 bits of the kernel's, in hexadecimal
-// A token that the user has chosen, so that a scraper can know it before the run. UsageError unless
-// it is 16 to 256 characters that need no quoting in an address, in a file that only its owner
-// (this user or root) can read. White space around it does not count.
+// Reads a token chosen by the user, so that a scraper can know it before the run. UsageError unless
+// it has 16 to 256 characters that need no quoting in a URL, in a file that only its owner (this
+// user or root) can read. Surrounding white space is ignored.
 std::string read_token_file(const std::string& path);
-// Takes as long whatever the difference is.
+// Compares in constant time, whatever the difference.
 bool same_token(std::string_view given, std::string_view token);
 // "Bearer x" -> "x"; empty for anything else.
 std::string_view bearer_token(std::string_view header);
@@ -52,16 +52,16 @@ struct DashboardUrl {
 };
 DashboardUrl parse_dashboard_url(std::string_view text);
 
-// Reads one answer, or a stream of events, by HTTP/1.0 over a socket, without TLS. Used by one
-// thread. Throws CommError where the server cannot be reached or breaks the protocol, UsageError
-// where it refuses (the token is wrong), and TimeoutError at a deadline. What it accepts is
-// bounded, whoever the server is.
+// Reads one response, or a stream of events, by HTTP/1.0 over a socket, without TLS. Used by one
+// thread. Throws CommError if the server cannot be reached or breaks the protocol, UsageError if it
+// refuses (a wrong token), and TimeoutError at a deadline. The size of responses is bounded, even
+// from an untrusted server.
 class HttpStream {
  public:
   HttpStream(const DashboardUrl& url, const std::string& path, const Deadline& deadline);
 
-  // The data of the next event of type "message". Nothing after the event "end" and after the last
-  // one; ended() says which.
+  // The data of the next event of type "message"; nothing after the event "end" or the last event.
+  // ended() tells the two apart.
   std::optional<std::string> next_event(const Deadline& deadline);
   bool ended() const { return ended_; }
 
@@ -69,13 +69,13 @@ class HttpStream {
   void connect(const DashboardUrl& url, const Deadline& deadline);
   void send(std::string_view text, const Deadline& deadline);
   bool fill(const Deadline& deadline);  // false at the end of the connection
-  // Without its end; nothing at the end of the connection.
+  // A line without its terminator; nothing at the end of the connection.
   std::optional<std::string> line(std::size_t most, const Deadline& deadline);
   void read_headers(const Deadline& deadline);
 
   std::string where_;
   Fd socket_;
-  std::string received_;  // and not taken
+  std::string received_;  // received, but not yet returned
   bool ended_ = false;
 };
 

@@ -93,7 +93,7 @@ const Microhttpd& mhd() {
   return library;
 }
 
-// What the source said last, asked again when that is older than `interval`.
+// The source's last answer, refreshed when it is older than `interval`.
 class Cached {
  public:
   Text get(const std::function<std::string()>& source, std::chrono::milliseconds interval) {
@@ -182,7 +182,7 @@ const char* listen_remedy(int error) {
 }  // namespace
 
 struct HttpServer::Impl {
-  // Somebody with an event stream.
+  // A client with an event stream.
   struct Viewer {
     Impl* server = nullptr;
     MHD_Connection* connection = nullptr;
@@ -293,7 +293,7 @@ Reply HttpServer::Impl::reply_to(MHD_Connection* connection, std::string_view pa
   for (const PageFile& file : page_files()) {
     if (file.path != path) continue;
     Reply reply{.body = std::string(file.body), .type = std::string(file.type)};
-    // The page removes the token from its address; the cookie stands for it from then on.
+    // The page removes the token from its URL; the cookie replaces it from then on.
     if (path == "/")
       reply.headers.emplace_back(
           MHD_HTTP_HEADER_SET_COOKIE,
@@ -418,9 +418,9 @@ void HttpServer::Impl::close_slow() {
     if (!entry.second.streaming && now - entry.second.since >= options.request_limit) close(entry);
 }
 
-// At its own limit the library accepts nobody, so whoever opens that many connections would keep
-// everybody else out. A request is answered at once, so the oldest connection that has made none is
-// the least likely to be somebody's. With the mutex held.
+// At its own limit the library accepts no connections, so a client that opens that many would lock
+// out all others. Requests are answered at once, so the oldest connection without a request is the
+// least likely to be a real client's. With the mutex held.
 void HttpServer::Impl::close_oldest() {
   std::size_t open = 0;
   Connections::value_type* oldest = nullptr;
@@ -471,7 +471,7 @@ void HttpServer::Impl::start() {
   const MHD_AccessHandlerCallback handler = [](void* closure, MHD_Connection* connection,
                                                const char* path, const char* method, const char*,
                                                const char*, std::size_t*, void** request) {
-    // A body may follow; nobody reads it.
+    // A body may follow; it is ignored.
     if (*request != nullptr) return MHD_NO;
     *request = closure;
     return static_cast<Impl*>(closure)->answer(connection, path, method);
@@ -502,7 +502,7 @@ void HttpServer::Impl::stop() {
   try {
     last = event_text(*snapshot.get(source.snapshot_json, std::chrono::milliseconds(0)));
   } catch (const std::exception&) {
-    // They have the state before.
+    // The viewers keep the previous state.
   }
   {
     std::unique_lock lock(mutex);

@@ -1,5 +1,5 @@
 // The dashboard's web server: the page, the run's state as JSON and as a stream of events,
-// Prometheus's page, and probes for orchestrators. It knows nothing of the run but three functions.
+// Prometheus's page, and probes for orchestrators. It reads the run through three functions only.
 //
 //   HttpEndpoint endpoint = http_listen("", "--dashboard");            // a free loopback port
 //   HttpServer server(std::move(endpoint), {.snapshot_json = ..., .metrics_text = ...});
@@ -25,8 +25,8 @@
 
 namespace lockstep::dashboard {
 
-// Called by the server's threads, one call at a time, once a second at most. What they throw is
-// answered with status 500.
+// The run, as the server reads it. Called by the server's threads, one call at a time, at most once
+// a second. An exception is answered with status 500.
 struct DashboardSource {
   std::function<std::string()> snapshot_json;  // one JSON object (docs/dashboard.md)
   std::function<std::string()> metrics_text;   // empty: there is no /metrics
@@ -38,21 +38,21 @@ struct HttpEndpoint {
   ListenAddress where;  // with the port that the kernel gave
 };
 
-// Listens, so that a port that is in use is known before anything is started. `flag` is named in
-// the UsageError.
+// Binds the port, so that a port in use is reported before anything is started. The UsageError
+// names `flag`.
 HttpEndpoint http_listen(const std::string& where, const std::string& flag);
 
 struct HttpOptions {
   std::string token{};                             // empty: a random one
   std::chrono::milliseconds interval{1000};        // between events
-  unsigned connections = 160;                      // near it the oldest without a request goes
+  unsigned connections = 160;                      // near it the oldest without a request is closed
   unsigned viewers = 64;                           // event streams; more get status 503
-  std::chrono::milliseconds request_limit{10000};  // from connection to answer, but for streams
+  std::chrono::milliseconds request_limit{10000};  // from connection to response; not for streams
 };
 
-// Used by one thread; calls of the source come from others until the destructor returns. The
-// destructor sends the last state and the event "end" to whoever watches, and waits a second for
-// it at most.
+// Used by one thread; other threads call the source until the destructor returns. The
+// destructor sends the last state and the event "end" to all viewers, for at most a
+// second.
 class HttpServer {
  public:
   HttpServer(HttpEndpoint endpoint, DashboardSource source, const HttpOptions& options = {});

@@ -52,7 +52,7 @@ constexpr std::size_t kLogLines = 50;
 constexpr std::size_t kLineBytes = 500;
 constexpr std::size_t kTailBytes = 16u << 10;
 
-// As a terminal would show it at last: a progress bar is what came after its last return.
+// The visible part of a progress bar: the text after its last carriage return.
 std::string_view shown(std::string_view line) {
   while (!line.empty() && line.back() == '\r') line.remove_suffix(1);
   const std::size_t back = line.rfind('\r');
@@ -88,7 +88,7 @@ std::optional<Position> position_of(const ledger::File* file) {
   if (file == nullptr || !file->opened()) return std::nullopt;
   const ledger::Snapshot seen = file->read();
   if (seen.records.empty()) return std::nullopt;
-  // The oldest that is under way is what the rank waits for.
+  // The oldest collective in progress is the one that the rank waits for.
   const auto pending = std::ranges::find_if(
       seen.records, [](const ledger::Record& record) { return record.under_way(); });
   const ledger::Record& record = pending != seen.records.end() ? *pending : seen.records.back();
@@ -107,7 +107,7 @@ bool same_folder(const std::string& a, const std::string& b) {
   return !a.empty() && !b.empty() && std::filesystem::equivalent(a, b, problem);
 }
 
-// One that was asked to stop, and did, has not: the launcher (128 + signal) or one of its ranks.
+// A run has not failed if its launcher (128 + signal) or one of its ranks stopped on request.
 bool has_failed(const launch::RunEnded& run) {
   const bool stopped = run.cause.empty()
                            ? run.code > 128
@@ -127,11 +127,11 @@ std::string stopped_text(const std::vector<const RankState*>& stopped) {
                      stopped.size() > some.size() ? ", ..." : "");
 }
 
-// What is known of a rank; guarded by the run's mutex.
+// The state of a rank; guarded by the run's mutex.
 struct Tracked {
   launch::RankStarted started;
   RankState shown;
-  // What stands below the log: a line of stdout and one of stderr that have not ended.
+  // Text below the log: incomplete lines of stdout and stderr.
   std::array<std::string, 2> unfinished{};
   Clock::time_point began = Clock::now();
   Clock::time_point stopped_since{};           // while it is
@@ -142,7 +142,7 @@ struct Tracked {
 
 }  // namespace
 
-// Shared by the supervisor's thread, the one that looks, and whoever asks for a view.
+// Shared by the supervisor's thread, the looking thread, and callers of view().
 struct LiveRun::State : monitor::StoppableState {
   explicit State(const LiveRunOptions& chosen) : options(chosen) {}
 
@@ -183,7 +183,7 @@ struct LiveRun::State : monitor::StoppableState {
   std::thread thread;
 };
 
-// What only the looking thread uses.
+// Used by the looking thread only.
 struct LiveRun::State::Look {
   int generation = -1;
   std::map<int, RankSampler> samplers{};
@@ -386,9 +386,9 @@ bool LiveRun::State::settled(const Look& own) const {
   return own.first_step || Clock::now() - attempt_began > kSettled;
 }
 
-// Whether the launcher writes the record. A Trainer moves away what it finds in its output_dir,
-// says before its first step where that is, and records into it unless record_run is false: if that
-// is the same folder, its files are there a second after its first step.
+// Whether the launcher writes the record. A Trainer moves earlier files of its output_dir away,
+// announces that folder before its first step, and records into it unless record_run is false: if
+// it is the launcher's folder, its files are there a second after its first step.
 bool LiveRun::State::records_itself(Look& own, bool last) {
   if (own.recording) return true;
   bool alone = false;
@@ -427,7 +427,7 @@ void LiveRun::State::write_record(Look& own, bool last) {
     known = facts;
   }
   if (!own.recording) {
-    // Whoever asks is told that the run is there; a Trainer replaces it.
+    // Tells readers that the run exists; a Trainer replaces these facts.
     if (known.hosts == 1) own.writer->write_first(known);
     return;
   }

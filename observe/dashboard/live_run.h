@@ -1,17 +1,17 @@
-// A run as its launcher sees it while it lasts: a record that grows, findings, a snapshot.
+// LiveRun: the launcher's view of a run in progress: a growing record, findings, snapshots.
 //
-// Observes the supervisor (launch/run_observer.h). A thread of its own reads the ranks' ledgers,
-// their processes, control groups and GPUs four times a second, makes an interval of it every
-// 250 ms in the first seconds of an attempt and of its steps and once a second after that, and asks
-// the rules (monitor/diagnosis.h) what they make of it. Ranks need not know of it: of a program
-// without a ledger there are processor time, memory, page faults, threads and GPU.
+// Observes the supervisor (launch/run_observer.h). Its own thread reads the ranks' ledgers,
+// processes, control groups and GPUs four times a second, makes an interval every 250 ms in the
+// first seconds of an attempt and of its steps and once a second after that, and applies the rules
+// (monitor/diagnosis.h). Ranks need not cooperate: a program without a ledger still has processor
+// time, memory, page faults, threads and GPU.
 //
 //   LiveRun run({.doctor = true});
 //   return launch::supervise(plan, &run);
 //
-// Bounded: the newest 600 intervals and 50 lines of each rank, 500 points of each series.
-// The supervisor's thread calls what RunObserver declares; every other function may be called by
-// any thread of that process, waits for nothing but a short lock, and returns copies.
+// Bounded: the newest 600 intervals and 50 lines of each rank, 500 points of each series. The
+// supervisor's thread calls RunObserver's functions; all other functions may be called by any
+// thread of that process, wait only for a short lock, and return copies.
 #pragma once
 
 #include <functional>
@@ -26,8 +26,8 @@ namespace lockstep::dashboard {
 
 class LiveRun;
 
-// Started in the supervising process when the run begins; what it returns is destroyed after the
-// run has ended. A page's server is one: it gets snapshots of the run that it is given.
+// Called in the supervising process when the run begins; its result is destroyed after the run has
+// ended. The page's server is one: it gets snapshots of the LiveRun that is passed.
 using Companion = std::function<std::shared_ptr<void>(LiveRun&)>;
 
 struct LiveRunOptions {
@@ -49,7 +49,7 @@ class LiveRun : public launch::RunObserver {
 
   monitor::RunView view() const;
   std::string snapshot_json() const { return monitor::snapshot_json(view()); }
-  // All ranks of this host run, none of them stopped by a signal.
+  // Whether all ranks of this host run, none of them stopped by a signal.
   bool ready() const;
 
   void left_behind() override;
@@ -68,7 +68,7 @@ class LiveRun : public launch::RunObserver {
   struct State;
   void stop();
 
-  std::vector<Companion> not_started_;  // taken out of the options, so that nobody else has them
+  std::vector<Companion> not_started_;  // moved out of the options, so that no other owner is left
   const LiveRunOptions options_;
   std::shared_ptr<State> state_;
   std::vector<std::shared_ptr<void>> companions_;

@@ -34,7 +34,7 @@ std::string base64(std::string_view bytes) {
   return text;
 }
 
-// As a Content-Security-Policy names an element's text.
+// The form in which a Content-Security-Policy identifies an element's text.
 std::string hash_source(std::string_view text) {
   const std::string hex = io::sha256(std::as_bytes(std::span(text)));
   std::string digest;
@@ -97,7 +97,7 @@ std::string page_file(const Node& state) {
               fmt::format("<style>{}</style>", style));
   for (const char* file : {"charts", "page"})
     replace_all(page, fmt::format("<script src=\"/{}.js\" defer></script>\n", file), "");
-  // Whatever a name says, it cannot end the element that holds the data.
+  // Escapes the data, so that no name in it can close its element.
   std::string data = to_json(state);
   if (data.find('<') != std::string::npos) replace_all(data, "<", "\\u003c");
   replace_all(page, "</body>",

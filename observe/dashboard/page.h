@@ -1,5 +1,5 @@
-// The dashboard's page: its files, which the build puts into the program, what its script draws
-// besides a run's state, and the page as one file that has its data inside and can be mailed.
+// The dashboard's page: its files, which the build embeds into the program; the charts that its
+// script draws besides a run's state; and the page as one file with its data, which can be mailed.
 //
 //   const Chart chart{.title = "Speed-up", .x_label = "ranks", .lines = {{"measured", points}}};
 //   write_file_atomically("a.html", page_file(map_node({{"charts", charts_node({chart})}})));
@@ -25,25 +25,25 @@ struct PageFile {
 };
 std::span<const PageFile> page_files();
 
-// The page with `state` (docs/dashboard.md) in it. It loads nothing, and its policy lets the
-// browser run the page's own script alone.
+// The page with `state` (docs/dashboard.md) embedded. It loads nothing, and its policy allows the
+// browser only the page's own script.
 std::string page_file(const Node& state);
 
 // Values that are not finite leave a gap. Long lines are thinned, extremes included.
 struct ChartLine {
   std::string name{};
   monitor::Curve points{};
-  bool reference = false;             // dashed: what others are compared with
+  bool reference = false;             // dashed: the line to compare others with
   std::vector<std::string> labels{};  // at the points; empty: none
 };
 
-// What a stretch of time was spent on: shares of it, one for each of the chart's parts.
+// The division of one interval of time: its shares, one for each of the chart's parts.
 struct ChartColumn {
   double from = 0, to = 0;
   std::vector<double> shares{};
 };
 
-// Lines, or columns that are stacked.
+// A chart of lines, or of stacked columns.
 struct Chart {
   std::string title{};
   std::string x_label{};

@@ -28,7 +28,7 @@ ledger::Totals first_totals(const monitor::Interval& interval, const ledger::Tot
   return spent;
 }
 
-// One that ends on no rank before all of them have begun it. A root's does, and so do messages.
+// A collective that ends on no rank before all have begun it. One with a root or a message is none.
 bool is_of_all(const ledger::Record& record, const std::string& group) {
   return record.group == group && !record.message && record.peer < 0 &&
          record.state != ledger::State::kReleased && record.operation != "connect";
@@ -39,7 +39,7 @@ bool is_of_all(const ledger::Record& record, const std::string& group) {
 RankSampler::RankSampler(launch::RankStarted rank, Clock::time_point began)
     : rank_(std::move(rank)), pid_(rank_.pid), began_(began), process_(pid_) {}
 
-// What a rank writes into its ledger is believed of processes below this one alone.
+// Trusts a pid from the rank's ledger only if the process is below this one.
 void RankSampler::find_process() {
   const int named = rank_.ledger ? rank_.ledger->pid() : 0;
   if (named == std::exchange(ledger_pid_, named)) return;

@@ -1,5 +1,5 @@
-// One rank seen from outside, interval by interval: its ledger, its process, its control group, and
-// which GPU is its own.
+// Samples one rank from outside, interval by interval: its ledger, its process, its control group,
+// and the GPU that it uses.
 //
 //   RankSampler sampler(started);
 //   ... a second later ...
@@ -30,10 +30,10 @@ class RankSampler {
   explicit RankSampler(launch::RankStarted rank, Clock::time_point began = Clock::now());
 
   const launch::RankStarted& rank() const { return rank_; }
-  // Ends the interval and begins the next one. `end`: the rank's totals when it ended, since a
-  // ledger counts its last phase for ever.
+  // Ends the interval and begins the next one. `end`: the rank's totals at its end, since a ledger
+  // continues to count its last phase.
   monitor::Interval close(const std::optional<ledger::Totals>& end = {});
-  // The process that trains: the one that opened the ledger, or the one that was started.
+  // The training process: the one that opened the ledger, or the one that was started.
   pid_t pid() const { return pid_; }
   bool stopped() const;  // by a signal, at the last look
   const std::optional<monitor::ProcessSample>& process() const { return process_.process(); }
@@ -45,21 +45,21 @@ class RankSampler {
 
   launch::RankStarted rank_;
   pid_t pid_;
-  int ledger_pid_ = 0;  // that was looked at last
+  int ledger_pid_ = 0;  // the process that was sampled last
   Clock::time_point began_;
-  bool start_ = true;  // the interval that is open is the first
+  bool start_ = true;  // the current interval is the first
   std::optional<ledger::Totals> totals_;
-  // For the collectives of all ranks: their group, which is the first that is made, the newest
-  // record that was seen, and when.
+  // For the collectives of all ranks: the group of all ranks, which is the first one created, its
+  // newest record that was seen, and the time.
   std::optional<std::string> group_;
   ledger::Ticket newest_ = 0;
   std::uint64_t looked_ns_ = 0;
   monitor::ProcessWatch process_;
 };
 
-// The GPUs that CUDA_VISIBLE_DEVICES names, as places in `gpus`, in its order: numbers, or UUIDs by
-// their beginning. All of them without the variable; as in CUDA, what follows a name that fits
-// nothing does not count.
+// The GPUs named by CUDA_VISIBLE_DEVICES, as indices into `gpus`, in its order: numbers, or
+// prefixes of UUIDs. All of them without the variable; as in CUDA, entries after an invalid one do
+// not count.
 std::vector<std::size_t> visible_gpus(const std::vector<monitor::GpuIdentity>& gpus,
                                       const std::optional<std::string>& variable);
 
@@ -67,12 +67,12 @@ struct GpuUser {
   pid_t pid = -1;
   int local_rank = 0;
 };
-// NVML's index of the GPU that the process uses; where the driver does not say, the visible one
+// NVML's index of the GPU that the process uses; if the driver does not report it, the visible one
 // with the rank's number. -1: none.
 int gpu_of_rank(const monitor::GpuSnapshot& snapshot, const std::vector<std::size_t>& visible,
                 const GpuUser& user);
 
-// The visible ones alone, with these samples of all.
+// The visible GPUs only, with their part of these samples.
 monitor::HostGpus host_gpus(int host, const std::vector<monitor::GpuIdentity>& gpus,
                             const std::vector<std::size_t>& visible,
                             const std::vector<monitor::GpuSamplePtr>& samples);

@@ -61,8 +61,8 @@ bool RecordWriter::rank_records(int rank) const {
   return before == before_.end() || before->second != found->second;
 }
 
-// Where something has changed meanwhile, launchers of several hosts share the folder, and another
-// one has moved it.
+// If something has changed meanwhile, launchers of several hosts share the folder, and another one
+// has moved the files.
 void RecordWriter::begin() {
   if (std::exchange(began_, true) || before_.empty() || listing() != before_) return;
   fs::path place;

@@ -3,9 +3,9 @@
 //   RecordWriter writer(dir, node_rank);
 //   writer.add(rank, interval);
 //
-// Used by one thread. What an earlier run left in the folder is moved to monitor.<n> before the
-// first line. After monitor::kFineLines lines of a file one covers ten seconds. A file that cannot
-// be written is reported once by problem(), and the run continues without it.
+// Used by one thread. Moves an earlier run's files to monitor.<n> before the first line. After
+// monitor::kFineLines lines of a file one covers ten seconds. A file that cannot be written is
+// reported once by problem(), and the run continues without it.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,16 @@ class RecordWriter {
   RecordWriter(const RecordWriter&) = delete;
   RecordWriter& operator=(const RecordWriter&) = delete;
 
-  // The rank has added to its own file since this writer was made, which has written nothing.
+  // Whether the rank has added to its own file, while this writer has written nothing.
   bool rank_records(int rank) const;
 
   void write(const monitor::RunFacts& facts);  // where they have changed
-  // Before anything is recorded, into an empty folder alone.
+  // Writes the facts before anything is recorded, and only into an empty folder.
   void write_first(const monitor::RunFacts& facts);
   void add(int rank, const monitor::Interval& interval);
   void add(const monitor::GpuSample& sample, const std::vector<monitor::GpuIdentity>& gpus);
 
-  // Where an earlier run's record is now, and what has failed, since the last call; empty: nothing.
+  // Since the last call: where an earlier run's record is now, and what failed; empty: nothing.
   std::string moved_to();
   std::string problem();
 

@@ -123,7 +123,7 @@ std::vector<Chart> charts_of(const RunRecord& run) {
 
 namespace {
 
-// Two figures of speed stand in one table and need not agree.
+// The table has two measures of speed, which need not agree.
 constexpr const char* kSpeeds =
     "Time per step has evaluations and saves in it. Samples and tokens per second are those of the "
     "steps alone, without either.";
@@ -266,7 +266,7 @@ std::vector<std::string> about(const RunView& run) {
   return parts;
 }
 
-// Where a resumed run began to repeat steps.
+// The steps that resumed runs repeated, as marks.
 Node marks_node(const RunView& run) {
   std::vector<Node> marks;
   for (const Superseded& part : superseded_of(run))
@@ -325,7 +325,7 @@ Table runs_table(const std::vector<NamedRun>& runs) {
   return table;
 }
 
-// Those that both runs have, as tiles: what the second run has of the first.
+// The figures that both runs have, as tiles: the second run's relative to the first's.
 Node ratio_tiles(const std::vector<Figure>& a, const std::vector<Figure>& b,
                  const std::string& first) {
   std::vector<Node> tiles;

@@ -280,7 +280,7 @@ std::string at_step(const RunView& run) {
                    : fmt::format(" at step {}", step);
 }
 
-// As launcher or RunLog have written it down.
+// The end as recorded by launcher or RunLog.
 std::string end_text(const RunView& run, const monitor::RunFacts& facts, bool early) {
   if (!facts.failure.empty())
     return fmt::format("The run failed{}: {}{}", at_step(run), facts.failure,
@@ -354,7 +354,7 @@ std::vector<RunEvent> bad_steps_of(const RunView& run) {
   return events;
 }
 
-// What is not sampled once a second has no time; it stands at its step.
+// An event that is not sampled each second has no time; it is placed at its step.
 RunEnd end_of(const RunView& run) {
   RunEnd end;
   const monitor::RunFacts* const facts = run.record ? &run.record->facts : nullptr;

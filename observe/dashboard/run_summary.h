@@ -1,10 +1,10 @@
-// The figures of a run that people compare, what happened in it, where its time went, and the
-// figures that Prometheus reads.
+// A run's key figures for comparison, its events, the division of its time, and its Prometheus
+// metrics.
 //
 //   for (const Figure& figure : figures_of(run)) row(figure.name, figure.text());
 //   respond(Prometheus::kContentType, metrics.text(run));  // a RunMetrics
 //
-// The functions depend on what was read alone; call them from any thread.
+// Pure functions of the data that were read; call them from any thread.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct RunEvent {
   double unix_time_s = 0;  // 0: not known
   std::string text{};
 };
-// How the run ended, or that nothing of that is recorded; without a text where nothing is there.
+// How the run ended, or that its end is not recorded; no text if there is no record.
 struct RunEnd {
   RunEvent event{};
   bool well = false;  // it has done what it was to do
@@ -47,24 +47,24 @@ std::vector<RunEvent> bad_steps_of(const RunView& run);
 // Starts, resumes, steps that were not finite, GPUs that failed, the end.
 std::vector<RunEvent> events_of(const RunView& run);
 
-// A stretch of steps that were measured and measured again, because the run was resumed.
+// Steps that were measured again, because the run was resumed before them.
 struct Superseded {
   std::int64_t first = 0, last = 0;
 };
 std::vector<Superseded> superseded_of(const RunView& run);
 
-// Without the start: a quarter of the recorded time, at most five seconds.
+// A rank's budget without its start: a quarter of the recorded time, at most five seconds.
 monitor::Interval settled_budget(const monitor::RankRecord& rank);
-// The mean of the ranks: what one of them spent.
+// The mean budget over all ranks.
 monitor::Interval mean_budget(const monitor::RunRecord& run);
 double begin_of(const monitor::Interval& interval);
-// When the run's first interval began.
+// The time at which the run's first interval began.
 double start_of(const monitor::RunRecord& run);
-// The cores that a rank used, as the mean over ranks; empty where nothing was sampled of one.
+// The cores that a rank used, as the mean over ranks; empty if a rank has no samples.
 std::optional<double> mean_cores(const monitor::RunRecord& run);
 // The mean over as many GPUs as there are ranks, while steps ran, 0 to 100.
 std::optional<double> mean_gpu_percent(const monitor::RunRecord& run);
-// 0 to 1: of the GPUs where there are some, else of the cores that the ranks of a host may use.
+// 0 to 1: of the GPUs if there are any, else of the cores available to the ranks of a host.
 std::optional<double> utilisation(const monitor::RunRecord& run);
 
 // Four significant digits: "0.0312", "48,210", "not a number".
@@ -72,14 +72,14 @@ std::string number_text(double value);
 std::string percent_text(double share);     // 0.153 -> "15.3 %"
 std::string time_text(double unix_time_s);  // "2026-11-16 18:00:05 UTC"; "" for 0
 
-// A run as Prometheus reads it: state, steps, time per phase, loss, and what the samplers saw of
-// the ranks' processes, control groups and GPUs. Used by one thread at a time.
+// A run's metrics for Prometheus: state, steps, time per phase, loss, and the samples of the ranks'
+// processes, control groups and GPUs. Used by one thread at a time.
 class RunMetrics {
  public:
   std::string text(const monitor::RunView& view);
 
  private:
-  std::set<std::string> rules_;  // that found something: they stay on the page with 0
+  std::set<std::string> rules_;  // rules with findings so far: they stay on the page with 0
 };
 
 }  // namespace lockstep::dashboard

@@ -217,7 +217,7 @@ Chart utilisation_chart(const std::vector<ScaleRow>& rows) {
   return chart;
 }
 
-// Of the most ranks that were measured.
+// The tiles for the largest number of ranks.
 Node scale_tiles(const ScaleRow& row) {
   std::vector<Node> tiles;
   const auto add = [&](const char* title, const std::string& value, const std::string& unit) {

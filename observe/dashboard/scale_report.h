@@ -1,10 +1,10 @@
-// How far from linear a training scales: what was measured at several numbers of ranks, as rows
-// and as the state that the page draws.
+// The scaling of a training, compared with linear scaling: measurements at several numbers of
+// ranks, as table rows and as the page's state.
 //
 //   const std::vector<ScaleRow> rows = scale_rows(points);
 //   write_file_atomically("report.html", page_file(scale_state(rows, setting)));
 //
-// Pure functions of what was measured; call them from any thread.
+// Pure functions of the measurements; call them from any thread.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace lockstep::dashboard {
 
-// What was measured with one number of ranks. Rates are of all ranks, one for each round.
+// The measurements at one number of ranks. Rates are of all ranks, one for each round.
 struct ScalePoint {
   int ranks = 1;
   std::int64_t batch = 1;  // per rank and pass
@@ -29,32 +29,32 @@ struct ScalePoint {
   std::int64_t global_batch() const { return batch * accumulation * ranks; }
 };
 
-// Medians over rounds. Speed-up is the ratio of rates in the same round to the fewest ranks',
-// times their number: with one rank among them it is 1 there.
+// Medians over rounds. Speed-up is the rate relative to that of the fewest ranks in the same round,
+// times their number: if that is one rank, its speed-up is 1.
 struct ScaleRow {
   ScalePoint point{};
   double step_s = 0;
   double samples_per_s = 0;
   std::optional<double> tokens_per_s{};
   double speedup = 1;
-  double efficiency = 1;                // speed-up by ranks
+  double efficiency = 1;                // speed-up divided by ranks
   std::optional<double> utilisation{};  // 0 to 1, of the GPUs or cores that the ranks were given
   monitor::Interval budget{};           // of one rank, the mean
 };
 
-// By ranks. Every point has as many rounds as the others, at least one.
+// Sorted by ranks. All points have the same number of rounds, at least one.
 std::vector<ScaleRow> scale_rows(std::vector<ScalePoint> points);
 
 struct ScaleSetting {
   std::string file{};
-  bool strong = false;  // the global batch stays the same; else the batch of a rank does
+  bool strong = false;  // keeps the global batch constant; else the batch of a rank
   std::int64_t steps = 0;
   int rounds = 0;
   int cores = 0;  // of the host, for ranks on CPUs; 0: they have GPUs
   std::vector<std::string> notes{};
 };
 
-// scale.csv, heads first; shares and percentages as parts of 1.
+// The cells of scale.csv, its header first; shares and percentages are between 0 and 1.
 std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows);
 Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);  // scale.json
 Node scale_state(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);

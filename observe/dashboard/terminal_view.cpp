@@ -195,7 +195,7 @@ class View {
     lines_.push_back(painted ? fmt::format("\033[{}m{}\033[0m", code, shown) : shown);
   }
 
-  // Sentences, which nobody understands when they are cut.
+  // Wraps sentences, which would be incomprehensible if they were cut.
   void sentences(const std::string& text, const char* code = nullptr, std::string_view gap = " ") {
     const std::string indent(text.find_first_not_of(' ') == 2 ? 2 : 0, ' ');
     for (const std::string& each :

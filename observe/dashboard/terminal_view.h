@@ -3,8 +3,8 @@
 //
 //   fmt::print("\033[H{}", terminal_view(snapshot, {.columns = 120, .rows = 40, .colour = true}));
 //
-// Whatever the ranks wrote: what is printed has no control characters of theirs. Any thread may
-// call the functions, which have no state.
+// Control characters that ranks wrote are removed from the output. Stateless functions; any thread
+// may call them.
 #pragma once
 
 #include <cstdint>
@@ -19,26 +19,26 @@ namespace lockstep::dashboard {
 
 struct TerminalOptions {
   int columns = 100;
-  int rows = 0;  // as many as it takes
+  int rows = 0;  // 0: unlimited
   bool colour = false;
 };
 
-// A snapshot's JSON; CommError where it is none.
+// Parses a snapshot's JSON; CommError if it is invalid.
 Node parse_snapshot(const std::string& json);
 // Lines, each at most `columns` wide.
 std::string terminal_view(const Node& snapshot, const TerminalOptions& options = {});
-// One line: for a log, or a terminal that cannot be drawn on.
+// One line, for a log or a terminal without cursor control.
 std::string status_line(const Node& snapshot);
 // "starting", "running", "ended" or "failed".
 std::string run_state(const Node& snapshot);
 
-// The findings that are news: one is said once it has stood for some looks. Used by one thread.
+// Filters findings for display: each is reported once, after several looks. Used by one thread.
 class StandingFindings {
  public:
-  static constexpr int kStands = 2;  // looks in a row
-  static constexpr int kGone = 5;    // looks without it, after which it would be news again
+  static constexpr int kStands = 2;  // consecutive looks before a finding is reported
+  static constexpr int kGone = 5;    // looks without it, after which it is reported again
 
-  // What is to be said now. `step` is where the ranks are; -1: not known.
+  // The lines to print now. `step` is the ranks' current step; -1: not known.
   std::vector<std::string> look(const std::vector<monitor::Finding>& findings, std::int64_t step);
 
  private:
@@ -50,8 +50,8 @@ class StandingFindings {
   std::map<std::string, Seen> seen_;  // by rule, rank and cause
 };
 
-// A table of where each rank's time went, and the findings or that there are none. Only a run that
-// did not fail and had enough steps is called healthy.
+// A table of each rank's time, and the findings or that there are none. Only a run that did not
+// fail and had enough steps is called healthy.
 std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
                                         const std::vector<monitor::Finding>& findings,
                                         bool failed = false);

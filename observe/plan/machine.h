@@ -1,5 +1,5 @@
-// The GPUs that a plan knows, the links between them, and how long a step takes on many ranks:
-// computation beside an alpha-beta model of the collectives.
+// A model of GPUs and their links, which predicts the time of a step on many ranks: computation
+// beside an alpha-beta model of the collectives.
 //
 //   const Devices devices = parse_devices("4xH100-80GB");        // {.count = 4, .card = ...}
 //   const Devices here = detected_devices(found);                // what the driver reports
@@ -15,11 +15,11 @@
 // the bandwidth of the slowest link on the way: inside a node its own, between nodes all ports of a
 // node together. Latencies are those of NCCL's tuning table (src/graph/tuning.cc).
 //
-// With DDP a bucket is sent when its gradients are ready and hides behind the backward that is
-// left; what ends later is exposed, and never less than Cluster::exposed_share of all of it. The
-// sharded optimizer and fully sharded models expose all of theirs: published runs that differ in
-// the micro-batch alone show a step that is longer by the time of its collectives
-// (scaling_test.cpp). So do the sums of tensor parallelism, which the next layer waits for.
+// With DDP a bucket is sent when its gradients are ready and overlaps the rest of backward; the
+// part after that is exposed, and at least Cluster::exposed_share of it all. The sharded optimizer
+// and fully sharded models expose all of theirs: published runs that differ only in the micro-batch
+// show steps longer by the time of their collectives (scaling_test.cpp). So do the sums of tensor
+// parallelism, which the next layer waits for.
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -37,7 +37,7 @@ namespace lockstep::plan {
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 
 struct Card {
-  std::string name{};              // "H100-80GB"; what the driver says for one that is not known
+  std::string name{};              // "H100-80GB"; for an unknown card the driver's name
   std::uint64_t memory_bytes = 0;  // 0: not known, and not checked
   double flops = 0;                // per second, half type; 0: not known
   double float_flops = 0;          // the same in float, without TF32
@@ -46,7 +46,7 @@ struct Card {
   double pcie = 0;
   bool cpu = false;
   bool bfloat16 = true;  // tensor cores for bfloat16 and TF32: compute capability 8 and later
-  bool peers = true;     // over PCIe one card reads another's memory; otherwise through the host's
+  bool peers = true;     // PCIe peer access between cards; otherwise through the host's memory
   bool fp8 = false;      // tensor cores for 8-bit floats: compute capability 8.9 and later
 };
 
@@ -60,7 +60,7 @@ struct Devices {
 // memory when none is given. A cpu's memory is filled by the caller, who knows the host.
 Devices parse_devices(std::string_view text);
 
-// What the CUDA driver says of one device.
+// One device, as the CUDA driver describes it.
 struct FoundGpu {
   std::string name{};  // "NVIDIA H100 80GB HBM3"
   std::uint64_t memory_bytes = 0;
@@ -70,19 +70,19 @@ struct FoundGpu {
   int capability_minor = 0;
 };
 
-// A CPU with so many cores at a usual rate, which tells ways apart until one of them is measured.
+// A CPU with this many cores at a typical rate, to compare ways until one is measured.
 Card assumed_cpu(Card cpu, int cores);
 
-// With the memory that was found. A card outside the table gets its arithmetic from its
+// The devices, with the memory that was found. An unknown card's arithmetic rate follows from its
 // multiprocessors, clock and compute capability. Of different cards the smallest and slowest count,
-// since every rank waits for the last. UsageError for none; `reason` says why there is none.
+// since every rank waits for the last. UsageError for none, because of `reason`.
 Devices detected_devices(const std::vector<FoundGpu>& found, const std::string& reason = {});
 
 // ---------------------------------------------------------------- links
 
 struct Link {
   std::string name{};
-  double bandwidth = 0;   // bytes per second and direction that a collective reaches
+  double bandwidth = 0;   // attained by a collective, in bytes per second and direction
   double ring_hop_s = 0;  // alpha
   double tree_hop_s = 0;
 };
@@ -92,9 +92,9 @@ struct Cluster {
   Link between{};  // of a whole node; bandwidth 0: there is one node
   int per_node = 8;
   double shared_bandwidth = 0;  // of all ranks of a node that share a bus; 0: they do not
-  int cores = 0;                // physical ones of a node whose ranks compute on it; 0: on GPUs
-  // The part of DDP's communication that backward cannot hide, however long it takes: without peer
-  // access kernels of the GPU write each byte into the host's memory before another one reads it.
+  int cores = 0;                // physical cores of a node whose ranks compute on them; 0: on GPUs
+  // The part of DDP's communication that overlap cannot hide: without peer access, kernels of one
+  // GPU write each byte into the host's memory before another GPU reads it.
   double exposed_share = 0;
   std::string text{};  // what was assumed, for a report
 };
@@ -105,7 +105,7 @@ struct Cluster {
 // port of less than 1 or more than 800 Gbit/s.
 Cluster parse_link(std::string_view text, const Card& card, int per_node);
 
-// What `lockstep doctor` has measured inside a node, in place of what was assumed.
+// A link inside a node as `lockstep doctor` measured it, which replaces the assumption.
 struct MeasuredLink {
   std::string backend{};  // "nccl", "shm"
   int ranks = 0;
@@ -123,7 +123,7 @@ enum class Sharding {
   kGradOp,     // they are gathered in forward and stay whole until backward has used them
 };
 
-// One rank's part of a step.
+// One rank's share of a step.
 struct Work {
   double forward_s = 0;  // of one micro-batch
   double backward_s = 0;
@@ -134,8 +134,8 @@ struct Work {
   Sharding sharding = Sharding::kNone;
   int shard_ranks = 0;  // kFull, kGradOp: divided over so many, copied beyond them; 0: over all
   int stages = 1;       // ranks of a pipeline
-  // Tensor parallel ranks of one stage, and the bytes of each sum over them in a micro-batch; of
-  // each gather and each reduce-scatter where they divide the sequence.
+  // Tensor parallel ranks of one stage, and the bytes of each sum over them in a micro-batch; with
+  // sequence parallelism, of each gather and each reduce-scatter.
   int tensor_ranks = 1;
   std::vector<double> tensor_sums{};
   std::vector<double> tensor_gathers{};

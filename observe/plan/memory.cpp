@@ -37,7 +37,7 @@ bool divides(const MemoryOptions& o) {
   return o.sharding >= Sharding::kFull && (parts_of(o, Sharding::kFull) > 1 || o.offload);
 }
 
-// What one stage holds at every moment.
+// The memory that one stage holds at every moment.
 Memory resident(const Parameters& p, const MemoryOptions& o) {
   Memory memory;
   if (o.offload) {
@@ -53,7 +53,7 @@ Memory resident(const Parameters& p, const MemoryOptions& o) {
   return memory;
 }
 
-// What a fully sharded rank holds beside its share, in bytes.
+// The whole units that a fully sharded rank holds beside its share, in bytes.
 struct WholeUnits {
   WholeUnits(const Parameters& p, std::int64_t layers, const MemoryOptions& o) {
     if (!divides(o)) return;
@@ -152,7 +152,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
              o.fused && !divides(o) ? copies.at_loss : 0,
              std::min(a.one_block, saved) + a.working + added_next,
              added ? divided(floats(p.head), o.stages) : 0),
-      // Where ranks share memory, parameters move to where all of them can write.
+      // If ranks share memory, parameters move to memory that all of them can write.
       moment("the division of the optimizer's state",
              o.shares_memory && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters
                                                                                   : 0,
@@ -189,7 +189,7 @@ double in_flight(const MemoryOptions& o, const Stage& stage, int stages) {
                           static_cast<double>(o.accumulation));
 }
 
-// What belongs to `part` of the state of `whole`. The product would not fit 64 bits.
+// The share of `whole`'s state for `part`. The product would not fit 64 bits.
 std::optional<std::uint64_t> state_of(const MemoryOptions& o, const Parameters& part,
                                       const Parameters& whole) {
   if (!o.state_bytes) return std::nullopt;

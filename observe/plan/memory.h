@@ -1,11 +1,11 @@
-// Bytes per GPU of a training step at its peak, and whether they fit.
+// Estimates the peak memory of a training step per GPU, and whether it fits.
 //
 //   const Memory memory = memory_of(model, {.batch = 8, .half = true, .ranks = 4});
 //   memory.total() <= usable_bytes(card)
 //
-// The peak is one of these moments: the loss (all activations and the logits), the backward of the
-// last block, the end of backward (all gradients), the update. A Memory has the bytes of the
-// largest, part by part; what does not exist at that moment is 0.
+// The peak is at one of these moments: the loss (all activations and the logits), the backward of
+// the last block, the end of backward (all gradients), the update. A Memory has the bytes at the
+// largest of them, part by part; parts that do not exist at that moment are 0.
 //
 // Gradients exist from step to step where they lie in DistributedDataParallel's buckets (several
 // ranks) or are accumulated; otherwise backward makes them as it frees activations. A fully sharded
@@ -42,7 +42,7 @@ struct MemoryOptions {
   bool cpu = false;            // no CUDA, no NCCL
   bool shares_memory = false;  // the ranks that divide something map each other's memory
   bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory
-  // False: what divides the model divides its blocks while it is made (ShardedConstruction).
+  // False: blocks are divided while the model is made (ShardedConstruction).
   bool built_whole = true;
 };
 
@@ -65,11 +65,11 @@ struct Memory {
   std::uint64_t total() const { return allocated() + workspace + context; }
 };
 
-// `options.state_bytes` is of the whole model, where `model` is one of its slices, too.
+// `options.state_bytes` covers the whole model, even if `model` is one of its slices.
 Memory memory_of(const Model& model, const MemoryOptions& options);
 
-// Without what is better left free: a card that is full to the last byte fails at the first longer
-// batch. UINT64_MAX where the memory is not known.
+// The memory without a reserve: a card that is full to the last byte fails at the first longer
+// batch. UINT64_MAX if the memory is not known.
 std::uint64_t usable_bytes(const Card& card);
 bool fits(const Memory& memory, const Card& card);
 

@@ -186,7 +186,7 @@ struct BlockBytes {
   std::int64_t stream = 0;   // the residual stream: what a checkpointed block saves
 };
 
-// A rank's part of what is between layers; the longest one counts.
+// A rank's part of the activations between layers; the longest part counts.
 std::int64_t between_layers(const Model& model, std::int64_t bytes) {
   const std::int64_t parts = model.sequence_parts();
   return (bytes + parts - 1) / parts;
@@ -204,14 +204,14 @@ std::int64_t input_bytes(const Trained& trained, std::string_view layer, std::in
   return middle + (shared ? 0 : h * width);
 }
 
-// What an adapter saves beside its layer's input, in one operation with it.
+// The memory that an adapter saves beside its layer's input, in one operation with it.
 std::int64_t adapter_bytes(const Trained& trained, std::string_view layer, std::int64_t width,
                            std::int64_t h) {
   const std::int64_t rank = trained.rank_of(layer);
   return rank == 0 ? 0 : h * rank + (trained.dropout() > 0 ? width : 0);
 }
 
-// What the parts of a block save and need, in elements of a token.
+// The sizes that the parts of a block save and need, in elements per token.
 struct BlockSizes {
   explicit BlockSizes(const BlockSpec& b, bool rotary)
       : width(b.attention_norm.width), queries(b.attention.queries()) {
@@ -395,7 +395,7 @@ Activations language_activations(const Model& model, const ActivationOptions& op
   all.working = bytes_of(tokens * block.working);
   all.saved = bytes_of(
       tokens * (lm.layers() * (options.checkpointing ? block.stream : block.saved) + embedding));
-  // Nothing before the first adapter has a gradient to compute, so its norm saves no input.
+  // No gradient flows before the first adapter, so the norm there saves no input.
   if (model.lora && !options.checkpointing && lm.layers() > 0)
     all.saved -= bytes_of(tokens * block.stream);
   add_head(model, parameters_of(model), options, all);

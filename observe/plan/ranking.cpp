@@ -110,7 +110,7 @@ void sort_ways(std::vector<Way>& ways) {
   std::rotate(ways.begin(), simplest, simplest + 1);
 }
 
-// All numbers up to 16; of more GPUs the powers of two and the number itself.
+// All numbers up to 16; above, the powers of two and the number itself.
 std::vector<int> counts_of(int gpus) {
   std::vector<int> counts{gpus};
   for (int n = gpus - 1; n >= 1; --n)

@@ -1,12 +1,12 @@
-// Every way to train with the same global batch, the fastest first.
+// Ranks the ways to train with the same global batch, fastest first.
 //
 //   for (const Way& way : rank_ways(training, machine, 4))
 //     print(way.choice.batch, way.step->total_s(), way.settings);
 //
-// A Way is a row of that table: a number of GPUs (some may stay idle), a strategy, a micro-batch
-// with its accumulation, and whether activations are checkpointed and products computed in a half
-// type or in fp8. Among micro-batches within a hundredth of the least time, the file's is taken, or
-// else the smallest, which leaves memory free for a longer batch.
+// A Way has a number of GPUs (some may stay idle), a strategy, a micro-batch with its accumulation,
+// and whether activations are checkpointed and products computed in a half type or in fp8. Among
+// micro-batches within a hundredth of the least time, the file's is taken, or else the smallest,
+// which leaves memory for a longer batch.
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -41,7 +41,7 @@ struct Way : Timed {
 // Ways that fit, on up to `gpus` GPUs. Nothing where the speed is not known.
 std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus);
 
-// What a few steps of a way have shown.
+// The results of a few measured steps of a way.
 struct Measurement {
   Parts parts{};
   std::int64_t batch = 1;
@@ -60,14 +60,14 @@ struct Measurement {
 };
 Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes);
 
-// Puts measurements in place of estimates, scales the other estimates by the median ratio of a
-// measured time to its estimate, and ranks the ways again. Where measured samples were shorter than
-// planned, those of all ways are.
+// Replaces estimates by measurements, scales the other estimates by the median ratio of a measured
+// time to its estimate, and ranks the ways again. If measured samples were shorter than planned,
+// the lengths of all ways are reduced.
 void use_measurements(std::vector<Way>& ways, const Training& training,
                       const std::vector<Measurement>& measurements);
 
-// What elastic_gpu sets: choose() with the fastest micro-batch for so many data-parallel ranks,
-// which may be larger than the file's. On CPUs, and where nothing fits, choose() as it is.
+// The choice of elastic_gpu: choose() with the fastest micro-batch for this many data-parallel
+// ranks, which may exceed the file's. On CPUs, and if nothing fits, choose() unchanged.
 Choice fastest_batch(const Training& training, const Card& card, int ranks);
 
 }  // namespace lockstep::plan

@@ -106,7 +106,7 @@ bool offloads(const Training& t, const Card& card, const Choice& choice) {
          (is_fsdp(choice.strategy) || choice.strategy == Strategy::kSingle);
 }
 
-// What a rank has of it, and between layers.
+// A rank's slice of the model.
 Model part_of(const Model& model, const Choice& choice) {
   Model part = model;
   part.slices = choice.slices;
@@ -144,7 +144,7 @@ Choice best_of(const Training& t, const Card& card, const Parts& parts) {
   return choice;
 }
 
-// What the file says for so many GPUs.
+// The file's own strategy on this many GPUs.
 Parts written_parts(const Training& t, const Card& card, int gpus) {
   if (gpus == 1) return {};
   const Parts split{gpus, Strategy::kSplit};
@@ -182,7 +182,7 @@ class Changes {
   bool fits_together(const State& state) const { return choice(state).fits; }
   std::vector<Change> take() { return std::move(all_); }
 
-  // Not for what saves less than a hundredth, or takes more, as copies of weights can.
+  // Skips changes that save less than a hundredth, or use more, as copies of weights can.
   template <typename Edit>
   void add(std::string text, std::string cost, const Edit& edit) {
     if (enough()) return;
@@ -236,7 +236,7 @@ void add_smaller_batch(const Training& training, int replicas, Changes& all, boo
           });
 }
 
-// Operations of a micro-batch, including what is computed again.
+// Operations of a micro-batch, including recomputation.
 double operations_of(const Training& t, std::int64_t batch) {
   const double again = t.checkpointing ? forward_flops_per_token(t.model) : 0;
   return static_cast<double>(batch * t.model.length) * (flops_per_token(t.model) + again);
@@ -274,7 +274,7 @@ double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
          casts / card.memory_bandwidth - blocks * kCastEnds_s;
 }
 
-// What a card needs for a micro-batch. `fused`: with the fused operations of language models.
+// A card's time for a micro-batch. `fused`: with the fused operations of language models.
 double device_s(const Training& t, const Card& card, std::int64_t batch, bool fused) {
   const double peak = peak_flops(t, card);
   if (std::holds_alternative<models::ResNetConfig>(t.model.config)) {
@@ -307,7 +307,7 @@ double launch_s(const Training& t, const Choice& choice, const Card& card) {
   return blocks * (is_fused(t, card, choice) ? kFusedLaunch_s : kPlainLaunch_s);
 }
 
-// As models::tensor_cuts() refuses it.
+// The conditions under which models::tensor_cuts() divides the model.
 bool divides_layers(const Model& model, int degree) {
   if (model.causal_lm() == nullptr) return false;
   const models::DecoderSpec& spec = model.causal_lm()->spec();

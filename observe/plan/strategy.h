@@ -1,4 +1,4 @@
-// How to train on a number of GPUs: by what fits, with the global batch that was asked for.
+// Chooses how to train on a number of GPUs so that it fits, with the requested global batch.
 //
 //   const Choice choice = choose(training, card, 4);
 //   choice.strategy            // Strategy::kDdp
@@ -25,7 +25,7 @@
 
 namespace lockstep::plan {
 
-// How the replicas of a model share the work.
+// How the replicas or parts of a model are distributed.
 enum class Strategy {
   kSingle,  // there is one replica
   kDdp,
@@ -38,7 +38,7 @@ enum class Strategy {
 // The value of the key `fsdp` in a training file; empty: it is none of these.
 std::string_view fsdp_word(Strategy strategy);
 
-// How many GPUs are used, and how. A replica is divided into stages, and each of these into slices.
+// The GPUs that are used, and for what. A replica is divided into stages, a stage into slices.
 struct Parts {
   int gpus = 1;
   Strategy strategy = Strategy::kSingle;
@@ -55,7 +55,7 @@ struct Parts {
 // "tensor, sequence parallel over 2", "pipeline of 2, tensor over 2, full_shard".
 std::string parts_text(const Parts& parts, bool cpu = false);
 
-// What a training file says, as far as memory and time depend on it.
+// The settings of a training file that affect memory and time.
 struct Training {
   Model model{};
   std::int64_t batch = 8;  // samples per device and micro-batch
@@ -71,7 +71,7 @@ struct Training {
   bool captured = false;           // compile_model: a step is one CUDA graph
   bool sharded_optimizer = false;  // shard_optimizer: true; unset, training shards where it helps
   bool may_shard = true;           // false: shard_optimizer: false
-  // elastic_gpu or auto_find_batch_size: the key that sets a smaller batch. Empty: none does.
+  // The key that allows a smaller batch: elastic_gpu or auto_find_batch_size. Empty: none.
   std::string adapts{};
   std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
   bool device_map = false;                     // the file's: one rank has all GPUs
@@ -80,7 +80,7 @@ struct Training {
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool shares_memory = true;                   // CPU ranks of a node do: their backend is shm
   bool offload = false;                        // with fsdp: as in MemoryOptions
-  bool fixed_checkpointing = false;            // fsdp_config has it, which no plan changes
+  bool fixed_checkpointing = false;            // set in fsdp_config, which no plan changes
   bool built_whole = true;                     // as in MemoryOptions, with fsdp
   bool fp8 = false;                            // beside bf16, the products of the blocks in 8 bits
   bool rowwise = false;                        // of fp8: a scale for each row
@@ -99,31 +99,31 @@ struct Choice : Parts {
   std::int64_t batch = 0;
   std::int64_t accumulation = 0;
   std::int64_t global_batch = 0;
-  bool same_global_batch = true;  // it is what was asked for
+  bool same_global_batch = true;  // it is the requested one
   Memory memory{};
   bool fits = false;
   bool smaller_batch = false;  // the file's micro-batch does not fit
-  bool as_written = false;     // it fits, and training does this without a change to the file
+  bool as_written = false;     // it fits, and training runs it with the file unchanged
 };
 
-// What these parts and this micro-batch need, whether they fit or not. The samples of a replica are
-// a multiple of `batch`.
+// The requirements of these parts and this micro-batch, whether they fit or not. The samples of a
+// replica are a multiple of `batch`.
 Choice make_choice(const Training& training, const Card& card, const Parts& parts,
                    std::int64_t batch);
-// Whether `lockstep train` can train this model with that strategy on so many GPUs.
+// Whether `lockstep train` supports that strategy for this model on this many GPUs.
 bool can_train(const Training& training, const Card& card, const Parts& parts);
-// mixed_precision: fp8 on a card without 8-bit products. A CPU computes the same by other means.
+// Whether fp8 is set but the card lacks 8-bit products. A CPU emulates them.
 bool lacks_fp8(const Training& training, const Card& card);
-// Why `lockstep train` does not take the file on so many GPUs, however much memory they have: the
-// card lacks fp8, the degree of a pipeline does not divide them or is more than the blocks, or
-// replicas cannot share the global batch in the file's micro-batches. Empty: it does.
+// Why `lockstep train` refuses the file on this many GPUs, regardless of memory: the card lacks
+// fp8, the degree of a pipeline does not divide them or exceeds the blocks, or replicas cannot
+// share the global batch in the file's micro-batches. Empty: it accepts the file.
 std::vector<std::string> refusals(const Training& training, const Card& card, const Choice& choice);
 
-// Where nothing fits, the choice is what the file says, with the smallest micro-batch.
+// If nothing fits, returns the file's own strategy with the smallest micro-batch.
 Choice choose(const Training& training, const Card& card, int gpus);
 // The file's own strategy and micro-batch, whether they fit or not.
 Choice as_written(const Training& training, const Card& card, int gpus);
-// Replicas of the model that the file trains on so many GPUs: each needs samples of its own.
+// The replicas that the file trains on this many GPUs: each needs samples of its own.
 int written_copies(const Training& training, const Card& card, int gpus);
 
 struct Change {
@@ -134,25 +134,25 @@ struct Change {
   bool alone_fits = false;
   bool together_fits = false;
 };
-// What makes the file's own choice smaller, cheapest first: smaller micro-batches where they
-// suffice, a sharded optimizer, sequence parallelism of slices, gradient checkpointing, then
-// smaller micro-batches, fsdp, bf16, LoRA, a device map. Ends with the first that fits together
-// with those before it.
+// The changes that reduce the memory of the file's own choice, cheapest first: smaller
+// micro-batches if they suffice, a sharded optimizer, sequence parallelism of slices, gradient
+// checkpointing, then smaller micro-batches, fsdp, bf16, LoRA, a device map. Ends with the first
+// that fits together with those before it.
 std::vector<Change> changes(const Training& training, const Card& card, int gpus);
 
-// How fast a card computes.
+// A card's computing speed.
 struct Speed {
   std::optional<double> utilisation{};        // of the card's peak (MFU); unset: as docs/plan.md
   std::optional<double> tokens_per_second{};  // measured on one GPU; wins
 };
 
-// Operations per second of the card in the training's type. One without bfloat16 (or TF32) computes
-// it at the rate of float. 0: not known.
+// The card's peak operations per second in the training's type. A card without bfloat16 (or TF32)
+// computes it at the rate of float. 0: not known.
 double peak_flops(const Training& training, const Card& card);
-// The part of the peak that the file's micro-batch reaches once it is launched (docs/plan.md).
+// The fraction of the peak that the file's micro-batch reaches once launched (docs/plan.md).
 double utilisation_of(const Training& training, const Card& card);
 
-// One rank's part of a step; nothing where neither the card's arithmetic nor a measurement is
+// One rank's share of a step; nothing if neither the card's arithmetic rate nor a measurement is
 // known.
 std::optional<Work> work_of(const Training& training, const Choice& choice, const Card& card,
                             const Speed& speed);
@@ -163,7 +163,7 @@ struct Machine {
   Speed speed{};
 };
 
-// What is chosen for a number of GPUs, and how long its step takes where it fits and that is known.
+// The choice for a number of GPUs, with its step time if it fits and the time is known.
 struct Timed {
   Choice choice{};
   std::optional<StepTime> step{};
@@ -178,14 +178,14 @@ struct ScalePoint {
   double tokens_per_second = 0;
   double efficiency = 0;  // tokens per second and GPU, over those of one GPU
 };
-// A global batch that was asked for is held, and each GPU's part of it shrinks; with more GPUs than
-// samples each has one, and the batch grows. Without one every GPU has the same work. Nothing where
-// the speed is not known.
+// A requested global batch is kept, so each GPU's share shrinks; with more GPUs than samples each
+// has one, and the batch grows. Otherwise every GPU has constant work. Nothing if the speed is not
+// known.
 std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
                               const std::vector<int>& gpus);
-// The most GPUs, a power of two, that a search goes to: each has a sample of the global batch.
+// The upper bound of the search, a power of two: each GPU has a sample of the global batch.
 int most_gpus(const Training& training);
-// The smallest power of two that fits and at which the efficiency is below `floor`; 0: none up to
+// The smallest power of two that fits and whose efficiency is below `floor`; 0: none up to
 // most_gpus().
 int stops_at(const Training& training, const Machine& machine, double floor);
 

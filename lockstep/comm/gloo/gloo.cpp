@@ -36,7 +36,7 @@ using c10d_calls::C10dWork;
 // of a world there would make that thread join itself.
 thread_local bool on_worker_thread = false;
 
-// Our deadlines are the ones users see; gloo's own only ends what nobody waits for any more.
+// Users see our deadlines; gloo's own only ends operations that no thread waits for any more.
 constexpr std::chrono::milliseconds kMargin{10'000};
 
 // gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
@@ -128,8 +128,8 @@ class GlooBackend : public C10dBackend {
         group_(connect(options)),
         pending_(std::make_shared<std::atomic<int>>(0)) {}
 
-  // Never waits for a peer: a group with operations under way has threads that block in them, so it
-  // is left behind on purpose (the process is on its way out or the world was abandoned).
+  // Never waits for a peer: a group with pending operations has threads that block in them, so it
+  // is leaked on purpose (the process is about to exit, or the world was abandoned).
   ~GlooBackend() override {
     if (on_worker_thread) {
       leave_behind(std::move(group_), std::move(waiters_));

@@ -175,8 +175,8 @@ class StreamOperation : public DeviceOperation {
   const std::function<void()> request_progress_;
 };
 
-// Polls the operations that nobody waits for on the host: without it a rank that only enqueues
-// would hang in its next device synchronisation instead of getting our TimeoutError.
+// Polls operations that the host does not wait for: otherwise a rank that only enqueues would hang
+// in its next device synchronisation instead of getting our TimeoutError.
 class Watcher {
  public:
   Watcher() : shared_(std::make_shared<Shared>()), thread_([shared = shared_] { run(*shared); }) {}

@@ -1,5 +1,5 @@
 // The nccl backend: CUDA tensors between GPUs. Compiled when the build has CUDA; otherwise
-// unavailable.cpp stands in. Neither is linked to CUDA: the code that is lies in a plug-in.
+// unavailable.cpp stands in. Neither links CUDA; only the plug-in (nccl/plugin.h) does.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,7 +17,7 @@ struct Options {
   int rank = 0;
   int size = 1;
   c10::Device device{c10::kCUDA, 0};
-  // Not empty where ranks share GPUs: the host id that NCCL gets for this rank.
+  // Set only where ranks share GPUs: the host id to report to NCCL for this rank.
   std::string shared_host_id = {};
 };
 

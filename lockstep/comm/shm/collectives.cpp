@@ -142,7 +142,7 @@ void AllReduce::copy_in(const Group& group, int parity) {
   }
 }
 
-// What goes into our own buffer goes into that of the next round, which nobody reads any more.
+// Our own sum goes into the next round's buffer, which no rank reads any more.
 Collective::Next AllReduce::take_chunk(const Group& group, int parity) {
   const int own = group.rank();
   const std::size_t end = chunks(group);

@@ -1,4 +1,4 @@
-// The collectives, each as what a rank writes and reads in a round.
+// The collectives of the shm engine: what a rank writes and reads in each round.
 //
 // Those that only move bytes go in chunks, one round each. A reduction of more than a few bytes is
 // divided: every rank sums one slice of each chunk. An array in symmetric memory needs no chunks
@@ -51,7 +51,7 @@ class AllReduce final : public Collective {
 
  private:
   enum class Stage { kAll, kAgree, kChunks, kSymmetric, kEnd };
-  // What one rank sums: where it begins in the array, and where in the ranks' buffers.
+  // The slice that one rank sums: its offsets in the array and in the ranks' buffers.
   struct Slice {
     std::size_t at;
     std::size_t bytes;
@@ -64,7 +64,7 @@ class AllReduce final : public Collective {
   };
 
   Slice slice(const Group& group, std::size_t chunk, int rank) const;
-  bool wanted(const Group& group) const;  // by this rank
+  bool wanted(const Group& group) const;  // whether this rank receives the result
   std::size_t chunks(const Group& group) const;
   void copy_in(const Group& group, int parity);  // the first chunk
   void sum_all(const Group& group, int parity);
@@ -77,7 +77,7 @@ class AllReduce final : public Collective {
   const std::size_t bytes_;
   SymmetricBlocks::Location location_;
   Stage stage_ = Stage::kAll;
-  std::size_t chunk_ = 0;     // the one that is summed
+  std::size_t chunk_ = 0;     // the chunk being summed
   std::vector<Copy> copies_;  // beside the sum: sums of the chunk before it, slices of the next
   std::size_t at_ = 0;        // position in this rank's slice of a symmetric array
 };
@@ -106,7 +106,7 @@ class AllGather final : public Collective {
   std::size_t at_ = 0;
 };
 
-// Arrays of different sizes, which all know after the first round.
+// Gathers arrays of different sizes, which the ranks exchange in the first round.
 class AllGatherV final : public Collective {
  public:
   using Outputs = std::vector<std::vector<std::byte>>;
@@ -141,8 +141,8 @@ class ReduceScatter final : public Collective {
   std::size_t at_ = 0;
 };
 
-// Everything where the sizes may differ: gather, scatter, all-to-all. A rank's buffer is divided
-// equally among the ranks it has something for; all know all sizes after the first round.
+// Collectives whose sizes may differ between ranks: gather, scatter, all-to-all. A rank's buffer is
+// divided equally among the ranks it sends to; all sizes are known after the first round.
 class Exchange final : public Collective {
  public:
   struct Call {

@@ -208,7 +208,7 @@ TicketPtr Engine::recv(void* data, std::size_t bytes, int peer, const StartOptio
 Probe Engine::probe(int peer) const {
   const Group& group = core_->group();
   check_peer(group, peer);
-  // The state first: what a rank has written before it closed is there when it says so.
+  // Read the state first: everything written before a rank closed is then visible.
   const View& theirs = group.view(peer);
   const State state = theirs.header->state.load();
   pollfd ended{group.peers()[static_cast<std::size_t>(peer)].pidfd.get(), POLLIN, 0};

@@ -43,7 +43,7 @@ enum class Probe : std::uint8_t {
 
 class Engine;
 class EngineCore;
-// Exactly one of the two is there, and it is the same one on all ranks.
+// Exactly one of the two members is set, and it is the same one on all ranks.
 struct EngineResult {
   std::unique_ptr<Engine> engine;
   std::string unavailable_reason;  // a sentence: the ranks cannot share memory
@@ -51,8 +51,8 @@ struct EngineResult {
 
 class Engine {
  public:
-  // Collective. Throws what the store throws, CommError when a rank's process ends meanwhile, and
-  // UsageError for a place or options that make no sense; what else goes wrong is reported in
+  // Collective. Throws the store's exceptions, CommError when a rank's process ends meanwhile, and
+  // UsageError for an invalid place or options; any other failure is reported in
   // unavailable_reason.
   static EngineResult make(KeyValueStore& kv, const RankAndSize& place,
                            const EngineOptions& options, const Deadline& deadline);
@@ -87,24 +87,24 @@ class Engine {
   TicketPtr all_to_all(std::vector<Part> outputs, std::vector<ConstPart> inputs,
                        const StartOptions& options = {});
   TicketPtr barrier(const StartOptions& options = {});
-  // The barrier at the end of a program, which no other operation matches.
+  // The final barrier of a program, which matches no other operation.
   TicketPtr finish(const StartOptions& options = {});
 
   // Messages between two ranks arrive in the order of the calls, independently of collectives. A
   // send is done when its bytes have left the array, which may be before the other rank has asked.
   TicketPtr send(const void* data, std::size_t bytes, int peer, const StartOptions& options = {});
   TicketPtr recv(void* data, std::size_t bytes, int peer, const StartOptions& options = {});
-  // What that rank has sent beyond the receives that have been started: lets a caller that would
-  // take a message from anyone see whom to ask. Any thread; never waits.
+  // Whether that rank has sent a message for which no receive was started, so that a receive from
+  // any source can choose its peer. Any thread; never waits.
   Probe probe(int peer) const;
 
   // Collective and blocking. Throws UsageError on every rank when one of them lacks the memory
   // (the engine stays usable), CommError or TimeoutError when a peer is gone.
   std::shared_ptr<SymmetricBlock> symmetric(std::size_t bytes, const Deadline& deadline);
 
-  // Breaks the engine on this rank and, as soon as they look, on its peers.
+  // Breaks the engine on this rank and, at their next check, on its peers.
   void abort(const std::string& cause, int culprit = -1) noexcept;
-  // The first cause; empty while all is well.
+  // The first cause; empty unless the engine is broken.
   std::string failure() const;
 
  private:

@@ -103,8 +103,8 @@ void EngineCore::close() noexcept {
     thread_.join();
 }
 
-// A thread that waits may be in the middle of an array, its own or one that nobody else remembers.
-// Arrays are free once the engine is closed, so it has to be gone by then.
+// A driving thread may be in the middle of an array, its own or another operation's. Arrays are
+// free once the engine is closed, so the thread must have stopped by then.
 void EngineCore::stop_driving() noexcept {
   std::unique_lock lock(mutex_);
   waiters_.fetch_add(1);
@@ -198,8 +198,8 @@ void EngineCore::wait(Ticket& ticket, const Deadline& deadline) {
   }
   waiters_.fetch_sub(1);
   if (waiters_.load() > 0) return;
-  // Where another thread drives now, it calls the engine's own thread if work is left when it
-  // stops.
+  // If another thread drives now, it wakes the engine's own thread when it stops with work
+  // left.
   if ((driven_ || has_work()) && policy_->takes_over())
     wake_thread();
   else if (progress_wanted_)
@@ -405,8 +405,8 @@ void EngineCore::look_when_due(const Task& task) {
   if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
 }
 
-// What a rank did before it ended counts, and is all visible once the end is known. It does no
-// more, so this terminates whatever the others keep sending.
+// Operations that a rank completed before it ended count, and all are visible once the end is
+// known. It starts no more, so this terminates even if other ranks keep sending.
 void EngineCore::finish_what_peers_left() {
   if (messages_.pending() > 0) messages_.pump(completions_);
   while (!failure_.broken() && !queue_.empty() && step_head()) {

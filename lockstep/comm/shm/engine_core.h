@@ -1,5 +1,5 @@
-// The inside of an Engine: the queue of operations, who carries them out, and what happens when one
-// cannot be finished.
+// The implementation of Engine: the queue of operations, the thread that executes them, and the
+// handling of operations that cannot finish.
 //
 // One thread at a time is the driver. It does everything that touches shared memory: it steps the
 // collective at the head of the queue, moves messages, sleeps on this rank's bell, and looks after
@@ -31,7 +31,7 @@ class EngineCore final : public Executor,
                          private ProgressHost,
                          public std::enable_shared_from_this<EngineCore> {
  public:
-  // `policy`: null for the adaptive one.
+  // `policy`: null for the adaptive policy.
   EngineCore(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers,
              PolicyFactory policy = nullptr);
 
@@ -104,7 +104,7 @@ class EngineCore final : public Executor,
 
   Group group_;
   FailureRecord failure_;
-  const unsigned forks_;  // when it was made
+  const unsigned forks_;  // the process's fork count at construction
   const std::unique_ptr<ProgressPolicy> policy_;
 
   std::mutex mutex_;
@@ -129,7 +129,7 @@ class EngineCore final : public Executor,
   std::uint64_t sequence_ = 0;  // the last collective put into the queue
   Completions completions_;
   unsigned pauses_ = 0;
-  Deadline::Clock::time_point looked_{};  // when the peers were last looked after
+  Deadline::Clock::time_point looked_{};  // when the peers were last checked
 };
 
 }  // namespace lockstep::shm

@@ -1,4 +1,4 @@
-// What callers give to the engine and get from it: options, arrays, tickets and symmetric memory.
+// The types of Engine's interface: options, arrays, tickets and symmetric memory.
 //
 //   TicketPtr ticket = engine->all_reduce(data, count, DType::kF32, Op::kSum);
 //   ticket->wait(Deadline::after(std::chrono::seconds(30)));
@@ -49,15 +49,15 @@ struct ConstPart {
   std::size_t bytes = 0;
 };
 
-// Memory of the same size on every rank, each rank's part mapped by all. The owner is whoever holds
-// the pointer; freeing it is local. Its memory is zero at first.
+// Memory of the same size on every rank, each rank's part mapped by all and zeroed at first.
+// Whoever holds the pointer owns it; freeing it is local.
 class SymmetricBlock {
  public:
   virtual ~SymmetricBlock() = default;
   std::byte* data() const { return peer(rank_); }
   std::size_t bytes() const { return bytes_; }
-  // Where this process sees that rank's part. The caller decides who may touch it when; a barrier
-  // orders accesses.
+  // That rank's part, as mapped in this process. The caller decides who may access it when; a
+  // barrier orders accesses.
   std::byte* peer(int rank) const { return bases_.at(static_cast<std::size_t>(rank)); }
 
  protected:
@@ -69,18 +69,18 @@ class SymmetricBlock {
 
 class Ticket;
 
-// What a ticket needs of the engine that carries it out. Any thread may call any function.
+// The functions of the engine that a ticket calls, from any thread.
 class Executor {
  public:
   virtual ~Executor() = default;
   // Returns when the ticket is done.
   virtual void wait(Ticket& ticket, const Deadline& deadline) = 0;
-  // Does what can be done at once, and has the rest done.
+  // Does what can be done without waiting, and schedules the rest.
   virtual bool poll(Ticket& ticket) = 0;
-  // Someone needs the end of an operation but does not wait for it.
+  // Called when an operation must finish although no thread waits for it.
   virtual void request_progress() = 0;
-  // In a child forked off the process that made the engine, everything belongs to the parent: the
-  // rank, the thread, and perhaps a lock. Nothing may be touched there.
+  // True in a child forked off the process that made the engine. The rank, the thread and perhaps a
+  // held lock belong to the parent, so the child must not touch the engine.
   virtual bool inherited() const = 0;
 };
 
@@ -124,7 +124,7 @@ class Ticket {
   friend class Completions;
   friend class EngineCore;
 
-  std::shared_ptr<Executor> executor_;  // from its start
+  std::shared_ptr<Executor> executor_;  // set when the operation starts
   const Deadline deadline_;
   std::atomic<bool> done_{false};
   std::mutex mutex_;  // the two below, until it is done

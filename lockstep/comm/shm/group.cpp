@@ -45,7 +45,7 @@ void Group::wake_peer(int rank) const {
   Header& header = *view(rank).header;
   std::uint32_t code = header.waiting_for.load();
   if (code != kAnyone && code != static_cast<std::uint32_t>(info_.rank) + 1) return;
-  // Where several ranks post at once, one of them is enough to wake it.
+  // If several ranks post at once, one wake-up is enough.
   if (header.waiting_for.compare_exchange_strong(code, 0)) ring(header);
 }
 

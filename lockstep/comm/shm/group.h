@@ -30,7 +30,7 @@ namespace lockstep::shm {
 
 inline constexpr std::chrono::milliseconds kLongestSleep{20};
 
-// All that an operation needs of the engine. Nothing in it changes but the registry of symmetric
+// The part of the engine that operations use. It is immutable except for the registry of symmetric
 // blocks.
 class Group {
  public:
@@ -43,15 +43,15 @@ class Group {
   const RankAndSize& info() const { return info_; }
   const Layout& layout() const { return layout_; }
   const std::vector<Peer>& peers() const { return peers_; }
-  // Where this process sees that rank's segment.
+  // That rank's segment, as mapped in this process.
   const View& view(int rank) const { return views_[static_cast<std::size_t>(rank)]; }
   const View& own() const { return view(info_.rank); }
   SymmetricBlocks& blocks() { return blocks_; }
   const SymmetricBlocks& blocks() const { return blocks_; }
 
-  // After a write that this rank may wait for.
+  // Wakes that rank after a write that it may be waiting for.
   void wake_peer(int rank) const;
-  // Whatever they wait for. Also wakes this rank, from another of its threads.
+  // Both wake whatever the rank waits for; wake_self() is called by its other threads.
   void wake_self() const;
   void wake_all() const;
   // `still` is asked after `code` has been published as what this rank waits for; if it returns
@@ -66,21 +66,21 @@ class Group {
   SymmetricBlocks blocks_;
 };
 
-// What to try where ranks do not call the same.
+// Advice for ranks that have called different operations.
 inline constexpr const char* kUnevenCalls =
     "A rank may have fewer batches than the others (give every rank the same number, or train "
     "inside model.join()), or a call may be inside `if (rank == 0)` (move it out).";
 
-// What to try where a rank has ended, or has nothing more to do, and others wait for it.
+// Advice for when others wait for a rank that has ended or has nothing more to do.
 inline constexpr const char* kUnevenInputs =
     "If a rank has fewer batches than the others, give every rank the same number, or train inside "
     "model.join().";
 
-// What to try where one rank saves a checkpoint and another does something else.
+// Advice for when one rank saves a checkpoint and another does something else.
 inline constexpr const char* kUnevenSaves =
     "Every rank must call save_checkpoint(), which is collective: take it out of `if (rank == 0)`.";
 
-// Why an engine is broken. Thrown only by what the driver does.
+// Why an engine is broken. Thrown only by code that the driver runs.
 struct EngineFailure {
   bool timeout = false;
   bool disagreement = false;  // between ranks that are all alive

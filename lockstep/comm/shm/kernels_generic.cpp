@@ -1,4 +1,4 @@
-// Architectures without code of their own: whatever the compiler makes of its vector types.
+// For architectures without code of their own: the compiler's translation of vector types.
 #include "lockstep/comm/shm/vector_sum.h"
 
 namespace lockstep::shm {

@@ -1,4 +1,4 @@
-// What lies where in a rank's control segment. Every rank has one and maps everybody's.
+// The layout of a rank's control segment. Every rank has one and maps those of all ranks.
 //
 //   header | buffer 0 | buffer 1 | ring to rank 0 | ring to rank 1 | ...
 //
@@ -38,8 +38,8 @@ enum class Kind : std::uint8_t {
 };
 const char* name(Kind kind);
 
-// What a rank has called. Everything up to `op` must be equal on all ranks; where the array lies
-// (block 0: in private memory) decides which way it goes.
+// The operation that a rank has called. Everything up to `op` must be equal on all ranks; the block
+// that holds the array (0: private memory) decides between the algorithms.
 struct Descriptor {
   std::uint64_t sequence = 0;
   std::uint64_t bytes = 0;
@@ -83,8 +83,8 @@ struct Trouble {
   char text[1024] = {};
 };
 
-// How a segment is divided. Two sizes that differ can make up the same sum, so all are compared; a
-// build whose operations write other things there increments kVersion.
+// The sizes that determine a segment's layout. All are compared, because different sizes can have
+// the same sum. Increment kVersion when operations change what they write there.
 struct Form {
   static constexpr std::uint64_t kVersion = 4;
   std::uint64_t version = kVersion;

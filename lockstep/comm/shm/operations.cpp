@@ -127,8 +127,8 @@ bool Rounds::any_has_finished(const Descriptor& own) const {
 
 namespace {
 
-// Lengths stand at multiples of this, so that one never wraps around the ring's end; a message is
-// padded to the next multiple.
+// Lengths are stored at multiples of this, so that one never wraps around the ring's end; a message
+// is padded to the next multiple.
 constexpr std::uint64_t kUnit = 16;
 
 // Bytes are shown to the other side in pieces, so that both sides copy at the same time.

@@ -1,5 +1,5 @@
-// The two kinds of operation, and what carries them out: a collective is a sequence of rounds
-// (engine.h), a message goes through a ring of bytes. For the thread that drives the engine.
+// The two kinds of operation and their execution: a collective is a sequence of rounds (engine.h),
+// a message goes through a ring of bytes. For the thread that drives the engine.
 //
 //   if (rounds.step(*queue.front()) == Rounds::Step::kDone) queue.pop_front();
 //   messages.pump(completions);
@@ -25,7 +25,7 @@ class Collective : public Ticket {
   enum class Next { kDone, kRound, kAgain };  // kAgain: call take() again, there is more to do
 
   Descriptor what;
-  bool quick = false;  // cheap enough to be stepped by a thread that has not come to wait
+  bool quick = false;  // cheap enough to be stepped by a thread that does not wait for it
   // The first round is the last one on every rank, so a rank that has posted it may turn to
   // something else. Depends only on what all ranks know: `what` and the layout.
   bool one_round = false;
@@ -102,11 +102,11 @@ class Messages {
 
   void add(const std::shared_ptr<Message>& message);
   int pending() const { return pending_; }
-  // Moves what can be moved, at most about a ring's worth each way with each rank: while the other
-  // side works too, a pass would otherwise last as long as the message, and others must have their
-  // turn. One call takes everything that a rank which does no more has left behind. Finishes
-  // messages. True when anything moved. Throws CommError when sender and receiver disagree on the
-  // length.
+  // Moves what can be moved, at most about a ring's worth in each direction per rank: while the
+  // other side works too, a pass would otherwise last as long as the message and starve the others.
+  // One call takes everything that a rank which does nothing more has left behind. Completes
+  // finished messages. True when anything moved. Throws CommError when sender and receiver disagree
+  // on the length.
   bool pump(Completions& completions);
   // The oldest message with that rank, or null.
   const Message* with(int rank) const;

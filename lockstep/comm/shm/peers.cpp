@@ -25,8 +25,8 @@
 namespace lockstep::shm {
 namespace {
 
-// All connections stand when the handshake begins, so it is a matter of milliseconds; a rank that
-// is not heard from in this time is lost, not slow.
+// All connections exist when the handshake begins, so it takes milliseconds; a rank that does not
+// answer in this time is lost, not slow.
 constexpr std::chrono::seconds kHandshakeLimit{20};
 constexpr std::chrono::milliseconds kSlice{20};
 // How long one look at the store takes before a rank checks whether the others are still alive.
@@ -61,7 +61,7 @@ std::string first_line_of(const char* path) {
   return text.substr(0, text.find('\n'));
 }
 
-// What a rank writes in the store: who and where it is, or why it cannot take part.
+// A rank's entry in the store: its identity and address, or why it cannot take part.
 struct PeerInfo {
   std::string trouble;
   std::string boot_id;
@@ -169,7 +169,7 @@ class Watch {
   std::vector<Watched> watched_;
 };
 
-// What the ranks need to agree on something.
+// The connections and limits with which ranks reach an agreement.
 struct Agreement {
   KeyValueStore& kv;
   const RankAndSize place;
@@ -186,7 +186,7 @@ std::optional<std::string> look(KeyValueStore& kv, const std::string& key,
   }
 }
 
-// What the store holds under `key`, or a rank that has ended without writing `owed(rank)`.
+// The store's value of `key`, or a rank that ended without writing `owed(rank)`.
 struct Found {
   std::string text;
   std::optional<EndedRank> gone;
@@ -270,8 +270,8 @@ class SegmentHandshake {
         pidfd_(std::move(pidfd)),
         peers_(static_cast<std::size_t>(place.size)) {}
 
-  // All throw when anything is not as it should be. A connection is made without the other's help,
-  // so who cannot be reached is known before anyone waits for it.
+  // Any failure throws on all ranks. Connecting does not need the other side's help, so unreachable
+  // ranks are known before any rank waits for them.
   void connect(const std::vector<PeerInfo>& infos) {
     for (int rank = 0; rank < place_.rank; ++rank)
       peers_[static_cast<std::size_t>(rank)].socket =
@@ -349,7 +349,7 @@ struct OwnDescriptors {
   Fd pidfd;
 };
 
-// What this rank brings to the rendezvous; what fails is reported in the info.
+// Prepares this rank's entry for the rendezvous; failures are reported in the entry.
 PeerInfo prepare(const RankAndSize& place, std::size_t segment_bytes, OwnDescriptors* own) {
   PeerInfo info;
   try {

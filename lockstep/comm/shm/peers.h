@@ -1,5 +1,5 @@
-// How the ranks of a world that are on one host connect to each other, to share memory, and how
-// they make symmetric blocks together.
+// Connects the ranks of one host to each other so that they can share memory, and creates their
+// symmetric blocks.
 //
 // Every rank listens on a random abstract socket and writes its name in a store that all can read
 // (the world's store). Each pair connects once, checks that the other end belongs to the same user,
@@ -9,9 +9,9 @@
 //   PeersResult result = connect_peers(kv, place, {bytes, make_segment}, deadline);
 //   if (!result.unavailable_reason.empty()) use_gloo();
 //
-// Whatever stops one rank (another host, another user, no memory) must stop all of them
-// identically, so every rank's outcome goes over the store and rank 0's outcome is everybody's. A
-// process that ends meanwhile says nothing, so rank 0 watches all of them, and all watch rank 0.
+// Whatever stops one rank (another host, another user, no memory) must stop all identically, so
+// ranks report outcomes over the store and adopt rank 0's. A process that ends meanwhile reports
+// nothing, so rank 0 watches all processes, and all watch rank 0.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ struct RankAndSize {
   int size = 1;
 };
 
-// The other end of one pair; everything is empty at this rank's own index.
+// This rank's connection to one peer; at its own index only `groups` is set.
 struct Peer {
   Fd socket;  // SOCK_SEQPACKET, non-blocking, for later exchanges of descriptors
   Fd pidfd;   // readable once that process has ended
@@ -48,7 +48,7 @@ struct Peer {
   std::string groups;                // its control groups (core/host.h); also set for this rank
 };
 
-// A rank's control segment: how large, the same on all ranks, and how it is made.
+// A rank's control segment: its size, equal on all ranks, and the function that creates it.
 struct ControlSegment {
   std::size_t bytes = 0;
   std::function<std::shared_ptr<Segment>()> make;
@@ -90,7 +90,7 @@ class MappedBlock final : public SymmetricBlock {
   const std::vector<std::shared_ptr<Segment>> segments_;
 };
 
-// Which block an address lies in. Safe from any thread.
+// Finds the symmetric block that contains an address. Safe from any thread.
 class SymmetricBlocks {
  public:
   struct Location {
@@ -110,8 +110,8 @@ class SymmetricBlocks {
 // Why it is useless to wait longer for that rank; null while it may still answer.
 using PeerFailureCheck = std::function<std::exception_ptr(int awaited)>;
 
-// The ranks that make a block together: who this one is, its ends of the pairs' sockets, and what
-// keeps another from answering.
+// The ranks that make a block together: this rank's place, its socket to each peer, and a check
+// whether a peer can still answer.
 struct BlockMakers {
   const RankAndSize& info;
   const std::vector<Peer>& peers;

@@ -57,8 +57,8 @@ std::uint16_t to_bfloat(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// How a type lies in memory, and which type it is summed in. Integers are summed as unsigned, where
-// overflow wraps around instead of being undefined.
+// The representation of a type in memory, and the type of its sums. Integers are summed as
+// unsigned, where overflow wraps around instead of being undefined.
 template <typename T>
 struct Number {
   using Stored = T;

@@ -14,9 +14,9 @@ using Clock = std::chrono::steady_clock;
 // ---------------------------------------------------------------- the driver
 
 // A wake-up through the kernel costs about as much as ten small operations, so it must stay the
-// exception. Offering the core costs little when nobody wants it, and is what helps when the rank
-// that is waited for has no core. But an unrelated process that computes takes it for milliseconds,
-// and a sleeping rank would be woken sooner: after such a loss the next waits go to sleep at once.
+// exception. Yielding the core costs little if no other process wants it, and helps if the awaited
+// rank has no core. But an unrelated computing process takes it for milliseconds, and a sleeping
+// rank would be woken sooner: after such a loss the next waits sleep at once.
 constexpr std::chrono::microseconds kAlone{10};      // before the core is offered
 constexpr std::chrono::microseconds kAwakeFor{100};  // before sleep
 constexpr std::chrono::microseconds kLost{500};      // another process took the core
@@ -122,7 +122,7 @@ class AdaptivePolicy final : public ProgressPolicy {
     prompt_waits_ = prompt ? std::min(prompt_waits_ + 1, kPromptWaits) : 0;
   }
 
-  // What was left to its caller, who then waited for something else, falls to the thread.
+  // Work that was left to its caller, who then waited for something else, moves to the thread.
   bool takes_over() override {
     if (unwaited_.load() == nullptr) return false;
     unwaited_.store(nullptr);

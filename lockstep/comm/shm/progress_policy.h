@@ -1,6 +1,6 @@
-// Every decision about waiting: how the thread that drives the engine passes the time until a peer
-// has posted, when it sleeps, and when the engine's own thread is woken for work that nobody waits
-// for.
+// Every decision about waiting: how the driving thread passes the time until a peer has
+// posted, when it sleeps, and when the engine's own thread is woken for work that no thread
+// waits for.
 //
 // No result depends on it: a policy that always yields or always sleeps passes the same tests
 // (worlds_for_test.h). It decides how long an operation takes, and how much of the cores others
@@ -24,7 +24,7 @@
 
 namespace lockstep::shm {
 
-// What a policy sees of the engine, and can do with its thread. With the engine's mutex held.
+// The engine as its policy sees it. Called with the engine's mutex held.
 class ProgressHost {
  public:
   virtual bool driven() const = 0;       // a thread drives
@@ -45,22 +45,22 @@ class ProgressPolicy {
  public:
   virtual ~ProgressPolicy() = default;
 
-  // The driver, without a lock. A step did something:
+  // Called by the driver, without a lock, after a step that made progress:
   virtual void progressed() = 0;
-  // No step could do anything: passes a moment. True when it is time to sleep. `round` is the one
-  // that has been posted and is waited for; 0: none is, there are only messages.
+  // Called when no step can make progress: passes a moment. True when the driver should sleep.
+  // `round` is the posted round that is awaited; 0: none is, there are only messages.
   virtual bool pause(std::uint64_t round) = 0;
-  // The most steps of a thread that has not come to wait.
+  // How many steps a thread may execute when it has not come to wait.
   int steps_in_passing = 8;
   // The driver stops to run callbacks when so many are pending, and whenever it has nothing to do.
   std::size_t callbacks_at_once = 1;
 
-  // The engine's thread, with the engine's mutex held. An operation has been started that needs
-  // more work, and nobody has promised to wait for it:
+  // Called on a thread with the engine's mutex held. An operation was started that needs more work,
+  // and no caller has promised to wait for it:
   virtual void started(const Ticket& ticket, ProgressHost& host) = 0;
-  // Nobody waits any more, and there is work left. True: the thread is to be woken for it.
+  // No thread waits any more, but work is left. True: wake the engine's thread for it.
   virtual bool takes_over() = 0;
-  // The thread has nothing to do. Returns when it may have, at any time.
+  // The engine's thread has nothing to do. Returns when it may have work, at any time.
   virtual void park_thread(std::unique_lock<std::mutex>& lock, ProgressHost& host) = 0;
 
   // Someone has come to wait for the ticket, done or not. Any thread; `mutex` is the engine's,

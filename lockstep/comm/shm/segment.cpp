@@ -30,7 +30,7 @@ constexpr int kCollapse = 25;  // Linux 6.1
 constexpr int kCollapse = MADV_COLLAPSE;
 #endif
 
-// Where this process has mapped what. Never destroyed: segments may outlive static objects.
+// This process's mappings. Never destroyed: segments may outlive static objects.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<unsigned long long, unsigned long long>, std::weak_ptr<Segment>> segments;

@@ -233,12 +233,12 @@ class ShmBackend : public Backend {
   }
 
   void follow(const State& state, Tickets tickets, Memory memory) {
-    // Where all others were there before, it has ended already.
+    // If all other ranks had arrived before, the operation has ended already.
     if (all_done(tickets)) return state->complete(first_error(tickets));
     auto operation = std::make_unique<Operation>(std::move(tickets), std::move(memory));
     Operation& started = *operation;
     state->attach(std::move(operation));
-    // If a last step remains (copying back), somebody must take it even if nobody waits.
+    // If a last step remains (copying back), it must run even if no thread waits.
     if (state->has_finish()) started.request_progress([state] { state->poll(); });
   }
 

@@ -1,4 +1,4 @@
-// Which of the engine's types a tensor has; for adaptors that know tensors.
+// Maps torch's scalar types to the engine's element types, for the backend that has tensors.
 //
 //   if (const auto dtype = shm::dtype_of(tensor.scalar_type()))
 //     engine.all_reduce(data, count, *dtype, op);

@@ -1,5 +1,5 @@
-// How numbers lie in memory and in the processor's vectors: the part of vector_sum.h that knows the
-// instruction set. The same rule holds here: everything is local to the file that includes it.
+// Loads and stores of each number format: the part of vector_sum.h that depends on the instruction
+// set. As there, everything is local to the file that includes it.
 //
 //   Floats value;
 //   Bfloat16::load(from, &value);
@@ -61,8 +61,8 @@ struct Bfloat16 {
   }
 };
 
-// Stores past the caches, where the processor can. A line that another processor holds is then
-// taken from it with one message instead of being fetched first.
+// Stores that bypass the caches, where the processor has them. A cache line that another processor
+// holds is then invalidated with one message instead of being fetched first.
 [[gnu::always_inline]] inline void store_away(const Floats& from, std::byte* to) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(reinterpret_cast<float*>(to), from);
@@ -75,7 +75,7 @@ struct Bfloat16 {
 #endif
 }
 
-// What was stored past the caches is seen before anything that this processor stores next.
+// Orders the stores that bypass the caches before any later store of this processor.
 [[gnu::always_inline]] inline void settle_stores() {
 #if defined(__x86_64__)
   _mm_sfence();

@@ -1,6 +1,6 @@
-// What the CUDA kernels take: pointers and sizes, without CUDA's own headers.
-// Every tensor is contiguous, begins at a multiple of 16 bytes and is not empty, unless a comment
-// says otherwise. table.h has the functions.
+// The arguments of the CUDA kernels: pointers and sizes, without CUDA's own headers. Every tensor
+// is contiguous, begins at a multiple of 16 bytes and is not empty, unless a comment says
+// otherwise. table.h has the functions.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct NormForward {
 
 struct NormBackward {
   const void* dnormed;    // [rows, columns]
-  const void* dresidual;  // as x: what reaches x past the norm; or null
+  const void* dresidual;  // as x: the gradient of x that bypasses the norm; or null
   const void* x;          // [rows, columns], in residual_type
   const void* weight;
   const float* mean;
@@ -99,17 +99,17 @@ struct Rope {
   Type type;
 };
 
-// An adapter's input is dropped out: a bit of [rows, columns / 8] is 1 where an element stays,
-// times scale. Columns are a multiple of 32, the rank is 8 or 16, types of 16 bits (lora_covers).
+// Dropout of an adapter's input: a bit of [rows, columns / 8] is 1 where an element is kept, times
+// scale. Columns are a multiple of 32, the rank is 8 or 16, types have 16 bits (lora_covers).
 struct DroppedInput {
   const void* x;             // [rows, columns]
   const void* low;           // [rank, columns]
-  const std::int64_t* seed;  // on the device: what the bits are drawn from
+  const std::int64_t* seed;  // on the device: the seed of the bits
   std::uint8_t* bits;        // written
   void* narrow;              // [rows, rank] = the dropped x times the transpose of low
   std::int64_t rows;
   int columns, rank;
-  float keep, scale;  // keep: the share of elements that stay
+  float keep, scale;  // keep: the share of elements that are kept
   Type type;
 };
 struct DroppedProduct {

@@ -116,7 +116,7 @@ __device__ __forceinline__ void transpose4(std::uint32_t a, std::uint32_t b, std
 
 constexpr int kTile = 128, kSub = 32;
 
-// What a product multiplies by; one block of each row or column of blocks writes it.
+// The factor that a product multiplies by; one block of each row or column of blocks writes it.
 template <Fp8 kFp8, bool kByRow>
 __device__ __forceinline__ void write_scales(const Fp8Cast& args, std::int64_t first_row,
                                              int first_column) {

@@ -51,7 +51,7 @@ cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
   return CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// What the choice of an algorithm depends on, including the device.
+// The parameters on which the choice of an algorithm depends, including the device.
 using Key = std::array<std::int64_t, 16>;
 
 Key key_of(const Gemm& g, int device) {

@@ -1,4 +1,4 @@
-// What matrix products and the casts to fp8 take, as in arguments.h.
+// The arguments of matrix products and of casts to fp8, with the rules of arguments.h.
 //
 //   table->gemm({.a = {x, columns, false}, .b = {w, columns, true}, .d = y, ...}, stream, &status);
 //   table->fp8_amax({.from = x, .amax = bits, ...}, stream);   // bits were zero
@@ -19,7 +19,7 @@ enum class Epilogue : int {
   kDGelu,        // . * gelu'(aux)
 };
 
-// What the elements of an 8-bit matrix are.
+// The format of an 8-bit matrix's elements.
 enum class Fp8 : int { kNone, kE4m3, kE5m2 };
 
 // A row-major matrix; `transposed` when the memory holds the transpose.
@@ -27,7 +27,7 @@ struct GemmMatrix {
   const void* data;
   std::int64_t stride;  // from one row in memory to the next
   bool transposed;
-  Fp8 fp8 = Fp8::kNone;  // a is as it is and b transposed: tensor cores have no other layout
+  Fp8 fp8 = Fp8::kNone;          // tensor cores require a untransposed and b transposed
   const float* scale = nullptr;  // on the device, for fp8: what elements are multiplied by
 };
 // d [m, n] = a [m, k] b [k, n] + beta d, summed in float.
@@ -43,7 +43,7 @@ struct Gemm {
   Epilogue epilogue;
   Type type;                       // for a, b, bias and aux; with fp8 for bias alone
   Type d_type;                     // the same or float
-  bool fast_accumulation = false;  // for fp8: sums are held in fewer bits
+  bool fast_accumulation = false;  // for fp8: accumulates in fewer bits
 };
 
 // The largest magnitudes of a matrix, as the bits of floats: NaN is above infinity.
@@ -56,7 +56,7 @@ struct Fp8Amax {
   Type type;
 };
 
-// to = from * (largest fp8 / amax), rounded to the nearest and even; scale = its inverse.
+// to = from * (largest fp8 / amax), rounded to nearest even; scale = its inverse.
 struct Fp8Cast {
   const void* from;                // [rows, columns]
   const std::uint32_t* amax;       // of Fp8Amax

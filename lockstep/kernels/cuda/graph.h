@@ -26,8 +26,8 @@ class Graph {
   virtual void replay() = 0;
 };
 
-// `other`: a graph to share memory with. What one leaves for the other, or for the caller, must be
-// held by tensors from its capture on; the rest may be overwritten by either.
+// `other`: a graph to share memory with. Results that one leaves for the other, or for the caller,
+// must be held by tensors from its capture on; either graph may overwrite the rest.
 std::unique_ptr<Graph> make_graph(const Graph* other = nullptr);
 
 class Capture {
@@ -47,8 +47,8 @@ class Capture {
 
 // Whether the process is between a Capture's construction and its end.
 bool capturing();
-// During a capture nothing may wait for the device, as a copy from pageable memory does. What
-// replays need from the host is copied after its end.
+// During a capture nothing may wait for the device, as a copy from pageable memory does. So data
+// that replays need from the host is copied by an action after the capture's end.
 void after_capture(std::function<void()> action);
 
 }  // namespace lockstep::kernels::cuda

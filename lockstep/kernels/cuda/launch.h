@@ -1,4 +1,4 @@
-// The functions of table.h, as the sources of this folder define them. Private to it.
+// Declares the functions that table.h lists, for this folder's sources. Private to it.
 #pragma once
 
 #include <cuda_runtime.h>

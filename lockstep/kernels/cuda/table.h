@@ -29,7 +29,7 @@ struct Table {
   std::int64_t (*norm_partials)(std::int64_t rows, int columns);
   int (*norm_forward)(const NormForward&, void* stream);
   int (*norm_backward)(const NormBackward&, void* stream);
-  // to[0] = how many targets are not ignored, to[1] = 1 / that, 1 where there is none.
+  // to[0] = the number of targets that are not ignored, to[1] = 1 / to[0], or 1 if to[0] is 0.
   int (*count_targets)(const std::int64_t* targets, std::int64_t rows, std::int64_t ignore_index,
                        float* to, void* stream);
   int (*cross_entropy)(const CrossEntropy&, void* stream);
@@ -38,14 +38,14 @@ struct Table {
   int (*swiglu_forward)(const Swiglu&, void* stream);
   int (*swiglu_backward)(const Swiglu&, void* stream);
   int (*rope)(const Rope&, void* stream);
-  // data *= *factor, and nothing where that is 1.
+  // data *= *factor; data is not touched where the factor is 1.
   int (*scale)(void* data, std::int64_t size, Type type, const float* factor, void* stream);
   bool (*lora_covers)(std::int64_t columns, int rank, Type type);
   int (*dropped_input)(const DroppedInput&, void* stream);
   int (*dropped_product)(const DroppedProduct&, void* stream);
   std::int64_t (*dropped_gradient_partials)(std::int64_t rows, int columns, int rank);
   int (*dropped_gradient)(const DroppedGradient&, void* stream);
-  // False where the library has no algorithm for these types and shapes; sets *status otherwise.
+  // False if the library has no algorithm for these types and shapes; sets *status otherwise.
   bool (*gemm)(const Gemm&, void* stream, int* status);
   // The norm of all gradients, then the update with it.
   int (*adamw_norm)(const AdamStep&, void* stream);
@@ -56,7 +56,7 @@ struct Table {
   Graph* (*make_graph)(const Graph* other);  // owned by the caller
 };
 
-// The loaded plug-in's table; null without one, and unavailable_reason() then says why.
+// The loaded plug-in's table; null without a plug-in, for the reason in unavailable_reason().
 const Table* table();
 const char* unavailable_reason();
 

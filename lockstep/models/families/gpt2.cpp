@@ -31,8 +31,8 @@ DecoderSpec describe_gpt2(const Options& o) {
   const std::int64_t width = o.integer("n_embd"), layers = o.integer("n_layer");
   const std::int64_t inner = o.integer("n_inner") > 0 ? o.integer("n_inner") : 4 * width;
   const double deviation = o.real("initializer_range");
-  // What a block adds to the residual stream starts smaller in a deeper model, so that the stream's
-  // size does not grow with depth.
+  // A block's output projections start smaller in a deeper model, so that the residual stream does
+  // not grow with depth.
   const double smaller = deviation / std::sqrt(2.0 * static_cast<double>(layers));
   const auto project = [](const char* name, std::int64_t in, std::vector<std::int64_t> parts,
                           double drawn) {

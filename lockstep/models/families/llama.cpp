@@ -6,7 +6,7 @@
 
 namespace lockstep::models::families {
 
-// What rms_decoder() describes, with biases as options.
+// The model of rms_decoder(), with biases as options.
 const Family& llama() {
   static const Family family{
       .type = "llama",

@@ -1,4 +1,4 @@
-// What the files of this folder share. Internal; family.h is what others use.
+// Option lists and spec builders shared by the families of this folder. Internal to it.
 #pragma once
 
 #include <cstdint>
@@ -23,30 +23,30 @@ const Family& starcoder2();
 Options options_of(const GptConfig& config);
 Options options_of(const LlamaConfig& config);
 
-// `own` takes the place of those of the same key, and follows otherwise.
+// `own` replaces options of the same key in `all`; other options are appended.
 std::vector<Option> with_options(std::vector<Option> all, const std::vector<Option>& own);
-// The fields that families after Llama have in common, with `own`.
+// The fields that most families since Llama have in common, with those in `own`.
 std::vector<Option> rms_options(const std::vector<Option>& own);
-// A size that follows from others where it is null: heads of keys and values, the width of a head.
+// A size that is derived if null: the number of key and value heads, the width of a head.
 Option count_option(std::string_view key, std::int64_t fallback);
-// Far above every model's.
+// An upper bound, far above every real model.
 constexpr double kMostLayers = 1000;
 constexpr double kMostExperts = 1000;  // of a layer
 // num_hidden_layers.
 Option layers_option(std::int64_t fallback);
-// How many tokens a token sees; null: all before it.
+// The size of the attention window in tokens; null: all previous tokens.
 Option window_option(std::int64_t fallback);
 
-// What these fields describe: RMSNorm before attention and a gated perceptron, separate
-// projections, rotary positions of the whole head. attention_bias, mlp_bias, sliding_window (of
-// all blocks) and resid_pdrop count where the family has them.
+// The model that these fields describe: RMSNorm before attention and a gated perceptron, separate
+// projections, rotary positions of the whole head. attention_bias, mlp_bias, sliding_window (of all
+// blocks) and resid_pdrop apply if the family has them.
 DecoderSpec rms_decoder(std::string_view family, const Options& options);
 
-// The window is that of blocks which layer_types names; without that field, of those that `slides`.
+// layer_types names the blocks with the window; without that field, `slides` does.
 void set_windows(DecoderSpec& spec, const Options& options,
                  const std::function<bool(std::int64_t layer)>& slides);
 
-// One matrix instead of several, by the name of its module.
+// Replaces several projections by one packed matrix, under that module's name.
 void pack(std::vector<Projection>& projections, std::string_view name);
 
 }  // namespace lockstep::models::families
