@@ -233,7 +233,8 @@ TEST(Budget, OfADeviceIsNoLongerThanTheStep) {
     if (share.key == "logging" || share.key == "saving") rest += share.value.real;
   EXPECT_NEAR(rest, 0.1, 1e-9);
   EXPECT_EQ(shares.find("communication"), nullptr);
-  for (const ChartColumn& column : charts_of({.ranks = {rank}}).back().columns)
+  const auto columns = charts_of({.ranks = {rank}}).back().columns;
+  for (const ChartColumn& column : columns)
     EXPECT_NEAR(std::accumulate(column.shares.begin(), column.shares.end(), 0.0), 1, 1e-9);
 }
 
