@@ -13,9 +13,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 
 #include "cli/doctor_checks.h"
+#include "launcher/event_loop.h"
 #include "launcher/ports.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
@@ -276,17 +276,11 @@ struct Resolved {
 };
 
 Resolved ask_resolver(const std::string& host) {
-  std::string name = host;
-  if (name.size() > 2 && name.front() == '[' && name.back() == ']')
-    name = name.substr(1, name.size() - 2);
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int code = ::getaddrinfo(name.c_str(), nullptr, &hints, &found); code != 0)
-    return {.problem = ::gai_strerror(code)};
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
+  const launch::Addresses found = launch::look_up(host, 0);
+  if (found.error != 0) return {.problem = ::gai_strerror(found.error)};
   char text[NI_MAXHOST] = "";
-  ::getnameinfo(found->ai_addr, found->ai_addrlen, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  ::getnameinfo(found.first->ai_addr, found.first->ai_addrlen, text, sizeof text, nullptr, 0,
+                NI_NUMERICHOST);
   return {.address = text};
 }
 

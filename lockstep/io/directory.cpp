@@ -325,8 +325,8 @@ bool same_place(const std::string& a, const std::string& b) {
   return fs::equivalent(a, b, error) && !error;
 }
 
-// Whether it is ours and certainly of no use to anybody. Without a manifest of ours it belongs to
-// another program; what cannot be read now may be read tomorrow.
+// Whether a damaged folder may be deleted. One without our manifest belongs to another program, and
+// a file that cannot be read now may be readable tomorrow.
 bool is_waste(const std::vector<Fault>& damage) {
   return std::ranges::all_of(damage, [](const Fault& fault) {
     return fault.kind != FaultKind::kManifestMissing && fault.kind != FaultKind::kManifestTorn &&

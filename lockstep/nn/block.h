@@ -45,9 +45,9 @@ class Block {
   at::Tensor run(const Body& body, std::vector<at::Tensor> inputs) {
     return runner_ ? runner_(body, std::move(inputs)) : body(inputs);
   }
-  // The weights of the block's matrix products, computed in autocasting's type, and in fp8 under
-  // Fp8Autocast, where the weights of one list share a scale. FullyShard gathers them in that type,
-  // which loses nothing.
+  // The weights of the block's matrix products, which are computed in autocasting's type, or in fp8
+  // under Fp8Autocast with one scale for each list. FullyShard gathers these weights in the type of
+  // the product: the product would cast them anyway.
   virtual std::vector<std::vector<at::Tensor>> products() const { return {}; }
   // Null: run() calls the body.
   void run_with(Runner runner) { runner_ = std::move(runner); }

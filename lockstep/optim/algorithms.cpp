@@ -117,8 +117,8 @@ class SgdRule final : public RuleOf<SGDOptions> {
   bool needs_host_skip() const override { return options.momentum != 0 && options.dampening != 0; }
   SpanKernels kernels() const override { return {&sgd_span<float>, &sgd_span<double>, &options}; }
 
-  // In CPU memory only 16-bit parameters come here: see kernels(). ATen's fused kernel leaves most
-  // of their elements unchanged (LibTorch 2.11).
+  // On the CPU kernels() steps float and double, so only 16-bit parameters come here. ATen's fused
+  // kernel leaves most elements of those unchanged (LibTorch 2.11).
   void update(const std::vector<StepItem>& items, const at::Tensor& found_inf) const override {
     if (items[0].param.is_cpu()) {
       for (const StepItem& item : items) step_plainly(item);

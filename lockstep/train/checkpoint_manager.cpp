@@ -270,7 +270,7 @@ void resume_restarted(RunContext& run) {
   if (run.world.is_leader()) {
     try {
       const bool ours = read_file(run_file(a)) == launchers_run();
-      // Before its first checkpoint it begins again from the folder that it was given.
+      // A restart before the first checkpoint resumes from the folder that was asked for.
       if (ours && asked == "never")
         answer = asked;
       else if (ours && (asked.empty() || find_checkpoint(a.output_dir, "auto").step >= 0))
