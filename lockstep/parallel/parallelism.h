@@ -97,8 +97,8 @@ class Parallelism {
   virtual void verify_buffers() {}
 
   // For steps in a CUDA graph; no collectives. layout() changes when gradients move in memory, and
-  // the next backward may move them until settled(). Backward may be recorded while recording() is held.
-  // count_replayed() counts a pass in the ledger as if it had run.
+  // the next backward may move them until settled(). Backward may be recorded while recording() is
+  // held. count_replayed() counts a pass in the ledger as if it had run.
   virtual std::uint64_t layout() const { return 0; }
   virtual bool settled() const { return false; }
   virtual std::shared_ptr<void> recording() { return nullptr; }
