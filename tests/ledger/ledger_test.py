@@ -388,20 +388,25 @@ class Cost(LedgerCase):
         return (12 * scope + 2 * sums) / 5 + line / 1000, out.strip()
 
     def test_a_recorded_trainer_is_at_most_one_percent_slower(self):
-        """The median over all pairs so far; each pair's runs follow each other, in turns."""
+        """The median over all pairs so far; each pair's runs follow each other, in turns. Runs of
+        one program differ by several percent of processor time on cores that are shared with
+        other guests, so a median above the limit fails only where the pairs agree about it: when
+        its one-sided confidence bound, taken from the order of the pairs, is above it as well."""
         always, parts = self.always_share()
-        pairs = []
-        for attempt in range(5):
+        costs = []
+        for _ in range(5):
             for turn in (1, 0, 1):
                 ms = {record: self.trainer_ms(record) for record in (turn, 1 - turn)}
-                pairs.append((ms[1], ms[0]))
-            ratio = statistics.median(on / off for on, off in pairs)
-            cost = ratio - 1 + always
-            print(f"Trainer with steps of 5 ms, recorded / not: {ratio:.4f} {pairs}; always on: "
-                  f"{100 * always:.3f} % ({parts})", flush=True)
-            if cost <= 0.01:
+                costs.append(ms[1] / ms[0] - 1 + always)
+            print(f"Trainer with steps of 5 ms, cost of a record: {statistics.median(costs):.4f} of "
+                  f"{[round(cost, 4) for cost in costs]}; {100 * always:.3f} % of it always "
+                  f"({parts})", flush=True)
+            if statistics.median(costs) <= 0.01:
                 return
-        self.fail(f"the instruments cost {100 * cost:.2f} % (attempt {attempt})")
+        # The fourth smallest of 15 is above the true median in 1.8 % of all cases.
+        bound = sorted(costs)[3]
+        print(f"at least {100 * bound:.2f} % with 98 % confidence", flush=True)
+        self.assertLessEqual(bound, 0.01, f"the instruments cost {100 * bound:.2f} % or more")
 
 
 if __name__ == "__main__":
