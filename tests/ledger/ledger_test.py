@@ -398,7 +398,7 @@ class Cost(LedgerCase):
             for turn in (1, 0, 1):
                 ms = {record: self.trainer_ms(record) for record in (turn, 1 - turn)}
                 costs.append(ms[1] / ms[0] - 1 + always)
-            print(f"Trainer with steps of 5 ms, cost of a record: {statistics.median(costs):.4f} of "
+            print(f"steps of 5 ms, cost of a record: {statistics.median(costs):.4f} of "
                   f"{[round(cost, 4) for cost in costs]}; {100 * always:.3f} % of it always "
                   f"({parts})", flush=True)
             if statistics.median(costs) <= 0.01:
