@@ -55,7 +55,7 @@ int train(lockstep::World& world, const Flags& flags) {
   lockstep::CheckpointParts parts{.module = net.get(),
                                   .optimizer = &optimizer,
                                   .loader = &loader,
-                                  .accumulation = &accumulation};
+                                  .accumulation = accumulation.steps()};
   std::int64_t step = 0, epoch = 0;
   if (const auto resumed = lockstep::resume(flags.output_dir, world, parts)) {
     step = resumed->step;

@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <exception>
+#include <limits>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 
 namespace lockstep {
@@ -43,6 +46,19 @@ bool any_rank(World& world, bool value) {
 bool all_ranks(World& world, bool value) {
   const ledger::CallSite here;
   return all_reduce(world, value ? 1 : 0, ReduceOp::kMin) != 0;
+}
+
+int cores_of_ranks(World& world) {
+  const std::vector<int> own = allowed_cpus();
+  const auto end = static_cast<std::int64_t>(all_reduce(world, own.back() + 1, ReduceOp::kMax));
+  at::Tensor cores = at::zeros({end}, at::kByte);
+  for (const int core : own) cores[core] = 1;
+  world.all_reduce(cores, ReduceOp::kMax).wait();
+  const double quota =
+      all_reduce(world, cgroup_quota_cores().value_or(std::numeric_limits<double>::infinity()),
+                 ReduceOp::kMax);
+  const auto count = cores.sum().item<double>();
+  return std::max(1, static_cast<int>(std::min(count, quota)));
 }
 
 std::string broadcast_bytes(World& world, const std::string& bytes, int root) {

@@ -23,6 +23,12 @@ double all_reduce(World& world, double value, ReduceOp op = ReduceOp::kSum);
 bool any_rank(World& world, bool value);   // true on at least one rank
 bool all_ranks(World& world, bool value);  // true on every rank
 
+// For worlds of one host: cores that one or more of the ranks may use (affinity), and no more than
+// the quota of their control groups pays for. One rank's mask says little alone: ranks that are
+// each bound to a core of their own fill nothing, and ranks that may all use the same ones share
+// them.
+int cores_of_ranks(World& world);
+
 std::string broadcast_bytes(World& world, const std::string& bytes, int root = 0);
 std::vector<std::string> all_gather_bytes(World& world, const std::string& bytes);  // in rank order
 

@@ -60,6 +60,7 @@ class DataParallel final : public Parallelism {
   bool scale_averages(double factor) override { return reducer_->scale_averages(factor); }
   void verify_parameters() override { reducer_->verify_parameters(); }
   void verify_buffers() override { reducer_->verify_buffers(); }
+  std::string unavailable_for_capture() const override { return {}; }
   std::uint64_t layout() const override { return reducer_->layout(); }
   bool settled() const override { return reducer_->settled(); }
   std::shared_ptr<void> recording() override;

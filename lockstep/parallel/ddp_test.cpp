@@ -564,7 +564,7 @@ TEST(Ddp, CoresAreCountedOverAllRanks) {
   run_threads(2, [&](World& world) {
     const int paid = static_cast<int>(cgroup_quota_cores().value_or(1e6));
     const auto expected = [&](int count) { return std::max(1, std::min(count, paid)); };
-    EXPECT_EQ(parallel::cores_of_ranks(world), expected(static_cast<int>(cores.size())));
+    EXPECT_EQ(cores_of_ranks(world), expected(static_cast<int>(cores.size())));
     // Each rank is a thread, and bound to a core of its own.
     cpu_set_t before, one;
     ASSERT_EQ(::sched_getaffinity(0, sizeof before, &before), 0);
@@ -572,7 +572,7 @@ TEST(Ddp, CoresAreCountedOverAllRanks) {
     CPU_SET(cores[static_cast<std::size_t>(world.rank())], &one);
     ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
     EXPECT_EQ(allowed_cpus().size(), 1u);
-    EXPECT_EQ(parallel::cores_of_ranks(world), expected(2));
+    EXPECT_EQ(cores_of_ranks(world), expected(2));
     ASSERT_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
   });
   EXPECT_TRUE(parallel::oversubscribed(4, 4, 16));

@@ -731,6 +731,10 @@ void FullyShard::verify_buffers() {
   impl_->verify_buffers();
 }
 
+std::string FullyShard::unavailable_for_capture() const {
+  return "parameters are gathered and freed inside a step";
+}
+
 std::vector<std::string> FullyShard::units() const {
   return impl_->unit_names();
 }

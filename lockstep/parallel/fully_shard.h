@@ -45,11 +45,11 @@
 #include <torch/nn/module.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/nn/block.h"
+#include "lockstep/parallel/options.h"
 #include "lockstep/parallel/parallelism.h"
 
 namespace lockstep {
@@ -57,27 +57,6 @@ namespace lockstep {
 namespace parallel {
 class FullyShardImpl;
 }
-
-struct FullyShardOptions {
-  // False: a block stays gathered from forward to backward. Less communication, more memory.
-  bool reshard_after_forward = true;
-  // Averages gradients in every backward, so that no rank ever holds all of them. False: until the
-  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false);
-  // WindowWeights::kOwnCounts needs it, because it weights what one rank has seen.
-  bool reduce_every_backward = true;
-  // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
-  // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their
-  // exact values; in forward and backward parameters have values that are rounded to
-  // `param_dtype`. The type of computation is autocasting's (optim::Autocast). gathered() gives
-  // the exact values. Unset: their own type, but nn::Block::products() in the type that they are
-  // computed in, by which nothing is lost; `reduce_dtype`: that of `param_dtype`.
-  std::optional<c10::ScalarType> param_dtype{};
-  std::optional<c10::ScalarType> reduce_dtype{};
-  // Keeps rows, their gradients and the optimizer's state in the host's memory, where the optimizer
-  // steps, as FSDP2's CPUOffloadPolicy. The device computes. No effect on the CPU. A single rank
-  // along "shard" gathers and frees its blocks too.
-  bool cpu_offload = false;
-};
 
 class FullyShard final : public Parallelism {
  public:
@@ -104,6 +83,7 @@ class FullyShard final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
+  std::string unavailable_for_capture() const override;
 
   // The units in the order of the module, "" for the root; no collective.
   std::vector<std::string> units() const;

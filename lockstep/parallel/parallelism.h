@@ -7,9 +7,10 @@
 //   parallelism.backward(loss, /*last=*/true);
 //   optimizer->step();
 //
-// DataParallel (data_parallel.h), behind DistributedDataParallel, has the whole model on every
-// rank. Unless stated otherwise everything is a collective, called on all ranks identically. One
-// thread.
+// parallelize() (parallelize.h) makes the one that a mesh asks for. DataParallel (ddp.h), behind
+// DistributedDataParallel, has the whole model on every rank. Callers ask what a parallelism can
+// do, and not which one it is. Unless stated otherwise everything is a collective, called on all
+// ranks identically. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -96,11 +97,15 @@ class Parallelism {
   virtual void verify_parameters() {}
   virtual void verify_buffers() {}
 
-  // For steps in a CUDA graph; no collectives. layout() changes when gradients move in memory, and
-  // the next backward may move them until settled(). Backward may be recorded while recording() is
-  // held. count_replayed() counts a pass in the ledger as if it had run.
+  // For steps in a CUDA graph; no collectives. Why passes cannot be recorded; empty: they can.
+  virtual std::string unavailable_for_capture() const {
+    return "the parallelism does not say that its passes may be recorded";
+  }
+  // layout() changes when gradients move in memory, and the next backward may move them until
+  // settled(). Backward may be recorded while recording() is held. count_replayed() counts a pass
+  // in the ledger as if it had run.
   virtual std::uint64_t layout() const { return 0; }
-  virtual bool settled() const { return false; }
+  virtual bool settled() const { return true; }
   virtual std::shared_ptr<void> recording() { return nullptr; }
   virtual void count_replayed(bool) {}
   // Whether it counts passes and steps in the ledger; otherwise Accumulation does.

@@ -633,6 +633,10 @@ void Pipeline::verify_buffers() {
   impl_->verify_buffers();
 }
 
+std::string Pipeline::unavailable_for_capture() const {
+  return "the stages of a pipeline exchange messages inside a step";
+}
+
 std::vector<std::string> Pipeline::parameter_names() const {
   std::vector<std::string> names;
   for (const parallel::ShardedParameter* const p : impl_->shards()->parameters())

@@ -45,12 +45,11 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/nn/block.h"
+#include "lockstep/parallel/options.h"
 #include "lockstep/parallel/parallelism.h"
 
 namespace lockstep {
-
-enum class PipelineSchedule { kGPipe, k1F1B, kInterleaved1F1B };
 
 struct PipelineShape {
   int ranks = 1;
@@ -80,10 +79,6 @@ struct PipelineStep {
 namespace parallel {
 
 class PipelineImpl;
-
-// "GPipe", "1F1B", "Interleaved1F1B", as torchtitan writes them.
-const char* name(PipelineSchedule schedule);
-PipelineSchedule schedule_named(const std::string& name);  // UsageError for another one
 
 // The forwards and backwards of a rank. Interleaved 1F1B takes micro-batches in rounds of about as
 // many as there are ranks. Where they do not fill whole rounds, as in an epoch's last window, the
@@ -143,6 +138,7 @@ class Pipeline final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
+  std::string unavailable_for_capture() const override;
 
   std::vector<std::string> parameter_names() const;  // of this rank's stages; no collective
 

@@ -24,8 +24,8 @@
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/pipeline.h"
-#include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::pipeline_shard {
@@ -205,10 +205,7 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
         [&](World& world) {
           const Mesh mesh(world, axes);
           const auto net = small_model(false);
-          std::shared_ptr<Parallelism> way;
-          if (mesh.size("pipeline") > 1) way = std::make_shared<Pipeline>(*net, mesh);
-          if (mesh.size("tensor") > 1) way = std::make_shared<TensorParallel>(*net, mesh);
-          if (axes.size() == 1) way = std::make_shared<FullyShard>(*net, mesh);
+          const auto way = parallelize(*net, mesh);
           Accumulation accumulation(way, net->parameters(), {.steps = 4, .expected_count = 16});
           const int batches = mesh.batch().rank() == 0 ? 2 : 1;
           const std::string said = message_of<UsageError>([&] {
@@ -231,6 +228,32 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
           world.barrier();
         },
         gloo);
+}
+
+TEST(Parallelize, TheAxesOfTheMeshSayHow) {
+  const auto made = [](int ranks, const Axes& axes) {
+    std::string said;
+    testing::run_threads(ranks, [&](World& world) {
+      const Mesh mesh(world, axes);
+      const auto net = small_model(false);
+      const auto way = parallelize(*net, mesh, {.schedule = PipelineSchedule::kGPipe});
+      EXPECT_EQ(way->mesh().axes(), mesh.axes());
+      // Only what copies whole models computes a step that a CUDA graph may repeat.
+      EXPECT_EQ(way->unavailable_for_capture().empty(), way->text() == "replicated");
+      Trained run(net, way);
+      EXPECT_EQ(run.train(2).size(), 2u);
+      if (world.is_leader()) said = way->text();
+    });
+    return said;
+  };
+  EXPECT_EQ(made(2, {{"data", 2}}), "replicated");
+  EXPECT_EQ(made(2, {{"shard", 2}}), "fully sharded over 2 ranks");
+  EXPECT_EQ(made(1, {{"shard", 1}}), "fully sharded over 1 rank");
+  EXPECT_EQ(made(4, {{"data", 2}, {"tensor", 2}}), "in slices on 2 tensor parallel ranks");
+  EXPECT_EQ(made(4, {{"shard", 2}, {"tensor", 2}}),
+            "fully sharded over 2 ranks, in slices on 2 tensor parallel ranks");
+  const std::string stages = made(4, {{"pipeline", 2}, {"shard", 2}});
+  EXPECT_THAT(stages, AllOf(HasSubstr("GPipe"), HasSubstr("2 ranks")));
 }
 
 // ---------------------------------------------------------------- evaluation

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -15,7 +14,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/parallel/backward_hooks.h"
 #include "lockstep/parallel/bucket_set.h"
@@ -622,19 +620,6 @@ void ReducerImpl::check_all_used() const {
   for (std::size_t i = 0; i < model_.size(); ++i)
     if (change_.trained(i) && !model_[i].tensor.grad().defined()) without.push_back(i);
   if (!without.empty()) pass_.refuse_missing(world_.rank(), without);
-}
-
-int cores_of_ranks(World& world) {
-  const std::vector<int> own = allowed_cpus();
-  const auto end = static_cast<std::int64_t>(all_reduce(world, own.back() + 1, ReduceOp::kMax));
-  at::Tensor cores = at::zeros({end}, at::kByte);
-  for (const int core : own) cores[core] = 1;
-  world.all_reduce(cores, ReduceOp::kMax).wait();
-  const double quota =
-      all_reduce(world, cgroup_quota_cores().value_or(std::numeric_limits<double>::infinity()),
-                 ReduceOp::kMax);
-  const auto count = cores.sum().item<double>();
-  return std::max(1, static_cast<int>(std::min(count, quota)));
 }
 
 }  // namespace parallel

@@ -34,6 +34,7 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/worlds.h"
@@ -330,14 +331,6 @@ models::CausalLmPtr made_cut(const Mesh& mesh, const std::function<models::Causa
   return make();
 }
 
-std::shared_ptr<Parallelism> way_of(torch::nn::Module& net, const Mesh& mesh) {
-  if (mesh.size("pipeline") > 1) return std::make_shared<Pipeline>(net, mesh);
-  const bool shards =
-      std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) { return axis.name == "shard"; });
-  if (shards) return std::make_shared<FullyShard>(net, mesh);
-  return std::make_shared<TensorParallel>(net, mesh);
-}
-
 // Three micro-batches send three times what one does, but for the average of small weights.
 TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
   std::vector<Axes> meshes = kMeshes;
@@ -346,7 +339,7 @@ TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
     for (const auto& [tied, sequence] : kModels) {
       const auto net = small_model(tied);
       net->use_sequence_parallel(sequence);
-      Trained run(net, way_of(*net, mesh), kGradients);
+      Trained run(net, parallelize(*net, mesh), kGradients);
       const auto& sent = detail::Access::impl(mesh["tensor"])->sequence;
       const auto in_update = [&](int micro_batches) {
         std::vector<Parallelism::Pass> passes;
@@ -369,7 +362,7 @@ TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
               for (const bool tied : {false, true}) {
                 const auto net = small_model(tied);
                 net->use_sequence_parallel(true);
-                Trained run(net, way_of(*net, mesh), kGradients);
+                Trained run(net, parallelize(*net, mesh), kGradients);
                 Trained one = whole(mesh, tied, kGradients);
                 for (int k = 0; k < 2; ++k) {
                   run.way->before_forward();
@@ -391,7 +384,7 @@ TEST(TensorMesh, OptimizersOfTorchStepWholeGradientsAndClipNone) {
     on_meshes({{{"tensor", 2}}, {{"data", 2}, {"tensor", 2}}}, [plain](const Mesh& mesh) {
       const auto net = small_model(true);
       net->use_sequence_parallel(true);
-      Trained run(net, way_of(*net, mesh), kGradients);
+      Trained run(net, parallelize(*net, mesh), kGradients);
       Trained one = whole(mesh, true, kGradients);
       torch::optim::SGD other(net->parameters(), 0.1), its(one.net->parameters(), 0.1);
       const auto backward = [&](int k) {
@@ -440,7 +433,7 @@ TEST(TensorMesh, RowsHaveTheBitsOfCopiesInFp8) {
     const auto net = models::make_causal_lm(config, {.draw = false});
     const auto from = first->parameters(), to = net->parameters();
     for (std::size_t i = 0; i < to.size(); ++i) nn::assign(to[i], from[i].detach());
-    Trained run(net, way_of(*net, mesh), kGradients);
+    Trained run(net, parallelize(*net, mesh), kGradients);
     std::vector<double> losses;
     for (int k = 0; k < 2; ++k) {
       Parallelism::Pass pass = run.pass(k);
@@ -518,7 +511,8 @@ TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsTheSame) {
     for (const bool tied : {false, true}) {
       const auto net = made_cut(mesh, [&] { return small_model(tied); });
       const auto later = small_model(tied);
-      Trained run(net, way_of(*net, mesh), kAdamW), cut(later, way_of(*later, mesh), kAdamW);
+      Trained run(net, parallelize(*net, mesh), kAdamW),
+          cut(later, parallelize(*later, mesh), kAdamW);
       EXPECT_TRUE(run.way->divided());
       EXPECT_TENSOR_EQ(run.weights(), flat(*small_model(tied)));
       EXPECT_EQ(run.train(2, 2, 0.5), cut.train(2, 2, 0.5));
@@ -579,7 +573,7 @@ TEST(TensorMesh, AModelThatIsCutWhileItIsMadeIsNeverWhole) {
       EXPECT_LE(count->peak, own + bytes.root + bytes.block() + bytes.largest / 2);
       EXPECT_LT(count->peak, bytes.cut + bytes.same);
       if (reads) {
-        const auto way = way_of(*net, mesh);
+        const auto way = parallelize(*net, mesh);
         const auto held = way->gathered();
         EXPECT_TENSOR_EQ(flat(*net), flat(*whole));
       }
@@ -628,11 +622,11 @@ TEST(TensorMesh, ABlockSaysHowItIsCut) {
     EXPECT_EQ(nn::whole_sizes(sliced->layer->second), (std::vector<std::int64_t>{4, 6}));
     for (const std::shared_ptr<torch::nn::Module>& module :
          {std::shared_ptr<torch::nn::Module>(plain), std::shared_ptr<torch::nn::Module>(sliced)}) {
-      const auto way = way_of(*module, mesh);
+      const auto way = parallelize(*module, mesh);
       const auto held = way->gathered();
       EXPECT_TENSOR_EQ(flat(*module), expected);
     }
-    EXPECT_THAT(message_of<UsageError>([&] { way_of(*wrong, mesh); }),
+    EXPECT_THAT(message_of<UsageError>([&] { parallelize(*wrong, mesh); }),
                 HasSubstr("the cuts() of a block and of the module differ in parameter "
                           "'layer.first'"));
   });
@@ -644,7 +638,7 @@ TEST(TensorMesh, WhatRanksHaveDrawnIsCompared) {
         mesh, [&] { return small_model(true, static_cast<std::uint64_t>(mesh.world().rank())); });
     EXPECT_THAT(message_of<UsageError>([&] { net->loss(text(0, 0), text(0, 0)); }),
                 HasSubstr("Make a FullyShard, a Pipeline or a TensorParallel of the model first"));
-    EXPECT_THAT(message_of<UsageError>([&] { way_of(*net, mesh); }),
+    EXPECT_THAT(message_of<UsageError>([&] { parallelize(*net, mesh); }),
                 AllOf(HasSubstr("fingerprint"), HasSubstr("from the same seed")));
   });
 }
@@ -657,7 +651,7 @@ TEST(TensorMesh, WhatRanksHaveReadIsComparedWhereItIsNotCut) {
   on_meshes({{{"data", 2}, {"tensor", 2}}}, [&](const Mesh& mesh) {
     const std::string host = std::to_string(1 + mesh["data"].rank());
     const auto net = made_cut(mesh, [&] { return models::load_pretrained(folder / host); });
-    EXPECT_THAT(message_of<CommError>([&] { way_of(*net, mesh); }), HasSubstr("parameter"));
+    EXPECT_THAT(message_of<CommError>([&] { parallelize(*net, mesh); }), HasSubstr("parameter"));
   });
 }
 
@@ -689,7 +683,7 @@ TEST(TensorMesh, RanksAgreeOnSequenceParallelism) {
             [](const Mesh& mesh) {
               const auto net = small_model(/*tied=*/true);
               net->use_sequence_parallel(mesh.world().rank() == 1);
-              EXPECT_THAT(message_of<UsageError>([&] { way_of(*net, mesh); }),
+              EXPECT_THAT(message_of<UsageError>([&] { parallelize(*net, mesh); }),
                           HasSubstr("rank 1 has 'sequence_parallel: true', but rank 0 has "
                                     "'sequence_parallel: false'."));
             });
@@ -700,7 +694,7 @@ TEST(TensorMesh, SequenceParallelismIsChosenBeforeTheModelIsCut) {
             [](const Mesh& mesh) {
               const auto net = made_cut(mesh, [] { return small_model(/*tied=*/true); });
               net->use_sequence_parallel(true);  // nobody has compared it yet
-              const auto way = way_of(*net, mesh);
+              const auto way = parallelize(*net, mesh);
               const auto refused = HasSubstr(
                   "use_sequence_parallel(false) was called after the model was cut, when ranks "
                   "compared it");
@@ -721,7 +715,7 @@ TEST(TensorMesh, WhatReadsParametersWholeRefusesParts) {
       [&](const Mesh& mesh) {
         const auto net = small_model(/*tied=*/false);
         models::add_lora(*net, lora);
-        const auto way = way_of(*net, mesh);
+        const auto way = parallelize(*net, mesh);
         const std::string place = folder / fmt::format("{}-{}", mesh.text(), mesh.world().rank());
         const auto refused =
             HasSubstr("is divided over ranks, and the whole of it is wanted here. Hold gathered()");

@@ -393,6 +393,10 @@ void TensorParallel::verify_buffers() {
   impl_->verify_buffers();
 }
 
+std::string TensorParallel::unavailable_for_capture() const {
+  return "tensor parallel ranks exchange activations inside a step";
+}
+
 bool TensorParallel::counts_passes() const {
   return impl_->copies().counts_passes();
 }

@@ -34,8 +34,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/options.h"
 #include "lockstep/parallel/parallelism.h"
-#include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep {
 
@@ -70,6 +70,7 @@ class TensorParallel final : public Parallelism {
   bool divided() const override;
   void verify_parameters() override;
   void verify_buffers() override;
+  std::string unavailable_for_capture() const override;
   bool counts_passes() const override;
 
  private:

@@ -144,6 +144,15 @@ struct CapturedStep::Impl {
             parameter.requires_grad()};
   }
 
+  std::string reason_against() const {
+    if (options.parallelism != nullptr) {
+      std::string reason = options.parallelism->unavailable_for_capture();
+      if (!reason.empty()) return reason;
+    }
+    if (!device().is_cuda()) return "the model is on " + device().str() + ", not on a GPU";
+    return cuda::table() == nullptr ? cuda::unavailable_reason() : "";
+  }
+
   // A graph that was recorded without it has no collectives, so ranks would part in silence.
   // Asked in every call, because a model may be wrapped at any time.
   void refuse_unknown_wrapper() const {
@@ -354,11 +363,7 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
                      "warmup_steps = {}. A step must run once before it is recorded.",
                      impl_->options.warmup_steps);
   impl_->refuse_unknown_wrapper();
-  if (!impl_->device().is_cuda()) {
-    impl_->unavailable = "the model is on " + impl_->device().str() + ", not on a GPU";
-  } else if (cuda::table() == nullptr) {
-    impl_->unavailable = cuda::unavailable_reason();
-  }
+  impl_->unavailable = impl_->reason_against();
   const bool here = impl_->unavailable.empty();
   if (impl_->shared() && !all_ranks(impl_->world(), here) && here)
     impl_->unavailable = "another rank cannot record one";

@@ -71,8 +71,9 @@ void CheckpointManager::open(bool only_last) {
     size.model += tensor.nbytes();
   }
   // Parameters are slices, and a checkpoint has the whole.
-  size.model *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
-  size.optimizer *= static_cast<std::uint64_t>(a.tensor_parallel_degree);
+  const auto slices = static_cast<std::uint64_t>(run_.mesh.size("tensor"));
+  size.model *= slices;
+  size.optimizer *= slices;
   // Older checkpoints are deleted after the new one is durable, so with a limit two exist side by
   // side; without one their number is unknown.
   const bool has_one = run_.result.durable_step >= 0;  // deleted when there are two newer ones

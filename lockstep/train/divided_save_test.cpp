@@ -28,8 +28,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
-#include "lockstep/parallel/pipeline.h"
-#include "lockstep/parallel/tensor_parallel.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/async_saver.h"
@@ -208,12 +207,7 @@ struct SlicedRank {
       for (at::Tensor& p : net->parameters())
         p.copy_(at::arange(p.numel(), at::kFloat).view(p.sizes()).add(value++).sin() * 0.1);
     }
-    if (mesh.size("pipeline") > 1)
-      model = std::make_shared<Pipeline>(*net, mesh);
-    else if (mesh.axes()[0].name == "shard")
-      model = std::make_shared<FullyShard>(*net, mesh);
-    else
-      model = std::make_shared<TensorParallel>(*net, mesh);
+    model = parallelize(*net, mesh);
     const optim::AdamWOptions adamw{.lr = 0.01};
     optimizer = model->make_optimizer({{net->parameters(), adamw}}, /*sharded=*/false);
     parts = {.module = net.get(), .optimizer = optimizer.get(), .rng = false};

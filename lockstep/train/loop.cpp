@@ -19,10 +19,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/fully_shard.h"
-#include "lockstep/parallel/pipeline.h"
-#include "lockstep/parallel/tensor_parallel.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
@@ -31,15 +28,6 @@
 namespace lockstep::train {
 namespace {
 
-DdpOptions ddp_options(const TrainingArguments& a) {
-  DdpOptions options;
-  options.bucket_cap_mb = a.ddp_bucket_cap_mb;
-  options.find_unused_parameters = a.ddp_find_unused_parameters.value_or(false);
-  options.broadcast_buffers = a.ddp_broadcast_buffers.value_or(true);
-  options.static_graph = a.ddp_static_graph.value_or(false);
-  return options;
-}
-
 std::optional<c10::ScalarType> type_named(const std::string& name) {
   if (name.empty()) return std::nullopt;
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
@@ -47,40 +35,28 @@ std::optional<c10::ScalarType> type_named(const std::string& name) {
 
 // Where a rank weights tokens by what it alone has seen, the weights are known when its window
 // ends, and gradients are reduced then. A pipeline knows them before.
-FullyShardOptions shard_options(const RunContext& run, const FsdpPlan& plan) {
-  const TrainingArguments& a = run.arguments;
-  const bool alone = !a.average_tokens_across_devices && a.pipeline_parallel_degree == 1 &&
-                     accumulation_steps(a, run.batch_ranks()) > 1;
-  return {.reshard_after_forward = plan.reshard_after_forward,
-          .reduce_every_backward = !alone,
-          .param_dtype = type_named(plan.param_dtype),
-          .reduce_dtype = type_named(plan.reduce_dtype),
-          .cpu_offload = plan.cpu_offload};
-}
-
-std::shared_ptr<Parallelism> pipeline_of(const RunContext& run, const FsdpPlan& plan) {
-  const TrainingArguments& a = run.arguments;
-  const int stages = run.mesh.size("pipeline");
-  const std::int64_t passes = accumulation_steps(a, run.batch_ranks());
-  const PipelineOptions options{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
-                                .shard = shard_options(run, plan)};
-  const int interleaved = options.schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
-  auto pipeline = std::make_shared<Pipeline>(*run.task.module, run.mesh, options);
-  const auto waits = 100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1);
-  if (run.world.is_leader())
-    log::info("trainer",
-              "a pipeline of {} ranks and {} micro-batch{} a step: by the schedule a rank waits "
-              "at least {:.0f} % of the time, less with more micro-batches "
-              "(gradient_accumulation_steps)",
-              stages, passes, passes == 1 ? "" : "es", waits);
-  return pipeline;
-}
-
-std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
-  const std::shared_ptr<torch::nn::Module>& module = run.task.module;
+ParallelOptions parallel_options(const RunContext& run) {
   const TrainingArguments& a = run.arguments;
   const FsdpPlan plan = fsdp_plan(a);
-  const char* const asked = plan.on                          ? "fsdp"
+  const bool alone = !a.average_tokens_across_devices && run.mesh.size("pipeline") == 1 &&
+                     accumulation_steps(a, run.batch_ranks()) > 1;
+  return {.data = {.bucket_cap_mb = a.ddp_bucket_cap_mb,
+                   .find_unused_parameters = a.ddp_find_unused_parameters.value_or(false),
+                   .static_graph = a.ddp_static_graph.value_or(false),
+                   .broadcast_buffers = a.ddp_broadcast_buffers.value_or(true)},
+          .shard = {.reshard_after_forward = plan.reshard_after_forward,
+                    .reduce_every_backward = !alone,
+                    .param_dtype = type_named(plan.param_dtype),
+                    .reduce_dtype = type_named(plan.reduce_dtype),
+                    .cpu_offload = plan.cpu_offload},
+          .schedule = parallel::schedule_named(a.pipeline_parallel_schedule)};
+}
+
+// The mesh has what the training file asks for.
+void check_mesh(const RunContext& run) {
+  const TrainingArguments& a = run.arguments;
+  const bool fsdp = fsdp_plan(a).on;
+  const char* const asked = fsdp                             ? "fsdp"
                             : a.pipeline_parallel_degree > 1 ? "pipeline_parallel_degree"
                             : a.tensor_parallel_degree > 1   ? "tensor_parallel_degree"
                                                              : nullptr;
@@ -89,7 +65,6 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                      "{} is set, and TrainerTask::make_parallelism makes another parallelism. "
                      "Keep one of them.",
                      asked);
-  if (run.task.make_parallelism) return run.task.make_parallelism(module, run.mesh);
   for (const auto& [axis, degree] : {std::pair("pipeline", a.pipeline_parallel_degree),
                                      std::pair("tensor", a.tensor_parallel_degree)})
     if (degree > 1 && run.mesh.size(axis) != degree)
@@ -97,24 +72,43 @@ std::shared_ptr<Parallelism> parallelism_of(const RunContext& run) {
                        "the mesh has {} ranks along '{}', and {}_parallel_degree is {}. Make them "
                        "equal, or give the Trainer the world.",
                        run.mesh.size(axis), axis, axis, degree);
-  if (plan.cpu_offload && run.world.device().is_cpu() && run.world.is_leader())
-    log::warning("trainer", "offload of fsdp has no effect: the model is on the CPU already.");
-  if (a.pipeline_parallel_degree > 1) return pipeline_of(run, plan);
-  if (plan.on) return std::make_shared<FullyShard>(*module, run.mesh, shard_options(run, plan));
-  if (a.tensor_parallel_degree > 1)
-    return std::make_shared<TensorParallel>(*module, run.mesh, ddp_options(a));
-  return std::make_shared<DataParallel>(*module, run.mesh, ddp_options(a));
+  const auto is_shard = [](const MeshAxis& axis) { return axis.name == "shard"; };
+  if (fsdp && std::ranges::none_of(run.mesh.axes(), is_shard))
+    throw UsageError("trainer",
+                     "fsdp is set, and the mesh ({}) has no axis 'shard'. Add it, or give the "
+                     "Trainer the world.",
+                     run.mesh.text());
+}
+
+void say_waits(const RunContext& run, PipelineSchedule schedule) {
+  const int stages = run.mesh.size("pipeline");
+  const std::int64_t passes = accumulation_steps(run.arguments, run.batch_ranks());
+  const int interleaved = schedule == PipelineSchedule::kInterleaved1F1B ? 2 : 1;
+  log::info("trainer",
+            "a pipeline of {} ranks and {} micro-batch{} a step: by the schedule a rank waits "
+            "at least {:.0f} % of the time, less with more micro-batches "
+            "(gradient_accumulation_steps)",
+            stages, passes, passes == 1 ? "" : "es",
+            100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1));
 }
 
 const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
-  run.parallelism = parallelism_of(run);
-  const Mesh& made = run.parallelism->mesh();
-  if (made.axes() != run.mesh.axes())
+  check_mesh(run);
+  if (run.task.make_parallelism) {
+    run.parallelism = run.task.make_parallelism(run.task.module, run.mesh);
+    const Mesh& made = run.parallelism->mesh();
+    if (made.axes() == run.mesh.axes()) return run.parallelism;
     throw UsageError("trainer",
                      "the task's parallelism has a mesh of {}, and the Trainer one of {}, by which "
                      "it divides the samples. Give the Trainer the mesh, and make the parallelism "
                      "with the one that it passes on.",
                      made.text(), run.mesh.text());
+  }
+  const ParallelOptions options = parallel_options(run);
+  if (options.shard.cpu_offload && run.world.device().is_cpu() && run.world.is_leader())
+    log::warning("trainer", "offload of fsdp has no effect: the model is on the CPU already.");
+  run.parallelism = parallelize(*run.task.module, run.mesh, options);
+  if (run.mesh.size("pipeline") > 1 && run.world.is_leader()) say_waits(run, options.schedule);
   return run.parallelism;
 }
 
@@ -191,28 +185,14 @@ Loop::Loop(const LoopParts& parts)
 
 void Loop::capture_steps() {
   const std::string& asked = run_.arguments.compile_model;
-  const bool automatic = asked == "auto", on_gpu = run_.world.device().is_cuda();
-  if (asked == "false" || (automatic && !on_gpu)) return;
-  std::string reason;
-  if (fsdp_plan(run_.arguments).on) {
-    reason = "fsdp gathers and frees parameters inside a step";
-  } else if (run_.parallelism->takes_windows()) {
-    reason = "the stages of a pipeline exchange messages inside a step";
-  } else if (run_.arguments.tensor_parallel_degree > 1) {
-    reason = "tensor parallel ranks exchange activations inside a step";
-  } else if (!on_gpu) {
-    reason = fmt::format("the model is on {}, not on a GPU", run_.world.device().str());
-  } else if (automatic && !run_.task.capturable) {
-    reason =
-        "the task does not say that its loss function may be recorded "
-        "(TrainerTask::capturable, or compile_model: true)";
-  }
-  if (!reason.empty()) {
-    const auto level = automatic ? log::Level::kInfo : log::Level::kWarning;
-    if (run_.world.is_leader() && log::enabled(level))
-      log::write(
-          level, "trainer",
-          fmt::format("compile_model: {}: steps run without a CUDA graph: {}.", asked, reason));
+  const bool automatic = asked == "auto";
+  if (asked == "false" || (automatic && !run_.world.device().is_cuda())) return;
+  if (automatic && !run_.task.capturable) {
+    if (run_.world.is_leader())
+      log::info("trainer",
+                "compile_model: auto: steps run without a CUDA graph: the task does not say that "
+                "its loss function may be recorded (TrainerTask::capturable, or compile_model: "
+                "true).");
     return;
   }
   captured_ = std::make_unique<CapturedStep>(

@@ -21,7 +21,6 @@
 #include "lockstep/monitor/diagnosis.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_record.h"
-#include "lockstep/parallel/reducer.h"
 #include "lockstep/rendezvous/rank_env.h"
 
 namespace lockstep::train {
@@ -287,7 +286,7 @@ Recording start_recording(World& world, const std::string& folder, const monitor
   // Every rank takes part in the exchanges, even one that records nothing. Ranks that are each
   // bound to a core of their own together have more cores than one of them may use.
   const bool one_host = world.local_size() == world.size();
-  facts.cores = one_host ? parallel::cores_of_ranks(world) : allowed_cores();
+  facts.cores = one_host ? cores_of_ranks(world) : allowed_cores();
   facts.hosts = static_cast<int>(all_reduce(world, world.node_rank(), ReduceOp::kMax)) + 1;
   // A launcher may start this rank again.
   facts.writer = monitor::process_identity(under_lockstep_run() ? ::getppid() : ::getpid());

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/core/helpers_for_test.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/naive_shard.h"
 #include "lockstep/testing/processes.h"
@@ -34,11 +35,16 @@ std::shared_ptr<Parallelism> naive_shard(const std::shared_ptr<torch::nn::Module
   return std::make_shared<testing::NaiveShard>(*module, std::move(mesh));
 }
 
+// Also on a mesh with other axes, whose ranks then all compute the whole model.
+std::shared_ptr<Parallelism> replicas(const std::shared_ptr<torch::nn::Module>& module, Mesh mesh) {
+  return std::make_shared<DataParallel>(*module, std::move(mesh));
+}
+
 enum class Way { kReplicated, kNaive, kFully };
 
 void choose(Way way, TrainerTask& task, const TrainingArguments& a) {
+  task.make_parallelism = way == Way::kReplicated ? replicas : naive_shard;
   if (way == Way::kReplicated) return;
-  task.make_parallelism = naive_shard;
   if (way == Way::kNaive) return;
   // Weights by what one rank has seen are known at the window's end.
   const FullyShardOptions options{.reduce_every_backward = a.average_tokens_across_devices};
@@ -275,7 +281,8 @@ TEST(OwnMeshProcesses, RanksThatSeeTheSameSamplesDrawTheSameNumbers) {
     torch::nn::Sequential net = network();
     net->push_back(torch::nn::Dropout(0.5));
     const auto train = [&](const std::string& name, const std::string& resumed) {
-      const TrainerTask task = task_for(net, dataset(45, 1), dataset(5, 2));
+      TrainerTask task = task_for(net, dataset(45, 1), dataset(5, 2));
+      task.make_parallelism = replicas;
       TrainingArguments a = arguments_in(folder / name);
       a.max_grad_norm = 1;
       if (!resumed.empty()) a.resume_from_checkpoint = folder / resumed;

@@ -17,7 +17,6 @@
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/effective_batch.h"
@@ -123,10 +122,6 @@ void restore_schedule(const CheckpointParts& parts, const train::Checkpoint& che
                  parts.schedule->factor(step), step);
 }
 
-std::int64_t accumulation_of(const CheckpointParts& parts) {
-  return parts.accumulation != nullptr ? parts.accumulation->steps() : 1;
-}
-
 train::DataPosition position_of(const CheckpointParts& parts, const Mesh& mesh,
                                 std::int64_t epoch) {
   train::DataPosition position{
@@ -137,7 +132,7 @@ train::DataPosition position_of(const CheckpointParts& parts, const Mesh& mesh,
   position.cursor = at.cursor;
   position.seed = static_cast<std::int64_t>(at.seed);
   position.batch_size = parts.loader->options().batch_size;
-  position.accumulation = accumulation_of(parts);
+  position.accumulation = parts.accumulation;
   position.dataset_size = at.size;
   position.order = at.order;
   return position;
@@ -162,7 +157,7 @@ void note_other_batch(const CheckpointParts& parts, const Mesh& mesh,
   if (parts.loader == nullptr || !mesh.world().is_leader()) return;
   const train::BatchParts then{saved.world_size, saved.batch_size, saved.accumulation};
   const train::BatchParts now{mesh.batch().size(), parts.loader->options().batch_size,
-                              accumulation_of(parts)};
+                              parts.accumulation};
   if (then != now) log::warning("checkpoint", "{}", train::other_batch_text(then, now));
 }
 
@@ -383,7 +378,7 @@ std::int64_t steps_left(const CheckpointParts& parts, std::int64_t epoch, std::i
                      "the parts have no loader, which says how many batches are left. Name the one "
                      "that the loop reads: {{.loader = &loader}}.");
   if (epoch >= epochs) return 0;
-  const std::int64_t window = accumulation_of(parts);
+  const std::int64_t window = parts.accumulation;
   const auto steps = [&](std::int64_t batches) { return (batches + window - 1) / window; };
   return steps(parts.loader->batches_left(epoch)) +
          (epochs - epoch - 1) * steps(parts.loader->batches_per_epoch());

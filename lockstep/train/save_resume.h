@@ -2,7 +2,7 @@
 //
 //   const lockstep::CheckpointParts parts{
 //       .module = net.get(), .optimizer = &optimizer, .loader = &loader,
-//       .accumulation = &accumulation};
+//       .accumulation = accumulation.steps()};
 //   std::int64_t step = 0, epoch = 0;
 //   if (const auto resumed = lockstep::resume("out", world, parts)) {
 //     step = resumed->step;
@@ -47,8 +47,6 @@ class LRScheduler;
 
 namespace lockstep {
 
-class Accumulation;
-
 struct CheckpointParts {
   torch::nn::Module* module = nullptr;  // required; the one that was wrapped, not the wrapper
   // State and learning rates; replicated and sharded optimizers can resume each other's state.
@@ -56,9 +54,9 @@ struct CheckpointParts {
   // lockstep::optim, the same rules with Python's names and bits.
   optim::Optimizer* optimizer = nullptr;
   data::Loader* loader = nullptr;  // the position in the epoch
-  // Its steps are recorded, and compared: a different effective batch than the saved one is a
-  // warning.
-  const Accumulation* accumulation = nullptr;
+  // Micro-batches of a step (Accumulation::steps()). Recorded, and compared: a different effective
+  // batch than the saved one is a warning.
+  std::int64_t accumulation = 1;
   // A schedule has no state; a difference to the saved one is a warning. One that needs the number
   // of steps is made after resume() (see steps_left) and set then.
   const optim::Schedule* schedule = nullptr;

@@ -407,9 +407,8 @@ TEST(SaveResume, TheTrainerContinuesFromALoopAndALoopFromTheTrainer) {
 TEST(SaveResume, TheEffectiveBatchCountsTheAccumulation) {
   io::TemporaryDirectory dir;
   OwnLoop loop(World{});
-  Accumulation four{loop.model, {.steps = 4}}, two{loop.model, {.steps = 2}};
   CheckpointParts parts = loop.parts();
-  parts.accumulation = &four;
+  parts.accumulation = 4;
   save_checkpoint(dir.path(), World{}, parts, {.step = 1});
   EXPECT_EQ(train::Checkpoint(dir / "checkpoint-1").position().accumulation, 4);
   const auto said = [&] {
@@ -418,7 +417,7 @@ TEST(SaveResume, TheEffectiveBatchCountsTheAccumulation) {
     return ::testing::internal::GetCapturedStderr();
   };
   EXPECT_THAT(said(), Not(HasSubstr("effective batch")));
-  parts.accumulation = &two;
+  parts.accumulation = 2;
   EXPECT_THAT(
       said(),
       HasSubstr("made with 1 data parallel rank x batch 3 x accumulation 4, now 1 x 3 x 2: the "
@@ -512,7 +511,7 @@ TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
     OwnLoop loop(world);
     Accumulation accumulation{loop.model, {.steps = 3}};
     CheckpointParts parts = loop.parts();
-    parts.accumulation = &accumulation;
+    parts.accumulation = accumulation.steps();
     if (const auto resumed = loop.resume_from(dir.path())) {
       EXPECT_EQ(resumed->step, 5);
     }

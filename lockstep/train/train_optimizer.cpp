@@ -45,9 +45,7 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
 }
 
 ShardFacts shard_facts(RunContext& run) {
-  if (run.arguments.shard_optimizer != "auto" || fsdp_plan(run.arguments).on ||
-      run.parallelism->takes_windows())
-    return {};
+  if (run.arguments.shard_optimizer != "auto" || run.parallelism->divided()) return {};
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
   std::string unable;

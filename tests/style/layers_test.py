@@ -39,6 +39,11 @@ ALL = list(LAYERS)
 ROOT = "root"
 TESTING = "testing"
 
+# What the Trainer knows of the ways to divide training: the interface, the function that chooses
+# one, and its options. A question about one of the ways belongs into the interface.
+SEEN_BY_TRAIN = {f"lockstep/parallel/{name}.h"
+                 for name in ("parallelism", "parallelize", "options", "accumulation")}
+
 # Foreign headers by family. The first match decides; what matches nothing is std or POSIX.
 FAMILIES = [
     ("nccl", r"nccl\.h|torch/csrc/distributed/c10d/(ProcessGroup)?NCCL|torch/csrc/cuda/nccl"),
@@ -151,6 +156,10 @@ def check_own_include(path, place, line, target):
     if target_layer not in allowed_layers(layer):
         may = ", ".join(sorted(allowed_layers(layer) - {layer})) or "no other layer"
         yield Violation(path, line, "layer", f"{layer} includes {target}; it may include {may}")
+        return
+    if layer == "train" and target_layer == "parallel" and target not in SEEN_BY_TRAIN:
+        yield Violation(path, line, "layer", f"train includes {target}; of parallel it may include "
+                                             f"{', '.join(sorted(SEEN_BY_TRAIN))}")
         return
     if target_backend and target_backend != backend:
         # Code that chooses a backend sees only its one small header (available, make).
@@ -306,6 +315,8 @@ def self_test():
             one("lockstep/core/env_test.cpp", "<gtest/gtest.h>", '"lockstep/core/env.h"'),
             one("lockstep/parallel/ddp_test.cpp", '"lockstep/models/gpt.h"',
                 '"lockstep/testing/world.h"', "<torch/torch.h>"),
+            one("lockstep/train/loop.cpp", '"lockstep/parallel/parallelize.h"'),
+            one("lockstep/train/loop_test.cpp", '"lockstep/parallel/fully_shard.h"'),
             {"lockstep/core/a.cpp": '// #include <torch/torch.h>\nauto a = "#include <mpi.h>";\n'},
             {"lockstep/comm/CMakeLists.txt": "lockstep_layer(comm SOURCES a DEPENDS core TORCH)\n"},
             one("lockstep/comm/nccl/impl.cpp", "<nccl.h>", "<c10/cuda/CUDAStream.h>"),
@@ -314,6 +325,8 @@ def self_test():
         "layer": [
             one("lockstep/core/a.cpp", '"launcher/plan.h"'),
             one("lockstep/train/a.cpp", '"launcher/plan.h"'),
+            one("lockstep/train/a.cpp", '"lockstep/parallel/fully_shard.h"'),
+            one("lockstep/train/a.h", '"lockstep/parallel/ddp.h"'),
             one("lockstep/train/a.cpp", '"observe/dashboard/page.h"'),
             one("lockstep/core/a.cpp", '"lockstep/rendezvous/rank_env.h"'),
             one("lockstep/rendezvous/a.cpp", '"launcher/plan.h"'),

@@ -126,7 +126,7 @@ class Fsdp(TrainCase):
         self.assertEqual(said.count("offload of fsdp has no effect: the model is on the CPU"), 1)
         _, said = self.run_with(2, "compiled", "--fsdp", "full_shard", "--compile_model", "true",
                                 "--max_steps", "1")
-        self.assertIn("steps run without a CUDA graph: fsdp gathers and frees", said)
+        self.assertIn("steps run without a CUDA graph: parameters are gathered and freed", said)
         half, _ = self.run_with(
             2, "half", "--fsdp", "full_shard", "--fsdp_config",
             "{mixed_precision_policy: {param_dtype: bfloat16, reduce_dtype: float32}}")
