@@ -308,7 +308,6 @@ struct CapturedStep::Impl {
   // The recorded work has not run, and never will: the function is called again.
   void take_back(const Tensors& gradients) {
     for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
-    if (options.after_failed_capture) options.after_failed_capture();
   }
 
   void say(const std::string& reason) const {

@@ -56,9 +56,6 @@ struct CapturedStepOptions {
   // wrapped, now or later, is refused: its graph would have no collectives, or stale ones.
   std::shared_ptr<Parallelism> parallelism{};
   bool asked = true;  // false: that there are no graphs is information, not a warning
-  // Called after a failed recording, before the function runs again: undoes the counting of its
-  // host code.
-  std::function<void()> after_failed_capture{};
 };
 
 class CapturedStep {

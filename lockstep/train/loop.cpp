@@ -33,19 +33,14 @@ std::optional<c10::ScalarType> type_named(const std::string& name) {
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
 
-// Where a rank weights tokens by what it alone has seen, the weights are known when its window
-// ends, and gradients are reduced then. A pipeline knows them before.
 ParallelOptions parallel_options(const RunContext& run) {
   const TrainingArguments& a = run.arguments;
   const FsdpPlan plan = fsdp_plan(a);
-  const bool alone = !a.average_tokens_across_devices && run.mesh.size("pipeline") == 1 &&
-                     accumulation_steps(a, run.batch_ranks()) > 1;
   return {.data = {.bucket_cap_mb = a.ddp_bucket_cap_mb,
                    .find_unused_parameters = a.ddp_find_unused_parameters.value_or(false),
                    .static_graph = a.ddp_static_graph.value_or(false),
                    .broadcast_buffers = a.ddp_broadcast_buffers.value_or(true)},
           .shard = {.reshard_after_forward = plan.reshard_after_forward,
-                    .reduce_every_backward = !alone,
                     .param_dtype = type_named(plan.param_dtype),
                     .reduce_dtype = type_named(plan.reduce_dtype),
                     .cpu_offload = plan.cpu_offload},
@@ -92,12 +87,12 @@ void say_waits(const RunContext& run, PipelineSchedule schedule) {
             100.0 * (stages - 1) / static_cast<double>(interleaved * passes + stages - 1));
 }
 
-const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
+RunContext& make_parallelism(RunContext& run) {
   check_mesh(run);
   if (run.task.make_parallelism) {
     run.parallelism = run.task.make_parallelism(run.task.module, run.mesh);
     const Mesh& made = run.parallelism->mesh();
-    if (made.axes() == run.mesh.axes()) return run.parallelism;
+    if (made.axes() == run.mesh.axes()) return run;
     throw UsageError("trainer",
                      "the task's parallelism has a mesh of {}, and the Trainer one of {}, by which "
                      "it divides the samples. Give the Trainer the mesh, and make the parallelism "
@@ -109,7 +104,7 @@ const std::shared_ptr<Parallelism>& make_parallelism(RunContext& run) {
     log::warning("trainer", "offload of fsdp has no effect: the model is on the CPU already.");
   run.parallelism = parallelize(*run.task.module, run.mesh, options);
   if (run.mesh.size("pipeline") > 1 && run.world.is_leader()) say_waits(run, options.schedule);
-  return run.parallelism;
+  return run;
 }
 
 data::Loader train_loader(const RunContext& run) {
@@ -127,20 +122,24 @@ data::Loader train_loader(const RunContext& run) {
        .sampler = run.task.sampler});
 }
 
-// The reference count for the weights of gradients. It is taken from the dataset's first sample,
-// not from the first batch: a resumed run sees another batch first, and must give the same bits.
-std::int64_t expected_count(const RunContext& run) {
-  data::SampleRandom random({}, 0);
-  const at::Tensor target = run.task.train_data->get(0, random).target;
-  const std::int64_t tokens = target.defined() ? data::count_tokens(target.unsqueeze(0), 1) : 1;
-  return run.arguments.per_device_train_batch_size * std::max<std::int64_t>(1, tokens);
+// Ranks with windows of their own would wait for each other, or weigh by different numbers.
+void compare_windows(RunContext& run, std::int64_t steps) {
+  const auto all = all_gather_bytes(
+      run.world, fmt::format("gradient_accumulation_steps {}, average_tokens_across_devices {}",
+                             steps, run.arguments.average_tokens_across_devices));
+  for (std::size_t rank = 1; rank < all.size(); ++rank)
+    if (all[rank] != all[0])
+      throw UsageError("trainer",
+                       "rank {} has {}, but rank 0 has {}. Give every rank the same arguments.",
+                       rank, all[rank], all[0]);
 }
 
-AccumulationOptions accumulation_options(const RunContext& run, std::int64_t steps) {
-  return {.steps = steps,
-          .weights = run.arguments.average_tokens_across_devices ? WindowWeights::kCounts
-                                                                 : WindowWeights::kOwnCounts,
-          .expected_count = expected_count(run)};
+// A mean over no targets is 0 / 0, and so is its derivative. With one target both are numbers, and
+// the batch's weight of zero makes them zero. Its backward runs, because other ranks may wait for
+// it.
+void give_target(data::Batch& batch) {
+  batch.target = batch.target.clone(at::MemoryFormat::Contiguous);
+  batch.target.view(-1).narrow(0, 0, 1).zero_();
 }
 
 // The arguments that a checkpoint was made with. They are only used to report a change, so a file
@@ -163,6 +162,17 @@ bool has_learning_rate_of(const Node& then, const TrainingArguments& a) {
   return rate == nullptr || same_value(rate->value, value_of(a, *find_key("learning_rate")));
 }
 
+// Variants of a captured micro-batch: the first one of a window makes the gradients, and the last
+// one averages them over the ranks and takes the step.
+constexpr int kFirst = 1, kLast = 2;
+
+// A batch without targets has a loss that is none.
+void add_loss(const at::Tensor& sum, const at::Tensor& loss, const data::Batch& batch) {
+  if (batch.tokens == 0) return;
+  const at::Tensor mean = loss.to(sum.device(), at::kDouble).reshape({});
+  sum.add_(mean, static_cast<double>(batch.tokens));
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- before the first step
@@ -177,33 +187,9 @@ Loop::Loop(const LoopParts& parts)
       accumulation_steps_(accumulation_steps(run_.arguments, run_.batch_ranks())),
       loader_(train_loader(run_)),
       plan_(plan_steps(run_.arguments, loader_.batches_per_epoch(), accumulation_steps_)),
-      accumulation_(make_parallelism(run_), run_.task.module->parameters(),
-                    accumulation_options(run_, accumulation_steps_)),
-      optimizer_(run_) {
+      optimizer_(make_parallelism(run_)) {
+  compare_windows(run_, accumulation_steps_);
   capture_steps();
-}
-
-void Loop::capture_steps() {
-  const std::string& asked = run_.arguments.compile_model;
-  const bool automatic = asked == "auto";
-  if (asked == "false" || (automatic && !run_.world.device().is_cuda())) return;
-  if (automatic && !run_.task.capturable) {
-    if (run_.world.is_leader())
-      log::info("trainer",
-                "compile_model: auto: steps run without a CUDA graph: the task does not say that "
-                "its loss function may be recorded (TrainerTask::capturable, or compile_model: "
-                "true).");
-    return;
-  }
-  captured_ = std::make_unique<CapturedStep>(
-      optimizer_.optimizer(),
-      CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
-                          .parameters = run_.task.module->parameters(),
-                          .parallelism = run_.parallelism,
-                          .asked = !automatic,
-                          .after_failed_capture = [this] { accumulation_.restore(before_); }},
-      [this](const CapturedStep::Tensors& inputs, int) { return compute_captured(inputs); });
-  if (!captured_->unavailable_reason().empty()) captured_.reset();
 }
 
 void Loop::resume(const Checkpoint& checkpoint) {
@@ -336,35 +322,115 @@ DataPosition Loop::position() const {
 
 // ---------------------------------------------------------------- a step
 
-// True when it ended the window: the gradients are averaged, the step may be taken.
-bool Loop::micro_batch(const data::Batch& batch) {
-  metrics_.count_batch(batch);
-  return run_.with_memory_advice(
-      [&] { return captured_ ? captured_micro_batch(batch) : backward(batch, {}); });
-}
-
-MicroBatch Loop::micro_of(const data::Batch& batch) const {
-  return {.count = batch.tokens, .scaler = optimizer_.scaler()};
-}
-
-// `values` of MicroBatch, where they are on the device.
-bool Loop::backward(const data::Batch& batch, const at::Tensor& values) {
-  if (run_.parallelism->takes_windows()) {
-    MicroBatch queued = micro_of(batch);
-    queued.sizes = batch.data.sizes().vec();
-    return accumulation_.backward([this, batch] { return run_.forward(batch).loss; }, queued);
+// All micro-batches of the step, and the number of tokens that they are weighed by: every weight is
+// known before the first forward.
+Loop::Window Loop::next_window(data::Epoch& batches, std::int64_t left) {
+  Window window;
+  for (std::int64_t i = 0; i < std::min(left, accumulation_steps_); ++i) {
+    auto batch = run_.with_memory_advice([&] { return batches.next(); });
+    LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
+    metrics_.count_batch(*batch);
+    window.tokens += batch->tokens;
+    if (batch->tokens == 0 && batch->target.defined()) give_target(*batch);
+    window.batches.push_back(std::move(*batch));
   }
+  window.total = at::full({}, static_cast<double>(window.tokens),
+                          at::dtype(at::kDouble).device(run_.world.device()));
+  if (run_.arguments.average_tokens_across_devices && run_.batch_ranks() > 1) {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    run_.mesh.batch().all_reduce(window.total).wait();
+  }
+  window.total.clamp_min_(1);
+  return window;
+}
+
+// The weight of a batch's mean loss. Gradients are averaged over the ranks, hence their number.
+at::Tensor Loop::share_of(const data::Batch& batch, const Window& window) const {
+  const bool across = run_.arguments.average_tokens_across_devices;
+  const auto tokens = static_cast<double>(batch.tokens * (across ? run_.batch_ranks() : 1));
+  return at::full_like(window.total, tokens) / window.total;
+}
+
+void Loop::step(const Window& window) {
+  const at::Tensor loss = compute(window);
+  if (!captured_) {
+    mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
+    before_step();
+    const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
+    step_result_ = run_.with_memory_advice(
+        [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
+    mark_device_phase(ledger::Phase::kNone, run_.world.device());
+  }
+  ledger::set_step(++run_.state.global_step);
+  optimizer_.set_learning_rate();
+  metrics_.count(window.tokens, loss, step_result_);
+}
+
+// Leaves the step's gradients. Returns the sum of the losses of this rank's tokens, float64 on the
+// device.
+at::Tensor Loop::compute(const Window& window) {
+  if (run_.parallelism->takes_windows())
+    return run_.with_memory_advice([&] { return run_stages(window); });
+  const at::Tensor sum = at::zeros_like(window.total);
+  for (const data::Batch& batch : window.batches) {
+    const bool first = &batch == &window.batches.front(), last = &batch == &window.batches.back();
+    const at::Tensor share = share_of(batch, window);
+    const at::Tensor loss = run_.with_memory_advice([&] {
+      return captured_ ? captured_micro_batch(batch, share, first, last)
+                       : backward(batch, share, last);
+    });
+    add_loss(sum, loss, batch);
+    if (!last) control_.notify(&Observer::on_substep_end);
+  }
+  return sum;
+}
+
+// The stages of a pipeline compute different micro-batches at a time.
+at::Tensor Loop::run_stages(const Window& window) {
+  std::vector<Parallelism::Pass> passes;
+  for (const data::Batch& batch : window.batches)
+    passes.push_back({.forward = [this, &batch] { return run_.forward(batch).loss; },
+                      .weigh = [this, share = share_of(batch, window)](
+                                   const at::Tensor& loss) { return weigh(loss, share); },
+                      .sizes = batch.data.sizes().vec()});
+  const std::vector<at::Tensor> losses = run_.parallelism->run_window(passes);
+  const at::Tensor sum = at::zeros_like(window.total);
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    ledger::add(ledger::Counter::kMicroBatches);
+    add_loss(sum, losses[i], window.batches[i]);
+    if (i > 0) control_.notify(&Observer::on_substep_end);
+  }
+  ledger::count_step();
+  // A rank that computes no loss needs the scale for its step all the same.
+  if (optimizer_.scaler() != nullptr) optimizer_.scaler()->scale(sum);
+  return sum;
+}
+
+// Returns the loss, without its graph.
+at::Tensor Loop::backward(const data::Batch& batch, const at::Tensor& share, bool last) {
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
   const at::Tensor loss = run_.parallelism->watch(run_.forward(batch).loss);
   ledger::set_phase(ledger::Phase::kBackward);
   mark_device_phase(ledger::Phase::kBackward, device);
-  MicroBatch micro = micro_of(batch);
-  if (values.is_cuda()) micro.values = values;
-  const bool ended = accumulation_.backward(loss, micro);
+  run_.parallelism->backward(weigh(loss, share), last);
   mark_device_phase(ledger::Phase::kNone, device);
-  return ended;
+  if (!run_.parallelism->counts_passes()) {
+    ledger::add(ledger::Counter::kMicroBatches);
+    if (last) ledger::count_step();
+  }
+  return loss.detach();
+}
+
+at::Tensor Loop::weigh(const at::Tensor& loss, const at::Tensor& share) const {
+  if (loss.numel() != 1)
+    throw UsageError("trainer",
+                     "the loss has {} elements. It must be the mean over the batch. Use a "
+                     "reduction, or call mean().",
+                     loss.numel());
+  const at::Tensor weighed = loss * share.to(loss.device(), loss.scalar_type());
+  return optimizer_.scaler() != nullptr ? optimizer_.scaler()->scale(weighed) : weighed;
 }
 
 void Loop::before_step() {
@@ -381,64 +447,69 @@ void Loop::before_step() {
   optimizer_.begin_step();
 }
 
-void Loop::optimizer_step() {
-  if (!captured_) {
-    mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
-    before_step();
-    const bool will_log = due_after_step(run_.arguments, plan_, run_.state.global_step + 1).log;
-    step_result_ = run_.with_memory_advice(
-        [&] { return optimizer_.step(will_log); });  // the first one makes Adam's state
-    window_ = accumulation_.last_window();
-    mark_device_phase(ledger::Phase::kNone, run_.world.device());
-  }
-  ledger::set_step(++run_.state.global_step);
-  optimizer_.set_learning_rate();
-  metrics_.count(window_, step_result_);
-}
-
 // ---------------------------------------------------------------- a step in a CUDA graph
+
+void Loop::capture_steps() {
+  const std::string& asked = run_.arguments.compile_model;
+  const bool automatic = asked == "auto";
+  if (asked == "false" || (automatic && !run_.world.device().is_cuda())) return;
+  if (automatic && !run_.task.capturable) {
+    if (run_.world.is_leader())
+      log::info("trainer",
+                "compile_model: auto: steps run without a CUDA graph: the task does not say that "
+                "its loss function may be recorded (TrainerTask::capturable, or compile_model: "
+                "true).");
+    return;
+  }
+  // What a graph reads in each replay are its inputs: the weight, data and target.
+  const auto work = [this](const CapturedStep::Tensors& inputs, int variant) {
+    data::Batch batch = *captured_batch_;
+    batch.data = inputs[1];
+    if (inputs.size() > 2) batch.target = inputs[2];
+    CapturedStep::Tensors outputs{backward(batch, inputs[0], /*last=*/(variant & kLast) != 0)};
+    if ((variant & kLast) == 0) return outputs;
+    const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+    mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
+    const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
+    outputs.push_back(result.grad_norm);
+    outputs.push_back(result.skipped);
+    return outputs;
+  };
+  captured_ = std::make_unique<CapturedStep>(
+      optimizer_.optimizer(),
+      CapturedStepOptions{.step = optimizer_.step_options(/*want_grad_norm=*/true),
+                          .parameters = run_.task.module->parameters(),
+                          .parallelism = run_.parallelism,
+                          .asked = !automatic},
+      work);
+  if (!captured_->unavailable_reason().empty()) captured_.reset();
+}
 
 // The micro-batch that ends a window takes the step with it, so what goes before a step comes
 // first.
-bool Loop::captured_micro_batch(const data::Batch& batch) {
-  const MicroBatch micro = micro_of(batch);
-  const Accumulation::Next next = accumulation_.next(micro);
-  if (next.ends) before_step();
-  const int variant =
-      variants_.try_emplace(next.form, static_cast<int>(variants_.size())).first->second;
-  CapturedStep::Tensors inputs{at::tensor(next.values, at::kDouble), batch.data};
+at::Tensor Loop::captured_micro_batch(const data::Batch& batch, const at::Tensor& share, bool first,
+                                      bool last) {
+  if (last) before_step();
+  CapturedStep::Tensors inputs{share, batch.data};
   if (batch.target.defined()) inputs.push_back(batch.target);
   captured_batch_ = &batch;
-  before_ = accumulation_.progress();
   // A graph is one piece of work on the device, including the optimizer's step.
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
-  const CapturedStep::Tensors outputs = captured_->run(inputs, variant);
+  const CapturedStep::Tensors outputs =
+      captured_->run(inputs, (first ? kFirst : 0) + (last ? kLast : 0));
   mark_device_phase(ledger::Phase::kNone, device);
   ++batches_run_;
   if (captured_->replayed()) {
     ++batches_replayed_;
-    accumulation_.replayed(micro);
-    run_.parallelism->count_replayed(next.ends);
+    run_.parallelism->count_replayed(last);
   }
-  if (!next.ends) return false;
-  window_ = {.batches = before_.done + 1, .count = outputs[0], .loss = outputs[1]};
-  step_result_ = {.grad_norm = outputs[2], .skipped = outputs[3]};
-  return true;
+  if (last) step_result_ = {.grad_norm = outputs[1], .skipped = outputs[2]};
+  return outputs[0];
 }
 
-CapturedStep::Tensors Loop::compute_captured(const CapturedStep::Tensors& inputs) {
-  data::Batch batch = *captured_batch_;
-  batch.data = inputs[1];
-  if (inputs.size() > 2) batch.target = inputs[2];
-  if (!backward(batch, inputs[0])) return {};
-  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
-  mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
-  const optim::StepResult result = optimizer_.step(/*want_grad_norm=*/true);
-  const Window& window = accumulation_.last_window();
-  return {window.count, window.loss, result.grad_norm, result.skipped};
-}
+// ---------------------------------------------------------------- after a step
 
 // Does what is due, in Hugging Face's order: log, evaluate, save. Collective.
 void Loop::after_step(Due due) {
@@ -500,19 +571,11 @@ void Loop::run_epoch(std::int64_t epoch) {
   auto batches = loader_.epoch(epoch);
   const auto total = static_cast<double>(loader_.batches_per_epoch());
   std::int64_t left = loader_.batches_left(epoch);
-  accumulation_.begin_epoch(left);
-  bool begun = false;
   while (left > 0 && !control_.over()) {
-    auto batch = run_.with_memory_advice([&] { return batches.next(); });
-    LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
-    --left;
-    if (!begun) control_.notify(&Observer::on_step_begin);
-    begun = !micro_batch(*batch);
-    if (begun) {
-      control_.notify(&Observer::on_substep_end);
-      continue;
-    }
-    optimizer_step();
+    const Window window = next_window(batches, left);
+    left -= static_cast<std::int64_t>(window.batches.size());
+    control_.notify(&Observer::on_step_begin);
+    step(window);
     run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
     control_.notify(&Observer::on_step_end);
     metrics_.show_step();

@@ -1,24 +1,23 @@
-// Loop: the training loop itself: micro-batches, steps, epochs, and what is due after each.
+// Loop: the training loop itself: windows of micro-batches, steps, epochs, and what is due after
+// each.
 //
 //   Loop loop({run, control, metrics, checkpoints, evaluator});   // wraps model and data
 //   if (checkpoint) loop.resume(*checkpoint);
 //   loop.open(checkpoint_path);
 //   loop.run();
 //
-// Makes run.parallelism, and owns the other parts of a step: loader, accumulation, optimizer, and
-// the position in the epochs. All functions are collectives, called on all ranks identically. One
-// thread.
+// Makes run.parallelism, and owns the other parts of a step: loader, optimizer, and the position in
+// the epochs. All functions are collectives, called on all ranks identically. One thread.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/data/loader.h"
 #include "lockstep/monitor/run_record.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint_manager.h"
 #include "lockstep/train/evaluator.h"
@@ -62,15 +61,25 @@ class Loop {
   bool saves_at_the_end_alone() const;
   DataPosition position() const;
 
+  // The micro-batches of a step on this rank.
+  struct Window {
+    std::vector<data::Batch> batches{};
+    std::int64_t tokens = 0;
+    at::Tensor total{};  // the tokens that are weighed together; float64 on the device, at least 1
+  };
+
   void run_epoch(std::int64_t epoch);
-  bool micro_batch(const data::Batch& batch);
+  Window next_window(data::Epoch& batches, std::int64_t left);
+  at::Tensor share_of(const data::Batch& batch, const Window& window) const;
+  void step(const Window& window);
+  at::Tensor compute(const Window& window);
+  at::Tensor run_stages(const Window& window);
+  at::Tensor backward(const data::Batch& batch, const at::Tensor& share, bool last);
+  at::Tensor weigh(const at::Tensor& loss, const at::Tensor& share) const;
   void capture_steps();
-  bool captured_micro_batch(const data::Batch& batch);
-  CapturedStep::Tensors compute_captured(const CapturedStep::Tensors& inputs);
-  bool backward(const data::Batch& batch, const at::Tensor& values);
-  MicroBatch micro_of(const data::Batch& batch) const;
+  at::Tensor captured_micro_batch(const data::Batch& batch, const at::Tensor& share, bool first,
+                                  bool last);
   void before_step();
-  void optimizer_step();
   void after_step(Due due);
   void evaluate(Due& due);
   void save();
@@ -84,14 +93,10 @@ class Loop {
   std::int64_t accumulation_steps_;
   data::Loader loader_;
   StepPlan plan_;
-  Accumulation accumulation_;
   TrainOptimizer optimizer_;
-  std::unique_ptr<CapturedStep> captured_;  // compile_model
-  std::map<std::vector<std::int64_t>, int> variants_;
+  std::unique_ptr<CapturedStep> captured_;               // compile_model
   const data::Batch* captured_batch_ = nullptr;          // the one it computes
-  Accumulation::Progress before_;                        // the accumulation before that batch
   std::int64_t batches_run_ = 0, batches_replayed_ = 0;  // only batches that may be captured
-  Window window_;  // the last one and its step, where it is captured
   optim::StepResult step_result_;
   std::optional<std::int64_t> resumed_batch_;  // the batch learning_rate was used with; on rank 0
   std::int64_t epoch_ = 0;

@@ -92,23 +92,21 @@ void MetricsReporter::count_batch(const data::Batch& batch) {
                                               : batch.samples();
 }
 
-// Everything stays on the device. The first parameters, and with them the window's sums, may be on
-// another one of a device map.
-void MetricsReporter::count(const Window& window, const optim::StepResult& result) {
+// Everything stays on the device.
+void MetricsReporter::count(std::int64_t tokens, const at::Tensor& loss,
+                            const optim::StepResult& result) {
   const torch::NoGradGuard no_grad;
-  at::Tensor loss = window.loss.to(since_log_.device(), at::kDouble);
-  const at::Tensor count = window.count.to(since_log_.device(), at::kDouble);
-  at::Tensor counted = count;
+  const at::Tensor count = at::full({}, static_cast<double>(tokens), since_log_.options());
+  at::Tensor sum = loss, counted = count;
   if (run_.arguments.logging_nan_inf_filter) {
     // Not part of the mean, so that the log stays readable. Without a finite one it is NaN.
     const at::Tensor finite = at::isfinite(loss);
-    loss = at::where(finite, loss, 0.0);
+    sum = at::where(finite, loss, 0.0);
     counted = count * finite;
   }
-  const at::Tensor tokens =
+  const at::Tensor input =
       at::full({}, static_cast<double>(std::exchange(input_tokens_, 0)), since_log_.options());
-  const at::Tensor sums =
-      at::stack({(loss * counted).reshape({}), count.reshape({}), counted.reshape({}), tokens});
+  const at::Tensor sums = at::stack({sum, count, counted, input});
   since_log_ += sums;
   since_start_ += sums;
   if (result.skipped.defined())
@@ -147,13 +145,12 @@ void MetricsReporter::show_step() {
   if (progress_) progress_->step(run_.state.global_step);
 }
 
-// Totals of all ranks. A window that is weighed across devices has everyone's loss already.
+// Totals of all ranks.
 MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
   at::Tensor all = sums;
   if (run_.batch_ranks() > 1) {
     all = sums.clone();
-    const bool everyones = run_.arguments.average_tokens_across_devices;
-    run_.mesh.batch().all_reduce(everyones ? all.narrow(0, 3, 1) : all).wait();
+    run_.mesh.batch().all_reduce(all).wait();
   }
   ledger::add(ledger::Counter::kHostSyncs);
   {

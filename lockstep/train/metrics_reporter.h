@@ -4,7 +4,7 @@
 //
 //   MetricsReporter metrics(run, control);
 //   metrics.open();
-//   metrics.count(window, result);          // a step; everything stays on the device
+//   metrics.count(tokens, loss, result);    // a step; everything stays on the device
 //   metrics.log(learning_rate);             // the only place where a step reads the device
 //
 // Every rank has one; rank 0's writes. log(), tokens_since_log() and summarize() are collectives.
@@ -23,7 +23,6 @@
 #include "lockstep/data/batch.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/train/metrics_log.h"
 #include "lockstep/train/run_control.h"
 
@@ -39,7 +38,8 @@ class MetricsReporter {
   // Counts the batch's samples, and the tokens that the model computes, prompts and padding
   // included: the token ids in `data`, or else in `target`, or else the samples.
   void count_batch(const data::Batch& batch);
-  void count(const Window& window, const optim::StepResult& result);
+  // A step: the tokens of this rank that its loss is a mean of, and the sum of their losses.
+  void count(std::int64_t tokens, const at::Tensor& loss, const optim::StepResult& result);
   void show_step();
 
   // The share of this rank's time since the last log that was spent waiting, for exchange().
@@ -74,8 +74,8 @@ class MetricsReporter {
   RunControl& control_;
   std::unique_ptr<MetricsLog> file_;    // on rank 0
   std::unique_ptr<Progress> progress_;  // on rank 0
-  // Sums of (loss x count, count, count with a finite loss, this rank's input tokens), float64 on
-  // the device. A count is the number of samples or tokens that the loss is a mean of.
+  // This rank's sums of (losses, tokens, tokens with a finite loss, input tokens), float64 on the
+  // device. Without sequences a sample is a token.
   at::Tensor since_log_;
   at::Tensor since_start_;
   at::Tensor skipped_;

@@ -42,15 +42,9 @@ std::shared_ptr<Parallelism> replicas(const std::shared_ptr<torch::nn::Module>& 
 
 enum class Way { kReplicated, kNaive, kFully };
 
-void choose(Way way, TrainerTask& task, const TrainingArguments& a) {
-  task.make_parallelism = way == Way::kReplicated ? replicas : naive_shard;
-  if (way == Way::kReplicated) return;
-  if (way == Way::kNaive) return;
-  // Weights by what one rank has seen are known at the window's end.
-  const FullyShardOptions options{.reduce_every_backward = a.average_tokens_across_devices};
-  task.make_parallelism = [options](const std::shared_ptr<torch::nn::Module>& module, Mesh mesh) {
-    return std::make_shared<FullyShard>(*module, std::move(mesh), options);
-  };
+std::shared_ptr<Parallelism> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
+                                         Mesh mesh) {
+  return std::make_shared<FullyShard>(*module, std::move(mesh));
 }
 
 // 45 samples and 5 to evaluate on: short windows, batches that are not full, ranks without one.
@@ -58,7 +52,9 @@ Trained run_trainer(const Mesh& mesh, const TrainingArguments& a, Way way,
                     std::int64_t samples = 45) {
   torch::nn::Sequential net = network();
   TrainerTask task = task_for(net, dataset(samples, 1), dataset(5, 2));
-  choose(way, task, a);
+  task.make_parallelism = way == Way::kReplicated ? replicas
+                          : way == Way::kNaive    ? naive_shard
+                                                  : fully_shard;
   Trained trained;
   task.loss = [&, loss = task.loss](const data::Batch& batch) {
     trained.seen.push_back(batch.data.clone());

@@ -240,6 +240,36 @@ TEST(Keys, AverageTokensAcrossDevices) {
   }
 }
 
+// Counts are known before the first forward, so nothing is scaled afterwards.
+TEST(Keys, ALossIsWeighedOnceByItsShareOfTheStep) {
+  for (const bool across : {true, false}) {
+    io::TemporaryDirectory dir;
+    std::vector<std::vector<double>> tokens(2), weights(2);
+    testing::run_threads(2, [&](World& world) {
+      const auto rank = static_cast<std::size_t>(world.rank());
+      auto a = arguments(dir.path());
+      a.average_tokens_across_devices = across;
+      a.per_device_train_batch_size = a.gradient_accumulation_steps = 2;
+      a.max_steps = 1;
+      TrainerTask task = uneven_task(network());
+      task.loss = [&, rank, loss = task.loss](const data::Batch& batch) {
+        const at::Tensor value = loss(batch).loss;
+        tokens[rank].push_back(static_cast<double>(batch.tokens));
+        value.register_hook([&, rank](const at::Tensor& gradient) {
+          weights[rank].push_back(gradient.item<double>());
+        });
+        return value;
+      };
+      Trainer(world, task, a).train();
+    });
+    const double own[] = {tokens[0][0] + tokens[0][1], tokens[1][0] + tokens[1][1]};
+    for (std::size_t i = 0; i < 4; ++i) {
+      const double all = across ? (own[0] + own[1]) / 2 : own[i / 2];
+      EXPECT_EQ(weights[i / 2].at(i % 2), static_cast<float>(tokens[i / 2][i % 2] / all));
+    }
+  }
+}
+
 // 24 tokens are two micro-batches of 2 samples x 3 tokens on each of two ranks.
 TEST(Keys, TokensPerUpdate) {
   io::TemporaryDirectory dir;

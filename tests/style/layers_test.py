@@ -42,7 +42,7 @@ TESTING = "testing"
 # What the Trainer knows of the ways to divide training: the interface, the function that chooses
 # one, and its options. A question about one of the ways belongs into the interface.
 SEEN_BY_TRAIN = {f"lockstep/parallel/{name}.h"
-                 for name in ("parallelism", "parallelize", "options", "accumulation")}
+                 for name in ("parallelism", "parallelize", "options")}
 
 # Foreign headers by family. The first match decides; what matches nothing is std or POSIX.
 FAMILIES = [
