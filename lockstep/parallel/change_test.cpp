@@ -240,6 +240,12 @@ TEST(Change, WhileAnotherRankHasRunOutOfInputs) {
   }
 }
 
+static_assert(detail::PointsToModule<std::shared_ptr<TwoLinear>>);
+static_assert(detail::PointsToModule<torch::nn::Linear>);
+static_assert(detail::PointsToModule<torch::nn::Sequential>);
+static_assert(!detail::PointsToModule<TwoLinear>);  // DistributedDataParallel{*net, world}
+static_assert(!detail::PointsToModule<torch::nn::LinearImpl>);
+
 // ---------------------------------------------------------------- parameters that are new
 
 // In place of the one that was wrapped; returns that one.
