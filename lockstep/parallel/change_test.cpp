@@ -290,7 +290,7 @@ TEST(Change, ALayerThatWasAppendedIsRefusedThoughBackwardReachesNoOther) {
     net->ptr(0)->named_parameters()["weight"].set_requires_grad(false);
     net->ptr(0)->named_parameters()["bias"].set_requires_grad(false);
     DistributedDataParallel model{net, world};
-    const torch::nn::Linear head(4, 2);
+    torch::nn::Linear head(4, 2);
     net->push_back(head);
     const auto through_all = [&] { model.forward(at::ones({2, 4})).sum().backward(); };
     EXPECT_THAT(message_of<UsageError>(through_all),
