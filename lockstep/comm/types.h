@@ -13,6 +13,8 @@
 
 namespace lockstep {
 
+// kAvg of integers is their sum in 64 bits, divided and rounded toward zero: of -3 and 0 it is -1.
+// kSum of booleans is kOr, and they have no kAvg; kAnd, kOr and kXor are for integers and booleans.
 enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct, kAnd, kOr, kXor };
 
 namespace detail {

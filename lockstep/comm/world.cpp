@@ -166,7 +166,8 @@ void WorldImpl::compare_fingerprints(OperationInfo info, const std::string& what
     if (std::memcmp(theirs, mine.data(), kFingerprintBytes) == 0) continue;
     const std::string text = fmt::format(
         "ranks call different operations.\n  rank {}: {}\n  rank {}: {}\nEvery rank must call the "
-        "same operations in the same order; look for a branch on the rank or on local data.",
+        "same operations in the same order, with tensors of the same dtype and shape; look for a "
+        "branch on the rank or on local data.",
         identity.rank, mine.c_str(), rank,
         std::string_view(theirs, ::strnlen(theirs, kFingerprintBytes)));
     failure_state->fail(text, {rank, false});

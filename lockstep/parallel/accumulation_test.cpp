@@ -22,6 +22,7 @@
 namespace lockstep {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
@@ -294,9 +295,11 @@ TEST(Accumulation, NothingTakesPartInSyncBatchNorm) {
     const auto net = std::make_shared<Normed<Norm>>(Norm(world, torch::nn::BatchNormOptions(8)));
     DistributedDataParallel model{net, world};
     Accumulation accumulation{model, {.steps = 2}};
+    bool ended = false;
     for (const Micro& micro : parts[static_cast<std::size_t>(world.rank())])
-      accumulation.backward(masked_mean(model(micro.data), micro.target),
-                            {.count = count_of(micro)});
+      ended = accumulation.backward(masked_mean(model(micro.data), micro.target),
+                                    {.count = count_of(micro)});
+    EXPECT_TRUE(ended);
     EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), 10);
     const auto wanted = alone.parameters(), got = net->parameters();
     // Another order of sums, and what it does to variances that are divided by.
@@ -412,8 +415,9 @@ TEST(Accumulation, ScaledLossesGiveTheSameGradients) {
       optim::GradScaler scaler{world, {.init_scale = 1024, .enabled = scaled}};
       for (const std::int64_t size : {3, 2}) {
         const Micro micro = samples(world.rank() * 5, size, false);
-        accumulation.backward(loss_of(model(micro.data), micro.target),
-                              {.count = size, .scaler = &scaler});
+        const bool ended = accumulation.backward(loss_of(model(micro.data), micro.target),
+                                                 {.count = size, .scaler = &scaler});
+        EXPECT_EQ(ended, size == 2);
       }
       scaler.unscale_(optimizer);
       const auto parameters = model.parameters();
@@ -457,6 +461,41 @@ TEST(Accumulation, HasTheSameBitsWithAShardedOptimizer) {
   });
 }
 
+TEST(Accumulation, AStepWithinAWindowIsNoticed) {
+  run_threads(2, [](World& world) {
+    for (const bool zero : {false, true}) {
+      DistributedDataParallel model{make_net(), world};
+      optim::SGD optimizer{model.parameters(), {.lr = 0.5}};
+      Accumulation accumulation{model, {.steps = 3}};
+      const Micro micro = samples(world.rank() * 4, 4, false);
+      const auto backward = [&] {
+        return accumulation.backward(loss_of(model(micro.data), micro.target), {.count = 4});
+      };
+      EXPECT_FALSE(backward());
+      {
+        const at::NoGradGuard no_grad;  // as a forward may: one of several
+        at::Tensor(model.parameters()[0]).mul_(1);
+      }
+      EXPECT_FALSE(backward());
+      optimizer.step();
+      if (zero) optimizer.zero_grad();
+      EXPECT_THAT(message_of<UsageError>(backward),
+                  AllOf(HasSubstr("after 2 of the 3 micro-batches of a window"),
+                        HasSubstr("Probably optimizer.step() was called although backward() had "
+                                  "returned false")));
+      accumulation.abandon();
+      optimizer.zero_grad();
+      for (int i = 0; i < 6; ++i) {
+        const bool ended = backward();
+        EXPECT_EQ(ended, i % 3 == 2);
+        if (!ended) continue;
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+  });
+}
+
 TEST(Accumulation, AnAbandonedWindowIsForgotten) {
   DistributedDataParallel model{make_net(), World()};
   Accumulation accumulation{model, {.steps = 2}};
@@ -482,10 +521,11 @@ TEST(Accumulation, RefusesWhatItCannotWeigh) {
   EXPECT_THAT(message_of<UsageError>([&] { Accumulation(model.parallelism(), {}); }),
               HasSubstr("there are no parameters"));
   Accumulation accumulation{model};
-  EXPECT_THAT(message_of<UsageError>([&] { accumulation.backward(at::ones({2})); }),
+  EXPECT_THAT(message_of<UsageError>([&] { return accumulation.backward(at::ones({2})); }),
               HasSubstr("the loss has 2 elements"));
-  EXPECT_THAT(message_of<UsageError>([&] { accumulation.backward(at::ones({}), {.count = -1}); }),
-              HasSubstr("a micro-batch of -1 samples"));
+  EXPECT_THAT(
+      message_of<UsageError>([&] { return accumulation.backward(at::ones({}), {.count = -1}); }),
+      HasSubstr("a micro-batch of -1 samples"));
   run_threads(2, [](World& world) {
     DistributedDataParallel uneven{make_net(), world};
     Accumulation windows{uneven, {.steps = 2}};

@@ -1,4 +1,5 @@
-// Models that are changed after wrapping: frozen, unfrozen, moved; on all ranks, or on one.
+// Models that are changed after wrapping: frozen, unfrozen, moved, with new parameters; on all
+// ranks, or on one.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -6,6 +7,8 @@
 #include <optional>
 
 #include "lockstep/core/error.h"
+#include "lockstep/optim/algorithms.h"
+#include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/testing/worlds.h"
 
@@ -235,6 +238,97 @@ TEST(Change, WhileAnotherRankHasRunOutOfInputs) {
     });
     EXPECT_EQ(refused, 3);
   }
+}
+
+static_assert(detail::PointsToModule<std::shared_ptr<TwoLinear>>);
+static_assert(detail::PointsToModule<torch::nn::Linear>);
+static_assert(detail::PointsToModule<torch::nn::Sequential>);
+static_assert(!detail::PointsToModule<TwoLinear>);  // DistributedDataParallel{*net, world}
+static_assert(!detail::PointsToModule<torch::nn::LinearImpl>);
+
+// ---------------------------------------------------------------- parameters that are new
+
+// In place of the one that was wrapped; returns that one.
+torch::nn::Linear replace_b(TwoLinear& net, torch::nn::Linear layer) {
+  const torch::nn::Linear before = net.b;
+  net.b = net.replace_module("b", std::move(layer));
+  return before;
+}
+
+TEST(Change, AReplacedLayerIsRefusedByEveryRankAndCanBeTakenBack) {
+  for (const Kind& kind : kinds()) {
+    run_threads(3, [&](World& world) {
+      auto net = std::make_shared<TwoLinear>();
+      DistributedDataParallel model{net, world, kind.options};
+      if (kind.hook) model.register_comm_hook(hooks::all_reduce());
+      const auto step = [&] {
+        net->zero_grad();
+        model(input_by_rank(world)).sum().backward();
+      };
+      step();
+      for (const int culprit : {0, 2, -1}) {  // -1: every rank
+        SCOPED_TRACE(fmt::format("{}, {}", kind.name, culprit));
+        const bool mine = culprit < 0 || world.rank() == culprit;
+        torch::nn::Linear before = net->b;
+        if (mine) before = replace_b(*net, torch::nn::Linear(4, 4));
+        const std::string who = culprit < 0 ? "ranks 0, 1, 2" : fmt::format("rank {}", culprit);
+        EXPECT_THAT(message_of<UsageError>(step),
+                    HasSubstr(fmt::format("on {} parameter 'b.weight' was replaced, parameter "
+                                          "'b.bias' was replaced. ",
+                                          who)));
+        if (mine) replace_b(*net, before);
+        step();
+        expect_mean_gradients(world, *net);
+      }
+    });
+  }
+}
+
+TEST(Change, ALayerThatWasAppendedIsRefusedThoughBackwardReachesNoOther) {
+  run_threads(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+    net->ptr(0)->named_parameters()["weight"].set_requires_grad(false);
+    net->ptr(0)->named_parameters()["bias"].set_requires_grad(false);
+    DistributedDataParallel model{net, world};
+    torch::nn::Linear head(4, 2);
+    net->push_back(head);
+    const auto through_all = [&] { model.forward(at::ones({2, 4})).sum().backward(); };
+    EXPECT_THAT(message_of<UsageError>(through_all),
+                HasSubstr("on ranks 0, 1 parameter '2.weight' was added, parameter '2.bias' was "
+                          "added. "));
+    const auto through_head = [&] {
+      model.reducer().watch(head->forward(at::ones({2, 4}))).sum().backward();
+    };
+    EXPECT_THAT(message_of<UsageError>(through_head), HasSubstr("parameter '2.weight' was added"));
+    head->weight.set_requires_grad(false);  // one that is not trained has no gradient to miss
+    head->bias.set_requires_grad(false);
+    net->zero_grad();
+    through_all();
+  });
+}
+
+TEST(Change, ANewParameterIsRefusedInTheStepOfAShardedOptimizer) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<TwoLinear>();
+    DistributedDataParallel model{net, world};
+    const auto optimizer = model.parallelism()->make_optimizer(
+        {{net->parameters(), optim::SGDOptions{.lr = 0.1}}}, /*sharded=*/true);
+    if (world.rank() == 1) replace_b(*net, torch::nn::Linear(4, 4));
+    model(input_by_rank(world)).sum().backward();
+    EXPECT_THAT(message_of<UsageError>([&] { optimizer->step(); }),
+                HasSubstr("parameter 'b.weight' was replaced after the optimizer was made"));
+  });
+}
+
+TEST(Change, AParameterThatIsIgnoredMayBeReplaced) {
+  run_threads(2, [](World& world) {
+    auto net = std::make_shared<TwoLinear>();
+    DistributedDataParallel model{net, world, {.ignored_parameters = {"b.weight", "b.bias"}}};
+    replace_b(*net, torch::nn::Linear(4, 4));
+    model(input_by_rank(world)).sum().backward();
+    const auto parts = world.all_gather(net->a->weight.grad());
+    EXPECT_TRUE(parts[0].equal(parts[1]));
+  });
 }
 
 TEST(Change, WrappersMayGoInAnyOrder) {

@@ -130,7 +130,7 @@ TEST(PassCounts, AWindowOfARankAloneIsAStep) {
   DistributedDataParallel model{std::make_shared<Gate>(), World{}};
   Accumulation accumulation{model, {.steps = 2}};
   for (int micro = 0; micro < 2 * kSteps; ++micro)
-    accumulation.backward(model(torch::ones({2, 4}), true).sum());
+    EXPECT_EQ(accumulation.backward(model(torch::ones({2, 4}), true).sum()), micro % 2 == 1);
   const ledger::Totals spent = ledger::since(before, ledger::totals());
   EXPECT_EQ(of(spent, Counter::kMicroBatches), 2u * kSteps);
   EXPECT_EQ(spent.steps, static_cast<std::uint64_t>(kSteps));

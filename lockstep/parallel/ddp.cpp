@@ -35,7 +35,9 @@ DataParallel::DataParallel(const torch::nn::Module& module, Mesh mesh, DdpOption
     : DataParallel(
           std::make_shared<Reducer>(parallel::parameters_of(module), parallel::buffers_of(module),
                                     mesh.batch(), complete(std::move(options), module)),
-          module.named_parameters().pairs(), mesh) {}
+          module.named_parameters().pairs(), mesh) {
+  reducer_->follow(module);
+}
 
 std::string DataParallel::text() const {
   return reducer_->reduces_in_backward() ? "replicated" : "sharded";

@@ -15,6 +15,7 @@
 
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <string>
@@ -100,10 +101,21 @@ std::tuple<Ts...> watch_output(Reducer& reducer, std::tuple<Ts...> output) {
   return output;
 }
 
+// A std::shared_ptr to a module, a TORCH_MODULE holder or a Sequential.
+template <typename T>
+concept PointsToModule = requires(T& pointer) {
+  { *pointer } -> std::convertible_to<const torch::nn::Module&>;
+};
+
 }  // namespace detail
 
 template <typename Module>
 class DistributedDataParallel {
+  static_assert(detail::PointsToModule<Module>,
+                "DistributedDataParallel shares the ownership of a module: pass the "
+                "std::shared_ptr or the TORCH_MODULE holder itself, as in "
+                "DistributedDataParallel{net, world}, and not *net.");
+
  public:
   DistributedDataParallel(Module module, Mesh mesh, DdpOptions options = {})
       : module_(std::move(module)),

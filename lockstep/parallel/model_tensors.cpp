@@ -220,6 +220,53 @@ void ChangeDetector::accept() {
   stale_ = false;
 }
 
+namespace {
+
+// named_parameters() would copy them with their names, in every pass.
+struct OwnParameters : torch::nn::Module {
+  static const auto& of(const torch::nn::Module& module) {
+    return module.*(&OwnParameters::parameters_);
+  }
+};
+
+template <typename Visit>
+void for_each_parameter(const torch::nn::Module& module, const Visit& visit) {
+  for (const auto& own : OwnParameters::of(module)) visit(own.value());
+  for (const auto& child : module.children()) for_each_parameter(*child, visit);
+}
+
+}  // namespace
+
+void ChangeDetector::follow(const torch::nn::Module& module) {
+  module_ = module.weak_from_this();
+  followed_.clear();
+  for_each_parameter(
+      module, [&](const at::Tensor& tensor) { followed_.push_back(tensor.unsafeGetTensorImpl()); });
+}
+
+std::vector<std::string> ChangeDetector::new_parameters() const {
+  std::vector<std::string> found;
+  const auto module = module_.lock();
+  if (!module) return found;
+  std::size_t seen = 0;
+  bool same = true;
+  for_each_parameter(*module, [&](const at::Tensor& tensor) {
+    same = same && seen < followed_.size() && followed_[seen] == tensor.unsafeGetTensorImpl();
+    ++seen;
+  });
+  if (same) return found;
+  for (const auto& item : module->named_parameters()) {
+    const std::string& name = item.key();
+    if (!item.value().requires_grad() || contains(options_.ignored_parameters, name)) continue;
+    const auto is_it = [&](const ModelParameter& p) { return p.tensor.is_same(item.value()); };
+    const auto has_name = [&](const ModelParameter& p) { return p.name == name; };
+    if (std::ranges::any_of(model_.parameters(), is_it)) continue;
+    const bool replaced = std::ranges::any_of(model_.parameters(), has_name);
+    found.push_back(fmt::format("parameter '{}' was {}", name, replaced ? "replaced" : "added"));
+  }
+  return found;
+}
+
 // As forms() != accepted ones, but without an allocation: it runs in every pass.
 bool ChangeDetector::changed() const {
   for (std::size_t i = 0; i < forms_.size(); ++i) {
@@ -302,6 +349,11 @@ void ChangeDetector::check_unchanged(const char* since) const {
                      "make the optimizer again.",
                      model_[i].name, change, since);
   }
+  if (const auto found = new_parameters(); !found.empty())
+    throw UsageError("ShardedOptimizer",
+                     "{} after {}. Change the model first, then wrap it and make the optimizer "
+                     "again.",
+                     found.front(), since);
 }
 
 void ChangeDetector::refuse() const {
@@ -310,6 +362,7 @@ void ChangeDetector::refuse() const {
   for (std::size_t i = 0; i < forms_.size(); ++i)
     if (const std::string change = change_of(i); !change.empty())
       changes.push_back(fmt::format("parameter '{}' was {}", model_[i].name, change));
+  for (std::string& found : new_parameters()) changes.push_back(std::move(found));
   const std::size_t more = changes.size() > kShown ? changes.size() - kShown : 0;
   changes.resize(changes.size() - more);
   std::string mine = fmt::format("{}", fmt::join(changes, ", "));

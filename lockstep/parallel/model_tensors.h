@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -81,8 +82,9 @@ class ModelTensors {
 };
 
 // Whether the model is still what its buckets were laid out for, here and on the other ranks.
-// Parameters may have been frozen, unfrozen, reshaped or moved to another dtype or device. Such a
-// model is refused on all ranks, with the parameter's name; the user wraps it again.
+// Parameters may have been frozen, unfrozen, reshaped, moved to another dtype or device, replaced
+// or added. Such a model is refused on all ranks, with the parameter's name; the user wraps it
+// again.
 //
 //   if (changes.look()) ...            // at the beginning of a pass
 //   changes.send_flag(buckets.flag()); // with the first bucket
@@ -102,8 +104,13 @@ class ChangeDetector {
   const std::vector<ParameterForm>& forms() const { return forms_; }
   bool trained(std::size_t parameter) const { return forms_[parameter].requires_grad; }
 
-  bool changed() const;
-  bool look() { return stale_ = changed(); }
+  // Watches for trained parameters that the module gets from now on, while it lives.
+  void follow(const torch::nn::Module& module);
+  // Each as "parameter 'b.weight' was added". Allocates nothing while there are none.
+  std::vector<std::string> new_parameters() const;
+
+  bool changed() const;  // a parameter that was there
+  bool look() { return stale_ = changed() || !new_parameters().empty(); }
   bool stale() const { return stale_; }  // what the last look() found
 
   // Throws UsageError on all ranks where the models differ, or where one has a refusal. Collective.
@@ -126,6 +133,9 @@ class ChangeDetector {
   const ModelTensors& model_;
   const DdpOptions& options_;
   std::vector<ParameterForm> forms_;  // by parameter
+  std::weak_ptr<const torch::nn::Module> module_;
+  // The module's parameters when it was wrapped. Those that a gradient could miss are alive.
+  std::vector<const at::TensorImpl*> followed_;
   bool stale_ = false;
   at::Tensor flag_;
   Work flag_work_;

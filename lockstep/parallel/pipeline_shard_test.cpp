@@ -212,9 +212,10 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
             for (int k = 0; k < batches; ++k) {
               const at::Tensor ids = text(k, mesh.batch().rank());
               if (!way->takes_windows()) way->before_forward();
-              accumulation.backward(
+              const bool ended = accumulation.backward(
                   [&net, ids] { return net->loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8)); },
                   {.count = 16, .last = k + 1 == batches});
+              EXPECT_EQ(ended, k + 1 == batches);
             }
           });
           if (mesh.size("shard") == 1) {

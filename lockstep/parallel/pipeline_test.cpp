@@ -463,13 +463,15 @@ TEST(Pipeline, AMicroBatchWithoutTargetsAddsNothing) {
     Trained one = whole(mesh, 1), run = pipelined(mesh, {}, 2);
     one.step(0);
     const at::Tensor x = samples(0, 0, 0);
-    for (const std::int64_t count : {3, 0})
-      run.accumulation.backward(
+    for (const std::int64_t count : {3, 0}) {
+      const bool ended = run.accumulation.backward(
           [&run, x, count] {
             const at::Tensor y = run.net->loss(x);
             return count == 0 && run.net->stage().last ? y / 0.0 * 0.0 : y;  // a mean over nothing
           },
           {.count = count, .sizes = x.sizes().vec()});
+      EXPECT_EQ(ended, count == 0);
+    }
     run.optimizer->step();
     EXPECT_EQ(run.accumulation.last_window().loss.item<double>(), one.loss);
     EXPECT_TENSOR_EQ(run.weights(), one.weights());
@@ -625,8 +627,8 @@ TEST(PipelineFaults, AShapeThatChangesIsNamed) {
     const Mesh mesh(world, {{"pipeline", 2}});
     Trained run = pipelined(mesh, {}, 2);
     for (const std::int64_t rows : {3, 2})
-      run.accumulation.backward([&run, rows] { return run.net->loss(at::ones({rows, kWidth})); },
-                                {.count = rows});
+      EXPECT_FALSE(run.accumulation.backward(
+          [&run, rows] { return run.net->loss(at::ones({rows, kWidth})); }, {.count = rows}));
   });
   EXPECT_THAT(said[0], AllOf(HasSubstr("stage 0 returned Float [2, 6] for micro-batch 1, and Float "
                                        "[3, 6] before"),
@@ -746,14 +748,16 @@ TEST(PipelineBubble, MeasuredOnSleepingStages) {
         for (int step = 0; step < 4; ++step) {
           world.barrier();
           const auto begin = std::chrono::steady_clock::now();
+          bool ended = false;
           for (int k = 0; k < m; ++k)
-            run.accumulation.backward(
+            ended = run.accumulation.backward(
                 [&] {
                   const auto& stage = run.net->stage();
                   const auto blocks = static_cast<double>(stage.end_of(8) - stage.begin);
                   return Sleep::apply(run.net->loss(at::ones({3, kWidth})), blocks * kBlock);
                 },
                 {.count = 3});
+          EXPECT_TRUE(ended);
           world.barrier();
           const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
           if (world.is_leader() && step > 0) fastest = std::min(fastest, took.count());

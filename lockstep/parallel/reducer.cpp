@@ -656,7 +656,8 @@ bool Reducer::settled() const {
   const parallel::ReducerImpl& impl = *impl_;
   if (impl.passive_) return true;
   const bool replans = !impl.rebuilt_ && impl.overlap_ && !impl.options_.find_unused_parameters;
-  return !replans && !impl.pass_.learns() && !impl.change_.changed();
+  return !replans && !impl.pass_.learns() && !impl.change_.changed() &&
+         impl.change_.new_parameters().empty();
 }
 
 void Reducer::count_replayed(bool synchronised) {
@@ -679,10 +680,17 @@ World& Reducer::world() {
   return impl_->world_;
 }
 
+void Reducer::follow(const torch::nn::Module& module) {
+  impl_->change_.follow(module);
+}
+
 at::Tensor Reducer::watch(at::Tensor output) {
   if (impl_->passive_) impl_->watch_alone(output);
-  if (impl_->passive_ || !impl_->options_.find_unused_parameters ||
-      !torch::GradMode::is_enabled() || !output.defined() || !output.is_floating_point())
+  if (impl_->passive_ || !torch::GradMode::is_enabled() || !output.defined() ||
+      !output.is_floating_point())
+    return output;
+  // New parameters have no hooks, and this backward may reach no others.
+  if (!impl_->options_.find_unused_parameters && impl_->change_.new_parameters().empty())
     return output;
   return parallel::HookSet::watch(output, impl_->weak_from_this());
 }

@@ -23,6 +23,10 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/parallel/reducer_types.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace lockstep {
 
 namespace parallel {
@@ -38,6 +42,9 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  // Parameters that the module gets from now on are refused at the next backward: no rank would
+  // exchange their gradients. Does not hold the module.
+  void follow(const torch::nn::Module& module);
   // The wrapper calls this; a user of a plain parameter list may.
   at::Tensor watch(at::Tensor output);  // see find_unused_parameters in docs/ddp.md
 

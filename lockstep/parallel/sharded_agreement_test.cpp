@@ -376,15 +376,15 @@ TEST(ShardedAgreement, WhatABackwardRefusesTheStepsOfTheOthersSay) {
   }
 }
 
-// Within a window of Accumulation a backward refuses nothing: its step() follows.
+// While gradients accumulate a backward refuses nothing: the step() that follows does.
 TEST(ShardedAgreement, WritesWithinAWindowAreRefusedInItsStep) {
   run_threads(3, [](World& world) {
     Trained trained(world);
     torch::optim::AdamW other(trained.net->parameters(), 0.1);
-    Accumulation accumulation{trained.model, {.steps = 5}};
     trained.optimizer.zero_grad();
     for (int i = 0; i < 5; ++i) {
-      accumulation.backward(trained.model(batch_of(world.rank(), i), true).mean());
+      trained.model.parallelism()->backward(trained.model(batch_of(world.rank(), i), true).mean(),
+                                            /*last=*/i == 4);
       if (world.rank() == 1) other.step();
     }
     EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer.step(); }),

@@ -177,6 +177,11 @@ bool Evaluator::judge(const Metrics& metrics) {
     return false;
   }
   const double gain = gain_of(*value);
+  if (!std::isfinite(*value) && run_.world.is_leader())
+    log::warning("trainer",
+                 "step {}: {} is not finite, so this evaluation chooses no best model. Look at the "
+                 "losses that were logged before.",
+                 state.global_step, name);
   if (gain > 0) {
     state.best_metric = *value;
     state.best_global_step = state.global_step;

@@ -172,6 +172,7 @@ constexpr std::chrono::milliseconds kRedraw{100};
 constexpr std::size_t kMinBar = 4, kMaxBar = 24;
 
 std::string value_text(const std::string& name, double value) {
+  if (std::isnan(value)) value = NAN;  // that of 0 / 0 may be printed as -nan
   if (name == "learning_rate") return fmt::format("lr {:.3e}", value);
   if (name == "grad_norm") return fmt::format("|g| {:.3f}", value);
   if (name == "samples_per_second") return fmt::format("{:.0f} samples/s", value);

@@ -58,7 +58,7 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 void MetricsReporter::open(std::int64_t resumed_at) {
   since_log_ = at::zeros({4}, at::dtype(at::kDouble).device(run_.world.device()));
   since_start_ = at::zeros_like(since_log_);
-  skipped_ = at::zeros({}, since_log_.options());
+  skips_ = at::zeros({3}, since_log_.options());
   if (!run_.world.is_leader()) return;
   const TrainingArguments& a = run_.arguments;
   const bool tensorboard = std::ranges::any_of(
@@ -97,10 +97,10 @@ void MetricsReporter::count(std::int64_t tokens, const at::Tensor& loss,
                             const optim::StepResult& result) {
   const torch::NoGradGuard no_grad;
   const at::Tensor count = at::full({}, static_cast<double>(tokens), since_log_.options());
+  const at::Tensor finite = at::isfinite(loss);
   at::Tensor sum = loss, counted = count;
   if (run_.arguments.logging_nan_inf_filter) {
     // Not part of the mean, so that the log stays readable. Without a finite one it is NaN.
-    const at::Tensor finite = at::isfinite(loss);
     sum = at::where(finite, loss, 0.0);
     counted = count * finite;
   }
@@ -109,8 +109,11 @@ void MetricsReporter::count(std::int64_t tokens, const at::Tensor& loss,
   const at::Tensor sums = at::stack({sum, count, counted, input});
   since_log_ += sums;
   since_start_ += sums;
-  if (result.skipped.defined())
-    skipped_ += result.skipped.reshape({}).to(skipped_.device(), at::kDouble);
+  if (result.skipped.defined()) {
+    const at::Tensor skipped = result.skipped.reshape({}).to(skips_.device(), at::kDouble);
+    skips_.narrow(0, 0, 2).add_(at::stack({skipped, 1 - finite.reshape({}).to(at::kDouble)}));
+    skips_[2].add_(1).mul_(skipped);
+  }
   if (result.grad_norm.defined()) grad_norm_ = result.grad_norm;
 }
 
@@ -158,7 +161,7 @@ MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
     all = all.cpu();
   }
   const double loss = all[1].item<double>() > 0 ? all[0].item<double>() / all[2].item<double>() : 0;
-  return {.input_tokens = all[3].item<double>(), .mean_loss = loss};
+  return {.input_tokens = all[3].item<double>(), .mean_loss = std::isnan(loss) ? NAN : loss};
 }
 
 void MetricsReporter::log(double learning_rate) {
@@ -185,23 +188,69 @@ void MetricsReporter::log(double learning_rate) {
     if (run_.world.size() > 1 && waits.communication >= 0)
       values.emplace_back("communication_percent", waits.communication / 100.0);
   }
-  const double skipped = read_value(skipped_);
-  if (skipped > 0) {
-    values.emplace_back("skipped_steps", skipped);
-    if (run_.world.is_leader() && !run_.arguments.fp16)
+  const Skips skips = read_skips();
+  if (skips.steps > 0) {
+    values.emplace_back("skipped_steps", skips.steps);
+    const std::string bad = bad_ranks(skips);
+    // A loss scale is found by skipping steps.
+    if (run_.world.is_leader() && (!run_.arguments.fp16 || !bad.empty()))
       log::warning("trainer",
                    "step {}: {} of the last {} steps had a gradient that is not finite and were "
-                   "skipped on all ranks. Try a smaller learning rate.",
-                   state.global_step, skipped, steps);
+                   "skipped on all ranks{}. Try a smaller learning rate.",
+                   state.global_step, skips.steps, steps, bad);
   }
   since_log_.zero_();
-  skipped_.zero_();
   report(std::move(values));
+  refuse_skips(skips.in_a_row, /*at_end=*/false);
   if (now >= next_advice_) {
     next_advice_ = now + (now - start_time_);  // a longer record takes longer to read
     advise();
   }
   ledger::add(ledger::Counter::kLogs);
+}
+
+MetricsReporter::Skips MetricsReporter::read_skips() {
+  ledger::add(ledger::Counter::kHostSyncs);
+  const DeviceWait wait(skips_.device());
+  const at::Tensor here = skips_.cpu();
+  const double* const read = here.const_data_ptr<double>();
+  skipped_steps_ += read[0];
+  const Skips skips{.steps = read[0], .bad_loss = read[1], .in_a_row = read[2]};
+  skips_.narrow(0, 0, 2).zero_();
+  return skips;
+}
+
+// ": the loss of rank 1 was not finite", for the ranks that know it of their own; nothing where
+// the gradients alone were not. Collective where steps were skipped, which all ranks know alike.
+std::string MetricsReporter::bad_ranks(const Skips& skips) {
+  // Otherwise a loss is that of all ranks.
+  const bool own = run_.world.size() == 1 || !run_.arguments.average_tokens_across_devices;
+  const auto bad = all_gather_bytes(run_.world, skips.bad_loss > 0 ? "bad" : "");
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < bad.size(); ++rank)
+    if (!bad[rank].empty()) ranks.push_back(static_cast<int>(rank));
+  if (ranks.empty()) return "";
+  if (!own) return ": a rank's loss was not finite";
+  return fmt::format(": the loss of {} was not finite", parallel::show_ranks(ranks));
+}
+
+// All ranks throw, because all know the same of skipped steps. A run that continues an earlier one
+// may end with a few that are skipped.
+void MetricsReporter::refuse_skips(double in_a_row, bool at_end) {
+  constexpr double kMostInARow = 100;
+  const bool none = at_end && run_.result.first_step == 0 &&
+                    skipped_steps_ == static_cast<double>(run_.state.global_step);
+  if (in_a_row < kMostInARow && !none) return;
+  throw Error("trainer",
+              fmt::format("step {}: {} were skipped, because a gradient was not finite, so nothing "
+                          "is trained{}. Probably the learning rate is too high, or the loss "
+                          "divides by zero or takes the logarithm of zero. Look at the first "
+                          "warning of skipped steps; try a smaller learning_rate or "
+                          "max_grad_norm, bf16 in place of fp16, and other samples.",
+                          run_.state.global_step,
+                          none ? "all steps of this run"
+                               : fmt::format("the last {} steps in a row", in_a_row),
+                          none ? "" : " any more"));
 }
 
 void MetricsReporter::report(Metrics values) {
@@ -243,6 +292,7 @@ void MetricsReporter::summarize() {
   if (steps > 0) {
     result.train_loss = totals_of(since_start_).mean_loss;
     if (stopped) return;
+    refuse_skips(read_skips().in_a_row, /*at_end=*/true);
     result.metrics = {{"train_runtime", seconds},
                       {"train_steps_per_second", steps / seconds},
                       {"train_loss", result.train_loss}};

@@ -67,7 +67,17 @@ class MetricsReporter {
     double input_tokens = 0;
     double mean_loss = 0;
   };
+  // Steps that changed nothing, because a gradient was not finite.
+  struct Skips {
+    double steps = 0;     // since the last log
+    double bad_loss = 0;  // those in which this rank's own loss was not finite
+    double in_a_row = 0;  // up to now
+  };
   Totals totals_of(const at::Tensor& sums);
+  Skips read_skips();
+  std::string bad_ranks(const Skips& skips);
+  // Throws where nothing is trained any more.
+  void refuse_skips(double in_a_row, bool at_end);
   Metrics recorded_summary();
 
   RunContext& run_;
@@ -78,7 +88,8 @@ class MetricsReporter {
   // device. Without sequences a sample is a token.
   at::Tensor since_log_;
   at::Tensor since_start_;
-  at::Tensor skipped_;
+  at::Tensor skips_;          // those of Skips, float64 on the device
+  double skipped_steps_ = 0;  // of this call, as far as they were read
   at::Tensor grad_norm_;
   std::int64_t samples_ = 0;       // this rank's since the last log; every rank has as many
   std::int64_t input_tokens_ = 0;  // this rank's since the last count()

@@ -436,6 +436,9 @@ TEST(Progress, OneLineSaysEverything) {
   EXPECT_EQ(progress_line(entry, 1000, 3723),
             "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.812  512 samples/s  eta "
             "1:02:03");
+  const double negative = std::copysign(std::numeric_limits<double>::quiet_NaN(), -1.0);
+  EXPECT_EQ(progress_line({.step = 1, .epoch = 0, .values = {{"loss", negative}}}, 2, -1),
+            "step 1/2  epoch 0.00  loss nan");
   EXPECT_EQ(duration_text(59.6), "1:00");
   EXPECT_EQ(duration_text(std::numeric_limits<double>::infinity()), "277777777777:46:40");
   EXPECT_EQ(duration_text(std::numeric_limits<double>::quiet_NaN()), "0:00");

@@ -368,7 +368,7 @@ TEST(Keys, LoggingNanInfFilter) {
   }
 }
 
-TEST(Keys, ARunWithoutAFiniteLossDoesNotLogZero) {
+TEST(Keys, ARunWithoutAFiniteLossDoesNotLogZeroAndIsAnError) {
   io::TemporaryDirectory dir;
   auto a = arguments(dir.path());
   a.max_steps = 2;
@@ -376,7 +376,9 @@ TEST(Keys, ARunWithoutAFiniteLossDoesNotLogZero) {
   TrainerTask task = task_for(network(), dataset(64, 1));
   task.loss = [loss = task.loss](const data::Batch& batch) { return loss(batch).loss * NAN; };
   Trainer trainer(World{}, task, a);
-  EXPECT_TRUE(std::isnan(trainer.train().train_loss));
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              AllOf(HasSubstr("[trainer] step 2: all steps of this run were skipped"),
+                    HasSubstr("learning rate is too high")));
   EXPECT_TRUE(std::isnan(*find_metric(trainer.state().log_history.front().values, "loss")));
 }
 

@@ -54,11 +54,61 @@ TEST(Best, IsNeverAValueThatIsNotFinite) {
   io::TemporaryDirectory dir;
   Scored run(dir.path(), {NAN, 1, INFINITY, 3, NAN, 2, -INFINITY, 2});
   run.a.early_stopping_patience = 4;
+  ::testing::internal::CaptureStderr();
   const TrainerState& state = run.train();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("step 1: eval_accuracy is not finite, so this evaluation chooses no "
+                              "best model"),
+                    HasSubstr("step 7: eval_accuracy is not finite")));
   EXPECT_EQ(state.best_global_step, 4);
   EXPECT_EQ(state.best_metric, 3);
   EXPECT_EQ(state.patience_used, 4) << "four evaluations have not become better";
   EXPECT_EQ(run.result.global_step, 8);
+}
+
+// ---------------------------------------------------------------- steps that are skipped
+
+TEST(SkippedSteps, AHundredInARowEndTheRun) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 400;
+  a.logging_steps = 25;
+  TrainerTask task = task_for(network(), dataset(64, 1));
+  Trainer* self = nullptr;
+  task.loss = [&, loss = task.loss](const data::Batch& batch) {
+    const std::int64_t step = self->state().global_step;
+    const bool now = step >= 3 && step != 90;  // 87 in a row, and then 109 up to step 200
+    return LossOutput(loss(batch).loss * (now ? NAN : 1.0));
+  };
+  Trainer trainer(World{}, task, a);
+  self = &trainer;
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              HasSubstr("[trainer] step 200: the last 109 steps in a row were skipped, because a "
+                        "gradient was not finite, so nothing is trained any more. "));
+  EXPECT_EQ(trainer.state().global_step, 200);
+}
+
+TEST(SkippedSteps, NameTheRanksWhoseLossWasNotFinite) {
+  io::TemporaryDirectory dir;
+  ::testing::internal::CaptureStderr();
+  testing::run_threads(3, [&](World& world) {
+    auto a = arguments(dir / std::to_string(world.rank()));
+    a.max_steps = 4;
+    a.logging_steps = 4;
+    a.average_tokens_across_devices = false;
+    TrainerTask task = task_for(network(), dataset(64, 1));
+    Trainer* self = nullptr;
+    task.loss = [&, loss = task.loss](const data::Batch& batch) {
+      const bool bad = world.rank() > 0 && self->state().global_step == world.rank();
+      return LossOutput(loss(batch).loss * (bad ? NAN : 1.0));
+    };
+    Trainer trainer(world, task, a);
+    self = &trainer;
+    trainer.train();
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("step 4: 2 of the last 4 steps had a gradient that is not finite and were "
+                        "skipped on all ranks: the loss of ranks 1, 2 was not finite."));
 }
 
 // ---------------------------------------------------------------- evaluation

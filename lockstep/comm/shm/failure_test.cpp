@@ -128,6 +128,28 @@ TEST(Disagreement, OnSizeTypeOperationAndRoot) {
       "all_gather(8 bytes)", "barrier()");
 }
 
+TEST(Disagreement, OfOneOperationBeginsWithItsSizeOrType) {
+  struct Case {
+    std::size_t count;
+    DType dtype;
+    Op op;
+    const char* subject;
+  };
+  for (const Case& each :
+       {Case{3, DType::kF32, Op::kSum, "size"}, Case{4, DType::kI32, Op::kSum, "dtype"},
+        Case{4, DType::kF64, Op::kMax, "dtype"}, Case{3, DType::kF64, Op::kMax, "size and dtype"},
+        Case{4, DType::kF32, Op::kMax, "reduction"}}) {
+    const auto errors = outcomes(3, kTiny, [&](Engine& e) {
+      double x[4] = {};
+      const Case mine = e.rank() == 2 ? each : Case{4, DType::kF32, Op::kSum, ""};
+      e.all_reduce(x, mine.count, mine.dtype, mine.op)->wait(soon());
+    });
+    expect_both_sides(errors, fmt::format(", on its {}: rank 0 called all_reduce", each.subject),
+                      fmt::format("Give this one the same {} on every rank.", each.subject));
+    EXPECT_EQ(text_of(errors[0]), text_of(errors[2]));
+  }
+}
+
 // Ranks whose own sizes are right hear of it too.
 TEST(Disagreement, OnTheSizeOfOnePart) {
   const auto errors = outcomes(3, kTiny, [](Engine& engine) {

@@ -81,6 +81,14 @@ std::string Descriptor::text() const {
   return "unknown";
 }
 
+std::string Descriptor::difference(const Descriptor& other) const {
+  if (kind != other.kind || saving != other.saving) return "";
+  const bool size = bytes / size_of(dtype) != other.bytes / size_of(other.dtype);
+  if (dtype != other.dtype) return size ? "size and dtype" : "dtype";
+  if (size) return "size";
+  return op != other.op ? "reduction" : root != other.root ? "root" : "";
+}
+
 std::string Descriptor::action() const {
   if (kind == Kind::kFinish) return "has returned from its body";
   return fmt::format("called {}{}", text(), saving ? " to save a checkpoint" : "");

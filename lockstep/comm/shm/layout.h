@@ -56,6 +56,8 @@ struct Descriptor {
     return sequence == other.sequence && bytes == other.bytes && root == other.root &&
            kind == other.kind && dtype == other.dtype && op == other.op;
   }
+  // How calls of one operation differ: "size and dtype", "reduction", "root"; empty for others.
+  std::string difference(const Descriptor& other) const;
   // "all_reduce(float32 x 12, sum)"
   std::string text() const;
   // "called all_reduce(float32 x 12, sum)", "has returned from its body", "... to save a

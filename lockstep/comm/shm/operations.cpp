@@ -88,11 +88,8 @@ void Rounds::check_agreement(Collective& collective) const {
   const bool differ = other < group_.size();
   std::string text = differ ? difference(what) : collective.disagreement(group_, parity);
   if (text.empty()) return;
-  text += ". Every rank must call the same operations with the same sizes in the same order.";
-  if (differ)
-    text += fmt::format(" {}", what.saving != called_by(other, what).saving ? kUnevenSaves
-                               : any_has_finished(what)                     ? kUnevenInputs
-                                                                            : kUnevenCalls);
+  if (!differ)
+    text += ". Every rank must call the same operations with the same sizes in the same order.";
   throw EngineFailure{.disagreement = true,
                       .text = std::move(text),
                       .culprit = differ ? other : -1,
@@ -111,10 +108,18 @@ std::string Rounds::difference(const Descriptor& own) const {
   int rank = 1;
   while (rank + 1 < group_.size() && first.agrees(called_by(rank, own))) ++rank;
   const Descriptor& second = called_by(rank, own);
-  std::string text = fmt::format("ranks disagree on collective #{}: rank 0 {}, rank {} {}",
-                                 number(first), first.action(), rank, second.action());
+  const std::string subject = first.difference(second);
+  std::string text = fmt::format("ranks disagree on collective #{}{}: rank 0 {}, rank {} {}",
+                                 number(first), subject.empty() ? "" : ", on its " + subject,
+                                 first.action(), rank, second.action());
   if (number(second) != number(first)) text += fmt::format(" as its #{}", number(second));
-  return text;
+  text += ". Every rank must call the same operations with the same sizes in the same order. ";
+  if (!subject.empty())
+    text +=
+        fmt::format("Give this one the same {} on every rank. If these are two calls: ", subject);
+  return text + (first.saving != second.saving ? kUnevenSaves
+                 : any_has_finished(own)       ? kUnevenInputs
+                                               : kUnevenCalls);
 }
 
 bool Rounds::any_has_finished(const Descriptor& own) const {
