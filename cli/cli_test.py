@@ -135,6 +135,11 @@ class Program(unittest.TestCase):
         result = lockstep("run", "--nproc-per-mode=2", "true")
         self.assertEqual(result.returncode, 2)
         self.assertIn("Did you mean --nproc-per-node?", result.stderr)
+        for flag in ("--gpu=2", "--gpus=2", "--devices=2"):
+            result = lockstep("train", "t.yaml", flag)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn(f"there is no flag {flag[:-2]}. Write --nproc-per-node=N",
+                          result.stderr)
         result = lockstep("run", "./no/such/program")
         self.assertEqual(result.returncode, 2)
         self.assertIn("does not exist", result.stderr)

@@ -202,26 +202,31 @@ void note_precision(const TrainingArguments& arguments) {
   }
 }
 
-// Reads the files and checks the disk as training would; discards what it reads.
-void check_contents(const TaskConfig& task, const train::Config& config, Problems& problems) {
+// A file or folder that may not be read is one mistake among others.
+template <typename Read>
+void attempt(Problems& problems, const Read& read) {
+  try {
+    problems.attempt(read);
+  } catch (const SystemError& error) {
+    problems.add(error.what());
+  }
+}
+
+// Reads the files as training would, and discards what it reads.
+void check_contents(const TaskConfig& task, Problems& problems) {
   const DataConfig& data = task.data;
-  // A file or folder that may not be read is one mistake among others.
-  const auto attempt = [&](const auto& read) {
-    try {
-      problems.attempt(read);
-    } catch (const SystemError& error) {
-      problems.add(error.what());
-    }
-  };
   for (const std::string& path : {data.path, data.eval_path}) {
     if (data.name != "instructions" || path.empty()) continue;
-    attempt([&] {
+    attempt(problems, [&] {
       const std::string cut = what_was_cut(read_instructions(task, path, ReadingProgress(path)));
       if (!cut.empty()) print_text(stderr, "note: {}\n", cut);
     });
     if (data.eval_path == data.path) break;
   }
-  attempt([&] {
+}
+
+void check_disk(const TaskConfig& task, const train::Config& config, Problems& problems) {
+  attempt(problems, [&] {
     const train::CheckpointSize size{.model = checkpoint_bytes(task),
                                      .optimizer = training_of(config, task).state_bytes.value()};
     train::check_room(config.arguments, size, /*two=*/false);
@@ -248,7 +253,9 @@ int check_config(const ConfigRequest& request) {
     const std::size_t before = problems.size();
     const TaskConfig task = read_task(config.arguments, TaskFiles::kChecked, problems);
     say_notes(task.notes);
-    if (problems.size() == before) check_contents(task, config, problems);
+    const bool right = problems.size() == before;
+    if (task.data_is_right) check_contents(task, problems);
+    if (right) check_disk(task, config, problems);
   }
   Problems resume;
   resume.attempt(

@@ -26,6 +26,7 @@ class Config(unittest.TestCase):
     def run_config(self, *args, **variables):
         env = {k: v for k, v in os.environ.items()
                if not k.startswith(("LOCKSTEP_", "ACCELERATE_"))}
+        env["HF_HUB_CACHE"] = os.path.join(self.folder, "hub")
         env.update(variables)
         return subprocess.run([LOCKSTEP, "config", *args], cwd=self.folder, env=env, timeout=60,
                               capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -332,6 +333,45 @@ class Config(unittest.TestCase):
             self.assertNotIn("huggingface-cli", self.refusal(f"model: {{path: {path}}}\n"))
         os.mkdir(os.path.join(self.folder, "models"))
         self.assertNotIn("huggingface-cli", self.refusal("model: {path: models/qwen}\n"))
+        place = os.path.join(self.folder, "hub", "models--Qwen--Qwen2-0.5B")
+        os.makedirs(os.path.join(place, "snapshots", "a1"))
+        os.makedirs(os.path.join(place, "refs"))
+        self.write(os.path.join(place, "refs", "main"), "a1\n")
+        self.assertIn(f"has stored that model in {place}/snapshots/a1: write that folder.",
+                      self.refusal("model: {path: Qwen/Qwen2-0.5B}\n"))
+
+    def test_links_to_nothing_are_named(self):
+        link = "is a symbolic link to gone, which is not there."
+        os.mkdir(os.path.join(self.folder, "m"))
+        for name in ("folder", "a.txt", "a.jsonl", "m/config.json", "m/model.safetensors"):
+            os.symlink("gone", os.path.join(self.folder, name))
+        for text, name in (("model: {path: folder}\n", "folder"),
+                           ("model: {path: m}\n", "m/config.json"),
+                           ("model: {weights: m}\n", "m/model.safetensors"),
+                           ("data: {path: a.txt}\n", "a.txt"),
+                           ("data: {name: instructions, path: a.jsonl}\n", "a.jsonl"),
+                           ("data: tokens\ndataset_dir: folder\n", "folder"),
+                           ("resume_from_checkpoint: folder/checkpoint-3\n", "folder")):
+            with self.subTest(text):
+                self.assertIn(f" {name} {link}", self.refusal(text))
+
+    def test_the_folder_of_an_adapter_is_no_model(self):
+        os.mkdir(os.path.join(self.folder, "m"))
+        self.write("m/adapter_config.json",
+                   '{"peft_type": "LORA", "base_model_name_or_path": "base/llama"}')
+        for key in ("path", "weights"):
+            said = self.refusal("model: {%s: m}\n" % key)
+            self.assertIn(f"model.{key} m holds an adapter (adapter_config.json), not a model. "
+                          "model.path is the folder of its base model (base/llama)", said)
+            self.assertNotIn("mistakes", said)
+
+    def test_the_rank_of_an_adapter_has_a_limit(self):
+        text = "model: {n_layer: 1, n_head: 2, n_embd: 16}\nlora: {target_modules: [c_fc], %s}\n"
+        self.assertIn("t.yaml:2:32: lora.r is 17, and the weight of transformer.h.0.mlp.c_fc is "
+                      "[16, 64]. The rank of its adapter can be 16 at most",
+                      self.refusal(text % "r: 17"))
+        self.assertIn("lora.rank_pattern is 99", self.refusal(text % "rank_pattern: {c_fc: 99}"))
+        self.accepted(text % "r: 16")
 
     def test_the_file_may_stand_behind_flags(self):
         self.write("t.yaml", "model: gpt\n")
@@ -650,6 +690,31 @@ class Config(unittest.TestCase):
         with open(path, "r+b") as f:
             f.truncate(os.path.getsize(path) - 4)
         self.assertIn("weights/model.safetensors", self.refusal(text % (4, 8)))
+
+    def test_a_changed_config_json_names_its_field(self):
+        sizes = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8,
+                 "num_attention_heads": 1, "intermediate_size": 24, "vocab_size": 257,
+                 "max_position_embeddings": 16, "tie_word_embeddings": True}
+        shapes = {"embed_tokens": [257, 8], "norm": [8], "layers.0.input_layernorm": [8],
+                  "layers.0.post_attention_layernorm": [8], "layers.0.mlp.gate_proj": [24, 8],
+                  "layers.0.mlp.up_proj": [24, 8], "layers.0.mlp.down_proj": [8, 24]}
+        shapes |= {f"layers.0.self_attn.{name}_proj": [8, 8] for name in "qkvo"}
+        self.write_weights({f"model.{name}.weight": shape for name, shape in shapes.items()})
+        # What the data is like decides nothing here, and mistakes in both are told.
+        text = "model: {path: weights}\nmax_seq_len: 16\ndata: {path: nowhere}\n"
+        for field, wrong, tensor, there, expected in (
+                ("intermediate_size", 48, "layers.0.mlp.gate_proj", [24, 8], [48, 8]),
+                ("vocab_size", 300, "embed_tokens", [257, 8], [300, 8]),
+                ("hidden_size", 16, "embed_tokens", [257, 8], [257, 16])):
+            with self.subTest(field):
+                self.write("weights/config.json", json.dumps(sizes | {field: wrong}))
+                said = self.refusal(text)
+                self.assertIn(f"'model.{tensor}.weight' is {there} instead of {expected}", said)
+                self.assertIn(f" {field} is {wrong} in config.json, and 'model.{tensor}.weight' "
+                              f"was written with {sizes[field]}.", said)
+                self.assertIn("data.path nowhere does not exist", said)
+        self.write("weights/config.json", json.dumps(sizes))
+        self.accepted("model: {path: weights}\nmax_seq_len: 16\n")
 
     def test_check_requires_room_for_a_checkpoint(self):
         # 10^14 parameters: more than any disk.

@@ -32,11 +32,14 @@ namespace {
 constexpr int kAskLimit_ms = 10'000;
 
 // The launcher's flag that `arg` is, unless a key has that name or the flag says what to start.
+// UsageError for a flag of another launcher.
 const launch::FlagSpec* launcher_flag(const std::string& arg) {
   if (!arg.starts_with("--")) return nullptr;
   std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
   std::replace(name.begin(), name.end(), '-', '_');
   if (train::find_key(name) != nullptr) return nullptr;
+  if (const auto hint = launch::hint_for_flag(name); !hint.empty())
+    throw UsageError("train", "there is no flag {}. {}", arg.substr(0, arg.find('=')), hint);
   std::replace(name.begin(), name.end(), '_', '-');
   if (name == "help" || name == "module" || name == "no-python" || name == "run-path")
     return nullptr;

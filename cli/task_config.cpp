@@ -90,10 +90,10 @@ void check_file(const char* key, const std::string& path) {
   if (path.empty()) return;
   if (!missing(path)) return data::check_text_file(path);
   throw UsageError("config",
-                   "data.{}: there is no file {}. Relative paths begin at {}; with several hosts "
-                   "each of them needs the file. It holds records of instruction, input and "
+                   "data.{}: there is no file {}.{} Relative paths begin at {}; with several "
+                   "hosts each of them needs the file. It holds records of instruction, input and "
                    "output; docs/data.md says where commonsense_170k.json comes from.",
-                   key, path, fs::current_path().string());
+                   key, path, link_advice(path), fs::current_path().string());
 }
 
 void read_bytes_keys(MapReader& keys, DataConfig& data) {
@@ -137,6 +137,8 @@ void read_token_keys(MapReader& keys, DataConfig& data) {
 void check_tokens(DataConfig& data, const TrainingArguments& a) {
   if (!a.dataset_dir)
     throw UsageError("config", "data: tokens needs dataset_dir, the folder of the shards.");
+  if (const std::string link = link_advice(*a.dataset_dir); !link.empty())
+    throw UsageError("config", "dataset_dir {} does not exist.{}", *a.dataset_dir, link);
   data.train_files = data::token_files(*a.dataset_dir, "train");
   data.evaluates = a.eval_strategy != Interval::kNo || a.eval_on_start;
   if (data.evaluates) data.eval_files = data::token_files(*a.dataset_dir, "val");
@@ -303,15 +305,36 @@ void check_heads(const ModelConfig& model) {
                    model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
 }
 
+// An adapter's folder in place of a model's.
+void refuse_adapter(const char* key, const std::string& folder) {
+  const std::string config = folder + "/adapter_config.json";
+  std::error_code ignored;
+  if (!fs::exists(config, ignored) || fs::exists(folder + "/config.json", ignored)) return;
+  std::string base;
+  Problems unread;  // a file that cannot be read is an adapter's by its name
+  unread.attempt([&] {
+    const Entry* entry = parse_json(read_file(config), config).find("base_model_name_or_path");
+    if (entry != nullptr) base = plain_text(entry->value);
+  });
+  throw UsageError("config",
+                   "model.{} {} holds an adapter (adapter_config.json), not a model. model.path "
+                   "is the folder of its base model{}, and `lora` describes an adapter to train; "
+                   "resume_from_checkpoint goes on from a checkpoint's. lockstep checkpoint merge "
+                   "makes one model of both.",
+                   key, folder, base.empty() ? "" : fmt::format(" ({})", base));
+}
+
 // Checks only the names and shapes of the weights; their bytes are read when they are needed.
 void check_weights(const TaskConfig& task) {
   const ModelConfig& model = task.model;
   if (model.weights.empty()) return;
+  const char* const key = model.hugging_face ? "path" : "weights";
+  refuse_adapter(key, model.weights);
   if (!io::SafetensorsSet::exists(model.weights))
     throw UsageError("config",
-                     "model.{} {} is not a folder with a model.safetensors. Give a checkpoint's "
+                     "model.{} {} is not a folder with a model.safetensors.{} Give a checkpoint's "
                      "folder, or one that `lockstep checkpoint import` has made.",
-                     model.hugging_face ? "path" : "weights", model.weights);
+                     key, model.weights, link_advice(model.weights + "/model.safetensors"));
   check_whole(model.weights, io::Depth::kSizes);
   const io::SafetensorsSet files(model.weights);
   if (model.hugging_face) {
@@ -388,6 +411,7 @@ void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
   if (keys.has("name"))
     throw UsageError("config", "model.name has no meaning beside model.{}. Delete it.",
                      config.empty() ? "path" : "config");
+  refuse_adapter(config.empty() ? "path" : "config", config.empty() ? model.weights : config);
   try {
     model.hugging_face = models::read_config(config.empty() ? model.weights : config);
   } catch (const SystemError& error) {  // a file that cannot be read
@@ -525,8 +549,8 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
                                              : "fsdp_config.activation_checkpointing",
                     model.name));
   // The weights cannot be checked against an invalid model, and not with data that is wrong, which
-  // says how large a vocabulary is.
-  const bool checkable = problems.size() == before && data_is_right;
+  // says how large a vocabulary is where no config.json does.
+  const bool checkable = problems.size() == before && (data_is_right || model.hugging_face);
   const bool gone = !model.weights.empty() && !io::SafetensorsSet::exists(model.weights);
   if (files == TaskFiles::kChecked && (checkable || gone))
     problems.attempt([&] { check_weights(task); });
@@ -541,8 +565,9 @@ void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task
   if (task.model.name != "gpt" && !task.model.hugging_face)
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
-  // Checks that there are some.
-  models::LoraTargets(lora).select(causal_lm_config(task.model).spec());
+  const models::CausalLmConfig config = causal_lm_config(task.model);
+  const models::LoraTargets targets(lora);
+  targets.check_ranks(targets.select(config.spec()), config.spec());
   std::string& base = lora.base_model_name_or_path;
   if (base.empty()) base = task.model.weights;
   // PEFT resolves a relative path where it runs, which is rarely where this run began.
@@ -559,8 +584,8 @@ void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task
 
 std::vector<std::string> text_files(const std::string& path, const std::string& suffix) {
   if (missing(path))
-    throw UsageError("config", "data.path {} does not exist. Relative paths begin at {}.", path,
-                     fs::current_path().string());
+    throw UsageError("config", "data.path {} does not exist.{} Relative paths begin at {}.", path,
+                     link_advice(path), fs::current_path().string());
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) {
     data::check_text_file(path);
@@ -656,6 +681,9 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
   add_with_places(of_data, arguments.data, "data", problems);
   add_with_places(of_model, arguments.model, "model", problems);
   add_with_places(of_lora, arguments.lora, "lora", problems);
+  task.data_is_right = right && (of_model.empty() || arguments.max_seq_len);
+  // No text is too long for a model that could not be read.
+  if (!of_model.empty()) task.model.n_positions = INT64_MAX;
   if (files == TaskFiles::kUnread) return task;
   if (right) problems.attempt([&] { train::check_evaluation(arguments, task.data.evaluates); });
   problems.attempt([&] { train::check_metric(arguments, kMetrics); });

@@ -107,6 +107,8 @@ struct ModelConfig {
 
 struct TaskConfig {
   DataConfig data;
+  // The section `data` has no mistakes, and the length of its samples does not depend on others.
+  bool data_is_right = false;
   ModelConfig model;
   std::optional<models::LoraConfig> lora{};
   std::vector<std::string> notes{};  // what is allowed and has no effect

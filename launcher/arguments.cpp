@@ -23,11 +23,33 @@ std::string with_dashes(std::string name) {
   return name;
 }
 
-// Spelling does not suggest our flag for what mpirun, mp.spawn and accelerate call the number of
-// ranks.
+constexpr std::string_view kRanks = "Did you mean --nproc-per-node?";
+constexpr std::string_view kRanksOfGpus =
+    "Write --nproc-per-node=N for N ranks with a GPU each; CUDA_VISIBLE_DEVICES=0,2 says which "
+    "GPUs.";
+
+// Flags of mpirun, mp.spawn, Accelerate, DeepSpeed and Lightning, and what to write here instead.
+constexpr std::pair<std::string_view, std::string_view> kFlagsOfOthers[] = {
+    {"n", kRanks},
+    {"np", kRanks},
+    {"nprocs", kRanks},
+    {"num-processes", kRanks},
+    {"gpu", kRanksOfGpus},
+    {"gpus", kRanksOfGpus},
+    {"num-gpus", kRanksOfGpus},
+    {"gpu-ids", kRanksOfGpus},
+    {"devices", kRanksOfGpus},
+    {"multi-gpu", kRanksOfGpus},
+    {"num-nodes", "Did you mean --nnodes?"},
+    {"num-machines", "Did you mean --nnodes?"},
+    {"machine-rank", "Did you mean --node-rank?"},
+    {"main-process-ip", "Did you mean --master-addr?"},
+    {"main-process-port", "Did you mean --master-port?"},
+    {"hostfile", "Start it on every host, with --nnodes, --node-rank and --master-addr."},
+};
+
 std::string suggestion_for(const std::string& name) {
-  for (const std::string_view count : {"n", "np", "nprocs", "num-processes"})
-    if (name == count) return " Did you mean --nproc-per-node?";
+  if (const auto hint = hint_for_flag(name); !hint.empty()) return fmt::format(" {}", hint);
   std::vector<std::string> names{"help"};
   for (const FlagSpec& flag : flag_table()) names.emplace_back(flag.name);
   return name.size() > 1 ? did_you_mean(name, names, "--") : "";
@@ -155,6 +177,12 @@ class ArgumentReader {
 };
 
 }  // namespace
+
+std::string_view hint_for_flag(const std::string& name) {
+  const auto* const found = std::ranges::find(
+      kFlagsOfOthers, with_dashes(name), [](const auto& pair) { return std::string(pair.first); });
+  return found == std::end(kFlagsOfOthers) ? std::string_view() : found->second;
+}
 
 std::optional<int> to_int(std::string_view text) {
   int value = 0;

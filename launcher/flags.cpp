@@ -130,22 +130,21 @@ T choice(const Given& given, const std::vector<std::pair<std::string, T>>& choic
                    did_you_mean(given.text, names));
 }
 
-int parse_nnodes(const Values& values) {
-  const Given* given = values.find("nnodes");
-  if (given == nullptr) return 1;
-  const auto parts = split(given->text, ':');
+// "2", or "2:2" as torchrun's elastic flags have it. `words`: what else the flag takes, for the
+// message.
+int parse_count(const Given& given, std::string_view things, int most, std::string_view words) {
+  const auto parts = split(given.text, ':');
   const auto min = to_int(trim(parts.front()));
   const auto max = to_int(trim(parts.back()));
-  if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > kMaxWorldSize) {
-    throw UsageError("run", "{}='{}' is not a number of hosts from 1 to {}. Write --nnodes=2.",
-                     given->origin, given->text, kMaxWorldSize);
-  }
-  if (*min != *max) {
+  if (parts.size() > 2 || !min || !max || *min < 1 || *max < *min || *max > most)
+    throw UsageError("run",
+                     "{}='{}' is not a number of {} from 1 to {}{}. Write one number, such as 2.",
+                     given.origin, given.text, things, most, words);
+  if (*min != *max)
     throw UsageError("run",
                      "{}={} asks for a world that changes its size, which is not supported. Choose "
-                     "one number, e.g. --nnodes={}.",
-                     given->origin, given->text, *max);
-  }
+                     "one number, e.g. {}={}.",
+                     given.origin, given.text, given.origin, *max);
   return *max;
 }
 
@@ -203,11 +202,7 @@ int parse_nproc(const Values& values, const LaunchContext& context, const Launch
     throw UsageError("run", "{}=xpu is not supported: only CUDA devices are counted. Use a number.",
                      given->origin);
   }
-  const auto count = to_int(given->text);
-  if (!count || *count < 1 || *count > kMaxRanksOfHost)
-    throw UsageError("run", "{}='{}' is not a number of ranks from 1 to {}, auto, cpu or gpu.",
-                     given->origin, given->text, kMaxRanksOfHost);
-  return *count;
+  return parse_count(*given, "ranks", kMaxRanksOfHost, ", auto, cpu or gpu");
 }
 
 // A version 4 UUID, as torchrun makes them.
@@ -384,7 +379,8 @@ void apply_node_rank(const Values& values, LaunchPlan& plan, std::vector<std::st
 }
 
 void apply_rendezvous(const Values& values, LaunchPlan& plan, std::vector<std::string>& notes) {
-  plan.nnodes = parse_nnodes(values);
+  if (const Given* given = values.find("nnodes"))
+    plan.nnodes = parse_count(*given, "hosts", kMaxWorldSize, "");
   check_overridden(values);
   if (values.is_on("standalone")) {
     apply_standalone(values, plan, notes);
@@ -427,6 +423,19 @@ void note_separate_worlds(const Values& values, const LaunchPlan& plan,
       "--node-rank=$SLURM_NODEID, --master-addr and --master-port; or --standalone, if "
       "that is meant.",
       *nodes));
+}
+
+// A launcher inside a rank, such as torchrun's program `lockstep run ./train`, is mostly a mistake:
+// each rank trains a separate world on the same GPUs, and nothing fails.
+void note_outer_launcher(const LaunchContext& context, std::vector<std::string>& notes) {
+  const auto run = context.variable("TORCHELASTIC_RUN_ID");
+  const auto rank = context.variable("RANK");
+  if (!run || !rank || !context.variable("LOCAL_RANK")) return;
+  const char* const outer = context.variable("LOCKSTEP_RUN") == run ? "lockstep run" : "torchrun";
+  notes.push_back(fmt::format(
+      "rank {} of {} started this launcher, which was started by {} itself: each of its ranks "
+      "starts a world of its own. For one world, drop one of the two launchers.",
+      *rank, context.variable("WORLD_SIZE").value_or("?"), outer));
 }
 
 // torch loads the backend that replaces gloo, unless autoload is off.
@@ -520,6 +529,7 @@ ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContex
   apply_rendezvous(values, plan, parsed.notes);
   apply_secret(values, plan, context, parsed.notes);
   note_separate_worlds(values, plan, context, parsed.notes);
+  note_outer_launcher(context, parsed.notes);
   apply_supervision(values, plan);
   note_autoload(plan, context, parsed.notes);
   // Before the GPUs are counted: a misspelt program should not wait for the driver.

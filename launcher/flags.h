@@ -45,6 +45,9 @@ struct FlagSpec {
 
 std::span<const FlagSpec> flag_table();
 
+// What to write instead of another launcher's flag, such as "num_processes"; empty if it is none.
+std::string_view hint_for_flag(const std::string& name);
+
 // What a command line asks for.
 enum class Request { kRun, kHelp, kListFlags };
 

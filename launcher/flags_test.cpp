@@ -156,6 +156,10 @@ TEST(Spelling, ATypoNamesTheNearestFlag) {
               HasSubstr("[run] there is no flag --nproc-per-mode. Did you mean --nproc-per-node?"));
   for (const char* flag : {"--nprocs=2", "--num_processes=2", "-n", "-np"})
     EXPECT_THAT(refusal_of({flag, "2"}), HasSubstr("Did you mean --nproc-per-node?"));
+  for (const char* flag : {"--gpu=2", "--gpus=2", "--devices=2", "--num_gpus=2", "--gpu_ids=0,1"})
+    EXPECT_THAT(refusal_of({flag}), HasSubstr("Write --nproc-per-node=N for N ranks with a GPU"));
+  EXPECT_THAT(refusal_of({"--num_machines=2"}), HasSubstr("Did you mean --nnodes?"));
+  EXPECT_THAT(refusal_of({"--main_process_ip=h"}), HasSubstr("Did you mean --master-addr?"));
   EXPECT_THAT(refusal_of({"--max-restart_s=2"}), HasSubstr("Did you mean --max-restarts?"));
   EXPECT_THAT(refusal_of({"-nproc_per_node=2"}), HasSubstr("Did you mean --nproc-per-node?"));
   EXPECT_THAT(refusal_of({"-x"}), HasSubstr("there is no flag -x. Flags of the program go after"));
@@ -267,6 +271,28 @@ TEST(World, NodesAreANumberOrAnEqualPair) {
     EXPECT_THAT(refusal_of({fmt::format("--nnodes={}", bad)}),
                 HasSubstr("is not a number of hosts"))
         << bad;
+}
+
+TEST(World, HostsAndRanksAreReadAlike) {
+  EXPECT_EQ(plan_of({"--nproc-per-node=2:2"}).nproc_per_node, 2);
+  EXPECT_THAT(refusal_of({"--nproc-per-node=1:4"}),
+              HasSubstr("--nproc-per-node=1:4 asks for a world that changes its size, which is not "
+                        "supported. Choose one number, e.g. --nproc-per-node=4."));
+  EXPECT_THAT(refusal_of({}, {{"PET_NNODES", "1:4"}}),
+              HasSubstr("Choose one number, e.g. PET_NNODES=4."));
+}
+
+TEST(World, ALauncherInsideARankGetsALine) {
+  const Environment rank{
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"TORCHELASTIC_RUN_ID", "a"}};
+  EXPECT_THAT(notes_of({}, rank),
+              ElementsAre(HasSubstr("rank 1 of 2 started this launcher, which was started by "
+                                    "torchrun itself")));
+  Environment ours = rank;
+  ours["LOCKSTEP_RUN"] = "a";
+  EXPECT_THAT(notes_of({}, ours), ElementsAre(HasSubstr("by lockstep run itself")));
+  // Kubernetes' jobs give the launcher of each pod such variables.
+  EXPECT_THAT(notes_of({}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}}), IsEmpty());
 }
 
 TEST(World, MoreRanksThanAnyHostCanRunAreRefusedBeforeTheyAreStarted) {
@@ -697,6 +723,12 @@ TEST(Program, WhatCannotRunIsSaidBeforeAnythingStarts) {
   EXPECT_THAT(refusal({"/no/such.py"}), HasSubstr("the script '/no/such.py' does not exist"));
   EXPECT_THAT(refusal({directory.path()}), HasSubstr("is a directory"));
   EXPECT_THAT(refusal({script_in(directory, "plain", 0644)}), HasSubstr("is not executable"));
+  // A training file and a source are no programs, whether they are there or not.
+  for (const std::string& file : {std::string("t.yaml"), script_in(directory, "t.yml", 0644)})
+    EXPECT_THAT(refusal({file}), HasSubstr("no program. Use lockstep train " + file));
+  EXPECT_THAT(refusal({"main.cpp"}), HasSubstr("'main.cpp' is the source of a program. Build it"));
+  const std::string runnable = script_in(directory, "run.yaml", 0755);
+  EXPECT_THAT(parse({runnable}).plan.command, ElementsAre(runnable));
   const std::filesystem::path before = std::filesystem::current_path();
   script_in(directory, "here", 0755);
   std::filesystem::current_path(directory.path());

@@ -15,13 +15,16 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
+#include <string_view>
 #include <system_error>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::launch {
 
@@ -294,8 +297,28 @@ bool has_main(const std::string& folder) {
          kind_of(folder + "/__main__.py") != FileKind::kMissing;
 }
 
+// Files that people give in place of a program: a training file, or a program's source.
+void refuse_other_files(const std::string& name) {
+  if (kind_of(name) == FileKind::kExecutable) return;
+  const std::string extension = lower(fs::path(name).extension().string());
+  const auto is = [&](std::initializer_list<std::string_view> all) {
+    return std::ranges::find(all, extension) != all.end();
+  };
+  if (is({".yaml", ".yml", ".json"}))
+    throw UsageError("run",
+                     "'{}' is a training file and no program. Use lockstep train {}, with the same "
+                     "flags.",
+                     name, name);
+  if (is({".cpp", ".cc", ".cxx", ".cu"}))
+    throw UsageError("run",
+                     "'{}' is the source of a program. Build it first, as README.md shows, and "
+                     "give the program that the build makes.",
+                     name);
+}
+
 // The file to execute. Throws UsageError with the reason if it cannot be.
 std::string executable(const std::string& program, const Variables& variable) {
+  refuse_other_files(program);
   if (program.find('/') == std::string::npos) {
     if (const auto found = find_program(program, variable("PATH"))) return *found;
     // `lockstep run lockstep env` works wherever lockstep is.

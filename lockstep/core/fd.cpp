@@ -17,6 +17,7 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <vector>
 
 #include "lockstep/core/deadline.h"
@@ -25,6 +26,8 @@
 
 namespace lockstep {
 namespace {
+
+namespace fs = std::filesystem;
 
 // The writer of a shell's <(...) is running; one that is silent for longer has probably failed.
 constexpr int kPipeSilence_ms = 10'000;
@@ -197,14 +200,51 @@ std::string expand_home(const std::string& path, std::string_view what) {
   return home + path.substr(end);
 }
 
+std::string link_advice(const std::string& path) {
+  std::error_code ignored;
+  fs::path place;
+  for (const fs::path& part : fs::path(path)) {
+    place /= part;
+    if (fs::is_symlink(place, ignored) && !fs::exists(place, ignored))
+      return fmt::format(" {} is a symbolic link to {}, which is not there.", place.string(),
+                         fs::read_symlink(place, ignored).string());
+  }
+  return "";
+}
+
+namespace {
+
+// The newest revision of a model in the cache of Hugging Face's hub; empty: it is not there.
+std::string cached_model(const std::string& name) {
+  std::string cache = env::get("HF_HUB_CACHE").value_or("");
+  if (const auto home = env::get("HF_HOME"); cache.empty() && home) cache = *home + "/hub";
+  if (cache.empty()) cache = env::get("HOME").value_or("") + "/.cache/huggingface/hub";
+  std::string folder = name;
+  if (const std::size_t slash = name.find('/'); slash != name.npos) folder.replace(slash, 1, "--");
+  folder = fmt::format("{}/models--{}", cache, folder);
+  std::string revision;
+  std::ifstream(folder + "/refs/main") >> revision;
+  std::error_code ignored;
+  const std::string snapshot = fmt::format("{}/snapshots/{}", folder, revision);
+  return !revision.empty() && fs::is_directory(snapshot, ignored) ? snapshot : "";
+}
+
+}  // namespace
+
 std::string hub_advice(const std::string& path) {
+  if (std::string link = link_advice(path); !link.empty()) return link;
   const std::size_t slash = path.find('/');
   const bool two_words = slash != path.npos && slash > 0 && slash + 1 < path.size() &&
                          path.find('/', slash + 1) == path.npos && path.front() != '.' &&
                          path.front() != '~';
   std::error_code ignored;
   // A file in a folder that is there is missing itself.
-  if (!two_words || std::filesystem::exists(path.substr(0, slash), ignored)) return "";
+  if (two_words && fs::exists(path.substr(0, slash), ignored)) return "";
+  if (two_words || slash == path.npos)
+    if (const std::string cached = cached_model(path); !cached.empty())
+      return fmt::format(" Hugging Face's hub has stored that model in {}: write that folder.",
+                         cached);
+  if (!two_words) return "";
   const std::string folder = path.substr(slash + 1);
   return fmt::format(
       " If that is a model of Hugging Face's hub, download it first (huggingface-cli download {} "

@@ -68,9 +68,11 @@ void write_file_atomically(const std::string& path, std::string_view data);
 // with `what`, when the user or the home directory is unknown.
 std::string expand_home(const std::string& path, std::string_view what);
 
-// For a path that does not exist and looks like a model's name on Hugging Face's hub
-// ("Qwen/Qwen2-0.5B"): " That is a name on ...", with the command that downloads it to a folder.
-// Otherwise empty.
+// For a path that does not exist because it, or a folder above it, is a symbolic link to nothing:
+// a sentence that names both ends, after a space. Otherwise empty.
+std::string link_advice(const std::string& path);
+// That, or for a path that looks like a model's name on Hugging Face's hub ("Qwen/Qwen2-0.5B"): the
+// folder that has it in the hub's cache, or else the command that downloads it.
 std::string hub_advice(const std::string& path);
 
 // The width of the terminal that shows a stream, even through the launcher's pipe.

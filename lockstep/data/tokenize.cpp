@@ -507,8 +507,8 @@ const char* kind_name(fs::file_type type) {
 }  // namespace
 
 void refuse_text_file(const std::string& path, int error_number) {
-  throw UsageError("data", "{} cannot be read ({}). {}", path, cause(error_number),
-                   remedy(error_number));
+  throw UsageError("data", "{} cannot be read ({}). {}{}", path, cause(error_number),
+                   remedy(error_number), link_advice(path));
 }
 
 void check_text_file(const std::string& path) {

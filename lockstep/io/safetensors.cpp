@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lockstep/core/fd.h"
 #include "lockstep/core/json.h"
 #include "lockstep/core/text.h"
 
@@ -504,8 +505,8 @@ SafetensorsSet::SafetensorsSet(const std::string& directory, const std::string& 
   }
   if (!file_exists(single))
     throw UsageError("safetensors",
-                     "{} has neither {}.safetensors nor {}. Is it the directory of a model?",
-                     directory, stem, index_name(stem));
+                     "{} has neither {}.safetensors nor {}. Is it the directory of a model?{}",
+                     directory, stem, index_name(stem), link_advice(single));
   files_.push_back(std::make_unique<SafetensorsFile>(single));
   for (const TensorEntry& entry : files_.front()->tensors()) {
     names_.push_back(entry.name);
@@ -522,6 +523,8 @@ void SafetensorsSet::read_index(const std::string& directory, const std::string&
     const SafetensorsFile*& shard = open[file];
     if (shard == nullptr) {
       const std::string path = directory + "/" + file;
+      if (const std::string link = link_advice(path); !link.empty())
+        throw UsageError("safetensors", "{} cannot be used.{}", index, link);
       if (!file_exists(path))
         bad_index(index, fmt::format("it names {}, which is not there", json_quote(file)));
       files_.push_back(std::make_unique<SafetensorsFile>(path));

@@ -385,6 +385,44 @@ bool is_floating(io::DType dtype) {
          dtype == io::DType::kF64;
 }
 
+// The field of config.json and the value with which this tensor, and most others, would have the
+// shape that it has in the files: a sentence about what someone has changed. Empty where no single
+// field explains it.
+std::string field_that_differs(const CausalLmConfig& config, const io::TensorShape& wanted,
+                               const std::vector<FoundWeight>& weights) {
+  std::map<std::string_view, const std::vector<std::int64_t>*> found;
+  for (const FoundWeight& weight : weights) found[weight.name] = &weight.file.entry->shape;
+  const std::vector<std::int64_t>& there = *found.at(wanted.name);
+  if (there.size() != wanted.shape.size()) return "";
+  const auto [want, have] = std::ranges::mismatch(wanted.shape, there);
+  const FamilyConfig& model = config.model;
+  std::string text;
+  std::size_t most = 0;
+  for (const Option& option : model.family().options) {
+    const OptionValue* const given = model.options().find(option.key);
+    const auto* const value = given == nullptr ? nullptr : std::get_if<std::int64_t>(given);
+    if (value == nullptr || *value * *have % *want != 0) continue;
+    Options changed = model.options();
+    changed.set(option.key, *value * *have / *want);
+    std::size_t fitting = 0;
+    bool fits = false;
+    try {
+      for (const io::TensorShape& tensor : tensors_of(FamilyConfig(model.family(), changed))) {
+        const auto at = found.find(tensor.name);
+        if (at == found.end() || *at->second != tensor.shape) continue;
+        ++fitting;
+        fits |= tensor.name == wanted.name;
+      }
+    } catch (const UsageError&) {  // sizes that no model has together
+    }
+    if (!fits || fitting <= most) continue;
+    most = fitting;
+    text = fmt::format(" {} is {} in config.json, and '{}' was written with {}.", option.key,
+                       *value, wanted.name, *value * *have / *want);
+  }
+  return text;
+}
+
 }  // namespace
 
 CausalLmConfig parse_config(std::string_view json, const std::string& name) {
@@ -412,11 +450,14 @@ CausalLmConfig read_config(const std::string& folder_or_file) {
   std::error_code ignored;
   const bool folder = fs::is_directory(folder_or_file, ignored);
   const std::string path = folder ? folder_or_file + "/config.json" : folder_or_file;
-  if (!fs::exists(path, ignored))
+  if (!fs::exists(path, ignored)) {
+    const std::string link = link_advice(path);
     throw UsageError("models",
                      "there is no {}. Give the folder of a Hugging Face model, or its config.json. "
                      "Relative paths begin at {}.{}",
-                     path, fs::current_path(ignored).string(), hub_advice(folder_or_file));
+                     path, fs::current_path(ignored).string(),
+                     link.empty() ? hub_advice(folder_or_file) : link);
+  }
   CausalLmConfig config = parse_config(read_file(path), path);
   const std::string generation = folder_or_file + "/generation_config.json";
   if (!folder || !fs::exists(generation, ignored)) return config;
@@ -493,6 +534,7 @@ std::vector<FoundWeight> find_weights(const std::string& folder, const io::Safet
   std::set<std::string> used;
   std::vector<std::string> wrong;
   std::vector<FoundWeight> all;
+  std::optional<io::TensorShape> first;  // that has another shape
   for (const io::TensorShape& tensor : tensors_of(config)) {
     std::string name = tensor.name;
     auto found = files.find(name);
@@ -505,12 +547,14 @@ std::vector<FoundWeight> find_weights(const std::string& folder, const io::Safet
       continue;
     }
     used.insert(name);
-    if (found.entry->shape != tensor.shape)
+    if (found.entry->shape != tensor.shape) {
       wrong.push_back(fmt::format("'{}' is [{}] instead of [{}]", name,
                                   fmt::join(found.entry->shape, ", "),
                                   fmt::join(tensor.shape, ", ")));
-    else if (!is_floating(found.entry->dtype))
+      if (!first) first = tensor;
+    } else if (!is_floating(found.entry->dtype)) {
       wrong.push_back(fmt::format("'{}' is of type {}", name, io::dtype_name(found.entry->dtype)));
+    }
     all.push_back({tensor.name, found});
   }
   for (const std::string& name : files.names()) {
@@ -522,10 +566,11 @@ std::vector<FoundWeight> find_weights(const std::string& folder, const io::Safet
   constexpr std::size_t kNamed = 10;
   const std::size_t count = wrong.size();
   wrong.resize(std::min(count, kNamed));
+  const std::string field = first ? field_that_differs(config, *first, all) : "";
   throw UsageError("models",
-                   "the weights in {} do not fit its config.json in {} tensors: {}{}. They were "
+                   "the weights in {} do not fit its config.json in {} tensors: {}{}.{} They were "
                    "probably written for another model. Compare config.json with the weights.",
-                   folder, count, fmt::join(wrong, ", "), count > kNamed ? ", ..." : "");
+                   folder, count, fmt::join(wrong, ", "), count > kNamed ? ", ..." : "", field);
 }
 
 }  // namespace lockstep::models

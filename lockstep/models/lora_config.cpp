@@ -422,6 +422,24 @@ void LoraTargets::refuse_experts(const DecoderSpec& spec) const {
   }
 }
 
+void LoraTargets::check_ranks(const std::vector<std::string>& chosen,
+                              const DecoderSpec& spec) const {
+  const std::set<std::string> adapted(chosen.begin(), chosen.end());
+  constexpr std::string_view kWeight = ".weight";
+  for (const io::TensorShape& tensor : tensors_of(spec)) {
+    if (!tensor.name.ends_with(kWeight)) continue;
+    const std::string layer = tensor.name.substr(0, tensor.name.size() - kWeight.size());
+    if (!adapted.contains(layer)) continue;
+    const std::int64_t most = std::ranges::min(tensor.shape), r = rank(layer);
+    if (r > most)
+      throw UsageError("lora",
+                       "{} is {}, and the weight of {} is [{}]. The rank of its adapter can be {} "
+                       "at most; rank_pattern sets that of some layers.",
+                       r == config_.r ? "lora.r" : "lora.rank_pattern", r, layer,
+                       fmt::join(tensor.shape, ", "), most);
+  }
+}
+
 std::int64_t LoraTargets::rank(const std::string& name) const {
   const std::vector<std::regex>& patterns = patterns_->ranks;
   for (std::size_t i = 0; i < patterns.size(); ++i)

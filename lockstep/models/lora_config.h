@@ -97,6 +97,9 @@ class LoraTargets {
   // UsageError where a router or an expert matches: PEFT adapts all experts' weights together, also
   // with "all-linear", which is not supported here.
   void refuse_experts(const DecoderSpec& spec) const;
+  // UsageError where the rank of a chosen layer is above its inputs or outputs: such an adapter
+  // trains more than the layer has, and computes nothing that a lower rank does not.
+  void check_ranks(const std::vector<std::string>& chosen, const DecoderSpec& spec) const;
   std::int64_t rank(const std::string& name) const;
   double scaling(const std::string& name) const;
   // Whether the module is one of modules_to_save, or inside one.

@@ -216,8 +216,11 @@ TEST(Saving, CostsTooMuch) {
   RunRecord run = run_of({saving(0.2), saving(0.2)});
   change(run, [](Interval& interval) { at(interval.counts, Counter::kSaves) = 5; });
   const Finding finding = only(run, "saving-too-often");
-  EXPECT_THAT(finding.remedy, HasSubstr("save_steps to 100"));
+  EXPECT_EQ(finding.remedy, "set save_steps to 100.");
   EXPECT_NEAR(finding.gain, 0.2 * 0.9, 1e-6);
+  run.facts.arguments = map_node({{"save_strategy", text_node("epoch")}});
+  EXPECT_EQ(only(run, "saving-too-often").remedy,
+            "set save_strategy to steps (now epoch) and save_steps to 100.");
 }
 
 TEST(Saving, HasALimit) {

@@ -108,6 +108,16 @@ std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, dou
   return worst;
 }
 
+// The keys by which `what`, "save" or "logging", happens after so many steps. A run that does it
+// once an epoch does not read the number of steps.
+std::string remedy_in_steps(const View& view, std::string_view what, std::int64_t steps) {
+  const Entry* const strategy = view.run.facts.arguments.find(fmt::format("{}_strategy", what));
+  const bool by_steps = strategy == nullptr || strategy->value.text == "steps";
+  return by_steps ? fmt::format("set {}_steps to {}.", what, steps)
+                  : fmt::format("set {0}_strategy to steps (now {1}) and {0}_steps to {2}.", what,
+                                strategy->value.text, steps);
+}
+
 std::string more_passes_text(const View& view) {
   const std::int64_t batch = view.run.facts.per_device_batch;
   return batch > 0 ? fmt::format("per_device_train_batch_size from {} to {}", batch, 2 * batch)
@@ -196,7 +206,7 @@ std::optional<Finding> logging_too_often(const View& view) {
           100 * habit->share, habit->steps_between,
           static_cast<double>(count(rank, Counter::kHostSyncs)) /
               static_cast<double>(rank.sum.steps)),
-      .remedy = fmt::format("set logging_steps to {}.", habit->steps_wanted),
+      .remedy = remedy_in_steps(view, "logging", habit->steps_wanted),
       .gain = habit->gain()};
 }
 
@@ -207,7 +217,7 @@ std::optional<Finding> saving_too_often(const View& view) {
                  .what = "Checkpoints are written so often that it costs training time.",
                  .evidence = fmt::format("saving takes {:.1f} % of the time, every {:.1f} steps.",
                                          100 * habit->share, habit->steps_between),
-                 .remedy = fmt::format("set save_steps to {}.", habit->steps_wanted),
+                 .remedy = remedy_in_steps(view, "save", habit->steps_wanted),
                  .gain = habit->gain()};
 }
 

@@ -15,6 +15,7 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
@@ -646,10 +647,10 @@ void check_resume(const std::string& flag) {
   }
   throw UsageError(
       "checkpoint",
-      "{} cannot be used: there is no such folder.{} resume_from_checkpoint (--resume) "
+      "{} cannot be used: there is no such folder.{}{} resume_from_checkpoint (--resume) "
       "is auto (continue from the newest whole checkpoint in output_dir), never (start "
       "again) or the folder of a checkpoint.",
-      flag, did_you_mean(flag, std::vector<std::string>{"auto", "never"}));
+      flag, link_advice(flag), did_you_mean(flag, std::vector<std::string>{"auto", "never"}));
 }
 
 void check_weights(const std::string& folder, const io::SafetensorsSet& weights,

@@ -190,25 +190,9 @@ class Resolver {
           "--config-file`), not in the training file. Move it there.",
           key);
     }
-    for (const ForeignKey& foreign : foreign_keys()) {
-      if (foreign.name == key) {
-        return fmt::format("{} is a key of {} that is not read here: {}. Delete it.", key,
-                           foreign.of, foreign.why);
-      }
-    }
-    for (const MisplacedKey& other : misplaced_keys()) {
-      if (other.name != key) continue;
-      if (other.section.empty())
-        return fmt::format("there is no key '{}'. Did you mean {}?", key, other.use);
-      const std::string_view name = other.now.empty() ? other.name : other.now;
-      const bool of_data = other.section == "data" && name == "path";
-      return fmt::format(
-          "{} Write {}: {{{}}}.{}",
-          other.now.empty()
-              ? fmt::format("{} is a key of the {}, not of the top level.", key, other.section)
-              : fmt::format("there is no key '{}'. Did you mean {}.{}?", key, other.section, name),
-          other.section, other.use, of_data ? " A folder of token shards is dataset_dir." : "");
-    }
+    if (const auto hint = std::ranges::find(key_hints(), key, &KeyHint::name);
+        hint != key_hints().end())
+      return hint->text();
     if (value != nullptr && value->is(NodeKind::kMap)) {
       for (const Entry& inner : value->entries) {
         if (find_key(inner.key) != nullptr) {

@@ -72,22 +72,18 @@ struct OldKey {
 };
 std::span<const OldKey> old_keys();
 
-// A key of another program that has no meaning here, and why.
-struct ForeignKey {
-  std::string_view name;
-  std::string_view why;
-  std::string_view of = "Hugging Face's";
+// What to write instead of another program's key (Hugging Face's, TRL's, DeepSpeed's, torchrun's), or
+// of a section's key at the top level.
+struct KeyHint {
+  std::string_view name{};
+  std::string_view section{};  // "model", "data" or "lora"; empty: `use` is a key of the top level
+  std::string_view use{};      // with a section: what to write there
+  std::string_view now{};      // its name in the section, where that is another one
+  std::string_view why{};      // why it has no meaning here, where that is so
+  std::string_view of{};       // whose key it is then
+  std::string text() const;
 };
-std::span<const ForeignKey> foreign_keys();
-
-// A key that belongs into a section instead of the top level, or has another name here.
-struct MisplacedKey {
-  std::string_view name;
-  std::string_view section;   // "model", "data" or "lora"; empty: `use` is a key of the top level
-  std::string_view use;       // with a section: what to write there
-  std::string_view now = {};  // its name in the section, where that is another one
-};
-std::span<const MisplacedKey> misplaced_keys();
+std::span<const KeyHint> key_hints();
 // Whether a key in the maps `model` and `data` is the path of a file or a folder.
 bool is_path_of_section(std::string_view name);
 

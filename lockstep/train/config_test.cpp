@@ -49,11 +49,11 @@ TEST(ConfigKeys, NoNameIsInTwoTables) {
   for (const OldKey& old : old_keys()) EXPECT_TRUE(table.insert(old.name).second) << old.name;
   const auto keys = training_keys();
   EXPECT_EQ(table, std::set<std::string_view>(keys.begin(), keys.end()));
-  for (const ForeignKey& foreign : foreign_keys()) EXPECT_EQ(table.count(foreign.name), 0u);
-  for (const MisplacedKey& other : misplaced_keys()) {
-    EXPECT_EQ(table.count(other.name), 0u) << other.name;
-    EXPECT_TRUE(!other.section.empty() || find_key(other.use) != nullptr) << other.name;
-    EXPECT_THAT(std::string(other.use), HasSubstr(std::string(other.now))) << other.name;
+  for (const KeyHint& hint : key_hints()) {
+    EXPECT_TRUE(table.insert(hint.name).second) << hint.name;
+    EXPECT_TRUE(!hint.why.empty() || !hint.section.empty() || find_key(hint.use) != nullptr)
+        << hint.name;
+    EXPECT_THAT(std::string(hint.use), HasSubstr(std::string(hint.now))) << hint.name;
   }
   for (const OldKey& old : old_keys())
     EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;

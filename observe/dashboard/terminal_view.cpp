@@ -340,6 +340,15 @@ std::string status_line(const Node& snapshot) {
   std::sort(times.begin(), times.end());
   std::string text = fmt::format("lockstep {}  {}  {} of {} ranks run", text_of(run, "id"),
                                  shown_state(snapshot), running, text_of(run, "world_size"));
+  for (const char* state : {"stopped", "failed"}) {
+    std::vector<int> named;
+    for (const Node& rank : ranks)
+      if (text_of(rank, "state") == state)
+        named.push_back(static_cast<int>(number(rank, "rank").value_or(-1)));
+    if (named.empty()) continue;
+    text +=
+        fmt::format(", rank{} {} {}", named.size() == 1 ? "" : "s", first_numbers(named), state);
+  }
   const auto started = number(run, "started");
   const auto now = number(snapshot, "time");
   if (started && now) text += "  " + elapsed(*now - *started);

@@ -81,6 +81,16 @@ TEST(TerminalView, AFailedRankAndItsOutputStandOut) {
   EXPECT_THAT(text, HasSubstr("  its last line"));
 }
 
+TEST(TerminalView, TheLineNamesRanksThatHaveStopped) {
+  monitor::RunView view = two_ranks();
+  view.ranks[1].status = monitor::RankStatus::kStopped;
+  EXPECT_THAT(status_line(parse_snapshot(monitor::snapshot_json(view))),
+              HasSubstr("  1 of 2 ranks run, rank 1 stopped  "));
+  for (monitor::RankState& rank : view.ranks) rank.status = monitor::RankStatus::kFailed;
+  EXPECT_THAT(status_line(parse_snapshot(monitor::snapshot_json(view))),
+              HasSubstr("  0 of 2 ranks run, ranks 0, 1 failed  "));
+}
+
 TEST(TerminalView, AStallStandsInPlaceOfTheStepTime) {
   monitor::RunView view = two_ranks();
   EXPECT_THAT(shown(view), HasSubstr("  21.5 ms"));
