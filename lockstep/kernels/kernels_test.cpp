@@ -114,19 +114,17 @@ Gradient<T> gradient_of(const Ranks<T>& ranks, const std::vector<const T*>& poin
           .scale = ranks.scale};
 }
 
-struct AdamCase {
-  bool decoupled = true;
-  AdamStep step{};
-};
-
-std::vector<AdamCase> adam_cases() {
-  std::vector<AdamCase> cases;
+std::vector<AdamStep> adam_cases() {
+  std::vector<AdamStep> cases;
   for (const bool decoupled : {true, false}) {
     for (const double weight_decay : {0.0, 0.013}) {
       for (const double beta1 : {0.9, 0.3}) {
         for (const auto& [lr, eps] : {std::pair{1.3e-3, 1e-8}, std::pair{0.1, 1e-3}}) {
-          cases.push_back(
-              {decoupled, {.lr = lr, .beta1 = beta1, .eps = eps, .weight_decay = weight_decay}});
+          cases.push_back({.lr = lr,
+                           .beta1 = beta1,
+                           .eps = eps,
+                           .weight_decay = weight_decay,
+                           .decoupled = decoupled});
         }
       }
     }
@@ -164,24 +162,19 @@ struct AdamPair {
   std::int64_t size() const { return static_cast<std::int64_t>(param.size()); }
 
   // Elements [begin, end) of ours.
-  void step(const AdamCase& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
+  void step(const AdamStep& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
     const auto pointers = ranks.pointers(begin);
     const auto gradient = gradient_of(ranks, pointers);
     const AdamTensors<T> tensors{param.data() + begin, exp_avg.data() + begin,
                                  exp_avg_sq.data() + begin};
     const Slice slice{.tensor_size = size(), .begin = begin, .count = end - begin};
-    if (test.decoupled) {
-      adamw(gradient, tensors, slice, test.step);
-    } else {
-      adam(gradient, tensors, slice, test.step);
-    }
+    adam(gradient, tensors, slice, test);
   }
 
-  void step_theirs(const AdamCase& test, const at::Tensor& grad) {
-    const AdamStep& s = test.step;
+  void step_theirs(const AdamStep& s, const at::Tensor& grad) {
     const auto step = at::full({}, s.step, at::kFloat);
-    const auto fused = test.decoupled ? static_cast<Fused*>(at::_fused_adamw_)
-                                      : static_cast<Fused*>(at::_fused_adam_);
+    const auto fused = s.decoupled ? static_cast<Fused*>(at::_fused_adamw_)
+                                   : static_cast<Fused*>(at::_fused_adam_);
     fused({their_param}, {grad}, {their_avg}, {their_sq}, {}, {step}, s.lr, s.beta1, s.beta2,
           s.weight_decay, s.eps, /*amsgrad=*/false, /*maximize=*/false, {}, {});
   }
@@ -230,8 +223,8 @@ struct SgdPair {
   }
 };
 
-AdamCase at_step(AdamCase test, int step) {
-  test.step.step = step;
+AdamStep at_step(AdamStep test, int step) {
+  test.step = step;
   return test;
 }
 
@@ -240,9 +233,9 @@ SgdStep at_step(SgdStep test, int step) {
   return test;
 }
 
-std::string describe(const AdamCase& test) {
+std::string describe(const AdamStep& test) {
   return fmt::format("{} lr {} beta1 {} eps {} weight_decay {}", test.decoupled ? "adamw" : "adam",
-                     test.step.lr, test.step.beta1, test.step.eps, test.step.weight_decay);
+                     test.lr, test.beta1, test.eps, test.weight_decay);
 }
 
 std::string describe(const SgdStep& test) {
@@ -319,7 +312,7 @@ TEST_F(Kernels, SgdIsBitEqualToAten) {
 TEST_F(Kernels, DecayIsRoundedAsInAten) {
   std::uniform_real_distribution<double> uniform;
   for (int i = 0; i < 2000; ++i) {
-    const AdamCase test{.step = {.lr = 0.1 * uniform(random_), .weight_decay = uniform(random_)}};
+    const AdamStep test{.lr = 0.1 * uniform(random_), .weight_decay = uniform(random_)};
     ASSERT_TRUE((follow<AdamPair, double>(test, 5, 1, 1.0, random_)));
   }
 }
@@ -452,7 +445,7 @@ TEST_F(Kernels, FiniteFlagSeesEveryElement) {
 
 TEST_F(Kernels, NothingToDoIsFine) {
   const float* source = nullptr;
-  adamw<float>({.sources = &source}, {}, {}, {});
+  adam<float>({.sources = &source}, {}, {}, {});
   sgd<float>({.sources = &source, .count = 1, .divisor = 3}, {}, {}, {});
   EXPECT_TRUE(reduce_with_norms<float>({.sources = &source}, nullptr, 0, nullptr));
   EXPECT_EQ(add_blocks(nullptr, 0), 0);
