@@ -16,9 +16,7 @@
 #include "bench/processes.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/run.h"
-#include "observe/dashboard/page.h"
 
 namespace lockstep::bench {
 namespace {
@@ -262,15 +260,6 @@ struct AllreduceSettings {
   std::string corrupt;
 };
 
-// "private:4K:us:3": the contender may take at most 3 microseconds at that size; with gloo or mpi
-// it must be at least that many times faster, with memory reach at least that percentage of its
-// limit.
-struct Goal {
-  std::string text, contender, measure;
-  std::int64_t bytes = 0;
-  double wanted = 0;
-};
-
 bool among(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
@@ -282,19 +271,12 @@ void read_mpi(const std::string& path, Samples& samples) {
   while (file >> bytes >> us) samples["mpi"][bytes].push_back(us);
 }
 
-// Empty when there is no MPI here; the reason is printed. With goals that need it, UsageError.
-std::string mpi_command(const AllreduceSettings& settings, const Scratch& scratch,
-                        const std::vector<Goal>& wanted) {
+// Empty when there is no MPI here; the reason is printed.
+std::string mpi_command(const AllreduceSettings& settings, const Scratch& scratch) {
   if (!among(split(settings.backends), "mpi")) return "";
   const std::string program = scratch.file("allreduce_mpi");
   const std::string build = fmt::format("mpicc -O2 '{}' -o '{}'", peer("allreduce_mpi.c"), program);
   if (std::system((build + " >/dev/null 2>&1").c_str()) != 0) {
-    for (const Goal& goal : wanted)
-      if (goal.measure == "mpi")
-        throw UsageError("bench",
-                         "--require '{}': there is no Open MPI here to measure (mpicc failed). "
-                         "Install it, or leave that goal out.",
-                         goal.text);
     fmt::print(stderr, "no Open MPI here (mpicc failed); continuing without it\n");
     return "";
   }
@@ -334,10 +316,10 @@ void run_command(const std::string& command) {
   if (std::system(command.c_str()) != 0) throw Error("bench", fmt::format("'{}' failed", command));
 }
 
-Samples collect(const AllreduceSettings& settings, const std::vector<Goal>& wanted) {
+Samples collect(const AllreduceSettings& settings) {
   const Scratch scratch;
   Samples samples;
-  const std::string mpi = mpi_command(settings, scratch, wanted);
+  const std::string mpi = mpi_command(settings, scratch);
   const std::vector<Job> jobs = jobs_of(settings);
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
@@ -401,96 +383,10 @@ void add_rows(Report& report, const Samples& samples, std::int64_t bytes) {
   }
 }
 
-// ---------------------------------------------------------------- goals
-
-Goal goal_of(const std::string& text) {
-  const std::vector<std::string> parts = split(text, ':');
-  char* end = nullptr;
-  Goal goal;
-  goal.text = text;
-  if (parts.size() == 4) goal.wanted = std::strtod(parts[3].c_str(), &end);
-  if (end == nullptr || *end != '\0' || goal.wanted <= 0 ||
-      !among({"private", "symmetric"}, parts[0]) ||
-      !among({"us", "gloo", "mpi", "memory"}, parts[2]))
-    throw UsageError("bench",
-                     "--require '{}': write private or symmetric, a size, one of us, gloo, mpi and "
-                     "memory, and a number, as in private:4K:us:3.",
-                     text);
-  goal.contender = "shm " + parts[0];
-  goal.bytes = parse_sizes(parts[1]).front();
-  goal.measure = parts[2];
-  return goal;
-}
-
-// Before anything is measured.
-std::vector<Goal> goals_of(const std::string& text, const AllreduceSettings& settings) {
-  const auto backends = split(settings.backends);
-  const auto sizes = parse_sizes(settings.sizes);
-  std::vector<Goal> goals;
-  for (const std::string& part : split(text)) {
-    const Goal& goal = goals.emplace_back(goal_of(part));
-    const bool peer = goal.measure == "gloo" || goal.measure == "mpi";
-    if (!among(backends, "shm") || (peer && !among(backends, goal.measure)) ||
-        std::find(sizes.begin(), sizes.end(), goal.bytes) == sizes.end())
-      throw UsageError("bench", "--require '{}' is not among --backends {} and --sizes {}.", part,
-                       settings.backends, settings.sizes);
-    if (goal.measure == "memory" && goal.bytes < kLimitFromBytes)
-      throw UsageError("bench", "--require '{}': the memory's limit is measured from {} on.", part,
-                       show_size(static_cast<double>(kLimitFromBytes)));
-  }
-  return goals;
-}
-
-int judge(const std::vector<Goal>& wanted, const Samples& samples) {
-  Goals goals("allreduce");
-  for (const Goal& goal : wanted) {
-    const auto own = median_of(samples, goal.contender, goal.bytes);
-    const auto theirs = goal.measure == "us"       ? own
-                        : goal.measure == "memory" ? limit_of(samples, goal.bytes)
-                                                   : median_of(samples, goal.measure, goal.bytes);
-    if (!own || !theirs)
-      throw UsageError("bench", "--require '{}': that was not measured; see the lines above.",
-                       goal.text);
-    if (goal.measure == "us")
-      goals.at_most(goal.text, *own, goal.wanted);
-    else
-      goals.at_least(goal.text, *theirs / *own * (goal.measure == "memory" ? 100 : 1), goal.wanted);
-  }
-  return goals.exit_code();
-}
-
-std::string page_of(const Samples& samples, const AllreduceSettings& settings) {
-  const std::string of = fmt::format("all-reduce, {} ranks", settings.ranks);
-  dashboard::Chart time{.title = "Time of an " + of, .x_label = "size", .y_label = "microseconds"};
-  time.log = time.dots = true;
-  for (const std::int64_t bytes : parse_sizes(settings.sizes)) {
-    const auto x = static_cast<double>(bytes);
-    time.x_ticks.emplace_back(x, show_size(x));
-  }
-  dashboard::Chart rate = time;
-  rate.title = "Bandwidth (size / time) of an " + of;
-  rate.y_label = "GB/s";
-  for (const auto& [name, by_size] : samples) {
-    dashboard::ChartLine times{.name = name}, rates = times;
-    for (const auto& [bytes, values] : by_size) {
-      const auto x = static_cast<double>(bytes);
-      times.points.emplace_back(x, median(values));
-      rates.points.emplace_back(x, x / median(values) / 1e3);
-    }
-    time.lines.push_back(std::move(times));
-    rate.lines.push_back(std::move(rates));
-  }
-  return dashboard::page_file(map_node({{"run", map_node({{"id", text_node(of)},
-                                                          {"state", text_node("benchmark")},
-                                                          {"recorded", bool_node(true)}})},
-                                        {"charts", dashboard::charts_node({time, rate})}}));
-}
-
 }  // namespace
 
 int allreduce_main(int argc, char** argv) {
   AllreduceSettings settings;
-  std::string require, page;
   Options options("Time and bandwidth of an all-reduce over size, backends by turns");
   options.number("--ranks", settings.ranks, 2, 64, "processes of this host");
   options.text("--backends", settings.backends, "any of shm, gloo and mpi, with commas");
@@ -499,11 +395,6 @@ int allreduce_main(int argc, char** argv) {
   options.number("--budget-s", settings.budget_s, 1, 3600,
                  "seconds for the measurements of one job; where they do not suffice, there are "
                  "fewer of them");
-  options.text("--require", require,
-               "private|symmetric:SIZE:us|gloo|mpi|memory:NUMBER, with commas: fail when it takes "
-               "more microseconds, or is less than that many times faster than a peer, or reaches "
-               "less than that percentage of the memory's limit");
-  options.text("--page", page, "also write a page that draws time and bandwidth over size");
   options.text("--corrupt", settings.corrupt,
                "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = options.parse(argc, argv)) return *code;
@@ -511,14 +402,12 @@ int allreduce_main(int argc, char** argv) {
   for (const std::string& part : split(settings.backends))
     if (!among({"shm", "gloo", "mpi"}, part))
       throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", part);
-  const auto wanted = goals_of(require, settings);
-  const Samples samples = collect(settings, wanted);
+  const Samples samples = collect(settings);
   Report report("allreduce", fmt::format("all-reduce, {} ranks", settings.ranks),
                 {{"ranks", settings.ranks}});
   for (const std::int64_t bytes : sizes) add_rows(report, samples, bytes);
   report.publish(options);
-  if (!page.empty()) write_file_atomically(page, page_of(samples, settings));
-  return judge(wanted, samples);
+  return 0;
 }
 
 }  // namespace lockstep::bench

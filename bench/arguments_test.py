@@ -1,14 +1,12 @@
 """`lockstep bench NAME`: --help and usage errors."""
-import os
 import re
-import subprocess
-import sys
 import unittest
 
-LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
+from bench_case_for_test import bench
+
 # Options that have a default to show; paths have none.
 DEFAULTS = {
-    "launch": ("--ranks", "--rounds", "--require-python", "--require-cpp"),
+    "launch": ("--ranks", "--rounds"),
     "allreduce": ("--ranks", "--rounds", "--backends", "--sizes"),
     "kernels": ("--device", "--rows", "--rounds"),
     "recipes": ("--accumulation", "--updates", "--rounds", "--peer-modes"),
@@ -18,11 +16,6 @@ DEFAULTS = {
     "ablation": ("--ranks", "--steps", "--rounds", "--workers", "--threads"),
 }
 TAKES_A_FILE = {"presets", "ablation", "recipes"}
-
-
-def bench(*arguments, **variables):
-    return subprocess.run([LOCKSTEP, "bench", *arguments], capture_output=True, text=True,
-                          timeout=60, stdin=subprocess.DEVNULL, env={**os.environ, **variables})
 
 
 def entries(text):
@@ -94,4 +87,4 @@ class Arguments(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if unittest.main(exit=False, verbosity=1).result.wasSuccessful() else 1)
+    unittest.main()

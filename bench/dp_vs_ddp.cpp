@@ -618,7 +618,6 @@ int dp_vs_ddp_main(int argc, char** argv) {
   DpSettings s;
   int steps = 100;
   std::string corrupt;
-  double require_ratio = 0;
   s.device = gpu ? "cuda" : "cpu";
   s.model = gpu ? "resnet50" : "mlp";
   s.image_size = gpu ? 224 : 32;
@@ -637,8 +636,6 @@ int dp_vs_ddp_main(int argc, char** argv) {
   options.text("--device", s.device, "cpu, or cuda: a GPU for each replica", {"cpu", "cuda"});
   options.text("--corrupt", corrupt, "let this side train differently, to see that it is refused",
                {kDp, kDdp});
-  options.number("--require-ratio", require_ratio, 0, 1e6,
-                 "fail when DataParallel takes less than this times as long; 0: never");
   if (const auto code = options.parse(argc, argv)) return *code;
   check(s);
   if (s.threads == 0) s.threads = std::max(1, allowed_cores() / s.ranks);
@@ -659,10 +656,7 @@ int dp_vs_ddp_main(int argc, char** argv) {
       "\n{}scatter, replicate, gather and gradients take {:.2f} ms, {:.0f} % of DataParallel's "
       "step.\n",
       parts_report(sides).text(), overhead, 100 * overhead / median(sides[0].block_ms));
-  return Goals("dp-vs-ddp")
-      .at_least("DataParallel / DistributedDataParallel",
-                over(sides[0].block_ms, sides[1].block_ms).p50, require_ratio)
-      .exit_code();
+  return 0;
 }
 
 }  // namespace lockstep::bench

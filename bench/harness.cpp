@@ -161,41 +161,6 @@ void Report::publish(const Options& options) const {
   if (!options.json.empty()) write_file_atomically(options.json, json());
 }
 
-// ---------------------------------------------------------------- goals
-
-Goals& Goals::at_least(const std::string& what, double is, double wanted) {
-  return wanted == 0 ? *this : report(is >= wanted, what, is, fmt::format("at least {}", wanted));
-}
-
-Goals& Goals::at_most(const std::string& what, double is, double wanted) {
-  return wanted == 0 ? *this : report(is <= wanted, what, is, fmt::format("at most {}", wanted));
-}
-
-Goals& Goals::report(bool reached, const std::string& what, double is, const std::string& wanted) {
-  missed_ |= !reached;
-  fmt::print(stderr, "{}: {} is {:.3f}, {} required: {}\n", benchmark_, what, is, wanted,
-             reached ? "reached" : "MISSED");
-  return *this;
-}
-
-std::map<std::string, double> parse_goals(const std::string& text,
-                                          const std::vector<std::string>& measured,
-                                          const GoalWords& words) {
-  std::map<std::string, double> wanted;
-  for (const std::string& part : split(text)) {
-    const auto colon = part.find(':');
-    const std::string name = part.substr(0, colon);
-    const std::string ratio = colon == std::string::npos ? "" : part.substr(colon + 1);
-    if (!positive_problem(ratio).empty())
-      throw UsageError("bench", "'{}' is not {}:RATIO. Write {}.", part, words.form, words.example);
-    if (std::find(measured.begin(), measured.end(), name) == measured.end())
-      throw UsageError("bench", "{}{} is required but not measured. {}", words.noun, name,
-                       words.advice);
-    wanted[name] = std::stod(ratio);
-  }
-  return wanted;
-}
-
 // Command lines of the benchmarks: CLI11 with the conventions of the other commands.
 
 namespace {

@@ -1,5 +1,5 @@
-// The parts of the benchmarks of `lockstep bench`: options, alternating rounds, a report, goals.
-// The compared sides are processes (processes.h) or functions.
+// The parts of the benchmarks of `lockstep bench`: options, alternating rounds and a report, whose
+// figures goals.py judges. The compared sides are processes (processes.h) or functions.
 //
 //   Options options("How long a hop takes, beside gloo's");
 //   options.number("--rounds", rounds, 1, 1000, "turns of each side");
@@ -9,7 +9,6 @@
 //   for (const Side& side : sides)
 //     report.row(side.name).spread("ms", side.ms, 2).ratio("ours / this", over(side.ms, ours.ms));
 //   report.publish(options);
-//   return Goals("hop").at_least("gloo / ours", over(gloo.ms, ours.ms).p50, 4).exit_code();
 #pragma once
 
 #include <fmt/format.h>
@@ -158,35 +157,5 @@ class Report {
   nlohmann::json facts_;
   std::vector<std::unique_ptr<Row>> rows_;
 };
-
-// ---------------------------------------------------------------- goals
-
-// Goals of a benchmark (--require options); a missed one is reported and fails the command.
-class Goals {
- public:
-  explicit Goals(std::string benchmark) : benchmark_(std::move(benchmark)) {}
-  // `wanted` 0: no such goal.
-  Goals& at_least(const std::string& what, double is, double wanted);
-  Goals& at_most(const std::string& what, double is, double wanted);
-  int exit_code() const { return missed_ ? 1 : 0; }
-
- private:
-  Goals& report(bool reached, const std::string& what, double is, const std::string& wanted);
-  std::string benchmark_;
-  bool missed_ = false;
-};
-
-// How messages name what parse_goals reads.
-struct GoalWords {
-  const char* form;     // "BATCH", in BATCH:RATIO
-  const char* example;  // "1:1.15,8:1.03"
-  const char* noun;     // "batch "
-  std::string advice;   // "Add it to --batches."
-};
-
-// "1:1.15,8:1.03": a ratio for some of what is measured. UsageError for anything else.
-std::map<std::string, double> parse_goals(const std::string& text,
-                                          const std::vector<std::string>& measured,
-                                          const GoalWords& words);
 
 }  // namespace lockstep::bench

@@ -53,14 +53,9 @@ std::vector<LaunchSide> contenders_for(int ranks) {
 
 int launch_main(int argc, char** argv) {
   int ranks = 4, rounds = 5;
-  double require_python = 0, require_cpp = 0;
   Options options("Start-to-end time of a program that does one all-reduce");
   options.number("--ranks", ranks, 1, 64, "processes per job");
   options.number("--rounds", rounds, 1, 1000, "interleaved repetitions");
-  options.number("--require-python", require_python, 0, 1e6,
-                 "fail when lockstep run + Python is less than this many times as fast as "
-                 "torchrun; 0: never");
-  options.number("--require-cpp", require_cpp, 0, 1e6, "the same for lockstep run + C++");
   if (const auto code = options.parse(argc, argv)) return *code;
 
   auto contenders = contenders_for(ranks);
@@ -73,16 +68,11 @@ int launch_main(int argc, char** argv) {
   for (const auto& contender : contenders)
     report.row(contender.name)
         .spread("s", contender.seconds, 2, "min p50 max")
-        .text("torchrun + Python / this",
-              fmt::format("{:.2f}x", over(torchrun, contender.seconds).p50))
+        .number("torchrun + Python / this", over(torchrun, contender.seconds).p50, 2,
+                "torchrun_times_this")
         .value("seconds", contender.seconds);
   report.publish(options);
-  return Goals("launch")
-      .at_least("torchrun / lockstep run + Python", over(torchrun, contenders[1].seconds).p50,
-                require_python)
-      .at_least("torchrun / lockstep run + C++", over(torchrun, contenders[2].seconds).p50,
-                require_cpp)
-      .exit_code();
+  return 0;
 }
 
 }  // namespace lockstep::bench

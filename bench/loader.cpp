@@ -67,7 +67,8 @@ void verify(data::Loader& loader) {
 }
 
 Report report_of(const data::LoaderProfile& profile) {
-  Report report("loader", "ms per batch");
+  Report report("loader", "ms per batch",
+                {{"wait_percent", profile.wait_percent}, {"wait_p99_ms", profile.wait_p99_ms}});
   const auto row = [&](const char* name, double BatchTiming::*member) {
     std::vector<double> ms;
     for (const BatchTiming& timing : profile.batches) ms.push_back(1000 * (timing.*member));
@@ -96,7 +97,6 @@ void run_python(const LoaderSettings& settings) {
 int loader_main(int argc, char** argv) {
   LoaderSettings s;
   bool python = true;
-  double require_wait = 0, require_p99_ms = 0;
   Options options("Load, collate, copy and wait times of a batch, beside PyTorch's DataLoader");
   options.text("--tokens", s.tokens, "a folder of token shards, instead of samples that sleep");
   options.number("--batches", s.batches, 2, 1e6, "batches to load");
@@ -106,8 +106,6 @@ int loader_main(int argc, char** argv) {
   options.number("--step-ms", s.step_ms, 0, 1e6, "what the step sleeps");
   options.device(s.device);
   options.flag("--python,!--no-python", python, "also PyTorch's, without --tokens");
-  options.number("--require-wait", require_wait, 0, 100, "fail above this percentage");
-  options.number("--require-p99-ms", require_p99_ms, 0, 1e6, "fail above this wait");
   if (const auto code = options.parse(argc, argv)) return *code;
   torch::set_num_threads(1);
   prepare_device(s.device);
@@ -129,10 +127,7 @@ int loader_main(int argc, char** argv) {
              profile.wait_p99_ms);
   if (python && s.tokens.empty()) run_python(s);
   for (const std::string& advice : profile.advice) fmt::print("{}\n", advice);
-  return Goals("loader")
-      .at_most("the wait of the step, % of the time,", profile.wait_percent, require_wait)
-      .at_most("the wait at p99, ms,", profile.wait_p99_ms, require_p99_ms)
-      .exit_code();
+  return 0;
 }
 
 }  // namespace lockstep::bench

@@ -464,7 +464,6 @@ std::vector<StepSide> measure(const StepSettings& settings, const Turns& turns) 
 int step_main(int argc, char** argv) {
   StepSettings settings;
   Turns turns{.rounds = 20, .seconds = 60, .unit = "ms"};
-  double gloo = 0, replicated = 0, alone = 0, limit = 0;
   std::string params = "32M";
   Options options("The tail of a step: gradient synchronisation and AdamW, one thread per rank");
   options.number("--ranks", settings.ranks, 2, 64, "processes");
@@ -475,19 +474,8 @@ int step_main(int argc, char** argv) {
   options.text("--corrupt", settings.corrupt,
                "give this contender a wrong gradient, to see that it is refused",
                {kFused.key, kReplicated.key, kGloo.key, kAlone.key});
-  options.positive("--require-gloo", gloo, "fail when gloo / fused is below this");
-  options.positive("--require-replicated", replicated,
-                   "fail when replicated / fused is below this");
-  options.positive("--require-alone", alone, "fail when fused / alone is above this");
-  options.positive("--require-limit", limit,
-                   "fail when fused reaches less than this percentage of what memory and "
-                   "arithmetic allow (without --clip)");
   if (const auto code = options.parse(argc, argv)) return *code;
   settings.params = parse_count(params);
-  if (settings.clip && limit > 0)
-    throw UsageError("bench",
-                     "--require-limit: the limit is that of one pass, and --clip needs two. "
-                     "Drop one of them.");
   const std::vector<StepSide> sides = measure(settings, turns);
   const auto& fused = sides.front().ms;
   std::map<std::string, double> times;  // that of fused
@@ -506,16 +494,11 @@ int step_main(int argc, char** argv) {
         .spread("ms", side.ms, 2)
         .ratio("times fused", ratio, "times_fused");
   }
-  // A step needs at least the slower of its bytes and its arithmetic.
-  const double percent = 100 * std::max(times[kMemory.key], times[kArithmetic.key]);
-  if (!settings.clip) report.facts()["percent_of_limit"] = percent;
+  // A step needs at least the slower of its bytes and its arithmetic. Clipping needs two passes.
+  if (!settings.clip)
+    report.facts()["percent_of_limit"] = 100 * std::max(times[kMemory.key], times[kArithmetic.key]);
   report.publish(options);
-  return Goals("step")
-      .at_least("gloo / fused", times[kGloo.key], gloo)
-      .at_least("replicated / fused", times[kReplicated.key], replicated)
-      .at_most("fused / alone", over(fused, sides[3].ms).p50, alone)
-      .at_least("% of the limit", percent, limit)
-      .exit_code();
+  return 0;
 }
 
 }  // namespace lockstep::bench

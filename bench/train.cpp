@@ -148,7 +148,8 @@ Report report_of(const TrainSides& contenders, const TrainOptions& o, double par
       for (const double rate : rates) ms.push_back(1e3 * o.ranks * batch / rate);
       report.row(each.long_name())
           .value("contender", each.name)
-          .number("batch", batch, 0, "batch")
+          .value("batch", batch)
+          .number("batch", batch)
           .number("blocks", static_cast<double>(rates.size()))
           .spread("ms", ms, 2)
           .value("samples_per_s", rates)
@@ -158,10 +159,7 @@ Report report_of(const TrainSides& contenders, const TrainOptions& o, double par
   return report;
 }
 
-// By contender and batch size: ours / the other.
-using Wanted = std::map<std::string, std::map<std::string, double>>;
-
-int train(TrainOptions o, const Options& output, const Wanted& wanted) {
+void train(TrainOptions o, const Options& output) {
   const Scratch scratch;
   o.model.start = scratch.file("start");
   TrainSides contenders;
@@ -182,13 +180,6 @@ int train(TrainOptions o, const Options& output, const Wanted& wanted) {
   }
   for (TrainSide& each : contenders) each.crew.finish();
   report_of(contenders, o, parameters).publish(output);
-  Goals goals("train");
-  for (const TrainSide& each : contenders)
-    if (wanted.contains(each.name))
-      for (const auto& [batch, ratio] : wanted.at(each.name))
-        goals.at_least(fmt::format("ours / {} at batch {}", each.name, batch),
-                       speedup(contenders, each, std::stoi(batch)).p50, ratio);
-  return goals.exit_code();
 }
 
 }  // namespace
@@ -196,7 +187,6 @@ int train(TrainOptions o, const Options& output, const Wanted& wanted) {
 int train_main(int argc, char** argv) {
   TrainOptions o{.model = small_gpt()};
   bool python = true, cached = false, met = false;
-  std::string require_alone, require_python;
   Options options("Training a small GPT on the CPU, one thread per rank, beside PyTorch's DDP");
   options.number("--ranks", o.ranks, 1, 64, "processes");
   options.number("--batches", o.batches, 1, 4096, "sequences per rank");
@@ -217,24 +207,17 @@ int train_main(int argc, char** argv) {
   options.text("--corrupt", o.corrupt,
                "let this contender train differently, to see that it is refused",
                {kOurs, kAloneRanks, kCached, kMet, kPython});
-  options.text("--require-alone", require_alone,
-               "BATCH:RATIO,...: fail when ours / not communicating is below");
-  options.text("--require-python", require_python, "BATCH:RATIO,...: the same beside PyTorch");
   if (const auto code = options.parse(argc, argv)) return *code;
   if (cached) o.contenders.emplace_back(kCached);
   if (met) o.contenders.emplace_back(kMet);
   if (python) o.contenders.emplace_back(kPython);
-  std::vector<std::string> measured;
-  for (const int batch : o.batches) measured.push_back(fmt::format("{}", batch));
-  const GoalWords words{"BATCH", "1:1.15,8:1.03", "batch ", "Add it to --batches."};
-  const Wanted wanted{{kAloneRanks, parse_goals(require_alone, measured, words)},
-                      {kPython, parse_goals(require_python, measured, words)}};
   if (o.model.n_embd % o.model.n_head != 0)
     throw UsageError("bench", "--width {} is not a multiple of {}, the number of heads.",
                      o.model.n_embd, o.model.n_head);
-  if (!python && (!require_python.empty() || o.corrupt == kPython))
+  if (!python && o.corrupt == kPython)
     throw UsageError("bench", "PyTorch's side is asked for and skipped. Drop --no-python.");
-  return train(std::move(o), options, wanted);
+  train(std::move(o), options);
+  return 0;
 }
 
 }  // namespace lockstep::bench

@@ -2,43 +2,27 @@
 //
 //   class GlooBackend : public C10dBackend { ... };
 //
-// The free functions call an operation as c10d wants it, with lists of one tensor and a struct of
-// options; they start it and return without waiting.
+// c10d wants lists of one tensor and a struct of options; it starts an operation and does not wait.
 #pragma once
 
+#include <cstddef>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/types.h"
-#include "lockstep/core/error.h"
 
 namespace lockstep::detail::c10d_calls {
 
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 inline c10d::ReduceOp::RedOpType translate(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kAvg:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kAnd:
-      return c10d::ReduceOp::BAND;
-    case ReduceOp::kOr:
-      return c10d::ReduceOp::BOR;
-    case ReduceOp::kXor:
-      return c10d::ReduceOp::BXOR;
-  }
-  LOCKSTEP_ASSERT(false);
-  return c10d::ReduceOp::UNUSED;
+  using Theirs = c10d::ReduceOp;
+  constexpr Theirs::RedOpType kTheirs[] = {Theirs::SUM, Theirs::AVG,     Theirs::MIN,
+                                           Theirs::MAX, Theirs::PRODUCT, Theirs::BAND,
+                                           Theirs::BOR, Theirs::BXOR};
+  return kTheirs[static_cast<std::size_t>(op)];
 }
 
 inline C10dWork all_reduce(c10d::Backend& group, at::Tensor tensor, ReduceOp op) {
@@ -46,42 +30,6 @@ inline C10dWork all_reduce(c10d::Backend& group, at::Tensor tensor, ReduceOp op)
   c10d::AllreduceOptions options;
   options.reduceOp = translate(op);
   return group.allreduce(tensors, options);
-}
-
-inline C10dWork reduce(c10d::Backend& group, at::Tensor tensor, int root, ReduceOp op) {
-  std::vector<at::Tensor> tensors{std::move(tensor)};
-  c10d::ReduceOptions options;
-  options.reduceOp = translate(op);
-  options.rootRank = root;
-  return group.reduce(tensors, options);
-}
-
-inline C10dWork broadcast(c10d::Backend& group, at::Tensor tensor, int root) {
-  std::vector<at::Tensor> tensors{std::move(tensor)};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  return group.broadcast(tensors, options);
-}
-
-// The lists are given on root only.
-inline C10dWork gather(c10d::Backend& group, std::vector<at::Tensor> outputs, at::Tensor input,
-                       int root) {
-  std::vector<std::vector<at::Tensor>> lists;
-  if (!outputs.empty()) lists.push_back(std::move(outputs));
-  std::vector<at::Tensor> inputs{std::move(input)};
-  c10d::GatherOptions options;
-  options.rootRank = root;
-  return group.gather(lists, inputs, options);
-}
-
-inline C10dWork scatter(c10d::Backend& group, at::Tensor output, std::vector<at::Tensor> inputs,
-                        int root) {
-  std::vector<std::vector<at::Tensor>> lists;
-  if (!inputs.empty()) lists.push_back(std::move(inputs));
-  std::vector<at::Tensor> outputs{std::move(output)};
-  c10d::ScatterOptions options;
-  options.rootRank = root;
-  return group.scatter(outputs, lists, options);
 }
 
 }  // namespace lockstep::detail::c10d_calls
@@ -110,21 +58,39 @@ class C10dBackend : public Backend {
     follow(state, c10d_calls::all_reduce(group(), std::move(tensor), op));
   }
   void reduce(const State& state, at::Tensor tensor, int root, ReduceOp op) override {
-    follow(state, c10d_calls::reduce(group(), std::move(tensor), root, op));
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::ReduceOptions options;
+    options.reduceOp = c10d_calls::translate(op);
+    options.rootRank = root;
+    follow(state, group().reduce(tensors, options));
   }
   void broadcast(const State& state, at::Tensor tensor, int root) override {
-    follow(state, c10d_calls::broadcast(group(), std::move(tensor), root));
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    follow(state, group().broadcast(tensors, options));
   }
   void all_gather(const State& state, at::Tensor output, at::Tensor input) override {
     follow(state, group()._allgather_base(output, input));
   }
+  // The lists are given on root only.
   void gather(const State& state, std::vector<at::Tensor> outputs, at::Tensor input,
               int root) override {
-    follow(state, c10d_calls::gather(group(), std::move(outputs), std::move(input), root));
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!outputs.empty()) lists.push_back(std::move(outputs));
+    std::vector<at::Tensor> inputs{std::move(input)};
+    c10d::GatherOptions options;
+    options.rootRank = root;
+    follow(state, group().gather(lists, inputs, options));
   }
   void scatter(const State& state, at::Tensor output, std::vector<at::Tensor> inputs,
                int root) override {
-    follow(state, c10d_calls::scatter(group(), std::move(output), std::move(inputs), root));
+    std::vector<std::vector<at::Tensor>> lists;
+    if (!inputs.empty()) lists.push_back(std::move(inputs));
+    std::vector<at::Tensor> outputs{std::move(output)};
+    c10d::ScatterOptions options;
+    options.rootRank = root;
+    follow(state, group().scatter(outputs, lists, options));
   }
 
  protected:

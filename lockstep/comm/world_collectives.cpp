@@ -588,25 +588,8 @@ Work World::batch_isend_irecv(std::vector<P2p> messages) {
 // ---------------------------------------------------------------- names
 
 const char* detail::name(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAvg:
-      return "avg";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kAnd:
-      return "and";
-    case ReduceOp::kOr:
-      return "or";
-    case ReduceOp::kXor:
-      return "xor";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product", "and", "or", "xor"};
+  return kNames[static_cast<std::size_t>(op)];
 }
 
 bool detail::is_bitwise(ReduceOp op) {

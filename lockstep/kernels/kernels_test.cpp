@@ -10,9 +10,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstdlib>
-#include <ctime>
-#include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -117,19 +114,17 @@ Gradient<T> gradient_of(const Ranks<T>& ranks, const std::vector<const T*>& poin
           .scale = ranks.scale};
 }
 
-struct AdamCase {
-  bool decoupled = true;
-  AdamStep step{};
-};
-
-std::vector<AdamCase> adam_cases() {
-  std::vector<AdamCase> cases;
+std::vector<AdamStep> adam_cases() {
+  std::vector<AdamStep> cases;
   for (const bool decoupled : {true, false}) {
     for (const double weight_decay : {0.0, 0.013}) {
       for (const double beta1 : {0.9, 0.3}) {
         for (const auto& [lr, eps] : {std::pair{1.3e-3, 1e-8}, std::pair{0.1, 1e-3}}) {
-          cases.push_back(
-              {decoupled, {.lr = lr, .beta1 = beta1, .eps = eps, .weight_decay = weight_decay}});
+          cases.push_back({.lr = lr,
+                           .beta1 = beta1,
+                           .eps = eps,
+                           .weight_decay = weight_decay,
+                           .decoupled = decoupled});
         }
       }
     }
@@ -167,24 +162,19 @@ struct AdamPair {
   std::int64_t size() const { return static_cast<std::int64_t>(param.size()); }
 
   // Elements [begin, end) of ours.
-  void step(const AdamCase& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
+  void step(const AdamStep& test, const Ranks<T>& ranks, std::int64_t begin, std::int64_t end) {
     const auto pointers = ranks.pointers(begin);
     const auto gradient = gradient_of(ranks, pointers);
     const AdamTensors<T> tensors{param.data() + begin, exp_avg.data() + begin,
                                  exp_avg_sq.data() + begin};
     const Slice slice{.tensor_size = size(), .begin = begin, .count = end - begin};
-    if (test.decoupled) {
-      adamw(gradient, tensors, slice, test.step);
-    } else {
-      adam(gradient, tensors, slice, test.step);
-    }
+    adam(gradient, tensors, slice, test);
   }
 
-  void step_theirs(const AdamCase& test, const at::Tensor& grad) {
-    const AdamStep& s = test.step;
+  void step_theirs(const AdamStep& s, const at::Tensor& grad) {
     const auto step = at::full({}, s.step, at::kFloat);
-    const auto fused = test.decoupled ? static_cast<Fused*>(at::_fused_adamw_)
-                                      : static_cast<Fused*>(at::_fused_adam_);
+    const auto fused = s.decoupled ? static_cast<Fused*>(at::_fused_adamw_)
+                                   : static_cast<Fused*>(at::_fused_adam_);
     fused({their_param}, {grad}, {their_avg}, {their_sq}, {}, {step}, s.lr, s.beta1, s.beta2,
           s.weight_decay, s.eps, /*amsgrad=*/false, /*maximize=*/false, {}, {});
   }
@@ -233,8 +223,8 @@ struct SgdPair {
   }
 };
 
-AdamCase at_step(AdamCase test, int step) {
-  test.step.step = step;
+AdamStep at_step(AdamStep test, int step) {
+  test.step = step;
   return test;
 }
 
@@ -243,9 +233,9 @@ SgdStep at_step(SgdStep test, int step) {
   return test;
 }
 
-std::string describe(const AdamCase& test) {
+std::string describe(const AdamStep& test) {
   return fmt::format("{} lr {} beta1 {} eps {} weight_decay {}", test.decoupled ? "adamw" : "adam",
-                     test.step.lr, test.step.beta1, test.step.eps, test.step.weight_decay);
+                     test.lr, test.beta1, test.eps, test.weight_decay);
 }
 
 std::string describe(const SgdStep& test) {
@@ -253,13 +243,12 @@ std::string describe(const SgdStep& test) {
                      test.dampening, test.weight_decay, test.nesterov);
 }
 
-// Five steps of a pair, two of a large one; ours as one slice.
+// Five steps of a pair; ours as one slice.
 template <template <typename> typename Pair, typename T, typename Case>
 testing::AssertionResult follow(const Case& test, std::int64_t size, int ranks, T scale,
                                 std::mt19937_64& random, Kind kind = Kind::kWide) {
   Pair<T> pair(random_values<T>(size, random, kind));
-  const int steps = size < 100'000 ? 5 : 2;
-  for (int step = 1; step <= steps; ++step) {
+  for (int step = 1; step <= 5; ++step) {
     auto grads = Ranks<T>::random(ranks, size, random, kind);
     grads.scale = scale;
     pair.step(at_step(test, step), grads, 0, size);
@@ -319,21 +308,11 @@ TEST_F(Kernels, SgdIsBitEqualToAten) {
   follow_all_sizes<SgdPair, double>(sgd_cases(), random_);
 }
 
-TEST_F(Kernels, AMillionElementsAreBitEqualToAten) {
-  constexpr std::int64_t kSize = 1'000'003;
-  AdamCase adamw{.decoupled = true, .step = {.lr = 3e-4, .weight_decay = 0.1}};
-  EXPECT_TRUE((follow<AdamPair, float>(adamw, kSize, 2, 1.0F, random_)));
-  adamw.decoupled = false;
-  EXPECT_TRUE((follow<AdamPair, float>(adamw, kSize, 1, 1.0F, random_)));
-  const SgdStep nesterov{.lr = 0.1, .momentum = 0.9, .weight_decay = 1e-4, .nesterov = true};
-  EXPECT_TRUE((follow<SgdPair, float>(nesterov, kSize, 1, 1.0F, random_)));
-}
-
 // The decay factor is computed in double; only there does its rounding show.
 TEST_F(Kernels, DecayIsRoundedAsInAten) {
   std::uniform_real_distribution<double> uniform;
   for (int i = 0; i < 2000; ++i) {
-    const AdamCase test{.step = {.lr = 0.1 * uniform(random_), .weight_decay = uniform(random_)}};
+    const AdamStep test{.lr = 0.1 * uniform(random_), .weight_decay = uniform(random_)};
     ASSERT_TRUE((follow<AdamPair, double>(test, 5, 1, 1.0, random_)));
   }
 }
@@ -466,70 +445,10 @@ TEST_F(Kernels, FiniteFlagSeesEveryElement) {
 
 TEST_F(Kernels, NothingToDoIsFine) {
   const float* source = nullptr;
-  adamw<float>({.sources = &source}, {}, {}, {});
+  adam<float>({.sources = &source}, {}, {}, {});
   sgd<float>({.sources = &source, .count = 1, .divisor = 3}, {}, {}, {});
   EXPECT_TRUE(reduce_with_norms<float>({.sources = &source}, nullptr, 0, nullptr));
   EXPECT_EQ(add_blocks(nullptr, 0), 0);
-}
-
-// Measures this thread's processor time, in which other programs do not count.
-double milliseconds_of(const std::function<void()>& body) {
-  const auto now = [] {
-    timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
-  };
-  const double start = now();
-  body();
-  return now() - start;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-// Printed, not asserted: a loaded machine would make it a coin toss.
-TEST_F(Kernels, SpeedBesideAten) {
-  const bool soak = std::getenv("LOCKSTEP_SOAK") != nullptr;
-  const std::int64_t size = soak ? 32 << 20 : 4 << 20;
-  const auto make = [&] { return at::randn({size}); };
-  const at::Tensor param = make(), exp_avg = at::zeros({size}), exp_avg_sq = at::zeros({size});
-  const at::Tensor grads[] = {make(), make(), make(), make()};
-  std::vector<const float*> sources;
-  for (const auto& g : grads) sources.push_back(g.const_data_ptr<float>());
-  const AdamTensors<float> tensors{param.data_ptr<float>(), exp_avg.data_ptr<float>(),
-                                   exp_avg_sq.data_ptr<float>()};
-  const Slice whole{.tensor_size = size, .count = size};
-  const AdamStep step{.lr = 1e-4, .weight_decay = 0.01};
-  const auto count = at::ones({});
-  std::vector<double> theirs;
-  std::vector<std::vector<double>> ours(4);
-  for (int round = 0; round < 7; ++round) {
-    theirs.push_back(milliseconds_of([&] {
-      at::_fused_adamw_({param}, {grads[0]}, {exp_avg}, {exp_avg_sq}, {}, {count}, step.lr,
-                        step.beta1, step.beta2, step.weight_decay, step.eps, false, false);
-    }));
-    for (int ranks = 1; ranks <= 4; ++ranks) {
-      ours[ranks - 1].push_back(milliseconds_of([&] {
-        adamw<float>({sources.data(), ranks, static_cast<float>(ranks)}, tensors, whole, step);
-      }));
-    }
-  }
-  fmt::print("AdamW, {} elements, one thread, {}: ATen {:.1f} ms", size, detail::machine().name,
-             median(theirs));
-  for (int ranks = 1; ranks <= 4; ++ranks) {
-    const double mine = median(ours[ranks - 1]);
-    fmt::print("; {} source(s) {:.1f} ms, {:.2f} of ATen's", ranks, mine, mine / median(theirs));
-  }
-  Values<double> sums(norm_blocks(size));
-  at::Tensor out = at::zeros({size});
-  const double norm = milliseconds_of([&] {
-    reduce_with_norms<float>({sources.data(), 2, 2}, out.data_ptr<float>(), size, sums.data());
-  });
-  const double norm_alone = milliseconds_of(
-      [&] { reduce_with_norms<float>({sources.data(), 2, 2}, nullptr, size, sums.data()); });
-  fmt::print("; mean of 2 and norm {:.1f} ms, norm alone {:.1f} ms\n", norm, norm_alone);
 }
 
 TEST(StreamCopy, CopiesThatAndNothingElse) {

@@ -42,14 +42,14 @@ double one_minus(double lr, double weight_decay) {
 }
 
 template <typename T>
-AdamConstants<T> constants_of(const AdamStep& step, bool decoupled) {
+AdamConstants<T> constants_of(const AdamStep& step) {
   const double correction1 = 1 - std::pow(step.beta1, step.step);
   const double correction2 = 1 - std::pow(step.beta2, step.step);
   AdamConstants<T> c;
-  c.l2 = !decoupled && step.weight_decay != 0;
+  c.l2 = !step.decoupled && step.weight_decay != 0;
   if (c.l2) {
     c.decay = static_cast<T>(step.weight_decay);
-  } else if (decoupled && step.weight_decay != 0) {
+  } else if (step.weight_decay != 0) {
     c.decay = static_cast<T>(one_minus(step.lr, step.weight_decay));
   }
   c.lerp = static_cast<T>(1 - step.beta1);
@@ -91,9 +91,12 @@ void in_two_parts(const Gradient<T>& gradient, const Slice& slice, const Body& b
   if (whole < slice.count) body(mean, whole, slice.count - whole, /*last=*/true);
 }
 
+}  // namespace
+
 template <typename T>
-void adam_step(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
-               const AdamConstants<T>& c) {
+void adam(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
+          const AdamStep& step) {
+  const AdamConstants<T> c = constants_of<T>(step);
   in_two_parts(gradient, slice,
                [&](const Mean<T>& mean, std::int64_t begin, std::int64_t count, bool last) {
                  const auto loop = last ? detail::loops<T>().adam_last : detail::loops<T>().adam;
@@ -101,20 +104,6 @@ void adam_step(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const
                        mean, count},
                       c);
                });
-}
-
-}  // namespace
-
-template <typename T>
-void adamw(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
-           const AdamStep& step) {
-  adam_step(gradient, tensors, slice, constants_of<T>(step, /*decoupled=*/true));
-}
-
-template <typename T>
-void adam(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
-          const AdamStep& step) {
-  adam_step(gradient, tensors, slice, constants_of<T>(step, /*decoupled=*/false));
 }
 
 template <typename T>
@@ -129,10 +118,6 @@ void sgd(const Gradient<T>& gradient, const SgdTensors<T>& tensors, const Slice&
                });
 }
 
-template void adamw(const Gradient<float>&, const AdamTensors<float>&, const Slice&,
-                    const AdamStep&);
-template void adamw(const Gradient<double>&, const AdamTensors<double>&, const Slice&,
-                    const AdamStep&);
 template void adam(const Gradient<float>&, const AdamTensors<float>&, const Slice&,
                    const AdamStep&);
 template void adam(const Gradient<double>&, const AdamTensors<double>&, const Slice&,

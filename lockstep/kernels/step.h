@@ -9,7 +9,7 @@
 // gives the bits of the uncut one (machine.h has the rules).
 //
 //   const float* sources[] = {mine + begin, theirs + begin};
-//   adamw<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},
+//   adam<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},
 //                {.tensor_size = n, .begin = begin, .count = count}, {.lr = 3e-4, .step = 1});
 //
 // Pure functions on the caller's memory: any thread may call them, even several at once on slices
@@ -74,7 +74,8 @@ struct AdamStep {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  double step = 1;  // counts from 1
+  double step = 1;        // counts from 1
+  bool decoupled = true;  // AdamW: decay shrinks the parameter; Adam: it is added to the gradient
 };
 
 struct SgdStep {
@@ -86,10 +87,6 @@ struct SgdStep {
   bool first = false;  // the momentum buffer holds nothing yet
 };
 
-// Weight decay shrinks the parameter (AdamW) or is added to the gradient (Adam).
-template <typename T>
-void adamw(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
-           const AdamStep& step);
 template <typename T>
 void adam(const Gradient<T>& gradient, const AdamTensors<T>& tensors, const Slice& slice,
           const AdamStep& step);
@@ -97,10 +94,6 @@ template <typename T>
 void sgd(const Gradient<T>& gradient, const SgdTensors<T>& tensors, const Slice& slice,
          const SgdStep& step);
 
-extern template void adamw(const Gradient<float>&, const AdamTensors<float>&, const Slice&,
-                           const AdamStep&);
-extern template void adamw(const Gradient<double>&, const AdamTensors<double>&, const Slice&,
-                           const AdamStep&);
 extern template void adam(const Gradient<float>&, const AdamTensors<float>&, const Slice&,
                           const AdamStep&);
 extern template void adam(const Gradient<double>&, const AdamTensors<double>&, const Slice&,

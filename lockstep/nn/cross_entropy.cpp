@@ -231,7 +231,7 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
     ctx->saved_data["dhidden"] = call.dhidden;
     ctx->saved_data["dweight"] =
         call.dweight.defined() ? call.dweight.narrow(0, 0, weight.size(0)) : call.dweight;
-    ctx->saved_data["weight_type"] = static_cast<std::int64_t>(weight.scalar_type());
+    detail::save_type(ctx, "weight_type", weight);
     ctx->saved_data["scale"] = total.scale;
     ctx->saved_data["late"] = late;
     ctx->saved_data["used"] = false;
@@ -251,8 +251,7 @@ class HeadFunction : public torch::autograd::Function<HeadFunction> {
     };
     const at::Tensor dhidden = take("dhidden");
     at::Tensor dweight = take("dweight");
-    if (dweight.defined())
-      dweight = dweight.to(static_cast<at::ScalarType>(ctx->saved_data["weight_type"].toInt()));
+    if (dweight.defined()) dweight = dweight.to(detail::saved_type(ctx, "weight_type"));
     return {dhidden, dweight, {}, {}, {}, {}, {}, {}, {}};
   }
 };

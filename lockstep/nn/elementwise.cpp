@@ -12,48 +12,37 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor swiglu_forward(const at::Tensor& gate_up, at::Tensor* amax) {
+// `dout` undefined: forward; otherwise the gradient of gate_up.
+at::Tensor run_swiglu(const at::Tensor& gate_up, const at::Tensor& dout, at::Tensor* amax) {
   const std::int64_t width = gate_up.size(1) / 2;
-  if (const auto cuda = detail::OnCuda::with({gate_up}); cuda && width % 8 == 0) {
-    const at::Tensor out = at::empty({gate_up.size(0), width}, gate_up.options());
-    cuda->check(cuda->table().swiglu_forward({.gate_up = detail::data(gate_up),
-                                              .dout = nullptr,
-                                              .out = detail::mutable_data(out),
-                                              .amax = detail::zeroed_amax(amax, out),
-                                              .rows = gate_up.size(0),
-                                              .width = static_cast<int>(width),
-                                              .type = detail::type_of(gate_up)},
-                                             cuda->stream()),
-                "swiglu");
-    return out;
-  }
-  const auto halves = gate_up.to(detail::sum_type(gate_up)).chunk(2, 1);
-  const at::Tensor out = (at::silu(halves[0]) * halves[1]).to(gate_up.scalar_type());
-  if (amax != nullptr) *amax = detail::amax_of(out);
-  return out;
-}
-
-at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& dout, at::Tensor* amax) {
-  const std::int64_t width = gate_up.size(1) / 2;
+  const bool forward = !dout.defined();
   if (const auto cuda = detail::OnCuda::with({gate_up, dout}); cuda && width % 8 == 0) {
-    const at::Tensor out = at::empty_like(gate_up);
-    cuda->check(cuda->table().swiglu_backward({.gate_up = detail::data(gate_up),
-                                               .dout = detail::data(dout),
-                                               .out = detail::mutable_data(out),
-                                               .amax = detail::zeroed_amax(amax, out),
-                                               .rows = gate_up.size(0),
-                                               .width = static_cast<int>(width),
-                                               .type = detail::type_of(gate_up)},
-                                              cuda->stream()),
-                "swiglu backward");
+    const at::Tensor out =
+        at::empty({gate_up.size(0), forward ? width : 2 * width}, gate_up.options());
+    const auto& table = cuda->table();
+    cuda->check((forward ? table.swiglu_forward : table.swiglu_backward)(
+                    {.gate_up = detail::data(gate_up),
+                     .dout = detail::data(dout),
+                     .out = detail::mutable_data(out),
+                     .amax = detail::zeroed_amax(amax, out),
+                     .rows = gate_up.size(0),
+                     .width = static_cast<int>(width),
+                     .type = detail::type_of(gate_up)},
+                    cuda->stream()),
+                forward ? "swiglu" : "swiglu backward");
     return out;
   }
   const auto type = detail::sum_type(gate_up);
   const auto halves = gate_up.to(type).chunk(2, 1);
-  const at::Tensor dy = dout.to(type);
-  const at::Tensor out =
-      at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * at::silu(halves[0])}, 1)
-          .to(gate_up.scalar_type());
+  const at::Tensor silu = at::silu(halves[0]);
+  at::Tensor out;
+  if (forward) {
+    out = silu * halves[1];
+  } else {
+    const at::Tensor dy = dout.to(type);
+    out = at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * silu}, 1);
+  }
+  out = out.to(gate_up.scalar_type());
   if (amax != nullptr) *amax = detail::amax_of(out);
   return out;
 }
@@ -67,14 +56,14 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
     detail::save_gradient_amax(ctx, to);
     auto shape = gate_up.sizes().vec();
     shape.back() /= 2;
-    return swiglu_forward(detail::flat(gate_up).contiguous(), amax).view(shape);
+    return run_swiglu(detail::flat(gate_up).contiguous(), {}, amax).view(shape);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
     const at::Tensor gate_up = ctx->get_saved_variables()[0];
     const detail::GradientAmaxPtr to = detail::gradient_amax(ctx);
-    return {swiglu_backward(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous(),
-                            to ? &to->value : nullptr)
+    return {run_swiglu(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous(),
+                       to ? &to->value : nullptr)
                 .view(gate_up.sizes()),
             at::Tensor(), at::Tensor()};
   }
@@ -217,8 +206,8 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     ctx->saved_data["rows"] = tokens.size(0);
     ctx->saved_data["positions"] = detail::from_none(positions).defined() ? positions.size(0) : 0;
     ctx->saved_data["padding_index"] = padding_index;
-    ctx->saved_data["tokens_type"] = static_cast<std::int64_t>(tokens.scalar_type());
-    ctx->saved_data["positions_type"] = static_cast<std::int64_t>(positions.scalar_type());
+    detail::save_type(ctx, "tokens_type", tokens);
+    detail::save_type(ctx, "positions_type", positions);
     at::Tensor x = at::embedding(tokens, ids);
     if (const at::Tensor places = detail::from_none(positions); places.defined())
       x += places.narrow(0, 0, ids.size(1));
@@ -228,9 +217,6 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
     const at::Tensor ids = ctx->get_saved_variables()[0];
-    const auto type = [&](const char* name) {
-      return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
-    };
     const at::Tensor dx = grads[0].contiguous();
     at::Tensor dtokens, dpositions;
     if (ctx->needs_input_grad(1)) {
@@ -238,14 +224,14 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
       dtokens = at::embedding_dense_backward(
                     dx.to(detail::sum_type(dx)), ids, ctx->saved_data["rows"].toInt(),
                     ctx->saved_data["padding_index"].toInt(), /*scale_grad_by_freq=*/false)
-                    .to(type("tokens_type"));
+                    .to(detail::saved_type(ctx, "tokens_type"));
     }
     const std::int64_t places = ctx->saved_data["positions"].toInt();
     if (places > 0 && ctx->needs_input_grad(2)) {
       dpositions = at::sum(dx, {0}, /*keepdim=*/false, detail::sum_type(dx));
       if (places > ids.size(1))
         dpositions = at::constant_pad_nd(dpositions, {0, 0, 0, places - ids.size(1)});
-      dpositions = dpositions.to(type("positions_type"));
+      dpositions = dpositions.to(detail::saved_type(ctx, "positions_type"));
     }
     return {at::Tensor(), dtokens, dpositions, at::Tensor(), at::Tensor()};
   }

@@ -174,8 +174,7 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     ctx->saved_data["transposed"] = transposed;
     ctx->saved_data["shape"] = x.sizes().vec();
     ctx->saved_data["recipe"] = static_cast<std::int64_t>(options.recipe);
-    ctx->saved_data["bias_type"] =
-        static_cast<std::int64_t>(bias.defined() ? bias.scalar_type() : at::kFloat);
+    detail::save_type(ctx, "bias_type", bias);
     const at::Tensor y = at::empty({rows.size(0), out}, x.options());
     Fp8Pair in, weight;
     if (rows.numel() > 0) {
@@ -217,8 +216,7 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     }
     add_weight_gradients(ctx, {saved[0], saved[1]}, grad.transposed, dy, result);
     const bool wants_dbias = ctx->needs_input_grad(1 + widths.size());
-    result.push_back(wants_dbias ? detail::column_sum(dy).to(static_cast<at::ScalarType>(
-                                       ctx->saved_data["bias_type"].toInt()))
+    result.push_back(wants_dbias ? detail::column_sum(dy).to(detail::saved_type(ctx, "bias_type"))
                                  : at::Tensor());
     result.emplace_back();
     return result;

@@ -167,15 +167,6 @@ at::Tensor bias_gradient(const at::Tensor& dy, at::ScalarType type) {
   return detail::column_sum(dy).to(type);
 }
 
-at::ScalarType type_from(AutogradContext* ctx, const char* name) {
-  return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
-}
-
-void save_type(AutogradContext* ctx, const char* name, const at::Tensor& tensor) {
-  ctx->saved_data[name] =
-      static_cast<std::int64_t>(tensor.defined() ? tensor.scalar_type() : at::kFloat);
-}
-
 at::Tensor with_last(const at::Tensor& matrix, const at::Tensor& like) {
   auto shape = like.sizes().vec();
   shape.back() = matrix.size(1);
@@ -197,8 +188,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor bias = detail::from_none(bias_or_none);
     ctx->save_for_backward({x, weight_used});
     detail::remember_leaf(ctx, "leaf", weight);
-    save_type(ctx, "weight_type", weight);
-    save_type(ctx, "bias_type", bias);
+    detail::save_type(ctx, "weight_type", weight);
+    detail::save_type(ctx, "bias_type", bias);
     return with_last(affine(detail::flat(x), weight_used, detail::from_none(bias_used)), x);
   }
 
@@ -209,10 +200,10 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     at::Tensor dx, dweight, dbias;
     if (ctx->needs_input_grad(0)) dx = at::mm(dy, saved[1]).view(saved[0].sizes());
     if (ctx->needs_input_grad(1)) {
-      dweight = detail::weight_gradient(dy, x, saved[1], type_from(ctx, "weight_type"),
+      dweight = detail::weight_gradient(dy, x, saved[1], detail::saved_type(ctx, "weight_type"),
                                         detail::accumulation_target(ctx, "leaf"));
     }
-    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
+    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, detail::saved_type(ctx, "bias_type"));
     return {dx, dweight, dbias, {}, {}};
   }
 };
@@ -238,10 +229,10 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
     ctx->save_for_backward({x, before, hidden, fc_used, out_used});
     detail::remember_leaf(ctx, "fc_leaf", fc_weight);
     detail::remember_leaf(ctx, "out_leaf", out_weight);
-    save_type(ctx, "fc_type", fc_weight);
-    save_type(ctx, "fc_bias_type", fc_bias);
-    save_type(ctx, "out_type", out_weight);
-    save_type(ctx, "out_bias_type", out_bias);
+    detail::save_type(ctx, "fc_type", fc_weight);
+    detail::save_type(ctx, "fc_bias_type", fc_bias);
+    detail::save_type(ctx, "out_type", out_weight);
+    detail::save_type(ctx, "out_bias_type", out_bias);
     return with_last(affine(hidden, out_used, out_bias), x);
   }
 
@@ -253,10 +244,11 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
     const at::Tensor &before = saved[1], &hidden = saved[2], &fc = saved[3], &out = saved[4];
     at::Tensor dx, dfc, dfc_bias, dout, dout_bias;
     if (ctx->needs_input_grad(3)) {
-      dout = detail::weight_gradient(dy, hidden, out, type_from(ctx, "out_type"),
+      dout = detail::weight_gradient(dy, hidden, out, detail::saved_type(ctx, "out_type"),
                                      detail::accumulation_target(ctx, "out_leaf"));
     }
-    if (ctx->needs_input_grad(4)) dout_bias = bias_gradient(dy, type_from(ctx, "out_bias_type"));
+    if (ctx->needs_input_grad(4))
+      dout_bias = bias_gradient(dy, detail::saved_type(ctx, "out_bias_type"));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1) || ctx->needs_input_grad(2)) {
       at::Tensor dbefore = at::empty_like(before);
       // With few rows the library's fused kernel is slower than two kernels.
@@ -265,9 +257,9 @@ class GeluMlpFunction : public torch::autograd::Function<GeluMlpFunction> {
           !try_gemm(dy, out, dbefore, {.epilogue = Epilogue::kDGelu, .aux = before}))
         dbefore = at::gelu_backward(at::mm(dy, out), before, "tanh");
       if (ctx->needs_input_grad(2))
-        dfc_bias = bias_gradient(dbefore, type_from(ctx, "fc_bias_type"));
+        dfc_bias = bias_gradient(dbefore, detail::saved_type(ctx, "fc_bias_type"));
       if (ctx->needs_input_grad(1)) {
-        dfc = detail::weight_gradient(dbefore, x, fc, type_from(ctx, "fc_type"),
+        dfc = detail::weight_gradient(dbefore, x, fc, detail::saved_type(ctx, "fc_type"),
                                       detail::accumulation_target(ctx, "fc_leaf"));
       }
       if (ctx->needs_input_grad(0)) dx = at::mm(dbefore, fc).view(saved[0].sizes());
@@ -447,9 +439,9 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["scaling"] = options.scaling;
     ctx->saved_data["dropout"] = options.dropout;
-    save_type(ctx, "bias_type", bias);
-    save_type(ctx, "a_type", a);
-    save_type(ctx, "b_type", b);
+    detail::save_type(ctx, "bias_type", bias);
+    detail::save_type(ctx, "a_type", a);
+    detail::save_type(ctx, "b_type", b);
     return with_last(y, x);
   }
 
@@ -469,11 +461,11 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
       dx = dx.view(saved[0].sizes());
     }
     if (ctx->needs_input_grad(1)) dweight = at::mm(dy.t(), x);
-    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, type_from(ctx, "bias_type"));
+    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, detail::saved_type(ctx, "bias_type"));
     if (ctx->needs_input_grad(3))
-      da = dropped_gradient(dnarrow, x, dropout).to(type_from(ctx, "a_type"));
+      da = dropped_gradient(dnarrow, x, dropout).to(detail::saved_type(ctx, "a_type"));
     if (ctx->needs_input_grad(4))
-      db = dropped_gradient(dy, saved[3], {}).to(type_from(ctx, "b_type")).mul_(scaling);
+      db = dropped_gradient(dy, saved[3], {}).to(detail::saved_type(ctx, "b_type")).mul_(scaling);
     return {dx, dweight, dbias, da, db, {}, {}, {}};
   }
 };
@@ -673,7 +665,7 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
     const detail::NoAutocast no_autocast;
     ctx->saved_data["one_product"] = one_product;
     ctx->saved_data["groups"] = static_cast<std::int64_t>(weights.size());
-    ctx->saved_data["type"] = static_cast<std::int64_t>(weights.front().scalar_type());
+    detail::save_type(ctx, "type", weights.front());
     return one_product ? OneProduct::forward(ctx, x, ends, weights)
                        : ManyProducts::forward(ctx, x, ends, weights);
   }
@@ -681,7 +673,7 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
     const auto groups = static_cast<std::size_t>(ctx->saved_data["groups"].toInt());
-    const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
+    const auto type = detail::saved_type(ctx, "type");
     variable_list gradients(groups + 3);  // x, ends, weights, one_product
     const at::Tensor dy = grads[0].contiguous();
     if (ctx->saved_data["one_product"].toBool())

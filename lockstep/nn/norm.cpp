@@ -4,6 +4,7 @@
 
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
+#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {
@@ -169,10 +170,8 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     ctx->set_materialize_grads(false);
     ctx->saved_data["type"] = static_cast<std::int64_t>(dtype);
     ctx->saved_data["bias"] = bias.defined();
-    ctx->saved_data["bias_type"] =
-        static_cast<std::int64_t>((bias.defined() ? bias : weight).scalar_type());
-    ctx->saved_data["delta_bias_type"] =
-        static_cast<std::int64_t>((delta_bias.defined() ? delta_bias : weight).scalar_type());
+    detail::save_type(ctx, "bias_type", bias);
+    detail::save_type(ctx, "delta_bias_type", delta_bias);
     const at::Tensor normed = out.normed.view(residual.sizes());
     if (!delta.defined()) {
       ctx->save_for_backward({residual, weight, out.mean, out.rstd});
@@ -208,13 +207,12 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                                             : at::Tensor();
     };
     const auto typed = [&](const at::Tensor& grad, std::size_t input, const char* type) {
-      return grad.defined() && ctx->needs_input_grad(input)
-                 ? grad.to(static_cast<at::ScalarType>(ctx->saved_data[type].toInt()))
-                 : at::Tensor();
+      return grad.defined() && ctx->needs_input_grad(input) ? grad.to(detail::saved_type(ctx, type))
+                                                            : at::Tensor();
     };
     const bool has_bias = ctx->saved_data["bias"].toBool();
     if (has_delta && out.dx.defined()) {
-      const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
+      const auto type = detail::saved_type(ctx, "type");
       out.ddelta = out.ddelta.defined() ? out.ddelta.view(saved[0].sizes()) : out.dx.to(type);
     }
     return {out.dx,

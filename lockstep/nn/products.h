@@ -26,6 +26,16 @@ using GradientAmaxPtr = c10::intrusive_ptr<GradientAmax>;  // null: it is not ha
 void save_gradient_amax(torch::autograd::AutogradContext* ctx, const GradientAmaxPtr& amax);
 GradientAmaxPtr gradient_amax(torch::autograd::AutogradContext* ctx);
 
+// The dtype of a tensor for backward; float for an undefined one.
+inline void save_type(torch::autograd::AutogradContext* ctx, const char* name,
+                      const at::Tensor& tensor) {
+  ctx->saved_data[name] =
+      static_cast<std::int64_t>(tensor.defined() ? tensor.scalar_type() : at::kFloat);
+}
+inline at::ScalarType saved_type(torch::autograd::AutogradContext* ctx, const char* name) {
+  return static_cast<at::ScalarType>(ctx->saved_data[name].toInt());
+}
+
 // nn::swiglu(), whose backward leaves the largest magnitude of its result in `to`, if there is one.
 at::Tensor swiglu(const at::Tensor& gate_up, at::Tensor* amax, const GradientAmaxPtr& to);
 

@@ -5,6 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/on_cuda.h"
+#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {
@@ -118,19 +119,19 @@ class GroupCrossEntropy : public torch::autograd::Function<GroupCrossEntropy> {
     shares.scatter_add_(1, own.columns, -own.are_mine.to(shares.scalar_type()).unsqueeze(1));
     ctx->save_for_backward({shares, counted.to(shares.scalar_type()) / count});
     ctx->saved_data["sizes"] = logits.sizes().vec();
-    ctx->saved_data["type"] = static_cast<std::int64_t>(logits.scalar_type());
+    detail::save_type(ctx, "type", logits);
     return loss / count;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor gradient = saved[0] * (saved[1] * grads[0]).unsqueeze(1);
-    return {gradient.view(ctx->saved_data["sizes"].toIntVector())
-                .to(static_cast<at::ScalarType>(ctx->saved_data["type"].toInt())),
-            {},
-            {},
-            {},
-            {}};
+    return {
+        gradient.view(ctx->saved_data["sizes"].toIntVector()).to(detail::saved_type(ctx, "type")),
+        {},
+        {},
+        {},
+        {}};
   }
 };
 

@@ -22,7 +22,6 @@ namespace lockstep::optim {
 
 namespace {
 
-// The same state, two kernels.
 template <typename T, typename Options>
 void adam_span(const kernels::Span<T>& span, const void* values) {
   const auto& o = *static_cast<const Options*>(values);
@@ -32,12 +31,9 @@ void adam_span(const kernels::Span<T>& span, const void* values) {
                                .beta2 = o.betas.second,
                                .eps = o.eps,
                                .weight_decay = o.weight_decay,
-                               .step = span.step};
-  if constexpr (std::is_same_v<Options, AdamWOptions>) {
-    kernels::adamw<T>(span.gradient, tensors, span.slice, step);
-  } else {
-    kernels::adam<T>(span.gradient, tensors, span.slice, step);
-  }
+                               .step = span.step,
+                               .decoupled = std::is_same_v<Options, AdamWOptions>};
+  kernels::adam<T>(span.gradient, tensors, span.slice, step);
 }
 
 template <typename Options>
@@ -46,9 +42,6 @@ class AdamRule final : public RuleOf<Options> {
   using RuleOf<Options>::RuleOf;
   using RuleOf<Options>::options;
 
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return options.state(sizes);
-  }
   bool needs_host_skip() const override { return false; }
   SpanKernels kernels() const override {
     return {&adam_span<float, Options>, &adam_span<double, Options>, &options};
@@ -78,18 +71,7 @@ class AdamRule final : public RuleOf<Options> {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<UpdateRule> make_rule(const AdamWOptions& options) {
-  return std::make_unique<AdamRule<AdamWOptions>>(options);
-}
-std::unique_ptr<UpdateRule> make_rule(const AdamOptions& options) {
-  return std::make_unique<AdamRule<AdamOptions>>(options);
-}
-
 // ---------------------------------------------------------------- SGD
-
-namespace {
 
 template <typename T>
 void sgd_span(const kernels::Span<T>& span, const void* values) {
@@ -107,9 +89,6 @@ class SgdRule final : public RuleOf<SGDOptions> {
  public:
   using RuleOf::RuleOf;
 
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return options.state(sizes);
-  }
   bool counts_steps() const override { return false; }
   // Momentum begins with the first gradient, undamped. When that step is skipped on the device,
   // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
@@ -163,31 +142,12 @@ class SgdRule final : public RuleOf<SGDOptions> {
   }
 };
 
-}  // namespace
-
-void SGDOptions::check() const {
-  if (nesterov && (momentum <= 0 || dampening != 0))
-    throw UsageError(kName,
-                     "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
-                     "above 0 and dampening 0. Set them, or leave nesterov off.",
-                     momentum, dampening);
-}
-
-std::unique_ptr<UpdateRule> make_rule(const SGDOptions& options) {
-  return std::make_unique<SgdRule>(options);
-}
-
 // ---------------------------------------------------------------- Lion
-
-namespace {
 
 class LionRule final : public RuleOf<LionOptions> {
  public:
   using RuleOf::RuleOf;
 
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return options.state(sizes);
-  }
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
     for (const StepItem& item : items) {
       const at::Tensor& average = item.state[0];
@@ -198,15 +158,7 @@ class LionRule final : public RuleOf<LionOptions> {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<UpdateRule> make_rule(const LionOptions& options) {
-  return std::make_unique<LionRule>(options);
-}
-
 // ---------------------------------------------------------------- Muon
-
-namespace {
 
 class MuonRule final : public RuleOf<MuonOptions> {
  public:
@@ -262,48 +214,7 @@ class MuonRule final : public RuleOf<MuonOptions> {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options) {
-  return std::make_unique<MuonRule>(options);
-}
-
-std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonOptions& muon,
-                                    const AdamWOptions& adamw) {
-  std::unordered_set<at::TensorImpl*> ends;
-  const auto add_embedding = [&](const torch::nn::Module& part) {
-    if (const auto* embedding = part.as<torch::nn::EmbeddingImpl>())
-      ends.insert(embedding->weight.unsafeGetTensorImpl());
-    if (const auto* bag = part.as<torch::nn::EmbeddingBagImpl>())
-      ends.insert(bag->weight.unsafeGetTensorImpl());
-  };
-  add_embedding(module);  // modules() lists itself only where a shared pointer holds it
-  for (const auto& part : module.modules(/*include_self=*/false)) add_embedding(*part);
-  for (const auto& item : module.named_parameters())
-    if (is_named_as_embedding_or_head(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
-  ParamGroup matrices{{}, muon};
-  std::vector<ParamGroup> groups;
-  AdamWOptions marked = adamw;
-  marked.weight_decay = 1;  // marks the group that has norms and biases
-  for (ParamGroup group : decay_groups(module, marked)) {
-    auto& options = group.options.as<AdamWOptions>();
-    const bool decays = options.weight_decay != 0;
-    if (decays) options.weight_decay = adamw.weight_decay;
-    std::erase_if(group.params, [&](const at::Tensor& param) {
-      const bool end = ends.contains(param.unsafeGetTensorImpl());
-      if (!decays || end || param.dim() != 2) return false;
-      matrices.params.push_back(param);
-      return true;
-    });
-    if (!group.params.empty()) groups.push_back(std::move(group));
-  }
-  if (!matrices.params.empty()) groups.insert(groups.begin(), std::move(matrices));
-  return groups;
-}
-
 // ---------------------------------------------------------------- Adafactor
-
-namespace {
 
 at::Tensor root_mean_square(const at::Tensor& values) {
   return values.norm() / std::sqrt(static_cast<double>(values.numel()));
@@ -315,10 +226,6 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
 
   // An update is bounded by its own norm, which takes the whole tensor.
   Granularity granularity() const override { return Granularity::kTensors; }
-
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return options.state(sizes);
-  }
 
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
     for (const StepItem& item : items) update_one(item);
@@ -371,31 +278,13 @@ class AdafactorRule final : public RuleOf<AdafactorOptions> {
   }
 };
 
-}  // namespace
-
-void AdafactorOptions::check() const {
-  if (warmup_init && !relative_step)
-    throw UsageError(kName, "warmup_init is for relative steps. Set relative_step, too.");
-  if (clip_threshold <= 0)
-    throw UsageError(kName, "clip_threshold {} must be above 0.", clip_threshold);
-}
-
-std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options) {
-  return std::make_unique<AdafactorRule>(options);
-}
-
 // ---------------------------------------------------------------- RMSprop
-
-namespace {
 
 // PyTorch's operators in PyTorch's order, which decides the bits.
 class RMSpropRule final : public RuleOf<RMSpropOptions> {
  public:
   using RuleOf::RuleOf;
 
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-    return options.state(sizes);
-  }
   bool counts_steps() const override { return false; }
   void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
     for (const StepItem& item : items) {
@@ -416,8 +305,76 @@ class RMSpropRule final : public RuleOf<RMSpropOptions> {
 
 }  // namespace
 
+// ---------------------------------------------------------------- rules by their options
+
+std::unique_ptr<UpdateRule> make_rule(const AdamWOptions& options) {
+  return std::make_unique<AdamRule<AdamWOptions>>(options);
+}
+std::unique_ptr<UpdateRule> make_rule(const AdamOptions& options) {
+  return std::make_unique<AdamRule<AdamOptions>>(options);
+}
+std::unique_ptr<UpdateRule> make_rule(const SGDOptions& options) {
+  return std::make_unique<SgdRule>(options);
+}
+std::unique_ptr<UpdateRule> make_rule(const LionOptions& options) {
+  return std::make_unique<LionRule>(options);
+}
+std::unique_ptr<UpdateRule> make_rule(const MuonOptions& options) {
+  return std::make_unique<MuonRule>(options);
+}
+std::unique_ptr<UpdateRule> make_rule(const AdafactorOptions& options) {
+  return std::make_unique<AdafactorRule>(options);
+}
 std::unique_ptr<UpdateRule> make_rule(const RMSpropOptions& options) {
   return std::make_unique<RMSpropRule>(options);
+}
+
+void SGDOptions::check() const {
+  if (nesterov && (momentum <= 0 || dampening != 0))
+    throw UsageError(kName,
+                     "nesterov with momentum {} and dampening {}. Nesterov momentum needs momentum "
+                     "above 0 and dampening 0. Set them, or leave nesterov off.",
+                     momentum, dampening);
+}
+
+void AdafactorOptions::check() const {
+  if (warmup_init && !relative_step)
+    throw UsageError(kName, "warmup_init is for relative steps. Set relative_step, too.");
+  if (clip_threshold <= 0)
+    throw UsageError(kName, "clip_threshold {} must be above 0.", clip_threshold);
+}
+
+std::vector<ParamGroup> muon_groups(const torch::nn::Module& module, const MuonOptions& muon,
+                                    const AdamWOptions& adamw) {
+  std::unordered_set<at::TensorImpl*> ends;
+  const auto add_embedding = [&](const torch::nn::Module& part) {
+    if (const auto* embedding = part.as<torch::nn::EmbeddingImpl>())
+      ends.insert(embedding->weight.unsafeGetTensorImpl());
+    if (const auto* bag = part.as<torch::nn::EmbeddingBagImpl>())
+      ends.insert(bag->weight.unsafeGetTensorImpl());
+  };
+  add_embedding(module);  // modules() lists itself only where a shared pointer holds it
+  for (const auto& part : module.modules(/*include_self=*/false)) add_embedding(*part);
+  for (const auto& item : module.named_parameters())
+    if (is_named_as_embedding_or_head(item.key())) ends.insert(item.value().unsafeGetTensorImpl());
+  ParamGroup matrices{{}, muon};
+  std::vector<ParamGroup> groups;
+  AdamWOptions marked = adamw;
+  marked.weight_decay = 1;  // marks the group that has norms and biases
+  for (ParamGroup group : decay_groups(module, marked)) {
+    auto& options = group.options.as<AdamWOptions>();
+    const bool decays = options.weight_decay != 0;
+    if (decays) options.weight_decay = adamw.weight_decay;
+    std::erase_if(group.params, [&](const at::Tensor& param) {
+      const bool end = ends.contains(param.unsafeGetTensorImpl());
+      if (!decays || end || param.dim() != 2) return false;
+      matrices.params.push_back(param);
+      return true;
+    });
+    if (!group.params.empty()) groups.push_back(std::move(group));
+  }
+  if (!matrices.params.empty()) groups.insert(groups.begin(), std::move(matrices));
+  return groups;
 }
 
 }  // namespace lockstep::optim

@@ -1,13 +1,9 @@
 // The optimizers by themselves. tests/parity checks that their bits are Python's.
-#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <sstream>
@@ -53,41 +49,6 @@ struct ReferenceAdamW {
     w -= o.lr * m_hat / (std::sqrt(v_hat) + o.eps);
   }
 };
-
-TEST(AdamW, FollowsTheRule) {
-  auto p = leaf(torch::tensor({0.5, -2.0, 3.0}, torch::kDouble));
-  AdamW optimizer{{p}, {.lr = 0.1, .betas = {0.8, 0.9}, .weight_decay = 0.05}};
-  std::vector<ReferenceAdamW> expected{{0.5}, {-2.0}, {3.0}};
-  for (int t = 0; t < 10; ++t) {
-    if (t == 5) optimizer.options().lr = 0.01;
-    const auto grad = torch::tensor({0.3, -0.1 * t, 2.0 - t}, torch::kDouble);
-    set_grad(p, grad);
-    optimizer.step();
-    for (int i = 0; i < 3; ++i) {
-      expected[i].step(grad[i].item<double>(), optimizer.options());
-      EXPECT_NEAR(p[i].item<double>(), expected[i].w, 1e-12);
-    }
-  }
-}
-
-TEST(SGD, FollowsTheStockOptimizer) {
-  for (const bool nesterov : {false, true}) {
-    torch::manual_seed(1);
-    auto start = torch::randn({5, 7});
-    auto ours = leaf(start), stock = leaf(start);
-    SGD a{{ours}, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = nesterov}};
-    torch::optim::SGD b{
-        {stock}, torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(nesterov)};
-    for (int t = 0; t < 10; ++t) {
-      const auto grad = torch::randn({5, 7});
-      set_grad(ours, grad);
-      set_grad(stock, grad);
-      a.step();
-      b.step();
-    }
-    EXPECT_TRUE(torch::allclose(ours, stock, 1e-5, 1e-6));
-  }
-}
 
 // One optimizer's parameters and state under ATen's own kernels.
 struct Aten {
@@ -207,45 +168,6 @@ TEST(Optimizers, MoveEveryElementAsAPlainLoopDoes) {
     follow_loop<SGD, ReferenceSGD>(SGDOptions{.lr = 0.5, .momentum = 0.9, .dampening = 0.3}, dtype);
     follow_loop<SGD, ReferenceSGD>(SGDOptions{.lr = 0.5, .momentum = 0.9, .nesterov = true}, dtype);
   }
-}
-
-// Printed, not asserted: a loaded machine would make it a coin toss.
-TEST(Optimizers, SpeedBesideAten) {
-  const int before = at::get_num_threads();
-  const std::int64_t size = std::getenv("LOCKSTEP_SOAK") != nullptr ? 32 << 20 : 2 << 20;
-  std::vector<at::Tensor> params, grads;
-  for (const std::int64_t part : {size / 2, size / 4, size / 4 - 64 * 768}) {
-    params.push_back(leaf(torch::randn({part})));
-    grads.push_back(torch::randn({part}));
-  }
-  for (int i = 0; i < 64; ++i) {
-    params.push_back(leaf(torch::randn({768})));
-    grads.push_back(torch::randn({768}));
-  }
-  const AdamWOptions options{.lr = 1e-4};
-  Aten theirs(params);
-  AdamW ours{params, options};
-  for (std::size_t i = 0; i < params.size(); ++i) params[i].mutable_grad() = grads[i];
-  const auto milliseconds = [](const auto& body) {
-    const auto start = std::chrono::steady_clock::now();
-    body();
-    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
-        .count();
-  };
-  for (const int threads : {1, before}) {
-    at::set_num_threads(threads);
-    std::vector<double> mine, atens;
-    for (int round = 0; round < 15; ++round) {
-      mine.push_back(milliseconds([&] { ours.step(); }));
-      atens.push_back(milliseconds([&] { theirs.step(grads, options); }));
-    }
-    std::sort(mine.begin(), mine.end());
-    std::sort(atens.begin(), atens.end());
-    fmt::print(
-        "AdamW, {} elements, {} thread(s): p50 {:.2f} ms, ATen {:.2f} ms; min {:.2f}, {:.2f}\n",
-        size, threads, mine[7], atens[7], mine[0], atens[0]);
-  }
-  at::set_num_threads(before);
 }
 
 TEST(Optimizers, AGraphRetainedAcrossAStepIsRefused) {
@@ -441,21 +363,6 @@ TEST(Optimizers, GroupsHaveTheirOwnOptions) {
   EXPECT_FALSE(a.grad().defined());
 }
 
-TEST(Optimizers, RatesAreSetByGroup) {
-  auto a = leaf(torch::ones({2})), b = leaf(torch::ones({2}));
-  SGD optimizer{{SGD::group({a}, {.lr = 0.5}), SGD::group({b}, {.lr = 0.25})}};
-  optimizer.set_lr(1, 0.125);
-  EXPECT_EQ(optimizer.lr(), 0.5);
-  EXPECT_EQ(optimizer.options(1).lr, 0.125);
-  optimizer.set_lr(1);
-  EXPECT_EQ(optimizer.lr(0), 1);
-  EXPECT_EQ(optimizer.lr(1), 1);
-  EXPECT_THAT(message_of<UsageError>([&] { optimizer.set_lr(2, 1); }),
-              HasSubstr("[SGD] there is no group 2. Groups count from 0; there are 2."));
-  EXPECT_THAT(message_of<UsageError>([&] { static_cast<void>(optimizer.lr(7)); }),
-              HasSubstr("there is no group 7"));
-}
-
 // LibTorch's StepLR counts differently from Python's, so the test expects what it does to a stock
 // optimizer.
 TEST(Optimizers, WorkWithStockSchedulers) {
@@ -483,39 +390,6 @@ TEST(Optimizers, ClosureIsRunWithGradients) {
   });
   EXPECT_EQ(loss.item<float>(), 2);
   EXPECT_EQ(p[0].item<float>(), -1);
-}
-
-// Saves after some steps, loads into a fresh optimizer over copies, continues with both.
-template <typename Optimizer, typename Options>
-void check_resume(const Options& options, Options other) {
-  torch::manual_seed(3);
-  auto p = leaf(torch::randn({4, 5})), unused = leaf(torch::randn({2}));
-  Optimizer first{{p, unused}, options};
-  for (int t = 0; t < 3; ++t) {
-    set_grad(p, torch::randn({4, 5}));
-    first.step();
-  }
-  std::stringstream file;
-  torch::save(first, file);
-
-  auto q = leaf(p.detach()), unused_too = leaf(unused.detach());
-  other.lr = 77;
-  Optimizer second{{q, unused_too}, other};
-  torch::load(second, file);
-  EXPECT_EQ(second.options().lr, options.lr);
-  for (int t = 0; t < 3; ++t) {
-    const auto grad = torch::randn({4, 5});
-    set_grad(p, grad);
-    set_grad(q, grad);
-    first.step();
-    second.step();
-  }
-  EXPECT_TRUE(same_bits(p, q));
-}
-
-TEST(Optimizers, SaveAndLoad) {
-  check_resume<AdamW>(AdamWOptions{.lr = 0.1, .betas = {0.5, 0.75}, .eps = 1e-3}, {});
-  check_resume<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true}, {});
 }
 
 TEST(Optimizers, SaveAndLoadBeforeTheFirstStep) {
@@ -605,21 +479,6 @@ TEST(LocalGradients, AreRefusedUntilTheyAreAveraged) {
   EXPECT_THAT(message_of<UsageError>([&] { SGD({mine}).step(); }), HasSubstr("[SGD] "));
   local = false;
   refuse_local_gradients({mine, other}, "clip_grad_norm_");
-}
-
-TEST(Adam, AddsDecayToTheGradient) {
-  auto a = leaf(torch::full({2}, 2.0)), b = leaf(torch::full({2}, 2.0));
-  Adam decayed{{a}, {.lr = 0.1, .weight_decay = 0.5}};
-  AdamW by_hand{{b}, {.lr = 0.1, .weight_decay = 0}};
-  for (int t = 0; t < 3; ++t) {
-    set_grad(a, torch::ones({2}));
-    set_grad(b, torch::ones({2}) + 0.5 * b.detach());
-    decayed.step();
-    by_hand.step();
-  }
-  EXPECT_TRUE(torch::allclose(a, b, 1e-6, 1e-7));
-  EXPECT_THAT(message_of<UsageError>([&] { Adam wrong({a}, {.eps = -1}); }),
-              HasSubstr("[Adam] option eps cannot be -1"));
 }
 
 // Stops after some steps and continues in a fresh optimizer over copies, with the state by name.

@@ -38,14 +38,6 @@ void set_grad(at::Tensor& param, double value) {
 
 // ---------------------------------------------------------------- GradScaler
 
-TEST(GradScaler, HasPyTorchsConstants) {
-  const GradScalerOptions options;
-  EXPECT_EQ(options.init_scale, 65536);
-  EXPECT_EQ(options.growth_factor, 2);
-  EXPECT_EQ(options.backoff_factor, 0.5);
-  EXPECT_EQ(options.growth_interval, 2000);
-}
-
 TEST(GradScaler, LeavesAStepOutOnEveryRankWhenOneHasAnInfiniteGradient) {
   run_threads(3, [](World& world) {
     auto p = trained(at::ones({3}));

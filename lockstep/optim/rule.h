@@ -3,35 +3,12 @@
 // A rule knows nothing about ranks, groups, clipping, loss scales, schedules, files or graphs. It
 // says which state it has for a parameter and whether a parameter may be split, and it has one
 // function; the rest follows for every rule: Optimizer (optimizer.h) steps it in a loop of your own
-// and in the Trainer, ShardedOptimizer with the state divided over ranks. A rule of your own,
-// outside this tree:
+// and in the Trainer, ShardedOptimizer with the state divided over ranks.
 //
-//   struct TigerOptions {
-//     static constexpr std::string_view kName = "Tiger";
-//     double lr = 1e-3, beta = 0.95;
-//     void each(const OptionVisitor& option) {
-//       option("lr", lr);
-//       option("beta", beta, {.below = 1});
-//     }
-//   };
-//   class TigerRule final : public RuleOf<TigerOptions> {
-//    public:
-//     using RuleOf::RuleOf;
-//     std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
-//       return {{"exp_avg", sizes.vec()}};
-//     }
-//     void update(const std::vector<StepItem>& items, const at::Tensor&) const override {
-//       for (const StepItem& item : items) {
-//         item.state[0].lerp_(item.grad, 1 - options.beta);
-//         item.param.add_(item.state[0].sign(), -options.lr);
-//       }
-//     }
-//   };
-//   std::unique_ptr<UpdateRule> make_rule(const TigerOptions& options) {
-//     return std::make_unique<TigerRule>(options);
-//   }
+//   class TigerRule final : public RuleOf<TigerOptions> { ... update() ... };
+//   std::unique_ptr<UpdateRule> make_rule(const TigerOptions& options);   // a rule of your own
 //
-// docs/extending.md walks through it. A rule is a value: copies are independent. One thread.
+// docs/extending.md walks through one. A rule is a value: copies are independent. One thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -122,6 +99,11 @@ class RuleOf : public UpdateRule {
   std::string_view name() const override { return Options::kName; }
   void each_option(const OptionVisitor& visit) override { options.each(visit); }
   void check() const override;
+  // None, unless the options or the rule say which.
+  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
+    if constexpr (requires { options.state(sizes); }) return options.state(sizes);
+    return {};
+  }
 
   Options options;
 };

@@ -182,26 +182,6 @@ TEST(Engine, SymmetricOnSomeRanksOnlyGoesThroughBuffers) {
   });
 }
 
-// However an array travels, the bits are the same: they depend on rank order alone.
-TEST(Engine, EveryWayGivesTheSameBits) {
-  run_ranks(4, kTiny, [](Engine& engine) {
-    const auto block = engine.symmetric(65536, soon());
-    const std::size_t count = 3001;
-    const Bytes mine = contribution(DType::kF32, count, engine.rank());
-    Bytes through_buffers = mine;
-    engine.all_reduce(through_buffers.data(), count, DType::kF32, Op::kAvg)->wait(soon());
-    put(block->data(), mine);
-    engine.all_reduce(block->data(), count, DType::kF32, Op::kAvg)->wait(soon());
-    EXPECT_TRUE(holds(block->data(), through_buffers));
-    Bytes in_pieces = mine;
-    for (std::size_t at = 0; at < count; at += 200) {
-      const std::size_t piece = std::min<std::size_t>(200, count - at);
-      engine.all_reduce(in_pieces.data() + at * 4, piece, DType::kF32, Op::kAvg)->wait(soon());
-    }
-    EXPECT_EQ(in_pieces, through_buffers);
-  });
-}
-
 TEST(Engine, UnalignedArrays) {
   run_ranks(3, kTiny, [](Engine& engine) {
     for (const std::size_t count : {5, 200, 3000}) {
@@ -212,24 +192,6 @@ TEST(Engine, UnalignedArrays) {
         engine.all_reduce(shifted.data() + shift, count, DType::kF32, Op::kSum)->wait(soon());
         const Bytes want = combined(DType::kF32, Op::kSum, count, 3);
         EXPECT_TRUE(holds(shifted.data() + shift, want)) << count;
-      }
-    }
-  });
-}
-
-TEST(Engine, DefaultSizesAndLargeArrays) {
-  run_ranks(2, {}, [](Engine& engine) {
-    std::vector<float> memory(2'500'001);
-    const auto block = engine.symmetric(memory.size() * 4, soon());
-    for (float* data : {memory.data(), reinterpret_cast<float*>(block->data())}) {
-      for (const std::size_t count : {1u << 10, 1u << 14, (1u << 14) + 1, 1u << 18, 2'500'001u}) {
-        for (std::size_t i = 0; i < count; ++i)
-          data[i] = static_cast<float>(i % 1024 + static_cast<std::size_t>(engine.rank()));
-        engine.all_reduce(data, count, DType::kF32, Op::kAvg)->wait(soon());
-        std::size_t wrong = 0;
-        for (std::size_t i = 0; i < count; ++i)
-          wrong += data[i] != static_cast<float>(i % 1024) + 0.5f ? 1 : 0;
-        ASSERT_EQ(wrong, 0u) << count;
       }
     }
   });
@@ -627,31 +589,6 @@ TEST(Engine, SeveralThreadsWaitForOneEngine) {
   });
 }
 
-// Ranks 0 and 1 use two engines in opposite order; both must continue.
-TEST(Engine, SeveralEnginesInOppositeOrder) {
-  MapStore first_kv, second_kv;
-  std::vector<std::thread> threads;
-  std::atomic<int> right{0};
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto first = make_engine(first_kv, rank, 2, kTiny);
-      auto second = make_engine(second_kv, rank, 2, kTiny);
-      if (rank == 1) std::swap(first, second);
-      for (const std::size_t count : {1, 5000}) {
-        Bytes a = contribution(DType::kF32, count, rank), b = a;
-        TicketPtr one = first->all_reduce(a.data(), count, DType::kF32, Op::kSum);
-        TicketPtr two = second->all_reduce(b.data(), count, DType::kF32, Op::kSum);
-        one->wait(soon());
-        two->wait(soon());
-        const Bytes want = combined(DType::kF32, Op::kSum, count, 2);
-        right += a == want && b == want ? 1 : 0;
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  EXPECT_EQ(right.load(), 4);
-}
-
 // Milliseconds from a rank's late post to a sleeper's waking, the median of many.
 double median_delay_ms() {
   constexpr int kTurns = 101;
@@ -681,23 +618,6 @@ TEST(Engine, ALatePostWakesSleepers) {
   for (int attempt = 1; attempt < 5 && best_ms >= 10; ++attempt)
     best_ms = std::min(best_ms, median_delay_ms());
   EXPECT_LT(best_ms, 10);  // half a sleep
-}
-
-TEST(Engine, ManyRanks) {
-  run_ranks(16, kTiny, [](Engine& engine) {
-    const auto block = engine.symmetric(10'000, soon());
-    for (const std::size_t count : {1, 300, 2500}) {
-      const Bytes mine = contribution(DType::kF32, count, engine.rank());
-      const Bytes want = combined(DType::kF32, Op::kAvg, count, 16);
-      Bytes data = mine;
-      engine.all_reduce(data.data(), count, DType::kF32, Op::kAvg)->wait(soon());
-      ASSERT_TRUE(data == want) << count;
-      put(block->data(), mine);
-      engine.all_reduce(block->data(), count, DType::kF32, Op::kAvg)->wait(soon());
-      ASSERT_TRUE(holds(block->data(), want)) << count;
-    }
-    engine.barrier()->wait(soon());
-  });
 }
 
 // ---------------------------------------------------------------- messages

@@ -1,5 +1,5 @@
-// Ranks that are processes: what works, and what happens when one of them dies, stops, belongs to
-// someone else or has no room.
+// Ranks that are processes: what works, and what happens when one of them dies, stops or has no
+// room.
 //
 // Every rank is a fresh process of this program (CHILD). LOCKSTEP_SOAK=1 repeats the faults 200
 // times and holds them to the promised 100 ms; without it the machine may be busy with other tests.
@@ -67,10 +67,6 @@ class FileStore final : public KeyValueStore {
   }
   const std::string directory_;
   std::string dies_at_ = "-";
-};
-
-struct Directory : TemporaryDirectory {
-  Directory() { ::chmod(path().c_str(), 0777); }  // a rank of another user writes there too
 };
 
 // ---------------------------------------------------------------- the ranks' side
@@ -262,8 +258,6 @@ CHILD(sums) {
 }
 
 CHILD(answers) {
-  if (const auto uid = env::get_int("TEST_UID"))
-    if (::setuid(static_cast<uid_t>(*uid)) != 0) return 3;
   if (const auto mib = env::get_int("TEST_ADDRESS_MIB")) {
     const auto bytes = static_cast<rlim_t>(*mib) << 20;
     const rlimit limit{bytes, bytes};
@@ -336,7 +330,7 @@ class Ranks {
   int size() const { return static_cast<int>(children_.size()); }
 
  private:
-  Directory directory_;
+  TemporaryDirectory directory_;
   std::vector<std::unique_ptr<Child>> children_;
 };
 
@@ -547,17 +541,6 @@ TEST(Processes, AStoppedRankIsNamedAtTheDeadline) {
     const int size = 2 + turn % 2;
     strike(size, static_cast<int>(random() % static_cast<unsigned>(size)), SIGSTOP,
            static_cast<int>(random() % 50'000));
-  }
-}
-
-TEST(Processes, AnotherUserIsNotTrusted) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can become someone else";
-  Ranks ranks;
-  ranks.start("answers", 0, 2, {});
-  ranks.start("answers", 1, 2, {{"TEST_UID", "65534"}});
-  for (int rank = 0; rank < 2; ++rank) {
-    EXPECT_EQ(ranks[rank].wait(std::chrono::seconds(60)), 0) << ranks[rank].output();
-    EXPECT_THAT(ranks[rank].output(), HasSubstr("rank 1 has another user than rank 0 (65534, 0)"));
   }
 }
 

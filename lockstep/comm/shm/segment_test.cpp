@@ -111,16 +111,6 @@ TEST(Segment, WhatIsNotASegmentIsRefused) {
   EXPECT_THROW((void)Segment::open(-1, 4096), SystemError);
 }
 
-TEST(Segment, RefusesWhatDoesNotFit) {
-  try {
-    (void)Segment::make(std::size_t{1} << 50);
-    FAIL();
-  } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("1073741824.0 MiB"));
-    EXPECT_THAT(error.what(), HasSubstr("needed"));
-  }
-}
-
 // ---------------------------------------------------------------- limits
 
 // A /proc and a /sys of the test's own.
@@ -314,26 +304,6 @@ TEST(Rendezvous, OptionsThatDiffer) {
   }
   for (auto& thread : threads) thread.join();
   for (const auto& why : reported) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
-}
-
-TEST(Rendezvous, AMissingRankIsAnError) {
-  MapStore kv;
-  EXPECT_THROW(Engine::make(kv, {0, 2}, {}, Deadline::after(std::chrono::milliseconds(100))),
-               TimeoutError);
-}
-
-TEST(Rendezvous, NothingIsLeftBehind) {
-  const int before = open_descriptors();
-  for (int turn = 0; turn < 3; ++turn) {
-    run_ranks(3, {}, [](Engine& engine) {
-      const auto block = engine.symmetric(4096, soon());
-      engine.barrier()->wait(soon());
-    });
-  }
-  EXPECT_EQ(open_descriptors(), before);
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    EXPECT_EQ(line.find("memfd:lockstep"), std::string::npos) << line;
 }
 
 }  // namespace
