@@ -294,66 +294,66 @@ Resolved resolve(const std::string& host) {
   }
 }
 
-struct Way {
+struct MasterRoute {
   Resolved master;
   launch::Interface interface{};
   std::string problem{};   // why there is no interface
   bool this_host = false;  // the master is here
 };
 
-Way way_to(const std::string& master) {
-  Way way{.master = resolve(master)};
-  if (way.master.address.empty()) return way;
+MasterRoute route_to(const std::string& master) {
+  MasterRoute route{.master = resolve(master)};
+  if (route.master.address.empty()) return route;
   try {
-    way.interface = launch::interface_towards(way.master.address);
-    way.this_host = way.interface.loopback || way.interface.address == way.master.address;
+    route.interface = launch::interface_towards(route.master.address);
+    route.this_host = route.interface.loopback || route.interface.address == route.master.address;
   } catch (const Error& error) {
-    way.problem = error.what();
+    route.problem = error.what();
   }
-  return way;
+  return route;
 }
 
-Check check_master(const Machine& machine, const Way& way) {
+Check check_master(const Machine& machine, const MasterRoute& route) {
   Check check{.name = "master"};
   const std::string& host = machine.request.master_addr;
-  if (way.master.address.empty()) {
-    check.value = fmt::format("'{}' does not resolve ({})", host, way.master.problem);
+  if (route.master.address.empty()) {
+    check.value = fmt::format("'{}' does not resolve ({})", host, route.master.problem);
     return check.fail(
         "Check the spelling, add the name to DNS or /etc/hosts on every host, or give "
         "an IP address with --master-addr.");
   }
   check.value =
-      fmt::format("{} is {}{}", host, way.master.address, way.this_host ? ", this host" : "");
-  check.data = {{"address", text_node(way.master.address)},
-                {"this_host", bool_node(way.this_host)}};
-  if (!is_loopback(way.master.address) || is_loopback(host)) return check;
+      fmt::format("{} is {}{}", host, route.master.address, route.this_host ? ", this host" : "");
+  check.data = {{"address", text_node(route.master.address)},
+                {"this_host", bool_node(route.this_host)}};
+  if (!is_loopback(route.master.address) || is_loopback(host)) return check;
   return check.warn(
       "The name leads to the loopback interface, which other hosts cannot reach. Give "
       "this host's address on the network with --master-addr, or mend /etc/hosts.");
 }
 
-Check check_interface(const Way& way) {
+Check check_interface(const MasterRoute& route) {
   Check check{.name = "interface"};
-  if (way.master.address.empty()) return check.skip("the master does not resolve");
-  if (!way.problem.empty()) {
-    check.value = way.problem;
-    return check.fail("Compare with ip route get " + way.master.address + ".");
+  if (route.master.address.empty()) return check.skip("the master does not resolve");
+  if (!route.problem.empty()) {
+    check.value = route.problem;
+    return check.fail("Compare with ip route get " + route.master.address + ".");
   }
-  check.value = fmt::format("{} ({}) leads to the master{}", way.interface.name,
-                            way.interface.address, way.interface.loopback ? "; loopback" : "");
-  check.data = {{"name", text_node(way.interface.name)},
-                {"address", text_node(way.interface.address)},
-                {"loopback", bool_node(way.interface.loopback)}};
+  check.value = fmt::format("{} ({}) leads to the master{}", route.interface.name,
+                            route.interface.address, route.interface.loopback ? "; loopback" : "");
+  check.data = {{"name", text_node(route.interface.name)},
+                {"address", text_node(route.interface.address)},
+                {"loopback", bool_node(route.interface.loopback)}};
   return check;
 }
 
-Check check_port(const Machine& machine, const std::optional<Way>& way) {
+Check check_port(const Machine& machine, const std::optional<MasterRoute>& route) {
   Check check{.name = "port"};
   const int port = machine.request.master_port;
   check.data = {{"port", integer_node(port)}};
   const auto reach =
-      !way || way->interface.loopback ? launch::Reach::kLoopback : launch::Reach::kNetwork;
-  if (way && !way->this_host) {
+      !route || route->interface.loopback ? launch::Reach::kLoopback : launch::Reach::kNetwork;
+  if (route && !route->this_host) {
     return check.skip("the master is another host: run lockstep doctor there");
   }
   try {
@@ -383,8 +383,8 @@ std::vector<Check> network_checks(const Machine& machine) {
     return {Check{.name = "master"}.skip(kOneHost), Check{.name = "interface"}.skip(kOneHost),
             check_port(machine, std::nullopt)};
   }
-  const Way way = way_to(machine.request.master_addr);
-  return {check_master(machine, way), check_interface(way), check_port(machine, way)};
+  const MasterRoute route = route_to(machine.request.master_addr);
+  return {check_master(machine, route), check_interface(route), check_port(machine, route)};
 }
 
 }  // namespace lockstep::cli

@@ -93,7 +93,7 @@ class Plan(unittest.TestCase):
         self.assertIn("3 GPUs cannot share a global batch of 64: 63 is the nearest below",
                       plan["notes"][0])
 
-    def test_ways_are_ranked_and_the_best_is_written(self):
+    def test_strategies_are_ranked_and_the_best_is_written(self):
         """Into a new file, and the plan of what is written agrees."""
         file = self.gpt2("global_batch_size: 256   # samples\n")
         args = (file, "--gpus", "3xH100", "--per_device_train_batch_size", "2")
@@ -109,19 +109,19 @@ class Plan(unittest.TestCase):
         self.assertIn("\nway 1 uses 2 of 3 GPUs\n", shown)
         self.assertIn("\nAs the file is written lockstep train refuses it on 3 GPUs: the notes say "
                       "what to change.\n", shown)
-        ways = plan["ways"]
-        self.assertEqual(ways[1:], sorted(ways[1:], key=lambda way: way["step_s"]))
+        strategies = plan["strategies"]
+        self.assertEqual(strategies[1:], sorted(strategies[1:], key=lambda one: one["step_s"]))
         # Among those within a hundredth the one with the fewest changes leads.
-        least = min(way["step_s"] for way in ways)
-        self.assertLess(ways[0]["step_s"], 1.01 * least)
-        self.assertEqual(ways[0]["gpus"], 2)  # 256 is no multiple of 3
-        self.assertGreater(ways[0]["per_device_train_batch_size"], 2)
+        least = min(one["step_s"] for one in strategies)
+        self.assertLess(strategies[0]["step_s"], 1.01 * least)
+        self.assertEqual(strategies[0]["gpus"], 2)  # 256 is no multiple of 3
+        self.assertGreater(strategies[0]["per_device_train_batch_size"], 2)
         out = os.path.join(self.root, "planned.yaml")
         result = self.plan(file, "--gpus", "3xH100", "--write", out)
-        self.assertIn("ways to train with a global batch of 256, the fastest first", result.stdout)
+        self.assertIn("strategies with a global batch of 256, the fastest first", result.stdout)
         self.assertIn("Start it with `lockstep run --nproc-per-node=2 lockstep train",
                       result.stderr)
-        size = ways[0]["per_device_train_batch_size"]
+        size = strategies[0]["per_device_train_batch_size"]
         with open(out) as written:
             self.assertEqual(written.read(), (
                 f"# Chosen by `lockstep plan {file}`:\n"
@@ -129,20 +129,21 @@ class Plan(unittest.TestCase):
                 f"per_device_train_batch_size: {size}\n\n# As in {file}:\n"
                 f"model: {{config: {self.root}/gpt2.json}}\ndataset_dir: /no/such\n"
                 "max_seq_len: 1024\nbf16: true\nglobal_batch_size: 256\n"))
-        again = self.json(out, "--gpus", "2xH100")["ways"][0]
+        again = self.json(out, "--gpus", "2xH100")["strategies"][0]
         self.assertEqual(again["settings"], {})
-        self.assertAlmostEqual(again["step_s"], ways[0]["step_s"])
+        self.assertAlmostEqual(again["step_s"], strategies[0]["step_s"])
 
-    def test_a_fully_sharded_way_is_written(self):
+    def test_a_fully_sharded_strategy_is_written(self):
         config = self.write("phi3.json", PHI3)
         file = self.write("phi3.yaml", f"model: {{config: {config}}}\nmax_seq_len: 512\n"
                           "bf16: true\ndata: {name: instructions, path: /no/such.json}\n"
                           "per_device_train_batch_size: 1\nglobal_batch_size: 32\n")
-        ways = self.json(file, "--gpus", "8xA100-40GB", code=1)["ways"]
-        best = next(way for way in ways if way["strategy"].startswith("fsdp"))
+        strategies = self.json(file, "--gpus", "8xA100-40GB", code=1)["strategies"]
+        best = next(one for one in strategies if one["strategy"].startswith("fsdp"))
         self.assertEqual(best["strategy"], "fsdp: " + best["settings"]["fsdp"])
         out = os.path.join(self.root, "sharded.yaml")
-        self.plan(file, "--gpus", "8xA100-40GB", "--write", out, "--way", ways.index(best) + 1)
+        self.plan(file, "--gpus", "8xA100-40GB", "--write", out, "--strategy",
+                  strategies.index(best) + 1)
         again = self.json(out, "--gpus", "8xA100-40GB")
         self.assertTrue(again["fits"])
         self.assertEqual(again["rows"][-1]["strategy"], best["strategy"])
@@ -150,8 +151,8 @@ class Plan(unittest.TestCase):
         with open(out, "a") as more:
             more.write("lora: {target_modules: all-linear}\n"
                        "fsdp_config: {activation_checkpointing: true}\n")
-        ways = self.json(out, "--gpus", "8xH200")["ways"]
-        self.assertEqual(ways[0]["settings"]["fsdp"], '""')
+        strategies = self.json(out, "--gpus", "8xH200")["strategies"]
+        self.assertEqual(strategies[0]["settings"]["fsdp"], '""')
         whole = os.path.join(self.root, "whole.yaml")
         self.plan(out, "--gpus", "8xH200", "--write", whole)
         with open(whole) as text:
@@ -178,46 +179,48 @@ class Plan(unittest.TestCase):
         self.assertGreaterEqual(2 * row["exposed_s"], row["communication_s"])
         self.assertRegex(self.plan(lora, "--gpus", "2xRTX4090").stdout, r"(?m)^ +2 .* 1\.99x$")
 
-    def test_the_row_is_the_fastest_way_that_computes_as_the_file(self):
-        """And the note and the table of ways name that one."""
+    def test_the_row_is_the_fastest_strategy_that_computes_as_the_file(self):
+        """And the note and the table of strategies name that one."""
         file = self.write("phi3.yaml", f"model: {{config: {self.write('phi3.json', PHI3)}}}\n"
                           "data: {name: instructions, path: /no/such.json}\nmax_seq_len: 512\n"
                           "bf16: true\nper_device_train_batch_size: 8\nglobal_batch_size: 64\n")
         plan = self.json(file, "--gpus", "4xRTX4090", code=1)
         row = plan["rows"][-1]
-        alike = [way for way in plan["ways"] if way["gpus"] == 4 and way["half"] and
-                 not way["gradient_checkpointing"] and
-                 not way["settings"].get("mixed_precision") == "fp8"]
-        way = min(alike, key=lambda way: way["step_s"])
-        self.assertEqual(plan["ways"][row["way"] - 1], way)
+        alike = [one for one in plan["strategies"] if one["gpus"] == 4 and one["half"] and
+                 not one["gradient_checkpointing"] and
+                 not one["settings"].get("mixed_precision") == "fp8"]
+        one = min(alike, key=lambda one: one["step_s"])
+        self.assertEqual(plan["strategies"][row["strategy_number"] - 1], one)
         for key in ("strategy", "step_s", "per_device_train_batch_size", "global_batch"):
-            self.assertEqual(row[key], way[key])
-        settings = ", ".join(f"{key}: {value}" for key, value in way["settings"].items())
+            self.assertEqual(row[key], one[key])
+        settings = ", ".join(f"{key}: {value}" for key, value in one["settings"].items())
         self.assertIn("4 GPUs do not hold this as it is written. The fastest that computes as the "
-                      f"file does is way {row['way']}, {way['strategy']}: set {settings}",
+                      f"file does is strategy {row['strategy_number']}, {one['strategy']}: "
+                      f"set {settings}",
                       plan["notes"])
         shown = self.plan(file, "--gpus", "4xRTX4090", code=1).stdout
-        self.assertRegex(shown, rf"(?m)^ +{row['way']}\* +4  {way['strategy']} ")
+        self.assertRegex(shown, rf"(?m)^ +{row['strategy_number']}\* +4  {one['strategy']} ")
         self.assertIn("\n* the row of 4 GPUs above\n", shown)
 
-    def test_a_way_that_splits_the_model_is_written(self):
+    def test_a_strategy_that_splits_the_model_is_written(self):
         for model in ("model: {config: %s}\n", "model:\n    config: %s\n"):
             config = self.write("phi3.json", PHI3)
             file = self.write("phi3.yaml", model % config + "max_seq_len: 512\nbf16: true\n"
                               "data: {name: instructions, path: /no/such.json}\n"
                               "per_device_train_batch_size: 1\n")
-            ways = self.json(file, "--gpus", "4xRTX4090", code=1)["ways"]
-            split = [way["settings"].get("model.device_map") for way in ways].index("balanced")
+            strategies = self.json(file, "--gpus", "4xRTX4090", code=1)["strategies"]
+            maps = [one["settings"].get("model.device_map") for one in strategies]
             out = os.path.join(self.root, f"split{len(model)}.yaml")
-            self.plan(file, "--gpus", "4xRTX4090", "--write", out, "--way", str(split + 1))
+            self.plan(file, "--gpus", "4xRTX4090", "--write", out, "--strategy",
+                      maps.index("balanced") + 1)
             self.assertTrue(self.json(out, "--gpus", "4xRTX4090")["fits"])
 
     def test_mistakes_of_write_are_refused(self):
         file = self.gpt2()
-        self.assertIn("--way 2 chooses what --write FILE writes",
-                      self.plan(file, "--gpus", "H100", "--way", "2", code=2).stderr)
+        self.assertIn("--strategy 2 chooses what --write FILE writes",
+                      self.plan(file, "--gpus", "H100", "--strategy", "2", code=2).stderr)
         out = os.path.join(self.root, "no.yaml")
-        self.assertIn("there are ", self.plan(file, "--gpus", "H100", "--write", out, "--way",
+        self.assertIn("there are ", self.plan(file, "--gpus", "H100", "--write", out, "--strategy",
                                               "900", code=2).stderr)
         self.assertIn("is not known", self.plan(file, "--gpus", "cpu", "--write", out,
                                                 code=2).stderr)
@@ -242,12 +245,12 @@ class Plan(unittest.TestCase):
         for name in ("train.json", "train.yaml"):
             file = self.write(name, text)
             out = os.path.join(self.root, f"{name}_planned.yaml")
-            ways = self.json(file, "--gpus", "2xH100")["ways"]
+            strategies = self.json(file, "--gpus", "2xH100")["strategies"]
             self.plan(file, "--gpus", "2xH100", "--write", out)
             shown = subprocess.run([LOCKSTEP, "config", "diff", file, out], capture_output=True,
                                    text=True, timeout=60)
             keys = set(re.findall(r"(?m)^(\w+)", shown.stdout))
-            self.assertEqual(keys, set(ways[0]["settings"]), shown.stdout + shown.stderr)
+            self.assertEqual(keys, set(strategies[0]["settings"]), shown.stdout + shown.stderr)
 
     def pipeline(self, degree=2, more=""):
         return self.write("stages.yaml", "model: {name: gpt, n_layer: 32, n_head: 16, "
@@ -261,7 +264,7 @@ class Plan(unittest.TestCase):
         self.assertEqual((row["strategy"], row["gpus_per_replica"]), ("pipeline of 2 stages", 2))
         self.assertTrue(plan["fits"] and row["as_written"])
         self.assertEqual(plan["changes"], [])
-        written = next(way for way in plan["ways"] if way["settings"] == {})
+        written = next(one for one in plan["strategies"] if one["settings"] == {})
         self.assertEqual(written["strategy"], row["strategy"])
         self.assertAlmostEqual(written["step_s"], row["step_s"])
         self.assertFalse([note for note in plan["notes"] if "set " in note], plan["notes"])
@@ -290,8 +293,8 @@ class Plan(unittest.TestCase):
     def test_stages_are_not_proposed_where_training_refuses_them(self):
         text = "global_batch_size: 64\n"
         def staged(more):
-            ways = self.json(self.gpt2(text + more), "--gpus", "4xH100")["ways"]
-            return any("pipeline" in way["strategy"] for way in ways)
+            strategies = self.json(self.gpt2(text + more), "--gpus", "4xH100")["strategies"]
+            return any("pipeline" in one["strategy"] for one in strategies)
         self.assertTrue(staged(""))
         for more in ("elastic_gpu: true\n", "auto_find_batch_size: true\n",
                      "shard_optimizer: true\n"):
@@ -299,13 +302,13 @@ class Plan(unittest.TestCase):
             config = self.gpt2(text + more + "pipeline_parallel_degree: 2\n")
             self.assertIn("pipeline", self.plan(config, "--gpus", "4xH100", code=2).stderr)
 
-    def test_sequence_parallel_is_part_of_a_way(self):
+    def test_sequence_parallel_is_part_of_a_strategy(self):
         def numbers(file, *flags):
-            ways = self.json(file, "--gpus", "4xH100", *flags)["ways"]
-            return [i + 1 for i, way in enumerate(ways) if "sequence" in way["strategy"]]
+            strategies = self.json(file, "--gpus", "4xH100", *flags)["strategies"]
+            return [i + 1 for i, one in enumerate(strategies) if "sequence" in one["strategy"]]
         file = self.gpt2("global_batch_size: 64\n")
         out = os.path.join(self.root, "sequence.yaml")
-        self.plan(file, "--gpus", "4xH100", "--write", out, "--way", numbers(file)[0])
+        self.plan(file, "--gpus", "4xH100", "--write", out, "--strategy", numbers(file)[0])
         with open(out) as text:
             self.assertRegex(text.read(),
                              r"(?s)tensor_parallel_degree: [24]\n.*sequence_parallel: true\n")
@@ -319,16 +322,16 @@ class Plan(unittest.TestCase):
         # Adapters are cut with their layers.
         self.assertTrue(numbers(file, "--lora", "{target_modules: all-linear}"))
 
-    def test_as_many_ways_as_asked_for_are_shown(self):
+    def test_as_many_strategies_as_asked_for_are_shown(self):
         file = self.gpt2("global_batch_size: 64\n")
-        count = len(self.json(file, "--gpus", "4xH100")["ways"])
+        count = len(self.json(file, "--gpus", "4xH100")["strategies"])
         self.assertGreater(count, 8)
-        for flag, shown in (((), 8), (("--ways", "3"), 3), (("--ways", "all"), count)):
+        for flag, shown in (((), 8), (("--strategies", "3"), 3), (("--strategies", "all"), count)):
             out = self.plan(file, "--gpus", "4xH100", *flag).stdout
-            table = out.split("ways to train")[1].split("\n\n")[0]
+            table = out.split("strategies with")[1].split("\n\n")[0]
             self.assertEqual(len(re.findall(r"(?m)^ +\d+ +\d  ", table)), shown)
-            self.assertEqual(f"({shown} of {count}; --ways all shows all)" in out, shown < count)
-        self.assertIn("--ways", self.plan(file, "--ways", "0", code=2).stderr)
+            self.assertEqual(f"({shown} of {count}; --strategies all " in out, shown < count)
+        self.assertIn("--strategies", self.plan(file, "--strategies", "0", code=2).stderr)
 
     def test_offloaded_rows_are_in_the_hosts_memory(self):
         file = self.gpt2("global_batch_size: 64\nfsdp: full_shard offload\n")
@@ -349,16 +352,17 @@ class Plan(unittest.TestCase):
         self.assertIn("tensor_parallel_degree 2 trains on multiples of 2 GPUs: use such a number, "
                       "or set tensor_parallel_degree: 1",
                       self.json(file, "--gpus", "3xH100", code=1)["notes"])
-        # Another way ends it, and is as it was written then.
+        # Another strategy ends it, and is as it was written then.
         out = os.path.join(self.root, "other.yaml")
         self.plan(file, "--gpus", "4xH100", "--write", out)
-        self.assertEqual(plan["ways"][0]["settings"]["tensor_parallel_degree"], 1)
-        self.assertEqual(self.json(out, "--gpus", "4xH100")["ways"][0]["settings"], {})
-        # And the other way round.
-        ways = self.json(out, "--gpus", "4xH100")["ways"]
-        number = next(i for i, way in enumerate(ways) if "tensor_parallel" in str(way["settings"]))
+        self.assertEqual(plan["strategies"][0]["settings"]["tensor_parallel_degree"], 1)
+        self.assertEqual(self.json(out, "--gpus", "4xH100")["strategies"][0]["settings"], {})
+        # And the reverse.
+        strategies = self.json(out, "--gpus", "4xH100")["strategies"]
+        number = next(i for i, one in enumerate(strategies)
+                      if "tensor_parallel" in str(one["settings"]))
         back = os.path.join(self.root, "back.yaml")
-        self.plan(out, "--gpus", "4xH100", "--write", back, "--way", number + 1)
+        self.plan(out, "--gpus", "4xH100", "--write", back, "--strategy", number + 1)
         with open(back) as text:
             self.assertRegex(text.read(), "tensor_parallel_degree: [24]")
 
@@ -370,9 +374,9 @@ class Plan(unittest.TestCase):
         self.assertEqual((row["strategy"], row["gpus_per_replica"], row["replicas"]),
                          ("pipeline of 2, tensor over 2, full_shard", 4, 2))
         self.assertTrue(row["as_written"])
-        own = [way for way in plan["ways"] if not {"pipeline_parallel_degree", "fsdp",
-                                                   "tensor_parallel_degree"} & set(way["settings"])]
-        self.assertTrue(any(way["strategy"] == row["strategy"] for way in own))
+        own = [one for one in plan["strategies"] if not {"pipeline_parallel_degree", "fsdp",
+                                                   "tensor_parallel_degree"} & set(one["settings"])]
+        self.assertTrue(any(one["strategy"] == row["strategy"] for one in own))
         self.assertIn("pipeline_parallel_degree 2 x tensor_parallel_degree 2 trains on multiples "
                       "of 4 GPUs: use such a number, or smaller degrees",
                       self.json(file, "--gpus", "6xH100", code=1)["notes"])
@@ -389,7 +393,7 @@ class Plan(unittest.TestCase):
             self.assertFalse(plan["fits"] or plan["rows"][0]["as_written"])
             self.assertIn(f"fp8 needs compute capability 8.9 or later, and {card} has less. Write "
                           "mixed_precision: bf16", plan["notes"])
-            self.assertEqual({way["settings"].get("mixed_precision") for way in plan["ways"]},
+            self.assertEqual({one["settings"].get("mixed_precision") for one in plan["strategies"]},
                              {"bf16"})
             plain = self.json(file, "--gpus", card, "--mixed_precision", "bf16")
             self.assertEqual(plan["rows"][0]["step_s"], plain["rows"][0]["step_s"])
@@ -501,11 +505,12 @@ class Plan(unittest.TestCase):
         last = plan["rows"][-1]
         self.assertEqual(last["strategy"], "one rank, device_map over 8")
         self.assertTrue(last["fits"])
-        settings = plan["ways"][last["way"] - 1]["settings"]
+        settings = plan["strategies"][last["strategy_number"] - 1]["settings"]
         said = ", ".join(f"{key}: {value}" for key, value in settings.items())
         self.assertEqual(settings["model.device_map"], "balanced")
         self.assertIn("8 GPUs do not hold this as it is written. The fastest that computes as the "
-                      f"file does is way {last['way']}, one rank, device_map over 8: set {said} "
+                      f"file does is strategy {last['strategy_number']}, one rank, "
+                      f"device_map over 8: set {said} "
                       "and start one rank (lockstep train FILE, without --nproc-per-node)",
                       plan["notes"])
         first = next(row for row in plan["rows"] if row["fits"])
@@ -528,7 +533,7 @@ class Plan(unittest.TestCase):
         plan = self.json(file, "--gpus", "2xV100-16GB", *half, code=1)
         self.assertEqual(plan["rows"][1]["strategy"], "tensor parallel over 2")
         self.assertFalse(plan["fits"])
-        self.assertIn("is way 1, tensor parallel over 2: set per_device_train_batch_size: 2, "
+        self.assertIn("is strategy 1, tensor parallel over 2: set per_device_train_batch_size: 2, "
                       "gradient_accumulation_steps: 1, tensor_parallel_degree: 2",
                       plan["notes"][1])
         # elastic_gpu sets it by itself, and a file may say it.
