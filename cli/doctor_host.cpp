@@ -130,9 +130,13 @@ Check check_threads(const Machine& machine) {
 
 Check check_memory(const Machine& machine) {
   Check check{.name = "memory"};
-  const monitor::HostSample host = monitor::read_host(machine.files);
+  const std::string host = text_or_empty(machine.files.proc + "/meminfo");
+  const auto bytes_of = [&](const char* name) {
+    return number_after(host, name).value_or(0) * 1024;
+  };
+  const std::uint64_t total = bytes_of("MemTotal");
   const monitor::CgroupSample group = monitor::read_cgroup(0, machine.files);
-  std::uint64_t free = host.memory_available_bytes;
+  std::uint64_t free = bytes_of("MemAvailable");
   std::string limit = "no cgroup limit";
   if (group.memory_limit_bytes) {
     const std::uint64_t used = group.memory_used_bytes.value_or(0);
@@ -144,11 +148,10 @@ Check check_memory(const Machine& machine) {
     free = std::min(free, left);
   }
   const std::uint64_t share = free / static_cast<std::uint64_t>(machine.ranks);
-  check.value =
-      fmt::format("{} free of {} ({}): {} for each of {} ranks", bytes_text(free),
-                  bytes_text(host.memory_total_bytes), limit, bytes_text(share), machine.ranks);
+  check.value = fmt::format("{} free of {} ({}): {} for each of {} ranks", bytes_text(free),
+                            bytes_text(total), limit, bytes_text(share), machine.ranks);
   check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
-                {"total_bytes", integer_node(static_cast<std::int64_t>(host.memory_total_bytes))}};
+                {"total_bytes", integer_node(static_cast<std::int64_t>(total))}};
   if (machine.address_space != kUnlimited) {
     check.value +=
         fmt::format("; address space limited to {} (ulimit -v)", bytes_text(machine.address_space));

@@ -555,9 +555,9 @@ class DoctorRun(unittest.TestCase):
         self.assertIn("title\\x07adamw\n", text)
 
     def test_a_part_of_the_ranks_is_said_and_not_compared(self):
-        for phases, code, said in ((BALANCED, 0, "nothing found. 2 of 4 ranks are recorded here, so "
-                                    "it is not judged whether ranks wait for each other. Copy the "
-                                    "other hosts' monitor/rank_*.jsonl"),
+        for phases, code, said in ((BALANCED, 0, "nothing found. 2 of 4 ranks are recorded here, "
+                                    "so it is not judged whether ranks wait for each other. Copy "
+                                    "the other hosts' monitor/rank_*.jsonl"),
                                    (WAITING, 1, "\n2 of 4 ranks are recorded here")):
             self.record(phases, world_size=4, hosts=2)
             self.assertIn(said, self.doctor("--run", str(self.root), code=code).stdout)
