@@ -130,9 +130,13 @@ Check check_threads(const Machine& machine) {
 
 Check check_memory(const Machine& machine) {
   Check check{.name = "memory"};
-  const monitor::HostSample host = monitor::read_host(machine.files);
+  const std::string host = text_or_empty(machine.files.proc + "/meminfo");
+  const auto bytes_of = [&](const char* name) {
+    return number_after(host, name).value_or(0) * 1024;
+  };
+  const std::uint64_t total = bytes_of("MemTotal");
   const monitor::CgroupSample group = monitor::read_cgroup(0, machine.files);
-  std::uint64_t free = host.memory_available_bytes;
+  std::uint64_t free = bytes_of("MemAvailable");
   std::string limit = "no cgroup limit";
   if (group.memory_limit_bytes) {
     const std::uint64_t used = group.memory_used_bytes.value_or(0);
@@ -144,11 +148,10 @@ Check check_memory(const Machine& machine) {
     free = std::min(free, left);
   }
   const std::uint64_t share = free / static_cast<std::uint64_t>(machine.ranks);
-  check.value =
-      fmt::format("{} free of {} ({}): {} for each of {} ranks", bytes_text(free),
-                  bytes_text(host.memory_total_bytes), limit, bytes_text(share), machine.ranks);
+  check.value = fmt::format("{} free of {} ({}): {} for each of {} ranks", bytes_text(free),
+                            bytes_text(total), limit, bytes_text(share), machine.ranks);
   check.data = {{"free_bytes", integer_node(static_cast<std::int64_t>(free))},
-                {"total_bytes", integer_node(static_cast<std::int64_t>(host.memory_total_bytes))}};
+                {"total_bytes", integer_node(static_cast<std::int64_t>(total))}};
   if (machine.address_space != kUnlimited) {
     check.value +=
         fmt::format("; address space limited to {} (ulimit -v)", bytes_text(machine.address_space));
@@ -294,66 +297,66 @@ Resolved resolve(const std::string& host) {
   }
 }
 
-struct Way {
+struct MasterRoute {
   Resolved master;
   launch::Interface interface{};
   std::string problem{};   // why there is no interface
   bool this_host = false;  // the master is here
 };
 
-Way way_to(const std::string& master) {
-  Way way{.master = resolve(master)};
-  if (way.master.address.empty()) return way;
+MasterRoute route_to(const std::string& master) {
+  MasterRoute route{.master = resolve(master)};
+  if (route.master.address.empty()) return route;
   try {
-    way.interface = launch::interface_towards(way.master.address);
-    way.this_host = way.interface.loopback || way.interface.address == way.master.address;
+    route.interface = launch::interface_towards(route.master.address);
+    route.this_host = route.interface.loopback || route.interface.address == route.master.address;
   } catch (const Error& error) {
-    way.problem = error.what();
+    route.problem = error.what();
   }
-  return way;
+  return route;
 }
 
-Check check_master(const Machine& machine, const Way& way) {
+Check check_master(const Machine& machine, const MasterRoute& route) {
   Check check{.name = "master"};
   const std::string& host = machine.request.master_addr;
-  if (way.master.address.empty()) {
-    check.value = fmt::format("'{}' does not resolve ({})", host, way.master.problem);
+  if (route.master.address.empty()) {
+    check.value = fmt::format("'{}' does not resolve ({})", host, route.master.problem);
     return check.fail(
         "Check the spelling, add the name to DNS or /etc/hosts on every host, or give "
         "an IP address with --master-addr.");
   }
   check.value =
-      fmt::format("{} is {}{}", host, way.master.address, way.this_host ? ", this host" : "");
-  check.data = {{"address", text_node(way.master.address)},
-                {"this_host", bool_node(way.this_host)}};
-  if (!is_loopback(way.master.address) || is_loopback(host)) return check;
+      fmt::format("{} is {}{}", host, route.master.address, route.this_host ? ", this host" : "");
+  check.data = {{"address", text_node(route.master.address)},
+                {"this_host", bool_node(route.this_host)}};
+  if (!is_loopback(route.master.address) || is_loopback(host)) return check;
   return check.warn(
       "The name leads to the loopback interface, which other hosts cannot reach. Give "
       "this host's address on the network with --master-addr, or mend /etc/hosts.");
 }
 
-Check check_interface(const Way& way) {
+Check check_interface(const MasterRoute& route) {
   Check check{.name = "interface"};
-  if (way.master.address.empty()) return check.skip("the master does not resolve");
-  if (!way.problem.empty()) {
-    check.value = way.problem;
-    return check.fail("Compare with ip route get " + way.master.address + ".");
+  if (route.master.address.empty()) return check.skip("the master does not resolve");
+  if (!route.problem.empty()) {
+    check.value = route.problem;
+    return check.fail("Compare with ip route get " + route.master.address + ".");
   }
-  check.value = fmt::format("{} ({}) leads to the master{}", way.interface.name,
-                            way.interface.address, way.interface.loopback ? "; loopback" : "");
-  check.data = {{"name", text_node(way.interface.name)},
-                {"address", text_node(way.interface.address)},
-                {"loopback", bool_node(way.interface.loopback)}};
+  check.value = fmt::format("{} ({}) leads to the master{}", route.interface.name,
+                            route.interface.address, route.interface.loopback ? "; loopback" : "");
+  check.data = {{"name", text_node(route.interface.name)},
+                {"address", text_node(route.interface.address)},
+                {"loopback", bool_node(route.interface.loopback)}};
   return check;
 }
 
-Check check_port(const Machine& machine, const std::optional<Way>& way) {
+Check check_port(const Machine& machine, const std::optional<MasterRoute>& route) {
   Check check{.name = "port"};
   const int port = machine.request.master_port;
   check.data = {{"port", integer_node(port)}};
   const auto reach =
-      !way || way->interface.loopback ? launch::Reach::kLoopback : launch::Reach::kNetwork;
-  if (way && !way->this_host) {
+      !route || route->interface.loopback ? launch::Reach::kLoopback : launch::Reach::kNetwork;
+  if (route && !route->this_host) {
     return check.skip("the master is another host: run lockstep doctor there");
   }
   try {
@@ -383,8 +386,8 @@ std::vector<Check> network_checks(const Machine& machine) {
     return {Check{.name = "master"}.skip(kOneHost), Check{.name = "interface"}.skip(kOneHost),
             check_port(machine, std::nullopt)};
   }
-  const Way way = way_to(machine.request.master_addr);
-  return {check_master(machine, way), check_interface(way), check_port(machine, way)};
+  const MasterRoute route = route_to(machine.request.master_addr);
+  return {check_master(machine, route), check_interface(route), check_port(machine, route)};
 }
 
 }  // namespace lockstep::cli

@@ -129,12 +129,6 @@ class Output(unittest.TestCase):
 
 
 class Host(unittest.TestCase):
-    def test_more_threads_than_cores(self):
-        found, result = checks("--nproc-per-node=2", OMP_NUM_THREADS="512")
-        self.assertEqual(found["threads"]["status"], "warn")
-        self.assertIn("1024 threads on", found["threads"]["value"])
-        self.assertEqual(checks("--nproc-per-node=2")[0]["threads"]["status"], "ok")
-
     def test_more_ranks_than_cores(self):
         one = min(os.sched_getaffinity(0))
         found, _ = checks("--nproc-per-node=2", before=lambda: os.sched_setaffinity(0, {one}))
@@ -142,16 +136,10 @@ class Host(unittest.TestCase):
         self.assertIn(f"1 core for 2 ranks (affinity {one},", found["cores"]["value"])
 
     def test_few_open_files(self):
-        def limit(soft, hard):
-            return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        found, result = checks("--nproc-per-node=4", before=limit(26, hard))
+        found, result = checks("--nproc-per-node=4", before=lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (26, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
         self.assertEqual((found["open_files"]["status"], result.returncode), ("fail", 1))
         self.assertEqual(found["open_files"]["data"]["soft"], 26)
-        self.assertIn("ulimit -n", found["open_files"]["remedy"])
-        found, _ = checks("--nproc-per-node=4", before=limit(200, 200))
-        self.assertEqual(found["open_files"]["status"], "warn")
-        self.assertIn("limits.conf", found["open_files"]["remedy"])
 
     @unittest.skipIf("Host.test_limited_address_space" in os.environ.get("GTEST_FILTER", ""),
                      "tests/other_arch_skipped.txt")
@@ -162,32 +150,15 @@ class Host(unittest.TestCase):
         self.assertIn(found["memory"]["status"], ("warn", "fail"))
         self.assertIn("address space limited to 4.0 GiB", found["memory"]["value"])
 
-    def test_output_folder(self):
-        with tempfile.TemporaryDirectory() as root:
-            found, _ = checks(f"--output-dir={root}/new/run")
-            self.assertGreater(found["disk"]["data"]["free_bytes"], 0)
-            self.assertFalse(os.path.exists(root + "/new"))
-            with open(root + "/file", "w"):
-                pass
-            found, result = checks("--output-dir", root + "/file/run")
-            self.assertEqual((found["disk"]["status"], result.returncode), ("fail", 1))
-
-    @unittest.skipUnless(has_namespaces("-m"), "no mount namespaces here")
-    def test_small_file_systems(self):
-        def mounted(folder):
-            return ["unshare", "-m", "sh", "-c",
-                    f'mount -t tmpfs -o size=16m tmpfs {folder} && exec "$@"', "sh"]
-        found, result = checks(prefix=mounted("/dev/shm"))
+    def test_a_small_shm(self):
+        mounted = ["unshare", "-m", "sh", "-c",
+                   'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh"]
+        found, result = checks(prefix=mounted)
         self.assertEqual(found["shm"]["status"], "warn", found["shm"])
         self.assertEqual(found["shm"]["data"]["total_bytes"], 16 << 20)
-        self.assertIn("--shm-size=1g", found["shm"]["remedy"])
         with Driver(HEALTHY) as driver:  # NCCL cannot do without
-            found, result = checks(prefix=mounted("/dev/shm"), **driver)
+            found, result = checks(prefix=mounted, **driver)
             self.assertEqual((found["shm"]["status"], result.returncode), ("fail", 1))
-            self.assertEqual(checks(**driver)[0]["driver"]["status"], "ok")
-        with tempfile.TemporaryDirectory() as root:
-            found, result = checks("--output-dir", root, prefix=mounted(root))
-            self.assertEqual((found["disk"]["status"], result.returncode), ("fail", 1))
 
 
 def driver_version():
@@ -233,39 +204,25 @@ class Gpus(unittest.TestCase):
         self.assertEqual(found["driver"]["data"]["cuda"], 13000)
         self.assertIn("2 ranks on 2 visible GPUs", found["gpu_per_rank"]["value"])
 
-    def test_a_lost_gpu(self):
-        found, result = self.checks(HEALTHY + "1 power lost\n")
-        self.assertEqual((found["gpu_errors"]["status"], result.returncode), ("fail", 1))
-        self.assertRegex(found["gpu_errors"]["lines"][0], "^GPU 1 at 0000:2a:00.0: GPU is lost")
-
-    def test_throttled_and_in_use(self):
-        found, result = self.checks(HEALTHY + "1 reasons 68\n0 used 40000000000\n0 processes 7:9\n")
-        self.assertEqual(found["throttling"]["status"], "warn")
-        self.assertIn("software power cap, hardware thermal slowdown",
-                      found["throttling"]["lines"][0])
-        self.assertEqual(found["gpu_memory"]["status"], "warn")
-        self.assertIn("by pid 7", found["gpu_memory"]["lines"][0])
-
-    def test_ecc_and_xid(self):
-        found, result = self.checks(HEALTHY + "0 ecc_uncorrected 3\n1 xid 79\n")
-        self.assertEqual((found["gpu_errors"]["status"], found["xid"]["status"]), ("fail", "fail"))
-        self.assertIn("GPU 0 at 0000:1a:00.0: 3 uncorrected ECC errors",
-                      found["gpu_errors"]["lines"])
-        self.assertIn("GPU 1: Xid 79 now", found["xid"]["lines"])
+    def test_cards_that_fail(self):
+        found, result = self.checks(HEALTHY + "1 power lost\n0 xid 79\n0 reasons 68\n"
+                                    "0 used 40000000000\n0 processes 7:9\n")
         self.assertEqual(result.returncode, 1)
-        found, _ = self.checks(HEALTHY + "0 ecc_corrected 3\n")
-        self.assertEqual(found["gpu_errors"]["status"], "warn")
+        for name, status, line in (
+                ("gpu_errors", "fail", "^GPU 1 at 0000:2a:00.0: GPU is lost"),
+                ("xid", "fail", "^GPU 0: Xid 79 now$"),
+                ("throttling", "warn", "software power cap, hardware thermal slowdown"),
+                ("gpu_memory", "warn", "by pid 7")):
+            self.assertEqual(found[name]["status"], status, found[name])
+            self.assertRegex(found[name]["lines"][0], line)
         self.assertEqual(result.stderr, "", "the same as lines of a log")
 
     def test_ranks_and_gpus(self):
         found, result = self.checks(HEALTHY, "--nproc-per-node=3")
         self.assertEqual((found["gpu_per_rank"]["status"], result.returncode), ("fail", 1))
-        self.assertIn("cuda:2", found["gpu_per_rank"]["value"])
-        found, _ = self.checks(HEALTHY, "--nproc-per-node=1")
+        found, _ = self.checks(HEALTHY, "--nproc-per-node=3",
+                               more=dict(LOCKSTEP_SHARE_DEVICE="1"))
         self.assertEqual(found["gpu_per_rank"]["status"], "warn")
-        self.assertIn("1 GPU stays idle", found["gpu_per_rank"]["remedy"])
-        found, _ = self.checks(HEALTHY, more=dict(LOCKSTEP_SHARE_DEVICE="1"))
-        self.assertEqual(found["gpu_per_rank"]["status"], "ok")
 
     def test_a_driver_that_does_not_start(self):
         found, result = self.checks(HEALTHY, more=dict(FAKE_CUDA="broken"))
@@ -275,15 +232,6 @@ class Gpus(unittest.TestCase):
         found, _ = self.checks("init error:9\n")
         self.assertEqual(found["driver"]["status"], "warn")
         self.assertIn("Driver Not Loaded", found["driver"]["value"])
-
-    def test_another_cudnn_is_found_first(self):
-        with tempfile.TemporaryDirectory() as folder:
-            with open(folder + "/libcudnn.so.9", "w"):
-                pass
-            found, _ = self.checks(HEALTHY,
-                                   LD_LIBRARY_PATH=os.path.join(LIB, "fake_cuda") + ":" + folder)
-        self.assertEqual(found["cudnn"]["status"], "warn")
-        self.assertIn(f"Remove {folder} from LD_LIBRARY_PATH", found["cudnn"]["remedy"])
 
 
 class Network(unittest.TestCase):
@@ -300,12 +248,10 @@ class Network(unittest.TestCase):
         found, _ = checks(f"--master-port={port}")
         self.assertIn(f"{port} is free", found["port"]["value"])
 
-    def test_a_name_that_does_not_resolve(self):
+    def test_the_name_of_the_master(self):
         found, result = checks("--master-addr=no-such-host.invalid")
         self.assertEqual((found["master"]["status"], result.returncode), ("fail", 1))
         self.assertEqual(found["interface"]["status"], "skip")
-
-    def test_loopback(self):
         found, _ = checks("--master-addr=127.0.0.1")
         self.assertTrue(found["master"]["data"]["this_host"])
         self.assertTrue(found["interface"]["data"]["loopback"])
@@ -559,38 +505,15 @@ class DoctorRun(unittest.TestCase):
         self.addCleanup(directory.cleanup)
         self.root = pathlib.Path(directory.name)
 
-    def record(self, phases, steps=50):
+    def record(self, phases, steps=50, **facts):
         folder = self.root / "monitor"
         folder.mkdir(exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(FACTS))
+        (folder / "run.json").write_text(json.dumps(FACTS | facts))
         for rank in (0, 1):
             lines = [{"unix_time_s": 1e9 + i, "seconds": 1.0, "step": steps * i, "steps": steps,
                       "host_s": phases, "resident_bytes": 1 << 30,
                       "counts": {"batches": steps, "load_ns": steps * 40000000},
                       "process": {"seconds": 1.0, "cores": 0.5}} for i in range(10)]
-            (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-
-    def record_hosts(self, clocks, facts=None, slow=None, started=1e9, ranks=None, earlier=()):
-        """Two ranks on each host, which differ in their clocks by so many seconds. The rank `slow`
-        computes 60 % longer than the others, which wait for it."""
-        folder = self.root / "monitor"
-        folder.mkdir(exist_ok=True)
-        size = 2 * len(clocks)
-        known = dict(FACTS, world_size=size, hosts=len(clocks), started_unix_s=started)
-        (folder / "run.json").write_text(json.dumps(known | (facts or {})))
-        for rank in range(size) if ranks is None else ranks:
-            busy = {"data": 0.02, "forward": 0.31, "backward": 0.62, "communication": 0.03,
-                    "optimizer": 0.02}
-            waits = {"data": 0.02, "forward": 0.19, "backward": 0.38, "communication": 0.39,
-                     "optimizer": 0.02}
-            phases = busy if rank == slow else waits if slow is not None else BALANCED
-            clock = clocks[rank // 2]
-            lines = []
-            for begin, step in (*earlier, (started, 0)):
-                lines += [{"unix_time_s": begin + clock + i + 1, "seconds": 1.0, "start": i == 0,
-                           "step": step + 20 * (i + 1), "steps": 20, "host_s": phases,
-                           "resident_bytes": 1 << 30, "process": {"seconds": 1.0, "cores": 0.9}}
-                          for i in range(40)]
             (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 
     def doctor(self, *flags, code):
@@ -625,63 +548,21 @@ class DoctorRun(unittest.TestCase):
         self.assertAlmostEqual(report["ranks"][1]["step_s"], 0.02)
 
     def test_text_of_the_record_cannot_steer_the_terminal(self):
-        self.record(BALANCED)
-        facts = dict(FACTS, optimizer="\x1b]0;title\x07adamw")
-        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
+        self.record(BALANCED, optimizer="\x1b]0;title\x07adamw")
         text = self.doctor("--run", str(self.root), code=0).stdout
         self.assertNotIn("\x1b", text)
         self.assertNotIn("\x07", text)
         self.assertIn("title\\x07adamw\n", text)
 
-    def test_an_earlier_start_is_not_judged(self):
-        self.record(WAITING)
-        facts = dict(FACTS, started_unix_s=1e9 + 100)
-        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
-        text = self.doctor("--run", str(self.root), code=0).stdout
-        self.assertRegex(text, r"(?m)^ +0 +0 +[0-9.]+ +[0-9.]+ GiB")
-        self.assertIn("too few steps to judge the run", text)
-
-    def test_clocks_of_hosts_that_differ_hide_no_straggler(self):
-        for clocks in ([0, -3600], [0, 3600], [0, -86400 * 400]):
-            for slow in (0, 3):
-                self.record_hosts(clocks, slow=slow)
-                report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
-                self.assertEqual([(f["rule"], f["rank"]) for f in report["findings"]],
-                                 [("straggler", slow)], clocks)
-                self.assertEqual([r["steps"] for r in report["ranks"]], [800] * 4)
-        # What an earlier start recorded, by the same clocks, does not count.
-        self.record_hosts([0, -3600], started=1e9, slow=2, earlier=[(1e9 - 5000, 0)])
-        report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
-        self.assertEqual([r["steps"] for r in report["ranks"]], [800] * 4)
-
-    def test_clocks_of_programs_without_steps(self):
-        self.record_hosts([0, -3600], facts={"program": "python train.py"})
-        for rank in range(4):
-            path = self.root / "monitor" / f"rank_{rank}.jsonl"
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            for line in lines:
-                line.update(step=-1, steps=0, host_s={"other": 1.0}, collectives=20,
-                            collective_share=0.1 if rank == 3 else 0.7)
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        report = json.loads(self.doctor("--json", "--run", str(self.root), code=1).stdout)
-        self.assertEqual([(f["rule"], f["rank"]) for f in report["findings"]], [("straggler", 3)])
-
     def test_a_part_of_the_ranks_is_said_and_not_compared(self):
-        # The ranks here wait for rank 3, of which nothing is known on this host.
-        self.record_hosts([0, 0], slow=3, ranks=(0, 1))
-        text = self.doctor("--run", str(self.root), code=0).stdout
-        self.assertIn("nothing found. 2 of 4 ranks are recorded here, so it is not judged whether "
-                      "ranks wait for each other. Copy the other hosts' monitor/rank_*.jsonl", text)
-        self.assertNotIn("every rank waits", text)
-        report = json.loads(self.doctor("--json", "--run", str(self.root), code=0).stdout)
-        self.assertFalse(report["healthy"] or report["all_ranks_recorded"])
-        # With a finding that needs no other rank it is said, too.
-        self.record(WAITING)
-        facts = dict(FACTS, world_size=4, hosts=2)
-        (self.root / "monitor" / "run.json").write_text(json.dumps(facts))
-        text = self.doctor("--run", str(self.root), code=1).stdout
-        self.assertRegex(text, r"(?m)^2 of 4 ranks are recorded here")
-        self.assertRegex(text, r"(?m)^1\. loader-bound")
+        for phases, code, said in ((BALANCED, 0, "nothing found. 2 of 4 ranks are recorded here, "
+                                    "so it is not judged whether ranks wait for each other. Copy "
+                                    "the other hosts' monitor/rank_*.jsonl"),
+                                   (WAITING, 1, "\n2 of 4 ranks are recorded here")):
+            self.record(phases, world_size=4, hosts=2)
+            self.assertIn(said, self.doctor("--run", str(self.root), code=code).stdout)
+            report = json.loads(self.doctor("--json", "--run", str(self.root), code=code).stdout)
+            self.assertFalse(report["healthy"] or report["all_ranks_recorded"])
 
     def test_too_early(self):
         self.record(WAITING, steps=0)

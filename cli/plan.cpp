@@ -33,12 +33,12 @@ constexpr const char* kPlanHelp =
     "usage: lockstep plan FILE [--gpus 4xH100-80GB | detected | cpu] [--tokens N]\n"
     "                     [--scale 8,64,512] [--link nvlink+ib400] [--gpus-per-node N]\n"
     "                     [--mfu SHARE | --tokens-per-second N] [--unfused] [--json]\n"
-    "                     [--probe [--probe-ways N]] [--write FILE [--way K]] [--KEY VALUE ...]"
-    "\n\n"
+    "                     [--probe [--probe-strategies N]] [--write FILE [--strategy K]]\n"
+    "                     [--KEY VALUE ...]\n\n"
     "What training as FILE says costs: parameters, memory of each GPU, whether it fits, the\n"
     "strategy, batch and accumulation for 1, 2, 3, 4, ... GPUs, step time and speed-up; and the\n"
-    "fastest ways to train with the same global batch. Reads no data and no weights. Ends with 1\n"
-    "when it does not train as it is written, and says what to change.\n\n"
+    "fastest strategies to train with the same global batch. Reads no data and no weights. Ends\n"
+    "with 1 when it does not train as it is written, and says what to change.\n\n"
     "--gpus               cards and how many; without it those of this machine\n"
     "--tokens N           time to train on so many tokens (50e9)\n"
     "--scale N,N,...      step time and efficiency on so many GPUs, with the file's global batch\n"
@@ -51,12 +51,11 @@ constexpr const char* kPlanHelp =
     "--mfu SHARE          of the card's peak that training reaches, in place of what follows from\n"
     "                     the model\n"
     "--tokens-per-second N   measured on one GPU with this file; wins over --mfu\n"
-    "--probe              runs three steps of each of the best ways on this machine, which "
-    "replace\n"
-    "                     the estimates and are kept for the next plan\n"
-    "--probe-ways N       how many of the best (4)\n"
-    "--ways N|all         how many ways to show (8)\n"
-    "--write FILE         a new training file with the settings of the fastest way, or of way K\n"
+    "--probe              runs three steps of each of the best strategies on this machine,\n"
+    "                     which replace the estimates and are kept for the next plan\n"
+    "--probe-strategies N   how many of the best (4)\n"
+    "--strategies N|all   how many strategies to show (8)\n"
+    "--write FILE         a new training file with the settings of the fastest, or of K\n"
     "--unfused            a language model of ATen's operations, which needs more memory\n"
     "docs/plan.md says how the figures are made and how far they can be trusted.\n";
 
@@ -90,18 +89,18 @@ PlanRequest parse_plan(const Args& args) {
   flags.toggle("--json", request.json);
   flags.toggle("--unfused", request.unfused);
   flags.toggle("--probe", request.probe);
-  flags.integer("--probe-ways", request.probe_ways, 1, 100);
+  flags.integer("--probe-strategies", request.probe_strategies, 1, 100);
   flags.text("--gpus", request.gpus, "a value. `lockstep plan --help` has examples");
   number("--tokens", 1, 1e18, request.tokens);
   flags.value("--scale", [&](const std::string& text) { request.scale = parse_counts(text); });
   flags.text("--link", request.link);
   flags.integer("--gpus-per-node", request.per_node, 1, 1024);
   flags.text("--write", request.write);
-  flags.integer("--way", request.way, 1, 1000);
-  flags.value("--ways", [&](const std::string& text) {
-    request.ways = text == "all"
-                       ? SIZE_MAX
-                       : static_cast<std::size_t>(env::parse_int(text, "--ways", 1, 1000));
+  flags.integer("--strategy", request.strategy, 1, 1000);
+  flags.value("--strategies", [&](const std::string& text) {
+    request.strategies =
+        text == "all" ? SIZE_MAX
+                      : static_cast<std::size_t>(env::parse_int(text, "--strategies", 1, 1000));
   });
   number("--mfu", 0.001, 1, request.speed.utilisation);
   number("--tokens-per-second", 1e-3, 1e12, request.speed.tokens_per_second);
@@ -121,9 +120,9 @@ PlanRequest parse_plan(const Args& args) {
         "--write makes a new file, and {} is there already. Give another path: --write "
         "planned.yaml.",
         request.write);
-  if (request.way && request.write.empty())
-    throw UsageError("plan", "--way {} chooses what --write FILE writes. Give that, too.",
-                     *request.way);
+  if (request.strategy && request.write.empty())
+    throw UsageError("plan", "--strategy {} chooses what --write FILE writes. Give that, too.",
+                     *request.strategy);
   return request;
 }
 
@@ -137,7 +136,7 @@ std::vector<int> counts_up_to(int count) {
   return counts;
 }
 
-// How fast a CPU is is not known, and an assumption is good enough to tell ways apart.
+// How fast a CPU is is not known, and an assumption is good enough to tell strategies apart.
 plan::Machine machine_to_rank(const PlanReport& report) {
   plan::Machine machine = report.machine;
   if (machine.card.cpu && !machine.speed.tokens_per_second)
@@ -145,8 +144,8 @@ plan::Machine machine_to_rank(const PlanReport& report) {
   return machine;
 }
 
-// The file's own strategy where that fits, and otherwise the fastest way that computes as the file
-// does: where it has all devices, the first such way of the table.
+// The file's own strategy where that fits, and otherwise the fastest that computes as the file
+// does: where it has all devices, the first such strategy of the table.
 PlanRow row_of(const PlanReport& report, int gpus) {
   const plan::Training& t = report.training;
   const plan::Machine& machine = report.machine;
@@ -154,16 +153,16 @@ PlanRow row_of(const PlanReport& report, int gpus) {
   const plan::Choice& c = usual.choice;
   const plan::Parts own = plan::as_written(t, machine.card, gpus);
   if (c.fits && (c.as_written || own == c)) return usual;
-  const bool in_table = gpus == report.devices.count && !report.ways.empty();
-  const std::vector<plan::Way> ways =
-      in_table ? report.ways : plan::rank_ways(t, machine_to_rank(report), gpus);
-  const auto way = std::ranges::find_if(ways, [&](const plan::Way& one) {
+  const bool in_table = gpus == report.devices.count && !report.strategies.empty();
+  const std::vector<plan::Strategy> strategies =
+      in_table ? report.strategies : plan::rank_strategies(t, machine_to_rank(report), gpus);
+  const auto strategy = std::ranges::find_if(strategies, [&](const plan::Strategy& one) {
     return one.choice.gpus == gpus && one.checkpointing == t.checkpointing && one.half == t.half &&
            one.fp8 == t.fp8;
   });
-  if (way == ways.end()) return usual;
-  PlanRow row{*way, 0, way->settings};
-  if (in_table) row.way = 1 + static_cast<std::size_t>(way - ways.begin());
+  if (strategy == strategies.end()) return usual;
+  PlanRow row{*strategy, 0, strategy->settings};
+  if (in_table) row.number = 1 + static_cast<std::size_t>(strategy - strategies.begin());
   if (!plan::timed(t, machine, row.choice).step) row.step.reset();
   return row;
 }
@@ -178,9 +177,9 @@ std::string written_note(const PlanReport& report, const PlanRow& row) {
     return fmt::format(
         "{} do not hold this as it is written. The fastest that computes as the file does is {}{}: "
         "set {}{}",
-        devices, row.way > 0 ? fmt::format("way {}, ", row.way) : "", report.strategy(c),
-        settings_text(row.settings),
-        c.strategy == plan::Strategy::kSplit
+        devices, row.number > 0 ? fmt::format("strategy {}, ", row.number) : "",
+        report.strategy_text(c), settings_text(row.settings),
+        c.distribution == plan::Distribution::kSplit
             ? " and start one rank (lockstep train FILE, without --nproc-per-node)"
             : "");
   if (!c.smaller_batch) return "";
@@ -280,8 +279,8 @@ void note_type(PlanReport& report) {
 }
 
 // Ranked by estimates, and by what was measured on this machine. How fast a CPU is is not known
-// before that, and the estimates of its ways are good for their order only.
-void add_ways(PlanReport& report, bool here) {
+// before that, and the estimates of its strategies are good for their order only.
+void add_strategies(PlanReport& report, bool here) {
   const PlanRequest& request = report.request;
   if (request.probe && !here)
     throw UsageError("plan",
@@ -292,37 +291,39 @@ void add_ways(PlanReport& report, bool here) {
   const std::string key = training_key(report.training, cpu ? "cpu" : "gpu", report.devices.count);
   std::vector<plan::Measurement> known;
   if (here && !request.speed.tokens_per_second && !request.speed.utilisation)
-    known = saved_ways(key);
+    known = saved_strategies(key);
   const bool times = request.probe || !known.empty();
-  report.ways = plan::rank_ways(report.training, times ? machine_to_rank(report) : report.machine,
-                                report.devices.count);
-  // Each measurement may change the ranking; the loop ends when the first ways are measured.
+  report.strategies = plan::rank_strategies(
+      report.training, times ? machine_to_rank(report) : report.machine, report.devices.count);
+  // Each measurement may change the ranking; the loop ends when the first strategies are measured.
   std::vector<plan::Measurement> fresh;
-  for (int runs = 0; request.probe && runs < 2 * request.probe_ways; ++runs) {
-    plan::use_measurements(report.ways, report.training, fresh);
-    const auto end = report.ways.begin() +
-                     static_cast<std::ptrdiff_t>(std::min(
-                         report.ways.size(), static_cast<std::size_t>(request.probe_ways)));
+  for (int runs = 0; request.probe && runs < 2 * request.probe_strategies; ++runs) {
+    plan::use_measurements(report.strategies, report.training, fresh);
+    const auto end =
+        report.strategies.begin() +
+        static_cast<std::ptrdiff_t>(
+            std::min(report.strategies.size(), static_cast<std::size_t>(request.probe_strategies)));
     const auto next =
-        std::find_if(report.ways.begin(), end, [](const plan::Way& way) { return !way.measured; });
+        std::find_if(report.strategies.begin(), end,
+                     [](const plan::Strategy& strategy) { return !strategy.measured; });
     if (next == end) break;
-    if (const auto seen = probe_way(request.file, *next, cpu)) {
+    if (const auto seen = probe_strategy(request.file, *next, cpu)) {
       fresh.push_back(*seen);
-      save_ways(key, {*seen});  // at once: the next one may be interrupted
+      save_strategies(key, {*seen});  // at once: the next one may be interrupted
     } else {
-      report.ways.erase(next);
+      report.strategies.erase(next);
     }
   }
   for (const plan::Measurement& one : known)
     if (std::ranges::none_of(fresh, [&](const auto& other) { return one.is_like(other); }))
       fresh.push_back(one);
-  plan::use_measurements(report.ways, report.training, fresh);
-  if (const auto way = std::ranges::find_if(
-          report.ways, [](const plan::Way& one) { return !one.disturbance.empty(); });
-      way != report.ways.end())
+  plan::use_measurements(report.strategies, report.training, fresh);
+  if (const auto strategy = std::ranges::find_if(
+          report.strategies, [](const plan::Strategy& one) { return !one.disturbance.empty(); });
+      strategy != report.strategies.end())
     report.note(
-        fmt::format("a way was measured while {}: measure again on an idle machine (--probe)",
-                    way->disturbance));
+        fmt::format("a strategy was measured while {}: measure again on an idle machine (--probe)",
+                    strategy->disturbance));
 }
 
 // The data are not read, so the lengths of their samples are not known here.
@@ -355,7 +356,7 @@ PlanReport make_report(const PlanRequest& request) {
   note_length(report, task.data);
   if (report.training.offload && !here.devices.card.cpu)
     report.note("offload: the host's memory and the time of copies from and to it are not planned");
-  add_ways(report, !here.name.empty());
+  add_strategies(report, !here.name.empty());
   add_rows(report);
   add_scale(report);
   if (!report.fits() && !report.refused()) {
@@ -369,25 +370,27 @@ PlanReport make_report(const PlanRequest& request) {
 
 // ---------------------------------------------------------------- --write
 
-void write_way(const PlanReport& r) {
+void write_strategy(const PlanReport& r) {
   const PlanRequest& request = r.request;
   if (request.write.empty()) return;
-  if (r.ways.empty())
+  if (r.strategies.empty())
     throw UsageError(
         "plan", "nothing is written to {}: {}.", request.write,
-        r.rows.back().step ? "no way keeps the global batch"
+        r.rows.back().step ? "no strategy keeps the global batch"
         : r.rows.back().choice.fits
             ? "how fast the device computes is not known (--probe or --tokens-per-second)"
             : "nothing fits");
-  const auto number = static_cast<std::size_t>(request.way.value_or(1));
-  if (number > r.ways.size())
-    throw UsageError("plan", "--way {}: there are {} ways.", number, r.ways.size());
-  const plan::Way& way = r.ways[number - 1];
+  const auto number = static_cast<std::size_t>(request.strategy.value_or(1));
+  if (number > r.strategies.size())
+    throw UsageError("plan", "--strategy {}: there are {} strategies.", number,
+                     r.strategies.size());
+  const plan::Strategy& strategy = r.strategies[number - 1];
   write_file_atomically(request.write,
-                        planned_text(load_document(request.file), request.file, way.settings));
-  const int ranks = way.choice.strategy == plan::Strategy::kSplit ? 1 : way.choice.gpus;
+                        planned_text(load_document(request.file), request.file, strategy.settings));
+  const int ranks =
+      strategy.choice.distribution == plan::Distribution::kSplit ? 1 : strategy.choice.gpus;
   print_text(stderr, "written to {}: {}. Start it with `{}lockstep train {}`.\n", request.write,
-             settings_text(way.settings),
+             settings_text(strategy.settings),
              ranks > 1 ? fmt::format("lockstep run --nproc-per-node={} ", ranks) : "",
              request.write);
 }
@@ -455,7 +458,7 @@ int plan_command(const Args& args) {
     for (const std::string& note : report.notes) print_text(stderr, "note: {}\n", note);
     print_text("{}", plan_text(report));
   }
-  write_way(report);
+  write_strategy(report);
   return report.fits() || !report.request.write.empty() ? 0 : 1;
 }
 

@@ -3,8 +3,8 @@
 //
 //   const Here here = devices_here("4xH100-80GB");      // "": what is found here
 //   plan::Cluster cluster = cluster_of("nvlink+ib400", 8, here);
-//   const auto measured = probe_way("train.yaml", way, /*cpu=*/true);
-//   write_file_atomically("planned.yaml", planned_text(file, "train.yaml", way.settings));
+//   const auto measured = probe_strategy("train.yaml", strategy, /*cpu=*/true);
+//   write_file_atomically("planned.yaml", planned_text(file, "train.yaml", strategy.settings));
 //
 // Functions without state; call from any thread.
 #pragma once
@@ -49,17 +49,17 @@ struct PlanRequest {
   bool unfused = false;
   bool json = false;
   std::string write{};
-  std::optional<int> way{};
-  std::size_t ways = 8;
+  std::optional<int> strategy{};
+  std::size_t strategies = 8;
   bool probe = false;
-  int probe_ways = 4;
+  int probe_strategies = 4;
 };
 
 struct PlanRow : plan::Timed {
   double speedup = 0;
-  // The settings of the way in this row, if the file's own strategy does not fit.
+  // The settings of the strategy in this row, if the file's own strategy does not fit.
   std::vector<plan::Setting> settings{};
-  std::size_t way = 0;  // its number in the table of ways; 0: it is not in it
+  std::size_t number = 0;  // its number in the table of strategies; 0: it is not in it
 };
 
 struct PlanReport {
@@ -74,7 +74,7 @@ struct PlanReport {
   int stops_at = 0;
   std::vector<plan::Change> changes{};
   std::uint64_t written_bytes = 0;  // the size before the changes
-  std::vector<plan::Way> ways{};
+  std::vector<plan::Strategy> strategies{};
 
   const char* device_text() const { return devices.card.cpu ? "rank" : "GPU"; }
   std::string devices_text(int count) const {
@@ -92,7 +92,7 @@ struct PlanReport {
   void note(std::string text) {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
   }
-  std::string strategy(const plan::Choice& choice) const {
+  std::string strategy_text(const plan::Choice& choice) const {
     return plan::parts_text(choice, devices.card.cpu);
   }
   const char* unit() const { return training.model.causal_lm() != nullptr ? "token" : "sample"; }
@@ -108,13 +108,14 @@ Node plan_node(const PlanReport& report);
 
 // ---------------------------------------------------------------- probe and file
 
-// Runs a few steps of a way on this machine, with the file's settings replaced by the way's, on the
+// Runs a few steps on this machine, with the file's settings replaced by the strategy's, on the
 // file's data; nothing is saved, evaluated or reported. The fastest of the last three steps counts,
 // because the others were disturbed. Prints on stderr the measurement, or why there is none; then
 // there is no value.
-std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way, bool cpu);
+std::optional<plan::Measurement> probe_strategy(const std::string& file,
+                                                const plan::Strategy& strategy, bool cpu);
 
-// YAML: the way's settings, each below a comment with the key's meaning and its value in the file
+// YAML: the settings, each below a comment with the key's meaning and its value in the file
 // `name`, then the file's other keys with their values, one on a line. fsdp_config is omitted where
 // a setting turns fsdp off.
 std::string planned_text(const Node& file, const std::string& name,

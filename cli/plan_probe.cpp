@@ -120,15 +120,15 @@ std::string planned_text(const Node& file, const std::string& name,
   return fmt::format("{}# As in {}:\n{}", text, name, others);
 }
 
-std::optional<plan::Measurement> probe_way(const std::string& file, const plan::Way& way,
-                                           bool cpu) {
+std::optional<plan::Measurement> probe_strategy(const std::string& file,
+                                                const plan::Strategy& strategy, bool cpu) {
   if (train_program().empty())
     throw UsageError("plan",
                      "--probe runs steps, and libexec/lockstep-train is not there: this build has "
                      "no LibTorch.");
   const ScratchFolder folder("plan");
   const std::string planned = folder.path() + "/planned.yaml";
-  write_file_atomically(planned, planned_text(load_document(file), file, way.settings));
+  write_file_atomically(planned, planned_text(load_document(file), file, strategy.settings));
   const int steps = kSteps + (cpu ? kFirstCpu : kFirstGpu);
   std::vector<std::string> arguments{"plan-probe",
                                      folder.path(),
@@ -142,18 +142,18 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
         "elastic_gpu=false", "auto_find_batch_size=false", "resume_from_checkpoint=never",
         "early_stopping_patience=none"})
     arguments.push_back(std::string("--") + off);
-  // `auto` may shard where the way does not.
-  if (way.choice.strategy == plan::Strategy::kDdp)
+  // `auto` may shard where the strategy does not.
+  if (strategy.choice.distribution == plan::Distribution::kDdp)
     arguments.emplace_back("--shard_optimizer=false");
   if (cpu) arguments.emplace_back("--use_cpu=true");
-  const plan::Choice& c = way.choice;
+  const plan::Choice& c = strategy.choice;
   const std::string what =
       fmt::format("{} x {}, {} x {}{}{}", c.gpus, parts_text(c, cpu), c.batch, c.accumulation,
-                  way.checkpointing ? ", gradient checkpointing" : "",
-                  way.fp8    ? ", 8 bits"
-                  : way.half ? ", 16 bits"
-                             : "");
-  const int ranks = c.strategy == plan::Strategy::kSplit ? 1 : c.gpus;
+                  strategy.checkpointing ? ", gradient checkpointing" : "",
+                  strategy.fp8    ? ", 8 bits"
+                  : strategy.half ? ", 16 bits"
+                                  : "");
+  const int ranks = c.distribution == plan::Distribution::kSplit ? 1 : c.gpus;
   const OtherPrograms others;
   const RanksOutcome end = run_ranks(
       {.ranks = ranks, .timeout_s = kTimeout_s, .arguments = std::move(arguments)}, folder.path());
@@ -169,7 +169,7 @@ std::optional<plan::Measurement> probe_way(const std::string& file, const plan::
   }
   // What the allocator does not see is as planned.
   const std::uint64_t memory = seen->memory_bytes + c.memory.workspace + c.memory.context;
-  plan::Measurement measured = measurement_of(way, seen->step_s, memory);
+  plan::Measurement measured = measurement_of(strategy, seen->step_s, memory);
   measured.tokens = seen->tokens;
   measured.disturbance = others.text();
   print_text(stderr, "probe: {}: {:.1f} ms a step (the slowest of {}: {:.1f}), {:.2f} GiB{}\n",

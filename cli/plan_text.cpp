@@ -48,7 +48,7 @@ std::string plan_head_text(const PlanReport& r) {
                       t.checkpointing ? "on" : "off", logits, captured ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
-  std::string speed = std::ranges::any_of(r.ways, &plan::Way::measured)
+  std::string speed = std::ranges::any_of(r.strategies, &plan::Strategy::measured)
                           ? "speed as measured"
                           : "speed not known: use --probe, or give --tokens-per-second";
   if (r.request.speed.tokens_per_second)
@@ -63,7 +63,7 @@ std::string plan_head_text(const PlanReport& r) {
 // The width of the column with the choices' strategies.
 int strategy_width(const PlanReport& r, const auto& choices) {
   std::size_t width = 32;
-  for (const auto& one : choices) width = std::max(width, r.strategy(one.choice).size() + 1);
+  for (const auto& one : choices) width = std::max(width, r.strategy_text(one.choice).size() + 1);
   return static_cast<int>(width);
 }
 
@@ -81,7 +81,7 @@ std::string rows_text(const PlanReport& r) {
   text += "\n";
   for (const PlanRow& row : r.rows) {
     const plan::Choice& c = row.choice;
-    text += fmt::format("{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy(c), width,
+    text += fmt::format("{:>5}  {:<{}}{:>14}{:>8}{:>10}  {:<5}", c.gpus, r.strategy_text(c), width,
                         fmt::format("{} x {}", c.batch, c.accumulation), c.global_batch,
                         gib(c.memory.total()), c.fits ? "yes" : "no");
     if (row.step)
@@ -169,75 +169,76 @@ std::string changes_text(const PlanReport& r) {
                         gib(c.alone_bytes) + (c.alone_fits ? "*" : " "), gib(c.together_bytes),
                         c.together_fits ? "*" : " ", c.cost);
   if (!r.changes.empty() && r.changes.back().together_fits) return text + "  * fits\n";
-  if (!r.ways.empty())
+  if (!r.strategies.empty())
     return text + (r.changes.empty() ? " " : "Even together they do not suffice. ") +
-           "The ways above change more.\n";
+           "The strategies above change more.\n";
   return text + fmt::format("{}Use {}, or a smaller model.\n",
                             r.changes.empty() ? " " : "Even together they do not suffice. ",
                             r.devices.card.cpu ? "a host with more memory, fewer ranks"
                                                : "a card with more memory, more GPUs");
 }
 
-std::string ways_text(const PlanReport& r) {
-  if (r.ways.size() < 2) return "";
-  const std::span shown(r.ways.data(), std::min(r.ways.size(), r.request.ways));
+std::string strategies_text(const PlanReport& r) {
+  if (r.strategies.size() < 2) return "";
+  const std::span shown(r.strategies.data(), std::min(r.strategies.size(), r.request.strategies));
   const int width = strategy_width(r, shown);
-  const std::size_t marked = r.rows.back().way;
+  const std::size_t marked = r.rows.back().number;
   std::string text = fmt::format(
-      "\nways to train with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<{}}{:>14}"
+      "\nstrategies with a global batch of {}, the fastest first{}:\n{:>4}{:>6}  {:<{}}{:>14}"
       "{:>10}{:>11}{:>12}",
-      r.ways.front().choice.global_batch,
-      r.ways.size() > r.request.ways
-          ? fmt::format(" ({} of {}; --ways all shows all)", r.request.ways, r.ways.size())
+      r.strategies.front().choice.global_batch,
+      r.strategies.size() > r.request.strategies
+          ? fmt::format(" ({} of {}; --strategies all shows all)", r.request.strategies,
+                        r.strategies.size())
           : "",
-      "way", r.device_text() + std::string("s"), "strategy", width, "batch x accum", "GiB each",
+      "no.", r.device_text() + std::string("s"), "strategy", width, "batch x accum", "GiB each",
       "ms/step", r.unit() + std::string("s/s"));
-  const bool measured = std::ranges::any_of(r.ways, &plan::Way::measured);
+  const bool measured = std::ranges::any_of(r.strategies, &plan::Strategy::measured);
   if (measured) text += fmt::format("{:>11}", "");
   if (r.request.tokens)
     text += fmt::format("{:>18}", large(*r.request.tokens) + " " + r.unit() + "s");
   text += "  what to set\n";
   for (std::size_t i = 0; i < shown.size(); ++i) {
-    const plan::Way& way = shown[i];
-    const plan::Choice& c = way.choice;
-    text += fmt::format("{:>4}{}{:>5}  {:<{}}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1,
-                        i + 1 == marked ? '*' : ' ', c.gpus, r.strategy(c), width,
-                        fmt::format("{} x {}", c.batch, c.accumulation), gib(way.memory_bytes()),
-                        1e3 * way.step->total_s(), way.tokens_per_second);
-    if (measured) text += fmt::format("{:>11}", way.measured ? "measured" : "estimate");
+    const plan::Strategy& strategy = shown[i];
+    const plan::Choice& c = strategy.choice;
+    text += fmt::format(
+        "{:>4}{}{:>5}  {:<{}}{:>14}{:>10}{:>11.1f}{:>12.0f}", i + 1, i + 1 == marked ? '*' : ' ',
+        c.gpus, r.strategy_text(c), width, fmt::format("{} x {}", c.batch, c.accumulation),
+        gib(strategy.memory_bytes()), 1e3 * strategy.step->total_s(), strategy.tokens_per_second);
+    if (measured) text += fmt::format("{:>11}", strategy.measured ? "measured" : "estimate");
     if (r.request.tokens)
-      text += fmt::format("{:>18}", duration(*r.request.tokens / way.tokens_per_second));
-    text += fmt::format("  {}\n", settings_text(way.settings));
+      text += fmt::format("{:>18}", duration(*r.request.tokens / strategy.tokens_per_second));
+    text += fmt::format("  {}\n", settings_text(strategy.settings));
   }
   if (marked > 0 && marked <= shown.size())
     text += fmt::format("* the row of {} above\n", r.devices_text(r.devices.count));
-  if (const int used = r.ways.front().choice.gpus; used < r.devices.count)
-    text += fmt::format("way 1 uses {} of {}\n", used, r.devices_text(r.devices.count));
+  if (const int used = r.strategies.front().choice.gpus; used < r.devices.count)
+    text += fmt::format("strategy 1 uses {} of {}\n", used, r.devices_text(r.devices.count));
   return text;
 }
 
 // ---------------------------------------------------------------- JSON
 
-Node way_node(const PlanReport& r, const plan::Way& way) {
+Node strategy_node(const PlanReport& r, const plan::Strategy& strategy) {
   NodeMembers settings;
-  for (const plan::Setting& setting : way.settings)
+  for (const plan::Setting& setting : strategy.settings)
     settings.push_back({setting.key, plain_scalar(setting.value, {})});
-  const plan::Choice& c = way.choice;
+  const plan::Choice& c = strategy.choice;
   return map_node(
       {{"gpus", integer_node(c.gpus)},
-       {"strategy", text_node(r.strategy(c))},
+       {"strategy", text_node(r.strategy_text(c))},
        {"per_device_train_batch_size", integer_node(c.batch)},
        {"gradient_accumulation_steps", integer_node(c.accumulation)},
        {"global_batch", integer_node(c.global_batch)},
-       {"gradient_checkpointing", bool_node(way.checkpointing)},
-       {"half", bool_node(way.half)},
-       {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes()))},
+       {"gradient_checkpointing", bool_node(strategy.checkpointing)},
+       {"half", bool_node(strategy.half)},
+       {"memory_bytes", integer_node(static_cast<std::int64_t>(strategy.memory_bytes()))},
        {"planned_memory_bytes", integer_node(static_cast<std::int64_t>(c.memory.total()))},
-       {"measured", bool_node(way.measured)},
-       {"disturbance", text_node(way.disturbance)},
-       {"step_s", real_node(way.step->total_s())},
-       {"estimated_step_s", real_node(way.estimate.total_s())},
-       {"tokens_per_second", real_node(way.tokens_per_second)},
+       {"measured", bool_node(strategy.measured)},
+       {"disturbance", text_node(strategy.disturbance)},
+       {"step_s", real_node(strategy.step->total_s())},
+       {"estimated_step_s", real_node(strategy.estimate.total_s())},
+       {"tokens_per_second", real_node(strategy.tokens_per_second)},
        {"settings", map_node(std::move(settings))}});
 }
 
@@ -270,7 +271,7 @@ Node choice_node(const PlanReport& r, const PlanRow& row) {
   const plan::Choice& c = row.choice;
   NodeMembers members{
       {"gpus", integer_node(c.gpus)},
-      {"strategy", text_node(r.strategy(c))},
+      {"strategy", text_node(r.strategy_text(c))},
       {"replicas", integer_node(c.replicas())},
       {"gpus_per_replica", integer_node(c.gpus_per_replica())},
       {"per_device_train_batch_size", integer_node(c.batch)},
@@ -278,7 +279,8 @@ Node choice_node(const PlanReport& r, const PlanRow& row) {
       {"global_batch", integer_node(c.global_batch)},
       {"fits", bool_node(c.fits)},
       {"as_written", bool_node(c.as_written)},
-      {"way", row.way > 0 ? integer_node(static_cast<std::int64_t>(row.way)) : Node{}},
+      {"strategy_number",
+       row.number > 0 ? integer_node(static_cast<std::int64_t>(row.number)) : Node{}},
       {"memory_bytes", memory_node(c.memory)},
       {"peak_at", text_node(std::string(c.memory.moment))}};
   if (row.step) {
@@ -301,13 +303,14 @@ std::string settings_text(const std::vector<plan::Setting>& settings) {
 }
 
 std::string plan_text(const PlanReport& r) {
-  return plan_head_text(r) + rows_text(r) + memory_text(r) + ways_text(r) + scale_text(r) +
+  return plan_head_text(r) + rows_text(r) + memory_text(r) + strategies_text(r) + scale_text(r) +
          changes_text(r);
 }
 
 Node plan_node(const PlanReport& r) {
-  std::vector<Node> rows, points, changes, ways;
-  for (const plan::Way& way : r.ways) ways.push_back(way_node(r, way));
+  std::vector<Node> rows, points, changes, strategies;
+  for (const plan::Strategy& strategy : r.strategies)
+    strategies.push_back(strategy_node(r, strategy));
   for (const PlanRow& row : r.rows) rows.push_back(choice_node(r, row));
   for (const plan::ScalePoint& p : r.points) {
     NodeMembers members{{"gpus", integer_node(p.choice.gpus)},
@@ -347,7 +350,7 @@ Node plan_node(const PlanReport& r) {
        {"scale", list_node(std::move(points))},
        {"stops_scaling_at", integer_node(r.stops_at)},
        {"changes", list_node(std::move(changes))},
-       {"ways", list_node(std::move(ways))},
+       {"strategies", list_node(std::move(strategies))},
        {"notes", texts_node(r.notes)}});
 }
 

@@ -48,9 +48,9 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.tf32 = arguments.tf32.value_or(false);
   training.checkpointing = train::checkpoints_activations(arguments);
   if (const train::FsdpPlan fsdp = train::fsdp_plan(arguments); fsdp.on) {
-    training.fsdp = fsdp.hybrid                  ? plan::Strategy::kHybridShard
-                    : fsdp.reshard_after_forward ? plan::Strategy::kFullShard
-                                                 : plan::Strategy::kShardGradOp;
+    training.fsdp = fsdp.hybrid                  ? plan::Distribution::kHybridShard
+                    : fsdp.reshard_after_forward ? plan::Distribution::kFullShard
+                                                 : plan::Distribution::kShardGradOp;
     training.fixed_checkpointing = fsdp.activation_checkpointing;
     training.offload = fsdp.cpu_offload;
     training.shares_memory = fsdp.param_dtype.empty();  // what travels in another type is copied
@@ -75,8 +75,8 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.tensor = static_cast<int>(arguments.tensor_parallel_degree);
   if (config.setting("sequence_parallel").origin != train::Origin::kDefault)
     training.sequence = arguments.sequence_parallel;
-  // What `lockstep train` refuses beside them and no way changes. elastic_gpu follows slices that
-  // were measured, and no stages.
+  // What `lockstep train` refuses beside them and no strategy changes. elastic_gpu follows slices
+  // that were measured, and no stages.
   const bool plain = arguments.shard_optimizer != "true";
   training.may_pipeline = training.pipeline > 1 || (plain && training.adapts.empty());
   training.may_tensor = plain && arguments.optim != "muon" && arguments.optim != "adafactor";
@@ -106,9 +106,11 @@ void set_arguments(TrainingArguments& arguments, const plan::Training& training,
     arguments.elastic_gpu = false;  // no batch is tried on a model that no rank has whole
   }
   if (arguments.shard_optimizer != "auto" || training.fsdp) return;
-  if (choice.strategy == plan::Strategy::kShardedOptimizer) arguments.shard_optimizer = "true";
-  if (measured && choice.strategy == plan::Strategy::kDdp) arguments.shard_optimizer = "false";
-  if (const std::string_view word = fsdp_word(choice.strategy); !word.empty())
+  if (choice.distribution == plan::Distribution::kShardedOptimizer)
+    arguments.shard_optimizer = "true";
+  if (measured && choice.distribution == plan::Distribution::kDdp)
+    arguments.shard_optimizer = "false";
+  if (const std::string_view word = fsdp_word(choice.distribution); !word.empty())
     arguments.fsdp = std::string(word);
 }
 
@@ -141,7 +143,7 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   if (training.device_map) return {};
   with_shared_batch(arguments, ranks);  // or the refusal
   const plan::Choice choice = choose_for(training, card, ranks, measured);
-  const bool split = choice.strategy == plan::Strategy::kSplit;
+  const bool split = choice.distribution == plan::Distribution::kSplit;
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
   if (measured && !training.fixed_checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;
@@ -208,7 +210,7 @@ bool flag_of(const Node& node, const char* key) {
 void replace(const char* list, const std::vector<std::string>& keys, std::vector<Node> fresh) {
   const Node record = read_record();
   NodeMembers members;
-  for (const char* name : {"links", "ways"}) {
+  for (const char* name : {"links", "strategies"}) {
     std::vector<Node> all;
     for (const Node& old : entries_of(record, name)) {
       const auto same = std::ranges::find_if(fresh, [&](const Node& one) {
@@ -238,22 +240,22 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
   }
 }
 
-NodeMembers members_of(const plan::Measurement& way) {
-  return {{"gpus", integer_node(way.parts.gpus)},
-          {"strategy", integer_node(static_cast<int>(way.parts.strategy))},
-          {"strategy_text", text_node(parts_text(way.parts))},
-          {"stages", integer_node(way.parts.stages)},
-          {"slices", integer_node(way.parts.slices)},
-          {"sequence_parallel", bool_node(way.parts.sequence)},
-          {"per_device_train_batch_size", integer_node(way.batch)},
-          {"gradient_accumulation_steps", integer_node(way.accumulation)},
-          {"gradient_checkpointing", bool_node(way.checkpointing)},
-          {"half", bool_node(way.half)},
-          {"fp8", bool_node(way.fp8)},
-          {"step_s", real_node(way.step_s)},
-          {"memory_bytes", integer_node(static_cast<std::int64_t>(way.memory_bytes))},
-          {"tokens_per_sample", real_node(way.tokens)},
-          {kDisturbance, text_node(way.disturbance)}};
+NodeMembers members_of(const plan::Measurement& strategy) {
+  return {{"gpus", integer_node(strategy.parts.gpus)},
+          {"strategy", integer_node(static_cast<int>(strategy.parts.distribution))},
+          {"strategy_text", text_node(parts_text(strategy.parts))},
+          {"stages", integer_node(strategy.parts.stages)},
+          {"slices", integer_node(strategy.parts.slices)},
+          {"sequence_parallel", bool_node(strategy.parts.sequence)},
+          {"per_device_train_batch_size", integer_node(strategy.batch)},
+          {"gradient_accumulation_steps", integer_node(strategy.accumulation)},
+          {"gradient_checkpointing", bool_node(strategy.checkpointing)},
+          {"half", bool_node(strategy.half)},
+          {"fp8", bool_node(strategy.fp8)},
+          {"step_s", real_node(strategy.step_s)},
+          {"memory_bytes", integer_node(static_cast<std::int64_t>(strategy.memory_bytes))},
+          {"tokens_per_sample", real_node(strategy.tokens)},
+          {kDisturbance, text_node(strategy.disturbance)}};
 }
 
 // Nothing for one from another version: it lacks a key, or its text does not belong to its number.
@@ -262,25 +264,26 @@ std::optional<plan::Measurement> measurement_in(const Node& node) {
     return static_cast<std::int64_t>(number_of(node, key));
   };
   const plan::Parts parts{.gpus = static_cast<int>(integer("gpus")),
-                          .strategy = static_cast<plan::Strategy>(integer("strategy")),
+                          .distribution = static_cast<plan::Distribution>(integer("strategy")),
                           .stages = static_cast<int>(integer("stages")),
                           .slices = static_cast<int>(integer("slices")),
                           .sequence = flag_of(node, "sequence_parallel")};
   if (parts.stages < 1 || parts.slices < 1) return std::nullopt;
-  const plan::Measurement way{.parts = parts,
-                              .batch = integer("per_device_train_batch_size"),
-                              .accumulation = integer("gradient_accumulation_steps"),
-                              .checkpointing = flag_of(node, "gradient_checkpointing"),
-                              .half = flag_of(node, "half"),
-                              .fp8 = flag_of(node, "fp8"),
-                              .step_s = number_of(node, "step_s"),
-                              .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes")),
-                              .tokens = number_of(node, "tokens_per_sample"),
-                              .disturbance = text_of(node, kDisturbance)};
-  if (text_of(node, "strategy_text") != parts_text(parts) || !(way.step_s > 0) ||
+  const plan::Measurement strategy{
+      .parts = parts,
+      .batch = integer("per_device_train_batch_size"),
+      .accumulation = integer("gradient_accumulation_steps"),
+      .checkpointing = flag_of(node, "gradient_checkpointing"),
+      .half = flag_of(node, "half"),
+      .fp8 = flag_of(node, "fp8"),
+      .step_s = number_of(node, "step_s"),
+      .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes")),
+      .tokens = number_of(node, "tokens_per_sample"),
+      .disturbance = text_of(node, kDisturbance)};
+  if (text_of(node, "strategy_text") != parts_text(parts) || !(strategy.step_s > 0) ||
       node.find("tokens_per_sample") == nullptr)
     return std::nullopt;
-  return way;
+  return strategy;
 }
 
 }  // namespace
@@ -330,53 +333,55 @@ std::string training_key(const plan::Training& t, const std::string& device, int
       t.unfused ? ", unfused" : "", t.tf32 ? ", tf32" : "");
 }
 
-void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways) {
+void save_strategies(const std::string& training,
+                     const std::vector<plan::Measurement>& strategies) {
   std::vector<Node> nodes;
-  for (const plan::Measurement& way : ways) {
-    NodeMembers members = members_of(way);
+  for (const plan::Measurement& strategy : strategies) {
+    NodeMembers members = members_of(strategy);
     members.emplace_back("host", text_node(host_name()));
     members.emplace_back("training", text_node(training));
     nodes.push_back(map_node(std::move(members)));
   }
-  replace("ways",
+  replace("strategies",
           {"host", "training", "gpus", "strategy", "stages", "slices", "sequence_parallel",
            "per_device_train_batch_size", "gradient_checkpointing", "half", "fp8"},
           std::move(nodes));
 }
 
-std::vector<plan::Measurement> saved_ways(const std::string& training) {
-  std::vector<plan::Measurement> ways;
-  for (const Node& node : entries_of(read_record(), "ways")) {
+std::vector<plan::Measurement> saved_strategies(const std::string& training) {
+  std::vector<plan::Measurement> strategies;
+  for (const Node& node : entries_of(read_record(), "strategies")) {
     if (text_of(node, "host") != host_name() || text_of(node, "training") != training) continue;
-    if (const auto way = measurement_in(node)) ways.push_back(*way);
+    if (const auto strategy = measurement_in(node)) strategies.push_back(*strategy);
   }
-  return ways;
+  return strategies;
 }
 
-std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement>& ways,
-                                             const plan::Training& training, int ranks) {
-  using plan::Strategy;
+std::optional<plan::Measurement> fastest_strategy(const std::vector<plan::Measurement>& strategies,
+                                                  const plan::Training& training, int ranks) {
+  using plan::Distribution;
   std::optional<plan::Measurement> best;
-  for (const plan::Measurement& way : ways) {
-    const auto& [gpus, strategy, stages, slices, sequence] = way.parts;
+  for (const plan::Measurement& strategy : strategies) {
+    const auto& [gpus, distribution, stages, slices, sequence] = strategy.parts;
     const bool open = training.may_shard && !training.sharded_optimizer && !training.fsdp;
-    const bool written = strategy == Strategy::kDdp || strategy == Strategy::kSingle
+    const bool written = distribution == Distribution::kDdp || distribution == Distribution::kSingle
                              ? !training.sharded_optimizer && !training.fsdp
-                         : strategy == Strategy::kShardedOptimizer ? training.sharded_optimizer
-                                                                   : strategy == training.fsdp;
-    const bool followed = stages == 1 && strategy < Strategy::kSplit &&
+                         : distribution == Distribution::kShardedOptimizer
+                             ? training.sharded_optimizer
+                             : distribution == training.fsdp;
+    const bool followed = stages == 1 && distribution < Distribution::kSplit &&
                           (slices == 1 || (training.may_tensor && open)) &&
                           (!sequence || training.sequence.value_or(true));
-    if (gpus != ranks || !followed || way.half != training.half || way.fp8 != training.fp8 ||
-        !(open || written))
+    if (gpus != ranks || !followed || strategy.half != training.half ||
+        strategy.fp8 != training.fp8 || !(open || written))
       continue;
-    if (!best || way.step_s < best->step_s) best = way;
+    if (!best || strategy.step_s < best->step_s) best = strategy;
   }
   return best;
 }
 
-std::string measurement_text(const plan::Measurement& way) {
-  return to_json(map_node(members_of(way)));
+std::string measurement_text(const plan::Measurement& strategy) {
+  return to_json(map_node(members_of(strategy)));
 }
 
 std::optional<plan::Measurement> parse_measurement(const std::string& text) {

@@ -38,10 +38,10 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
 
 // ---------------------------------------------------------------- what was measured on this host
 
-// The file with links measured by `lockstep doctor` and ways run by `lockstep plan --probe`. One
-// for each user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache). An entry
-// has its host's name, because hosts may share home folders, and the load by other programs: a
-// disturbed figure never replaces an undisturbed one. An unreadable file counts as none; a failed
+// The file with links measured by `lockstep doctor` and strategies run by `lockstep plan --probe`.
+// One for each user: plan.json in LOCKSTEP_CACHE, or in lockstep of XDG_CACHE_HOME (~/.cache). An
+// entry has its host's name, because hosts may share home folders, and the load by other programs:
+// a disturbed figure never replaces an undisturbed one. An unreadable file counts as none; a failed
 // write is reported on stderr and no error.
 std::string plan_record_path();
 
@@ -52,14 +52,14 @@ std::optional<plan::MeasuredLink> saved_link(const std::string& device, int rank
 
 // Identifies comparable trainings: sizes, lengths, global batch, optimizer and device.
 std::string training_key(const plan::Training& training, const std::string& device, int gpus);
-void save_ways(const std::string& training, const std::vector<plan::Measurement>& ways);
-std::vector<plan::Measurement> saved_ways(const std::string& training);
+void save_strategies(const std::string& training, const std::vector<plan::Measurement>& strategies);
+std::vector<plan::Measurement> saved_strategies(const std::string& training);
 
-// The fastest way for this many data-parallel ranks that the file's keys do not rule out.
-std::optional<plan::Measurement> fastest_way(const std::vector<plan::Measurement>& ways,
-                                             const plan::Training& training, int ranks);
+// The fastest strategy for this many data-parallel ranks that the file's keys do not rule out.
+std::optional<plan::Measurement> fastest_strategy(const std::vector<plan::Measurement>& strategies,
+                                                  const plan::Training& training, int ranks);
 // Encodes a measurement as a line for other ranks; the inverse returns nothing for an empty line.
-std::string measurement_text(const plan::Measurement& way);
+std::string measurement_text(const plan::Measurement& strategy);
 std::optional<plan::Measurement> parse_measurement(const std::string& text);
 
 }  // namespace lockstep::cli

@@ -41,17 +41,17 @@ Planned plan_on(std::uint64_t gib, int ranks, const std::string& shard_optimizer
 }
 
 TEST(Measurements, TravelBetweenRanksWhole) {
-  const plan::Measurement way{.parts = {4, plan::Strategy::kFullShard, 2, 1, false},
-                              .batch = 3,
-                              .accumulation = 5,
-                              .checkpointing = true,
-                              .half = true,
-                              .fp8 = true,
-                              .step_s = 0.1,
-                              .memory_bytes = 123};
-  EXPECT_EQ(parse_measurement(measurement_text(way)), way);
-  plan::Measurement slices = way;
-  slices.parts = {8, plan::Strategy::kDdp, 2, 2, true};
+  const plan::Measurement strategy{.parts = {4, plan::Distribution::kFullShard, 2, 1, false},
+                                   .batch = 3,
+                                   .accumulation = 5,
+                                   .checkpointing = true,
+                                   .half = true,
+                                   .fp8 = true,
+                                   .step_s = 0.1,
+                                   .memory_bytes = 123};
+  EXPECT_EQ(parse_measurement(measurement_text(strategy)), strategy);
+  plan::Measurement slices = strategy;
+  slices.parts = {8, plan::Distribution::kDdp, 2, 2, true};
   EXPECT_EQ(parse_measurement(measurement_text(slices)), slices);
   EXPECT_EQ(parse_measurement(""), std::nullopt);
 }
@@ -90,7 +90,7 @@ TEST(ElasticGpu, AndStillLessDividesTheWholeModel) {
 }
 
 TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
-  const plan::Measurement measured{.parts = {4, plan::Strategy::kShardGradOp},
+  const plan::Measurement measured{.parts = {4, plan::Distribution::kShardGradOp},
                                    .batch = 2,
                                    .accumulation = 4,
                                    .checkpointing = true,
@@ -111,7 +111,7 @@ TEST(ElasticGpu, WhatWasMeasuredTakesThePlaceOfTheEstimate) {
 }
 
 TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
-  const plan::Measurement measured{.parts = {4, plan::Strategy::kDdp, 1, 2},
+  const plan::Measurement measured{.parts = {4, plan::Distribution::kDdp, 1, 2},
                                    .batch = 4,
                                    .accumulation = 4,
                                    .half = true,
@@ -126,22 +126,22 @@ TEST(ElasticGpu, FollowsSlicesThatWereMeasured) {
                                             "accumulation x 2 ranks = global batch 32"),
                                   HasSubstr("--probe")));
   plan::Training training{.half = true, .may_tensor = true};
-  EXPECT_EQ(fastest_way({measured}, training, 4), measured);
-  EXPECT_EQ(fastest_way({measured}, training, 2), std::nullopt);
+  EXPECT_EQ(fastest_strategy({measured}, training, 4), measured);
+  EXPECT_EQ(fastest_strategy({measured}, training, 2), std::nullopt);
   training.may_tensor = false;
-  EXPECT_EQ(fastest_way({measured}, training, 4), std::nullopt);
+  EXPECT_EQ(fastest_strategy({measured}, training, 4), std::nullopt);
   // With parts of the sequence where the file does not refuse them.
   plan::Measurement sequence = measured;
   sequence.parts.sequence = true;
   EXPECT_FALSE(planned.arguments.sequence_parallel);
   EXPECT_TRUE(plan_on(80, 4, "auto", sequence).arguments.sequence_parallel);
   training.may_tensor = true;
-  EXPECT_EQ(fastest_way({sequence}, training, 4), sequence);
+  EXPECT_EQ(fastest_strategy({sequence}, training, 4), sequence);
   training.sequence = false;
-  EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
+  EXPECT_EQ(fastest_strategy({sequence}, training, 4), std::nullopt);
   // Stages are not followed.
-  sequence.parts = {4, plan::Strategy::kDdp, 2};
-  EXPECT_EQ(fastest_way({sequence}, training, 4), std::nullopt);
+  sequence.parts = {4, plan::Distribution::kDdp, 2};
+  EXPECT_EQ(fastest_strategy({sequence}, training, 4), std::nullopt);
 }
 
 TEST(ElasticGpu, AModelThatRanksWouldHaveToSplitStaysAsItIs) {

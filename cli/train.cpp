@@ -213,15 +213,15 @@ class ProbeSteps : public Observer {
   double tokens_per_sample_ = 0;
 };
 
-// The fastest way that `lockstep plan --probe` has run with this many ranks on the leader's host,
-// as text; equal on every rank.
-std::optional<plan::Measurement> agreed_way(World& world, const plan::Training& training) {
+// The fastest strategy that `lockstep plan --probe` has run with this many ranks on the leader's
+// host, as text; equal on every rank.
+std::optional<plan::Measurement> agreed_strategy(World& world, const plan::Training& training) {
   std::string mine;
   if (world.is_leader()) {
     const char* device = world.device().is_cpu() ? "cpu" : "gpu";
-    if (const auto way = fastest_way(saved_ways(training_key(training, device, world.size())),
-                                     training, world.size()))
-      mine = measurement_text(*way);
+    if (const auto strategy = fastest_strategy(
+            saved_strategies(training_key(training, device, world.size())), training, world.size()))
+      mine = measurement_text(*strategy);
   }
   return parse_measurement(all_gather_bytes(world, mine).front());
 }
@@ -241,7 +241,7 @@ void follow_plan(World& world, Prepared& read) {
   card.memory_bytes = static_cast<std::uint64_t>(all_reduce(world, free_bytes, ReduceOp::kMin));
   const plan::Training training = training_of(read.config, read.task);
   const std::string chosen =
-      apply_plan(arguments, training, card, world.size(), agreed_way(world, training));
+      apply_plan(arguments, training, card, world.size(), agreed_strategy(world, training));
   if (world.is_leader() && !chosen.empty()) log::info("train", "{}", chosen);
 }
 

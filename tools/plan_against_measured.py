@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Plans ten small trainings, runs every way of each for three steps, and prints both side by side.
+"""Plans ten small trainings, runs each of their strategies for three steps, and prints both side by
+side.
 
     LOCKSTEP_BIN=build/bin python3 tools/plan_against_measured.py [--ranks 2] [--repeat 2]
     LOCKSTEP_BIN=build/bin python3 tools/plan_against_measured.py --gpu [--repeat 1]
 
-Memory: the plan's bytes over the tensors that the ranks held at their peak. Ranking: the way that
-the estimates put first is right when it takes at most 5 % more than the fastest that was measured;
-`order` is the share of pairs of ways, more than 5 % apart when measured, that the estimates put in
-the measured order. Every way is run --repeat times, and its fastest step counts. The link between
-the ranks is what `lockstep doctor` measures at the start.
+Memory: the plan's bytes over the tensors that the ranks held at their peak. Ranking: the strategy
+that the estimates put first is right when it takes at most 5 % more than the fastest that was
+measured; `order` is the share of pairs of strategies, more than 5 % apart when measured, that the
+estimates put in the measured order. Every strategy is run --repeat times, and its fastest step
+counts. The link between the ranks is what `lockstep doctor` measures at the start.
 
---gpu: five trainings of usual sizes on one GPU. The plan has one micro-batch for each way to
-compute; here several are planned and run, each in a file of its own, and every way is printed on
+--gpu: five trainings of usual sizes on one GPU. The plan has one micro-batch for each strategy to
+compute; here several are planned and run, each in a file of its own, and every one is printed on
 stderr. Memory is what was allocated on the GPU, without context and workspace on both sides.
 """
 import argparse
@@ -77,7 +78,7 @@ def planned(arguments, cache):
 
 
 def plan(place, cache, case, ranks):
-    """The ways of one training, each with what it took."""
+    """The strategies of one training, each with what it took."""
     _, model, length, batch, total = case
     model = write_model(place, LLAMA if model == "llama" else model)
     (place / "text.txt").write_text("Predictions are held against measurements. " * 700)
@@ -85,18 +86,18 @@ def plan(place, cache, case, ranks):
     file = place / "train.yaml"
     file.write_text(f"model: {model}\n{data}\nmax_seq_len: {length}\nuse_cpu: true\n"
                     f"per_device_train_batch_size: {batch}\nglobal_batch_size: {total}\n")
-    arguments = [file, "--gpus", f"{ranks}xcpu", "--probe", "--probe-ways", "20"]
-    return [way for way in planned(arguments, cache)["ways"] if way["measured"]]
+    arguments = [file, "--gpus", f"{ranks}xcpu", "--probe", "--probe-strategies", "20"]
+    return [one for one in planned(arguments, cache)["strategies"] if one["measured"]]
 
 
 def plan_on_gpu(place, cache, case):
-    """The same of one GPU: each way is a file of its own, planned and run as it is written."""
-    name, model, length, total, ways = case
+    """The same of one GPU: each strategy is a file of its own, planned and run as it is written."""
+    name, model, length, total, strategies = case
     model = write_model(place, model)
     text = "Predictions are held against measurements. "
     (place / "text.txt").write_text(text * (GPU_STEPS * (total + 1) * length // len(text) + 1))
     found = []
-    for batch, checkpointing, precision in ways:
+    for batch, checkpointing, precision in strategies:
         file, output = place / "train.yaml", tempfile.mkdtemp(dir=place)
         file.write_text(
             f"model: {model}\ndata: {{name: bytes, path: {place / 'text.txt'}}}\n"
@@ -115,29 +116,29 @@ def plan_on_gpu(place, cache, case):
                   file=sys.stderr, flush=True)
             continue
         seen = json.loads(pathlib.Path(output, "rank_0.json").read_text())
-        way = {"gpus": 1, "strategy": precision, "per_device_train_batch_size": batch,
+        one = {"gpus": 1, "strategy": precision, "per_device_train_batch_size": batch,
                "gradient_checkpointing": checkpointing, "step_s": min(seen["step_s"][-3:]),
                "estimated_step_s": row["step_s"], "memory_bytes": seen["memory_bytes"],
                "planned_memory_bytes": row["memory_bytes"]["allocated"]}
-        found.append(way)
-        memory = way["planned_memory_bytes"], way["memory_bytes"]
-        print(f"{what}: planned {1e3 * way['estimated_step_s']:.1f} ms, "
-              f"{memory[0] / 2**30:.2f} GiB; measured {1e3 * way['step_s']:.1f} ms, "
+        found.append(one)
+        memory = one["planned_memory_bytes"], one["memory_bytes"]
+        print(f"{what}: planned {1e3 * one['estimated_step_s']:.1f} ms, "
+              f"{memory[0] / 2**30:.2f} GiB; measured {1e3 * one['step_s']:.1f} ms, "
               f"{memory[1] / 2**30:.2f} GiB ({100 * (memory[0] / memory[1] - 1):+.1f} %)",
               file=sys.stderr, flush=True)
     return found
 
 
-def name_of(way):
-    return (way["gpus"], way["strategy"], way["per_device_train_batch_size"],
-            way["gradient_checkpointing"])
+def name_of(one):
+    return (one["gpus"], one["strategy"], one["per_device_train_batch_size"],
+            one["gradient_checkpointing"])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--json", help="a file for every way with its estimate and measurement")
+    parser.add_argument("--json", help="a file for the estimates and measurements")
     parser.add_argument("--gpu", action="store_true", help="five trainings on one GPU instead")
     args = parser.parse_args()
     right, errors, cases = 0, [], []
@@ -145,34 +146,34 @@ def main():
     if not args.gpu:
         subprocess.run([LOCKSTEP, "doctor", "--nproc-per-node", str(args.ranks)], check=True,
                        stdout=subprocess.DEVNULL, env={**os.environ, "LOCKSTEP_CACHE": cache.name})
-    print("| training | tokens x global | ways | memory, largest error | estimated first | over "
-          "the fastest | order |\n|---|---|---|---|---|---|---|")
+    print("| training | tokens x global | strategies | memory, largest error | estimated first | "
+          "over the fastest | order |\n|---|---|---|---|---|---|---|")
     for case in GPU_CASES if args.gpu else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            ways, place = {}, pathlib.Path(folder)
+            strategies, place = {}, pathlib.Path(folder)
             for _ in range(args.repeat):
-                for way in (plan_on_gpu(place, cache.name, case) if args.gpu
+                for one in (plan_on_gpu(place, cache.name, case) if args.gpu
                             else plan(place, cache.name, case, args.ranks)):
-                    old = ways.setdefault(name_of(way), way)
-                    old["step_s"] = min(old["step_s"], way["step_s"])
-        ways = list(ways.values())
-        cases.append({"case": case, "ways": ways})
-        memory = [way["planned_memory_bytes"] / way["memory_bytes"] - 1 for way in ways]
+                    old = strategies.setdefault(name_of(one), one)
+                    old["step_s"] = min(old["step_s"], one["step_s"])
+        strategies = list(strategies.values())
+        cases.append({"case": case, "strategies": strategies})
+        memory = [one["planned_memory_bytes"] / one["memory_bytes"] - 1 for one in strategies]
         errors += memory
-        first = min(ways, key=lambda way: way["estimated_step_s"])
-        ratio = first["step_s"] / min(way["step_s"] for way in ways)
+        first = min(strategies, key=lambda one: one["estimated_step_s"])
+        ratio = first["step_s"] / min(one["step_s"] for one in strategies)
         right += ratio <= NEAR
-        pairs = [(a, b) for a, b in itertools.permutations(ways, 2)
+        pairs = [(a, b) for a, b in itertools.permutations(strategies, 2)
                  if b["step_s"] > NEAR * a["step_s"]]
         order = sum(a["estimated_step_s"] <= b["estimated_step_s"] for a, b in pairs)
-        print(f"| {case[0]} | {case[2]} x {case[3 if args.gpu else 4]} | {len(ways)} | "
+        print(f"| {case[0]} | {case[2]} x {case[3 if args.gpu else 4]} | {len(strategies)} | "
               f"{100 * max(memory, key=abs):+.1f} % | {first['gpus']} x {first['strategy']}, "
               f"{first['per_device_train_batch_size']} | {100 * (ratio - 1):+.0f} % | "
               f"{order} of {len(pairs)} |", flush=True)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(cases))
     within = sum(abs(error) <= 0.1 for error in errors)
-    print(f"\nmemory within 10 %: {within} of {len(errors)} ways, largest error "
+    print(f"\nmemory within 10 %: {within} of {len(errors)} strategies, largest error "
           f"{100 * max(errors, key=abs):+.1f} %; first place right: {right} of {len(cases)}")
 
 

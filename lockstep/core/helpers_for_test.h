@@ -26,7 +26,7 @@ namespace lockstep {
 //
 //   const TemporaryDirectory folder;
 //   folder.write("proc/meminfo", "MemTotal: 100 kB\n");
-//   read_host({.proc = folder / "proc"});
+//   read_cgroup(0, {.proc = folder / "proc"});
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {

@@ -54,11 +54,6 @@ double per_second(std::uint64_t before, std::uint64_t after, double seconds) {
   return after > before ? static_cast<double>(after - before) / seconds : 0;
 }
 
-std::optional<double> per_second(const Count& before, const Count& after, double seconds) {
-  if (!before || !after) return std::nullopt;
-  return per_second(*before, *after, seconds);
-}
-
 // ------------------------------------------------------------------ control groups
 
 // The group with the smallest limit; without one the first that has the controller's counters.
@@ -132,18 +127,11 @@ std::optional<ProcessRates> rates(const ProcessSample& before, const ProcessSamp
   if (before.pid != after.pid || before.start_ticks != after.start_ticks || seconds <= 0)
     return std::nullopt;
   ProcessRates result{.seconds = seconds};
-  result.user_cores = (after.user_s - before.user_s) / seconds;
   result.system_cores = (after.system_s - before.system_s) / seconds;
-  result.cores = result.user_cores + result.system_cores;
+  result.cores = (after.user_s - before.user_s) / seconds + result.system_cores;
   const auto rate = [&](auto member) { return per_second(before.*member, after.*member, seconds); };
   result.minor_faults_per_s = rate(&ProcessSample::minor_faults);
-  result.major_faults_per_s = rate(&ProcessSample::major_faults);
-  result.voluntary_switches_per_s = rate(&ProcessSample::voluntary_switches);
   result.involuntary_switches_per_s = rate(&ProcessSample::involuntary_switches);
-  result.read_chars_per_s = rate(&ProcessSample::read_chars);
-  result.written_chars_per_s = rate(&ProcessSample::written_chars);
-  result.read_bytes_per_s = rate(&ProcessSample::read_bytes);
-  result.written_bytes_per_s = rate(&ProcessSample::written_bytes);
   if (before.run_delay_s && after.run_delay_s)
     result.run_delay_share =
         std::clamp((*after.run_delay_s - *before.run_delay_s) / seconds, 0.0, 1.0);
@@ -164,18 +152,6 @@ CgroupSample read_cgroup(pid_t pid, const HostFiles& files) {
   if (const auto* group =
           binding_group(memory, limit_in, "/memory.usage_in_bytes", "/memory.current"))
     add_memory(*group, sample);
-  return sample;
-}
-
-HostSample read_host(const HostFiles& files) {
-  HostSample sample;
-  const std::string stat = text_or_empty(files.proc + "/stat");
-  for (std::size_t at = stat.find("\ncpu"); at != std::string::npos;
-       at = stat.find("\ncpu", at + 1))
-    ++sample.cores;
-  const std::string memory = text_or_empty(files.proc + "/meminfo");
-  sample.memory_total_bytes = number_after(memory, "MemTotal").value_or(0) * 1024;
-  sample.memory_available_bytes = number_after(memory, "MemAvailable").value_or(0) * 1024;
   return sample;
 }
 

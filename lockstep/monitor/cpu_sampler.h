@@ -1,4 +1,4 @@
-// The resources that a process, its control group and the host use, from /proc and cgroup v1 or v2.
+// The resources that a process and its control group use, from /proc and cgroup v1 or v2.
 // A rank of a program in any language can be sampled from outside, by its pid.
 //
 // Counters are totals since the process began; rates() computes rates from two samples.
@@ -54,16 +54,9 @@ std::optional<ProcessSample> read_process(pid_t pid, const HostFiles& files = {}
 struct ProcessRates {
   double seconds = 0;  // between the samples
   double cores = 0;    // 1.5: one and a half cores busy
-  double user_cores = 0;
   double system_cores = 0;
   double minor_faults_per_s = 0;
-  double major_faults_per_s = 0;
-  double voluntary_switches_per_s = 0;
   double involuntary_switches_per_s = 0;
-  std::optional<double> read_chars_per_s{};
-  std::optional<double> written_chars_per_s{};
-  std::optional<double> read_bytes_per_s{};
-  std::optional<double> written_bytes_per_s{};
   std::optional<double> run_delay_share{};  // of the time that the main thread waited for a core
   std::optional<double> waiting_threads{};  // mean number of threads that waited for a core
 };
@@ -83,12 +76,5 @@ struct CgroupSample {
   std::optional<std::uint64_t> memory_cache_bytes{};  // part of it that the kernel can take back
 };
 CgroupSample read_cgroup(pid_t pid, const HostFiles& files = {});
-
-struct HostSample {
-  int cores = 0;  // online
-  std::uint64_t memory_total_bytes = 0;
-  std::uint64_t memory_available_bytes = 0;
-};
-HostSample read_host(const HostFiles& files = {});
 
 }  // namespace lockstep::monitor

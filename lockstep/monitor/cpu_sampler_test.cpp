@@ -118,7 +118,6 @@ TEST(CpuSampler, ABusyProcessUsesCpuTime) {
   ASSERT_TRUE(change);
   EXPECT_GT(change->cores, 0.01);
   EXPECT_LT(change->cores, 1.5);
-  EXPECT_NEAR(change->cores, change->user_cores + change->system_cores, 1e-9);
   EXPECT_GT(after.involuntary_switches + after.voluntary_switches, 0u);
 }
 
@@ -203,12 +202,11 @@ TEST(CpuSampler, RatesAreOfOneProcess) {
   ASSERT_TRUE(rates(before, after));
   EXPECT_EQ(rates(before, after)->cores, 1.5);
   EXPECT_EQ(rates(before, after)->minor_faults_per_s, 5);
-  EXPECT_EQ(rates(before, after)->read_bytes_per_s, std::nullopt);
   after.start_ticks = 200;  // the pid was given to another process
   EXPECT_EQ(rates(before, after), std::nullopt);
 }
 
-// ------------------------------------------------------------------ control groups and the host
+// ------------------------------------------------------------------ control groups
 
 class MadeUpHost : public testing::Test {
  protected:
@@ -267,22 +265,6 @@ TEST_F(MadeUpHost, WithoutControlGroups) {
   const CgroupSample sample = read_cgroup(42, files_);
   EXPECT_EQ(sample.cpu_limit_cores, std::nullopt);
   EXPECT_EQ(sample.memory_used_bytes, std::nullopt);
-}
-
-TEST_F(MadeUpHost, CoresAndMemory) {
-  write("/proc/stat", "cpu  1 2 3\ncpu0 1 2 3\ncpu1 1 2 3\ncpu2 1 2 3\nintr 5\nctxt 6");
-  write("/proc/meminfo", "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB");
-  const HostSample sample = read_host(files_);
-  EXPECT_EQ(sample.cores, 3);
-  EXPECT_EQ(sample.memory_total_bytes, 2048u * 1024);
-  EXPECT_EQ(sample.memory_available_bytes, 1024u * 1024);
-}
-
-TEST(CpuSampler, ThisHost) {
-  const HostSample sample = read_host();
-  EXPECT_EQ(sample.cores, ::sysconf(_SC_NPROCESSORS_ONLN));
-  EXPECT_GT(sample.memory_total_bytes, sample.memory_available_bytes);
-  read_cgroup(::getpid());  // whatever this machine has
 }
 
 }  // namespace

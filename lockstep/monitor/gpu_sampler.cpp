@@ -126,7 +126,6 @@ void GpuSampler::work(const std::shared_ptr<State>& state) {
       state->known.driver_version = nvml.driver_version();
     }
     Clock::time_point next = Clock::now();
-    Clock::time_point next_line = next;
     GpuSamplePtr before;
     do {
       const GpuSamplePtr sample = take_sample(nvml);
@@ -134,10 +133,6 @@ void GpuSampler::work(const std::shared_ptr<State>& state) {
       state->add(sample, xids);
       report_changes(before.get(), *sample, xids);
       before = sample;
-      if (options.log_interval.count() > 0 && Clock::now() >= next_line) {
-        next_line = Clock::now() + options.log_interval;
-        log::info("gpu", "{}", gpu_line({.newest = sample}));
-      }
       // After a call that took long, samples are not made up for.
       next = std::max(next + options.interval, Clock::now());
     } while (state->wait_until(next));

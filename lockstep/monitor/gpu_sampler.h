@@ -48,7 +48,6 @@ struct GpuSamplerOptions {
   std::chrono::milliseconds interval{1000};
   std::chrono::milliseconds call_deadline{2000};  // a call that takes longer is a problem
   std::size_t history = 600;
-  std::chrono::milliseconds log_interval{0};  // a line of every GPU at INFO; 0: none
 };
 
 // Any thread may call. Logs a warning when a GPU fails, and for an Xid. The destructor waits at

@@ -249,33 +249,9 @@ TEST_F(GpuSamplerTest, XidEventsNameTheirGpu) {
     EXPECT_EQ(now.xids[0].xid, 79);
     EXPECT_EQ(now.xids[1].xid, 31);
     EXPECT_EQ(now.xid_counts.at({1, 79}), 1);
-    EXPECT_GT(now.xids[0].unix_time_s, 1e9);
   }
   EXPECT_THAT(testing::internal::GetCapturedStderr(),
               HasSubstr("GPU 1: the driver reports Xid 79."));
-}
-
-TEST_F(GpuSamplerTest, TheLogLineHasItsOwnInterval) {
-  script("");
-  GpuSamplerOptions options = fast();
-  options.log_interval = 1h;
-  testing::internal::CaptureStderr();
-  {
-    const GpuSampler sampler(options);
-    ASSERT_TRUE(sampler.wait_for_samples(10, kLong));
-  }
-  const std::string lines = testing::internal::GetCapturedStderr();
-  EXPECT_THAT(lines, HasSubstr("[gpu] 0: 97 %, "));
-  EXPECT_EQ(lines.find("0: 97 %"), lines.rfind("0: 97 %"));
-  options.log_interval = 1ms;
-  testing::internal::CaptureStderr();
-  {
-    const GpuSampler sampler(options);
-    ASSERT_TRUE(sampler.wait_for_samples(10, kLong));
-  }
-  const std::string again = testing::internal::GetCapturedStderr();
-  EXPECT_NE(again.find("0: 97 %"), again.rfind("0: 97 %"));
-  EXPECT_EQ(GpuSamplerOptions{}.interval, 1s);
 }
 
 TEST_F(GpuSamplerTest, ManyReadersAtOnce) {

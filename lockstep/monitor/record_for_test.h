@@ -44,7 +44,6 @@ inline ProcessRates usual_process() {
   ProcessRates rates;
   rates.seconds = 1;
   rates.cores = 0.98;
-  rates.user_cores = 0.95;
   rates.system_cores = 0.03;
   rates.minor_faults_per_s = 500;
   rates.involuntary_switches_per_s = 5;

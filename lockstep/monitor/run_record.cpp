@@ -32,17 +32,10 @@ namespace fs = std::filesystem;
 
 constexpr std::pair<const char*, double ProcessRates::*> kRates[] = {
     {"cores", &ProcessRates::cores},
-    {"user_cores", &ProcessRates::user_cores},
     {"system_cores", &ProcessRates::system_cores},
     {"minor_faults_per_s", &ProcessRates::minor_faults_per_s},
-    {"major_faults_per_s", &ProcessRates::major_faults_per_s},
-    {"voluntary_switches_per_s", &ProcessRates::voluntary_switches_per_s},
     {"involuntary_switches_per_s", &ProcessRates::involuntary_switches_per_s}};
 constexpr std::pair<const char*, std::optional<double> ProcessRates::*> kOptionalRates[] = {
-    {"read_chars_per_s", &ProcessRates::read_chars_per_s},
-    {"written_chars_per_s", &ProcessRates::written_chars_per_s},
-    {"read_bytes_per_s", &ProcessRates::read_bytes_per_s},
-    {"written_bytes_per_s", &ProcessRates::written_bytes_per_s},
     {"run_delay_share", &ProcessRates::run_delay_share},
     {"waiting_threads", &ProcessRates::waiting_threads}};
 
@@ -84,8 +77,6 @@ void visit_facts(Facts& facts, Visit& visit) {
   visit("ranks_on_host", facts.ranks_on_host);
   visit("gpus_visible", facts.gpus_visible);
   visit("parameters", facts.parameters);
-  visit("trainable_parameters", facts.trainable_parameters);
-  visit("gradient_bytes", facts.gradient_bytes);
   visit("per_device_batch", facts.per_device_batch);
   visit("accumulation", facts.accumulation);
   visit("optimizer", facts.optimizer);

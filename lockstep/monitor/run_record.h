@@ -75,8 +75,6 @@ struct RunFacts {
   int ranks_on_host = 1;
   int gpus_visible = 0;
   std::int64_t parameters = 0;  // 0: not known, as everything below
-  std::int64_t trainable_parameters = 0;
-  std::int64_t gradient_bytes = 0;
   std::int64_t per_device_batch = 0;
   std::int64_t accumulation = 0;
   std::string optimizer{};  // "replicated" or "sharded", and "fused" or not: "sharded fused adamw"

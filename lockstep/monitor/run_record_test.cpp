@@ -42,10 +42,9 @@ Interval whole_interval() {
   interval.counts[ledger::index(Counter::kCopyNs)] = 1ull << 40;
   interval.process = ProcessRates{.seconds = 1,
                                   .cores = 1.02,
-                                  .user_cores = 1,
                                   .system_cores = 0.02,
                                   .minor_faults_per_s = 1e5,
-                                  .read_chars_per_s = 12.5};
+                                  .waiting_threads = 12.5};
   return interval;
 }
 
@@ -82,8 +81,8 @@ TEST(RunRecord, AnIntervalReadsBackAsItWasWritten) {
   ASSERT_TRUE(after.process.has_value());
   EXPECT_EQ(after.process->cores, 1.02);
   EXPECT_EQ(after.process->minor_faults_per_s, 1e5);
-  EXPECT_EQ(after.process->read_chars_per_s, 12.5);
-  EXPECT_FALSE(after.process->written_bytes_per_s.has_value());
+  EXPECT_EQ(after.process->waiting_threads, 12.5);
+  EXPECT_FALSE(after.process->run_delay_share.has_value());
   EXPECT_EQ(after.resident_bytes, before.resident_bytes);
   EXPECT_EQ(after.threads, 9);
   EXPECT_EQ(after.cpu_limit_cores, 1.5);
@@ -106,12 +105,12 @@ TEST(RunRecord, WhatIsZeroOrNotKnownIsLeftAway) {
 TEST(RunRecord, NumbersThatJsonDoesNotHaveAreNotWritten) {
   Interval interval = whole_interval();
   interval.process->cores = std::numeric_limits<double>::infinity();
-  interval.process->user_cores = std::numeric_limits<double>::quiet_NaN();
+  interval.process->minor_faults_per_s = std::numeric_limits<double>::quiet_NaN();
   interval.process->system_cores = -0.5;
   interval.resident_bytes = UINT64_MAX;
   const Interval read = parse_interval(interval_json(interval), "x");
   EXPECT_EQ(read.process->cores, 0);
-  EXPECT_EQ(read.process->user_cores, 0);
+  EXPECT_EQ(read.process->minor_faults_per_s, 0);
   EXPECT_EQ(read.process->system_cores, 0);
   EXPECT_EQ(read.resident_bytes, static_cast<std::uint64_t>(INT64_MAX));
 }
@@ -127,8 +126,6 @@ TEST(RunRecord, FactsReadBackAsTheyWereWritten) {
                         .ranks_on_host = 2,
                         .gpus_visible = 2,
                         .parameters = 124'000'000,
-                        .trainable_parameters = 123'000'000,
-                        .gradient_bytes = 496'000'000,
                         .per_device_batch = 8,
                         .accumulation = 4,
                         .optimizer = "sharded fused adamw",
@@ -137,7 +134,6 @@ TEST(RunRecord, FactsReadBackAsTheyWereWritten) {
   const RunFacts after = parse_facts(text, "run.json");
   EXPECT_EQ(facts_json(after), text);
   EXPECT_EQ(after.program, before.program);
-  EXPECT_EQ(after.trainable_parameters, 123'000'000);
   EXPECT_TRUE(same_value(after.arguments, before.arguments));
 }
 

@@ -649,12 +649,8 @@ std::string optimizer_text(const RunContext& run) {
 monitor::RunFacts Loop::facts() const {
   monitor::RunFacts facts = world_facts(run_.world);
   facts.program = "trainer";
-  for (const at::Tensor& parameter : run_.task.module->parameters()) {
+  for (const at::Tensor& parameter : run_.task.module->parameters())
     facts.parameters += parameter.numel();
-    if (!parameter.requires_grad()) continue;
-    facts.trainable_parameters += parameter.numel();
-    facts.gradient_bytes += static_cast<std::int64_t>(parameter.nbytes());
-  }
   facts.per_device_batch = run_.arguments.per_device_train_batch_size;
   facts.accumulation = accumulation_steps_;
   facts.optimizer = optimizer_text(run_);

@@ -30,7 +30,7 @@ constexpr double kTreeStart_s = 4.4 * kMicro;
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
 // Without peer access each byte is written to the host's memory and read from there: half of that,
-// all GPUs of a node share the memory, and what one of the two ways takes is not hidden. Assumed.
+// all GPUs of a node share the memory, and what one of the two copies takes is not hidden. Assumed.
 constexpr double kThroughHost = 0.5;
 constexpr double kHostShared = 40 * kGiga;
 // Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.

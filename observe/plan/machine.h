@@ -12,8 +12,8 @@
 //
 // A collective of S bytes on n ranks takes alpha per hop and beta per byte. Ring: 2(n-1)/n S/B;
 // tree: 2 S/B' with log2(nodes) hops between nodes; the faster one counts, as NCCL chooses. B is
-// the bandwidth of the slowest link on the way: inside a node its own, between nodes all ports of a
-// node together. Latencies are those of NCCL's tuning table (src/graph/tuning.cc).
+// the bandwidth of the slowest link on the path: inside a node its own, between nodes all ports of
+// a node together. Latencies are those of NCCL's tuning table (src/graph/tuning.cc).
 //
 // With DDP a bucket is sent when its gradients are ready and overlaps the rest of backward; the
 // part after that is exposed, and at least Cluster::exposed_share of it all. The sharded optimizer
@@ -70,7 +70,7 @@ struct FoundGpu {
   int capability_minor = 0;
 };
 
-// A CPU with this many cores at a typical rate, to compare ways until one is measured.
+// A CPU with this many cores at a typical rate, to compare strategies until one is measured.
 Card assumed_cpu(Card cpu, int cores);
 
 // The devices, with the memory that was found. An unknown card's arithmetic rate follows from its

@@ -365,12 +365,12 @@ TEST(Strategies, AreChosenByFit) {
   Training t{.model = gpt_1b3(), .batch = 1, .half = true};
   t.global_batch = 8;
   // Weights, copies, gradients and optimizer of 1.3 billion parameters take 24 GB.
-  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
-  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kDdp);
+  EXPECT_EQ(choose(t, card_of(80), 1).distribution, Distribution::kSingle);
+  EXPECT_EQ(choose(t, card_of(80), 4).distribution, Distribution::kDdp);
   EXPECT_FALSE(choose(t, card_of(20), 1).fits);
   const Choice sharded = choose(t, card_of(24), 4);
   EXPECT_TRUE(sharded.fits);
-  EXPECT_EQ(sharded.strategy, Strategy::kShardedOptimizer);
+  EXPECT_EQ(sharded.distribution, Distribution::kShardedOptimizer);
   EXPECT_TRUE(sharded.as_written);  // shard_optimizer: auto
   t.may_shard = false;
   EXPECT_FALSE(choose(t, card_of(24), 4).as_written);
@@ -378,33 +378,33 @@ TEST(Strategies, AreChosenByFit) {
   t.may_shard = true;
   const Choice full = choose(t, card_of(17), 4);
   EXPECT_TRUE(full.fits);
-  EXPECT_EQ(full.strategy, Strategy::kFullShard);
+  EXPECT_EQ(full.distribution, Distribution::kFullShard);
   EXPECT_FALSE(full.as_written);
   EXPECT_EQ(full.replicas(), 4);
   t.adapts = "elastic_gpu";
   EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
   t.adapts.clear();
-  t.fsdp = Strategy::kFullShard;
+  t.fsdp = Distribution::kFullShard;
   EXPECT_TRUE(choose(t, card_of(17), 4).as_written);
-  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kFullShard);  // as it is written
-  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  EXPECT_EQ(choose(t, card_of(80), 4).distribution, Distribution::kFullShard);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).distribution, Distribution::kSingle);
   t.fsdp.reset();
   // One rank with a device map, which `lockstep train` sets up when the file says so: two GPUs hold
   // half of the layers each, and not half of everything with whole blocks beside it.
   const Choice split = choose(t, card_of(15.2), 2);
   EXPECT_TRUE(split.fits);
   EXPECT_FALSE(split.as_written);
-  EXPECT_EQ(split.strategy, Strategy::kSplit);
+  EXPECT_EQ(split.distribution, Distribution::kSplit);
   EXPECT_EQ(split.gpus_per_replica(), 2);
   EXPECT_EQ(split.replicas(), 1);
   EXPECT_EQ(split.global_batch, 8);
-  EXPECT_EQ(parts_text({4, Strategy::kSplit}), "one rank, device_map over 4");
+  EXPECT_EQ(parts_text({4, Distribution::kSplit}), "one rank, device_map over 4");
   EXPECT_EQ(parts_text({}), "single GPU");
   EXPECT_EQ(parts_text({}, /*cpu=*/true), "single rank");
   t.device_map = true;
   EXPECT_TRUE(choose(t, card_of(16), 4).as_written);
-  EXPECT_EQ(choose(t, card_of(80), 4).strategy, Strategy::kSplit);  // as it is written
-  EXPECT_EQ(choose(t, card_of(80), 1).strategy, Strategy::kSingle);
+  EXPECT_EQ(choose(t, card_of(80), 4).distribution, Distribution::kSplit);  // as it is written
+  EXPECT_EQ(choose(t, card_of(80), 1).distribution, Distribution::kSingle);
 }
 
 TEST(Strategies, APipelineOfTheFileBeginsThere) {
@@ -421,14 +421,14 @@ TEST(Strategies, APipelineOfTheFileBeginsThere) {
   EXPECT_EQ(four.replicas(), 2);
   EXPECT_TRUE(four.as_written);
   // A card with room for a stage and not for the whole.
-  const Choice whole = make_choice(t, card, {2, Strategy::kDdp}, 1);
+  const Choice whole = make_choice(t, card, {2, Distribution::kDdp}, 1);
   ASSERT_LT(1.1 * static_cast<double>(two.memory.total()), whole.memory.total());
   const Card small = card_of(1.05 * static_cast<double>(two.memory.total()) / kGiB);
   EXPECT_TRUE(choose(t, small, 2).as_written);
   // One and three GPUs have no such stages, and training refuses the file there.
   for (const int gpus : {1, 3}) {
     const Choice other = choose(t, card, gpus);
-    EXPECT_EQ(other.strategy, gpus == 1 ? Strategy::kSingle : Strategy::kDdp);
+    EXPECT_EQ(other.distribution, gpus == 1 ? Distribution::kSingle : Distribution::kDdp);
     EXPECT_FALSE(other.as_written);
     EXPECT_EQ(refusals(t, card, other).front(),
               "pipeline_parallel_degree 2 trains on multiples of 2 GPUs: use such a number, or set "
@@ -544,7 +544,8 @@ TEST(Strategies, SmallerMicroBatchesComeFirst) {
 
 // docs/fully_shard.md: the GPU has the root, and two blocks with their gradients.
 TEST(Strategies, OffloadedRowsAreNotOnTheGpu) {
-  Training t{.model = gpt_1b3(), .batch = 1, .fsdp = Strategy::kFullShard, .built_whole = false};
+  Training t{
+      .model = gpt_1b3(), .batch = 1, .fsdp = Distribution::kFullShard, .built_whole = false};
   const Parameters p = parameters_of(t.model);
   const auto rows = 4 * static_cast<std::uint64_t>(p.total());
   for (const int gpus : {1, 2}) {
@@ -557,7 +558,7 @@ TEST(Strategies, OffloadedRowsAreNotOnTheGpu) {
     EXPECT_LT(away.parameters, rows / 2);
     EXPECT_LT(away.gradients, rows / 2);
     // Other strategies do not offload, and CPU ranks have nothing to offload from.
-    const Choice ddp = make_choice(t, card_of(80), {2, Strategy::kDdp}, 1);
+    const Choice ddp = make_choice(t, card_of(80), {2, Distribution::kDdp}, 1);
     EXPECT_EQ(ddp.memory.optimizer, 2 * rows);
     const Card cpu{.name = "cpu", .cpu = true};
     EXPECT_GT(as_written(t, cpu, 2).memory.optimizer, 0u);
@@ -567,15 +568,15 @@ TEST(Strategies, OffloadedRowsAreNotOnTheGpu) {
 // A rank whose peers map its memory needs no copy of what it gathers.
 TEST(Strategies, RowsAreSharedByCpuRanksOfOneHostAlone) {
   const Card cpu{.name = "cpu", .cpu = true};
-  Training t{.model = gpt2(), .batch = 1, .fsdp = Strategy::kFullShard, .built_whole = false};
+  Training t{.model = gpt2(), .batch = 1, .fsdp = Distribution::kFullShard, .built_whole = false};
   const auto parameters = [&](int ranks) { return as_written(t, cpu, ranks).memory.parameters; };
   const std::uint64_t shared = parameters(4);
   t.node_gpus = 2;
   EXPECT_GT(parameters(4), shared);
   EXPECT_LT(parameters(2), parameters(4) + shared);
-  t.fsdp = Strategy::kHybridShard;  // divided inside a host
+  t.fsdp = Distribution::kHybridShard;  // divided inside a host
   EXPECT_EQ(parameters(4), 2 * shared);
-  t.fsdp = Strategy::kFullShard;
+  t.fsdp = Distribution::kFullShard;
   t.node_gpus = 8;
   t.shares_memory = false;  // ddp_backend: gloo
   EXPECT_GT(parameters(4), shared);

@@ -22,10 +22,10 @@ std::vector<std::int64_t> divisors_of(std::int64_t window) {
 }
 
 // Strategies that need fewer changes to a file come first.
-constexpr Strategy kStrategies[] = {
-    Strategy::kSingle,    Strategy::kDdp,         Strategy::kShardedOptimizer,
-    Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kHybridShard,
-    Strategy::kSplit};
+constexpr Distribution kDistributions[] = {
+    Distribution::kSingle,    Distribution::kDdp,         Distribution::kShardedOptimizer,
+    Distribution::kFullShard, Distribution::kShardGradOp, Distribution::kHybridShard,
+    Distribution::kSplit};
 
 // How a training computes and where, before its micro-batch is chosen.
 struct Variant {
@@ -60,26 +60,26 @@ std::optional<Choice> best_batch(const Variant& variant, const Card& card, const
   return written != fitting.end() ? written->second : std::ranges::find_if(fitting, fast)->second;
 }
 
-// The keys that a file needs to train as `way` does.
-std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus) {
+// The keys that a file needs to train as `strategy` does.
+std::vector<Setting> settings_of(const Training& file, const Strategy& strategy, int gpus) {
   std::vector<Setting> all;
-  const Choice& c = way.choice;
+  const Choice& c = strategy.choice;
   if (c.batch != file.batch)
     all.push_back({"per_device_train_batch_size", std::to_string(c.batch)});
   // With global_batch_size or tokens_per_update the accumulation follows.
   if (!file.global_batch && (c.accumulation != file.accumulation || c.replicas() != gpus))
     all.push_back({"gradient_accumulation_steps", std::to_string(c.accumulation)});
   // fsdp_config ends with fsdp, which has no effect on one GPU and stays.
-  const std::string_view fsdp = fsdp_word(c.strategy);
-  const std::string_view file_fsdp = fsdp_word(file.fsdp.value_or(Strategy::kDdp));
-  const bool fsdp_changes = c.strategy != Strategy::kSingle && fsdp != file_fsdp;
+  const std::string_view fsdp = fsdp_word(c.distribution);
+  const std::string_view file_fsdp = fsdp_word(file.fsdp.value_or(Distribution::kDdp));
+  const bool fsdp_changes = c.distribution != Distribution::kSingle && fsdp != file_fsdp;
   const bool file_checkpoints =
       file.checkpointing && !(file.fixed_checkpointing && fsdp_changes && fsdp.empty());
-  if (way.checkpointing != file_checkpoints)
-    all.push_back({"gradient_checkpointing", way.checkpointing ? "true" : "false"});
-  if (way.fp8 != file.fp8)
-    all.push_back({"mixed_precision", way.fp8 ? "fp8" : "bf16"});
-  else if (way.half != file.half)
+  if (strategy.checkpointing != file_checkpoints)
+    all.push_back({"gradient_checkpointing", strategy.checkpointing ? "true" : "false"});
+  if (strategy.fp8 != file.fp8)
+    all.push_back({"mixed_precision", strategy.fp8 ? "fp8" : "bf16"});
+  else if (strategy.half != file.half)
     all.push_back({"bf16", "true"});
   if (c.stages != file.pipeline)
     all.push_back({"pipeline_parallel_degree", std::to_string(c.stages)});
@@ -88,26 +88,27 @@ std::vector<Setting> settings_of(const Training& file, const Way& way, int gpus)
     all.push_back({"sequence_parallel", c.sequence ? "true" : "false"});
   // Batches are tried on a whole model.
   if (c.slices > 1 && !file.adapts.empty()) all.push_back({file.adapts, "false"});
-  const bool sharded = c.strategy == Strategy::kShardedOptimizer;
-  if (sharded != file.sharded_optimizer && (sharded || c.strategy == Strategy::kDdp))
+  const bool sharded = c.distribution == Distribution::kShardedOptimizer;
+  if (sharded != file.sharded_optimizer && (sharded || c.distribution == Distribution::kDdp))
     all.push_back({"shard_optimizer", sharded ? "true" : "false"});
   if (fsdp_changes) all.push_back({"fsdp", fsdp.empty() ? "\"\"" : std::string(fsdp)});
-  if (c.strategy == Strategy::kSplit && !file.device_map)
+  if (c.distribution == Distribution::kSplit && !file.device_map)
     all.push_back({"model.device_map", "balanced"});
   return all;
 }
 
 // The fastest first. Of those that are as fast as an estimate can tell, the one with the fewest
 // changes to the file leads.
-void sort_ways(std::vector<Way>& ways) {
-  const auto seconds = [](const Way& way) { return way.step->total_s(); };
-  std::ranges::stable_sort(ways, {}, seconds);
-  if (ways.empty()) return;
-  const double limit = seconds(ways.front()) * (1 + kWorthMemory);
-  const auto end = std::ranges::upper_bound(ways, limit, {}, seconds);
-  const auto simplest = std::ranges::min_element(
-      ways.begin(), end, {}, [](const Way& way) { return way.settings.size(); });
-  std::rotate(ways.begin(), simplest, simplest + 1);
+void sort_strategies(std::vector<Strategy>& strategies) {
+  const auto seconds = [](const Strategy& strategy) { return strategy.step->total_s(); };
+  std::ranges::stable_sort(strategies, {}, seconds);
+  if (strategies.empty()) return;
+  const double limit = seconds(strategies.front()) * (1 + kWorthMemory);
+  const auto end = std::ranges::upper_bound(strategies, limit, {}, seconds);
+  const auto simplest =
+      std::ranges::min_element(strategies.begin(), end, {},
+                               [](const Strategy& strategy) { return strategy.settings.size(); });
+  std::rotate(strategies.begin(), simplest, simplest + 1);
 }
 
 // All numbers up to 16; above, the powers of two and the number itself.
@@ -118,7 +119,8 @@ std::vector<int> counts_of(int gpus) {
   return counts;
 }
 
-// How the file computes first, so that of two equally fast ways the one with fewer changes leads.
+// How the file computes first, so that of two equally fast strategies the one with fewer changes
+// leads.
 std::vector<Training> computations(const Training& training, const Machine& machine) {
   std::vector<Training> all{training};
   if (lacks_fp8(training, machine.card)) all.front().fp8 = false;
@@ -160,12 +162,12 @@ std::vector<Parts> divided_replicas(const Training& training, int gpus) {
   for (const int stages : degrees(training.pipeline))
     for (const int slices : degrees(training.tensor))
       for (const bool sequence : {false, true}) {
-        Parts parts{gpus, Strategy::kDdp, stages, slices, sequence};
+        Parts parts{gpus, Distribution::kDdp, stages, slices, sequence};
         if (stages * slices == 1 || gpus % (stages * slices) != 0 || (sequence && slices == 1))
           continue;
         all.push_back(parts);
         if (parts.replicas() == 1) continue;
-        parts.strategy = training.fsdp.value_or(Strategy::kFullShard);
+        parts.distribution = training.fsdp.value_or(Distribution::kFullShard);
         all.push_back(parts);
       }
   return all;
@@ -173,8 +175,8 @@ std::vector<Parts> divided_replicas(const Training& training, int gpus) {
 
 }  // namespace
 
-std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus) {
-  std::vector<Way> ways;
+std::vector<Strategy> rank_strategies(const Training& training, const Machine& machine, int gpus) {
+  std::vector<Strategy> strategies;
   const std::int64_t global =
       training.global_batch.value_or(training.batch * training.accumulation * gpus);
   for (Training& computed : computations(training, machine)) {
@@ -187,33 +189,33 @@ std::vector<Way> rank_ways(const Training& training, const Machine& machine, int
           return step ? std::optional(step->total_s()) : std::nullopt;
         });
         if (!choice) return;
-        Way way{timed(computed, machine, *choice), computed.checkpointing, computed.half,
-                computed.fp8};
-        way.settings = settings_of(training, way, gpus);
-        way.estimate = *way.step;
-        ways.push_back(std::move(way));
+        Strategy strategy{timed(computed, machine, *choice), computed.checkpointing, computed.half,
+                          computed.fp8};
+        strategy.settings = settings_of(training, strategy, gpus);
+        strategy.estimate = *strategy.step;
+        strategies.push_back(std::move(strategy));
       };
-      for (const Strategy strategy : kStrategies) {
+      for (const Distribution distribution : kDistributions) {
         // fsdp_config belongs to the file's own word.
         const bool other_word =
-            training.fsdp && !fsdp_word(strategy).empty() && strategy != training.fsdp;
-        const bool mapped = n == 1 || !training.device_map || strategy == Strategy::kSplit;
-        if (mapped && !other_word) add({n, strategy});
+            training.fsdp && !fsdp_word(distribution).empty() && distribution != training.fsdp;
+        const bool mapped = n == 1 || !training.device_map || distribution == Distribution::kSplit;
+        if (mapped && !other_word) add({n, distribution});
       }
       for (const Parts& parts : divided_replicas(training, n)) add(parts);
     }
   }
-  sort_ways(ways);
-  return ways;
+  sort_strategies(strategies);
+  return strategies;
 }
 
-Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes) {
-  return {.parts = way.choice,
-          .batch = way.choice.batch,
-          .accumulation = way.choice.accumulation,
-          .checkpointing = way.checkpointing,
-          .half = way.half,
-          .fp8 = way.fp8,
+Measurement measurement_of(const Strategy& strategy, double step_s, std::uint64_t memory_bytes) {
+  return {.parts = strategy.choice,
+          .batch = strategy.choice.batch,
+          .accumulation = strategy.choice.accumulation,
+          .checkpointing = strategy.checkpointing,
+          .half = strategy.half,
+          .fp8 = strategy.fp8,
           .step_s = step_s,
           .memory_bytes = memory_bytes};
 }
@@ -227,39 +229,40 @@ bool Measurement::is_like(const Measurement& other) const {
   return same == *this;
 }
 
-bool Measurement::is_of(const Way& way) const {
-  return is_like(measurement_of(way, step_s, memory_bytes));
+bool Measurement::is_of(const Strategy& strategy) const {
+  return is_like(measurement_of(strategy, step_s, memory_bytes));
 }
 
-void use_measurements(std::vector<Way>& ways, const Training& training,
+void use_measurements(std::vector<Strategy>& strategies, const Training& training,
                       const std::vector<Measurement>& measurements) {
   std::vector<double> ratios;
   auto tokens = static_cast<double>(training.model.length);  // of a sample
-  const auto set = [&](Way& way, const StepTime& step) {
-    way.step = step;
-    way.tokens_per_second = static_cast<double>(way.choice.global_batch) * tokens / step.total_s();
+  const auto set = [&](Strategy& strategy, const StepTime& step) {
+    strategy.step = step;
+    strategy.tokens_per_second =
+        static_cast<double>(strategy.choice.global_batch) * tokens / step.total_s();
   };
-  for (Way& way : ways) {
-    const auto found =
-        std::ranges::find_if(measurements, [&](const Measurement& one) { return one.is_of(way); });
+  for (Strategy& strategy : strategies) {
+    const auto found = std::ranges::find_if(
+        measurements, [&](const Measurement& one) { return one.is_of(strategy); });
     if (found == measurements.end()) continue;
-    ratios.push_back(found->step_s / way.estimate.total_s());
-    way.measured = true;
-    way.run_bytes = found->memory_bytes;
-    way.disturbance = found->disturbance;
+    ratios.push_back(found->step_s / strategy.estimate.total_s());
+    strategy.measured = true;
+    strategy.run_bytes = found->memory_bytes;
+    strategy.disturbance = found->disturbance;
     if (found->tokens > 0) tokens = found->tokens;
-    set(way, {.compute_s = found->step_s});
+    set(strategy, {.compute_s = found->step_s});
   }
   if (ratios.empty()) return;
   std::ranges::sort(ratios);
   const double ratio = ratios[ratios.size() / 2];
-  for (Way& way : ways) {
-    if (way.measured) continue;
-    const StepTime& s = way.estimate;
-    set(way, {ratio * s.compute_s, ratio * s.optimizer_s, ratio * s.communication_s,
-              ratio * s.exposed_s});
+  for (Strategy& strategy : strategies) {
+    if (strategy.measured) continue;
+    const StepTime& s = strategy.estimate;
+    set(strategy, {ratio * s.compute_s, ratio * s.optimizer_s, ratio * s.communication_s,
+                   ratio * s.exposed_s});
   }
-  sort_ways(ways);
+  sort_strategies(strategies);
 }
 
 Choice fastest_batch(const Training& training, const Card& card, int ranks) {
@@ -279,7 +282,7 @@ Choice fastest_batch(const Training& training, const Card& card, int ranks) {
     known.bfloat16 = a100.bfloat16;
     known.fp8 = training.fp8;  // one that trains so has it
   }
-  const auto best = best_batch({held, {ranks, usual.strategy}}, known, [&](const Choice& c) {
+  const auto best = best_batch({held, {ranks, usual.distribution}}, known, [&](const Choice& c) {
     const auto work = work_of(held, c, known, {});
     return work ? std::optional(static_cast<double>(c.accumulation) *
                                 (work->forward_s + work->backward_s))

@@ -1,12 +1,12 @@
-// Ranks the ways to train with the same global batch, fastest first.
+// Ranks strategies to train with the same global batch, fastest first.
 //
-//   for (const Way& way : rank_ways(training, machine, 4))
-//     print(way.choice.batch, way.step->total_s(), way.settings);
+//   for (const Strategy& strategy : rank_strategies(training, machine, 4))
+//     print(strategy.choice.batch, strategy.step->total_s(), strategy.settings);
 //
-// A Way has a number of GPUs (some may stay idle), a strategy, a micro-batch with its accumulation,
-// and whether activations are checkpointed and products computed in a half type or in fp8. Among
-// micro-batches within a hundredth of the least time, the file's is taken, or else the smallest,
-// which leaves memory for a longer batch.
+// A Strategy has a number of GPUs (some may stay idle), what they share of the model, a micro-batch
+// with its accumulation, and whether activations are checkpointed and products computed in a half
+// type or in fp8. Among micro-batches within a hundredth of the least time, the file's is taken, or
+// else the smallest, which leaves memory for a longer batch.
 //
 // Values and functions without state; call from any thread.
 #pragma once
@@ -25,7 +25,7 @@ struct Setting {
   bool operator==(const Setting&) const = default;
 };
 
-struct Way : Timed {
+struct Strategy : Timed {
   bool checkpointing = false;
   bool half = false;
   bool fp8 = false;
@@ -38,10 +38,10 @@ struct Way : Timed {
   std::uint64_t memory_bytes() const { return measured ? run_bytes : choice.memory.total(); }
 };
 
-// Ways that fit, on up to `gpus` GPUs. Nothing where the speed is not known.
-std::vector<Way> rank_ways(const Training& training, const Machine& machine, int gpus);
+// Strategies that fit, on up to `gpus` GPUs. Nothing where the speed is not known.
+std::vector<Strategy> rank_strategies(const Training& training, const Machine& machine, int gpus);
 
-// The results of a few measured steps of a way.
+// The results of a few measured steps of a strategy.
 struct Measurement {
   Parts parts{};
   std::int64_t batch = 1;
@@ -54,16 +54,16 @@ struct Measurement {
   double tokens = 0;               // of a sample, as computed; 0: as many as planned
   std::string disturbance{};       // "other programs used 1.0 of the 2 cores"; empty: none
 
-  bool is_of(const Way& way) const;
-  bool is_like(const Measurement& other) const;  // of the same way
+  bool is_of(const Strategy& strategy) const;
+  bool is_like(const Measurement& other) const;  // of the same strategy
   bool operator==(const Measurement&) const = default;
 };
-Measurement measurement_of(const Way& way, double step_s, std::uint64_t memory_bytes);
+Measurement measurement_of(const Strategy& strategy, double step_s, std::uint64_t memory_bytes);
 
 // Replaces estimates by measurements, scales the other estimates by the median ratio of a measured
-// time to its estimate, and ranks the ways again. If measured samples were shorter than planned,
-// the lengths of all ways are reduced.
-void use_measurements(std::vector<Way>& ways, const Training& training,
+// time to its estimate, and ranks the strategies again. If measured samples were shorter than
+// planned, the lengths of all strategies are reduced.
+void use_measurements(std::vector<Strategy>& strategies, const Training& training,
                       const std::vector<Measurement>& measurements);
 
 // The choice of elastic_gpu: choose() with the fastest micro-batch for this many data-parallel

@@ -75,7 +75,7 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
     const Choice copies = as_written(t, card, 8);
     ASSERT_EQ(copies.slices, t.tensor);
     ASSERT_EQ(copies.stages, t.pipeline);
-    t.fsdp = Strategy::kFullShard;
+    t.fsdp = Distribution::kFullShard;
     const Choice rows = as_written(t, card, 8);
     EXPECT_EQ(rows.sharding, Sharding::kFull);
     EXPECT_EQ(rows.memory.optimizer, copies.memory.optimizer / 4);
@@ -85,13 +85,13 @@ TEST(Slices, AndStagesAreDividedByFsdp) {
     // What they gather takes time.
     EXPECT_GT(timed(t, plan::machine_of(80), rows).step->communication_s,
               timed(t, plan::machine_of(80), copies).step->communication_s);
-    t.fsdp = Strategy::kShardGradOp;  // a slice, or a stage, stays whole in a step
+    t.fsdp = Distribution::kShardGradOp;  // a slice, or a stage, stays whole in a step
     EXPECT_GT(as_written(t, card, 8).memory.parameters, rows.memory.parameters);
-    t.fsdp = Strategy::kHybridShard;
+    t.fsdp = Distribution::kHybridShard;
     t.node_gpus = 4;  // two slices of two rows, or four rows of a stage
     EXPECT_EQ(state(8), copies.memory.optimizer / (slices ? 2 : 4));
     t.node_gpus = 8;
-    t.fsdp = Strategy::kFullShard;
+    t.fsdp = Distribution::kFullShard;
     t.shard_degree = 2;
     EXPECT_EQ(state(8), copies.memory.optimizer / 2);
     t.shard_degree = 3;

@@ -81,21 +81,21 @@ std::vector<std::int64_t> micro_batches(const Training& t, int replicas) {
   return all;
 }
 
-bool is_fsdp(Strategy strategy) {
-  return !fsdp_word(strategy).empty();
+bool is_fsdp(Distribution distribution) {
+  return !fsdp_word(distribution).empty();
 }
 
-Sharding sharding_of(Strategy strategy) {
-  if (strategy == Strategy::kShardedOptimizer) return Sharding::kOptimizer;
-  if (strategy == Strategy::kShardGradOp) return Sharding::kGradOp;
-  return is_fsdp(strategy) ? Sharding::kFull : Sharding::kNone;
+Sharding sharding_of(Distribution distribution) {
+  if (distribution == Distribution::kShardedOptimizer) return Sharding::kOptimizer;
+  if (distribution == Distribution::kShardGradOp) return Sharding::kGradOp;
+  return is_fsdp(distribution) ? Sharding::kFull : Sharding::kNone;
 }
 
 // Ranks that a fully sharded model is divided over, as mesh_for() has them; 0: all that hold the
 // same part of it.
 int shard_ranks_of(const Training& t, const Choice& choice) {
-  if (!is_fsdp(choice.strategy)) return 0;
-  if (choice.strategy != Strategy::kHybridShard) return t.shard_degree;
+  if (!is_fsdp(choice.distribution)) return 0;
+  if (choice.distribution != Distribution::kHybridShard) return t.shard_degree;
   const int local = std::min(t.node_gpus, choice.gpus);
   return local % choice.slices == 0 ? std::gcd(choice.replicas(), local / choice.slices) : 1;
 }
@@ -103,7 +103,7 @@ int shard_ranks_of(const Training& t, const Choice& choice) {
 // fsdp of the file on one GPU, too: its blocks come and go.
 bool offloads(const Training& t, const Card& card, const Choice& choice) {
   return t.offload && !card.cpu && t.fsdp &&
-         (is_fsdp(choice.strategy) || choice.strategy == Strategy::kSingle);
+         (is_fsdp(choice.distribution) || choice.distribution == Distribution::kSingle);
 }
 
 // A rank's slice of the model.
@@ -117,21 +117,21 @@ Model part_of(const Model& model, const Choice& choice) {
 // A rank that has a part of the layers alone computes as one that has all of them; a device map's
 // does not use fused operations.
 bool is_fused(const Training& t, const Card& card, const Choice& choice) {
-  return t.model.causal_lm() != nullptr && !t.unfused && choice.strategy != Strategy::kSplit &&
-         !card.cpu;
+  return t.model.causal_lm() != nullptr && !t.unfused &&
+         choice.distribution != Distribution::kSplit && !card.cpu;
 }
 
 // Whether training does it without a change to the file.
 bool is_written(const Training& t, const Choice& choice) {
-  const Strategy strategy = choice.strategy;
-  if (strategy == Strategy::kSplit) return t.device_map;
+  const Distribution distribution = choice.distribution;
+  if (distribution == Distribution::kSplit) return t.device_map;
   if (choice.stages != t.pipeline || choice.slices != t.tensor ||
       choice.sequence != (t.tensor > 1 && t.sequence.value_or(false)))
     return false;
-  if (is_fsdp(strategy))
-    return t.fsdp == strategy || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
-                                  strategy == Strategy::kFullShard);
-  return strategy != Strategy::kShardedOptimizer || t.sharded_optimizer || t.may_shard;
+  if (is_fsdp(distribution))
+    return t.fsdp == distribution || (!t.fsdp && t.adapts == "elastic_gpu" && t.may_shard &&
+                                      distribution == Distribution::kFullShard);
+  return distribution != Distribution::kShardedOptimizer || t.sharded_optimizer || t.may_shard;
 }
 
 // The largest micro-batch that fits, or the smallest one.
@@ -147,13 +147,13 @@ Choice best_of(const Training& t, const Card& card, const Parts& parts) {
 // The file's own strategy on this many GPUs.
 Parts written_parts(const Training& t, const Card& card, int gpus) {
   if (gpus == 1) return {};
-  const Parts split{gpus, Strategy::kSplit};
+  const Parts split{gpus, Distribution::kSplit};
   if (t.device_map && can_train(t, card, split)) return split;
-  const Strategy copies =
-      t.fsdp.value_or(t.sharded_optimizer ? Strategy::kShardedOptimizer : Strategy::kDdp);
+  const Distribution copies =
+      t.fsdp.value_or(t.sharded_optimizer ? Distribution::kShardedOptimizer : Distribution::kDdp);
   const Parts all{gpus, copies, t.pipeline, t.tensor, t.tensor > 1 && t.sequence.value_or(false)};
   Parts copied = all;
-  copied.strategy = Strategy::kDdp;
+  copied.distribution = Distribution::kDdp;
   return can_train(t, card, copied) ? all : Parts{gpus, copies};
 }
 
@@ -352,8 +352,8 @@ void add_tensor_work(const Training& t, const Choice& choice, bool fused, Work& 
 Choice make_choice(const Training& t, const Card& card, const Parts& parts, std::int64_t batch) {
   Choice choice{parts};
   const int replicas = choice.replicas();
-  const bool split = choice.strategy == Strategy::kSplit && choice.gpus > 1;
-  if (replicas == 1 && !split) choice.strategy = Strategy::kSingle;
+  const bool split = choice.distribution == Distribution::kSplit && choice.gpus > 1;
+  if (replicas == 1 && !split) choice.distribution = Distribution::kSingle;
   const Batches batches = batches_of(t, replicas, batch);
   choice.batch = batches.batch;
   choice.accumulation = batches.accumulation;
@@ -361,7 +361,7 @@ Choice make_choice(const Training& t, const Card& card, const Parts& parts, std:
   choice.same_global_batch = batches.same;
   const bool offload = offloads(t, card, choice);
   const int shard_ranks = shard_ranks_of(t, choice);
-  choice.sharding = sharding_of(offload ? *t.fsdp : choice.strategy);
+  choice.sharding = sharding_of(offload ? *t.fsdp : choice.distribution);
   choice.memory = memory_of(
       part_of(t.model, choice),
       {.batch = batches.batch,
@@ -439,7 +439,7 @@ std::vector<std::string> refusals(const Training& t, const Card& card, const Cho
 }
 
 bool can_train(const Training& t, const Card& card, const Parts& parts) {
-  const auto [gpus, strategy, stages, slices, sequence] = parts;
+  const auto [gpus, distribution, stages, slices, sequence] = parts;
   const std::int64_t blocks = t.model.blocks();
   if (gpus % (stages * slices) != 0) return false;
   if (stages > 1 && (!t.may_pipeline || stages > blocks)) return false;
@@ -449,27 +449,28 @@ bool can_train(const Training& t, const Card& card, const Parts& parts) {
        !divides_layers(t.model, slices)))
     return false;
   const bool divided = stages * slices > 1;
-  if (divided && (strategy == Strategy::kSplit || strategy == Strategy::kShardedOptimizer))
+  if (divided &&
+      (distribution == Distribution::kSplit || distribution == Distribution::kShardedOptimizer))
     return false;
   if (gpus == 1 || (divided && parts.replicas() == 1))
-    return divided || strategy == Strategy::kSingle;
-  if (strategy == Strategy::kSplit)
+    return divided || distribution == Distribution::kSingle;
+  if (distribution == Distribution::kSplit)
     return !card.cpu && gpus <= blocks && gpus <= t.node_gpus;  // one process has them all
   // Units are a model's blocks: without them it would be whole in every step.
-  if (is_fsdp(strategy) && (blocks == 0 || parts.replicas() % std::max(1, t.shard_degree) != 0))
+  if (is_fsdp(distribution) && (blocks == 0 || parts.replicas() % std::max(1, t.shard_degree) != 0))
     return false;
-  if (strategy == Strategy::kHybridShard)
+  if (distribution == Distribution::kHybridShard)
     return gpus > t.node_gpus && gpus % t.node_gpus == 0 && t.shard_degree == 0;
-  return strategy != Strategy::kSingle;
+  return distribution != Distribution::kSingle;
 }
 
-std::string_view fsdp_word(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::kFullShard:
+std::string_view fsdp_word(Distribution distribution) {
+  switch (distribution) {
+    case Distribution::kFullShard:
       return "full_shard";
-    case Strategy::kShardGradOp:
+    case Distribution::kShardGradOp:
       return "shard_grad_op";
-    case Strategy::kHybridShard:
+    case Distribution::kHybridShard:
       return "hybrid_shard";
     default:
       return "";
@@ -477,27 +478,27 @@ std::string_view fsdp_word(Strategy strategy) {
 }
 
 std::string parts_text(const Parts& parts, bool cpu) {
-  const auto& [gpus, strategy, stages, slices, sequence] = parts;
+  const auto& [gpus, distribution, stages, slices, sequence] = parts;
   if (stages > 1 || slices > 1) {
     std::string text =
         stages == 1 ? fmt::format("tensor{} parallel over {}", sequence ? ", sequence" : "", slices)
         : slices == 1 ? fmt::format("pipeline of {} stages", stages)
                       : fmt::format("pipeline of {}, tensor{} over {}", stages,
                                     sequence ? " and sequence" : "", slices);
-    if (is_fsdp(strategy)) text += fmt::format(", {}", fsdp_word(strategy));
+    if (is_fsdp(distribution)) text += fmt::format(", {}", fsdp_word(distribution));
     return text;
   }
-  switch (strategy) {
-    case Strategy::kSingle:
+  switch (distribution) {
+    case Distribution::kSingle:
       return cpu ? "single rank" : "single GPU";
-    case Strategy::kDdp:
+    case Distribution::kDdp:
       return "DDP";
-    case Strategy::kShardedOptimizer:
+    case Distribution::kShardedOptimizer:
       return "DDP, sharded optimizer";
-    case Strategy::kSplit:
+    case Distribution::kSplit:
       return fmt::format("one rank, device_map over {}", gpus);
     default:
-      return fmt::format("fsdp: {}", fsdp_word(strategy));
+      return fmt::format("fsdp: {}", fsdp_word(distribution));
   }
 }
 
@@ -513,11 +514,12 @@ Choice choose(const Training& training, const Card& card, int gpus) {
                      "a global batch of {} samples is less than one for each of {} GPUs. Raise it, "
                      "or use fewer GPUs.",
                      *training.global_batch, gpus);
-  const Strategy written = parts.strategy;
+  const Distribution written = parts.distribution;
   const Choice plain = best_of(training, card, parts);
-  if (plain.fits || written == Strategy::kSplit || parts.stages * parts.slices > 1) return plain;
-  for (const Strategy next :
-       {Strategy::kShardedOptimizer, Strategy::kFullShard, Strategy::kSplit}) {
+  if (plain.fits || written == Distribution::kSplit || parts.stages * parts.slices > 1)
+    return plain;
+  for (const Distribution next :
+       {Distribution::kShardedOptimizer, Distribution::kFullShard, Distribution::kSplit}) {
     // A fully sharded model's optimizer is sharded already.
     if (next < written || next == written || !can_train(training, card, {gpus, next})) continue;
     const Choice other = best_of(training, card, {gpus, next});
@@ -537,9 +539,9 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
   const Parts parts = all.together().parts;
   const bool whole = parts.stages == 1 && parts.slices == 1;
   add_smaller_batch(training, all.together().parts.replicas(), all, /*alone=*/true);
-  if (whole && parts.strategy == Strategy::kDdp)
+  if (whole && parts.distribution == Distribution::kDdp)
     all.add("shard_optimizer: true", "the update waits for its collectives",
-            [](State& state) { state.parts.strategy = Strategy::kShardedOptimizer; });
+            [](State& state) { state.parts.distribution = Distribution::kShardedOptimizer; });
   if (parts.slices > 1 && !parts.sequence)
     all.add("sequence_parallel: true", "what layers read is gathered once more in backward",
             [](State& state) { state.parts.sequence = true; });
@@ -548,11 +550,11 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
             [](State& state) { state.training.checkpointing = true; });
   add_smaller_batch(training, all.together().parts.replicas(), all);
   Parts divided = parts;
-  divided.strategy = Strategy::kFullShard;
-  if (parts.strategy < Strategy::kFullShard && parts.replicas() > 1 &&
+  divided.distribution = Distribution::kFullShard;
+  if (parts.distribution < Distribution::kFullShard && parts.replicas() > 1 &&
       can_train(training, card, divided))
     all.add("fsdp: full_shard", "every micro-batch gathers the parameters twice",
-            [](State& state) { state.parts.strategy = Strategy::kFullShard; });
+            [](State& state) { state.parts.distribution = Distribution::kFullShard; });
   const char* half = card.bfloat16 ? "bf16: true" : "fp16: true";
   if (!training.half)
     all.add(half,
@@ -572,11 +574,11 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               models::LoraConfig{.r = 16, .lora_alpha = 32, .target_modules = targets};
         });
   }
-  if (whole && parts.strategy != Strategy::kSplit &&
-      can_train(training, card, {gpus, Strategy::kSplit}))
+  if (whole && parts.distribution != Distribution::kSplit &&
+      can_train(training, card, {gpus, Distribution::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),
             "the GPUs work one after another",
-            [](State& state) { state.parts.strategy = Strategy::kSplit; });
+            [](State& state) { state.parts.distribution = Distribution::kSplit; });
   return all.take();
 }
 
@@ -648,7 +650,7 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
                                              stages / card.memory_bandwidth -
                                          idle_s);
   work.sharding = choice.sharding;
-  if (is_fsdp(choice.strategy) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
+  if (is_fsdp(choice.distribution) && !speed.tokens_per_second && card.memory_bandwidth > 0) {
     // What travels is one buffer for a block, copied to and from its tensors.
     const double once =
         static_cast<double>(work.parameter_bytes + 4 * parameters.total() / stages) /

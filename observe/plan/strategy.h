@@ -1,7 +1,7 @@
 // Chooses how to train on a number of GPUs so that it fits, with the requested global batch.
 //
 //   const Choice choice = choose(training, card, 4);
-//   choice.strategy            // Strategy::kDdp
+//   choice.distribution        // Distribution::kDdp
 //   choice.batch, choice.accumulation
 //   for (const Change& c : changes(training, card, 1)) c.text;     // where none fits
 //
@@ -26,7 +26,7 @@
 namespace lockstep::plan {
 
 // How the replicas or parts of a model are distributed.
-enum class Strategy {
+enum class Distribution {
   kSingle,  // there is one replica
   kDdp,
   kShardedOptimizer,
@@ -36,17 +36,19 @@ enum class Strategy {
   kSplit,        // one rank with a device map
 };
 // The value of the key `fsdp` in a training file; empty: it is none of these.
-std::string_view fsdp_word(Strategy strategy);
+std::string_view fsdp_word(Distribution distribution);
 
 // The GPUs that are used, and for what. A replica is divided into stages, a stage into slices.
 struct Parts {
   int gpus = 1;
-  Strategy strategy = Strategy::kSingle;
+  Distribution distribution = Distribution::kSingle;
   int stages = 1;         // pipeline_parallel_degree
   int slices = 1;         // tensor_parallel_degree
   bool sequence = false;  // sequence_parallel, of slices
 
-  int replicas() const { return strategy == Strategy::kSplit ? 1 : gpus / (stages * slices); }
+  int replicas() const {
+    return distribution == Distribution::kSplit ? 1 : gpus / (stages * slices);
+  }
   int gpus_per_replica() const { return gpus / replicas(); }
   bool operator==(const Parts&) const = default;
 };
@@ -75,7 +77,7 @@ struct Training {
   std::string adapts{};
   std::optional<std::uint64_t> state_bytes{};  // as in MemoryOptions
   bool device_map = false;                     // the file's: one rank has all GPUs
-  std::optional<Strategy> fsdp{};              // the file's
+  std::optional<Distribution> fsdp{};          // the file's
   int shard_degree = 0;                        // data_parallel_shard_degree; 0: all that can
   int node_gpus = 8;                           // hybrid_shard divides over those of a node
   bool shares_memory = true;                   // CPU ranks of a node do: their backend is shm

@@ -234,22 +234,6 @@ class Foreign(ScriptCase):
         self.assertEqual(code, 0, err)
         self.assertNotIn("has no effect", err)
 
-    def test_a_second_record_does_not_mix_with_the_first(self):
-        folder = os.path.join(self.dir.name, "recorded")
-        for ranks in (2, 1):
-            code, _, err = self.run_ranks(ranks, self.script(), "1", flags=["--record", folder])
-            self.assertEqual(code, 0, err)
-        self.assertIn(f"[record] the record of an earlier run was moved to {folder}/monitor.1", err)
-        monitor = pathlib.Path(folder) / "monitor"
-        self.assertFalse((monitor / "rank_1.jsonl").exists())
-        self.assertEqual(json.loads((monitor / "run.json").read_text())["world_size"], 1)
-
-    def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(self):
-        code, out, err = self.run_ranks(1, self.script(), "1", flags=["--record", "/proc/none"])
-        self.assertNotEqual(code, 0)
-        self.assertEqual(out, "")
-        self.assertIn("/proc/none", err)
-
 
 @unittest.skipUnless((PACKAGE / "lockstep_torch").exists(), "needs the Python package")
 class PythonRanks(ScriptCase):

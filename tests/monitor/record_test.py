@@ -95,7 +95,7 @@ class Record(unittest.TestCase):
             self.assertEqual(self.count(intervals, "logs"), 4)
             self.assertGreaterEqual(self.count(intervals, "batches"), 80)
             self.assertGreaterEqual(self.count(intervals, "reduced_bytes"),
-                                    40 * facts["gradient_bytes"])
+                                    40 * 4 * facts["parameters"])
             self.assertGreater(self.count(intervals, "reduce_ns"), 0)
             for phase in ("data", "forward", "backward", "communication", "optimizer"):
                 self.assertGreater(sum(i["host_s"].get(phase, 0) for i in intervals), 0, phase)

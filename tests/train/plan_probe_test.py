@@ -57,23 +57,23 @@ class PlanProbe(TrainCase):
 
     def test_what_was_measured_replaces_estimates_and_is_followed(self):
         before = self.plan("--gpus", "2xcpu")
-        self.assertEqual(before["ways"], [])  # how fast a CPU computes is not known
-        plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-ways", "5")
-        measured = [way for way in plan["ways"] if way["measured"]]
-        self.assertGreaterEqual(len(measured), 4, plan["ways"])
-        self.assertEqual(len(self.record()["ways"]), len(measured))
-        for way in measured:
-            error = way["planned_memory_bytes"] / way["memory_bytes"] - 1
-            self.assertLess(abs(error), 0.1, way)
+        self.assertEqual(before["strategies"], [])  # how fast a CPU computes is not known
+        plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-strategies", "5")
+        measured = [one for one in plan["strategies"] if one["measured"]]
+        self.assertGreaterEqual(len(measured), 4, plan["strategies"])
+        self.assertEqual(len(self.record()["strategies"]), len(measured))
+        for one in measured:
+            error = one["planned_memory_bytes"] / one["memory_bytes"] - 1
+            self.assertLess(abs(error), 0.1, one)
         # The next plan runs nothing and says the same.
         again = self.plan("--gpus", "2xcpu")
-        self.assertEqual(again["ways"], plan["ways"])
+        self.assertEqual(again["strategies"], plan["strategies"])
         self.assertIn(" measured  ", self.run_here("plan", self.config, "--gpus", "2xcpu").stdout)
         # A file with another global batch is another training.
         other = self.plan("--gpus", "2xcpu", "--global_batch_size", "16")
-        self.assertFalse(any(way["measured"] for way in other["ways"]))
+        self.assertFalse(any(one["measured"] for one in other["strategies"]))
         # elastic_gpu takes the fastest of those with as many ranks.
-        fast = min((way for way in measured if way["gpus"] == 2), key=lambda way: way["step_s"])
+        fast = min((one for one in measured if one["gpus"] == 2), key=lambda one: one["step_s"])
         done = self.train(2, self.place / "out", "--elastic_gpu", "--max_steps", "1",
                           LOCKSTEP_CACHE=str(self.cache))
         self.assertIn(f"elastic_gpu: {fast['strategy']} on 2 CPU ranks: "
@@ -82,8 +82,9 @@ class PlanProbe(TrainCase):
         self.assertIn("when `lockstep plan --probe` ran it", done.stderr)
         # Slices of layers, too, where they are the fastest.
         record = self.record()
-        way = next(way for way in record["ways"] if way["gpus"] == 2)
-        record["ways"].append({**way, "strategy": 0, "strategy_text": "tensor parallel over 2",
+        one = next(one for one in record["strategies"] if one["gpus"] == 2)
+        record["strategies"].append({**one, "strategy": 0,
+                                     "strategy_text": "tensor parallel over 2",
                                "slices": 2, "per_device_train_batch_size": 8,
                                "gradient_accumulation_steps": 1, "step_s": 1e-6})
         (self.cache / "plan.json").write_text(json.dumps(record))
@@ -112,9 +113,10 @@ class PlanProbe(TrainCase):
                        for rank in range(ranks))
             self.assertLess(abs(row["memory_bytes"]["total"] / held - 1), 0.1, (keys, row, held))
 
-    def test_a_way_that_fails_is_left_out_and_said(self):
+    def test_a_strategy_that_fails_is_left_out_and_said(self):
         self.config.write_text(self.config.read_text().replace("text.txt", "missing.txt"))
-        done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe", "--probe-ways", "1")
+        done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe",
+                             "--probe-strategies", "1")
         self.assertIn("probe: 1 x single rank, ", done.stderr)
         self.assertIn("the ranks failed", done.stderr)
         self.assertIn("missing.txt", done.stderr)
@@ -154,17 +156,17 @@ class PlanProbe(TrainCase):
             self.assertRegex(link["disturbance"], said)
             self.assertRegex(self.plan("--gpus", "2xcpu")["link"], f"with 2 ranks while {said}")
             done = self.run_here("plan", self.config, "--gpus", "1xcpu", "--probe",
-                                 "--probe-ways", "1")
+                                 "--probe-strategies", "1")
             self.assertRegex(done.stderr, f"probe: .* GiB; {said}")
-            self.assertRegex(done.stderr, f"note: a way was measured while {said}")
+            self.assertRegex(done.stderr, f"note: a strategy was measured while {said}")
             # Kept, with the remark; what was measured on an idle machine is better, and stays.
             record = self.record()
-            self.assertRegex(record["ways"][0]["disturbance"], said)
+            self.assertRegex(record["strategies"][0]["disturbance"], said)
             record["links"][0].update(disturbance="", bus_bytes_per_s=123e9)
             (self.cache / "plan.json").write_text(json.dumps(record))
             self.run_here("doctor", "--nproc-per-node", "2")
         self.assertEqual(self.record()["links"], record["links"])
-        self.assertEqual(self.record()["ways"], record["ways"])
+        self.assertEqual(self.record()["strategies"], record["strategies"])
 
     def test_instructions_are_planned_as_long_as_they_are(self):
         """In tokens that are computed: fewer than max_seq_len in each sample."""
@@ -174,16 +176,16 @@ class PlanProbe(TrainCase):
         self.config.write_text(text[:text.index("data:")] +
                                f"data: {{name: instructions, path: {data}}}\nmax_seq_len: 512\n" +
                                text[text.index("global_batch_size"):])
-        plan = self.plan("--gpus", "1xcpu", "--probe", "--probe-ways", "1")
+        plan = self.plan("--gpus", "1xcpu", "--probe", "--probe-strategies", "1")
         self.assertTrue(any("512 tokens in each sample" in note for note in plan["notes"]), plan)
-        way = next(way for way in plan["ways"] if way["measured"])
-        planned = way["global_batch"] * 512 / way["step_s"]
-        self.assertLess(way["tokens_per_second"], planned / 2)
+        one = next(one for one in plan["strategies"] if one["measured"])
+        planned = one["global_batch"] * 512 / one["step_s"]
+        self.assertLess(one["tokens_per_second"], planned / 2)
         self.train(1, self.place / "out", "--max_steps", "3")
         lines = map(json.loads, (self.place / "out" / "metrics.jsonl").read_text().splitlines())
         length, *others = {round(line["tokens_per_second"] / line["samples_per_second"], 6)
                            for line in lines if "tokens_per_second" in line}
-        self.assertAlmostEqual(way["tokens_per_second"] * way["step_s"] / way["global_batch"],
+        self.assertAlmostEqual(one["tokens_per_second"] * one["step_s"] / one["global_batch"],
                                length, places=4)
         self.assertEqual(len(others), 0)
 
