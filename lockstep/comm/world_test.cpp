@@ -514,29 +514,6 @@ std::vector<std::string> start(int size, std::function<void(Identity&, WorldOpti
   return run_threads_collecting(size, [](World&) {}, options);
 }
 
-TEST(StartUp, DifferencesAreNamedOnEveryRank) {
-  auto errors = start(3, [](Identity& identity, WorldOptions&) {
-    if (identity.rank == 2)
-      identity.program = "an older build";
-    else
-      identity.program = "this build";
-  });
-  for (const auto& error : errors) {
-    EXPECT_THAT(error, HasSubstr("[world] start-up check: rank 2 has program an older build, but "
-                                 "rank 0 has this build."));
-  }
-  errors = start(2, [](Identity& identity, WorldOptions& options) {
-    options.options_hash = identity.rank == 0 ? "abc" : "";
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(error, HasSubstr("rank 1 has options (none), but rank 0 has abc."));
-  errors = start(2, [](Identity& identity, WorldOptions&) {
-    if (identity.rank == 1) identity.size = 5;
-  });
-  for (const auto& error : errors)
-    EXPECT_THAT(error, HasSubstr("rank 1 has world size 5, but rank 0 has 2."));
-}
-
 TEST(StartUp, AllThatDifferAreNamedOnEveryRank) {
   const auto differs = [](const Identity& identity) {
     return identity.rank == 1 || identity.rank == identity.size - 1;

@@ -627,31 +627,6 @@ TEST(Engine, SeveralThreadsWaitForOneEngine) {
   });
 }
 
-// Ranks 0 and 1 use two engines in opposite order; both must continue.
-TEST(Engine, SeveralEnginesInOppositeOrder) {
-  MapStore first_kv, second_kv;
-  std::vector<std::thread> threads;
-  std::atomic<int> right{0};
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto first = make_engine(first_kv, rank, 2, kTiny);
-      auto second = make_engine(second_kv, rank, 2, kTiny);
-      if (rank == 1) std::swap(first, second);
-      for (const std::size_t count : {1, 5000}) {
-        Bytes a = contribution(DType::kF32, count, rank), b = a;
-        TicketPtr one = first->all_reduce(a.data(), count, DType::kF32, Op::kSum);
-        TicketPtr two = second->all_reduce(b.data(), count, DType::kF32, Op::kSum);
-        one->wait(soon());
-        two->wait(soon());
-        const Bytes want = combined(DType::kF32, Op::kSum, count, 2);
-        right += a == want && b == want ? 1 : 0;
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  EXPECT_EQ(right.load(), 4);
-}
-
 // Milliseconds from a rank's late post to a sleeper's waking, the median of many.
 double median_delay_ms() {
   constexpr int kTurns = 101;

@@ -33,27 +33,16 @@ void expect_both_sides(const std::vector<std::exception_ptr>& errors, const std:
   }
 }
 
-TEST(Disagreement, OnTheOperation) {
-  expect_both_sides(outcomes(3, kTiny,
-                             [](Engine& engine) {
-                               float x[12] = {};
-                               if (engine.rank() == 2)
-                                 engine.broadcast(x, 48, 0)->wait(soon());
-                               else
-                                 engine.all_reduce(x, 12, DType::kF32, Op::kSum)->wait(soon());
-                             }),
-                    "called all_reduce(float32 x 12, sum)",
-                    "rank 2 called broadcast(48 bytes, root 0)");
-}
-
-TEST(Disagreement, OfOperationsNamesTheUsualMistakes) {
-  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
+TEST(Disagreement, OnTheOperationNamesTheUsualMistakes) {
+  const auto errors = outcomes(3, kTiny, [](Engine& engine) {
     float x[12] = {};
-    if (engine.rank() == 0)
-      engine.broadcast(x, sizeof(x), 0)->wait(soon());
+    if (engine.rank() == 2)
+      engine.broadcast(x, 48, 0)->wait(soon());
     else
       engine.all_reduce(x, 12, DType::kF32, Op::kSum)->wait(soon());
   });
+  expect_both_sides(errors, "called all_reduce(float32 x 12, sum)",
+                    "rank 2 called broadcast(48 bytes, root 0)");
   for (const char* text : {"fewer batches", "model.join()", "`if (rank == 0)`"})
     EXPECT_THAT(text_of(errors[0]), HasSubstr(text));
 }
@@ -313,21 +302,6 @@ TEST(Abort, EndsEveryPendingOperationOnAllRanks) {
   }
 }
 
-TEST(Abort, ReachesPeersAtOnce) {
-  const auto errors = outcomes(2, kTiny, [](Engine& engine) {
-    if (engine.rank() == 0) {
-      engine.barrier()->wait(soon());
-      engine.abort("no more");
-      const Deadline limit = soon();
-      while (engine.failure().empty() && !limit.expired()) ::usleep(100);
-      throw CommError("test", "aborted");
-    }
-    engine.barrier()->wait(soon());
-    engine.barrier()->wait(soon());
-  });
-  EXPECT_THAT(text_of(errors[1]), HasSubstr("rank 0 failed: no more"));
-}
-
 TEST(Close, WithOperationsUnderWayFailsThemAndThePeers) {
   MapStore kv;
   std::string reported;
@@ -524,34 +498,6 @@ TEST(Usage, OptionsThatDifferOverRanks) {
   const EngineOptions long_rings{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 12288};
   for (const std::string& text : answers(long_chunks, long_rings))
     EXPECT_THAT(text, HasSubstr("chunk_bytes 4096, ring_bytes 12288"));
-}
-
-// More than the machine has: every rank hears of it, and the engine continues.
-TEST(Usage, ASymmetricBlockThatDoesNotFit) {
-  run_ranks(2, kTiny, [](Engine& engine) {
-    try {
-      (void)engine.symmetric(std::size_t{1} << 50, soon());
-      FAIL() << "a petabyte";
-    } catch (const UsageError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("cannot make a symmetric block"));
-      EXPECT_THAT(error.what(), HasSubstr("needed"));
-    }
-    const auto block = engine.symmetric(8192, soon());
-    EXPECT_EQ(block->bytes(), 8192u);
-    engine.barrier()->wait(soon());
-  });
-}
-
-TEST(Usage, WhatARankWritesToABlockTheOthersSee) {
-  run_ranks(2, kTiny, [](Engine& engine) {
-    auto block = engine.symmetric(8192, soon());
-    auto retained = engine.symmetric(8192, soon());
-    retained->data()[5] = std::byte(engine.rank() + 40);
-    engine.barrier()->wait(soon());
-    EXPECT_EQ(retained->peer(1 - engine.rank())[5], std::byte(1 - engine.rank() + 40));
-    block.reset();
-    engine.barrier()->wait(soon());
-  });
 }
 
 }  // namespace
