@@ -242,18 +242,6 @@ TEST(ProcessWorld, StartedByHandTheyCountWhoSharesTheHost) {
       options));
 }
 
-TEST(ProcessWorld, RanksOutOfRangeAreRefusedAtOnce) {
-  const auto begin = Clock::now();
-  const auto ranks = run_bare_processes(1, [] { World::from_env(); }, {.env = {{"RANK", "2"}}});
-  EXPECT_EQ(ranks[0].exit_code, 2);
-  EXPECT_THAT(ranks[0].output, HasSubstr("RANK=2 does not exist in a world of WORLD_SIZE=1"));
-  const auto local = run_bare_processes(1, [] { World::from_env(); },
-                                        {.env = {{"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}}});
-  EXPECT_EQ(local[0].exit_code, 2);
-  EXPECT_THAT(local[0].output, HasSubstr("LOCAL_RANK=1 does not exist among LOCAL_WORLD_SIZE=1"));
-  EXPECT_LT(Clock::now() - begin, seconds(30));
-}
-
 TEST(ProcessWorld, NoStoreEndsStartUp) {
   const auto ranks =
       run_bare_processes(2,

@@ -141,28 +141,6 @@ TEST(Ddp, RawModuleSynchronisesAndNoSyncWorksAfterForward) {
   });
 }
 
-TEST(Ddp, AccumulationEqualsOneLargerBatch) {
-  run_threads(3, [](World& world) {
-    Net net = locked_net();
-    DistributedDataParallel model{net, world};
-    for (int round = 0; round < 2; ++round) {
-      for (int i = 0; i < 4; ++i) {
-        std::optional<NoSync> guard;
-        if (i < 3) guard.emplace(model.no_sync());
-        (model(batch_of(world.rank(), i)).sum() / 4).backward();
-      }
-      const auto accumulated = gradients_of(*net);
-      net->zero_grad();
-      Net plain = locked_net();
-      std::vector<at::Tensor> batches;
-      for (int i = 0; i < 4; ++i) batches.push_back(batch_of(world.rank(), i));
-      (plain(at::cat(batches)).sum() / 4).backward();
-      testing::average_gradients(world, plain->parameters());
-      expect_close(accumulated, gradients_of(*plain));
-    }
-  });
-}
-
 TEST(Ddp, TwoBackwardsBeforeOneStepAdd) {
   run_threads(2, [](World& world) {
     Net net = locked_net();
@@ -288,19 +266,6 @@ TEST(Ddp, UnusedParametersAreNamed) {
   EXPECT_THAT(text, HasSubstr("4 of 6 parameters got no gradient in step 0: right.weight, "
                               "right.bias, never.weight, never.bias"));
   EXPECT_THAT(text, HasSubstr("set find_unused_parameters = true"));
-}
-
-TEST(Ddp, ARefusedStepCanBeRepeatedWhenNothingWasSent) {
-  run_threads(2, [](World& world) {
-    auto net = std::make_shared<Branches>();
-    DistributedDataParallel model{net, world};
-    EXPECT_THROW(model(at::ones({1, 2}), 0).sum().backward(), UsageError);
-    net->zero_grad();
-    (net->left(at::ones({1, 2})) + net->right(at::ones({1, 2})) + net->never(at::ones({1, 2})))
-        .sum()
-        .backward();
-    EXPECT_TRUE(net->never->weight.grad().equal(at::ones({2, 2})));
-  });
 }
 
 TEST(Ddp, FindUnusedGivesTheReducedValueAndLeavesTheRest) {
@@ -618,47 +583,6 @@ TEST(Ddp, WithoutOverlapBucketsAreReducedWhenBackwardHasEnded) {
     // The default's size, given explicitly, is the first bucket's too.
     DistributedDataParallel given{two, world, {.bucket_cap_mb = 25, .overlap = true}};
     EXPECT_EQ(given.reducer().bucket_count(), 1u);
-  });
-}
-
-// A user's own nested backward: nobody announces it, and the engine ends it like any other.
-struct Replay : torch::autograd::Function<Replay> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                            torch::nn::Linear layer) {
-    context->save_for_backward({x});
-    layers().emplace_back(layer);
-    context->saved_data["layer"] = static_cast<std::int64_t>(layers().size() - 1);
-    torch::NoGradGuard no_grad;
-    return layer(x);
-  }
-  static std::vector<at::Tensor> backward(torch::autograd::AutogradContext* context,
-                                          const std::vector<at::Tensor>& gradients) {
-    const auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
-    torch::AutoGradMode on(true);
-    auto layer = layers()[static_cast<std::size_t>(context->saved_data["layer"].toInt())];
-    torch::autograd::backward({layer(x)}, {gradients[0]});
-    return {x.grad(), at::Tensor()};
-  }
-  static std::vector<torch::nn::Linear>& layers() {
-    static thread_local std::vector<torch::nn::Linear> list;
-    return list;
-  }
-};
-
-TEST(Ddp, AnUnannouncedNestedBackwardDoesNotEndThePass) {
-  run_threads(2, [](World& world) {
-    Net net = locked_net();
-    DistributedDataParallel model{net, world, {.bucket_cap_mb = 0.0001}};
-    for (int step = 0; step < 3; ++step) {
-      net->zero_grad();
-      auto h = torch::relu(net->a(batch_of(world.rank())));
-      h = Replay::apply(h, net->b);
-      net->c(h).sum().backward();
-      for (const auto& p : net->parameters()) {
-        const auto parts = world.all_gather(p.grad());
-        EXPECT_TRUE(parts[0].equal(parts[1])) << "step " << step;
-      }
-    }
   });
 }
 

@@ -223,8 +223,7 @@ class FullyShardTest : public ::testing::TestWithParam<Parameters> {
   static void on_ranks(const std::function<void(const Mesh&)>& body) {
     testing::ThreadOptions options;
     options.world.backend = std::get<1>(GetParam());
-    testing::run_threads(
-        ranks(), [&](World& world) { body(Mesh(world, std::get<0>(GetParam()))); }, options);
+    testing::run_on_mesh(std::get<0>(GetParam()), body, options);
   }
   // With two ranks there is one order of adding, and half of a sum is the sum of halves. What is
   // left is the rounding of a step: its kernels round the last elements of a tensor otherwise than
@@ -280,19 +279,6 @@ TEST_P(FullyShardTest, RulesForWholeTensorsTrainAsOneProcess) {
         EXPECT_TENSOR_EQ(got, expected);
       }
     });
-}
-
-TEST_P(FullyShardTest, ClipsByTheNormOfTheWholeGradient) {
-  on_ranks([](const Mesh& mesh) {
-    Reference one(mesh.world().size(), kAdamW);
-    Rank rank(mesh, kAdamW);
-    for (int step = 0; step < 3; ++step) {
-      const double expected = one.step(step, {.max_grad_norm = 0.01}).norm();
-      EXPECT_GT(expected, 0.01);
-      EXPECT_NEAR(rank.step(step, {.max_grad_norm = 0.01}).norm(), expected, 1e-6 * expected);
-    }
-    expect_close(rank.weights(), flat(one.net));
-  });
 }
 
 TEST_P(FullyShardTest, ScalesLossesAsOneProcess) {

@@ -107,11 +107,7 @@ const std::vector<Axes> kMeshes{{{"pipeline", 2}, {"shard", 2}},
                                 {{"pipeline", 2}, {"data", 2}, {"shard", 2}}};
 
 void on_meshes(const std::vector<Axes>& meshes, const std::function<void(const Mesh&)>& body) {
-  for (const Axes& axes : meshes) {
-    int ranks = 1;
-    for (const MeshAxis& axis : axes) ranks *= axis.size;
-    testing::run_threads(ranks, [&](World& world) { body(Mesh(world, axes)); });
-  }
+  for (const Axes& axes : meshes) testing::run_on_mesh(axes, body);
 }
 
 // Every rank along "shard" adds what FullyShard adds, micro-batch by micro-batch.
@@ -200,10 +196,9 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
                                             {{"pipeline", 2}, {"shard", 2}},
                                             {{"data", 2}, {"tensor", 2}},
                                             {{"pipeline", 2}, {"data", 2}}})
-    testing::run_threads(
-        axes.size() == 1 ? 2 : 4,
-        [&](World& world) {
-          const Mesh mesh(world, axes);
+    testing::run_on_mesh(
+        axes,
+        [&](const Mesh& mesh) {
           const auto net = small_model(false);
           const auto way = parallelize(*net, mesh);
           Accumulation accumulation(way, net->parameters(), {.steps = 4, .expected_count = 16});
@@ -226,7 +221,7 @@ TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
                                                                : "rank 0 has just 2"),
                                     HasSubstr("begin_epoch()")));
           }
-          world.barrier();
+          mesh.world().barrier();
         },
         gloo);
 }

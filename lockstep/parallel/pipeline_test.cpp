@@ -32,6 +32,7 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
+#include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
@@ -42,9 +43,9 @@ using parallel::compute_order;
 using parallel::pipeline_programs;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using testing::flat;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::run_threads;
 using Kind = PipelineStep::Kind;
 
 constexpr auto kAll = {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B,
@@ -207,12 +208,6 @@ at::Tensor samples(int step, int k, int rank) {
 
 const optim::AdamWOptions kAdamW{.lr = 0.05};
 
-at::Tensor flat(const torch::nn::Module& module) {
-  std::vector<at::Tensor> all;
-  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
-  return at::cat(all);
-}
-
 // Trains a Net by any parallelism, with the same windows.
 struct Trained {
   Trained(std::shared_ptr<Net> model, std::shared_ptr<Parallelism> way, int micro_batches,
@@ -283,8 +278,7 @@ std::vector<PipelineOptions> ways(int ranks, int blocks) {
 }
 
 void on_mesh(int stages, int copies, const std::function<void(const Mesh&)>& body) {
-  run_threads(stages * copies,
-              [&](World& world) { body(Mesh(world, {{"pipeline", stages}, {"data", copies}})); });
+  testing::run_on_mesh({{"pipeline", stages}, {"data", copies}}, body);
 }
 
 class PipelineTest : public ::testing::TestWithParam<int> {};
@@ -505,75 +499,52 @@ TEST(Pipeline, ARankHoldsItsStagesAlone) {
 
 // ---------------------------------------------------------------- language models
 
-template <typename Model, typename Config>
-void train_language_model(const Config& config, bool adapters) {
+// GPT with a tied head, Llama without, and adapters on a frozen GPT. Linear in the gradients: one
+// that is nearly zero is not blown up.
+TEST(Pipeline, LanguageModelsAndAdaptersTrainAsInOneProcess) {
+  const optim::Rule sgd = optim::SGDOptions{.lr = 0.3, .momentum = 0.9};
+  const auto trained = [](const torch::nn::Module& module) {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& each : module.parameters())
+      if (each.requires_grad()) all.push_back(each);
+    return all;
+  };
+  const auto make = [](bool tied, bool adapters) {
+    static std::mutex drawing;  // from the process's one generator
+    const std::lock_guard lock(drawing);
+    const auto model = testing::small_model(tied);
+    if (adapters) models::add_lora(*model, {.r = 2, .target_modules = {"c_attn"}});
+    return model;
+  };
   on_mesh(2, 1, [&](const Mesh& mesh) {
-    const auto make = [&] {
-      static std::mutex drawing;  // from the process's one generator
-      const std::lock_guard lock(drawing);
-      torch::manual_seed(7);
-      Model model(config);
-      if (adapters) models::add_lora(*model, {.r = 2, .target_modules = {"c_attn"}});
-      return model;
-    };
-    const auto ids = [](int k) {
-      auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(k));
-      return at::randint(0, 50, {2, 9}, random, at::kLong);
-    };
-    const auto trained = [](const torch::nn::Module& module) {
-      std::vector<at::Tensor> all;
-      for (const at::Tensor& each : module.parameters())
-        if (each.requires_grad()) all.push_back(each);
-      return all;
-    };
-    for (const PipelineSchedule schedule : kAll) {
-      Model one = make(), staged = make();
-      const auto alone = std::make_shared<DataParallel>(*one, Mesh());
-      const auto pipeline = std::make_shared<Pipeline>(*staged, mesh, PipelineOptions{schedule});
-      const auto train = [&](Model& model, const std::shared_ptr<Parallelism>& way) {
-        const auto optimizer = way->make_optimizer({{trained(*model), kAdamW}}, false);
-        Accumulation accumulation(way, model->parameters(), {.steps = 4, .expected_count = 16});
-        std::vector<double> losses;
-        for (int k = 0; k < 8; ++k) {
-          const at::Tensor text = ids(k);
-          const auto loss = [&model, text] {
-            return model->loss(text.narrow(1, 0, 8), text.narrow(1, 1, 8));
-          };
-          if (!accumulation.backward(loss, {.count = 16})) continue;
-          optimizer->step({.max_grad_norm = 1});
-          optimizer->zero_grad();
-          losses.push_back(accumulation.last_window().loss.template item<double>());
-        }
-        return losses;
-      };
-      const auto expected = train(one, alone), got = train(staged, pipeline);
-      EXPECT_EQ(got[0], expected[0]);  // before a step, every bit
-      EXPECT_NEAR(got[1], expected[1], 1e-5);
-      const auto held = pipeline->gathered();
-      EXPECT_TENSOR_NEAR(flat(*staged), flat(*one), 1e-3);
-    }
+    for (const auto& [tied, adapters] :
+         {std::pair(true, false), std::pair(false, false), std::pair(true, true)})
+      for (const PipelineSchedule schedule : kAll) {
+        const auto one = make(tied, adapters), staged = make(tied, adapters);
+        const auto pipeline = std::make_shared<Pipeline>(*staged, mesh, PipelineOptions{schedule});
+        const auto train = [&](models::CausalLm& model, const std::shared_ptr<Parallelism>& way) {
+          const auto optimizer = way->make_optimizer({{trained(model), sgd}}, false);
+          Accumulation accumulation(way, model.parameters(), {.steps = 4, .expected_count = 16});
+          std::vector<double> losses;
+          for (int k = 0; k < 8; ++k) {
+            const at::Tensor ids = testing::text(k, 0);
+            const auto loss = [&model, ids] {
+              return model.loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8));
+            };
+            if (!accumulation.backward(loss, {.count = 16})) continue;
+            optimizer->step({.max_grad_norm = 1});
+            optimizer->zero_grad();
+            losses.push_back(accumulation.last_window().loss.item<double>());
+          }
+          return losses;
+        };
+        const auto expected = train(*one, std::make_shared<DataParallel>(*one, Mesh())),
+                   got = train(*staged, pipeline);
+        for (std::size_t i = 0; i < 2; ++i) EXPECT_NEAR(got[i], expected[i], 1e-5);
+        const auto held = pipeline->gathered();
+        EXPECT_TENSOR_NEAR(flat(*staged), flat(*one), 1e-4);
+      }
   });
-}
-
-const models::GptConfig kGpt{
-    .n_layer = 4, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
-
-TEST(PipelineModels, GptWithTiedEmbeddings) {
-  train_language_model<models::Gpt>(kGpt, false);
-}
-
-TEST(PipelineModels, LlamaWithAHeadOfItsOwn) {
-  train_language_model<models::Llama>(models::LlamaConfig{.vocab_size = 50,
-                                                          .hidden_size = 16,
-                                                          .intermediate_size = 24,
-                                                          .num_hidden_layers = 4,
-                                                          .num_attention_heads = 4,
-                                                          .num_key_value_heads = 2},
-                                      false);
-}
-
-TEST(PipelineModels, AdaptersOnAFrozenBase) {
-  train_language_model<models::Gpt>(kGpt, true);
 }
 
 // ---------------------------------------------------------------- mistakes and faults

@@ -101,42 +101,6 @@ TEST(Kinds, SparseEmbeddingGradients) {
   });
 }
 
-TEST(Kinds, AGradientOfTheOtherKindIsRefused) {
-  const auto run_with = [](bool sparse, bool named) {
-    return message_of<UsageError>([&] {
-      run_threads(2, [&](World& world) {
-        const auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(sparse));
-        DdpOptions options;
-        if (named) options.sparse_parameters = {"weight"};
-        Reducer reducer{{{"weight", table->weight}}, {}, world, options};
-        auto lookup = table;
-        lookup(torch::tensor({1, 2}, torch::kLong)).sum().backward();
-      });
-    });
-  };
-  EXPECT_THAT(run_with(true, false), HasSubstr("got a sparse gradient. Name it"));
-  EXPECT_THAT(run_with(false, true), HasSubstr("but got a dense gradient"));
-}
-
-TEST(Kinds, OptionsThatNameNothingAreRefused) {
-  World one;
-  EXPECT_THAT(message_of<UsageError>([&] {
-                DistributedDataParallel model{
-                    std::make_shared<Pair>(), one, {.ignored_parameters = {"c.weight"}}};
-              }),
-              HasSubstr("ignored_parameters names 'c.weight', which the model does not have"));
-  EXPECT_THAT(message_of<UsageError>([&] {
-                DistributedDataParallel model{std::make_shared<Pair>(), one, {.bucket_cap_mb = -1}};
-              }),
-              HasSubstr("bucket_cap_mb = -1 must be positive"));
-  EXPECT_THAT(
-      message_of<UsageError>([&] {
-        DistributedDataParallel model{
-            std::make_shared<Pair>(), one, {.find_unused_parameters = true, .static_graph = true}};
-      }),
-      HasSubstr("both set"));
-}
-
 // ---------------------------------------------------------------- equal replicas
 
 TEST(Replicas, DifferentModelsAreNamedOnEveryRank) {

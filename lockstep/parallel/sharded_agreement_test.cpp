@@ -292,6 +292,10 @@ TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
     const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
     std::vector<optim::ParamGroup> groups{{most, AdamWOptions{}},
                                           {{all.back()}, AdamWOptions{.lr = 1}}};
+    groups[0].options = AdamWOptions{.lr = odd ? 0.25 : 0.5};
+    groups[0].params.push_back(all.front());
+    EXPECT_THAT(test.make(groups), differs("lr of group 0 = 0.25", "lr of group 0 = 0.5"));
+    groups[0] = {most, AdamWOptions{}};
     groups[odd ? 1 : 0].params.push_back(all.front());
     EXPECT_THAT(test.make(groups), differs("a.weight in group 1", "a.weight in group 0"));
     if (odd) groups = {{all, AdamWOptions{}}};
@@ -534,7 +538,7 @@ TEST(ShardedAgreement, ARefusalHasTheMessageOfTheRefusingRank) {
 }
 
 TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
-  run_threads(2, [](World& world) {
+  on_both(2, [](World& world) {
     Trained trained(world);
     const auto step = [&](const optim::StepOptions& options = {}) {
       return message_of<UsageError>([&] { trained.step(world, options); });

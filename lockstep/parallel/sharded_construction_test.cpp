@@ -22,6 +22,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::construction {
@@ -31,6 +32,7 @@ using io::message_of;
 using ::testing::AllOf;
 using testing::Count;
 using testing::CountingAllocator;
+using testing::flat;
 using ::testing::HasSubstr;
 using testing::this_rank;
 
@@ -48,21 +50,11 @@ models::CausalLmConfig gpt_config() {
               .n_layer = 6, .n_head = 2, .n_embd = 48, .vocab_size = 19, .n_positions = 8}};
 }
 
-at::Tensor flat(const torch::nn::Module& module) {
-  std::vector<at::Tensor> all;
-  for (const at::Tensor& p : module.parameters()) all.push_back(p.detach().flatten());
-  return at::cat(all);
-}
-
 // On 1 to 4 ranks, along "shard" alone and beside "data".
 void on_meshes(const std::function<void(const Mesh&)>& body) {
   const std::vector<std::vector<MeshAxis>> meshes{
       {{"shard", 1}}, {{"shard", 2}}, {{"shard", 3}}, {{"shard", 4}}, {{"data", 2}, {"shard", 2}}};
-  for (const std::vector<MeshAxis>& axes : meshes) {
-    int ranks = 1;
-    for (const MeshAxis& axis : axes) ranks *= axis.size;
-    testing::run_threads(ranks, [&](World& world) { body(Mesh(world, axes)); });
-  }
+  for (const std::vector<MeshAxis>& axes : meshes) testing::run_on_mesh(axes, body);
 }
 
 // A model that is made whole, cut, is the oracle.
@@ -246,11 +238,11 @@ TEST(MixedPrecision, RoundsWhatTravelsAndNothingElse) {
       {{"shard", 2}}, {{"shard", 4}}, {{"data", 2}, {"shard", 2}}};
   for (const std::vector<MeshAxis>& axes : meshes)
     for (const Case& each : cases)
-      testing::run_threads(&axes == &meshes[0] ? 2 : 4, [&](World& world) {
+      testing::run_on_mesh(axes, [&](const Mesh& mesh) {
         One net;
         const torch::NoGradGuard no_grad;
         net.layer->own.fill_(kOne);
-        FullyShard model(net, Mesh(world, axes), each.options);
+        FullyShard model(net, mesh, each.options);
         const auto optimizer =
             model.make_optimizer({{net.parameters(), optim::SGDOptions{.lr = 1}}});
         {

@@ -57,6 +57,14 @@ inline at::Tensor batch_of(int rank, int step) {
   return at::randn({6, 40}, generator);
 }
 
+// What step() says of the gradients of a rank's first batch.
+inline std::string refusal_of_step(DistributedDataParallel<Net>& model,
+                                   ShardedOptimizer& optimizer) {
+  optimizer.zero_grad();
+  model(batch_of(model.world().rank(), 0)).sum().backward();
+  return testing::message_of<UsageError>([&] { optimizer.step(); });
+}
+
 struct Case {
   std::string name;
   optim::Rule options;

@@ -133,17 +133,11 @@ struct TypedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Typed);
 
-std::string refusal(torch::nn::Module& module) {
-  try {
-    nn::convert_sync_batchnorm(module, World{});
-  } catch (const UsageError& e) {
-    return e.what();
-  }
-  return "(nothing thrown)";
-}
-
 TEST(ConvertSyncBatchNorm, RefusesByNameWhatIsCalledByItsType) {
   torch::nn::Sequential net(torch::nn::BatchNorm1d(4), Typed());
+  const auto refusal = [](torch::nn::Module& module) {
+    return testing::message_of<UsageError>([&] { nn::convert_sync_batchnorm(module, World{}); });
+  };
   const std::string text = refusal(*net);
   EXPECT_THAT(text, HasSubstr("2 BatchNorm module(s) cannot be replaced: 1.norm, 1.list.0."));
   EXPECT_THAT(text, HasSubstr("SyncBatchNorm2d norm{world, channels}"));

@@ -98,14 +98,21 @@ struct Trained {
 const optim::Rule kAdamW = optim::AdamWOptions{.lr = 3e-3};
 const optim::Rule kGradients = optim::SGDOptions{.lr = 1};  // what a step subtracts
 
-// FullyShard, or Pipeline where the mesh has such an axis.
+bool has_rows(const Mesh& mesh) {
+  return std::ranges::any_of(mesh.axes(),
+                             [](const MeshAxis& axis) { return axis.name == "shard"; });
+}
+
+// TensorParallel, or FullyShard or Pipeline where the mesh has such an axis.
 Trained divided(const Mesh& mesh, bool tied, const optim::Rule& rule = kAdamW,
                 FullyShardOptions options = {}, bool sequence = false) {
   const auto net =
       small_model(tied, 7 + static_cast<std::uint64_t>(mesh.world().rank()));  // rank 0's count
   net->use_sequence_parallel(sequence);
-  if (mesh.size("pipeline") == 1)
+  if (mesh.size("pipeline") == 1) {
+    if (!has_rows(mesh)) return {net, std::make_shared<TensorParallel>(*net, mesh), rule};
     return {net, std::make_shared<FullyShard>(*net, mesh, options), rule};
+  }
   const PipelineOptions stages{
       .schedule = tied ? PipelineSchedule::k1F1B : PipelineSchedule::kInterleaved1F1B,
       .shard = options};
@@ -125,18 +132,21 @@ const std::vector<Axes> kMeshes{{{"shard", 2}, {"tensor", 2}},
                                 {{"pipeline", 2}, {"tensor", 2}},
                                 {{"pipeline", 2}, {"data", 2}, {"tensor", 2}},
                                 {{"pipeline", 2}, {"shard", 2}, {"tensor", 2}}};
+// And slices alone, also of two copies.
+const std::vector<Axes> kAllMeshes = [] {
+  std::vector<Axes> all = kMeshes;
+  all.push_back({{"tensor", 2}});
+  all.push_back({{"data", 2}, {"tensor", 2}});
+  return all;
+}();
 
 void on_meshes(const std::vector<Axes>& meshes, const std::function<void(const Mesh&)>& body) {
-  for (const Axes& axes : meshes) {
-    int ranks = 1;
-    for (const MeshAxis& axis : axes) ranks *= axis.size;
-    testing::run_threads(ranks, [&](World& world) {
-      const Mesh mesh(world, axes);
+  for (const Axes& axes : meshes)
+    testing::run_on_mesh(axes, [&](const Mesh& mesh) {
       SCOPED_TRACE(mesh.text());
       body(mesh);
-      world.barrier();
+      mesh.world().barrier();
     });
-  }
 }
 
 // Sums of at most 64 products, each term below 8, in another order; four layers and the loss are
@@ -150,7 +160,7 @@ constexpr std::pair<bool, bool> kModels[] = {
     {false, false}, {false, true}, {true, false}, {true, true}};
 
 TEST(TensorMesh, HasTheGradientsOfOneProcess) {
-  on_meshes(kMeshes, [](const Mesh& mesh) {
+  on_meshes(kAllMeshes, [](const Mesh& mesh) {
     for (const auto& [tied, sequence] : kModels) {
       Trained run = divided(mesh, tied, kGradients, {}, sequence);
       Trained one = whole(mesh, tied, kGradients);
@@ -166,11 +176,11 @@ TEST(TensorMesh, HasTheGradientsOfOneProcess) {
 }
 
 TEST(TensorMesh, HasTheLossesAndNormsOfOneProcess) {
-  on_meshes(kMeshes, [](const Mesh& mesh) {
+  on_meshes(kAllMeshes, [](const Mesh& mesh) {
     for (const auto& [tied, sequence] : kModels) {
       Trained run = divided(mesh, tied, kAdamW, {.reshard_after_forward = tied}, sequence);
       Trained one = whole(mesh, tied);
-      EXPECT_THAT(run.way->text(), HasSubstr(", in slices on 2 tensor parallel ranks"));
+      EXPECT_THAT(run.way->text(), HasSubstr("in slices on 2 tensor parallel ranks"));
       const auto got = run.train(3, 3, 0.5, /*empty=*/true);
       const auto expected = one.train(3, 3, 0.5, /*empty=*/true);
       ASSERT_EQ(got.size(), expected.size());
@@ -185,7 +195,7 @@ TEST(TensorMesh, HasTheLossesAndNormsOfOneProcess) {
 // ---------------------------------------------------------------- states
 
 TEST(TensorMesh, TheStateIsThatOfTheWholeModel) {
-  on_meshes(kMeshes, [](const Mesh& mesh) {
+  on_meshes(kAllMeshes, [](const Mesh& mesh) {
     Trained run = divided(mesh, /*tied=*/false), one = whole(mesh, false);
     run.train(2, 1, 0);
     one.train(2, 1, 0);
@@ -297,7 +307,7 @@ TEST(TensorMesh, AModelThatWasLeftWholeCanBeCalled) {
 
 // As the Trainer does where it saves beside the next forward.
 TEST(TensorMesh, AForwardThatTrainsEndsTheWhole) {
-  on_meshes(kMeshes, [](const Mesh& mesh) {
+  on_meshes(kAllMeshes, [](const Mesh& mesh) {
     Trained run = divided(mesh, /*tied=*/true, kGradients);
     Trained one = whole(mesh, /*tied=*/true, kGradients);
     const std::shared_ptr<void> held = run.way->gathered();
@@ -750,17 +760,10 @@ TEST(TensorMesh, AMeshOfSlicesAloneIsForTensorParallel) {
 }
 
 TEST(TensorMesh, RefusesWhatIsNotForSlices) {
-  on_meshes({{{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
+  on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
             [](const Mesh& mesh) {
               Plain plain;
-              const bool stages = mesh.size("pipeline") > 1;
-              const auto divide = [&](torch::nn::Module& module) {
-                if (stages)
-                  Pipeline(module, mesh);
-                else
-                  FullyShard(module, mesh);
-              };
-              EXPECT_THAT(message_of<UsageError>([&] { divide(plain); }),
+              EXPECT_THAT(message_of<UsageError>([&] { way_of(plain, mesh); }),
                           HasSubstr("cannot be divided into slices. Derive it from nn::Sliced"));
               Trained run = divided(mesh, /*tied=*/false);
               EXPECT_THAT(message_of<UsageError>([&] {
@@ -771,7 +774,7 @@ TEST(TensorMesh, RefusesWhatIsNotForSlices) {
               EXPECT_THAT(
                   message_of<UsageError>([&] { optim::clip_grad_norm_(run.net->parameters(), 1); }),
                   HasSubstr("clip_grad_norm_"));
-              if (!stages) {
+              if (mesh.size("pipeline") == 1) {
                 const auto held = run.way->gathered();
                 const at::Tensor loss = run.pass(0).forward();
                 EXPECT_THAT(message_of<UsageError>([&] { run.way->backward(loss, true); }),

@@ -1,6 +1,6 @@
 // TensorParallel: every family computes what one process does, with slices that are cut by heads;
-// steps, state and checkpoints of the whole; and what a user would get wrong. The Trainer's side is
-// in tests/train/tensor_test.py.
+// and what a user would get wrong. Losses, norms and states are in tensor_mesh_test.cpp and
+// tests/conformance/parallelism_test.cpp, the Trainer's side in tests/train/tensor_test.py.
 #include "lockstep/parallel/tensor_parallel.h"
 
 #include <fmt/format.h>
@@ -26,11 +26,10 @@
 #include "lockstep/nn/sequence.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/algorithms.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -40,6 +39,7 @@ using models::CausalLm;
 using models::CausalLmConfig;
 using models::CausalLmPtr;
 using ::testing::AllOf;
+using testing::flat;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
@@ -113,12 +113,6 @@ Batch batch_of(int number, std::int64_t vocabulary = 37) {
   return batch;
 }
 
-at::Tensor flat(const torch::nn::Module& module) {
-  std::vector<at::Tensor> all;
-  for (const at::Tensor& each : module.parameters()) all.push_back(each.detach().flatten());
-  return at::cat(all);
-}
-
 Mesh tensor_mesh(World& world) {
   return Mesh(world, {{"tensor", -1}});
 }
@@ -163,11 +157,10 @@ Trained sliced(const CausalLmConfig& config, const Mesh& mesh, const optim::Rule
   return {net, how, rule};
 }
 
-Trained whole(const CausalLmConfig& config, const optim::Rule& rule, const Change& change = {},
-              const Mesh& mesh = {}) {
+Trained whole(const CausalLmConfig& config, const optim::Rule& rule, const Change& change = {}) {
   auto net = make(config);
   if (change) change(*net);
-  auto how = std::make_shared<DataParallel>(*net, mesh);
+  auto how = std::make_shared<DataParallel>(*net, Mesh());
   return {net, how, rule};
 }
 
@@ -431,107 +424,6 @@ TEST(TensorParallel, CheckpointedBlocksAreComputedAgainByAllRanks) {
     });
 }
 
-// ---------------------------------------------------------------- training
-
-class Training : public ::testing::TestWithParam<std::tuple<int, const char*>> {
- protected:
-  static void on_ranks(const std::function<void(World&)>& body) {
-    testing::ThreadOptions options;
-    options.world.backend = std::get<1>(GetParam());
-    run_threads(std::get<0>(GetParam()), body, options);
-  }
-};
-INSTANTIATE_TEST_SUITE_P(Backends, Training,
-                         ::testing::Values(std::tuple(1, "shm"), std::tuple(2, "shm"),
-                                           std::tuple(4, "shm"), std::tuple(2, "gloo"),
-                                           std::tuple(4, "gloo")));
-
-// AdamW moves a weight by its rate times a ratio of gradients, whose relative error is that of the
-// sums where they do not cancel; a loss of about 4 takes up the sum of all of them.
-constexpr double kLosses = 1e-4;
-
-TEST_P(Training, HasTheLossesAndNormsOfOneProcess) {
-  for (const char* name : {"gpt2", "llama"})
-    on_ranks([&](World& world) {
-      const CausalLmConfig config = config_of(name);
-      const optim::AdamWOptions adamw{.lr = 3e-3};
-      Trained one = whole(config, adamw), run = sliced(config, tensor_mesh(world), adamw);
-      double first = 0;
-      for (int step = 0; step < 10; ++step) {
-        const optim::StepOptions clipped{.max_grad_norm = 0.5};
-        const double norm = one.step(batch_of(step % 2), clipped).norm();
-        EXPECT_NEAR(run.step(batch_of(step % 2), clipped).norm(), norm, kLosses * norm);
-        EXPECT_NEAR(run.loss, one.loss, kLosses * one.loss);
-        if (step == 0) first = one.loss;
-      }
-      EXPECT_LT(one.loss, 0.9 * first);  // and it learns
-      run.parallelism->verify_parameters();
-    });
-}
-
-TEST_P(Training, ItsStateIsThatOfOneProcessAndContinuesAnywhere) {
-  on_ranks([&](World& world) {
-    const CausalLmConfig config = config_of("phi3");
-    const optim::AdamWOptions adamw{.lr = 1e-3};
-    Trained one = whole(config, adamw), run = sliced(config, tensor_mesh(world), adamw);
-    for (int step = 0; step < 2; ++step) one.step(batch_of(step)), run.step(batch_of(step));
-    const optim::TensorDict state = run.optimizer->state_dict(),
-                            expected = one.optimizer->state_dict();
-    ASSERT_EQ(state.size(), expected.size());
-    for (const auto& [name, tensor] : expected)
-      EXPECT_TENSOR_NEAR(state.at(name), tensor, kSums) << name;
-    EXPECT_TRUE(run.optimizer->state_dict({.wanted = false}).empty());
-
-    Trained other = sliced(config, tensor_mesh(world), adamw);
-    {
-      const std::shared_ptr<void> held = other.parallelism->gathered();
-      const torch::NoGradGuard no_grad;
-      const auto from = one.net->parameters(), to = other.net->parameters();
-      for (std::size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).copy_(from[i]);
-      // What is written while parameters are whole, in the shapes of the whole.
-      other.optimizer->load_state_dict(expected);
-      EXPECT_TENSOR_EQ(flat(*other.net), flat(*one.net));
-    }
-    one.step(batch_of(2));
-    other.step(batch_of(2));
-    EXPECT_NEAR(other.loss, one.loss, kSums);
-    EXPECT_TENSOR_NEAR(other.weights(), one.weights(), 2 * adamw.lr);
-    EXPECT_TENSOR_NEAR(other.optimizer->state_dict().at("model.embed_tokens.weight.exp_avg"),
-                       one.optimizer->state_dict().at("model.embed_tokens.weight.exp_avg"), kSums);
-  });
-}
-
-// Two pairs of ranks, each pair a model: the bits of data parallelism over the pairs.
-TEST(TensorParallel, CopiesOfTheSlicesAreAveraged) {
-  const CausalLmConfig config = config_of("llama");
-  run_threads(4, [&](World& world) {
-    const Mesh mesh(world, {{"data", 2}, {"tensor", 2}});
-    const optim::SGDOptions sgd{.lr = 0.5};
-    Trained one = whole(config, sgd, {}, Mesh(mesh["data"]));
-    Trained run = sliced(config, mesh, sgd);
-    Accumulation windows(run.parallelism, run.net->parameters(), {.steps = 2});
-    Accumulation expected(one.parallelism, one.net->parameters(), {.steps = 2});
-    for (int step = 0; step < 3; ++step) {
-      for (int micro = 0; micro < 2; ++micro) {
-        const Batch batch = batch_of(10 * step + 2 * micro + mesh.rank("data"));
-        const std::int64_t count = batch.targets.ne(-100).sum().item<std::int64_t>();
-        run.parallelism->before_forward();
-        windows.backward(run.net->loss(batch.ids, batch.targets), {.count = count});
-        expected.backward(one.net->loss(batch.ids, batch.targets), {.count = count});
-      }
-      run.optimizer->step({.max_grad_norm = 1});
-      one.optimizer->step({.max_grad_norm = 1});
-      run.optimizer->zero_grad();
-      one.optimizer->zero_grad();
-      EXPECT_NEAR(windows.last_window().loss.item<double>(),
-                  expected.last_window().loss.item<double>(), kSums);
-    }
-    EXPECT_TENSOR_NEAR(run.weights(), one.weights(), kSums);
-    run.parallelism->verify_parameters();
-    EXPECT_EQ(run.parallelism->text(), "in slices on 2 tensor parallel ranks");
-  });
-}
-
 TEST(TensorParallel, AnyRuleThatStepsElements) {
   const CausalLmConfig config = config_of("gpt2");
   run_threads(2, [&](World& world) {
@@ -587,35 +479,6 @@ TEST(TensorParallel, WeightsAreCutByHeads) {
     EXPECT_EQ(mine["model.embed_tokens.weight"].size(0), r == 0 ? 18 : 19);
     const std::shared_ptr<void> held = run.parallelism->gathered();
     EXPECT_TENSOR_EQ(flat(*run.net), flat(*reference));
-  });
-}
-
-// As the Trainer does: evaluate on the whole, save while the next forward runs.
-TEST(TensorParallel, AForwardThatTrainsEndsTheWhole) {
-  const CausalLmConfig config = config_of("llama");
-  run_threads(2, [&](World& world) {
-    Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{.lr = 1});
-    const std::int64_t slices = flat(*run.net).numel();
-    const std::shared_ptr<void> held = run.parallelism->gathered();
-    const at::Tensor before = flat(*run.net).clone();
-    std::vector<at::Tensor> taken;  // by somebody who writes a file
-    for (const at::Tensor& each : run.net->parameters()) taken.push_back(each.detach());
-    {
-      const torch::NoGradGuard no_grad;
-      run.parallelism->before_forward();
-      EXPECT_EQ(flat(*run.net).numel(), before.numel());
-    }
-    EXPECT_THAT(message_of<UsageError>([&] {
-                  run.parallelism->backward(at::zeros({}).set_requires_grad(true), true);
-                }),
-                HasSubstr("Call before_forward() before each forward that trains."));
-    run.step(batch_of(0));
-    EXPECT_EQ(flat(*run.net).numel(), slices);
-    std::vector<at::Tensor> same;
-    for (const at::Tensor& each : taken) same.push_back(each.flatten());
-    // Norms are every rank's own, and have been stepped; slices that were taken have not.
-    EXPECT_TENSOR_EQ(same[0], before.narrow(0, 0, same[0].numel()));
-    EXPECT_FALSE(run.weights().equal(before));
   });
 }
 
@@ -706,20 +569,12 @@ TEST(TensorParallel, RefusesWhatIsNotForSlices) {
   });
   run_threads(2, [&](World& world) {
     Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
-    EXPECT_THAT(message_of<UsageError>([&] {
-                  run.parallelism->make_optimizer({{run.net->parameters(), optim::MuonOptions{}}},
-                                                  false);
-                }),
-                HasSubstr("Muon steps whole matrices"));
     const optim::SGDOptions sgd{};
     EXPECT_THAT(message_of<UsageError>(
                     [&] { run.parallelism->make_optimizer({{{at::zeros({2})}, sgd}}, false); }),
                 HasSubstr("1 of 1 parameters in the groups are not the model's"));
     EXPECT_THAT(message_of<UsageError>([&] { run.parallelism->check_shardable(); }),
                 HasSubstr("Leave shard_optimizer out"));
-    run.backward(batch_of(0));
-    EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(run.net->parameters(), 1); }),
-                HasSubstr("clip_grad_norm_"));
   });
 }
 
@@ -768,19 +623,6 @@ TEST(TensorParallel, RefusesAdaptersOnABaseInFp8) {
       EXPECT_THAT(message_of<UsageError>([&] { net->forward(batch_of(0).ids); }),
                   HasSubstr("adapters on a base in fp8 are not divided"));
     });
-}
-
-TEST(TensorParallel, RefusesTheStateOfAnotherModel) {
-  const CausalLmConfig config = config_of("gpt2");
-  run_threads(2, [&](World& world) {
-    Trained run = sliced(config, tensor_mesh(world), optim::AdamWOptions{});
-    run.step(batch_of(0));
-    optim::TensorDict state = run.optimizer->state_dict();
-    state["transformer.wte.weight.exp_avg"] = at::zeros({36, 32});
-    EXPECT_THAT(message_of<UsageError>([&] { run.optimizer->load_state_dict(state); }),
-                AllOf(HasSubstr("'transformer.wte.weight.exp_avg' has shape [36, 32]"),
-                      HasSubstr("[37, 32]")));
-  });
 }
 
 }  // namespace

@@ -173,14 +173,6 @@ CHILD(drops_during_the_call) {
   return 0;
 }
 
-TEST(Control, DroppingATokenWaitsForItsCall) {
-  Launcher launcher;
-  Child child("drops_during_the_call", launcher.variables(), {launcher.pipe.read.get()});
-  ASSERT_TRUE(child.says("ready"));
-  launcher.say(kFailed);
-  EXPECT_EQ(child.wait(), 0) << child.output();
-}
-
 CHILD(drops_its_own_token) {
   std::mutex mutex;
   control::Subscription token;
@@ -198,12 +190,15 @@ CHILD(drops_its_own_token) {
   return 0;
 }
 
-TEST(Control, ACallMayDropItsOwnToken) {
-  Launcher launcher;
-  Child child("drops_its_own_token", launcher.variables(), {launcher.pipe.read.get()});
-  ASSERT_TRUE(child.says("ready"));
-  launcher.say(kFailed);
-  EXPECT_EQ(child.wait(), 0) << child.output();
+// By another thread, which then waits for the call, and by the call.
+TEST(Control, ATokenMayBeDroppedDuringItsCall) {
+  for (const char* name : {"drops_during_the_call", "drops_its_own_token"}) {
+    Launcher launcher;
+    Child child(name, launcher.variables(), {launcher.pipe.read.get()});
+    ASSERT_TRUE(child.says("ready"));
+    launcher.say(kFailed);
+    EXPECT_EQ(child.wait(), 0) << child.output();
+  }
 }
 
 CHILD(faults_in_a_callback) {

@@ -74,6 +74,13 @@ void run_threads(int size, const std::function<void(World&)>& body, const Thread
   if (crew->first) std::rethrow_exception(crew->first);
 }
 
+void run_on_mesh(const std::vector<MeshAxis>& axes, const std::function<void(const Mesh&)>& body,
+                 const ThreadOptions& options) {
+  int ranks = 1;
+  for (const MeshAxis& axis : axes) ranks *= axis.size;
+  run_threads(ranks, [&](World& world) { body(Mesh(world, axes)); }, options);
+}
+
 std::vector<std::string> run_threads_collecting(int size, const std::function<void(World&)>& body,
                                                 const ThreadOptions& options) {
   return run(size, body, options)->errors;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lockstep/comm/connect.h"
+#include "lockstep/comm/mesh.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/helpers_for_test.h"
 
@@ -37,7 +38,11 @@ struct ThreadOptions {
 void run_threads(int size, const std::function<void(World&)>& body,
                  const ThreadOptions& options = {});
 
-// The same, but returns what each rank threw ("" for nothing) instead of rethrowing.
+// The same on as many ranks as the axes have, which are a mesh.
+void run_on_mesh(const std::vector<MeshAxis>& axes, const std::function<void(const Mesh&)>& body,
+                 const ThreadOptions& options = {});
+
+// As run_threads(), but returns what each rank threw ("" for nothing) instead of rethrowing.
 std::vector<std::string> run_threads_collecting(int size, const std::function<void(World&)>& body,
                                                 const ThreadOptions& options = {});
 

@@ -19,29 +19,10 @@ namespace lockstep::conformance {
 // ---------------------------------------------------------------- the table
 
 const char* name(Operation operation) {
-  switch (operation) {
-    case Operation::kAllReduce:
-      return "all_reduce";
-    case Operation::kReduce:
-      return "reduce";
-    case Operation::kReduceScatter:
-      return "reduce_scatter";
-    case Operation::kBroadcast:
-      return "broadcast";
-    case Operation::kAllGather:
-      return "all_gather";
-    case Operation::kGather:
-      return "gather";
-    case Operation::kScatter:
-      return "scatter";
-    case Operation::kAllToAll:
-      return "all_to_all";
-    case Operation::kSendRecv:
-      return "send/recv";
-    case Operation::kBatch:
-      return "batch";
-  }
-  return "?";
+  static constexpr const char* kNames[] = {"all_reduce", "reduce", "reduce_scatter", "broadcast",
+                                           "all_gather", "gather", "scatter",        "all_to_all",
+                                           "send/recv",  "batch"};
+  return kNames[static_cast<std::size_t>(operation)];
 }
 
 bool reduces(Operation operation) {
@@ -50,21 +31,9 @@ bool reduces(Operation operation) {
 }
 
 const char* name(Shape shape) {
-  switch (shape) {
-    case Shape::kEmpty:
-      return "empty";
-    case Shape::kOne:
-      return "one";
-    case Shape::kOdd:
-      return "odd";
-    case Shape::kLarge:
-      return "large";
-    case Shape::kNonContiguous:
-      return "non-contiguous";
-    case Shape::kSymmetric:
-      return "symmetric";
-  }
-  return "?";
+  static constexpr const char* kNames[] = {"empty",          "one",      "odd", "large",
+                                           "non-contiguous", "symmetric"};
+  return kNames[static_cast<std::size_t>(shape)];
 }
 
 namespace {
@@ -322,28 +291,11 @@ class Suite {
   }
 
   void carry_out() {
-    switch (current_.operation) {
-      case Operation::kAllReduce:
-        return all_reduce();
-      case Operation::kReduce:
-        return reduce();
-      case Operation::kReduceScatter:
-        return reduce_scatter();
-      case Operation::kBroadcast:
-        return broadcast();
-      case Operation::kAllGather:
-        return all_gather();
-      case Operation::kGather:
-        return gather();
-      case Operation::kScatter:
-        return scatter();
-      case Operation::kAllToAll:
-        return all_to_all();
-      case Operation::kSendRecv:
-        return send_recv();
-      case Operation::kBatch:
-        return batch();
-    }
+    static constexpr void (Suite::*kBodies[])() = {
+        &Suite::all_reduce, &Suite::reduce, &Suite::reduce_scatter, &Suite::broadcast,
+        &Suite::all_gather, &Suite::gather, &Suite::scatter,        &Suite::all_to_all,
+        &Suite::send_recv,  &Suite::batch};
+    (this->*kBodies[static_cast<std::size_t>(current_.operation)])();
   }
 
   int root() const { return size() - 1; }

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 
-LIMIT_S = 110
+LIMIT_S = 480
 
 
 class Block:

@@ -13,12 +13,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "train"))
 import train_case  # noqa: E402: stands in the folder beside
+from gpu_case import attempt, end_without_gpu, expect  # noqa: E402
 
-VERBOSE = "-v" in sys.argv
 LIMIT_S = 120
 FIRST = 3  # seconds of a record that hold the start
 # What the driver and the device's clock may differ from what a rule has looked at.
@@ -49,24 +48,6 @@ per_device_train_batch_size: 128
 dataloader_num_workers: 1
 dataloader_pin_memory: true
 """
-
-
-class Failed(Exception):
-    pass
-
-
-def expect(ok, what):
-    if not ok:
-        raise Failed(what)
-
-
-def gpus():
-    try:
-        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
-                             check=False).stdout
-    except FileNotFoundError:
-        return 0
-    return out.count("GPU ")
 
 
 class Case:
@@ -204,34 +185,26 @@ def small_batches(case):
 CASES = [healthy, logs_every_step, reads_every_step, slow_loader, plain_step, small_batches]
 
 
-def attempt(check, place):
-    start = time.monotonic()
+def judge(check, place):
     case = Case(place)
-    try:
-        place.mkdir()
-        said, ok = check(case), True
-    except Exception as error:  # pylint: disable=broad-except  # the others still run
-        said, ok = f"{type(error).__name__}: {error}", False
-    print(f"{'ok    ' if ok else 'FAILED'} {check.__name__}: {said} "
-          f"({time.monotonic() - start:.1f} s)", flush=True)
-    if VERBOSE or not ok:
+
+    def show():
         print(f"--- the doctor\n{json.dumps(case.report, indent=1)}\n--- the run\n"
               f"{case.said[-4000:]}", flush=True)
         for name in ("rank_0.jsonl", "gpus_0.jsonl"):
             path = case.output / "monitor" / name
             if path.exists():
                 print(f"--- {name}\n{path.read_text()[-6000:]}", flush=True)
-    return ok
+
+    return attempt(check.__name__, lambda: check(case), place, show)
 
 
 def main():
-    if gpus() == 0:
-        print("SKIPPED: no GPU on this machine")
-        return 77
+    end_without_gpu()
     names = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
     chosen = [check for check in CASES if not names or check.__name__ in names]
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
-        results = [attempt(check, pathlib.Path(folder) / check.__name__) for check in chosen]
+        results = [judge(check, pathlib.Path(folder) / check.__name__) for check in chosen]
     return 0 if results and all(results) else 1
 
 

@@ -7,7 +7,6 @@ Two types (bf16, and fp16 with its loss scale) at once, each as two runs at once
 stopped and records no graph, and one that replays graphs and is killed and stopped again and again.
 Evaluations, moving averages that are swapped in, and checkpoints come between the steps of both.
 """
-import os
 import pathlib
 import random
 import signal
@@ -19,6 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "train"))
 import train_case  # noqa: E402: stands in the folder beside
+from gpu_case import end_without_gpu  # noqa: E402
 from train_case import checkpoints, losses  # noqa: E402
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 25000 if train_case.SOAK else 1000
@@ -97,9 +97,7 @@ def compare(plain, graph, stops):
 
 
 def main():
-    if not any(os.path.exists(f"/dev/nvidia{i}") for i in range(16)):
-        print("SKIPPED: no GPU on this machine")
-        return 77
+    end_without_gpu()
     failed = False
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as place:
         place, said, threads = pathlib.Path(place), {}, []

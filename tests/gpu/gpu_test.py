@@ -7,6 +7,8 @@ import tempfile
 import time
 from importlib.util import find_spec
 
+from gpu_case import end_without_gpu
+
 BIN = os.environ["LOCKSTEP_BIN"]
 SOURCE = os.environ["LOCKSTEP_SOURCE"]
 RECIPES = {
@@ -17,14 +19,6 @@ RECIPES = {
             "lora: {r: 4, lora_alpha: 8, target_modules: [c_attn, c_proj]}\n",
     "resnet": "model: resnet18\n"
               "data: {name: images, samples: 64, image_size: 32, classes: 10}\n"}
-
-
-def gpus():
-    try:
-        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except FileNotFoundError:
-        return 0
-    return out.count("GPU ")
 
 
 def run(label, ranks, program, expect, env=None, timeout=300):
@@ -72,9 +66,7 @@ def check(label, command, expect, env, timeout):
 
 
 def main():
-    if gpus() == 0:
-        print("SKIPPED: no GPU on this machine")
-        return 77
+    end_without_gpu()
     results = [
         run("kernels beside double precision, attention with a soft cap, grouped and fp8 products",
             1, [f"{BIN}/tests/nn_test"], ["PASSED"], timeout=600),

@@ -17,15 +17,14 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "train"))
 import train_case  # noqa: E402: stands in the folder beside
+from gpu_case import Failed, attempt, end_without_gpu, expect  # noqa: E402
 from train_case import checkpoints, copy_until, losses, wait_for_step  # noqa: E402
 
 DEVICE = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cuda:0"
 ON_GPU = DEVICE != "cpu"
-VERBOSE = "-v" in sys.argv
 LIMIT_S = 400
 TRIES = 6
 
@@ -58,24 +57,6 @@ LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermedi
 MLP_STEPS = 520
 # Dropout draws from the device's generator, batch norm has buffers; 13 steps an epoch.
 MLP = train_case.CONFIG.replace("use_cpu: true", "full_determinism: true")
-
-
-class Failed(Exception):
-    pass
-
-
-def expect(ok, what):
-    if not ok:
-        raise Failed(what)
-
-
-def gpus():
-    try:
-        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
-                             check=False).stdout
-    except FileNotFoundError:
-        return 0
-    return out.count("GPU ")
 
 
 class Run:
@@ -411,26 +392,19 @@ def program(ranks):
     return check
 
 
-def attempt(label, check, place):
-    start = time.monotonic()
-    try:
-        place.mkdir()
-        said, ok = check(place), True
-    except Exception as error:  # pylint: disable=broad-except  # the others still run
-        said, ok = f"{type(error).__name__}: {error}", False
-    print(f"{'ok    ' if ok else 'FAILED'} {label} on {DEVICE}: {said} "
-          f"({time.monotonic() - start:.1f} s)", flush=True)
-    if VERBOSE or not ok:
-        for log in sorted(place.rglob("log")):
-            print(f"--- {log.relative_to(place)}\n"
-                  f"{log.read_text(encoding='utf-8', errors='replace')[-6000:]}", flush=True)
-    return ok
+def logs_of(place):
+    for log in sorted(place.rglob("log")):
+        print(f"--- {log.relative_to(place)}\n"
+              f"{log.read_text(encoding='utf-8', errors='replace')[-6000:]}", flush=True)
+
+
+def judge(label, check, place):
+    return attempt(f"{label} on {DEVICE}", lambda: check(place), place, lambda: logs_of(place))
 
 
 def main():
-    if ON_GPU and gpus() == 0:
-        print("SKIPPED: no GPU on this machine")
-        return 77
+    if ON_GPU:
+        end_without_gpu()
     checks = [("Trainer's parts, one rank", program(0)), ("tiny GPT in bf16", bf16),
               ("tiny GPT in fp16", fp16)]
     if ON_GPU or "--all" in sys.argv:  # tests/train has these on the CPU, where fp8 is slow
@@ -446,7 +420,7 @@ def main():
         word = sys.argv[sys.argv.index("--only") + 1]
         checks = [one for one in checks if word in one[0]]
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
-        results = [attempt(label, check, pathlib.Path(folder) / str(i))
+        results = [judge(label, check, pathlib.Path(folder) / str(i))
                    for i, (label, check) in enumerate(checks)]
     return 0 if all(results) else 1
 

@@ -16,7 +16,7 @@ import time
 
 SOURCE = pathlib.Path(os.environ["LOCKSTEP_SOURCE"]).resolve()
 BUILD = pathlib.Path(os.environ["LOCKSTEP_BIN"]).resolve().parent
-TIMEOUT_S = 300
+TIMEOUT_S = 1200
 
 
 class Failed(Exception):

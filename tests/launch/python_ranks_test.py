@@ -86,7 +86,7 @@ class PythonRanks(Case):
             f.write(text)
         return path
 
-    def jobs(self, program, count, ranks, *arguments, bound_s=120):
+    def jobs(self, program, count, ranks, *arguments, bound_s=480):
         processes = [self.start("--standalone", f"--nproc-per-node={ranks}", program, *arguments,
                                 env={"JOB": f"job{i}", "PYTHON_EXEC": sys.executable})
                      for i in range(count)]
@@ -198,7 +198,7 @@ print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
     @unittest.skipUnless(HAVE_TORCH, "needs torch")
     def test_gloo_and_a_restart_with_a_fresh_store(self):
         code, out, err = self.run_ranks(3, self.program(GLOO), "1", flags=("--max-restarts=1",),
-                                        bound_s=120, env={"PYTHON_EXEC": sys.executable})
+                                        bound_s=480, env={"PYTHON_EXEC": sys.executable})
         self.assertEqual(code, 0, err)
         self.assertIn("rank 1 on", err)
         self.assertIn("[1] sum 6.0 attempt 0\n", out)
@@ -209,7 +209,7 @@ print("MASTER_ADDR is", os.environ["MASTER_ADDR"], flush=True)
     def test_many_gloo_jobs_at_once(self):
         program = self.program(GLOO)
         for _ in range(20):
-            self.jobs(program, 8, 2, bound_s=300)
+            self.jobs(program, 8, 2, bound_s=1200)
 
 
 if __name__ == "__main__":

@@ -151,11 +151,6 @@ class Failures(Case):
                               r"created: .+\. Set TMPDIR to a directory you may write, or name one "
                               r"with --log-dir=DIR\.\n")
 
-    def test_a_program_that_is_not_there(self):
-        code, _, err = self.run_ranks(2, "./no_such_program", flags=("--no-python",))
-        self.assertEqual(code, 2)
-        self.assertIn("no_such_program", err)
-
     def test_a_program_that_cannot_be_executed(self):
         path = os.path.join(self.dir.name, "broken")
         with open(path, "w") as f:
@@ -734,12 +729,6 @@ class Surroundings(Case):
         self.assertEqual(err.count("OMP_NUM_THREADS="), 1, err)
         chosen = re.search("OMP_NUM_THREADS=([0-9]+) for each rank", err).group(1)
         self.assertEqual(out.count(f"threads {chosen}\n"), 4)
-
-    def test_variables_of_the_user_reach_the_ranks(self):
-        code, out, err = self.bash(2, 'echo "$NCCL_DEBUG $OMP_NUM_THREADS"',
-                                   env=dict(NCCL_DEBUG="INFO", OMP_NUM_THREADS="3"))
-        self.assertEqual(code, 0, err)
-        self.assertEqual(sorted(out.splitlines()), ["[0] INFO 3", "[1] INFO 3"])
 
     def test_ranks_survive_a_launcher_that_is_merely_stopped(self):
         process = self.start_bash(2, 'echo $$ > $NOTES/up.$RANK; sleep 1; echo fine')

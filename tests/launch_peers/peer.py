@@ -44,7 +44,7 @@ class Started:
             command, env=environment(**variables), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
-    def finish(self, limit_s=90):
+    def finish(self, limit_s=360):
         try:
             self.out, self.err = self.process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -59,7 +59,7 @@ class Started:
         return f"{' '.join(self.command)}\nstdout:\n{self.out}\nstderr:\n{self.err}"
 
 
-def run(command, limit_s=90, **variables):
+def run(command, limit_s=360, **variables):
     return Started(command, **variables).finish(limit_s)
 
 

@@ -102,7 +102,7 @@ class Cluster:
             [which(tool), *args], env=environment(SLURM_CONF=self.config), cwd=self.folder,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, preexec_fn=die_with_us))
 
-    def wait_for(self, condition, limit_s=120):
+    def wait_for(self, condition, limit_s=480):
         end = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > end:

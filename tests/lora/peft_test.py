@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 torch.set_num_threads(1)
 PEER = pathlib.Path(os.environ["LOCKSTEP_BIN"], "tests", "lora_peer")
-LIMIT_S = 120
+LIMIT_S = 600
 STEPS, BATCH, TIME, VOCABULARY, RATE = 20, 4, 16, 61, 0.01
 LOSS_TOLERANCE, LOGIT_TOLERANCE = 1e-4, 1e-5
 # Rounded to 8 bits at other places, and trained on.

@@ -357,7 +357,7 @@ class ModelsTest(unittest.TestCase):
             folder = cls.place / "bad" / name
             shutil.copytree(cls.place / "good" / name.split("-")[0], folder)
             change(folder)
-        done = subprocess.run([PEER, cls.place], capture_output=True, text=True, timeout=200,
+        done = subprocess.run([PEER, cls.place], capture_output=True, text=True, timeout=900,
                               check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -548,7 +548,7 @@ class ResNetTest(unittest.TestCase):
                 folder = pathlib.Path(name)
                 save_file(net.state_dict(), folder / "model.safetensors")
                 save_file({"images": images, "labels": labels}, folder / "inputs.safetensors")
-                subprocess.run([PEER, "resnet", str(depth), folder], timeout=100, check=True)
+                subprocess.run([PEER, "resnet", str(depth), folder], timeout=900, check=True)
                 out = load_file(folder / "out.safetensors")
             evaluated = net.eval()(images)
             logits = net.train()(images)

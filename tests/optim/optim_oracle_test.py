@@ -32,7 +32,7 @@ except ImportError as missing:
 
 def ask(questions):
     text = "".join(json.dumps(q) + "\n" for q in questions)
-    done = subprocess.run([PEER], input=text, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PEER], input=text, capture_output=True, text=True, timeout=600)
     answers = done.stdout.splitlines()
     assert done.returncode == 0 and len(answers) == len(questions), done.stderr or answers[-1:]
     return answers

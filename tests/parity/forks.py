@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 
-LIMIT_S = 240
+LIMIT_S = 1200
 
 
 def run(bodies):

@@ -33,7 +33,7 @@ import hf_trainer  # noqa: E402: needs what was looked for
 from safetensors.torch import load_file  # noqa: E402: transformers brings it
 
 LOCKSTEP = str(pathlib.Path(os.environ["LOCKSTEP_BIN"], "lockstep"))
-LIMIT_S = 240
+LIMIT_S = 1200
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 

@@ -32,7 +32,7 @@ import oracle
 from oracle import Case
 
 BIN = pathlib.Path(os.environ["LOCKSTEP_BIN"])
-TIMEOUT_S = 240
+TIMEOUT_S = 1200
 
 CASES = (
     [Case(f"{model}-{optimizer}" + ("-accumulate" if accumulate > 1 else ""), model, optimizer,

@@ -21,7 +21,7 @@ SOURCE = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE")
                       or pathlib.Path(__file__).resolve().parents[2])
 BIN = pathlib.Path(os.environ.get("LOCKSTEP_BIN") or SOURCE / "build/bin")
 PACKAGE = pathlib.Path(os.environ.get("LOCKSTEP_TORCH_PACKAGE") or BIN.parent / "python")
-WORLD_LIMIT_S = 150
+WORLD_LIMIT_S = 600
 DEATH_LIMIT_S = 20
 
 

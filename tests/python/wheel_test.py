@@ -22,7 +22,7 @@ SOURCE = pathlib.Path(os.environ.get("LOCKSTEP_SOURCE")
 BUILD = pathlib.Path(os.environ.get("LOCKSTEP_BIN") or SOURCE / "build/bin").parent
 BUILDER = SOURCE / "python/lockstep_build.py"
 SCRIPT = SOURCE / "tests/python/frameworks.py"
-LIMIT_S = 150
+LIMIT_S = 600
 OURS = "lockstep_torch._C"
 ENVIRONMENT = {name: value for name, value in os.environ.items()
                if not name.startswith(("LOCKSTEP_", "PYTHON"))}

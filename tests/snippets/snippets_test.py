@@ -21,7 +21,7 @@ import tempfile
 
 # The compile command whose flags and precompiled header are borrowed.
 BORROWED = "tests/ledger/stall_peer.cpp"
-TIMEOUT_S = 300
+TIMEOUT_S = 1200
 CONTEXT = '#include "tests/snippets/context.h"\n'
 # For the self-test, which is about errors and their places: without torch it takes a second.
 FEW_WORDS = "namespace lockstep { struct World { int rank(); }; }\nextern lockstep::World world;\n"

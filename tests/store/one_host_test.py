@@ -230,11 +230,6 @@ class Store(Case):
         self.assertIn("rank 1 on", err)
         self.assertLess(time.monotonic() - began, 40)  # of the 60 s that it would have waited
 
-    def test_a_wait_has_a_deadline(self):
-        code, out, err = self.run_ranks(2, PEER, "deadline")
-        self.assertEqual(code, 0, err)
-        self.assertIn("rank 0: [store] waiting for never timed out after 300 ms", out)
-
     def test_a_killed_launcher_ends_the_waiting_ranks(self):
         run = self.start("--standalone", "--nproc-per-node=2", PEER, "world")
         self.wait_line(run.stdout, "[0] ready", "[1] ready")

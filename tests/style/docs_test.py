@@ -25,7 +25,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
              "python/README.md")
 # What a path in a document may begin with. Other text with a slash is ignored.
 TOP = r"(?:lockstep|launcher|observe|docs|examples|tests|cmake|cli|bench|tools|python|\.ci)/"
-RUN_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 600
 
 
 def fences(text):

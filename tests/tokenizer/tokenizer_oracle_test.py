@@ -25,7 +25,7 @@ except ImportError as missing:
 
 PEER = os.path.join(os.environ["LOCKSTEP_BIN"], "tests", "tokenizer_peer")
 STRINGS = 10_000
-BOUND_S = 120
+BOUND_S = 600
 
 
 def peer(*args):

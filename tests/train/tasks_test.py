@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import struct
 import subprocess
@@ -204,12 +203,12 @@ class Tasks(TrainCase):
         self.config.write_text(CONFIG + "gradient_checkpointing: true\n")
         self.assertIn("gradient_checkpointing is for models of blocks, and mlp has none", refused())
 
-    def check_and_train(self, *flags, code=0, before=()):
+    def check_and_train(self, *flags, code=0):
         """What both say on stderr, of a check without --output_dir and of a run of one rank."""
         said = []
         for args in (["config", "check", str(self.config), *flags],
                       ["train", str(self.config), "--output_dir", str(self.place / "out"), *flags]):
-            done = finished([*before, LOCKSTEP, *args])
+            done = finished([LOCKSTEP, *args])
             self.assertEqual(done.returncode, code, done.stdout + done.stderr)
             said.append(done.stderr)
         return said
@@ -231,52 +230,6 @@ class Tasks(TrainCase):
         # 24 windows of 16 tokens, 8 of them a step: the shards, and not LibTorch's headers.
         state = json.loads((self.place / "out/checkpoint-2/trainer_state.json").read_text())
         self.assertAlmostEqual(state["epoch"], 2 / 3)
-
-    def test_text_that_cannot_be_read_is_named_and_not_skipped(self):
-        text = self.place / "text"
-        (text / "sub").mkdir(parents=True)
-        for name in ("a.txt", "b.txt", "sub/c.txt"):
-            (text / name).write_text("some words " * 50)
-        self.config.write_text(f"data: {{path: {text}, suffix: .txt}}\nmax_seq_len: 8\n"
-                               "max_steps: 1\nuse_cpu: true\n"
-                               "model: {n_layer: 1, n_head: 2, n_embd: 16}\n")
-        # Without root's right to read everything.
-        before = (("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
-                  if os.geteuid() == 0 else ())
-        (text / "b.txt").chmod(0)
-        for said in self.check_and_train(code=2, before=before):
-            self.assertIn(f"{text}/b.txt cannot be read (Permission denied). Give this user", said)
-        (text / "b.txt").chmod(0o644)
-        (text / "sub").chmod(0)
-        for said in self.check_and_train(code=2, before=before):
-            self.assertIn(f"the folder {text}/sub cannot be listed (Permission denied). Give", said)
-        (text / "sub").chmod(0o755)
-        self.check_and_train(before=before)
-
-    def test_text_for_evaluation_alone_is_refused_with_its_cause(self):
-        text = self.place / "text"
-        text.write_bytes(b"x" * 1000)
-        for eval_bytes, more in ((1000, "has 1000 bytes, and data.eval_bytes 1000 leaves none of "
-                                  "them to train on. Lower data.eval_bytes"),
-                                 (8, "data.eval_bytes 8 is too few for one sample of 8 tokens")):
-            self.config.write_text(f"data: {{path: {text}, eval_bytes: {eval_bytes}}}\n"
-                                   "max_seq_len: 8\n")
-            for said in self.check_and_train(code=2):
-                self.assertIn(more, said)
-
-    def test_rows_longer_than_the_models_positions_are_refused_before_the_first_step(self):
-        self.instructions("padding: longest, pad_to_multiple_of: 64")
-        for said in self.check_and_train(code=2):
-            self.assertRegex(said, r"train\.jsonl: the longest sample has \d+ tokens, which "
-                             r"data\.pad_to_multiple_of 64 pads to 128, and model\.n_positions is "
-                             "96")
-
-    def test_an_output_dir_that_is_a_file_is_refused(self):
-        output = self.place / "file"
-        output.write_text("mine")
-        said = self.train(2, output, code=2).stderr
-        self.assertIn("file is a file, not a folder", said)
-        self.assertEqual(output.read_text(), "mine")
 
     def test_a_mistake_of_all_ranks_is_printed_once(self):
         """By the launcher, which knows it from the ranks."""
@@ -340,14 +293,6 @@ class Tasks(TrainCase):
 
     def run_train(self, args, **variables):
         return finished([LOCKSTEP, "train", *args], **variables)
-
-    def test_the_home_directory(self):
-        home = self.place / "home"
-        home.mkdir()
-        self.lockstep("train", self.config, "--output_dir=~/out", "--max_steps=4", cwd=self.place,
-                      HOME=str(home))
-        self.assertTrue((home / "out" / "checkpoint-4").is_dir())
-        self.assertFalse((self.place / "~").exists())
 
     def test_a_token_beyond_the_vocabulary_names_its_sample(self):
         shards = self.place / "shards"

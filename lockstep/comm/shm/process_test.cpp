@@ -520,28 +520,23 @@ TEST(Processes, NobodyMakesABlockThatOneHasNoRoomFor) {
 }
 
 // Random moments find rare faults, which belong to the soak and not into every run.
-TEST(Processes, ADeadRankIsNamedSoon) {
+void strike_often(int turns, const std::function<int(int turn)>& signal_of) {
   if (!soak()) GTEST_SKIP() << "random moments: run with ./dev test --soak";
   const NoMemoryIsLeft memory;
   std::mt19937 random(std::random_device{}());
-  const int turns = 150;
   for (int turn = 0; turn < turns && !testing::Test::HasFailure(); ++turn) {
-    const int size = 2 + static_cast<int>(random() % 3);
-    strike(size, static_cast<int>(random() % static_cast<unsigned>(size)),
-           turn % 2 == 0 ? SIGKILL : SIGSEGV, static_cast<int>(random() % 50'000));
+    const unsigned size = 2 + random() % 3;
+    strike(static_cast<int>(size), static_cast<int>(random() % size), signal_of(turn),
+           static_cast<int>(random() % 50'000));
   }
 }
 
+TEST(Processes, ADeadRankIsNamedSoon) {
+  strike_often(150, [](int turn) { return turn % 2 == 0 ? SIGKILL : SIGSEGV; });
+}
+
 TEST(Processes, AStoppedRankIsNamedAtTheDeadline) {
-  if (!soak()) GTEST_SKIP() << "random moments: run with ./dev test --soak";
-  const NoMemoryIsLeft memory;
-  std::mt19937 random(std::random_device{}());
-  const int turns = 50;
-  for (int turn = 0; turn < turns && !testing::Test::HasFailure(); ++turn) {
-    const int size = 2 + turn % 2;
-    strike(size, static_cast<int>(random() % static_cast<unsigned>(size)), SIGSTOP,
-           static_cast<int>(random() % 50'000));
-  }
+  strike_often(50, [](int) { return SIGSTOP; });
 }
 
 TEST(Processes, ARankWithoutAddressSpaceSaysSo) {
