@@ -6,14 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <deque>
-#include <filesystem>
 #include <sstream>
 
 #include "lockstep/core/deadline.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 
 namespace lockstep::cli {

@@ -8,10 +8,8 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/problems.h"
 #include "lockstep/data/shard_format.h"
 #include "lockstep/data/tokenize.h"
-#include "lockstep/data/tokenizer.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 

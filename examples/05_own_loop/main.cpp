@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 
 namespace {

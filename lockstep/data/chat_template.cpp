@@ -146,52 +146,43 @@ std::string trimmed(std::string_view text) {
                    rule);
 }
 
-ChatText render_llama2(const ChatTemplate& chat, std::span<const ChatMessage> messages,
-                       const ChatTokens& tokens) {
-  const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
-  const bool system = !messages.empty() && messages[0].role == "system";
-  const std::size_t first = system ? 1 : 0;
-  ChatText out;
-  for (std::size_t i = first; i < messages.size(); ++i) {
-    const ChatMessage& message = messages[i];
-    if (message.role != ((i - first) % 2 == 0 ? "user" : "assistant"))
-      refuse_message(i, message,
-                     "this template wants user and assistant in turn, after one system message at "
-                     "most");
-    std::string text = message.content;
-    if (system && i == first) text = "<<SYS>>\n" + messages[0].content + "\n<</SYS>>\n\n" + text;
-    if (message.role == "user") {
-      out.text += (chat.writes_bos ? tokens.bos : "") + "[INST] " + content(text) + " [/INST]";
-    } else {
-      const std::size_t begin = out.text.size();
-      out.text += " " + content(text) + " " + tokens.eos;
-      out.answers.push_back({begin, out.text.size()});
-    }
-  }
-  return out;
+// Users and assistants in turn, from message `first` on.
+void check_turns(std::span<const ChatMessage> messages, std::size_t first, std::string_view rule) {
+  for (std::size_t i = first; i < messages.size(); ++i)
+    if (messages[i].role != ((i - first) % 2 == 0 ? "user" : "assistant"))
+      refuse_message(i, messages[i], rule);
 }
 
-ChatText render_mistral(const ChatTemplate& chat, std::span<const ChatMessage> messages,
-                        const ChatTokens& tokens) {
+// Llama 2 and Mistral: a system message is a part of the first user's.
+ChatText render_instructions(const ChatTemplate& chat, std::span<const ChatMessage> messages,
+                             const ChatTokens& tokens) {
   const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
-  const bool system = chat.takes_system && !messages.empty() && messages[0].role == "system";
+  const bool llama = chat.family == Family::kLlama2, takes_system = llama || chat.takes_system;
+  const bool system = takes_system && !messages.empty() && messages[0].role == "system";
   const std::size_t first = system ? 1 : 0;
+  check_turns(messages, first,
+              takes_system ? "this template wants user and assistant in turn, after one system "
+                             "message at most"
+                           : "this template wants user and assistant in turn");
   ChatText out;
-  if (chat.writes_bos) out.text += tokens.bos;
+  if (!llama && chat.writes_bos) out.text += tokens.bos;
   for (std::size_t i = first; i < messages.size(); ++i) {
     const ChatMessage& message = messages[i];
-    if (message.role != ((i - first) % 2 == 0 ? "user" : "assistant"))
-      refuse_message(i, message,
-                     chat.takes_system ? "this template wants user and assistant in turn, after "
-                                         "one system message at most"
-                                       : "this template wants user and assistant in turn");
-    if (message.role == "user") {
-      out.text += chat.takes_system ? " [INST] " : "[INST] ";
-      if (system && i == first) out.text += content(messages[0].content) + "\n\n";
-      out.text += content(message.content) + " [/INST]";
+    const bool with_system = system && i == first;
+    if (message.role == "user" && llama) {
+      const std::string before =
+          with_system ? "<<SYS>>\n" + messages[0].content + "\n<</SYS>>\n\n" : "";
+      out.text += (chat.writes_bos ? tokens.bos : "") + "[INST] " +
+                  content(before + message.content) + " [/INST]";
+    } else if (message.role == "user") {
+      const std::string before = with_system ? content(messages[0].content) + "\n\n" : "";
+      out.text +=
+          (takes_system ? " [INST] " : "[INST] ") + before + content(message.content) + " [/INST]";
     } else {
       const std::size_t begin = out.text.size();
-      out.text += (chat.space_before_answer ? " " : "") + content(message.content) + tokens.eos;
+      const std::string answer = content(message.content);
+      out.text += llama ? " " + answer + " " : (chat.space_before_answer ? " " : "") + answer;
+      out.text += tokens.eos;
       out.answers.push_back({begin, out.text.size()});
       if (chat.space_after_answer) out.text += " ";
     }
@@ -199,57 +190,46 @@ ChatText render_mistral(const ChatTemplate& chat, std::span<const ChatMessage> m
   return out;
 }
 
-// The roles that Gemma's template knows, in turn.
-void check_gemma_turns(std::span<const ChatMessage> messages) {
-  for (std::size_t i = 0; i < messages.size(); ++i)
-    if (messages[i].role != (i % 2 == 0 ? "user" : "assistant"))
-      refuse_message(i, messages[i],
-                     "this template wants user and assistant in turn. Put the text of a system "
-                     "message into the first user's");
+// The text around the role and the content of a turn.
+struct Turn {
+  std::string begin, head, end, line_end;
+};
+
+Turn turn_of(Family family) {
+  if (family == Family::kLlama3)
+    return {"<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""};
+  if (family == Family::kGemma) return {"<start_of_turn>", "\n", "<end_of_turn>", "\n"};
+  if (family == Family::kChatMl) return {"<|im_start|>", "\n", "<|im_end|>", "\n"};
+  return {"<|", "|>\n", "<|end|>", "\n"};
 }
 
-// Renders one message, without the text that precedes the first.
+std::string head_of(Family family, const std::string& role) {
+  const Turn turn = turn_of(family);
+  const bool model = family == Family::kGemma && role == "assistant";
+  return turn.begin + (model ? "model" : role) + turn.head;
+}
+
+// Renders one message, without the text that precedes the first. Empty: the template leaves it out.
 std::string render_turn(Family family, const std::string& role, const std::string& content) {
-  switch (family) {
-    case Family::kPhi3Any:
-      return "<|" + role + "|>\n" + content + "<|end|>\n";
-    case Family::kPhi3:
-      if (role != "system" && role != "user" && role != "assistant") return "";
-      return "<|" + role + "|>\n" + content + "<|end|>\n";
-    case Family::kPhi3First:
-      if (role == "user") return "<|user|>\n" + content + "<|end|>\n<|assistant|>\n";
-      return role == "assistant" ? content + "<|end|>\n" : "";
-    case Family::kLlama3:
-      return "<|start_header_id|>" + role + "<|end_header_id|>\n\n" + content + "<|eot_id|>";
-    case Family::kGemma:
-      return "<start_of_turn>" + (role == "assistant" ? std::string("model") : role) + "\n" +
-             content + "<end_of_turn>\n";
-    default:
-      return "<|im_start|>" + role + "\n" + content + "<|im_end|>\n";
-  }
-}
-
-// The token that ends a turn; some families have a line end after it.
-std::string_view end_token(Family family) {
-  if (family == Family::kLlama3) return "<|eot_id|>";
-  if (family == Family::kGemma) return "<end_of_turn>";
-  return family == Family::kChatMl ? "<|im_end|>" : "<|end|>";
-}
-
-std::string generation_prompt(Family family) {
-  if (family == Family::kPhi3First) return "";  // a part of the user's turn
-  if (family == Family::kLlama3) return "<|start_header_id|>assistant<|end_header_id|>\n\n";
-  if (family == Family::kGemma) return "<start_of_turn>model\n";
-  return family == Family::kChatMl ? "<|im_start|>assistant\n" : "<|assistant|>\n";
+  const bool first = family == Family::kPhi3First, answer = role == "assistant";
+  const bool known = answer || role == "user" || (role == "system" && !first);
+  if ((first || family == Family::kPhi3) && !known) return "";
+  const Turn turn = turn_of(family);
+  const std::string body = content + turn.end + turn.line_end;
+  if (first) return answer ? body : head_of(family, role) + body + head_of(family, "assistant");
+  return head_of(family, role) + body;
 }
 
 }  // namespace
 
 ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
                               const ChatTokens& tokens) const {
-  if (family == Family::kLlama2) return render_llama2(*this, messages, tokens);
-  if (family == Family::kMistral) return render_mistral(*this, messages, tokens);
-  if (family == Family::kGemma) check_gemma_turns(messages);
+  if (family == Family::kLlama2 || family == Family::kMistral)
+    return render_instructions(*this, messages, tokens);
+  if (family == Family::kGemma)
+    check_turns(messages, 0,
+                "this template wants user and assistant in turn. Put the text of a system message "
+                "into the first user's");
   ChatText out;
   if (writes_bos) out.text += tokens.bos;
   if (!default_system.empty() && !messages.empty() && messages[0].role != "system")
@@ -264,11 +244,11 @@ ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_ge
     out.text += turn;
     if (message.role == "assistant") {
       const std::size_t end = out.text.size() - (turn.ends_with('\n') ? 1 : 0);
-      out.answers.push_back({end - content.size() - end_token(family).size(), end});
+      out.answers.push_back({end - content.size() - turn_of(family).end.size(), end});
     }
   }
   const bool prompts = add_generation_prompt || !asks_for_prompt;
-  if (prompts) out.text += begins_answer ? generation_prompt(family) : "";
+  if (prompts && begins_answer) out.text += head_of(family, "assistant");
   if (!prompts && writes_eos) out.text += tokens.eos;
   return out;
 }
@@ -310,8 +290,8 @@ ChatTemplate recognise_chat_template(std::string_view text, const std::string& w
     throw UsageError("tokenizer",
                      "{}: the chat template is not supported: {}. Supported are the templates of "
                      "Phi-3, Llama 2 and Llama 3, Mistral, Gemma and Qwen2 and plain ChatML, all "
-                     "without tools. Write the text of the chat "
-                     "yourself and encode it without special tokens.",
+                     "without tools. Write the text of the chat yourself and encode it without "
+                     "special tokens.",
                      where, why);
   };
   if (known == kKnown.end())

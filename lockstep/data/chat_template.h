@@ -22,7 +22,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "lockstep/data/chat_message.h"
 

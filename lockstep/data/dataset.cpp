@@ -8,7 +8,6 @@
 #include <sstream>
 
 #include "lockstep/core/error.h"
-#include "lockstep/data/batch.h"
 
 namespace lockstep::data {
 namespace {

@@ -1,5 +1,6 @@
 #include "lockstep/data/loader.h"
 
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -7,10 +8,9 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/deadline.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/data/loader_impl.h"
+#include "lockstep/data/prefetch.h"
 
 namespace lockstep::data {
 namespace detail {
@@ -77,103 +77,123 @@ void check_options(const LoaderOptions& options) {
 
 }  // namespace
 
-BatchMaker::BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device device)
-    : dataset_(std::move(dataset)), options_(std::move(options)), device_(device) {
-  if (!device_.is_cpu())
-    side_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
-}
+// A batch, and on a GPU the event that the training stream must wait for before it reads it.
+struct Loaded {
+  Batch batch{};
+  BatchTiming timing{};
+  std::optional<c10::Event> copy_began{};
+  std::optional<c10::Event> copied{};
+};
 
-Loaded BatchMaker::make(Indices indices, const RandomKey& key) const {
-  // Even for a dataset that computes on the device, all of a batch is made on one stream. The guard
-  // also makes its device the current one.
-  c10::OptionalStreamGuard stream;
-  if (side_) stream.reset_stream(*side_);
-  Loaded loaded;
-  loaded.batch = load(indices, key, loaded.timing);
-  // The record's figures per step must cover only training.
-  if (!options_.evaluation) {
-    ledger::add(ledger::Counter::kBatches);
-    ledger::add(ledger::Counter::kLoadNs,
-                static_cast<std::uint64_t>((loaded.timing.load + loaded.timing.collate) * 1e9));
+// Makes a batch on the device from indices. Const and independent of the loader: workers hold a
+// pointer to it, and a hanging worker keeps it alive.
+class BatchMaker {
+ public:
+  BatchMaker(DatasetPtr dataset, LoaderOptions options, c10::Device device)
+      : dataset_(std::move(dataset)), options_(std::move(options)), device_(device) {
+    if (!device_.is_cpu())
+      side_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   }
-  check(loaded.batch, indices);
-  loaded.batch.indices.assign(indices.begin(), indices.end());
-  if (side_) copy(loaded);
-  return loaded;
-}
 
-Batch BatchMaker::load(Indices indices, const RandomKey& key, BatchTiming& timing) const {
-  const auto start = Clock::now();
-  if (!options_.collate) {
-    try {
-      if (auto batch = dataset_->get_batch(indices, key)) {
-        timing.load = seconds_since(start);
-        return std::move(*batch);
+  Loaded make(Indices indices, const RandomKey& key) const {
+    // Even for a dataset that computes on the device, all of a batch is made on one stream. The
+    // guard also makes its device the current one.
+    c10::OptionalStreamGuard stream;
+    if (side_) stream.reset_stream(*side_);
+    Loaded loaded;
+    loaded.batch = load(indices, key, loaded.timing);
+    // The record's figures per step must cover only training.
+    if (!options_.evaluation) {
+      ledger::add(ledger::Counter::kBatches);
+      ledger::add(ledger::Counter::kLoadNs,
+                  static_cast<std::uint64_t>((loaded.timing.load + loaded.timing.collate) * 1e9));
+    }
+    check(loaded.batch, indices);
+    loaded.batch.indices.assign(indices.begin(), indices.end());
+    if (side_) copy(loaded);
+    return loaded;
+  }
+
+ private:
+  Batch load(Indices indices, const RandomKey& key, BatchTiming& timing) const {
+    const auto start = Clock::now();
+    if (!options_.collate) {
+      try {
+        if (auto batch = dataset_->get_batch(indices, key)) {
+          timing.load = seconds_since(start);
+          return std::move(*batch);
+        }
+      } catch (...) {
+        blame(*dataset_, indices, key, std::current_exception());
       }
-    } catch (...) {
-      blame(*dataset_, indices, key, std::current_exception());
     }
-  }
-  std::vector<Example> examples;
-  examples.reserve(indices.size());
-  for (const std::int64_t index : indices) {
+    std::vector<Example> examples;
+    examples.reserve(indices.size());
+    for (const std::int64_t index : indices) {
+      try {
+        SampleRandom random(key, index);
+        examples.push_back(dataset_->get(index, random));
+        examples.back().index = index;
+      } catch (...) {
+        throw_sample_error(index, std::current_exception());
+      }
+    }
+    timing.load = seconds_since(start);
+    const auto collating = Clock::now();
     try {
-      SampleRandom random(key, index);
-      examples.push_back(dataset_->get(index, random));
-      examples.back().index = index;
+      Batch batch = options_.collate ? options_.collate(std::move(examples))
+                                     : dataset_->collate(std::move(examples));
+      timing.collate = seconds_since(collating);
+      if (options_.collate && batch.tokens == 0)
+        batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(indices.size()));
+      return batch;
     } catch (...) {
-      throw_sample_error(index, std::current_exception());
+      const auto cause = std::current_exception();
+      throw SampleError(
+          -1,
+          fmt::format("the batch that begins with sample {} could not be collated: {}",
+                      indices.front(), words_of(cause)),
+          cause);
     }
   }
-  timing.load = seconds_since(start);
-  const auto collating = Clock::now();
-  try {
-    Batch batch = options_.collate ? options_.collate(std::move(examples))
-                                   : dataset_->collate(std::move(examples));
-    timing.collate = seconds_since(collating);
-    if (options_.collate && batch.tokens == 0)
-      batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(indices.size()));
-    return batch;
-  } catch (...) {
-    const auto cause = std::current_exception();
-    throw SampleError(-1,
-                      fmt::format("the batch that begins with sample {} could not be collated: {}",
-                                  indices.front(), words_of(cause)),
-                      cause);
-  }
-}
 
-void BatchMaker::check(const Batch& batch, Indices indices) const {
-  if (!batch.data.defined())
-    throw SampleError(
-        -1,
-        fmt::format("the batch that begins with sample {} has no data. The dataset or "
-                    "collate returned an undefined tensor.",
-                    indices.front()),
-        nullptr);
-}
-
-void BatchMaker::copy(Loaded& loaded) const {
-  const auto start = Clock::now();
-  Batch& batch = loaded.batch;
-  const auto pin = [](at::Tensor& tensor) {
-    if (tensor.defined() && tensor.device().is_cpu()) tensor = tensor.pin_memory();
-  };
-  if (options_.pin_memory) {
-    pin(batch.data);
-    pin(batch.target);
+  void check(const Batch& batch, Indices indices) const {
+    if (!batch.data.defined())
+      throw SampleError(
+          -1,
+          fmt::format("the batch that begins with sample {} has no data. The dataset or "
+                      "collate returned an undefined tensor.",
+                      indices.front()),
+          nullptr);
   }
-  // The flag asks for events that can be timed.
-  loaded.copy_began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-  loaded.copied.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-  loaded.copy_began->record(*side_);
-  batch = batch.to(device_, /*non_blocking=*/options_.pin_memory);
-  loaded.copied->record(*side_);
-  loaded.timing.copy = seconds_since(start);
-}
+
+  void copy(Loaded& loaded) const {
+    const auto start = Clock::now();
+    Batch& batch = loaded.batch;
+    const auto pin = [](at::Tensor& tensor) {
+      if (tensor.defined() && tensor.device().is_cpu()) tensor = tensor.pin_memory();
+    };
+    if (options_.pin_memory) {
+      pin(batch.data);
+      pin(batch.target);
+    }
+    // The flag asks for events that can be timed.
+    loaded.copy_began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+    loaded.copied.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+    loaded.copy_began->record(*side_);
+    batch = batch.to(device_, /*non_blocking=*/options_.pin_memory);
+    loaded.copied->record(*side_);
+    loaded.timing.copy = seconds_since(start);
+  }
+
+  DatasetPtr dataset_;
+  LoaderOptions options_;
+  c10::Device device_;
+  std::optional<c10::Stream> side_{};  // copies run during the computation
+};
 
 // Everything workers need to know about one epoch; they share it.
-struct LoaderImpl::Round {
+struct LoaderRound {
   std::vector<std::int64_t> indices;
   RandomKey key;
   std::int64_t batch_size = 1;
@@ -185,97 +205,6 @@ struct LoaderImpl::Round {
     return Indices(indices).subspan(begin, size);
   }
 };
-
-LoaderImpl::LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
-    : dataset_(std::move(dataset)), info_(info), options_(std::move(options)) {
-  if (dataset_ == nullptr) throw UsageError("loader", "there is no dataset (nullptr).");
-  check_options(options_);
-  sampler_ = options_.sampler;
-  if (!sampler_ && options_.shuffle)
-    sampler_ = std::make_shared<RandomSampler>(dataset_->size(), options_.seed);
-  if (!sampler_) sampler_ = std::make_shared<SequentialSampler>(dataset_->size());
-  if (info_.device.is_cuda() && !info_.device.has_index()) info_.device.set_index(0);
-  maker_ = std::make_shared<BatchMaker>(dataset_, options_, info_.device);
-  state_ = {.epoch = 0, .cursor = 0, .seed = options_.seed, .size = sampler_->size()};
-  share_size(sampler_->size(), 0, {info_.rank, info_.ranks});  // refuses a rank that is not there
-  check_not_empty();
-}
-
-// A loop over nothing ends at once, and looks like a run that was successful. A single rank may
-// have no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
-void LoaderImpl::check_not_empty() const {
-  if (sampler_->size() == 0)
-    throw UsageError("loader",
-                     "there is nothing to load: {}. Check the path, split or filter that it was "
-                     "made with.",
-                     dataset_->size() == 0 ? "the dataset has no samples"
-                                           : "the sampler's order has no samples");
-  if (batches(0, 0) > 0) return;
-  throw UsageError("loader",
-                   "an epoch has no batch: {} samples over {} rank{} are {} per rank, fewer than "
-                   "batch_size {}, and drop_last skips incomplete batches. Lower the batch size, "
-                   "use fewer ranks, or set drop_last (Trainer: dataloader_drop_last) to false.",
-                   sampler_->size(), info_.ranks, info_.ranks == 1 ? "" : "s",
-                   sampler_->size() / info_.ranks, options_.batch_size);
-}
-
-std::int64_t LoaderImpl::batches(std::int64_t cursor, int rank) const {
-  const std::int64_t samples =
-      share_size(sampler_->size(), cursor, {rank, info_.ranks, tail(options_)});
-  const std::int64_t extra = options_.drop_last ? 0 : options_.batch_size - 1;
-  return (samples + extra) / options_.batch_size;
-}
-
-std::int64_t LoaderImpl::batches_left(std::int64_t epoch) const {
-  if (round_ && epoch == state_.epoch) return round_->batches - handed_out_;
-  return batches(resume_ && epoch == state_.epoch ? state_.cursor : 0, info_.rank);
-}
-
-std::uint64_t LoaderImpl::open(std::int64_t epoch) {
-  if (resume_ && epoch != state_.epoch)
-    throw UsageError("loader",
-                     "epoch {} was asked for, but the loaded state is in epoch {} at sample {}. "
-                     "Start the loop at loader.state().epoch.",
-                     epoch, state_.epoch, state_.cursor);
-  if (epoch < 0) throw UsageError("loader", "there is no epoch {}.", epoch);
-  close(ticket_);
-  start_cursor_ = resume_ ? state_.cursor : 0;
-  resume_ = false;
-  state_.epoch = epoch;
-  state_.cursor = start_cursor_;
-  handed_out_ = 0;
-
-  auto round = std::make_shared<Round>();
-  const std::vector<std::int64_t> order = sampler_->order(epoch);
-  state_.order = order_checksum(order);
-  round->indices = share_of(order, start_cursor_, {info_.rank, info_.ranks, tail(options_)});
-  round->key = {options_.seed, epoch};
-  round->batch_size = options_.batch_size;
-  round->batches = batches(start_cursor_, info_.rank);
-  const std::int64_t size = dataset_->size();
-  for (const std::int64_t index : round->indices)
-    if (index < 0 || index >= size)
-      throw UsageError("loader", "the sampler gave index {} for a dataset of {} samples.", index,
-                       size);
-  round_ = round;
-  if (options_.num_workers > 0) {
-    if (!prefetcher_)
-      prefetcher_ = std::make_unique<Prefetcher>(PrefetcherOptions{
-          .workers = options_.num_workers,
-          .ahead = std::int64_t{options_.num_workers} * options_.prefetch_factor});
-    prefetcher_->start(round->batches, [maker = maker_, round](std::int64_t number) -> Thing {
-      return std::make_shared<Loaded>(maker->make(round->batch(number), round->key));
-    });
-  }
-  return ++ticket_;
-}
-
-Loaded LoaderImpl::take() {
-  if (!prefetcher_) return maker_->make(round_->batch(handed_out_), round_->key);
-  const Thing thing = prefetcher_->next(Deadline::after(options_.timeout));
-  LOCKSTEP_ASSERT(thing != nullptr);
-  return std::move(*std::static_pointer_cast<Loaded>(thing));
-}
 
 namespace {
 
@@ -292,77 +221,199 @@ void hand_over(Loaded& loaded, c10::Device device) {
 
 }  // namespace
 
-std::optional<Batch> LoaderImpl::next(std::uint64_t ticket) {
-  if (ticket != ticket_)
+// Used by one thread.
+class LoaderImpl {
+ public:
+  LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
+      : dataset_(std::move(dataset)), info_(info), options_(std::move(options)) {
+    if (dataset_ == nullptr) throw UsageError("loader", "there is no dataset (nullptr).");
+    check_options(options_);
+    sampler_ = options_.sampler;
+    if (!sampler_ && options_.shuffle)
+      sampler_ = std::make_shared<RandomSampler>(dataset_->size(), options_.seed);
+    if (!sampler_) sampler_ = std::make_shared<SequentialSampler>(dataset_->size());
+    if (info_.device.is_cuda() && !info_.device.has_index()) info_.device.set_index(0);
+    maker_ = std::make_shared<BatchMaker>(dataset_, options_, info_.device);
+    state_ = {.epoch = 0, .cursor = 0, .seed = options_.seed, .size = sampler_->size()};
+    share_size(sampler_->size(), 0, {info_.rank, info_.ranks});  // refuses a rank that is not there
+    check_not_empty();
+  }
+
+  std::int64_t batches(std::int64_t cursor, int rank) const {
+    const std::int64_t samples =
+        share_size(sampler_->size(), cursor, {rank, info_.ranks, tail(options_)});
+    const std::int64_t extra = options_.drop_last ? 0 : options_.batch_size - 1;
+    return (samples + extra) / options_.batch_size;
+  }
+
+  std::int64_t batches_left(std::int64_t epoch) const {
+    if (round_ && epoch == state_.epoch) return round_->batches - handed_out_;
+    return batches(resume_ && epoch == state_.epoch ? state_.cursor : 0, info_.rank);
+  }
+
+  std::uint64_t open(std::int64_t epoch) {
+    if (resume_ && epoch != state_.epoch)
+      throw UsageError("loader",
+                       "epoch {} was asked for, but the loaded state is in epoch {} at sample {}. "
+                       "Start the loop at loader.state().epoch.",
+                       epoch, state_.epoch, state_.cursor);
+    if (epoch < 0) throw UsageError("loader", "there is no epoch {}.", epoch);
+    close(ticket_);
+    start_cursor_ = resume_ ? state_.cursor : 0;
+    resume_ = false;
+    state_.epoch = epoch;
+    state_.cursor = start_cursor_;
+    handed_out_ = 0;
+
+    auto round = std::make_shared<LoaderRound>();
+    const std::vector<std::int64_t> order = sampler_->order(epoch);
+    state_.order = order_checksum(order);
+    round->indices = share_of(order, start_cursor_, {info_.rank, info_.ranks, tail(options_)});
+    round->key = {options_.seed, epoch};
+    round->batch_size = options_.batch_size;
+    round->batches = batches(start_cursor_, info_.rank);
+    const std::int64_t size = dataset_->size();
+    for (const std::int64_t index : round->indices)
+      if (index < 0 || index >= size)
+        throw UsageError("loader", "the sampler gave index {} for a dataset of {} samples.", index,
+                         size);
+    round_ = round;
+    if (options_.num_workers > 0) {
+      if (!prefetcher_)
+        prefetcher_ = std::make_unique<Prefetcher>(PrefetcherOptions{
+            .workers = options_.num_workers,
+            .ahead = std::int64_t{options_.num_workers} * options_.prefetch_factor});
+      prefetcher_->start(round->batches, [maker = maker_, round](std::int64_t number) -> Thing {
+        return std::make_shared<Loaded>(maker->make(round->batch(number), round->key));
+      });
+    }
+    return ++ticket_;
+  }
+
+  std::optional<Batch> next(std::uint64_t ticket) {
+    if (ticket != ticket_)
+      throw UsageError(
+          "loader",
+          "this epoch has ended: another one was asked for since. A loader goes through "
+          "one epoch at a time; make a second loader for a second loop.");
+    if (!round_) return std::nullopt;
+    if (handed_out_ == round_->batches) {
+      // Even if there was no batch at all: the epoch has ended.
+      state_.cursor = sampler_->size();
+      finish_round();
+      return std::nullopt;
+    }
+    const ledger::PhaseScope waiting(options_.evaluation ? ledger::Phase::kEvaluation
+                                                         : ledger::Phase::kData);
+    const auto start = Clock::now();
+    Loaded loaded;
+    try {
+      loaded = take();
+    } catch (...) {
+      finish_round();
+      throw;
+    }
+    if (loaded.copied) hand_over(loaded, info_.device);
+    if (!options_.evaluation)
+      ledger::add(ledger::Counter::kCopyNs,
+                  static_cast<std::uint64_t>(loaded.timing.transfer * 1e9));
+    loaded.timing.wait = seconds_since(start);
+    timing_.last = loaded.timing;
+    timing_.total.load += loaded.timing.load;
+    timing_.total.collate += loaded.timing.collate;
+    timing_.total.copy += loaded.timing.copy;
+    timing_.total.transfer += loaded.timing.transfer;
+    timing_.total.wait += loaded.timing.wait;
+    ++timing_.batches;
+    ++handed_out_;
+    // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
+    state_.cursor = handed_out_ == round_->batches
+                        ? sampler_->size()
+                        : start_cursor_ + handed_out_ * options_.batch_size * info_.ranks;
+    return std::move(loaded.batch);
+  }
+
+  void close(std::uint64_t ticket) noexcept {
+    if (ticket != ticket_ || !round_) return;
+    try {
+      finish_round();
+    } catch (const std::exception& error) {
+      log::warning("loader", "an epoch could not be ended cleanly: {}", error.what());
+    }
+  }
+
+  void load_state(const SamplerState& state) {
+    check_state(state, sampler_->size(), options_.seed);
+    if (state.order != 0 && state.order != order_sum(state.epoch))
+      throw UsageError(
+          "sampler",
+          "the state was saved in another order of epoch {}'s samples: some would come "
+          "twice and others never. Give the sampler the seed, weights and sizes that it "
+          "had.",
+          state.epoch);
+    close(ticket_);
+    ++ticket_;  // a loop that is under way must not continue
+    state_ = state;
+    state_.size = sampler_->size();
+    resume_ = true;
+  }
+
+  const LoaderOptions& options() const { return options_; }
+  const RankInfo& info() const { return info_; }
+  std::int64_t dataset_size() const { return dataset_->size(); }
+  std::int64_t order_sum(std::int64_t epoch) const {
+    return order_checksum(sampler_->order(epoch));
+  }
+  const SamplerState& state() const { return state_; }
+  const LoaderTiming& timing() const { return timing_; }
+
+ private:
+  // A loop over nothing ends at once, and looks like a run that was successful. A single rank may
+  // have no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
+  void check_not_empty() const {
+    if (sampler_->size() == 0)
+      throw UsageError("loader",
+                       "there is nothing to load: {}. Check the path, split or filter that it was "
+                       "made with.",
+                       dataset_->size() == 0 ? "the dataset has no samples"
+                                             : "the sampler's order has no samples");
+    if (batches(0, 0) > 0) return;
     throw UsageError("loader",
-                     "this epoch has ended: another one was asked for since. A loader goes through "
-                     "one epoch at a time; make a second loader for a second loop.");
-  if (!round_) return std::nullopt;
-  if (handed_out_ == round_->batches) {
-    // Even if there was no batch at all: the epoch has ended.
-    state_.cursor = sampler_->size();
-    finish_round();
-    return std::nullopt;
+                     "an epoch has no batch: {} samples over {} rank{} are {} per rank, fewer than "
+                     "batch_size {}, and drop_last skips incomplete batches. Lower the batch size, "
+                     "use fewer ranks, or set drop_last (Trainer: dataloader_drop_last) to false.",
+                     sampler_->size(), info_.ranks, info_.ranks == 1 ? "" : "s",
+                     sampler_->size() / info_.ranks, options_.batch_size);
   }
-  const ledger::PhaseScope waiting(options_.evaluation ? ledger::Phase::kEvaluation
-                                                       : ledger::Phase::kData);
-  const auto start = Clock::now();
-  Loaded loaded;
-  try {
-    loaded = take();
-  } catch (...) {
-    finish_round();
-    throw;
+
+  Loaded take() {
+    if (!prefetcher_) return maker_->make(round_->batch(handed_out_), round_->key);
+    const Thing thing = prefetcher_->next(Deadline::after(options_.timeout));
+    LOCKSTEP_ASSERT(thing != nullptr);
+    return std::move(*std::static_pointer_cast<Loaded>(thing));
   }
-  if (loaded.copied) hand_over(loaded, info_.device);
-  if (!options_.evaluation)
-    ledger::add(ledger::Counter::kCopyNs, static_cast<std::uint64_t>(loaded.timing.transfer * 1e9));
-  loaded.timing.wait = seconds_since(start);
-  timing_.last = loaded.timing;
-  timing_.total.load += loaded.timing.load;
-  timing_.total.collate += loaded.timing.collate;
-  timing_.total.copy += loaded.timing.copy;
-  timing_.total.transfer += loaded.timing.transfer;
-  timing_.total.wait += loaded.timing.wait;
-  ++timing_.batches;
-  ++handed_out_;
-  // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
-  state_.cursor = handed_out_ == round_->batches
-                      ? sampler_->size()
-                      : start_cursor_ + handed_out_ * options_.batch_size * info_.ranks;
-  return std::move(loaded.batch);
-}
 
-void LoaderImpl::finish_round() {
-  round_.reset();
-  if (!prefetcher_) return;
-  prefetcher_->drop();
-  if (!options_.persistent_workers) prefetcher_.reset();
-}
-
-void LoaderImpl::close(std::uint64_t ticket) noexcept {
-  if (ticket != ticket_ || !round_) return;
-  try {
-    finish_round();
-  } catch (const std::exception& error) {
-    log::warning("loader", "an epoch could not be ended cleanly: {}", error.what());
+  void finish_round() {
+    round_.reset();
+    if (!prefetcher_) return;
+    prefetcher_->drop();
+    if (!options_.persistent_workers) prefetcher_.reset();
   }
-}
 
-void LoaderImpl::load_state(const SamplerState& state) {
-  check_state(state, sampler_->size(), options_.seed);
-  if (state.order != 0 && state.order != order_sum(state.epoch))
-    throw UsageError("sampler",
-                     "the state was saved in another order of epoch {}'s samples: some would come "
-                     "twice and others never. Give the sampler the seed, weights and sizes that it "
-                     "had.",
-                     state.epoch);
-  close(ticket_);
-  ++ticket_;  // a loop that is under way must not continue
-  state_ = state;
-  state_.size = sampler_->size();
-  resume_ = true;
-}
+  DatasetPtr dataset_;
+  RankInfo info_;
+  LoaderOptions options_;
+  SamplerPtr sampler_;
+  std::shared_ptr<const BatchMaker> maker_;
+  std::unique_ptr<Prefetcher> prefetcher_;
+  std::shared_ptr<const LoaderRound> round_;  // the current round; empty between epochs
+  std::uint64_t ticket_ = 0;
+  std::int64_t handed_out_ = 0;  // batches of this round
+  std::int64_t start_cursor_ = 0;
+  SamplerState state_;
+  bool resume_ = false;  // the next epoch continues at state_'s cursor
+  LoaderTiming timing_;
+};
 
 namespace {
 

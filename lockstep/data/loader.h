@@ -76,11 +76,20 @@ class SampleError : public Error {
   std::exception_ptr cause_;
 };
 
+class Epoch;
+class Loader;
+
 namespace detail {
 class LoaderImpl;
-}
 
-class Epoch;
+// The rank that a loader serves.
+struct RankInfo {
+  int rank = 0;
+  int ranks = 1;
+  c10::Device device{c10::kCPU};
+};
+Loader make_loader(DatasetPtr dataset, RankInfo info, LoaderOptions options);
+}  // namespace detail
 
 // Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Cheap to
 // move. The destructor stops the workers; one that hangs in a dataset's get() is abandoned after 10

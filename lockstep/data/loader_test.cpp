@@ -17,7 +17,6 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/data/loader_impl.h"
 #include "lockstep/data/profile.h"
 #include "lockstep/testing/worlds.h"
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <optional>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"

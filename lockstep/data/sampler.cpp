@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <span>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fingerprint.h"
@@ -212,20 +211,6 @@ void DistributedSampler::load_state(const SamplerState& state) {
   state_ = state;
   state_.size = order_->size();
   state_.order = 0;  // a loader's affair: here size and seed say it all
-}
-
-EvalSampler::EvalSampler(std::int64_t size, int num_replicas, int rank)
-    : size_(size), share_{rank, num_replicas, Tail::kUneven} {
-  check_size(size);
-  check_share(size, 0, share_);
-}
-
-std::vector<std::int64_t> EvalSampler::indices() const {
-  return share_of(SequentialSampler(size_).order(0), 0, share_);
-}
-
-std::int64_t EvalSampler::size() const {
-  return share_size(size_, 0, share_);
 }
 
 }  // namespace lockstep::data

@@ -154,17 +154,4 @@ class DistributedSampler {
   SamplerState state_;
 };
 
-// For evaluation: in order, no duplicates, so that metrics summed over ranks are those of one rank.
-// Ranks may differ by one sample.
-class EvalSampler {
- public:
-  EvalSampler(std::int64_t size, int num_replicas, int rank);
-  std::vector<std::int64_t> indices() const;
-  std::int64_t size() const;
-
- private:
-  std::int64_t size_;
-  Share share_;
-};
-
 }  // namespace lockstep::data

@@ -184,9 +184,9 @@ TEST(Samplers, EvaluationHasEachSampleOnceAtAnyWorldSize) {
     for (std::int64_t n : {0, 1, 2, 6, 7, 50, 101}) {
       List all;
       for (int rank = 0; rank < ranks; ++rank) {
-        const EvalSampler sampler(n, ranks, rank);
-        const List mine = sampler.indices();
-        EXPECT_EQ(sampler.size(), static_cast<std::int64_t>(mine.size()));
+        const Share share{.rank = rank, .ranks = ranks, .tail = Tail::kUneven};
+        const List mine = share_of(SequentialSampler(n).order(0), 0, share);
+        EXPECT_EQ(share_size(n, 0, share), static_cast<std::int64_t>(mine.size()));
         EXPECT_TRUE(std::is_sorted(mine.begin(), mine.end()));
         all.insert(all.end(), mine.begin(), mine.end());
       }

@@ -6,8 +6,6 @@
 #include <numeric>
 
 #include "lockstep/core/error.h"
-#include "lockstep/data/loader.h"
-#include "lockstep/data/loader_impl.h"
 
 namespace lockstep::data {
 namespace {
@@ -66,21 +64,9 @@ TokenShards::TokenShards(const std::vector<std::string>& paths, std::int64_t seq
                      paths.size(), seq_len, most);
 }
 
-void TokenShards::fill(std::int64_t index, std::int64_t* data, std::int64_t* target) const {
-  const auto after = std::upper_bound(first_window_.begin(), first_window_.end(), index);
-  const auto shard = static_cast<std::size_t>(after - first_window_.begin()) - 1;
-  const auto length = static_cast<std::size_t>(seq_len_);
-  const auto first = static_cast<std::uint64_t>((index - first_window_[shard]) * seq_len_);
-  shards_[shard].copy_shifted(first, {data, length}, {target, length});
-}
-
 Example TokenShards::get(std::int64_t index, SampleRandom&) const {
-  if (index < 0 || index >= size())
-    throw UsageError("shards", "there is no window {} of {}.", index, size());
-  Example example{at::empty({seq_len_}, at::kLong), at::empty({seq_len_}, at::kLong)};
-  fill(index, example.data.mutable_data_ptr<std::int64_t>(),
-       example.target.mutable_data_ptr<std::int64_t>());
-  return example;
+  const Batch one = *get_batch({&index, 1}, {});
+  return {one.data.select(0, 0), one.target.select(0, 0)};
 }
 
 std::optional<Batch> TokenShards::get_batch(Indices indices, const RandomKey&) const {
@@ -93,7 +79,11 @@ std::optional<Batch> TokenShards::get_batch(Indices indices, const RandomKey&) c
   for (const std::int64_t index : indices) {
     if (index < 0 || index >= size())
       throw UsageError("shards", "there is no window {} of {}.", index, size());
-    fill(index, data, target);
+    const auto after = std::upper_bound(first_window_.begin(), first_window_.end(), index);
+    const auto shard = static_cast<std::size_t>(after - first_window_.begin()) - 1;
+    const auto first = static_cast<std::uint64_t>((index - first_window_[shard]) * seq_len_);
+    const auto length = static_cast<std::size_t>(seq_len_);
+    shards_[shard].copy_shifted(first, {data, length}, {target, length});
     data += seq_len_;
     target += seq_len_;
   }
@@ -111,14 +101,9 @@ SamplerPtr TokenShards::sampler(std::uint64_t seed) const {
   return std::make_shared<ShardSampler>(first_window_, seed);
 }
 
-struct DatasetLoader::Impl {
-  explicit Impl(Loader made) : loader(std::move(made)) {}
+namespace {
 
-  Loader loader;
-  std::unique_ptr<Epoch> under_way{};
-};
-
-DatasetLoader::DatasetLoader(DatasetLoaderOptions options) {
+Loader shard_loader(const DatasetLoaderOptions& options) {
   auto shards = std::make_shared<TokenShards>(token_files(options.dataset_dir, options.split),
                                               options.seq_len);
   if (options.num_processes > 0 && shards->size() / options.num_processes < options.batch)
@@ -131,20 +116,21 @@ DatasetLoader::DatasetLoader(DatasetLoaderOptions options) {
   if (options.shuffle) loader.sampler = shards->sampler(options.seed);
   loader.num_workers = options.device.is_cpu() ? 0 : 1;  // a thread to copy beside the computation
   loader.pin_memory = !options.device.is_cpu();
-  impl_ = std::make_unique<Impl>(detail::make_loader(
-      shards, {options.process_rank, options.num_processes, options.device}, std::move(loader)));
+  return detail::make_loader(shards, {options.process_rank, options.num_processes, options.device},
+                             std::move(loader));
 }
 
-DatasetLoader::~DatasetLoader() = default;
-DatasetLoader::DatasetLoader(DatasetLoader&&) noexcept = default;
-DatasetLoader& DatasetLoader::operator=(DatasetLoader&&) noexcept = default;
+}  // namespace
+
+DatasetLoader::DatasetLoader(const DatasetLoaderOptions& options)
+    : loader_(shard_loader(options)) {}
 
 Batch DatasetLoader::next_batch() {
   // At most two rounds: the rest of one epoch may be empty, the next one is not.
-  for (std::int64_t epoch = impl_->loader.state().epoch;; ++epoch) {
-    if (!impl_->under_way) impl_->under_way.reset(new Epoch(impl_->loader.epoch(epoch)));
-    if (auto batch = impl_->under_way->next()) return std::move(*batch);
-    impl_->under_way.reset();
+  for (std::int64_t epoch = state().epoch;; ++epoch) {
+    if (!under_way_) under_way_.reset(new Epoch(loader_.epoch(epoch)));
+    if (auto batch = under_way_->next()) return std::move(*batch);
+    under_way_.reset();
   }
 }
 
@@ -152,17 +138,9 @@ void DatasetLoader::reset() {
   load_state({.epoch = 0, .cursor = 0, .seed = state().seed});
 }
 
-SamplerState DatasetLoader::state() const {
-  return impl_->loader.state();
-}
-
 void DatasetLoader::load_state(const SamplerState& state) {
-  impl_->under_way.reset();
-  impl_->loader.load_state(state);
-}
-
-std::int64_t DatasetLoader::batches_per_epoch() const {
-  return impl_->loader.batches_per_epoch();
+  under_way_.reset();
+  loader_.load_state(state);
 }
 
 }  // namespace lockstep::data

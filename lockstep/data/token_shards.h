@@ -1,23 +1,20 @@
 // Windows of tokens for language models, cut out of memory-mapped shards.
 //
-// Sample i is the i-th window of seq_len tokens, counted through all shards;
-// windows do not overlap and do not cross shards. data is the window, target the same one token
-// later. A window is therefore a number, and samplers, resuming and sharding work as for any data.
+// Sample i is the i-th window of seq_len tokens, counted through all shards; windows do not overlap
+// and do not cross shards. data is the window, target the same one token later.
 //
 //   auto shards = std::make_shared<TokenShards>(token_files("data/fineweb", "train"), 1024);
 //   auto loader = data::loader(shards, world, {.batch_size = 8, .sampler = shards->sampler(42)});
 //   for (auto& batch : loader.epoch(0)) train_step(batch);    // data and target: int64 {8, 1024}
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/data/dataset.h"
-#include "lockstep/data/sampler.h"
+#include "lockstep/data/loader.h"
 #include "lockstep/data/shard_format.h"
 
 namespace lockstep::data {
@@ -43,8 +40,6 @@ class TokenShards : public Dataset {
   SamplerPtr sampler(std::uint64_t seed) const;
 
  private:
-  void fill(std::int64_t index, std::int64_t* data, std::int64_t* target) const;
-
   std::vector<TokenFile> shards_;
   std::int64_t seq_len_;
   std::vector<std::int64_t> first_window_;
@@ -66,20 +61,17 @@ struct DatasetLoaderOptions {
 // of num_processes gets windows that no other gets. One thread.
 class DatasetLoader {
  public:
-  explicit DatasetLoader(DatasetLoaderOptions options);
-  ~DatasetLoader();
-  DatasetLoader(DatasetLoader&&) noexcept;
-  DatasetLoader& operator=(DatasetLoader&&) noexcept;
+  explicit DatasetLoader(const DatasetLoaderOptions& options);
 
   Batch next_batch();
   void reset();  // to the first batch of epoch 0
-  SamplerState state() const;
+  SamplerState state() const { return loader_.state(); }
   void load_state(const SamplerState& state);
-  std::int64_t batches_per_epoch() const;
+  std::int64_t batches_per_epoch() const { return loader_.batches_per_epoch(); }
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  Loader loader_;
+  std::unique_ptr<Epoch> under_way_{};
 };
 
 }  // namespace lockstep::data

@@ -9,17 +9,14 @@
 #include <condition_variable>
 #include <exception>
 #include <filesystem>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <system_error>
 #include <thread>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
-#include "lockstep/data/tokenizer.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"

@@ -21,8 +21,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/text.h"
-#include "lockstep/io/file.h"
-#include "lockstep/io/manifest.h"
 
 namespace lockstep::io {
 namespace {

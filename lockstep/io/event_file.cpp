@@ -91,11 +91,8 @@ EventFile::~EventFile() {
   }
 }
 
-void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values) {
-  scalars(step, values, now_s());
-}
-
-void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values, double wall_time_s) {
+void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values,
+                        std::optional<double> wall_time_s) {
   std::string summary;
   for (const auto& [tag, number] : values) {
     if (tag.empty() || invalid_utf8(tag))
@@ -106,18 +103,19 @@ void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values, do
     put_fixed(value, number);
     put_bytes(summary, kSummaryValue, value);
   }
-  std::string event = event_at(wall_time_s);
-  event.push_back(kEventStep);
-  put_varint(event, static_cast<std::uint64_t>(step));
-  put_bytes(event, kEventSummary, summary);
-  record(event);
+  record_step(step, wall_time_s.value_or(now_s()), kEventSummary, summary);
 }
 
 void EventFile::begin_at(std::int64_t step) {
-  std::string event = event_at(now_s());
+  record_step(step, now_s(), kEventSessionLog, std::string{kSessionStatus, kSessionStart});
+}
+
+void EventFile::record_step(std::int64_t step, double wall_time_s, char field,
+                            std::string_view bytes) {
+  std::string event = event_at(wall_time_s);
   event.push_back(kEventStep);
   put_varint(event, static_cast<std::uint64_t>(step));
-  put_bytes(event, kEventSessionLog, std::string{kSessionStatus, kSessionStart});
+  put_bytes(event, field, bytes);
   record(event);
 }
 

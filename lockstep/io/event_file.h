@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,9 +18,8 @@
 
 namespace lockstep::io {
 
-// Used by one thread. Owns its file, which is always new: a record truncated by a
-// crash stays the last of its file. The destructor writes unflushed records if it
-// can.
+// Used by one thread. Owns its file, which is always new: a record truncated by a crash stays the
+// last of its file. The destructor writes unflushed records if it can.
 class EventFile {
  public:
   // Makes the directory if need be and a file events.out.tfevents.<time>.<host>.<pid>.<count> in
@@ -30,9 +30,9 @@ class EventFile {
   EventFile& operator=(const EventFile&) = delete;
 
   using Scalar = std::pair<std::string, float>;
-  // One event with all the values. UsageError for a tag that is empty or not UTF-8.
-  void scalars(std::int64_t step, const std::vector<Scalar>& values);
-  void scalars(std::int64_t step, const std::vector<Scalar>& values, double wall_time_s);
+  // One event with all the values, of now. UsageError for a tag that is empty or not UTF-8.
+  void scalars(std::int64_t step, const std::vector<Scalar>& values,
+               std::optional<double> wall_time_s = {});
   // A run begins, or continues, with this step: readers discard what earlier files say of it and of
   // later steps.
   void begin_at(std::int64_t step);
@@ -42,6 +42,7 @@ class EventFile {
   const std::string& path() const { return path_; }
 
  private:
+  void record_step(std::int64_t step, double wall_time_s, char field, std::string_view bytes);
   void record(std::string_view event);
 
   std::string path_;

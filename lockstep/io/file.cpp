@@ -14,8 +14,6 @@
 #include <filesystem>
 #include <utility>
 
-#include "lockstep/core/error.h"
-
 namespace lockstep::io {
 namespace {
 
@@ -49,6 +47,18 @@ std::string remedy(int error_number) {
     default:
       return "Check the file system.";
   }
+}
+
+void count_write(WriteProgress* progress) {
+  if (progress != nullptr) progress->fetch_add(1, std::memory_order_relaxed);
+}
+
+void sync_and_close(Fd& fd, const std::string& path, WriteProgress* progress) {
+  while (::fsync(fd.get()) != 0)
+    if (errno != EINTR) throw file_error("fsync", path, errno);
+  count_write(progress);
+  // A network file system may report a failed write only here.
+  if (::close(fd.release()) != 0 && errno != EINTR) throw file_error("close", path, errno);
 }
 
 }  // namespace
@@ -144,12 +154,8 @@ void FileWriter::write(std::span<const std::byte> bytes) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) throw file_error("write to", path_, errno, bytes.size());
     bytes = bytes.subspan(static_cast<std::size_t>(n));
-    count_progress();
+    count_write(progress_);
   }
-}
-
-void FileWriter::count_progress() {
-  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
 }
 
 void FileWriter::flush() {
@@ -160,11 +166,7 @@ void FileWriter::flush() {
 FileDigest FileWriter::finish() {
   LOCKSTEP_ASSERT(static_cast<bool>(fd_));
   flush();
-  while (::fsync(fd_.get()) != 0)
-    if (errno != EINTR) throw file_error("fsync", path_, errno);
-  count_progress();
-  // A network file system may report a failed write only here.
-  if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
+  sync_and_close(fd_, path_, progress_);
   return {bytes_, checksum_.finish()};
 }
 
@@ -195,15 +197,12 @@ void SharedFileWriter::write(std::uint64_t offset, std::span<const std::byte> by
     if (n < 0) throw file_error("write to", path_, errno, bytes.size());
     bytes = bytes.subspan(static_cast<std::size_t>(n));
     offset += static_cast<std::uint64_t>(n);
-    if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
+    count_write(progress_);
   }
 }
 
 void SharedFileWriter::finish() {
-  while (::fsync(fd_.get()) != 0)
-    if (errno != EINTR) throw file_error("fsync", path_, errno);
-  if (progress_ != nullptr) progress_->fetch_add(1, std::memory_order_relaxed);
-  if (::close(fd_.release()) != 0 && errno != EINTR) throw file_error("close", path_, errno);
+  sync_and_close(fd_, path_, progress_);
 }
 
 FileDigest digest_file(const std::string& path, WriteProgress* progress) {
@@ -211,7 +210,6 @@ FileDigest digest_file(const std::string& path, WriteProgress* progress) {
   const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) throw file_error("open", path, errno);
   // Not cleared first: most files of a checkpoint are smaller than it.
-  constexpr std::size_t kBufferBytes = 256u << 10;
   const auto buffer = std::make_unique_for_overwrite<std::byte[]>(kBufferBytes);
   Sha256 sum;
   FileDigest digest;
@@ -222,7 +220,7 @@ FileDigest digest_file(const std::string& path, WriteProgress* progress) {
     if (n == 0) break;
     sum.update(std::span(buffer.get(), static_cast<std::size_t>(n)));
     digest.bytes += static_cast<std::uint64_t>(n);
-    if (progress != nullptr) progress->fetch_add(1, std::memory_order_relaxed);
+    count_write(progress);
   }
   digest.sha256 = sum.finish();
   return digest;
@@ -236,31 +234,15 @@ MappedFile::MappedFile(const std::string& path) {
   if (::fstat(fd.get(), &info) != 0) throw file_error("look at", path, errno);
   if (S_ISDIR(info.st_mode)) throw file_error("map", path, EISDIR);
   if (!S_ISREG(info.st_mode)) throw file_error("map a pipe or a device,", path, ENODEV);
-  size_ = static_cast<std::size_t>(info.st_size);
-  if (size_ == 0) return;  // an empty mapping is an error; an empty span is not
-  void* data = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  const auto size = static_cast<std::size_t>(info.st_size);
+  if (size == 0) return;  // an empty mapping is an error; an empty span is not
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd.get(), 0);
   if (data == MAP_FAILED) throw file_error("map", path, errno);
-  data_ = static_cast<const std::byte*>(data);
+  data_ = {static_cast<const std::byte*>(data), Unmap{size}};
 }
 
-MappedFile::~MappedFile() {
-  unmap();
-}
-
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
-
-MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
-  if (this != &other) {
-    unmap();
-    data_ = std::exchange(other.data_, nullptr);
-    size_ = std::exchange(other.size_, 0);
-  }
-  return *this;
-}
-
-void MappedFile::unmap() {
-  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+void MappedFile::Unmap::operator()(const std::byte* data) const {
+  ::munmap(const_cast<std::byte*>(data), size);
 }
 
 // ---------------------------------------------------------------- checksums

@@ -58,10 +58,6 @@ struct FileDigest {
 // CRC-32C (Castagnoli), which event records carry; for small buffers.
 std::uint32_t crc32c(std::span<const std::byte> bytes);
 
-}  // namespace lockstep::io
-
-namespace lockstep::io {
-
 // Bytes an unprivileged process may still write to the file system that `path` is on; throws
 // SystemError. `path` need not exist: its nearest existing parent is asked.
 std::uint64_t free_space(const std::string& path);
@@ -102,7 +98,6 @@ class FileWriter {
  private:
   void write(std::span<const std::byte> bytes);
   void flush();
-  void count_progress();
 
   std::string path_;
   WriteProgress* progress_ = nullptr;
@@ -142,19 +137,15 @@ FileDigest digest_file(const std::string& path, WriteProgress* progress = nullpt
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path);  // throws SystemError
-  ~MappedFile();
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&& other) noexcept;
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
 
-  std::span<const std::byte> bytes() const { return {data_, size_}; }
+  std::span<const std::byte> bytes() const { return {data_.get(), data_.get_deleter().size}; }
 
  private:
-  void unmap();
-
-  const std::byte* data_ = nullptr;
-  std::size_t size_ = 0;
+  struct Unmap {
+    std::size_t size;
+    void operator()(const std::byte* data) const;
+  };
+  std::unique_ptr<const std::byte, Unmap> data_;
 };
 
 }  // namespace lockstep::io

@@ -13,7 +13,6 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/io/file.h"
 
 namespace lockstep::io {
 namespace {

@@ -1,11 +1,9 @@
 #include "lockstep/io/safetensors.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <map>
+#include <filesystem>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -84,35 +82,27 @@ class HeaderParser {
   TensorEntry tensor(const std::string& name) {
     TensorEntry entry;
     entry.name = name;
-    bool has_dtype = false, has_shape = false, has_offsets = false;
+    constexpr std::string_view kKeys[] = {"dtype", "shape", "data_offsets"};
+    bool seen[std::size(kKeys)] = {};
     std::string key;
     json_.enter_object();
     while (json_.next_key(key)) {
+      const auto known = static_cast<std::size_t>(std::ranges::find(kKeys, key) - kKeys);
+      if (known < std::size(kKeys) && std::exchange(seen[known], true))
+        damaged(file_, fmt::format("tensor {} has {} twice", shown(name), key));
       // Fields that a later version of the format may add are passed over, as its package does.
-      if (key == "dtype") {
-        once(name, key, has_dtype);
+      if (key == "dtype")
         entry.dtype = dtype(name);
-      } else if (key == "shape") {
-        once(name, key, has_shape);
+      else if (key == "shape")
         entry.shape = shape(name);
-      } else if (key == "data_offsets") {
-        once(name, key, has_offsets);
+      else if (key == "data_offsets")
         offsets(entry);
-      } else {
+      else
         json_.skip();
-      }
     }
-    if (!has_dtype || !has_shape || !has_offsets)
-      damaged(file_, fmt::format("tensor {} has no {}", shown(name),
-                                 !has_dtype   ? "dtype"
-                                 : !has_shape ? "shape"
-                                              : "data_offsets"));
+    for (std::size_t i = 0; i < std::size(kKeys); ++i)
+      if (!seen[i]) damaged(file_, fmt::format("tensor {} has no {}", shown(name), kKeys[i]));
     return entry;
-  }
-
-  void once(const std::string& name, const std::string& key, bool& seen) {
-    if (std::exchange(seen, true))
-      damaged(file_, fmt::format("tensor {} has {} twice", shown(name), key));
   }
 
   DType dtype(const std::string& name) {
@@ -329,10 +319,13 @@ SafetensorsLayout lay_out_safetensors(std::vector<TensorShape> tensors, const Me
   return layout;
 }
 
-void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
-                       const Metadata& metadata) {
+namespace {
+
+using BytesByName = std::unordered_map<std::string_view, std::span<const std::byte>>;
+
+// UsageError for bytes of the wrong size.
+std::vector<TensorShape> shapes_of(const std::vector<TensorBytes>& tensors, BytesByName& bytes) {
   std::vector<TensorShape> shapes;
-  std::unordered_map<std::string_view, std::span<const std::byte>> bytes;
   for (const TensorBytes& tensor : tensors) {
     shapes.push_back({tensor.name, tensor.dtype, tensor.shape});
     bytes.emplace(tensor.name, tensor.bytes);
@@ -342,9 +335,20 @@ void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
                       fmt::format("it has {} bytes, which is not {} of {}", tensor.bytes.size(),
                                   dtype_name(tensor.dtype), shape_text(tensor.shape)));
   }
-  const SafetensorsLayout layout = lay_out_safetensors(std::move(shapes), metadata);
+  return shapes;
+}
+
+void write_laid_out(FileWriter& file, const SafetensorsLayout& layout, const BytesByName& bytes) {
   file.append(layout.head);
   for (const TensorEntry& tensor : layout.tensors) file.append(bytes.at(tensor.name));
+}
+
+}  // namespace
+
+void write_safetensors(FileWriter& file, const std::vector<TensorBytes>& tensors,
+                       const Metadata& metadata) {
+  BytesByName bytes;
+  write_laid_out(file, lay_out_safetensors(shapes_of(tensors, bytes), metadata), bytes);
 }
 
 // ---------------------------------------------------------------- models in several files
@@ -365,8 +369,8 @@ std::string single_name(const std::string& stem) {
 }
 
 bool file_exists(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0;
+  std::error_code ignored;
+  return std::filesystem::exists(path, ignored);
 }
 
 [[noreturn]] void bad_index(const std::string& index, const std::string& what) {
@@ -463,23 +467,15 @@ SetLayout lay_out_safetensors_set(std::vector<TensorShape> tensors, const Metada
   return set;
 }
 
-std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<TensorBytes> tensors,
+std::vector<std::string> write_safetensors_set(AtomicDir& dir,
+                                               const std::vector<TensorBytes>& tensors,
                                                const Metadata& metadata,
                                                const ShardOptions& options) {
-  std::vector<TensorShape> shapes;
-  std::unordered_map<std::string, TensorBytes> by_name;
-  for (TensorBytes& tensor : tensors) {
-    shapes.push_back({tensor.name, tensor.dtype, tensor.shape});
-    by_name.emplace(tensor.name, std::move(tensor));
-  }
-  const SetLayout set = lay_out_safetensors_set(std::move(shapes), metadata, options);
+  BytesByName bytes;
+  const SetLayout set = lay_out_safetensors_set(shapes_of(tensors, bytes), metadata, options);
   std::vector<std::string> names;
   for (const SetLayout::File& each : set.files) {
-    std::vector<TensorBytes> its;
-    for (const TensorEntry& tensor : each.layout.tensors)
-      its.push_back(std::move(by_name.at(tensor.name)));
-    dir.write(each.name,
-              [&](FileWriter& file) { write_safetensors(file, std::move(its), metadata); });
+    dir.write(each.name, [&](FileWriter& file) { write_laid_out(file, each.layout, bytes); });
     names.push_back(each.name);
   }
   // Written last, so that every file it names exists as soon as the index does.

@@ -1,9 +1,7 @@
 // safetensors files: tensors by name, as 8 bytes of header length, a JSON header and raw bytes.
-// Read as strictly as the format's own package does, and stricter where its text says so: the
-// header is at most 100 MB of valid UTF-8 that starts with '{', no key appears twice, and the
-// tensors cover the rest of the file without a hole, an overlap or a byte too many. Written byte
-// for byte as that package writes. No torch in here: a tensor is (name, dtype, shape, bytes);
-// tensors.h is the bridge.
+// Read as strictly as the format's own package does, and stricter where its text says so: no key
+// appears twice, and the tensors cover the rest of the file. Written byte for byte as that package
+// writes. No torch in here: a tensor is (name, dtype, shape, bytes); tensors.h is the bridge.
 //
 //   SafetensorsFile file("model.safetensors");
 //   const TensorEntry& entry = file.at("wte.weight");
@@ -131,7 +129,7 @@ SafetensorsLayout lay_out_safetensors(std::vector<TensorShape> tensors,
                                       const Metadata& metadata = {});
 
 // As above; also UsageError, before anything is written, for bytes of the wrong size.
-void write_safetensors(FileWriter& file, std::vector<TensorBytes> tensors,
+void write_safetensors(FileWriter& file, const std::vector<TensorBytes>& tensors,
                        const Metadata& metadata = {});
 
 // ---------------------------------------------------------------- models in several files
@@ -164,7 +162,8 @@ SetLayout lay_out_safetensors_set(std::vector<TensorShape> tensors, const Metada
                                   const ShardOptions& options = {});
 
 // Writes that layout. Returns the names of the files written.
-std::vector<std::string> write_safetensors_set(AtomicDir& dir, std::vector<TensorBytes> tensors,
+std::vector<std::string> write_safetensors_set(AtomicDir& dir,
+                                               const std::vector<TensorBytes>& tensors,
                                                const Metadata& metadata = {},
                                                const ShardOptions& options = {});
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <set>
 #include <string>
-#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/table.h"

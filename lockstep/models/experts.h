@@ -8,7 +8,6 @@
 // step. One thread at a time.
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include "lockstep/models/pass.h"

@@ -11,7 +11,6 @@
 #include <set>
 #include <utility>
 
-#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"

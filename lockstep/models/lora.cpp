@@ -264,9 +264,8 @@ void save_adapter(const torch::nn::Module& module, const LoraConfig& config,
     throw UsageError("lora", "the module has no adapter to save. Call add_lora() first.");
   io::AtomicDir dir(folder, {.replace = holds_adapter_alone(folder)});
   dir.write(kAdapterConfig, adapter_config_text(module, config));
-  dir.write(fmt::format("{}.safetensors", kAdapterStem), [&](io::FileWriter& out) {
-    io::write_safetensors(out, std::move(all), {{"format", "pt"}});
-  });
+  dir.write(fmt::format("{}.safetensors", kAdapterStem),
+            [&](io::FileWriter& out) { io::write_safetensors(out, all, {{"format", "pt"}}); });
   dir.commit();
 }
 

@@ -2,10 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <cstdint>
-#include <utility>
-#include <vector>
-
 #include "lockstep/core/error.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/nn/divided.h"
@@ -62,7 +58,7 @@ void save_pretrained(const CausalLm& model, const std::string& folder, const Sav
   io::AtomicDir dir(folder, {.expected_bytes = bytes, .replace = true});
   dir.write("config.json", config_json(model.config(), dtype_text(dtype)));
   for (const auto& [name, text] : options.texts) dir.write(name, text);
-  io::write_safetensors_set(dir, std::move(tensors), {{"format", "pt"}},
+  io::write_safetensors_set(dir, tensors, {{"format", "pt"}},
                             {.max_shard_bytes = options.max_shard_bytes});
   dir.commit();
 }

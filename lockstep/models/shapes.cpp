@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <string>
 #include <utility>
 
 namespace lockstep::models {

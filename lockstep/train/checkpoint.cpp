@@ -49,7 +49,7 @@ std::vector<io::TensorBytes> bytes_of_all(const NamedTensors& tensors,
 void write_tensors(io::AtomicDir& dir, const std::string& file, const NamedTensors& tensors) {
   std::vector<at::Tensor> alive;
   std::vector<io::TensorBytes> all = bytes_of_all(tensors, alive);
-  dir.write(file, [&](io::FileWriter& out) { io::write_safetensors(out, std::move(all)); });
+  dir.write(file, [&](io::FileWriter& out) { io::write_safetensors(out, all); });
 }
 
 NamedTensors list_of(const TensorDict& dict) {

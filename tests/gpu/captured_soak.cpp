@@ -89,7 +89,7 @@ class Averages : public Observer {
     const std::string unfinished = path(step) + ".new";
     std::filesystem::remove(unfinished);
     io::FileWriter file(unfinished);
-    io::write_safetensors(file, std::move(bytes));
+    io::write_safetensors(file, bytes);
     file.finish();
     std::filesystem::rename(unfinished, path(step));
     std::filesystem::remove(path(step - 4 * kSaveSteps));

@@ -47,7 +47,7 @@ void write_tensors(const fs::path& path, Tensors tensors) {
     all.push_back(io::bytes_of_tensor(name, tensor));
   }
   io::FileWriter file(path.string());
-  io::write_safetensors(file, std::move(all));
+  io::write_safetensors(file, all);
   file.finish();
 }
 
