@@ -220,18 +220,16 @@ MetricsReporter::Skips MetricsReporter::read_skips() {
   return skips;
 }
 
-// ": the loss of rank 1 was not finite", for the ranks that know it of their own; nothing where
-// the gradients alone were not. Collective where steps were skipped, which all ranks know alike.
+// ": the loss of rank 1 was not finite", or nothing where the gradients alone were not. Collective
+// where steps were skipped, which all ranks know alike.
 std::string MetricsReporter::bad_ranks(const Skips& skips) {
-  // Otherwise a loss is that of all ranks.
-  const bool own = run_.world.size() == 1 || !run_.arguments.average_tokens_across_devices;
   const auto bad = all_gather_bytes(run_.world, skips.bad_loss > 0 ? "bad" : "");
   std::vector<int> ranks;
   for (std::size_t rank = 0; rank < bad.size(); ++rank)
     if (!bad[rank].empty()) ranks.push_back(static_cast<int>(rank));
   if (ranks.empty()) return "";
-  if (!own) return ": a rank's loss was not finite";
-  return fmt::format(": the loss of {} was not finite", parallel::show_ranks(ranks));
+  return fmt::format(": the loss of rank{} {} was not finite", ranks.size() == 1 ? "" : "s",
+                     fmt::join(ranks, ", "));
 }
 
 // All ranks throw, because all know the same of skipped steps. A run that continues an earlier one
