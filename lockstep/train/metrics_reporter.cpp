@@ -1,5 +1,6 @@
 #include "lockstep/train/metrics_reporter.h"
 
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
