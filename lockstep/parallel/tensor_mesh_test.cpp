@@ -763,7 +763,7 @@ TEST(TensorMesh, RefusesWhatIsNotForSlices) {
   on_meshes({{{"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}, {{"pipeline", 2}, {"tensor", 2}}},
             [](const Mesh& mesh) {
               Plain plain;
-              EXPECT_THAT(message_of<UsageError>([&] { way_of(plain, mesh); }),
+              EXPECT_THAT(message_of<UsageError>([&] { parallelize(plain, mesh); }),
                           HasSubstr("cannot be divided into slices. Derive it from nn::Sliced"));
               Trained run = divided(mesh, /*tied=*/false);
               EXPECT_THAT(message_of<UsageError>([&] {
