@@ -13,7 +13,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/parallel/backward_hooks.h"
 #include "lockstep/parallel/replicas.h"
 
@@ -49,30 +48,13 @@ void agree_on(const AccumulationOptions& options, World& world, const std::excep
                    other->rank, other->here, other->first);
 }
 
-// The numbers of a micro-batch that its arithmetic takes, in the order of Next::values.
+// The numbers of a micro-batch that its arithmetic takes.
 struct Numbers {
   double weight = 1;  // of its loss
   double count = 0;
   double seen = 0;    // the window's count with it
   double factor = 1;  // of the gradients: of the earlier ones (kOwnCounts), or of all at the end
 };
-enum NumberIndex { kWeight, kCount, kSeen, kFactor };
-
-// One of them: known to the host, or on the device, where a CUDA graph reads it in every replay.
-struct Number {
-  double host = 0;
-  at::Tensor device{};  // one float64
-};
-
-Number number(const Numbers& numbers, NumberIndex index, const MicroBatch& micro) {
-  const double all[] = {numbers.weight, numbers.count, numbers.seen, numbers.factor};
-  return {all[index], micro.values.defined() ? micro.values[index] : at::Tensor()};
-}
-
-// As x times the host's number, which is rounded to x's type first.
-at::Tensor times(const at::Tensor& x, const Number& by) {
-  return by.device.defined() ? x * by.device.to(x.scalar_type()) : x * by.host;
-}
 
 }  // namespace
 
@@ -95,25 +77,13 @@ struct Accumulation::Impl {
   // For a parallelism that runs a window as a whole.
   std::vector<std::pair<std::function<at::Tensor()>, MicroBatch>> queue;
 
-  std::int64_t next_length() const {
-    return epoch_known ? std::min(options.steps, remaining) : options.steps;
-  }
-
-  void begin_window() {
-    length = next_length();
+  void plan_window() {
+    length = epoch_known ? std::min(options.steps, remaining) : options.steps;
     count = 0;
     versions.clear();
     // An estimate of the rank's own count, which may have no target yet.
     planned = std::max(1.0, expected) * static_cast<double>(length);
-  }
-
-  void plan_window() {
-    begin_window();
-    // The tensor is never replaced: CUDA graphs of a window's micro-batches add to its memory.
-    if (loss_sum.defined())
-      loss_sum.zero_();
-    else
-      loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
+    loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
   }
 
   void see_versions() {
@@ -168,14 +138,13 @@ struct Accumulation::Impl {
   }
 
   // The expected count of the whole window over all ranks.
-  double wanted(std::int64_t window_length) const {
-    return expected * static_cast<double>(window_length) * static_cast<double>(batch().size());
+  double wanted() const {
+    return expected * static_cast<double>(length) * static_cast<double>(batch().size());
   }
 
-  // The numbers of a micro-batch in a window of `window_length`, before which `before` was counted;
-  // the divisor of the window's losses is `divisor` so far.
-  Numbers numbers_of(const MicroBatch& micro, std::int64_t window_length, std::int64_t before,
-                     double divisor, bool ends) const {
+  // The numbers of a micro-batch before which `before` was counted in the window.
+  Numbers numbers_of(const MicroBatch& micro, std::int64_t before, bool ends) const {
+    double divisor = planned;
     Numbers n{.count = static_cast<double>(micro.count),
               .seen = static_cast<double>(before + micro.count)};
     // The last count completes the rank's own, before gradients are mixed with other ranks': those
@@ -186,8 +155,8 @@ struct Accumulation::Impl {
     }
     const bool alone = batch().size() == 1;  // otherwise the ranks' counts decide
     if (options.weights == WindowWeights::kCounts && ends && alone && n.seen != 0)
-      n.factor = wanted(window_length) / n.seen;
-    n.weight = options.weights == WindowWeights::kBatches ? 1 / static_cast<double>(window_length)
+      n.factor = wanted() / n.seen;
+    n.weight = options.weights == WindowWeights::kBatches ? 1 / static_cast<double>(length)
                                                           : n.count / divisor;
     return n;
   }
@@ -197,9 +166,7 @@ struct Accumulation::Impl {
     const bool empty = micro.count == 0;
     const bool alone = parallelism->mesh().world().size() == 1 || !loss.requires_grad();
     if (empty && alone && !ends) return;
-    at::Tensor weighed =
-        empty ? loss * 0.0
-              : (numbers.weight == 1 ? loss : times(loss, number(numbers, kWeight, micro)));
+    at::Tensor weighed = empty ? loss * 0.0 : (numbers.weight == 1 ? loss : loss * numbers.weight);
     if (micro.scaler != nullptr) weighed = micro.scaler->scale(weighed);
     std::optional<parallel::FiniteBackward> finite;
     if (empty) finite.emplace(weighed);
@@ -210,19 +177,17 @@ struct Accumulation::Impl {
     if (micro.count == 0) return;
     const at::NoGradGuard no_grad;
     count += micro.count;
-    loss_sum.add_(share(loss, micro, numbers));
+    loss_sum.add_(share(loss, numbers));
   }
 
   // The loss's contribution to the window's sum.
-  at::Tensor share(const at::Tensor& loss, const MicroBatch& micro, const Numbers& numbers) const {
+  at::Tensor share(const at::Tensor& loss, const Numbers& numbers) const {
     const at::Tensor wide = loss.detach().to(loss_sum.device(), at::kDouble).reshape({});
-    return options.weights == WindowWeights::kBatches ? wide
-                                                      : times(wide, number(numbers, kCount, micro));
+    return options.weights == WindowWeights::kBatches ? wide : wide * numbers.count;
   }
 
-  at::Tensor seen_count(const MicroBatch& micro, const Numbers& numbers) const {
-    return micro.values.defined() ? micro.values[kSeen]
-                                  : at::scalar_tensor(numbers.seen, loss_sum.options());
+  at::Tensor seen_count(const Numbers& numbers) const {
+    return at::scalar_tensor(numbers.seen, loss_sum.options());
   }
 
   // With batches as weights, every rank's window is as long as planned, or all are equally short.
@@ -233,27 +198,22 @@ struct Accumulation::Impl {
     if (done != length) scale_averages(static_cast<double>(length) / static_cast<double>(done));
   }
 
-  void finish_own_counts(const MicroBatch& micro, const Numbers& numbers) {
-    const at::Tensor seen = seen_count(micro, numbers);
+  void finish_own_counts(const Numbers& numbers) {
+    const at::Tensor seen = seen_count(numbers);
     last.batches = done;
     last.count = seen.to(at::kLong);
     last.loss = loss_sum / seen.clamp_min(1);
   }
 
-  void finish_counts(const at::Tensor& totals, const MicroBatch& micro, const Numbers& numbers) {
+  void finish_counts(const at::Tensor& totals, const Numbers& numbers) {
     last.batches = done;
     last.count = totals[0].to(at::kLong);
     last.loss = totals[1] / totals[0].clamp_min(1);  // of nothing: 0
     if (batch().size() == 1) {
-      if (numbers.factor == 1) return;
-      const Number factor = number(numbers, kFactor, micro);
-      if (factor.device.defined())
-        scale_gradients(factor.device);
-      else
-        scale_averages(factor.host);
+      if (numbers.factor != 1) scale_averages(numbers.factor);
       return;
     }
-    const double all = wanted(length);
+    const double all = wanted();
     if (totals.is_cpu()) {
       const double seen = totals[0].item<double>();
       if (seen > 0 && seen != all) scale_averages(all / seen);
@@ -299,8 +259,7 @@ struct Accumulation::Impl {
     std::vector<Numbers> numbers;
     std::int64_t before = 0;
     for (const auto& [loss, micro] : queue) {
-      numbers.push_back(
-          numbers_of(micro, length, before, planned, numbers.size() + 1 == queue.size()));
+      numbers.push_back(numbers_of(micro, before, numbers.size() + 1 == queue.size()));
       before += micro.count;
       passes.push_back({.forward = loss,
                         .weigh =
@@ -319,11 +278,11 @@ struct Accumulation::Impl {
     // A rank that computes no loss needs the scale for its step all the same.
     if (last_micro.scaler != nullptr) last_micro.scaler->scale(losses.back());
     if (options.weights == WindowWeights::kCounts) {
-      const at::Tensor totals = at::stack({seen_count(last_micro, numbers.back()), loss_sum});
+      const at::Tensor totals = at::stack({seen_count(numbers.back()), loss_sum});
       if (batch().size() > 1) batch().all_reduce(totals).wait();
-      finish_counts(totals, last_micro, numbers.back());
+      finish_counts(totals, numbers.back());
     } else if (own) {
-      finish_own_counts(last_micro, numbers.back());
+      finish_own_counts(numbers.back());
     } else {
       finish_batches();
     }
@@ -412,15 +371,11 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
     self.refuse_step_in_window();
   const bool ends = micro.last || self.done + 1 == self.length;
   self.agree_on_length(self.done + 1, ends);
-  const Numbers numbers = self.numbers_of(micro, self.length, self.count, self.planned, ends);
+  const Numbers numbers = self.numbers_of(micro, self.count, ends);
   self.add_to_window(loss, micro, numbers);
   if (ends && own && self.done > 0 && numbers.factor != 1) {
     const at::NoGradGuard no_grad;
-    const Number factor = number(numbers, kFactor, micro);
-    if (factor.device.defined())
-      self.scale_gradients(factor.device);
-    else
-      self.scale_gradients(factor.host);
+    self.scale_gradients(numbers.factor);
   }
   const bool uncounted = !self.parallelism->counts_passes();
   if (uncounted) ledger::add(ledger::Counter::kMicroBatches);
@@ -428,7 +383,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   Work exchange;
   if (ends && counts) {
     // Under way while backward computes.
-    totals = at::stack({self.seen_count(micro, numbers), self.loss_sum});
+    totals = at::stack({self.seen_count(numbers), self.loss_sum});
     if (self.batch().size() > 1) exchange = self.batch().all_reduce(totals);
   }
   try {
@@ -436,8 +391,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   } catch (...) {
     self.count -= micro.count;  // it may be repeated
     const at::NoGradGuard no_grad;
-    if (micro.count > 0 && !kernels::cuda::capturing())
-      self.loss_sum.sub_(self.share(loss, micro, numbers));
+    if (micro.count > 0) self.loss_sum.sub_(self.share(loss, numbers));
     throw;
   }
   ++self.done;
@@ -449,9 +403,9 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   const at::NoGradGuard no_grad;
   if (counts) {
     wait_for_others(exchange);
-    self.finish_counts(totals, micro, numbers);
+    self.finish_counts(totals, numbers);
   } else if (own) {
-    self.finish_own_counts(micro, numbers);
+    self.finish_own_counts(numbers);
   } else {
     self.finish_batches();
   }
@@ -484,45 +438,6 @@ bool Accumulation::backward(std::function<at::Tensor()> loss, const MicroBatch& 
   abandon();
   ledger::count_step();
   return true;
-}
-
-Accumulation::Progress Accumulation::progress() const {
-  return {impl_->length, impl_->done, impl_->remaining, impl_->count, impl_->planned};
-}
-
-void Accumulation::restore(const Progress& progress) {
-  impl_->length = progress.length;
-  impl_->done = progress.done;
-  impl_->remaining = progress.remaining;
-  impl_->count = progress.count;
-  impl_->planned = progress.planned;
-}
-
-Accumulation::Next Accumulation::next(const MicroBatch& micro) const {
-  const Impl& self = *impl_;
-  const bool begins = self.done == 0;
-  const std::int64_t length = begins ? self.next_length() : self.length;
-  const bool ends = micro.last || self.done + 1 == length;
-  const double divisor =
-      begins ? std::max(1.0, self.expected) * static_cast<double>(length) : self.planned;
-  const Numbers n = self.numbers_of(micro, length, begins ? 0 : self.count, divisor, ends);
-  // A weight or factor of one is no operation, and neither is a micro-batch without targets.
-  return {.begins = begins,
-          .ends = ends,
-          .form = {begins, ends, length, micro.count == 0, n.weight == 1, n.factor == 1},
-          .values = {n.weight, n.count, n.seen, n.factor}};
-}
-
-bool Accumulation::replayed(const MicroBatch& micro) {
-  Impl& self = *impl_;
-  const Next now = next(micro);
-  if (now.begins) self.begin_window();
-  self.count += micro.count;
-  self.versions.clear();  // a replay counts up all of them
-  ++self.done;
-  if (self.epoch_known) --self.remaining;
-  if (now.ends) self.done = 0;
-  return now.ends;
 }
 
 std::int64_t Accumulation::steps() const {

@@ -63,9 +63,6 @@ struct MicroBatch {
   std::int64_t count = 1;  // samples or tokens that this rank's loss is the mean of
   bool last = false;       // ends the window early (end of data)
   optim::GradScaler* scaler = nullptr;
-  // Next::values as float64 on the model's device, for steps in a CUDA graph, where one graph then
-  // serves every count.
-  at::Tensor values{};
   std::vector<std::int64_t> sizes{};  // of its samples, where a Pipeline sees several
 };
 
@@ -101,26 +98,6 @@ class Accumulation {
   // The same with a loss that is computed here, or by a parallelism that takes windows (Pipeline)
   // when all of the window's micro-batches are there.
   [[nodiscard]] bool backward(std::function<at::Tensor()> loss, const MicroBatch& micro = {});
-
-  // For the Trainer's steps in a CUDA graph: the position in window and epoch, which is restored
-  // when a micro-batch is repeated.
-  struct Progress {
-    std::int64_t length = 0, done = 0, remaining = 0, count = 0;
-    double planned = 0;
-  };
-  Progress progress() const;
-  void restore(const Progress& progress);
-  // The effect of backward() with the next micro-batch.
-  struct Next {
-    bool begins = false;  // a window
-    bool ends = false;
-    std::vector<std::int64_t> form{};  // which operations it runs, on this rank
-    std::vector<double> values{};      // and the numbers that these take
-  };
-  Next next(const MicroBatch& micro) const;
-  // Counts a micro-batch whose backward() a CUDA graph has replayed, in the form that was recorded.
-  // True when it ended the window; last_window() is not updated.
-  bool replayed(const MicroBatch& micro);
 
   std::int64_t steps() const;  // of the options
   bool at_boundary() const;    // nothing is accumulated

@@ -308,57 +308,6 @@ TEST(Accumulation, NothingTakesPartInSyncBatchNorm) {
   });
 }
 
-// What a CUDA graph reads on the device gives the bits of what the host knows.
-TEST(Accumulation, NumbersMayBeTensors) {
-  for (const auto weights :
-       {WindowWeights::kCounts, WindowWeights::kBatches, WindowWeights::kOwnCounts}) {
-    for (const int ranks : {1, 2}) {
-      run_shm(ranks, [&](World& world) {
-        struct Side {
-          explicit Side(World& world, WindowWeights weights)
-              : model(net, world), accumulation(model, {3, weights, 4}) {}
-          Net net = make_net();
-          DistributedDataParallel<Net> model;
-          Accumulation accumulation;
-        };
-        Side host(world, weights), tensors(world, weights);
-        // Counts of 0, 4 (expected) and others; the second window is short.
-        const std::int64_t counts[] = {4, 2, 5, 4, 4, 4, 0, 3};
-        host.accumulation.begin_epoch(8);
-        tensors.accumulation.begin_epoch(8);
-        std::int64_t begin = world.rank();
-        for (const std::int64_t count : counts) {
-          const Micro micro = samples(begin, std::max<std::int64_t>(1, count), false);
-          begin += 4;
-          const auto run = [&](Side& side, bool with_values) {
-            MicroBatch numbers{.count = count};
-            if (with_values)
-              numbers.values = at::tensor(side.accumulation.next(numbers).values, at::kDouble);
-            return side.accumulation.backward(loss_of(side.model(micro.data), micro.target),
-                                              numbers);
-          };
-          const bool ended = run(host, false);
-          ASSERT_EQ(run(tensors, true), ended);
-          const auto a = host.net->parameters(), b = tensors.net->parameters();
-          for (std::size_t i = 0; i < a.size(); ++i) {
-            ASSERT_EQ(a[i].grad().defined(), b[i].grad().defined());
-            if (a[i].grad().defined()) {
-              EXPECT_TRUE(a[i].grad().equal(b[i].grad()));
-            }
-          }
-          if (!ended) continue;
-          EXPECT_TRUE(
-              host.accumulation.last_window().loss.equal(tensors.accumulation.last_window().loss));
-          EXPECT_TRUE(host.accumulation.last_window().count.equal(
-              tensors.accumulation.last_window().count));
-          host.net->zero_grad();
-          tensors.net->zero_grad();
-        }
-      });
-    }
-  }
-}
-
 TEST(Accumulation, EpochsEndWindowsAndLeakNothing) {
   run_threads(2, [](World& world) {
     auto weight = at::ones({2}).set_requires_grad(true);
