@@ -519,8 +519,8 @@ void apply_supervision(const Values& values, LaunchPlan& plan) {
 ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContext& context) {
   GivenArguments given = read_arguments(args);
   ParsedFlags parsed;
-  parsed.request = given.request;
-  if (parsed.request != Request::kRun) return parsed;
+  parsed.help = given.help;
+  if (parsed.help) return parsed;
   Values& values = given.values;
   fill_from_variables(values, context.variable);
   fill_from_file(values, context, parsed);

@@ -174,11 +174,10 @@ TEST(Spelling, AFlagWithoutItsValueAndASwitchWithOneAreRefused) {
   EXPECT_THAT(refusal_of({"--standalone=1"}), HasSubstr("--standalone takes no value"));
 }
 
-TEST(Spelling, HelpAndTheListOfFlagsAreRequests) {
-  EXPECT_EQ(parse({"--help"}).request, Request::kHelp);
-  EXPECT_EQ(parse({"--nnodes=1", "-h", "anything"}).request, Request::kHelp);
-  EXPECT_EQ(parse({"--list-flags"}).request, Request::kListFlags);
-  EXPECT_EQ(parse({"/bin/true", "--help"}).request, Request::kRun);
+TEST(Spelling, HelpIsOursBeforeTheProgramAndItsAfterwards) {
+  EXPECT_TRUE(parse({"--help"}).help);
+  EXPECT_TRUE(parse({"--nnodes=1", "-h", "anything"}).help);
+  EXPECT_FALSE(parse({"/bin/true", "--help"}).help);
 }
 
 TEST(Flags, ReplaceGlooSaysWhenTorchDoesNotLoadWhatReplacesIt) {
@@ -762,14 +761,6 @@ TEST(Texts, HelpNamesEveryFlagWithinOneHundredColumns) {
     EXPECT_THAT(help, HasSubstr(fmt::format("--{}", flag.name)));
   std::istringstream lines(help);
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
-}
-
-TEST(Texts, TheListSaysWhatBecomesOfEachFlag) {
-  const std::string list = flag_list();
-  EXPECT_THAT(list, HasSubstr("--nproc-per-node honoured value\n"));
-  EXPECT_THAT(list, HasSubstr("--module honoured switch -m\n"));
-  EXPECT_THAT(list, HasSubstr("--start-method ignored value\n"));
-  EXPECT_THAT(list, HasSubstr("--logs-specs refused value\n"));
 }
 
 }  // namespace

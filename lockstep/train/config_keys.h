@@ -72,8 +72,8 @@ struct OldKey {
 };
 std::span<const OldKey> old_keys();
 
-// What to write instead of another program's key (Hugging Face's, TRL's, DeepSpeed's, torchrun's), or
-// of a section's key at the top level.
+// What to write instead of another program's key (Hugging Face's, TRL's, DeepSpeed's, torchrun's),
+// or of a section's key at the top level.
 struct KeyHint {
   std::string_view name{};
   std::string_view section{};  // "model", "data" or "lora"; empty: `use` is a key of the top level

@@ -25,6 +25,20 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
+// ---------------------------------------------------------------- keys of other programs
+
+TEST(KeyHints, KnowTheWordsOfPeers) {
+  const auto hint = [](const std::string& key) {
+    return message_of([&] { resolve_config({.file = parse_yaml(key + ": 2", "t.yaml")}); });
+  };
+  EXPECT_THAT(hint("zero_optimization"), HasSubstr("is a key of DeepSpeed's that is not read here"));
+  EXPECT_THAT(hint("train_micro_batch_size_per_gpu"),
+              HasSubstr("Did you mean per_device_train_batch_size?"));
+  EXPECT_THAT(hint("lora_r"), HasSubstr("Did you mean lora.r? Write lora: {r: 16, lora_alpha"));
+  EXPECT_THAT(hint("load_in_4bit"), HasSubstr("is a key of TRL's"));
+  EXPECT_THAT(hint("nproc_per_node"), HasSubstr("`lockstep train FILE --nproc-per-node=2`"));
+}
+
 // ---------------------------------------------------------------- fsdp, fsdp_config
 
 FsdpPlan plan(const std::string& words, const std::string& config = "") {
