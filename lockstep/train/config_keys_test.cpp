@@ -31,7 +31,8 @@ TEST(KeyHints, KnowTheWordsOfPeers) {
   const auto hint = [](const std::string& key) {
     return message_of([&] { resolve_config({.file = parse_yaml(key + ": 2", "t.yaml")}); });
   };
-  EXPECT_THAT(hint("zero_optimization"), HasSubstr("is a key of DeepSpeed's that is not read here"));
+  EXPECT_THAT(hint("zero_optimization"),
+              HasSubstr("is a key of DeepSpeed's that is not read here"));
   EXPECT_THAT(hint("train_micro_batch_size_per_gpu"),
               HasSubstr("Did you mean per_device_train_batch_size?"));
   EXPECT_THAT(hint("lora_r"), HasSubstr("Did you mean lora.r? Write lora: {r: 16, lora_alpha"));
