@@ -102,13 +102,6 @@ void read_forms(const Node& json, ErrorFile& file) {
   read_stack(extra->value, file);
 }
 
-double modified_at(const std::string& path) {
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0) return 0;
-  return static_cast<double>(info.st_mtim.tv_sec) +
-         1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
-}
-
 // Messages that gloo throws on a thread of its own, where the program cannot catch them.
 bool is_mismatch(const RankFailure& failure) {
   for (const char* text : {"collective mismatch", "op.preamble."})
@@ -205,7 +198,8 @@ ErrorFile read_error_file(const std::string& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) return file;
   file.present = true;
-  const double modified = modified_at(path);
+  const double modified =
+      static_cast<double>(info.st_mtim.tv_sec) + 1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
   try {
     const std::string text = read_file(path, kErrorFileBytes);
     try {
