@@ -247,11 +247,10 @@ TEST(World, ALauncherInsideARankGetsALine) {
   const Environment rank{
       {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"TORCHELASTIC_RUN_ID", "a"}};
   EXPECT_THAT(notes_of({}, rank),
-              ElementsAre(HasSubstr("rank 1 of 2 started this launcher, which was started by "
-                                    "torchrun itself")));
+              ElementsAre(HasSubstr("inside rank 1 of 2 that torchrun has started")));
   Environment ours = rank;
   ours["LOCKSTEP_RUN"] = "a";
-  EXPECT_THAT(notes_of({}, ours), ElementsAre(HasSubstr("by lockstep run itself")));
+  EXPECT_THAT(notes_of({}, ours), ElementsAre(HasSubstr("of 2 that lockstep run has started")));
   // Kubernetes' jobs give the launcher of each pod such variables.
   EXPECT_THAT(notes_of({}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}}), IsEmpty());
 }

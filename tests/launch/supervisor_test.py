@@ -686,7 +686,7 @@ class Surroundings(Case):
         process.terminate()
         code, out, err = self.finish(process)
         self.assertEqual(code, 143, err)
-        self.assertEqual(err.count("which was started by lockstep run itself"), 2, err)
+        self.assertEqual(err.count("that lockstep run has started, and every such rank"), 2, err)
         # Each innermost rank felt it once, and had the time to say so.
         self.assertEqual(out.count("signals 1"), 4, out + err)
 
