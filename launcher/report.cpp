@@ -229,14 +229,6 @@ std::string with_message(const std::string& text, const std::string& message) {
   return message.empty() ? text : text + ": " + first_line(message);
 }
 
-std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks) {
-  std::vector<std::string> lines;
-  for (const auto& [ending, numbers] : ranks)
-    lines.push_back(fmt::format("rank{} {} {}", numbers.size() == 1 ? "" : "s",
-                                fmt::join(numbers, ", "), ending));
-  return lines;
-}
-
 std::string shell_text(const std::vector<std::string>& command) {
   constexpr std::size_t kMaxBytes = 300;
   constexpr std::string_view kPlain = "_./-=:,+@%";
