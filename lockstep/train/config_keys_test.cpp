@@ -8,7 +8,9 @@
 
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string>
+#include <string_view>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
@@ -25,7 +27,25 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// ---------------------------------------------------------------- keys of other programs
+// ---------------------------------------------------------------- the tables
+
+TEST(ConfigKeys, NoNameIsInTwoTables) {
+  std::set<std::string_view> table;
+  for (const KeySpec& key : key_table()) EXPECT_TRUE(table.insert(key.name).second) << key.name;
+  for (const OldKey& old : old_keys()) EXPECT_TRUE(table.insert(old.name).second) << old.name;
+  const auto keys = training_keys();
+  EXPECT_EQ(table, std::set<std::string_view>(keys.begin(), keys.end()));
+  for (const SectionKey& key : section_keys())
+    EXPECT_TRUE(key.example.empty() || table.insert(key.name).second) << key.name;
+  for (const KeyHint& hint : key_hints()) {
+    EXPECT_TRUE(table.insert(hint.name).second) << hint.name;
+    EXPECT_TRUE(!hint.why.empty() || !hint.section.empty() || find_key(hint.use) != nullptr)
+        << hint.name;
+    EXPECT_THAT(std::string(hint.use), HasSubstr(std::string(hint.now))) << hint.name;
+  }
+  for (const OldKey& old : old_keys())
+    EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
+}
 
 TEST(KeyHints, KnowTheWordsOfPeers) {
   const auto hint = [](const std::string& key) {
