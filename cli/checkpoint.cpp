@@ -44,8 +44,8 @@ constexpr const char* kCheckpointHelp =
 
 std::vector<std::string> folders_of(const std::string& path) {
   if (!fs::is_directory(path))
-    throw UsageError("checkpoint", "{} is not a folder. Give checkpoint-<step> or an output_dir.",
-                     path);
+    throw UsageError("checkpoint", "{} is not a folder.{} Give checkpoint-<step> or an output_dir.",
+                     path, link_advice(path));
   if (io::has_manifest(path)) return {path};
   std::vector<std::string> folders;
   for (const io::NumberedDir& dir : io::list_numbered(path, kPrefix)) folders.push_back(dir.path);

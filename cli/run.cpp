@@ -155,15 +155,9 @@ int supervised(const launch::LaunchPlan& plan) {
 int run_command(const Args& args) {
   const launch::ParsedFlags parsed =
       launch::parse_flags(args, {.training_keys = train::training_keys()});
-  switch (parsed.request) {
-    case launch::Request::kHelp:
-      fmt::print("{}", launch::run_help());
-      return 0;
-    case launch::Request::kListFlags:
-      fmt::print("{}", launch::flag_list());
-      return 0;
-    case launch::Request::kRun:
-      break;
+  if (parsed.help) {
+    fmt::print("{}", launch::run_help());
+    return 0;
   }
   for (const std::string& note : parsed.notes) log::warning("run", "{}", note);
   for (const std::string& line : unread_variables()) log::warning("run", "{}", line);

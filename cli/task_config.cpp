@@ -309,11 +309,12 @@ void refuse_adapter(const char* key, const std::string& folder) {
   std::error_code ignored;
   if (!fs::exists(config, ignored) || fs::exists(folder + "/config.json", ignored)) return;
   std::string base;
-  Problems unread;  // a file that cannot be read is an adapter's by its name
-  unread.attempt([&] {
-    const Entry* entry = parse_json(read_file(config), config).find("base_model_name_or_path");
-    if (entry != nullptr) base = plain_text(entry->value);
-  });
+  try {
+    const Node root = parse_json(read_file(config), config);
+    const Entry* const entry = root.find("base_model_name_or_path");
+    if (entry != nullptr && entry->value.is(NodeKind::kString)) base = entry->value.text;
+  } catch (const Error&) {  // by its name it is an adapter's, also if it cannot be read
+  }
   throw UsageError("config",
                    "model.{} {} holds an adapter (adapter_config.json), not a model. model.path "
                    "is the folder of its base model{}, and `lora` describes an adapter to train; "

@@ -60,7 +60,7 @@ class ArgumentReader {
   explicit ArgumentReader(const std::vector<std::string>& args) : args_(args) {}
 
   GivenArguments read() {
-    while (next_ < args_.size() && given_.request == Request::kRun) {
+    while (next_ < args_.size() && !given_.help) {
       const std::string& arg = args_[next_];
       if (arg == "--") {
         ++next_;
@@ -83,13 +83,9 @@ class ArgumentReader {
     const auto equals = arg.find('=');
     const std::string name =
         with_dashes(arg.substr(2, equals == std::string::npos ? equals : equals - 2));
-    if (name == "list-flags") {
-      given_.request = Request::kListFlags;
-      return;
-    }
     const FlagSpec* flag = match(name, arg);
     if (flag == nullptr) {
-      given_.request = Request::kHelp;
+      given_.help = true;
       return;
     }
     const std::string origin = fmt::format("--{}", flag->name);
@@ -131,7 +127,7 @@ class ArgumentReader {
   void read_letters(const std::string& arg) {
     for (std::size_t i = 1; i < arg.size(); ++i) {
       if (arg[i] == 'h') {
-        given_.request = Request::kHelp;
+        given_.help = true;
         return;
       }
       const auto table = flag_table();
@@ -427,18 +423,6 @@ std::string run_help() {
       "  lockstep run --standalone --nproc-per-node=4 ./train --lr=0.1\n"
       "  lockstep run --nproc-per-node=gpu train.py\n"
       "  lockstep run --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --nproc-per-node=8 ./train\n";
-  return text;
-}
-
-std::string flag_list() {
-  constexpr std::string_view kNames[] = {"honoured", "ignored", "refused"};
-  std::string text;
-  for (const FlagSpec& flag : kFlags) {
-    text += fmt::format("--{} {} {}", flag.name, kNames[static_cast<int>(flag.treatment)],
-                        flag.is_switch() ? "switch" : "value");
-    if (flag.letter != '\0') text += fmt::format(" -{}", flag.letter);
-    text += '\n';
-  }
   return text;
 }
 

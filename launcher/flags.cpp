@@ -433,8 +433,8 @@ void note_outer_launcher(const LaunchContext& context, std::vector<std::string>&
   if (!run || !rank || !context.variable("LOCAL_RANK")) return;
   const char* const outer = context.variable("LOCKSTEP_RUN") == run ? "lockstep run" : "torchrun";
   notes.push_back(fmt::format(
-      "rank {} of {} started this launcher, which was started by {} itself: each of its ranks "
-      "starts a world of its own. For one world, drop one of the two launchers.",
+      "this launcher runs inside rank {} of {} that {} has started, and every such rank starts a "
+      "world of its own. For one world, drop one of the two launchers.",
       *rank, context.variable("WORLD_SIZE").value_or("?"), outer));
 }
 
@@ -519,8 +519,8 @@ void apply_supervision(const Values& values, LaunchPlan& plan) {
 ParsedFlags parse_flags(const std::vector<std::string>& args, const LaunchContext& context) {
   GivenArguments given = read_arguments(args);
   ParsedFlags parsed;
-  parsed.request = given.request;
-  if (parsed.request != Request::kRun) return parsed;
+  parsed.help = given.help;
+  if (parsed.help) return parsed;
   Values& values = given.values;
   fill_from_variables(values, context.variable);
   fill_from_file(values, context, parsed);

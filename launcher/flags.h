@@ -48,11 +48,7 @@ std::span<const FlagSpec> flag_table();
 // What to write instead of another launcher's flag, such as "num_processes"; empty if it is none.
 std::string_view hint_for_flag(const std::string& name);
 
-// What a command line asks for.
-enum class Request { kRun, kHelp, kListFlags };
-
-std::string run_help();   // for `lockstep run --help`
-std::string flag_list();  // one line a flag, "--name treatment value|switch": for tests and shells
+std::string run_help();  // for `lockstep run --help`
 
 // A value and where it came from, for messages: "--nnodes", "-r" or "PET_NNODES".
 struct Given {
@@ -79,7 +75,7 @@ class Values {
 };
 
 struct GivenArguments {
-  Request request = Request::kRun;
+  bool help = false;  // nothing else counts then
   Values values;
   std::vector<std::string> program;  // the first argument that is not a flag, and all after it
 };
@@ -106,7 +102,7 @@ struct LaunchContext {
 };
 
 struct ParsedFlags {
-  Request request = Request::kRun;  // anything but kRun leaves the plan empty
+  bool help = false;  // the plan is empty then
   LaunchPlan plan;
   std::vector<std::string> notes;  // a line for each flag that is ignored or deserves a remark
 };

@@ -21,7 +21,6 @@
 #include <string_view>
 #include <system_error>
 
-#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
@@ -189,10 +188,6 @@ Process start_process(const ProcessRequest& request) {
                       pidfd_error);
   }
   return Process(pid, std::move(pidfd));
-}
-
-std::optional<std::string> find_program(const std::string& name) {
-  return find_program(name, env::get("PATH"));
 }
 
 std::optional<std::string> find_program(const std::string& name,

@@ -79,9 +79,7 @@ class Process {
 // the program cannot be executed.
 Process start_process(const ProcessRequest& request);
 
-// The file that execvp() would run for `name`, with this or another PATH; none if there is no
-// executable one.
-std::optional<std::string> find_program(const std::string& name);
+// The file that execvp() would run for `name` with this PATH; none if there is no executable one.
 std::optional<std::string> find_program(const std::string& name,
                                         const std::optional<std::string>& path);
 

@@ -1,6 +1,7 @@
 #include "launcher/rank_record.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <limits>
@@ -136,7 +137,9 @@ void add_others(RankFailure& failure, std::span<const RankRecord> ranks) {
     else
       later.push_back({rank.rank, how, after_s, file.message});
   }
-  failure.victims = by_ending(victims);
+  for (const auto& [how, numbers] : victims)
+    failure.victims.push_back(
+        fmt::format("rank{} {} {}", numbers.size() == 1 ? "" : "s", fmt::join(numbers, ", "), how));
   failure.others = later_lines(failure, std::move(later));
 }
 

@@ -102,13 +102,6 @@ void read_forms(const Node& json, ErrorFile& file) {
   read_stack(extra->value, file);
 }
 
-double modified_at(const std::string& path) {
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0) return 0;
-  return static_cast<double>(info.st_mtim.tv_sec) +
-         1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
-}
-
 // Messages that gloo throws on a thread of its own, where the program cannot catch them.
 bool is_mismatch(const RankFailure& failure) {
   for (const char* text : {"collective mismatch", "op.preamble."})
@@ -205,7 +198,8 @@ ErrorFile read_error_file(const std::string& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) return file;
   file.present = true;
-  const double modified = modified_at(path);
+  const double modified =
+      static_cast<double>(info.st_mtim.tv_sec) + 1e-9 * static_cast<double>(info.st_mtim.tv_nsec);
   try {
     const std::string text = read_file(path, kErrorFileBytes);
     try {
@@ -233,14 +227,6 @@ std::string RankFailure::headline() const {
 
 std::string with_message(const std::string& text, const std::string& message) {
   return message.empty() ? text : text + ": " + first_line(message);
-}
-
-std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks) {
-  std::vector<std::string> lines;
-  for (const auto& [ending, numbers] : ranks)
-    lines.push_back(fmt::format("rank{} {} {}", numbers.size() == 1 ? "" : "s",
-                                fmt::join(numbers, ", "), ending));
-  return lines;
 }
 
 std::string shell_text(const std::vector<std::string>& command) {

@@ -9,7 +9,6 @@
 //   console.say(failure_report(failure));
 #pragma once
 
-#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -76,9 +75,6 @@ struct RankFailure {
 
 // "exited with code 3: No space left on device": `text` with the message's first line, if any.
 std::string with_message(const std::string& text, const std::string& message);
-
-// "rank 0 killed by SIGTERM", "ranks 1, 2 with exit code 1".
-std::vector<std::string> by_ending(const std::map<std::string, std::vector<int>>& ranks);
 
 // A command on one line, quoted for a shell, and shortened.
 std::string shell_text(const std::vector<std::string>& command);

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -29,7 +28,6 @@
 namespace lockstep::launch {
 namespace {
 
-namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kConsoleTimeout{60'000};
@@ -630,31 +628,9 @@ void Supervisor::leave() {
   console_.finish(kConsoleTimeout, [this] { loop_.stop(); });
 }
 
-void check(const LaunchPlan& plan) {
-  if (plan.command.empty()) throw UsageError("launch", "no program was given. Name one to run.");
-  if (plan.nproc_per_node < 1 || plan.nnodes < 1 || plan.node_rank < 0 ||
-      plan.node_rank >= plan.nnodes)
-    throw UsageError(
-        "launch",
-        "--nnodes={}, --node-rank={} and --nproc-per-node={} do not fit together. Node "
-        "ranks go from 0 to nnodes-1, and every node has at least one rank.",
-        plan.nnodes, plan.node_rank, plan.nproc_per_node);
-  if (plan.nnodes > 1 && plan.master_port == 0)
-    throw UsageError("launch",
-                     "--master-port=0 cannot be used with --nnodes={}: the other hosts could not "
-                     "know the port. Name one that is free on node 0, such as 29500.",
-                     plan.nnodes);
-  if (!find_program(plan.command[0]))
-    throw UsageError("launch",
-                     "'{}' cannot be executed: there is no such program, or it is not executable. "
-                     "Check the path (the working directory is {}) and chmod +x.",
-                     plan.command[0], fs::current_path().string());
-}
-
 }  // namespace
 
 int supervise(const LaunchPlan& plan, RunObserver* observer) {
-  check(plan);
   std::vector<int> signals = stop_signals(plan);
   signals.insert(signals.end(), std::begin(kForwarded), std::end(kForwarded));
   return run_supervised(

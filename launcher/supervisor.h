@@ -24,9 +24,8 @@ namespace lockstep::launch {
 // Runs the plan and returns the launcher's exit code: 0, the code of the first rank that failed
 // (128 + n if signal n killed it), 143 after a stop request or 130 after Ctrl-C (the code of a rank
 // that failed while stopping, unless it had to be killed after the grace), 2 if other launchers
-// refuse this one, 1 if one of them is lost. Throws UsageError, before anything is started, for a
-// plan that cannot be run. With an observer every rank has a ledger, whatever the plan's
-// stall_timeout is.
+// refuse this one, 1 if one of them is lost. parse_flags() and spawn() have checked the plan. With
+// an observer every rank has a ledger, whatever the plan's stall_timeout is.
 int supervise(const LaunchPlan& plan, RunObserver* observer = nullptr);
 
 }  // namespace lockstep::launch

@@ -71,7 +71,8 @@ TEST(WorkerEnvironment, GlooIsReplacedWhereItIsAskedForAndInheritedElsewhere) {
 }
 
 TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
-  const Environment set = worker_environment(two_by_four(), third(), variables_of({}));
+  const Environment stale = {{"RANK", "99"}, {"WORLD_SIZE", "99"}, {"MASTER_PORT", "1"}};
+  const Environment set = worker_environment(two_by_four(), third(), variables_of(stale));
   const Environment expected = {{"RANK", "6"},
                                 {"LOCAL_RANK", "2"},
                                 {"ROLE_RANK", "3"},
@@ -99,14 +100,6 @@ TEST(WorkerEnvironment, IsTorchrunsAndTheLauncherHostsTheStore) {
                                 {"LOCKSTEP_LEDGER", "11:456"},
                                 {"LOCKSTEP_STORE_CHANNEL", "9:123:2:4:1234"}};
   EXPECT_EQ(set, expected);
-}
-
-TEST(WorkerEnvironment, OverridesStaleIdentity) {
-  const Environment stale = {{"RANK", "99"}, {"WORLD_SIZE", "99"}, {"MASTER_PORT", "1"}};
-  const Environment set = worker_environment(two_by_four(), third(), variables_of(stale));
-  EXPECT_THAT(set, Contains(Pair("RANK", "6")));
-  EXPECT_THAT(set, Contains(Pair("WORLD_SIZE", "8")));
-  EXPECT_THAT(set, Contains(Pair("MASTER_PORT", "1234")));
 }
 
 TEST(WorkerEnvironment, KeepsWhatTheCallerChose) {
@@ -152,18 +145,6 @@ TEST(WorkerEnvironment, VirtualLocalRankShowsOneDevice) {
       EXPECT_THAT(error.what(), HasSubstr("--virtual-local-rank: local rank 2 has no GPU"));
     }
   }
-}
-
-TEST(WorkerEnvironment, TimeoutsAreSetWhereTheyWereGiven) {
-  LaunchPlan plan = two_by_four();
-  plan.timeout = std::chrono::seconds(60);
-  const Environment callers = {{"LOCKSTEP_TIMEOUT_S", "7"}, {"LOCKSTEP_STARTUP_TIMEOUT_S", "8"}};
-  const Environment set = worker_environment(plan, third(), variables_of(callers));
-  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_TIMEOUT_S", "60")));
-  EXPECT_THAT(set, Not(Contains(Key("LOCKSTEP_STARTUP_TIMEOUT_S"))));
-  plan.startup_timeout = std::chrono::seconds(20);
-  EXPECT_THAT(worker_environment(plan, third(), variables_of(callers)),
-              Contains(Pair("LOCKSTEP_STARTUP_TIMEOUT_S", "20")));
 }
 
 TEST(WorkerEnvironment, SignalsAreGivenByName) {

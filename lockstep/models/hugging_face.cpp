@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -515,12 +516,6 @@ std::string function_text(const CausalLmConfig& config) {
       alike && !windows.empty() ? windows.front() : list_node(std::move(windows)));
   if (model.family().rope) set(all, "rope_parameters", rope_node(model.options().rope));
   return to_json(all) + "\n";
-}
-
-std::string hugging_face_config(const GptConfig& c, std::optional<std::int64_t> end_of_text) {
-  CausalLmConfig config{.model = c};
-  if (end_of_text) config.eos_token_ids = {*end_of_text};
-  return config_json(config);
 }
 
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config) {

@@ -86,7 +86,7 @@ class Listener {
     if (!fd_) return std::nullopt;
     // A SIGTERM may arrive before the listening thread has run, so read here too.
     read_available();
-    const auto known = [this] { return failure_ || done_; };
+    const auto known = [this] { return failure_.has_value(); };
     if (wait.count() > 0) changed_.wait_until(lock, Deadline::after(wait).time(), known);
     return failure_;
   }
@@ -134,7 +134,6 @@ class Listener {
         lock.unlock();
         terminate_process();
       }
-      if (done_) return;
     }
   }
 
@@ -151,7 +150,7 @@ class Listener {
 
   // Reads what is in the pipe without waiting. Called with the lock held.
   void read_available() {
-    while (!failure_ && !done_) {
+    while (!failure_) {
       pollfd poll_fd{fd_.get(), POLLIN, 0};
       if (::poll(&poll_fd, 1, 0) <= 0) return;
       char buffer[4096];
@@ -176,11 +175,7 @@ class Listener {
     }
     if (!message.is(NodeKind::kMap)) return log::warning("control", "cannot read '{}'", line);
     const Entry* failed = message.find("failed");
-    if (failed != nullptr && !failure_) return set_failure(parse_failure(failed->value));
-    if (message.find("done") != nullptr) {
-      done_ = true;
-      changed_.notify_all();
-    }
+    if (failed != nullptr && !failure_) set_failure(parse_failure(failed->value));
   }
 
   void set_failure(PeerFailure failure) {
@@ -217,7 +212,6 @@ class Listener {
   std::condition_variable changed_;
   std::string line_;
   std::optional<PeerFailure> failure_;
-  bool done_ = false;
   std::map<std::uint64_t, std::function<void(const PeerFailure&)>> callbacks_;
   std::uint64_t next_id_ = 1;
   std::uint64_t running_ = 0;

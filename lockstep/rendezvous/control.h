@@ -47,7 +47,7 @@ bool connected();
 // The failure that was announced, or is announced within `wait`: a rank often notices a peer's
 // broken connection just before its cause is announced. The first call starts the listening thread.
 // Without a control descriptor this returns at once. If the launcher dies, its pipe closes, which
-// counts as a failure unless it has sent {"done": true}.
+// counts as a failure.
 std::optional<PeerFailure> failure(std::chrono::milliseconds wait = std::chrono::milliseconds(0));
 
 // A descriptor for poll(), which reports POLLHUP as soon as a failure is announced. The launcher's

@@ -83,16 +83,6 @@ TEST(Control, AnEndWithoutAWordIsAFailure) {
   EXPECT_THAT(child.output(), HasSubstr("after: the launcher ended\n"));
 }
 
-TEST(Control, AnEndAfterDoneIsNone) {
-  Launcher launcher;
-  Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});
-  ASSERT_TRUE(child.says("before: none"));
-  launcher.say("{\"done\": true}\n");
-  launcher.pipe.write.reset();
-  EXPECT_EQ(child.wait(), 0);
-  EXPECT_THAT(child.output(), HasSubstr("after: none\n"));
-}
-
 TEST(Control, OddMessagesAreSurvived) {
   Launcher launcher;
   Child child("waits_for_failure", launcher.variables(), {launcher.pipe.read.get()});

@@ -56,7 +56,7 @@ RankEnv read_rank_env();
 
 // If rendezvous_name is set, rank 0 listens on a free port (store_fd, which the caller owns) and
 // publishes it to the others; otherwise this does nothing. Every rank of the job calls it, the same
-// number of times. Throws TimeoutError naming the ranks that did not.
+// number of times. Rank 0 returns at once; another rank throws TimeoutError if it does not find it.
 void rendezvous(RankEnv& env, int timeout_ms);
 
 // If master_addr is a loopback address, a socket bound to master_port there: c10d by itself would

@@ -190,9 +190,7 @@ class Resolver {
           "--config-file`), not in the training file. Move it there.",
           key);
     }
-    if (const auto hint = std::ranges::find(key_hints(), key, &KeyHint::name);
-        hint != key_hints().end())
-      return hint->text();
+    if (std::string hint = hint_for_key(key); !hint.empty()) return hint;
     if (value != nullptr && value->is(NodeKind::kMap)) {
       for (const Entry& inner : value->entries) {
         if (find_key(inner.key) != nullptr) {

@@ -299,6 +299,86 @@ constexpr OldKey kOldKeys[] = {
     {"local_rank", "", "it has no effect: the launcher says which rank this is"},
 };
 
+// The keys of the maps `model` and `data`. cli/task_config.cpp reads them; a test compares.
+constexpr SectionKey kSectionKeys[] = {
+    {"model", "", "name", "gpt, mlp, resnet18 or resnet50", "gpt; mlp for data: random",
+     "a bundled model; `model: gpt` is short for it"},
+    {"model", "", "path", "folder", "", "a Hugging Face folder: its config.json and its weights"},
+    {"model", "", "config", "folder or file", "",
+     "a config.json: random weights in the shape that it describes", "config: FOLDER"},
+    {"model", "gpt, mlp, resnet", "weights", "folder", "",
+     "begins with the weights in a folder's model.safetensors", "name: gpt, weights: FOLDER"},
+    {"model", "language models", "device_map", "auto, balanced or {name: device}", "one device",
+     "splits the model over devices, in a process of one rank (docs/models.md)"},
+    {"model", "gpt", "n_layer", "integer, from 1", "4", "blocks", "name: gpt, n_layer: 4"},
+    {"model", "gpt", "n_head", "integer, from 1", "4", "attention heads of a block",
+     "name: gpt, n_head: 4"},
+    {"model", "gpt", "n_embd", "integer, a multiple of n_head", "128", "width",
+     "name: gpt, n_embd: 128"},
+    {"model", "gpt", "vocab_size", "integer, from 1",
+     "257 for bytes, 50257 for tokens; the tokenizer's", "tokens that the model knows",
+     "name: gpt, vocab_size: 257"},
+    {"model", "gpt", "n_positions", "integer, from 1", "max_seq_len, or 128",
+     "the longest sequence", "name: gpt, n_positions: 128"},
+    {"model", "mlp", "hidden", "integer, from 1", "64", "width of a hidden layer",
+     "name: mlp, hidden: 64"},
+    {"model", "mlp", "layers", "integer, from 0", "1", "hidden layers", "name: mlp, layers: 1"},
+    {"model", "mlp", "dropout", "number, from 0 to 0.999", "0", "probability of dropping a value",
+     "name: mlp, dropout: 0.1"},
+    {"model", "mlp", "batch_norm", "boolean", "false", "BatchNorm after each hidden layer",
+     "name: mlp, batch_norm: true"},
+    {"data", "", "name", "bytes, tokens, instructions, random or images",
+     "bytes; tokens with dataset_dir", "a kind of data; `data: bytes` is short for it"},
+    {"data", "bytes", "path", "file or folder", "torch-headers",
+     "text files; torch-headers are LibTorch's own headers", "name: bytes, path: FOLDER"},
+    {"data", "bytes", "suffix", "text", "none; .h for torch-headers",
+     "only files whose names end so", "name: bytes, suffix: .txt"},
+    {"data", "bytes", "max_bytes", "integer, from 1000", "4000000", "reads no more than this",
+     "name: bytes, max_bytes: 4000000"},
+    {"data", "bytes", "eval_bytes", "integer, from 0", "0", "the last bytes, for evaluations",
+     "name: bytes, eval_bytes: 40000"},
+    {"data", "tokens", "order", "shards or windows", "shards",
+     "shuffles inside shards, or over all windows as PyTorch's DistributedSampler",
+     "name: tokens, order: windows"},
+    {"data", "instructions", "path", "file", "needed", "a .json or .jsonl file of records"},
+    {"data", "instructions", "eval_path", "file", "", "records for evaluations",
+     "name: instructions, path: FILE, eval_path: FILE"},
+    {"data", "instructions", "tokenizer", "folder or file", "bytes",
+     "a Hugging Face tokenizer.json; model.vocab_size must reach its last id",
+     "name: instructions, path: FILE, tokenizer: FOLDER"},
+    {"data", "instructions", "padding", "longest, max_length or packed", "longest",
+     "rows as long as the batch's longest, as max_seq_len, or several samples in a row",
+     "name: instructions, path: FILE, padding: longest"},
+    {"data", "instructions", "pad_to_multiple_of", "integer, from 1",
+     "1; on a GPU 64, up to max_seq_len",
+     "rounds the length of padded rows up; for padding: longest",
+     "name: instructions, path: FILE, pad_to_multiple_of: 8"},
+    {"data", "instructions", "train_on_prompt", "boolean", "false",
+     "learns prompts too, not responses alone",
+     "name: instructions, path: FILE, train_on_prompt: true"},
+    {"data", "instructions", "prompt", "text with {instruction} and {input}",
+     "### Instruction: ... ### Input: ... ### Response:", "the prompt of a record with an input",
+     "name: instructions, path: FILE, prompt: TEXT"},
+    {"data", "instructions", "prompt_without_input", "text with {instruction}",
+     "### Instruction: ... ### Response:", "the prompt of a record without one",
+     "name: instructions, path: FILE, prompt_without_input: TEXT"},
+    {"data", "instructions", "response", "text with {output} or {answer}", "{output}",
+     "what is to be answered", "name: instructions, path: FILE, response: TEXT"},
+    {"data", "instructions", "group_by_length", "boolean", "false",
+     "batches of samples of similar length",
+     "name: instructions, path: FILE, group_by_length: true"},
+    {"data", "random, images", "samples", "integer, from 1", "10000", "training samples",
+     "name: random, samples: 10000"},
+    {"data", "random, images", "eval_samples", "integer, from 0", "0", "samples for evaluations",
+     "name: random, eval_samples: 1000"},
+    {"data", "random", "features", "integer, from 1", "20", "numbers of a sample",
+     "name: random, features: 20"},
+    {"data", "images", "image_size", "integer, from 32", "224", "height and width",
+     "name: images, image_size: 224"},
+    {"data", "random, images", "classes", "integer, from 2", "10; 1000 for images",
+     "classes of the samples", "name: random, classes: 10"},
+};
+
 constexpr KeyHint not_here(std::string_view name, std::string_view why,
                            std::string_view of = "Hugging Face's") {
   return {.name = name, .why = why, .of = of};
@@ -311,8 +391,6 @@ constexpr KeyHint means(std::string_view name, std::string_view key) {
   return {.name = name, .use = key};
 }
 
-// The keys of `model` and `data` are the program's, here those of `lockstep train`
-// (cli/task_config.cpp; a test compares).
 constexpr KeyHint kHints[] = {
     not_here("deepspeed", "ZeRO is DeepSpeed's; fsdp divides the model here"),
     not_here("accelerator_config", "the launcher's settings are in Accelerate's own file"),
@@ -360,17 +438,6 @@ constexpr KeyHint kHints[] = {
     not_here("node_rank", "it is a flag of `lockstep train`", "torchrun's"),
     not_here("master_addr", "it is a flag of `lockstep train`", "torchrun's"),
     not_here("master_port", "it is a flag of `lockstep train`", "torchrun's"),
-    inside("model", "n_layer", "name: gpt, n_layer: 4"),
-    inside("model", "n_head", "name: gpt, n_head: 4"),
-    inside("model", "n_embd", "name: gpt, n_embd: 128"),
-    inside("model", "vocab_size", "name: gpt, vocab_size: 257"),
-    inside("model", "n_positions", "name: gpt, n_positions: 128"),
-    inside("model", "weights", "name: gpt, weights: FOLDER"),
-    inside("model", "config", "config: FOLDER"),
-    inside("model", "hidden", "name: mlp, hidden: 64"),
-    inside("model", "layers", "name: mlp, layers: 1"),
-    inside("model", "dropout", "name: mlp, dropout: 0.1"),
-    inside("model", "batch_norm", "name: mlp, batch_norm: true"),
     inside("model", "hidden_size", "name: gpt, n_embd: 128", "n_embd"),
     inside("model", "num_layers", "name: gpt, n_layer: 4", "n_layer"),
     inside("model", "num_hidden_layers", "name: gpt, n_layer: 4", "n_layer"),
@@ -386,33 +453,13 @@ constexpr KeyHint kHints[] = {
     inside("lora", "lora_rank", "r: 16, lora_alpha: 32, target_modules: [c_attn]", "r"),
     inside("lora", "lora_target_modules", "r: 16, lora_alpha: 32, target_modules: [c_attn]",
            "target_modules"),
-    inside("data", "path", "name: bytes, path: FOLDER"),
     inside("data", "data_path", "name: bytes, path: FOLDER", "path"),
     inside("data", "dataset_path", "name: bytes, path: FOLDER", "path"),
-    inside("data", "suffix", "name: bytes, suffix: .txt"),
-    inside("data", "max_bytes", "name: bytes, max_bytes: 4000000"),
-    inside("data", "eval_bytes", "name: bytes, eval_bytes: 40000"),
-    inside("data", "order", "name: tokens, order: windows"),
-    inside("data", "eval_path", "name: instructions, path: FILE, eval_path: FILE"),
-    inside("data", "tokenizer", "name: instructions, path: FILE, tokenizer: FOLDER"),
-    inside("data", "padding", "name: instructions, path: FILE, padding: longest"),
     inside("data", "packing", "name: instructions, path: FILE, padding: packed", "padding"),
     inside("data", "dataset_name", "name: instructions, path: FILE", "path"),
     inside("data", "train_file", "name: instructions, path: FILE", "path"),
     inside("data", "validation_file", "name: instructions, path: FILE, eval_path: FILE",
            "eval_path"),
-    inside("data", "pad_to_multiple_of", "name: instructions, path: FILE, pad_to_multiple_of: 8"),
-    inside("data", "train_on_prompt", "name: instructions, path: FILE, train_on_prompt: true"),
-    inside("data", "prompt", "name: instructions, path: FILE, prompt: TEXT"),
-    inside("data", "prompt_without_input",
-           "name: instructions, path: FILE, prompt_without_input: TEXT"),
-    inside("data", "response", "name: instructions, path: FILE, response: TEXT"),
-    inside("data", "samples", "name: random, samples: 10000"),
-    inside("data", "eval_samples", "name: random, eval_samples: 1000"),
-    inside("data", "features", "name: random, features: 20"),
-    inside("data", "classes", "name: random, classes: 10"),
-    inside("data", "image_size", "name: images, image_size: 224"),
-    inside("data", "group_by_length", "name: instructions, path: FILE, group_by_length: true"),
     means("seq_len", "max_seq_len"),
     means("seq_length", "max_seq_len"),
     means("sequence_length", "max_seq_len"),
@@ -447,17 +494,31 @@ std::span<const KeyHint> key_hints() {
   return kHints;
 }
 
-std::string KeyHint::text() const {
-  if (!why.empty())
-    return fmt::format("{} is a key of {} that is not read here: {}. Delete it.", name, of, why);
-  if (section.empty()) return fmt::format("there is no key '{}'. Did you mean {}?", name, use);
-  const std::string_view own = now.empty() ? name : now;
-  const std::string what =
-      now.empty() ? fmt::format("{} is a key of the {}, not of the top level.", name, section)
-                  : fmt::format("there is no key '{}'. Did you mean {}.{}?", name, section, now);
-  const bool is_data = section == "data" && own == "path";
-  return fmt::format("{} Write {}: {{{}}}.{}", what, section, use,
-                     is_data ? " A folder of token shards is dataset_dir." : "");
+std::span<const SectionKey> section_keys() {
+  return kSectionKeys;
+}
+
+std::string hint_for_key(std::string_view key) {
+  // `now`: the key's name in the map, where that is another one.
+  const auto in_map = [&](std::string_view map, std::string_view use, std::string_view now) {
+    const std::string what =
+        now.empty() ? fmt::format("{} is a key of the {}, not of the top level.", key, map)
+                    : fmt::format("there is no key '{}'. Did you mean {}.{}?", key, map, now);
+    const bool texts = map == "data" && (now.empty() ? key : now) == "path";
+    return fmt::format("{} Write {}: {{{}}}.{}", what, map, use,
+                       texts ? " A folder of token shards is dataset_dir." : "");
+  };
+  for (const SectionKey& one : kSectionKeys)
+    if (one.name == key && !one.example.empty()) return in_map(one.map, one.example, "");
+  for (const KeyHint& hint : kHints) {
+    if (hint.name != key) continue;
+    if (!hint.why.empty())
+      return fmt::format("{} is a key of {} that is not read here: {}. Delete it.", key, hint.of,
+                         hint.why);
+    if (!hint.section.empty()) return in_map(hint.section, hint.use, hint.now);
+    return fmt::format("there is no key '{}'. Did you mean {}?", key, hint.use);
+  }
+  return "";
 }
 
 bool is_path_of_section(std::string_view name) {

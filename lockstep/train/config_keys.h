@@ -72,8 +72,22 @@ struct OldKey {
 };
 std::span<const OldKey> old_keys();
 
-// What to write instead of a key of Hugging Face, TRL, DeepSpeed or torchrun, or of a section's key
-// at the top level.
+// A key of the maps `model` and `data` of `lockstep train`, as `lockstep config keys` prints it and
+// docs/configuration.md lists it.
+struct SectionKey {
+  std::string_view map{};
+  std::string_view of{};  // the values of `name` that have it
+  std::string_view name{};
+  std::string_view accepts{};
+  std::string_view fallback{};
+  std::string_view help{};
+  std::string_view example{};  // what the map may be, for who writes the key at the top level
+
+  std::string full_name() const { return std::string(map) + "." + std::string(name); }
+};
+std::span<const SectionKey> section_keys();
+
+// A key of another program (Hugging Face's, TRL's, DeepSpeed's, torchrun's) and what to write here.
 struct KeyHint {
   std::string_view name{};
   std::string_view section{};  // "model", "data" or "lora"; empty: `use` is a key of the top level
@@ -81,9 +95,10 @@ struct KeyHint {
   std::string_view now{};      // its name in the section, where that is another one
   std::string_view why{};      // why it has no meaning here, where that is so
   std::string_view of{};       // whose key it is then
-  std::string text() const;
 };
 std::span<const KeyHint> key_hints();
+// What to write instead of a key that is none of the top level; empty: nothing is known of it.
+std::string hint_for_key(std::string_view key);
 // Whether a key in the maps `model` and `data` is the path of a file or a folder.
 bool is_path_of_section(std::string_view name);
 

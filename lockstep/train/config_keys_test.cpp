@@ -8,7 +8,9 @@
 
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string>
+#include <string_view>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
@@ -24,6 +26,39 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+
+// ---------------------------------------------------------------- the tables
+
+TEST(ConfigKeys, NoNameIsInTwoTables) {
+  std::set<std::string_view> table;
+  for (const KeySpec& key : key_table()) EXPECT_TRUE(table.insert(key.name).second) << key.name;
+  for (const OldKey& old : old_keys()) EXPECT_TRUE(table.insert(old.name).second) << old.name;
+  const auto keys = training_keys();
+  EXPECT_EQ(table, std::set<std::string_view>(keys.begin(), keys.end()));
+  for (const SectionKey& key : section_keys())
+    EXPECT_TRUE(key.example.empty() || table.insert(key.name).second) << key.name;
+  for (const KeyHint& hint : key_hints()) {
+    EXPECT_TRUE(table.insert(hint.name).second) << hint.name;
+    EXPECT_TRUE(!hint.why.empty() || !hint.section.empty() || find_key(hint.use) != nullptr)
+        << hint.name;
+    EXPECT_THAT(std::string(hint.use), HasSubstr(std::string(hint.now))) << hint.name;
+  }
+  for (const OldKey& old : old_keys())
+    EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
+}
+
+TEST(KeyHints, KnowTheWordsOfPeers) {
+  const auto hint = [](const std::string& key) {
+    return message_of([&] { resolve_config({.file = parse_yaml(key + ": 2", "t.yaml")}); });
+  };
+  EXPECT_THAT(hint("zero_optimization"),
+              HasSubstr("is a key of DeepSpeed's that is not read here"));
+  EXPECT_THAT(hint("train_micro_batch_size_per_gpu"),
+              HasSubstr("Did you mean per_device_train_batch_size?"));
+  EXPECT_THAT(hint("lora_r"), HasSubstr("Did you mean lora.r? Write lora: {r: 16, lora_alpha"));
+  EXPECT_THAT(hint("load_in_4bit"), HasSubstr("is a key of TRL's"));
+  EXPECT_THAT(hint("nproc_per_node"), HasSubstr("`lockstep train FILE --nproc-per-node=2`"));
+}
 
 // ---------------------------------------------------------------- fsdp, fsdp_config
 

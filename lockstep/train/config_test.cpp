@@ -43,22 +43,6 @@ std::string shown(const Config& config, std::string_view key) {
 
 // ------------------------------------------------------------------ the table
 
-TEST(ConfigKeys, NoNameIsInTwoTables) {
-  std::set<std::string_view> table;
-  for (const KeySpec& key : key_table()) EXPECT_TRUE(table.insert(key.name).second) << key.name;
-  for (const OldKey& old : old_keys()) EXPECT_TRUE(table.insert(old.name).second) << old.name;
-  const auto keys = training_keys();
-  EXPECT_EQ(table, std::set<std::string_view>(keys.begin(), keys.end()));
-  for (const KeyHint& hint : key_hints()) {
-    EXPECT_TRUE(table.insert(hint.name).second) << hint.name;
-    EXPECT_TRUE(!hint.why.empty() || !hint.section.empty() || find_key(hint.use) != nullptr)
-        << hint.name;
-    EXPECT_THAT(std::string(hint.use), HasSubstr(std::string(hint.now))) << hint.name;
-  }
-  for (const OldKey& old : old_keys())
-    EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;
-}
-
 TEST(ConfigKeys, HuggingFacesDefaults) {
   const Config config = resolve("");
   const std::pair<const char*, const char*> expected[] = {

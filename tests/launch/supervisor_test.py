@@ -681,6 +681,7 @@ class Surroundings(Case):
         process.terminate()
         code, out, err = self.finish(process)
         self.assertEqual(code, 143, err)
+        self.assertEqual(err.count("that lockstep run has started, and every such rank"), 2, err)
         # Each innermost rank felt it once, and had the time to say so.
         self.assertEqual(out.count("signals 1"), 4, out + err)
 

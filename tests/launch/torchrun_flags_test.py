@@ -58,9 +58,15 @@ class TorchrunFlags(unittest.TestCase):
         with open(VALUES["config-file"], "w") as f:
             f.write("num_processes: 1\n")
         cls.known = {}
-        for line in run(["--list-flags"]).stdout.splitlines():
-            name, treatment, kind, *letter = line.split()
-            cls.known[name] = (treatment, kind, letter)
+        treatment = None
+        for line in run(["--help"]).stdout.splitlines():
+            treatment = {"flags:": "honoured", "refused:": "refused", "examples:": None,
+                         "accepted and ignored, with a line that says so:": "ignored"}.get(
+                             line, treatment)
+            flag = re.match(r"  (?:(-\w), )?(--[a-z-]+)( \S)?", line)
+            if treatment and flag and flag[2] != "--help":
+                cls.known[flag[2]] = (treatment, "value" if flag[3] else "switch",
+                                      [flag[1]] if flag[1] else [])
 
     @classmethod
     def tearDownClass(cls):
