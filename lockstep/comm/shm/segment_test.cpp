@@ -36,7 +36,7 @@ int open_descriptors() {
 TEST(SymmetricBlocks, FindsWhatIsHeldAndNothingElse) {
   SymmetricBlocks blocks;
   const auto make = [&] {
-    return std::make_shared<MappedBlock>(
+    return std::make_shared<SymmetricBlock>(
         blocks.next_id(), 0, 8192, std::vector<std::shared_ptr<Segment>>{Segment::make(8192)});
   };
   auto block = make();
