@@ -1,10 +1,9 @@
 // Connects the ranks of one host to each other so that they can share memory, and creates their
 // symmetric blocks.
 //
-// Every rank listens on a random abstract socket and writes its name in a store that all can read
-// (the world's store). Each pair connects once, checks that the other end belongs to the same user,
-// and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
-// name in a file system, so nothing can be left behind.
+// Every rank listens on a random abstract socket and writes its name in the world's store. Each
+// pair connects once, checks that the other end belongs to the same user, and hands over the rank's
+// control segment and a pidfd of itself. Nothing has a name in a file system.
 //
 //   PeersResult result = connect_peers(kv, place, {bytes, make_segment}, deadline);
 //   if (!result.unavailable_reason.empty()) use_gloo();
