@@ -291,20 +291,5 @@ TEST(Rendezvous, NobodyAllocatesBeforeAllHaveLookedForRoom) {
   EXPECT_EQ(made, 2);
 }
 
-TEST(Rendezvous, OptionsThatDiffer) {
-  MapStore kv;
-  std::vector<std::string> reported(2);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      const std::size_t chunk = rank == 0 ? 1u << 20 : 1u << 21;
-      reported[static_cast<std::size_t>(rank)] =
-          Engine::make(kv, {rank, 2}, {.chunk_bytes = chunk}, soon()).unavailable_reason;
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& why : reported) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
-}
-
 }  // namespace
 }  // namespace lockstep::shm
