@@ -47,7 +47,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Job, backends, sizes, budget_s, corrupt)
 // "4K,64K,1M,25M" -> bytes; UsageError names the part that is not a size.
 std::vector<std::int64_t> parse_sizes(const std::string& text) {
   std::vector<std::int64_t> sizes;
-  for (const std::string& part : split(text)) {
+  for (const std::string& part : split(text, ',')) {
     const bool b = part.ends_with("B") || part.ends_with("b");
     const double number = parse_scaled(part.substr(0, part.size() - (b ? 1 : 0)), 1024);
     const std::int64_t bytes = number > 0 ? static_cast<std::int64_t>(number) / 4 * 4 : 0;
@@ -273,7 +273,7 @@ void read_mpi(const std::string& path, Samples& samples) {
 
 // Empty when there is no MPI here; the reason is printed.
 std::string mpi_command(const AllreduceSettings& settings, const Scratch& scratch) {
-  if (!among(split(settings.backends), "mpi")) return "";
+  if (!among(split(settings.backends, ','), "mpi")) return "";
   const std::string program = scratch.file("allreduce_mpi");
   const std::string build = fmt::format("mpicc -O2 '{}' -o '{}'", peer("allreduce_mpi.c"), program);
   if (std::system((build + " >/dev/null 2>&1").c_str()) != 0) {
@@ -297,7 +297,7 @@ std::vector<Job> jobs_of(const AllreduceSettings& settings) {
   std::vector<std::int64_t> small, large;
   for (const std::int64_t bytes : parse_sizes(settings.sizes))
     (bytes <= kRunsUpToBytes ? small : large).push_back(bytes);
-  std::vector<std::string> backends = split(settings.backends);
+  std::vector<std::string> backends = split(settings.backends, ',');
   std::erase(backends, "mpi");  // has a job of its own
   const double each_s = settings.budget_s /
                         static_cast<double>(std::max<std::size_t>(1, small.size() + large.size()));
@@ -399,7 +399,7 @@ int allreduce_main(int argc, char** argv) {
                "give a contender ('gloo', 'shm private', ...) a wrong sum, to see it refused");
   if (const auto code = options.parse(argc, argv)) return *code;
   const auto sizes = parse_sizes(settings.sizes);
-  for (const std::string& part : split(settings.backends))
+  for (const std::string& part : split(settings.backends, ','))
     if (!among({"shm", "gloo", "mpi"}, part))
       throw UsageError("bench", "--backends: '{}' is none of shm, gloo and mpi.", part);
   const Samples samples = collect(settings);

@@ -6,12 +6,10 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
-#include <sstream>
 
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/text.h"
 
 namespace lockstep::bench {
 
@@ -38,13 +36,6 @@ Summary over(const std::vector<double>& a, const std::vector<double>& b) {
   std::vector<double> ratios;
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) ratios.push_back(a[i] / b[i]);
   return summarize(std::move(ratios));
-}
-
-std::vector<std::string> split(const std::string& text, char between) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, between);) parts.push_back(part);
-  return parts;
 }
 
 double parse_scaled(const std::string& text, double kilo) {

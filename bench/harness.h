@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "lockstep/core/deadline.h"
+#include "lockstep/core/text.h"  // IWYU pragma: export
 
 namespace CLI {
 class App;
@@ -78,8 +79,6 @@ class Options {
 // Loads CUDA if the device is a CUDA device. UsageError when there is none.
 void prepare_device(const std::string& device);
 
-// "4K,25M" -> parts.
-std::vector<std::string> split(const std::string& text, char between = ',');
 // "25M" is 25 kilo^2; NAN when it is no number.
 double parse_scaled(const std::string& text, double kilo);
 

@@ -292,7 +292,7 @@ constexpr std::chrono::hours kTimeout{2};
 constexpr std::size_t kShownLines = 12;
 
 std::string last_lines(const std::string& path) {
-  const std::vector<std::string> lines = split(read_file(path), '\n');
+  const std::vector<std::string> lines = lines_of(read_file(path));
   std::string shown;
   for (std::size_t i = lines.size() - std::min(kShownLines, lines.size()); i < lines.size(); ++i)
     shown += "\n  " + lines[i];
@@ -301,7 +301,7 @@ std::string last_lines(const std::string& path) {
 
 TrainFigures read_figures(const std::string& path) {
   TrainFigures figures;
-  for (const std::string& line : split(read_file(path), '\n')) {
+  for (const std::string& line : lines_of(read_file(path))) {
     const train::LogEntry entry = train::parse_log_entry(line, path);
     const auto value = [&](const char* name) { return train::find_metric(entry.values, name); };
     if (const double* loss = value("loss")) figures.losses.push_back(*loss);

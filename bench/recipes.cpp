@@ -6,7 +6,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <random>
 
 #include "bench/bench.h"
@@ -17,6 +16,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/data/shard_format.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 
@@ -104,15 +104,14 @@ Recipe read_recipe(const std::string& file, const RecipeOptions& options) {
 // Writes a shard as llm.c does, with random tokens.
 void write_tokens(const std::string& folder, std::int64_t vocabulary, std::int64_t count) {
   std::filesystem::create_directories(folder);
-  std::vector<std::int32_t> header(256, 0);
-  header[0] = 20240520, header[1] = 1, header[2] = static_cast<std::int32_t>(count);
+  std::string bytes =
+      data::token_header(data::TokenFormat::kLlmc16, static_cast<std::uint64_t>(count));
   std::mt19937 random(1);
-  std::vector<std::uint16_t> tokens(static_cast<std::size_t>(count));
-  for (auto& token : tokens) token = static_cast<std::uint16_t>(random() % vocabulary);
-  std::ofstream file(folder + "/random_train_000000.bin", std::ios::binary);
-  file.write(reinterpret_cast<const char*>(header.data()), 1024);
-  file.write(reinterpret_cast<const char*>(tokens.data()), 2 * count);
-  if (!file.flush()) throw SystemError("bench", "cannot write token shards", errno);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto token = static_cast<std::uint16_t>(random() % vocabulary);
+    bytes.append(reinterpret_cast<const char*>(&token), sizeof token);
+  }
+  write_file_atomically(folder + "/random_train_000000.bin", bytes);
 }
 
 // Writes answers that fill max_seq_len, so that every batch has the peers' shape.

@@ -6,7 +6,7 @@ import os
 import sys
 import unittest
 
-from bench_case_for_test import Case, bench
+from bench_case_for_test import Case
 
 sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "bench", "peers"))
 import peer_loop  # noqa: E402

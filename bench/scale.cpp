@@ -127,7 +127,8 @@ Plan plan_of(Request& request) {
 // "2:1.9,4:3.8": the speed-up that is required of a number of ranks. UsageError for anything else.
 std::map<int, double> required_speedups(const Request& request) {
   std::map<int, double> wanted;
-  for (const std::string& part : split(request.require)) {
+  if (request.require.empty()) return wanted;
+  for (const std::string& part : split(request.require, ',')) {
     const std::vector<std::string> both = split(part, ':');
     if (both.size() != 2 || !positive_problem(both[1]).empty())
       throw UsageError("bench", "'{}' is not RANKS:RATIO. Write 2:1.9,4:3.8.", part);

@@ -11,6 +11,8 @@
 #include <future>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/device.h"
 #include "lockstep/comm/numbers.h"
@@ -238,6 +240,33 @@ TEST(World, ManyOperationsUnderWayAtOnce) {
     for (int i = 0; i < 50; ++i)
       EXPECT_TENSOR_EQ(tensors[static_cast<std::size_t>(i)],
                        at::full({100 + i}, 3.0 + 3 * i, at::kDouble));
+  });
+}
+
+// Ranks start the same in two worlds, and each waits for them in an order of its own. The engine's
+// order_test has every operation; here are a plain, a staged and an integer one.
+TEST(World, TwoWorldsAreWaitedForInAnyOrder) {
+  run_threads(3, [](World& world) {
+    World other = *world.split(0);
+    for (const std::int64_t count : {100, 700'000}) {
+      for (unsigned orders = 0; orders < 8; ++orders) {
+        const auto start = [count](World& in) {
+          std::vector<std::pair<Work, at::Tensor>> started;
+          for (const at::Tensor& x :
+               {at::ones({count}), at::ones({count, 2}).select(1, 0), at::ones({count}, at::kInt)})
+            started.emplace_back(in.all_reduce(x), x);
+          return started;
+        };
+        auto one = start(world), two = start(other);
+        if (((orders >> world.rank()) & 1u) != 0) std::swap(one, two);
+        for (auto* each : {&one, &two}) {
+          for (auto& [work, x] : *each) {
+            work.wait();
+            EXPECT_TRUE(x.eq(3).all().item<bool>());
+          }
+        }
+      }
+    }
   });
 }
 

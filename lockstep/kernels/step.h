@@ -2,11 +2,9 @@
 // ranks' buffers and updates state and parameter in one pass over memory; also the gradient's norm,
 // if a step needs it first, and the copy into a buffer.
 //
-// The results are bit-equal to ATen's fused CPU kernels (Python's fused=True). ATen's rounding is
-// not uniform: its compiler fused some multiplies and adds and not others, differently per
-// instruction set, and again differently for a tensor's last elements, which its vector loop does
-// not cover. So a slice carries its position in its tensor; with that, cutting a tensor anywhere
-// gives the bits of the uncut one (machine.h has the rules).
+// The results are bit-equal to ATen's fused CPU kernels (Python's fused=True), which round a
+// tensor's last elements differently (machine.h has the rules). So a slice carries its position in
+// its tensor, and cutting a tensor anywhere gives the bits of the uncut one.
 //
 //   const float* sources[] = {mine + begin, theirs + begin};
 //   adam<float>({.sources = sources, .count = 2, .divisor = 2}, {param, exp_avg, exp_avg_sq},
@@ -105,12 +103,9 @@ extern template void sgd(const Gradient<double>&, const SgdTensors<double>&, con
 
 // ---------------------------------------------------------------- norms
 
-// The sum of squares of a gradient has the same bits however the gradient is divided.
-// Floating-point addition depends on its order, so the data alone must fix the order. A tensor is
-// cut into blocks of kNormBlock elements; each block has one sum, taken in a fixed order in double;
-// the blocks are added in block order. A block's owner computes its sum, ranks exchange the sums,
-// and every rank adds all of them: the result does not depend on the number of ranks. Slices are
-// therefore cut at multiples of kNormBlock from the tensor's start.
+// The sum of squares of a gradient has the same bits however the gradient is divided over ranks: a
+// tensor is cut into blocks of kNormBlock elements from its start; each block has one sum, taken in
+// a fixed order in double, which its owner computes; every rank adds all sums in block order.
 //
 //   std::vector<double> sums(norm_blocks(n));
 //   const bool finite = reduce_with_norms(gradient, out, n, sums.data());

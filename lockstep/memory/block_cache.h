@@ -4,8 +4,7 @@
 //   void* block = cache.allocate(bytes);   // undefined contents; nullptr: out of memory
 //   cache.deallocate(block);               // idle: the next request of about that size gets it
 //
-// Why: the kernel clears every page that it hands out, and malloc returns large blocks to it, which
-// cost a sixth of a CPU training step. What the cache holds is bounded three ways. Used and idle
+// docs/adr/0007 says why. What the cache holds is bounded three ways. Used and idle
 // blocks together are at most a quarter above the recent peak of used ones; a block that has been
 // idle for max_idle_time is unmapped (by a thread that exists only while something is idle); and
 // where pages are huge, the kernel may reclaim idle blocks at any time (MADV_FREE).

@@ -49,15 +49,9 @@ namespace detail {
 //   loss.backward();                     // parameter.grad() may lie in the slot's memory
 //   InplaceGradients::withdraw(owner);
 //
-// Autograd makes a gradient with at::empty() and .grad takes it over, so the allocator that answers
-// that one allocation decides where the gradient lies. The CPU allocator sees only a number of
-// bytes; the node that the engine is evaluating gives the rest: if exactly one of its gradients has
-// that size, and leads to a parameter with an offered slot, the allocation is that gradient's.
-//
-// Correctness does not depend on the guess: a gradient created elsewhere is copied as usual, and a
-// temporary that got the slot is freed before the gradient arrives. Only nodes for which that is
-// known are served, and never where a gradient could be kept (hooks, create_graph, autograd::grad).
-// A writer to a slot calls in_use() first all the same.
+// docs/adr/0006 says how an allocation is recognised as a gradient's. Correctness does not depend
+// on it: a gradient created elsewhere is copied as usual, and a temporary that got the slot is
+// freed before the gradient arrives. A writer to a slot calls in_use() first all the same.
 //
 // Any thread may call. enable() installs an allocator for the process, which stays.
 class InplaceGradients {

@@ -109,9 +109,6 @@ struct GroupedLinearOptions {
 // Linear layers of groups of rows, as a mixture of experts has them: rows that are sorted by
 // expert, and a weight for each expert.
 //
-//   const auto y = nn::grouped_linear(rows, {first, second}, ends);  // ends: int32 {3, 5}
-//   // rows 0 to 2 times first^T, rows 3 and 4 times second^T
-//
 // x [rows, in], weights [out, in] each. `ends` is int32 [groups] on x's device: the row after the
 // last one of each group, in ascending order, up to the number of rows. A group may be empty; the
 // gradient of its weight is then zero, and not undefined, so that every rank of a data-parallel run
@@ -170,8 +167,6 @@ struct CappedAttentionOptions {
 // Attention whose scores have a soft cap, as Gemma 2 has it: softmax(cap * tanh(score / cap)) times
 // the values. There is no kernel for it in ATen. Scores exist for a part of the queries at a time,
 // and backward computes them again: what is saved is query, key and value.
-//
-//   const auto y = nn::capped_attention(q, k, v, {.cap = 50, .scale = 1.0 / 16, .mask = mask});
 //
 // query [batch, heads, time, width]; key and value [batch, heads or a divisor, keys, width]. The
 // result has the query's shape and dtype; softmax is computed in float.

@@ -23,9 +23,7 @@
 namespace lockstep::optim {
 
 // While this guard lives, operations that may lose precision run in fp16 or bf16. Converted weights
-// are cached so that a weight used twice is converted once. The cache must go when the outermost
-// guard ends, otherwise the next step computes with the weights of this one; the guard does that,
-// even when an exception leaves the block.
+// are cached until the outermost guard ends: the next step has others.
 //
 // Guards nest; one with kFloat inside switches autocasting off for a part that needs precision.
 // Thread-local, as torch's own: make and destroy it on the thread that computes.
@@ -70,10 +68,8 @@ struct GradScalerState {
 //   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
 //   scaler.update();
 //
-// Whether a step is skipped is a number on the device that the fused kernels read there, so no step
-// waits for the host. It is the maximum over all ranks, so every rank leaves the same step out and
-// has the same scale. (An optimizer of torch::optim, which cannot read it there, costs one host
-// sync per step.)
+// Whether a step is skipped is a number on the device, the maximum over all ranks, that the fused
+// kernels read there: no step waits for the host, but those of optimizers of torch::optim.
 //
 // bf16 has the range of float32 and needs no scaler. One scaler per run, even with several
 // optimizers; update() once per step, after all of them. unscale_ and step communicate: call them

@@ -10,11 +10,10 @@
 //   optim::Optimizer optimizer{model, {{net->body->parameters(), LionOptions{}},
 //                                      {net->head->parameters(), AdamWOptions{}}}};
 //
-// It is a torch::optim::Optimizer: closures, add_param_group, torch's schedulers, torch::save and
-// torch::load work. Every rank holds the whole state and takes the same step with gradients that
-// backward has averaged; ShardedOptimizer (lockstep/parallel/sharded_optimizer.h) averages them in
-// its step and divides the state over ranks. Clipping, loss scaling and skipping are options of the
-// step, so a loop works with both, and so do checkpoints: state is named after parameters
+// It is a torch::optim::Optimizer: closures, torch's schedulers, torch::save and torch::load work.
+// Every rank holds the whole state and takes the same step with gradients that backward has
+// averaged; ShardedOptimizer (lockstep/parallel/sharded_optimizer.h) averages them in its step and
+// divides the state. A loop works with both, and so do checkpoints: state is named after parameters
 // ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
 //
 // Results have the bits of PyTorch's fused optimizers, except AdamW on a GPU for a model with float

@@ -100,7 +100,7 @@ class RuleOf : public UpdateRule {
   void each_option(const OptionVisitor& visit) override { options.each(visit); }
   void check() const override;
   // None, unless the options or the rule say which.
-  std::vector<StateSpec> state(at::IntArrayRef sizes) const override {
+  std::vector<StateSpec> state([[maybe_unused]] at::IntArrayRef sizes) const override {
     if constexpr (requires { options.state(sizes); }) return options.state(sizes);
     return {};
   }

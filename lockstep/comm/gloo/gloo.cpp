@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/c10d_calls.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::detail::gloo {
 
@@ -207,12 +208,8 @@ class GlooBackend : public C10dBackend {
     survive_broken_pipes();
     auto group_options = c10d::ProcessGroupGloo::Options::create(options.startup_timeout);
     if (const auto names = env::get("GLOO_SOCKET_IFNAME")) {
-      for (std::size_t begin = 0; begin <= names->size();) {
-        const std::size_t end = std::min(names->find(',', begin), names->size());
-        group_options->devices.push_back(
-            Group::createDeviceForInterface(names->substr(begin, end - begin)));
-        begin = end + 1;
-      }
+      for (const std::string& name : split(*names, ','))
+        group_options->devices.push_back(Group::createDeviceForInterface(name));
     } else {
       group_options->devices.push_back(Group::createDeviceForHostname(options.address));
     }

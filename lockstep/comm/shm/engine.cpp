@@ -237,7 +237,7 @@ std::string Engine::failure() const {
 // ---------------------------------------------------------------- tickets
 
 void Ticket::wait(const Deadline& deadline) {
-  executor_->wait(*this, deadline);
+  engine_->wait(*this, deadline);
   if (auto failed = error()) std::rethrow_exception(failed);
 }
 
@@ -246,7 +246,7 @@ void Ticket::wait() {
 }
 
 bool Ticket::poll() {
-  return done() || executor_->poll(*this);
+  return done() || engine_->poll(*this);
 }
 
 std::exception_ptr Ticket::error() const {
@@ -255,7 +255,7 @@ std::exception_ptr Ticket::error() const {
 
 void Ticket::on_done(std::function<void()> callback) {
   // In a forked child nothing ends any more, and a lock may be held by a thread of the parent.
-  if (executor_->inherited()) {
+  if (engine_->inherited()) {
     new std::function<void()>(std::move(callback));
     return;
   }
@@ -269,7 +269,7 @@ void Ticket::on_done(std::function<void()> callback) {
   if (callback)
     callback();
   else
-    executor_->request_progress();
+    engine_->request_progress();
 }
 
 void Completions::finish(Ticket& ticket, std::exception_ptr error) {

@@ -153,7 +153,7 @@ void EngineCore::start_or_hand_over(const std::shared_ptr<Operation>& operation,
                                     std::vector<std::shared_ptr<Operation>>& arriving,
                                     bool caller_waits) {
   throw_if_broken();
-  operation->executor_ = shared_from_this();
+  operation->engine_ = shared_from_this();
   std::unique_lock lock(mutex_);
   if (driven_) {
     arriving.push_back(operation);

@@ -27,9 +27,7 @@
 
 namespace lockstep::shm {
 
-class EngineCore final : public Executor,
-                         private ProgressHost,
-                         public std::enable_shared_from_this<EngineCore> {
+class EngineCore final : private ProgressHost, public std::enable_shared_from_this<EngineCore> {
  public:
   // `policy`: null for the adaptive policy.
   EngineCore(const RankAndSize& info, const Layout& layout, std::vector<Peer> peers,
@@ -41,10 +39,12 @@ class EngineCore final : public Executor,
   // Any thread.
   void start(const std::shared_ptr<Collective>& collective, bool caller_waits);
   void start(const std::shared_ptr<Message>& message, bool caller_waits);
-  void wait(Ticket& ticket, const Deadline& deadline) override;
-  bool poll(Ticket& ticket) override;
-  void request_progress() override;
-  bool inherited() const override;
+  void wait(Ticket& ticket, const Deadline& deadline);  // returns when the ticket is done
+  bool poll(Ticket& ticket);  // does what can be done without waiting, and schedules the rest
+  void request_progress();    // an operation must finish although no thread waits for it
+  // True in a child forked off the process that made the engine. The rank, the thread and perhaps a
+  // held lock belong to the parent, so the child must not touch the engine.
+  bool inherited() const;
 
   // Any thread. See Engine::symmetric.
   std::shared_ptr<SymmetricBlock> make_symmetric(std::size_t bytes, const Deadline& deadline);

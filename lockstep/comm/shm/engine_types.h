@@ -19,8 +19,10 @@
 
 namespace lockstep::shm {
 
+class EngineCore;
 class Group;
 class ProgressPolicy;
+class Segment;
 using PolicyFactory = std::unique_ptr<ProgressPolicy> (*)(const Group& group);
 
 // Zero means the measured default. Sizes must be equal on all ranks.
@@ -53,35 +55,22 @@ struct ConstPart {
 // Whoever holds the pointer owns it; freeing it is local.
 class SymmetricBlock {
  public:
-  virtual ~SymmetricBlock() = default;
+  // The ranks' segments, by rank.
+  SymmetricBlock(std::uint32_t id, int rank, std::size_t bytes,
+                 std::vector<std::shared_ptr<Segment>> segments);
+  std::uint32_t id() const { return id_; }
   std::byte* data() const { return peer(rank_); }
   std::size_t bytes() const { return bytes_; }
   // That rank's part, as mapped in this process. The caller decides who may access it when; a
   // barrier orders accesses.
   std::byte* peer(int rank) const { return bases_.at(static_cast<std::size_t>(rank)); }
 
- protected:
-  SymmetricBlock() = default;
-  int rank_ = 0;
-  std::size_t bytes_ = 0;
+ private:
+  const std::uint32_t id_;
+  const int rank_;
+  const std::size_t bytes_;
+  const std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<std::byte*> bases_;
-};
-
-class Ticket;
-
-// The functions of the engine that a ticket calls, from any thread.
-class Executor {
- public:
-  virtual ~Executor() = default;
-  // Returns when the ticket is done.
-  virtual void wait(Ticket& ticket, const Deadline& deadline) = 0;
-  // Does what can be done without waiting, and schedules the rest.
-  virtual bool poll(Ticket& ticket) = 0;
-  // Called when an operation must finish although no thread waits for it.
-  virtual void request_progress() = 0;
-  // True in a child forked off the process that made the engine. The rank, the thread and perhaps a
-  // held lock belong to the parent, so the child must not touch the engine.
-  virtual bool inherited() const = 0;
 };
 
 // An operation that the engine was asked for. A thread that waits drives the engine itself if no
@@ -124,7 +113,7 @@ class Ticket {
   friend class Completions;
   friend class EngineCore;
 
-  std::shared_ptr<Executor> executor_;  // set when the operation starts
+  std::shared_ptr<EngineCore> engine_;  // set when the operation starts
   const Deadline deadline_;
   std::atomic<bool> done_{false};
   std::mutex mutex_;  // the two below, until it is done

@@ -520,6 +520,9 @@ TEST(Usage, OptionsThatDifferOverRanks) {
   const EngineOptions long_rings{.small_bytes = 1024, .chunk_bytes = 4096, .ring_bytes = 12288};
   for (const std::string& text : answers(long_chunks, long_rings))
     EXPECT_THAT(text, HasSubstr("chunk_bytes 4096, ring_bytes 12288"));
+  // Not even segments of one size: found before any is made.
+  for (const std::string& text : answers({.chunk_bytes = 1u << 20}, {.chunk_bytes = 1u << 21}))
+    EXPECT_THAT(text, HasSubstr("rank 1 has another buffer size"));
 }
 
 }  // namespace

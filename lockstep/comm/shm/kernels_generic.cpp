@@ -13,8 +13,4 @@ int all_sum_kernels(const SumKernels** sets) {
   return 1;
 }
 
-const SumKernels& sum_kernels() {
-  return kGenericKernels;
-}
-
 }  // namespace lockstep::shm

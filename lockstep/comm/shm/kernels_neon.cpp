@@ -27,8 +27,4 @@ int all_sum_kernels(const SumKernels** sets) {
   return 1;
 }
 
-const SumKernels& sum_kernels() {
-  return kNeonKernels;
-}
-
 }  // namespace lockstep::shm

@@ -31,13 +31,4 @@ int all_sum_kernels(const SumKernels** sets) {
   return count;
 }
 
-const SumKernels& sum_kernels() {
-  static const SumKernels* const best = [] {
-    const SumKernels* sets[kMaxKernelSets];
-    all_sum_kernels(sets);
-    return sets[0];
-  }();
-  return *best;
-}
-
 }  // namespace lockstep::shm

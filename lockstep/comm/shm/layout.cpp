@@ -19,16 +19,10 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 
-// Measured with two processes on two cores of a Xeon (Emerald Rapids): 16 KiB take 5.5 us in one
-// round and 3.3 divided, where they are symmetric and need no copies (private ones 5.5 and 6.0);
-// 32 KiB 9.5 and 5.0 (9.5 and 10). With more ranks each of them reads more in one round, so
-// dividing pays earlier: with 16 on 16 cores 8 KiB take 18 to 25 us in one round, and 16 KiB,
-// divided, 10 (private ones 13 to 15); with 4 on two cores every round is a change of threads, so
-// it pays late.
-//
-// Chunks: two ranks take 4.9 to 5.4 ms for 25 MB with 256 KiB, 5.2 to 5.9 with 512 KiB: those no
-// longer fit into a core's own cache together with the array. Four ranks on two cores take 16 ms
-// with 1 MiB and 23 ms with 256 KiB; and slices must not become too small.
+// Measured (docs/adr/0004). Two ranks on two cores: symmetric 16 KiB take 5.5 us in one round and
+// 3.3 divided. With more ranks each of them reads more in one round, so dividing pays earlier; on
+// fewer cores than ranks every round is a change of threads, so it pays late. Chunks of two ranks
+// fit into a core's own cache; four ranks on two cores take 16 ms with 1 MiB, 23 with 256 KiB.
 constexpr std::size_t kSmallBytesOfAll = 32u << 10;
 constexpr std::size_t kMaxSmallBytes = 8u << 10;
 constexpr std::size_t kChunkBytesOfTwo = 256u << 10;

@@ -499,16 +499,14 @@ std::size_t segment_bytes(std::size_t bytes, int ranks) {
 
 }  // namespace
 
-MappedBlock::MappedBlock(std::uint32_t id, int rank, std::size_t bytes,
-                         std::vector<std::shared_ptr<Segment>> segments)
-    : id_(id), segments_(std::move(segments)) {
-  rank_ = rank;
-  bytes_ = bytes;
+SymmetricBlock::SymmetricBlock(std::uint32_t id, int rank, std::size_t bytes,
+                               std::vector<std::shared_ptr<Segment>> segments)
+    : id_(id), rank_(rank), bytes_(bytes), segments_(std::move(segments)) {
   for (const auto& segment : segments_)
     bases_.push_back(segment->data() + begin_of(static_cast<int>(bases_.size()), bytes));
 }
 
-void SymmetricBlocks::add(const std::shared_ptr<MappedBlock>& block) {
+void SymmetricBlocks::add(const std::shared_ptr<SymmetricBlock>& block) {
   const std::lock_guard lock(mutex_);
   std::erase_if(blocks_, [](const auto& entry) { return entry.second.expired(); });
   blocks_[reinterpret_cast<std::uintptr_t>(block->data())] = block;
@@ -601,8 +599,8 @@ void check_sizes(const std::vector<Packet>& packets) {
 
 }  // namespace
 
-std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
-                                            std::size_t bytes, const Deadline& deadline) {
+std::shared_ptr<SymmetricBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
+                                               std::size_t bytes, const Deadline& deadline) {
   // One round of messages in which each rank says `text`, or why its `body` failed.
   const auto round = [&](std::string text, const std::function<void()>& body,
                          const std::shared_ptr<Segment>& handed) {
@@ -635,7 +633,7 @@ std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const Block
       },
       nullptr);
   own->close_fd();
-  auto block = std::make_shared<MappedBlock>(id, ranks.info.rank, bytes, std::move(segments));
+  auto block = std::make_shared<SymmetricBlock>(id, ranks.info.rank, bytes, std::move(segments));
   blocks.add(block);
   return block;
 }

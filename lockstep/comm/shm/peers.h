@@ -1,10 +1,9 @@
 // Connects the ranks of one host to each other so that they can share memory, and creates their
 // symmetric blocks.
 //
-// Every rank listens on a random abstract socket and writes its name in a store that all can read
-// (the world's store). Each pair connects once, checks that the other end belongs to the same user,
-// and hands over two descriptors: the rank's control segment and a pidfd of itself. Nothing has a
-// name in a file system, so nothing can be left behind.
+// Every rank listens on a random abstract socket and writes its name in the world's store. Each
+// pair connects once, checks that the other end belongs to the same user, and hands over the rank's
+// control segment and a pidfd of itself. Nothing has a name in a file system.
 //
 //   PeersResult result = connect_peers(kv, place, {bytes, make_segment}, deadline);
 //   if (!result.unavailable_reason.empty()) use_gloo();
@@ -31,8 +30,6 @@
 #include "lockstep/rendezvous/key_value_store.h"
 
 namespace lockstep::shm {
-
-class Segment;
 
 struct RankAndSize {
   int rank = 0;
@@ -78,32 +75,20 @@ void send_packet(int socket, std::string_view text, int fd, const Deadline& dead
                  const FailureCheck& failure_check = {});
 Packet receive_packet(int socket, const Deadline& deadline, const FailureCheck& failure_check = {});
 
-// A symmetric block: a segment of every rank, which all ranks have mapped.
-class MappedBlock final : public SymmetricBlock {
- public:
-  MappedBlock(std::uint32_t id, int rank, std::size_t bytes,
-              std::vector<std::shared_ptr<Segment>> segments);
-  std::uint32_t id() const { return id_; }
-
- private:
-  const std::uint32_t id_;
-  const std::vector<std::shared_ptr<Segment>> segments_;
-};
-
 // Finds the symmetric block that contains an address. Safe from any thread.
 class SymmetricBlocks {
  public:
   struct Location {
-    std::shared_ptr<MappedBlock> block;  // null: private memory
+    std::shared_ptr<SymmetricBlock> block;  // null: private memory
     std::uint64_t offset = 0;
   };
-  void add(const std::shared_ptr<MappedBlock>& block);
+  void add(const std::shared_ptr<SymmetricBlock>& block);
   Location find(const void* data, std::size_t bytes) const;
   std::uint32_t next_id() { return ++last_id_; }
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::uintptr_t, std::weak_ptr<MappedBlock>> blocks_;
+  std::map<std::uintptr_t, std::weak_ptr<SymmetricBlock>> blocks_;
   std::uint32_t last_id_ = 0;
 };
 
@@ -122,7 +107,7 @@ struct BlockMakers {
 // then every rank makes a segment and hands its descriptor to all others over the pairs' sockets;
 // then all say whether they could map them. The block is entered into `blocks`. Freeing it is
 // local: every rank has mapped the others' parts itself.
-std::shared_ptr<MappedBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
-                                            std::size_t bytes, const Deadline& deadline);
+std::shared_ptr<SymmetricBlock> make_symmetric(SymmetricBlocks& blocks, const BlockMakers& ranks,
+                                               std::size_t bytes, const Deadline& deadline);
 
 }  // namespace lockstep::shm

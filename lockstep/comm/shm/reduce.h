@@ -83,10 +83,11 @@ struct SumKernels {
   SumKernel f16;  // null: this instruction set has no conversion; the plain loop serves
 };
 
-// The best set for this processor. Defined by the file that the build chooses for the architecture.
+// The best set for this processor.
 const SumKernels& sum_kernels();
 
-// All that this processor can run, the best first; for tests.
+// All that this processor can run, the best first. Defined by the file that the build chooses for
+// the architecture.
 inline constexpr int kMaxKernelSets = 4;
 int all_sum_kernels(const SumKernels** sets);
 

@@ -36,7 +36,7 @@ int open_descriptors() {
 TEST(SymmetricBlocks, FindsWhatIsHeldAndNothingElse) {
   SymmetricBlocks blocks;
   const auto make = [&] {
-    return std::make_shared<MappedBlock>(
+    return std::make_shared<SymmetricBlock>(
         blocks.next_id(), 0, 8192, std::vector<std::shared_ptr<Segment>>{Segment::make(8192)});
   };
   auto block = make();
@@ -289,21 +289,6 @@ TEST(Rendezvous, NobodyAllocatesBeforeAllHaveLookedForRoom) {
        }))
     EXPECT_THAT(why, HasSubstr("2147483648.0 MiB"));
   EXPECT_EQ(made, 2);
-}
-
-TEST(Rendezvous, OptionsThatDiffer) {
-  MapStore kv;
-  std::vector<std::string> reported(2);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      const std::size_t chunk = rank == 0 ? 1u << 20 : 1u << 21;
-      reported[static_cast<std::size_t>(rank)] =
-          Engine::make(kv, {rank, 2}, {.chunk_bytes = chunk}, soon()).unavailable_reason;
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& why : reported) EXPECT_THAT(why, HasSubstr("rank 1 has another buffer size"));
 }
 
 }  // namespace

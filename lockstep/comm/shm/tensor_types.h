@@ -7,6 +7,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <optional>
+#include <utility>
 
 #include "lockstep/comm/shm/reduce.h"
 
@@ -14,30 +15,15 @@ namespace lockstep::shm {
 
 // Nothing for types that the engine cannot add up (complex, quantised, float8).
 inline std::optional<DType> dtype_of(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return DType::kF32;
-    case c10::ScalarType::Double:
-      return DType::kF64;
-    case c10::ScalarType::Half:
-      return DType::kF16;
-    case c10::ScalarType::BFloat16:
-      return DType::kBf16;
-    case c10::ScalarType::Char:
-      return DType::kI8;
-    case c10::ScalarType::Short:
-      return DType::kI16;
-    case c10::ScalarType::Int:
-      return DType::kI32;
-    case c10::ScalarType::Long:
-      return DType::kI64;
-    case c10::ScalarType::Byte:
-      return DType::kU8;
-    case c10::ScalarType::Bool:
-      return DType::kBool;
-    default:
-      return std::nullopt;
-  }
+  using Theirs = c10::ScalarType;
+  constexpr std::pair<Theirs, DType> kTypes[] = {
+      {Theirs::Float, DType::kF32},  {Theirs::BFloat16, DType::kBf16}, {Theirs::Half, DType::kF16},
+      {Theirs::Double, DType::kF64}, {Theirs::Long, DType::kI64},      {Theirs::Int, DType::kI32},
+      {Theirs::Short, DType::kI16},  {Theirs::Char, DType::kI8},       {Theirs::Byte, DType::kU8},
+      {Theirs::Bool, DType::kBool}};
+  for (const auto& [theirs, ours] : kTypes)
+    if (theirs == dtype) return ours;
+  return std::nullopt;
 }
 
 }  // namespace lockstep::shm
