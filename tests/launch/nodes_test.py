@@ -476,12 +476,6 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         for code, err in self.ends([first, self.node(1, "echo other", "--role=other")]):
             self.assertEqual(code, 0, err)
 
-    def test_port_0_is_refused_for_several_nodes(self):
-        self.port = 0
-        code, _, err = self.finish(self.node(0, "echo ran"))
-        self.assertEqual(code, 2)
-        self.assertIn("--master-port", err)
-
     def test_nodes_may_share_a_log_dir(self):
         logs = os.path.join(self.dir.name, "logs")
         processes = self.both("echo I am $RANK", "-r", "1", f"--log-dir={logs}", "--rdzv-id=j")
