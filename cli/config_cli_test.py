@@ -54,18 +54,6 @@ class Config(unittest.TestCase):
         self.assertIn("pipeline_parallel_degree x tensor_parallel_degree is 4, and there are 6 "
                       "ranks", done.stderr)
 
-    def test_global_batches_are_of_copies_of_the_model(self):
-        self.write("t.yaml", "pipeline_parallel_degree: 2\nper_device_train_batch_size: 4\n"
-                             "global_batch_size: 15\n")
-        done = self.run_config("show", "t.yaml", "--world-size", "2")
-        self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 4 (batch 4 x 1 data parallel group of 2 ranks). The "
-                      "nearest that are: 12 and 16.", done.stderr)
-        done = self.run_config("show", "t.yaml", "--world-size", "4", "--global_batch_size=12")
-        self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 8 (batch 4 x 2 data parallel groups of 2 ranks). The "
-                      "nearest that are: 8 and 16.", done.stderr)
-
     def test_elastic_gpu_is_shown_with_a_batch_that_the_ranks_can_share(self):
         self.write("t.yaml", "per_device_train_batch_size: 4\nelastic_gpu: true\n")
         done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=15")

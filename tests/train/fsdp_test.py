@@ -118,20 +118,6 @@ class Fsdp(TrainCase):
         self.assertNotEqual(losses(plain), losses(half))
         self.assert_close(plain, half, 2e-2)
 
-    # Parts of the blocks are read from the folder.
-    def test_begins_with_the_weights_of_a_folder(self):
-        self.write_gpt()
-        base, _ = self.run_with(2, "base", *NO_CLIPPING)
-        self.config.write_text(self.config.read_text().replace(
-            "vocab_size: 257", f"vocab_size: 257, weights: {self.newest(base)}"))
-        plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
-        whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard", *NO_CLIPPING)
-        self.assertEqual(losses(plain), losses(whole))
-        self.assert_same(self.newest(plain), self.newest(whole))
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            self.assertEqual((self.newest(plain) / file).read_bytes(),
-                             (self.newest(whole) / file).read_bytes())
-
     # The base is frozen, so the first block has no input with a gradient.
     def test_adapters_and_bf16_and_the_best_model(self):
         self.write_gpt()

@@ -137,13 +137,6 @@ class Tensor(TrainCase):
             run, _ = self.run_with(2, name, *tensor(2), "--mixed_precision", "fp8", *flags)
             self.assert_close(plain, run, CLOSE_FP8)
 
-    def test_copies_of_the_slices_are_data_parallel(self):
-        plain, _ = self.run_with(2, "ddp", *PLAIN)
-        run, said = self.run_with(4, "run", *tensor(2))
-        self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
-        self.assertIn("replicas identical on 2 ranks", said)
-        self.assert_close(plain, run)
-
     def test_shards_and_stages_of_slices(self):
         best = ("--load_best_model_at_end", "true")
         for samples, name, flags in (
