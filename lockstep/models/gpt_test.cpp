@@ -9,7 +9,7 @@
 #include <cmath>
 #include <set>
 
-#include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/pretrained.h"
@@ -29,16 +29,6 @@ const LlamaConfig kLlama{.vocab_size = 50,
                          .num_hidden_layers = 2,
                          .num_attention_heads = 4,
                          .num_key_value_heads = 2};
-
-template <typename Body>
-std::string message_of(Body body) {
-  try {
-    body();
-  } catch (const UsageError& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(Gpt, HasTheNamesOfGpt2) {
   Gpt gpt{kSmall};
