@@ -2,10 +2,9 @@
 and checkpoints that either continues."""
 
 import json
-import subprocess
 import unittest
 
-from train_case import BOUND_S, CONFIG, LOCKSTEP, TrainCase, copy_until, end, environment, losses
+from train_case import CONFIG, TrainCase, copy_until, losses
 
 STEP = 10  # of a checkpoint in the middle
 # Two ranks, one pass per step and no clipping: every sum has two terms, in one order. Kernels round
@@ -133,19 +132,8 @@ class Fsdp(TrainCase):
             self.assert_same(self.newest(plain), self.newest(whole))
 
     def test_hybrid_copies_between_hosts(self):
-        """The hosts are two launchers on this machine."""
-        port, processes = self.held_port(), []
-        for node in range(2):
-            command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2",
-                       "--master-addr=127.0.0.1", f"--master-port={port}", LOCKSTEP, "train",
-                       str(self.config), "--output_dir", str(self.place / "hybrid"), "--fsdp",
-                       "hybrid_shard", "--num_train_epochs", "2"]
-            processes.append(subprocess.Popen(command, env=environment(), text=True,
-                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                              stdin=subprocess.DEVNULL))
-            self.addCleanup(end, processes[-1])
-        said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-        self.assertEqual([process.returncode for process in processes], [0, 0], said)
+        said = self.on_two_hosts(2, self.place / "hybrid", "--fsdp", "hybrid_shard",
+                                 "--num_train_epochs", "2")
         self.assertIn("fully sharded over 2 ranks", said[0])
         self.assertIn("replicas identical on 2 ranks", said[0])
         plain, _ = self.run_with(4, "plain", "--num_train_epochs", "2")

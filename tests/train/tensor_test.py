@@ -3,10 +3,9 @@ whole model that continue with any degree or without, and copies of the slices."
 
 import json
 import math
-import subprocess
 import unittest
 
-from train_case import BOUND_S, LOCKSTEP, TrainCase, copy_until, end, environment, losses
+from train_case import TrainCase, copy_until, losses
 
 STEP = 4  # of a checkpoint in the middle
 YAML = """
@@ -160,23 +159,9 @@ class Tensor(TrainCase):
             self.assert_same(self.newest(run), self.newest(rest))
 
     def test_hybrid_shard_divides_slices_inside_a_host(self):
-        """The hosts are two launchers on this machine, with `ranks` each."""
         for ranks in (2, 4):
-            port, processes = self.held_port(), []
             output = self.place / f"hybrid-{ranks}"
-            for node in range(2):
-                command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}",
-                           f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-                           f"--master-port={port}", LOCKSTEP, "train", str(self.config),
-                           "--output_dir", str(output), "--fsdp", "hybrid_shard",
-                           "--tensor_parallel_degree", "2"]
-                processes.append(subprocess.Popen(command, env=environment(), text=True,
-                                                  stdout=subprocess.PIPE,
-                                                  stderr=subprocess.STDOUT,
-                                                  stdin=subprocess.DEVNULL))
-                self.addCleanup(end, processes[-1])
-            said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-            self.assertEqual([process.returncode for process in processes], [0, 0], said)
+            said = self.on_two_hosts(ranks, output, "--fsdp", "hybrid_shard", *tensor(2))
             self.assertIn(f"fully sharded over {ranks // 2} rank{'s' if ranks > 2 else ''}, in "
                           "slices on 2 tensor parallel ranks", said[0])
             plain, _ = self.run_with(ranks, f"plain-{ranks}", *PLAIN)
