@@ -174,20 +174,6 @@ TEST(Gpt, LearnsASequence) {
   EXPECT_LT(last, 0.5);  // ln 50 = 3.9 at the start
 }
 
-TEST(Gpt, RunsBlocksThroughTheRunner) {
-  torch::manual_seed(4);
-  Gpt gpt{kSmall};
-  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
-  const auto plain = gpt(ids);
-  int calls = 0;
-  gpt->run_blocks_with([&](Block block, std::vector<at::Tensor> inputs) {
-    ++calls;
-    return block(inputs);
-  });
-  EXPECT_TRUE(torch::equal(gpt(ids), plain));
-  EXPECT_EQ(calls, 2);
-}
-
 TEST(CausalLm, DropsInTrainingAlone) {
   torch::manual_seed(5);
   GptConfig config = kSmall;
@@ -321,20 +307,6 @@ TEST(Generate, PenalizesWhatIsThere) {
   std::set<std::int64_t> all(ids.begin(), ids.end());
   all.insert(made.begin(), made.end());
   EXPECT_EQ(all.size(), 23u);
-}
-
-TEST(Llama, RunsBlocksThroughTheRunner) {
-  torch::manual_seed(8);
-  Llama llama{kLlama};
-  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
-  const auto plain = llama(ids);
-  int calls = 0;
-  llama->run_blocks_with([&](Block block, std::vector<at::Tensor> inputs) {
-    ++calls;
-    return block(inputs);
-  });
-  EXPECT_TRUE(torch::equal(llama(ids), plain));
-  EXPECT_EQ(calls, 2);
 }
 
 TEST(Gpt, RefusesWhatDoesNotFit) {

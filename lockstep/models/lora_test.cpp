@@ -252,41 +252,6 @@ TEST(Lora, ChoosesLayersAsPeftDoes) {
   EXPECT_TRUE(LoraTargets({.target_modules = {"lm_head"}}).matches("lm_head"));
 }
 
-TEST(Lora, ScalesByRankAndPattern) {
-  const LoraTargets targets({.r = 8,
-                             .lora_alpha = 16,
-                             .target_modules = "all-linear",
-                             .rank_pattern = {{"mlp.c_proj", 4}, {R"(.*\.0\.attn\..*)", 2}},
-                             .alpha_pattern = {{"c_fc", 4}}});
-  EXPECT_EQ(targets.rank("transformer.h.0.mlp.c_proj"), 4);
-  EXPECT_EQ(targets.rank("transformer.h.0.attn.c_proj"), 2);
-  EXPECT_EQ(targets.rank("transformer.h.1.attn.c_proj"), 8);
-  EXPECT_EQ(targets.scaling("transformer.h.0.mlp.c_proj"), 4);
-  EXPECT_EQ(targets.scaling("transformer.h.1.mlp.c_fc"), 0.5);
-  const LoraTargets stable({.r = 16, .lora_alpha = 8, .use_rslora = true});
-  EXPECT_EQ(stable.scaling("x"), 2);
-}
-
-TEST(Lora, TrainsBiasesAndWholeModules) {
-  LoraConfig config = kBasic;
-  config.bias = LoraBias::kLoraOnly;
-  config.modules_to_save = {"ln_f"};
-  Gpt gpt = small_gpt();
-  add_lora(*gpt, config);
-  EXPECT_EQ(trained_names(*gpt).size(), 8u + 4u + 2u);
-  EXPECT_TRUE(trained_names(*gpt).contains("transformer.h.0.attn.c_attn.bias"));
-  EXPECT_TRUE(trained_names(*gpt).contains("transformer.ln_f.weight"));
-  std::set<std::string> keys;
-  for (const auto& [name, tensor] : lora_tensors(*gpt, config)) keys.insert(name);
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.h.0.attn.c_attn.base_layer.bias"));
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.ln_f.bias"));
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"));
-  config.bias = LoraBias::kAll;
-  Gpt other = small_gpt();
-  add_lora(*other, config);
-  EXPECT_EQ(trained_names(*other).size(), 8u + 2u * 6u + 2u);
-}
-
 TEST(Lora, CountsTheBytesOfItsFile) {
   for (const LoraBias bias : {LoraBias::kNone, LoraBias::kAll, LoraBias::kLoraOnly}) {
     LoraConfig config = kBasic;
