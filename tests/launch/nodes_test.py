@@ -13,6 +13,7 @@ import time
 import unittest
 import uuid
 
+from cable import Cable
 from launch_case import BOUND_S, WAITS, Case, free_port, marked
 
 WAIT = 'echo $$ > $NOTES/up.$RANK; sleep 300'
@@ -501,39 +502,23 @@ def can_make_namespaces():
 
 @unittest.skipUnless(can_make_namespaces(), "needs root and ip netns")
 class Namespaces(Nodes):
-    """Two hosts: two network namespaces joined by a cable that can be cut."""
-
     def setUp(self):
         super().setUp()
-        tag = uuid.uuid4().hex[:6]
-        self.spaces = [f"ls{tag}a", f"ls{tag}b"]
-        self.links = [f"v{tag}a", f"v{tag}b"]
-        for space in self.spaces:
-            self.ip("netns", "add", space)
-        self.ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
-        for index, (space, link) in enumerate(zip(self.spaces, self.links)):
-            self.ip("link", "set", link, "netns", space)
-            self.ip("-n", space, "addr", "add", f"10.99.7.{index + 1}/24", "dev", link)
-            self.ip("-n", space, "link", "set", link, "up")
-            self.ip("-n", space, "link", "set", "lo", "up")
+        self.cable = Cable("10.99.7")
 
     def tearDown(self):
         try:
             super().tearDown()
         finally:
-            for space in self.spaces:
-                subprocess.run(["ip", "netns", "del", space], capture_output=True)
-
-    def ip(self, *args):
-        subprocess.run(["ip", *args], check=True, capture_output=True)
+            self.cable.remove()
 
     def hosts(self, script, *flags):
         return [self.node(rank, script, *flags, address="10.99.7.1",
-                          prefix=("ip", "netns", "exec", self.spaces[rank])) for rank in (0, 1)]
+                          prefix=self.cable.inside(rank)) for rank in (0, 1)]
 
     def test_the_interface_towards_the_master(self):
         processes = self.hosts("echo if $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME")
-        for process, link, address in zip(processes, self.links, ("10.99.7.1", "10.99.7.2")):
+        for process, link, address in zip(processes, self.cable.links, ("10.99.7.1", "10.99.7.2")):
             code, out, err = self.finish(process)
             self.assertEqual(code, 0, err)
             self.assertEqual(set(re.findall(r"if (.*)", out)), {f"{link} ={link}"})
@@ -553,12 +538,12 @@ class Namespaces(Nodes):
         processes = self.hosts(WAIT)
         self.wait_notes("up", 4)
         began = time.monotonic()
-        self.ip("-n", self.spaces[1], "link", "set", self.links[1], "down")
+        self.cable.set_link(1, "down")
         for (code, err), other in zip(self.ends(processes), (1, 0)):
             self.assertEqual(code, 1, err)
             self.assertIn(f"the launcher of node {other}", err)
         took_s = time.monotonic() - began
-        self.ip("-n", self.spaces[1], "link", "set", self.links[1], "up")
+        self.cable.set_link(1, "up")
         return took_s
 
     def test_a_network_partition(self):
