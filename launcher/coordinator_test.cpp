@@ -113,15 +113,6 @@ TEST_F(CoordinatorTest, AStopRequestIsNoFailureAndEndsWithItsCode) {
   EXPECT_FALSE(sent_.back().failure);
 }
 
-TEST_F(CoordinatorTest, TheNumberOfARequestReachesAllNodes) {
-  coordinator_->begin();
-  Message third = stop(15);
-  third.request = 3;
-  coordinator_->on_message(1, third);
-  EXPECT_EQ(sent_.back().kind, Kind::kStop);
-  EXPECT_EQ(sent_.back().request, 3);
-}
-
 TEST_F(CoordinatorTest, AStopThatFailedEndsWithTheRanksCode) {
   for (const bool failed_stop : {false, true}) {
     SetUp();
