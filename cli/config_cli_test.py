@@ -321,16 +321,6 @@ class Config(unittest.TestCase):
         os.mkdir(os.path.join(self.folder, "models"))
         self.assertNotIn("huggingface-cli", self.refusal("model: {path: models/qwen}\n"))
 
-    def test_the_file_may_stand_behind_flags(self):
-        self.write("t.yaml", "model: gpt\n")
-        for args in (("--elastic_gpu", "t.yaml"), ("--max_steps", "5", "t.yaml", "--bf16"),
-                     ("--no_bf16", "t.yaml"), ("--tf32", "false", "t.yaml")):
-            done = self.run_config("check", *args)
-            self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"),
-                             (args, done.stderr))
-        done = self.run_config("check", "--bf16", "t.yaml", "u.yaml")
-        self.assertIn("check takes one file", done.stderr)
-
     def test_a_folder_of_shards_is_enough(self):
         """The keys of a file for another trainer of token shards, as they are."""
         text = ("dataset_dir: %s\ncompile_model: true\ntokens_per_update: 64\n"
@@ -677,11 +667,6 @@ class Config(unittest.TestCase):
         self.assertIn("fast: effective batch 16 = 8 per device", done.stdout)
         self.assertIn("seed ", self.run_config("diff", "a.yaml", "defaults").stdout)
         self.assertEqual(self.run_config("diff", "a.yaml").returncode, 2)
-
-    def test_a_pipe_is_a_file(self):
-        done = subprocess.run(["bash", "-c", f"{LOCKSTEP} config check <(echo 'seed: 1')"],
-                              timeout=60, capture_output=True, text=True)
-        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
