@@ -55,18 +55,6 @@ class Config(unittest.TestCase):
         self.assertIn("pipeline_parallel_degree x tensor_parallel_degree is 4, and there are 6 "
                       "ranks", done.stderr)
 
-    def test_global_batches_are_of_copies_of_the_model(self):
-        self.write("t.yaml", "pipeline_parallel_degree: 2\nper_device_train_batch_size: 4\n"
-                             "global_batch_size: 15\n")
-        done = self.run_config("show", "t.yaml", "--world-size", "2")
-        self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 4 (batch 4 x 1 data parallel group of 2 ranks). The "
-                      "nearest that are: 12 and 16.", done.stderr)
-        done = self.run_config("show", "t.yaml", "--world-size", "4", "--global_batch_size=12")
-        self.assertEqual(done.returncode, 2, done.stdout)
-        self.assertIn("is not a multiple of 8 (batch 4 x 2 data parallel groups of 2 ranks). The "
-                      "nearest that are: 8 and 16.", done.stderr)
-
     def test_elastic_gpu_is_shown_with_a_batch_that_the_ranks_can_share(self):
         self.write("t.yaml", "per_device_train_batch_size: 4\nelastic_gpu: true\n")
         done = self.run_config("show", "t.yaml", "--world-size", "3", "--global_batch_size=15")
@@ -372,16 +360,6 @@ class Config(unittest.TestCase):
                       self.refusal(text % "r: 17"))
         self.assertIn("lora.rank_pattern is 99", self.refusal(text % "rank_pattern: {c_fc: 99}"))
         self.accepted(text % "r: 16")
-
-    def test_the_file_may_stand_behind_flags(self):
-        self.write("t.yaml", "model: gpt\n")
-        for args in (("--elastic_gpu", "t.yaml"), ("--max_steps", "5", "t.yaml", "--bf16"),
-                     ("--no_bf16", "t.yaml"), ("--tf32", "false", "t.yaml")):
-            done = self.run_config("check", *args)
-            self.assertEqual((done.returncode, done.stdout), (0, "t.yaml can be used\n"),
-                             (args, done.stderr))
-        done = self.run_config("check", "--bf16", "t.yaml", "u.yaml")
-        self.assertIn("check takes one file", done.stderr)
 
     def test_a_folder_of_shards_is_enough(self):
         """The keys of a file for another trainer of token shards, as they are."""
@@ -754,11 +732,6 @@ class Config(unittest.TestCase):
         self.assertIn("fast: effective batch 16 = 8 per device", done.stdout)
         self.assertIn("seed ", self.run_config("diff", "a.yaml", "defaults").stdout)
         self.assertEqual(self.run_config("diff", "a.yaml").returncode, 2)
-
-    def test_a_pipe_is_a_file(self):
-        done = subprocess.run(["bash", "-c", f"{LOCKSTEP} config check <(echo 'seed: 1')"],
-                              timeout=60, capture_output=True, text=True)
-        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),

@@ -113,15 +113,6 @@ TEST_F(CoordinatorTest, AStopRequestIsNoFailureAndEndsWithItsCode) {
   EXPECT_FALSE(sent_.back().failure);
 }
 
-TEST_F(CoordinatorTest, TheNumberOfARequestReachesAllNodes) {
-  coordinator_->begin();
-  Message third = stop(15);
-  third.request = 3;
-  coordinator_->on_message(1, third);
-  EXPECT_EQ(sent_.back().kind, Kind::kStop);
-  EXPECT_EQ(sent_.back().request, 3);
-}
-
 TEST_F(CoordinatorTest, AStopThatFailedEndsWithTheRanksCode) {
   for (const bool failed_stop : {false, true}) {
     SetUp();
@@ -150,51 +141,6 @@ TEST_F(CoordinatorTest, AFailureBeforeARequestIsTheCause) {
   coordinator_->on_message(1, message(Kind::kDown));
   EXPECT_EQ(sent_.back().kind, Kind::kEnd);
   EXPECT_EQ(sent_.back().code, 3);
-}
-
-TEST_F(CoordinatorTest, ALostNodeEndsTheRunWhereNoRestartIsLeft) {
-  plan_.max_restarts = 0;
-  coordinator_->begin();
-  coordinator_->on_lost(1, "n1", "the connection was closed");
-  EXPECT_EQ(sent_.back().kind, Kind::kFailed);
-  coordinator_->on_message(0, message(Kind::kDown));
-  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
-  EXPECT_EQ(sent_.back().code, 1);
-  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("the launcher of node 1 on n1 is lost"));
-  EXPECT_EQ(waits_, 0);
-}
-
-TEST_F(CoordinatorTest, ALostNodeIsWaitedForAndCountsAsOneRestart) {
-  coordinator_->begin();
-  coordinator_->on_lost(1, "n1", "gone");
-  EXPECT_EQ(waits_, 0) << "ranks of node 0 are there yet";
-  coordinator_->on_message(0, message(Kind::kDown));
-  EXPECT_THAT(kinds(), ElementsAre(Kind::kStart, Kind::kFailed, Kind::kRestart));
-  EXPECT_THAT(sent_.back().text, HasSubstr("restarting all ranks (1 of 1)"));
-  EXPECT_THAT(sent_.back().text, HasSubstr("for node 1: start"));
-  EXPECT_EQ(waits_, 1);
-  run_for(Coordinator::backoff(0) + milliseconds(50));
-  EXPECT_EQ(sent_.back().kind, Kind::kRestart) << "it is not here";
-  coordinator_->begin({{2}, {2}});
-  EXPECT_EQ(sent_.back().kind, Kind::kStart);
-  EXPECT_EQ(sent_.back().attempt, 1);
-  coordinator_->on_lost(1, "n1", "gone again");
-  coordinator_->on_message(0, message(Kind::kDown, 1));
-  EXPECT_EQ(sent_.back().kind, Kind::kEnd) << "that was the last restart";
-}
-
-TEST_F(CoordinatorTest, ALostNodeThatDoesNotComeBackIsNamed) {
-  coordinator_->begin();
-  coordinator_->on_message(0, failed(0, 1));
-  coordinator_->on_lost(1, "n1", "gone");
-  coordinator_->on_message(0, message(Kind::kDown));
-  EXPECT_EQ(sent_.back().kind, Kind::kRestart);
-  EXPECT_EQ(sent_.back().failure->rank, 1) << "the cause of the restart";
-  coordinator_->give_up();
-  EXPECT_EQ(sent_.back().kind, Kind::kEnd);
-  EXPECT_EQ(sent_.back().code, 1);
-  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("the launcher of node 1 on n1 is lost: gone"));
-  EXPECT_THAT(sent_.back().failure->cause, HasSubstr("--node-rank=1 came back within 300 s"));
 }
 
 TEST_F(CoordinatorTest, ANodeThatIsLostInThePauseIsWaitedFor) {

@@ -219,27 +219,6 @@ class ConsoleTest : public ::testing::Test {
   Pipe err_ = make_pipe();
 };
 
-TEST_F(ConsoleTest, OnlyAFullSourceWaitsAndIsResumed) {
-  Console console(loop_, out_.write.get(), err_.write.get());
-  const std::string line(1000, 'x');
-  while (!console.full(1)) console.put({Console::kOut, 1, "[1] ", line, true});
-  console.put({Console::kOut, 2, "[2] ", "short", true});
-  EXPECT_FALSE(console.full(2));
-  bool resumed = false;
-  console.when_drained(1, [&] { resumed = true; });
-  run_for(milliseconds(20));  // fills the pipe, then waits without blocking
-  EXPECT_FALSE(resumed);
-  EXPECT_FALSE(console.empty());
-  std::string text;
-  for (int i = 0; i < 50 && !console.empty(); ++i) {
-    text += read_all();
-    run_for(milliseconds(5));
-  }
-  text += read_all();
-  EXPECT_TRUE(resumed);
-  EXPECT_THAT(text, ::testing::EndsWith("xx\n[2] short\n"));
-}
-
 TEST_F(ConsoleTest, AStuckConsoleIsGivenUpAtTheEnd) {
   Console console(loop_, out_.write.get(), err_.write.get());
   for (int i = 0; i < 200; ++i) console.put({Console::kOut, 1, "", std::string(1000, 'x'), true});
@@ -250,17 +229,6 @@ TEST_F(ConsoleTest, AStuckConsoleIsGivenUpAtTheEnd) {
   });
   loop_.run();
   EXPECT_TRUE(done);
-}
-
-TEST_F(ConsoleTest, AConsoleThatIsGoneSwallowsEverything) {
-  ::signal(SIGPIPE, SIG_IGN);
-  Console console(loop_, out_.write.get(), err_.write.get());
-  out_.read.reset();
-  while (!console.full(1)) console.put({Console::kOut, 1, "", "line", true});
-  run_for(milliseconds(20));
-  EXPECT_TRUE(console.empty());
-  console.put({Console::kOut, 1, "", "line", true});
-  EXPECT_FALSE(console.full(1));
 }
 
 TEST_F(ConsoleTest, ALineThatCannotBeOneIsShownInPieces) {

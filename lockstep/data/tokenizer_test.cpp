@@ -71,30 +71,6 @@ TEST_F(TokenizerTest, TokensAndIds) {
   EXPECT_EQ(Tokenizer::from_file(folder_ / "tokenizer.json").eos_token_id(), 9);
 }
 
-// tests/tokenizer compares them with transformers.
-TEST_F(TokenizerTest, SpecialTokensOfOtherFilesAreAdded) {
-  write_tokenizer(R"("added_tokens": [{"id": 9, "content": "<e>", "special": false,
-                     "normalized": false}],)");
-  write("tokenizer_config.json", R"({"pad_token": "<pad>", "eos_token": "<e>",
-      "additional_special_tokens": ["<x>", {"content": "<y>", "lstrip": true, "special": true}]})");
-  const Tokenizer tokenizer = load();
-  EXPECT_EQ(tokenizer.encode("ab<pad>c<x>a  <y><e>"), (Ids{6, 10, 3, 11, 1, 12, 9}));
-  EXPECT_EQ(tokenizer.decode(Ids{6, 10, 9, 3}), "ab c");  // what has a name is special
-  EXPECT_EQ(tokenizer.max_id(), 12);
-  EXPECT_EQ(tokenizer.vocab_size(), 13);
-  // The older file counts where there is no list of added tokens.
-  write("special_tokens_map.json", R"({"eos_token": {"content": "<old>"}})");
-  EXPECT_EQ(load().encode("<old>"), (Ids{10}));
-  EXPECT_EQ(load().eos_token_id(), 10);
-  write("tokenizer_config.json", R"({"eos_token": "<e>", "added_tokens_decoder":
-      {"9": {"content": "<e>", "rstrip": true, "special": true, "normalized": false}}})");
-  EXPECT_EQ(load().encode("<e>  a<old>").front(), 9);
-  EXPECT_EQ(load().encode("<e>  a"), (Ids{9, 1}));
-  EXPECT_EQ(load().eos_token_id(), 9);
-  write("tokenizer_config.json", R"({"split_special_tokens": true})");
-  EXPECT_THAT(refused(), HasSubstr("tokenizer_config.json: split_special_tokens is true, which"));
-}
-
 TEST_F(TokenizerTest, UnknownCharactersAndBytes) {
   write_tokenizer("", R"("unk_token": "<unk>",)");
   EXPECT_EQ(load().encode("xya"), (Ids{0, 0, 1}));
@@ -225,20 +201,6 @@ TEST(BpeTest, LongAndShortWordsMergeInOneOrder) {
       expected.push_back(3);
     EXPECT_EQ(ids, expected) << size;
   }
-}
-
-TEST(Utf8Test, OneReplacementForEachPart) {
-  std::string storage;
-  const std::string fine = "aé日😀";
-  EXPECT_EQ(valid_utf8(fine, storage).data(), fine.data());
-  const auto replaced = [&](std::string_view text) {
-    return std::string(valid_utf8(text, storage));
-  };
-  EXPECT_EQ(replaced("\xFF\x41"), "\uFFFDA");
-  EXPECT_EQ(replaced("\xE2\x82"), "\uFFFD");
-  EXPECT_EQ(replaced("\xF0\x9F\x98z"), "\uFFFDz");
-  EXPECT_EQ(replaced("\xED\xA0\x80"), "\uFFFD\uFFFD\uFFFD");
-  EXPECT_EQ(replaced("abcdefgh\xC0\x80"), "abcdefgh\uFFFD\uFFFD");
 }
 
 }  // namespace

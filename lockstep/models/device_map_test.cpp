@@ -24,11 +24,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-template <typename Body>
-std::string placing_error(Body body) {
-  return lockstep::testing::message_of<UsageError>(body);
-}
-
 const GptConfig kGpt{.n_layer = 4, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
 const LlamaConfig kPlacedLlama{.vocab_size = 50,
                                .hidden_size = 16,
@@ -105,13 +100,13 @@ TEST(DeviceMap, BalancesBytes) {
       EXPECT_LE(runs.size(), devices);
     }
   }
-  EXPECT_THAT(placing_error([] { balanced_device_map({.model = kGpt}, {}); }),
+  EXPECT_THAT(message_of([] { balanced_device_map({.model = kGpt}, {}); }),
               HasSubstr("over no device"));
 }
 
 TEST(DeviceMap, RefusesWhatIsNone) {
   const auto refused = [](const std::string& map, const CausalLmConfig& config) {
-    return placing_error([&] { read(map, config); });
+    return message_of([&] { read(map, config); });
   };
   EXPECT_THAT(refused("m: {model.layrs.0: 0}", {.model = kPlacedLlama}),
               HasSubstr("t.yaml:1:5: device_map: the model has no part 'model.layrs.0'. Did you "
@@ -329,13 +324,13 @@ TEST(Place, RefusesAnotherModelsMap) {
   LlamaConfig smaller = kPlacedLlama;
   smaller.num_hidden_layers = 3;
   const auto fewer = balanced_device_map({.model = smaller}, {"cpu"});
-  EXPECT_THAT(placing_error([&] { place(*model, fewer); }),
+  EXPECT_THAT(message_of([&] { place(*model, fewer); }),
               HasSubstr("the device map has 3 blocks, and the model 4"));
   const auto other = balanced_device_map({.model = kGpt}, {"cpu"});
-  EXPECT_THAT(placing_error([&] { place(*model, other); }),
+  EXPECT_THAT(message_of([&] { place(*model, other); }),
               HasSubstr("names transformer.wte, which the model does not have"));
   const auto far = balanced_device_map({.model = kPlacedLlama}, {"cuda:99"});
-  EXPECT_THAT(placing_error([&] { place(*model, far); }),
+  EXPECT_THAT(message_of([&] { place(*model, far); }),
               HasSubstr("the device map names cuda:99, and this process sees"));
 }
 

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <set>
 
-#include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/pretrained.h"
@@ -29,16 +29,6 @@ const LlamaConfig kLlama{.vocab_size = 50,
                          .num_hidden_layers = 2,
                          .num_attention_heads = 4,
                          .num_key_value_heads = 2};
-
-template <typename Body>
-std::string message_of(Body body) {
-  try {
-    body();
-  } catch (const UsageError& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(Gpt, HasTheNamesOfGpt2) {
   Gpt gpt{kSmall};
@@ -184,20 +174,6 @@ TEST(Gpt, LearnsASequence) {
   EXPECT_LT(last, 0.5);  // ln 50 = 3.9 at the start
 }
 
-TEST(Gpt, RunsBlocksThroughTheRunner) {
-  torch::manual_seed(4);
-  Gpt gpt{kSmall};
-  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
-  const auto plain = gpt(ids);
-  int calls = 0;
-  gpt->run_blocks_with([&](Block block, std::vector<at::Tensor> inputs) {
-    ++calls;
-    return block(inputs);
-  });
-  EXPECT_TRUE(torch::equal(gpt(ids), plain));
-  EXPECT_EQ(calls, 2);
-}
-
 TEST(CausalLm, DropsInTrainingAlone) {
   torch::manual_seed(5);
   GptConfig config = kSmall;
@@ -331,20 +307,6 @@ TEST(Generate, PenalizesWhatIsThere) {
   std::set<std::int64_t> all(ids.begin(), ids.end());
   all.insert(made.begin(), made.end());
   EXPECT_EQ(all.size(), 23u);
-}
-
-TEST(Llama, RunsBlocksThroughTheRunner) {
-  torch::manual_seed(8);
-  Llama llama{kLlama};
-  const auto ids = torch::randint(50, {2, 6}, torch::kLong);
-  const auto plain = llama(ids);
-  int calls = 0;
-  llama->run_blocks_with([&](Block block, std::vector<at::Tensor> inputs) {
-    ++calls;
-    return block(inputs);
-  });
-  EXPECT_TRUE(torch::equal(llama(ids), plain));
-  EXPECT_EQ(calls, 2);
 }
 
 TEST(Gpt, RefusesWhatDoesNotFit) {

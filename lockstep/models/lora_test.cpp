@@ -32,11 +32,6 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-template <typename Body>
-std::string lora_error(Body body) {
-  return lockstep::testing::message_of<UsageError>(body);
-}
-
 const GptConfig kAdapted{
     .n_layer = 2, .n_head = 2, .n_embd = 16, .vocab_size = 50, .n_positions = 12};
 const LoraConfig kBasic{.r = 4, .lora_alpha = 8, .target_modules = {"c_attn", "mlp.c_proj"}};
@@ -89,7 +84,7 @@ TEST(Linear, ComputesInBothLayouts) {
   }
   EXPECT_EQ(Linear(LinearOptions(6, 4).bias(false))->named_parameters().size(), 1u);
   EXPECT_EQ(Linear(LinearOptions(6, 4).deviation(0))->weight.abs().sum().item<double>(), 0);
-  EXPECT_THAT(lora_error([] { Linear bad(LinearOptions(0, 4)); }),
+  EXPECT_THAT(message_of([] { Linear bad(LinearOptions(0, 4)); }),
               HasSubstr("[linear] a layer of 0 inputs and 4 outputs"));
 }
 
@@ -257,41 +252,6 @@ TEST(Lora, ChoosesLayersAsPeftDoes) {
   EXPECT_TRUE(LoraTargets({.target_modules = {"lm_head"}}).matches("lm_head"));
 }
 
-TEST(Lora, ScalesByRankAndPattern) {
-  const LoraTargets targets({.r = 8,
-                             .lora_alpha = 16,
-                             .target_modules = "all-linear",
-                             .rank_pattern = {{"mlp.c_proj", 4}, {R"(.*\.0\.attn\..*)", 2}},
-                             .alpha_pattern = {{"c_fc", 4}}});
-  EXPECT_EQ(targets.rank("transformer.h.0.mlp.c_proj"), 4);
-  EXPECT_EQ(targets.rank("transformer.h.0.attn.c_proj"), 2);
-  EXPECT_EQ(targets.rank("transformer.h.1.attn.c_proj"), 8);
-  EXPECT_EQ(targets.scaling("transformer.h.0.mlp.c_proj"), 4);
-  EXPECT_EQ(targets.scaling("transformer.h.1.mlp.c_fc"), 0.5);
-  const LoraTargets stable({.r = 16, .lora_alpha = 8, .use_rslora = true});
-  EXPECT_EQ(stable.scaling("x"), 2);
-}
-
-TEST(Lora, TrainsBiasesAndWholeModules) {
-  LoraConfig config = kBasic;
-  config.bias = LoraBias::kLoraOnly;
-  config.modules_to_save = {"ln_f"};
-  Gpt gpt = small_gpt();
-  add_lora(*gpt, config);
-  EXPECT_EQ(trained_names(*gpt).size(), 8u + 4u + 2u);
-  EXPECT_TRUE(trained_names(*gpt).contains("transformer.h.0.attn.c_attn.bias"));
-  EXPECT_TRUE(trained_names(*gpt).contains("transformer.ln_f.weight"));
-  std::set<std::string> keys;
-  for (const auto& [name, tensor] : lora_tensors(*gpt, config)) keys.insert(name);
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.h.0.attn.c_attn.base_layer.bias"));
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.ln_f.bias"));
-  EXPECT_TRUE(keys.contains("base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"));
-  config.bias = LoraBias::kAll;
-  Gpt other = small_gpt();
-  add_lora(*other, config);
-  EXPECT_EQ(trained_names(*other).size(), 8u + 2u * 6u + 2u);
-}
-
 TEST(Lora, CountsTheBytesOfItsFile) {
   for (const LoraBias bias : {LoraBias::kNone, LoraBias::kAll, LoraBias::kLoraOnly}) {
     LoraConfig config = kBasic;
@@ -308,7 +268,7 @@ TEST(Lora, CountsTheBytesOfItsFile) {
 TEST(Lora, SaysWhatItCannotDo) {
   Gpt gpt = small_gpt();
   const auto adding = [&](const LoraConfig& config) {
-    return lora_error([&] { add_lora(*gpt, config); });
+    return message_of([&] { add_lora(*gpt, config); });
   };
   EXPECT_THAT(adding({.target_modules = {"q_proj", "v_proj"}}),
               AllOf(HasSubstr("[lora] target_modules [\"q_proj\",\"v_proj\"] matches no linear"),
@@ -330,7 +290,7 @@ TEST(Lora, SaysWhatItCannotDo) {
   EXPECT_TRUE(trained_names(*gpt).contains("transformer.wte.weight"));  // nothing has changed yet
   add_lora(*gpt, kBasic);
   EXPECT_THAT(adding(kBasic), HasSubstr("transformer.h.0.attn.c_attn has an adapter already"));
-  EXPECT_THAT(lora_error([&] { save_adapter(*small_gpt(), kBasic, "nowhere"); }),
+  EXPECT_THAT(message_of([&] { save_adapter(*small_gpt(), kBasic, "nowhere"); }),
               HasSubstr("no adapter to save"));
 }
 
@@ -460,21 +420,21 @@ TEST(Lora, WritesAndReadsAnAdapter) {
   EXPECT_TRUE(torch::equal(other(adapted_ids()), gpt(adapted_ids())));
   load_adapter(*other, folder);  // over those that are there
   std::ofstream(folder + "/tokenizer.json") << "{}";
-  EXPECT_THAT(lora_error([&] { save_adapter(*gpt, config, folder); }), HasSubstr("adapter"));
+  EXPECT_THAT(message_of([&] { save_adapter(*gpt, config, folder); }), HasSubstr("adapter"));
 
   Gpt larger{GptConfig{.n_layer = 2, .n_head = 2, .n_embd = 32, .vocab_size = 50}};
-  EXPECT_THAT(lora_error([&] { load_adapter(*larger, folder); }),
+  EXPECT_THAT(message_of([&] { load_adapter(*larger, folder); }),
               HasSubstr("The adapter belongs to another model"));
   Gpt deeper{GptConfig{.n_layer = 3, .n_head = 2, .n_embd = 16, .vocab_size = 50}};
-  EXPECT_THAT(lora_error([&] { load_adapter(*deeper, folder); }),
+  EXPECT_THAT(message_of([&] { load_adapter(*deeper, folder); }),
               HasSubstr("6 of its tensors are missing"));
-  EXPECT_THAT(lora_error([&] { load_adapter(*gpt, temporary.path()); }),
+  EXPECT_THAT(message_of([&] { load_adapter(*gpt, temporary.path()); }),
               HasSubstr("is not a folder with an adapter"));
 }
 
 TEST(LoraConfig, RefusesByName) {
   const auto reading = [](const std::string& fields) {
-    return lora_error([&] {
+    return message_of([&] {
       parse_adapter_config(R"({"peft_type": "LORA", "target_modules": ["a"], )" + fields + "}",
                            "a.json");
     });
@@ -489,11 +449,11 @@ TEST(LoraConfig, RefusesByName) {
   EXPECT_EQ(reading(R"("use_dora": false, "eva_config": null, "loftq_config": {}, )"
                     R"("peft_version": "0.21.2", "megatron_core": "megatron.core")"),
             "(nothing thrown)");
-  EXPECT_THAT(lora_error([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
+  EXPECT_THAT(message_of([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
               HasSubstr("peft_type is IA3, and only LORA"));
-  EXPECT_THAT(lora_error([] { read_lora_config(parse_yaml("{rank: 3}", "t.yaml"), "lora"); }),
+  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{rank: 3}", "t.yaml"), "lora"); }),
               HasSubstr("t.yaml:1:2: lora.rank is not supported"));
-  EXPECT_THAT(lora_error([] { read_lora_config(parse_yaml("{lora_alfa: 3}", "t.yaml"), "lora"); }),
+  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{lora_alfa: 3}", "t.yaml"), "lora"); }),
               HasSubstr("Did you mean lora_alpha?"));
 }
 

@@ -349,52 +349,6 @@ TEST_P(Sharded, GradientsStayLocalUntilTheyAreAskedFor) {
   });
 }
 
-TEST(ShardedState, GoesToAnotherNumberOfRanks) {
-  std::map<std::string, at::Tensor> saved;
-  std::mutex mutex;
-  const auto train = [&](World& world, ShardedOptimizer& optimizer, auto& model) {
-    for (int step = 0; step < 3; ++step) {
-      model(batch_of(world.rank(), step)).square().sum().backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
-  };
-  run_threads(2, [&](World& world) {
-    Net net = make_net();
-    DistributedDataParallel model{net, world, kSpareUnused};
-    ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
-    train(world, optimizer, model);
-    auto state = optimizer.state_dict();
-    EXPECT_EQ(state.at("a.weight.step").item<double>(), 3);
-    EXPECT_EQ(state.at("a.weight.exp_avg").sizes(), net->a->weight.sizes());
-    const std::lock_guard lock(mutex);
-    saved = std::move(state);
-  });
-  for (const int size : {1, 3}) {
-    run_threads(size, [&](World& world) {
-      Net net = make_net();
-      DistributedDataParallel model{net, world, kSpareUnused};
-      ShardedOptimizer optimizer{model, optim::AdamWOptions{}};
-      optimizer.load_state_dict(saved);
-      for (const auto& [name, tensor] : optimizer.state_dict())
-        EXPECT_TENSOR_EQ(tensor, saved.at(name));
-      auto torn = saved;
-      torn.erase("a.weight.exp_avg");
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
-                  HasSubstr("the state has no 'a.weight.exp_avg'"));
-      torn["a.weight.exp_avg"] = at::zeros({2});
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
-                  HasSubstr("'a.weight.exp_avg' has shape [2]"));
-      torn = saved;
-      torn["a.weight.exp_average"] = at::zeros({2});
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.load_state_dict(torn); }),
-                  HasSubstr("the state holds 'a.weight.exp_average'"));
-      EXPECT_THAT(message_of<UsageError>([&] { optimizer.options(7); }),
-                  HasSubstr("there is no group 7"));
-    });
-  }
-}
-
 TEST(ShardedState, IsDividedByTheNumberOfRanks) {
   run_threads(4, [](World& world) {
     Net net = make_net();

@@ -27,7 +27,6 @@ namespace lockstep::train {
 namespace {
 
 using std::chrono::milliseconds;
-using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -350,30 +349,6 @@ TEST_F(UsedDirectory, OnlyTheRecordOfAnEarlierRunIsRemoved) {
 }
 
 using LoopDirectoryOf = UsedDirectory;  // a user's own loop
-
-TEST_F(LoopDirectoryOf, AFreshRunIsRefusedOrRemovesEveryCheckpointAndNoOtherFile) {
-  LoopDirectory& own = LoopDirectory::hold(dir_.path());
-  EXPECT_THAT(refused(own, 20),
-              AllOf(HasSubstr("output_dir " + dir_.path() + " has 3 checkpoints"),
-                    HasSubstr("(checkpoint-5 to checkpoint-15)"), HasSubstr("--resume auto"),
-                    HasSubstr("overwrite_output_dir: true")));
-  EXPECT_THAT(left(), ElementsAre(15, 10, 5));
-  own.make_way(20, true);
-  EXPECT_THAT(left(), ElementsAre());
-  EXPECT_EQ(io::get(dir_ / "metrics.jsonl"), "{}\n");
-  // What it has saved is its own, even when it saves the same step again.
-  add("20");
-  own.saved(20);
-  LoopDirectory::hold(dir_ / ".").make_way(20, false);
-  own.make_way(30, false);
-  // Somebody else's folder of that step is not.
-  add("30");
-  EXPECT_THAT(refused(own, 30), HasSubstr("has a checkpoint of another run or of later steps than "
-                                          "this one continues from (checkpoint-30)"));
-  // Steps are repeated.
-  std::filesystem::remove_all(dir_ / "checkpoint-30");
-  EXPECT_THAT(refused(own, 19), HasSubstr("(checkpoint-20)"));
-}
 
 TEST_F(LoopDirectoryOf, ARunThatContinuesHasWhatIsBelowItsStart) {
   LoopDirectory& own = LoopDirectory::hold(dir_.path());

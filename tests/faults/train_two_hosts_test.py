@@ -11,56 +11,37 @@ import sys
 import tempfile
 import time
 import unittest
-import uuid
 
-sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "train"))
-# pylint: disable-next=wrong-import-position
+for folder in ("launch", "train"):
+    sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", folder))
+# pylint: disable=wrong-import-position
+from cable import Cable  # noqa: E402
 from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, end, environment,  # noqa: E402
                         ranks_of, steps_done, wait_for_step)
 
 # Long enough for a fault to come in time, however late a busy machine shows the steps.
 LONG = ("--num_train_epochs", "30", "--save_steps", "5")
-ADDRESSES = ("10.99.9.1", "10.99.9.2")
-
-
-def ip(*args):
-    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
 class TwoHosts(TrainCase):
     @classmethod
     def setUpClass(cls):
-        tag = uuid.uuid4().hex[:6]
-        cls.spaces = [f"ls{tag}m", f"ls{tag}n"]
-        cls.links = [f"t{tag}m", f"t{tag}n"]
+        try:
+            cls.cable = Cable("10.99.9")
+        except (OSError, subprocess.CalledProcessError) as problem:
+            raise unittest.SkipTest("needs root and ip netns") from problem
+        cls.addClassCleanup(cls.cable.remove)
         # pylint: disable-next=consider-using-with
         cls.whole = tempfile.TemporaryDirectory(prefix="lockstep-train-")
-        try:
-            for space in cls.spaces:
-                ip("netns", "add", space)
-            ip("link", "add", cls.links[0], "type", "veth", "peer", "name", cls.links[1])
-            for space, link, address in zip(cls.spaces, cls.links, ADDRESSES):
-                ip("link", "set", link, "netns", space)
-                ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
-                ip("-n", space, "link", "set", link, "up")
-                ip("-n", space, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as problem:
-            cls.tearDownClass()
-            raise unittest.SkipTest("needs root and ip netns") from problem
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.whole.cleanup()
-        for space in cls.spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        cls.addClassCleanup(cls.whole.cleanup)
 
     def setUp(self):
         super().setUp()
         self.output = self.place / "out"
 
     def launch(self, node, *flags):
-        command = ["ip", "netns", "exec", self.spaces[node], LOCKSTEP, "run", "--nnodes=2",
-                   f"--node-rank={node}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}",
+        command = [*self.cable.inside(node), LOCKSTEP, "run", "--nnodes=2",
+                   f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=10.99.9.1",
                    "--master-port=29557", "--max-restarts=1", LOCKSTEP, "train", self.config,
                    "--output_dir", self.output, *LONG, *flags]
         with open(self.place / f"log{node}", "a", encoding="utf-8") as log:
@@ -150,13 +131,13 @@ class TwoHosts(TrainCase):
     def test_a_cable_that_is_cut_and_mended(self):
         processes = self.disturbed()
         since = time.monotonic()
-        ip("-n", self.spaces[1], "link", "set", self.links[1], "down")
+        self.cable.set_link(1, "down")
         try:
             for node in (0, 1):
                 self.wait_log(node, "restarting all ranks (1 of 1) as soon as")
             print(f"a cut cable: noticed after {time.monotonic() - since:.1f} s", flush=True)
         finally:
-            ip("-n", self.spaces[1], "link", "set", self.links[1], "up")
+            self.cable.set_link(1, "up")
         self.continues(processes, "a cable that is mended then", since)
 
     def test_a_stopped_run_resumes(self):

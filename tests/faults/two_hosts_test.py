@@ -12,38 +12,17 @@ import threading
 import time
 import uuid
 
+sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "tests", "launch"))
+from cable import Cable  # noqa: E402
+
 BIN = os.environ["LOCKSTEP_BIN"]
 TAG = uuid.uuid4().hex[:6]
-SPACES = [f"ls{TAG}x", f"ls{TAG}y"]
-LINKS = [f"w{TAG}x", f"w{TAG}y"]
-
-
-def ip(*args):
-    subprocess.run(["ip", *args], check=True, capture_output=True)
-
-
-def make_hosts():
-    for space in SPACES:
-        ip("netns", "add", space)
-    ip("link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
-    for index, (space, link) in enumerate(zip(SPACES, LINKS)):
-        ip("link", "set", link, "netns", space)
-        ip("-n", space, "addr", "add", f"10.99.8.{index + 1}/24", "dev", link)
-        ip("-n", space, "link", "set", link, "up")
-        ip("-n", space, "link", "set", "lo", "up")
-
-
-def remove_hosts():
-    for space in SPACES:
-        subprocess.run(["ip", "netns", "del", space], capture_output=True)
-
-
 started = []
 
 
 def start(*program, nproc=(2, 2)):
     runs = [subprocess.Popen(
-        ["ip", "netns", "exec", SPACES[node], f"{BIN}/lockstep", "run", "--nnodes=2",
+        [*hosts.inside(node), f"{BIN}/lockstep", "run", "--nnodes=2",
          f"--node-rank={node}", f"--nproc-per-node={nproc[node]}", "--master-addr=10.99.8.1",
          "--master-port=29555", *program],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -65,7 +44,7 @@ def training_works():
     require("replicas identical" in outputs[0] and "WORLD_SIZE=4 " in outputs[0], outputs[0])
     require(re.search("backend=gloo .*; not shm, because rank 2 has another network namespace",
                       outputs[0]), outputs[0])
-    for link, output in zip(LINKS, outputs):
+    for link, output in zip(hosts.links, outputs):
         require(link in output, f"the interface {link} is not named:\n{output}")
     print("training over two hosts: replicas identical")
 
@@ -126,7 +105,7 @@ def a_flood_leaves_the_steps_alone():
             if rounds == 0:
                 break
             last = None  # this epoch is half and half
-            flood = subprocess.Popen(["ip", "netns", "exec", SPACES[1], sys.executable, "-c", FLOOD,
+            flood = subprocess.Popen([*hosts.inside(1), sys.executable, "-c", FLOOD,
                                       "1000"])
             started.append(flood)
     deadline.cancel()
@@ -193,11 +172,11 @@ if os.geteuid() != 0 or subprocess.run(["which", "ip"], capture_output=True).ret
     print("SKIPPED: needs root and ip netns")
     sys.exit(77)
 try:
-    try:
-        make_hosts()
-    except subprocess.CalledProcessError as e:
-        print(f"SKIPPED: cannot make network namespaces: {e.stderr}")
-        sys.exit(77)
+    hosts = Cable("10.99.8")
+except subprocess.CalledProcessError as e:
+    print(f"SKIPPED: cannot make network namespaces: {e.stderr}")
+    sys.exit(77)
+try:
     training_works()
     uneven_training_works()
     a_flood_leaves_the_steps_alone()
@@ -206,4 +185,4 @@ finally:
     for run in started:
         if run.poll() is None:
             run.kill()
-    remove_hosts()
+    hosts.remove()

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 import unittest
-import uuid
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "launch"))
+from cable import Cable  # noqa: E402
 from launch_case import Case, free_port, marked  # noqa: E402
 
 BIN = os.environ["LOCKSTEP_BIN"]
@@ -20,9 +20,6 @@ PEER = f"{BIN}/tests/store_peer"
 HAVE_TORCH = importlib.util.find_spec("torch") is not None
 CAN_SPLIT = (os.geteuid() == 0 and
              subprocess.run(["which", "ip"], capture_output=True).returncode == 0)
-TAG = uuid.uuid4().hex[:6]
-HERE, THERE = f"ls{TAG}h", f"ls{TAG}t"
-LINKS = [f"w{TAG}h", f"w{TAG}t"]
 ADDRESS = "10.99.9.1"
 
 PYTHON_RANK = r'''
@@ -64,10 +61,6 @@ for port in sys.argv[2:]:
 '''
 
 
-def ip(*args):
-    subprocess.run(["ip", *args], check=True, capture_output=True)
-
-
 def address_of(text):
     """An address of /proc/net/tcp{,6}: words of 32 bits in the byte order of the host."""
     raw = b"".join(int(text[i:i + 8], 16).to_bytes(4, sys.byteorder)
@@ -107,27 +100,14 @@ def variable(pid, name):
 class Network(Case):
     @classmethod
     def setUpClass(cls):
-        if not CAN_SPLIT:
-            return
-        for space in (HERE, THERE):
-            ip("netns", "add", space)
-        ip("link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
-        for index, (space, link) in enumerate(zip((HERE, THERE), LINKS)):
-            ip("link", "set", link, "netns", space)
-            ip("-n", space, "addr", "add", f"10.99.9.{index + 1}/24", "dev", link)
-            ip("-n", space, "link", "set", link, "up")
-            ip("-n", space, "link", "set", "lo", "up")
-
-    @classmethod
-    def tearDownClass(cls):
         if CAN_SPLIT:
-            for space in (HERE, THERE):
-                subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            cls.cable = Cable("10.99.9")
+            cls.addClassCleanup(cls.cable.remove)
 
     def ports_of(self, *program, ranks=2, flags=("--standalone",), **env):
         """The listening sockets of a run whose ranks are all ready, and its MASTER_PORT; nobody
         reaches any of them from the other namespace."""
-        prefix = ("ip", "netns", "exec", HERE) if CAN_SPLIT else ()
+        prefix = self.cable.inside(0) if CAN_SPLIT else ()
         run = self.start(*flags, f"--nproc-per-node={ranks}", *program, prefix=prefix,
                          env=dict(PYTHON_EXEC=sys.executable, CUDA_VISIBLE_DEVICES="", **env))
         self.wait_line(run.stdout, *(f"[{rank}] ready with" for rank in range(ranks)))
@@ -138,7 +118,7 @@ class Network(Case):
         if CAN_SPLIT:
             ports = sorted({port for _, port in found} | {master})
             knocked = subprocess.run(
-                ["ip", "netns", "exec", THERE, sys.executable, "-c", KNOCK, ADDRESS,
+                [*self.cable.inside(1), sys.executable, "-c", KNOCK, ADDRESS,
                  *map(str, ports)], capture_output=True, text=True, timeout=120, check=True)
             self.assertEqual(knocked.stdout.split("\n")[:-1],
                              [f"{port} ConnectionRefusedError" for port in ports])
@@ -162,13 +142,13 @@ class Network(Case):
             self.skipTest("needs root and ip")
         port = free_port()
         with subprocess.Popen(
-                ["ip", "netns", "exec", HERE, sys.executable, "-c",
+                [*self.cable.inside(0), sys.executable, "-c",
                  f"import socket; s = socket.create_server(('', {port})); print('up', flush=True); "
                  "s.accept()"], stdout=subprocess.PIPE, text=True) as server:
             self.assertEqual(server.stdout.readline(), "up\n")
             found = listening([server.pid])
             self.assertEqual({p for _, p in found}, {port})
-            knocked = subprocess.run(["ip", "netns", "exec", THERE, sys.executable, "-c", KNOCK,
+            knocked = subprocess.run([*self.cable.inside(1), sys.executable, "-c", KNOCK,
                                       ADDRESS, str(port)], capture_output=True, text=True,
                                      timeout=60, check=True)
             self.assertEqual(knocked.stdout, f"{port} connected\n")

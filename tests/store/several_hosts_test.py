@@ -11,7 +11,8 @@ import time
 import unittest
 import uuid
 
-from one_host_test import CAN_SPLIT, FRESH, PEER, ip, listening, variable
+from one_host_test import CAN_SPLIT, FRESH, PEER, listening, variable
+from cable import ip
 from launch_case import BOUND_S, Case, free_port, marked
 
 HAVE_TORCH = importlib.util.find_spec("torch") is not None

@@ -41,15 +41,6 @@ class Elastic(TrainCase):
         self.assertIn("5 per device x 1 accumulation x 3 ranks = global batch 15",
                       done.stderr + done.stdout)
 
-    def test_without_it_the_file_must_divide(self):
-        done = self.train(2, self.place / "out", code=2)
-        self.assertIn("global_batch_size", done.stderr)
-
-    def test_ranks_that_cannot_share_the_batch_are_refused_with_the_nearest(self):
-        done = self.train(5, self.place / "out", "--elastic_gpu", code=2)
-        self.assertIn("global_batch_size 24 is not a multiple of 5 (batch 1 x 5 ranks). The "
-                      "nearest that are: 20 and 25.", done.stderr)
-
     def test_without_a_global_batch_the_window_of_a_rank_stays(self):
         self.config.write_text(CONFIG.replace("global_batch_size: 24\n",
                                               "gradient_accumulation_steps: 2\n"))

@@ -58,22 +58,6 @@ class Shard(TrainCase):
             self.run_with(after, 2, "rest", "--resume", "auto")
             self.assert_same(self.newest(whole), self.newest(rest))
 
-    def test_every_rule_resumes_the_other_way(self):
-        for optim in ("lion", "muon", "adafactor", "rmsprop"):
-            flags = ["--optim", optim]
-            if optim == "muon":
-                flags += ["--optim_args", "ns_steps=3,momentum=0.9"]
-            if optim == "rmsprop":
-                flags += ["--optim_args", "alpha=0.9,momentum=0.9"]
-            whole, said = self.run_with("false", 2, f"{optim}-whole", *flags)
-            self.assertIn(f"optimizer {optim}: replicated", said)
-            first, said = self.run_with("true", 2, f"{optim}-first", *flags)
-            self.assertIn(f"optimizer {optim}: sharded over 2 ranks", said)
-            rest = self.place / f"{optim}-rest"
-            copy_until(first, rest, STEP)
-            self.run_with("false", 2, rest.name, "--resume", "auto", *flags)
-            self.assert_same(self.newest(whole), self.newest(rest))
-
     def test_resumed_with_another_number_of_ranks(self):
         first, _ = self.run_with("true", 2, "first")
         for ranks in (3, 1):

@@ -1,16 +1,11 @@
 """`tensor_parallel_degree` under `lockstep train`: the losses of one process, checkpoints of the
-whole model that continue with any degree or without, copies of the slices, and a rank that is
-killed."""
+whole model that continue with any degree or without, and copies of the slices."""
 
 import json
 import math
-import os
-import signal
-import subprocess
 import unittest
 
-from train_case import (BOUND_S, LOCKSTEP, TrainCase, checkpoints, copy_until, end, environment,
-                        losses, ranks_of, wait_for_step)
+from train_case import TrainCase, copy_until, losses
 
 STEP = 4  # of a checkpoint in the middle
 YAML = """
@@ -141,13 +136,6 @@ class Tensor(TrainCase):
             run, _ = self.run_with(2, name, *tensor(2), "--mixed_precision", "fp8", *flags)
             self.assert_close(plain, run, CLOSE_FP8)
 
-    def test_copies_of_the_slices_are_data_parallel(self):
-        plain, _ = self.run_with(2, "ddp", *PLAIN)
-        run, said = self.run_with(4, "run", *tensor(2))
-        self.assertIn(f"{SHARED} 2 tensor parallel ranks", said)
-        self.assertIn("replicas identical on 2 ranks", said)
-        self.assert_close(plain, run)
-
     def test_shards_and_stages_of_slices(self):
         best = ("--load_best_model_at_end", "true")
         for samples, name, flags in (
@@ -171,23 +159,9 @@ class Tensor(TrainCase):
             self.assert_same(self.newest(run), self.newest(rest))
 
     def test_hybrid_shard_divides_slices_inside_a_host(self):
-        """The hosts are two launchers on this machine, with `ranks` each."""
         for ranks in (2, 4):
-            port, processes = self.held_port(), []
             output = self.place / f"hybrid-{ranks}"
-            for node in range(2):
-                command = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}",
-                           f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
-                           f"--master-port={port}", LOCKSTEP, "train", str(self.config),
-                           "--output_dir", str(output), "--fsdp", "hybrid_shard",
-                           "--tensor_parallel_degree", "2"]
-                processes.append(subprocess.Popen(command, env=environment(), text=True,
-                                                  stdout=subprocess.PIPE,
-                                                  stderr=subprocess.STDOUT,
-                                                  stdin=subprocess.DEVNULL))
-                self.addCleanup(end, processes[-1])
-            said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-            self.assertEqual([process.returncode for process in processes], [0, 0], said)
+            said = self.on_two_hosts(ranks, output, "--fsdp", "hybrid_shard", *tensor(2))
             self.assertIn(f"fully sharded over {ranks // 2} rank{'s' if ranks > 2 else ''}, in "
                           "slices on 2 tensor parallel ranks", said[0])
             plain, _ = self.run_with(ranks, f"plain-{ranks}", *PLAIN)
@@ -277,35 +251,12 @@ class Tensor(TrainCase):
         self.assertIn(SHARED, said)
         self.assert_close(plain, run, CLOSE_BF16)
 
-    def test_killed_and_resumed_under_another_degree(self):
-        flags = ("--max_steps", "40", "--save_steps", "5", "--save_total_limit", "3")
-        whole, _ = self.run_with(1, "whole", *flags)
-        output = self.place / "killed"
-        process = self.start(4, output, *tensor(4), *flags)
-        wait_for_step(process, output, 7)
-        os.kill(ranks_of(process)[3], signal.SIGKILL)
-        self.assertNotEqual(process.wait(timeout=BOUND_S), 0)
-        self.assertIn("rank 3", self.log())
-        self.run_with(2, "killed", *tensor(2), *flags, "--resume", "auto")
-        self.assertEqual(checkpoints(whole)[-1], checkpoints(output)[-1])
-        last = max(losses(whole))
-        self.assertAlmostEqual(losses(whole)[last], losses(output)[last],
-                               delta=1e-2 * losses(whole)[last])
-
-    def test_a_text_is_generated_from_what_was_trained(self):
-        run, _ = self.run_with(2, "run", *tensor(2))
-        done = self.lockstep("generate", "--model", self.newest(run), "--ids", "116,111,32",
-                             "--max_new_tokens", "4")
-        self.assertEqual(len(done.stdout.split()), 4)
-
     def test_refuses_what_it_cannot_do(self):
         device_map = f"{{config: {self.place / 'config.json'}, device_map: {{'': cpu}}}}"
         for config, ranks, flags, text in (
                 (LLAMA, 3, tensor(2), "tensor_parallel_degree is 2, and there are 3 ranks"),
                 (LLAMA, 4, (*tensor(4), "--pipeline_parallel_degree", 2),
                  "pipeline_parallel_degree x tensor_parallel_degree is 8, and there are 4 ranks"),
-                (LLAMA, 3, tensor(3), "that divides both (tensor_parallel_degree): 1, 2 or 4."),
-                (LLAMA, 2, (*tensor(2), "--optim", "muon"), "step whole matrices"),
                 (None, 2, tensor(2), "model.device_map splits the model over the devices")):
             if config is None:
                 self.use_model(device_map)

@@ -113,6 +113,22 @@ class TrainCase(unittest.TestCase):
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return holder.getsockname()[1]
 
+    def on_two_hosts(self, ranks, output, *flags):
+        """Two launchers on this machine with `ranks` each: what they have said."""
+        port, processes = self.held_port(), []
+        for node in range(2):
+            launcher = [LOCKSTEP, "run", "--nnodes=2", f"--node-rank={node}",
+                        f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
+                        f"--master-port={port}"]
+            # pylint: disable-next=consider-using-with
+            processes.append(subprocess.Popen(
+                launcher + command(0, self.config, output, *flags), env=environment(), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+            self.addCleanup(end, processes[-1])
+        said = [process.communicate(timeout=BOUND_S)[0] for process in processes]
+        self.assertEqual([process.returncode for process in processes], [0, 0], said)
+        return said
+
     def log(self):
         return (self.place / "log").read_text(encoding="utf-8", errors="replace")
 
