@@ -18,7 +18,6 @@
 #include "lockstep/data/tokenize.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/nn/staged.h"

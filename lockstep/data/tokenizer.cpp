@@ -8,7 +8,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
-#include "lockstep/data/chat_template.h"
 #include "lockstep/data/tokenizer_parts.h"
 
 namespace lockstep::data {
@@ -247,8 +246,7 @@ ChatText Tokenizer::chat_text(std::span<const ChatMessage> messages, ChatOptions
                      "chat_template of tokenizer_config.json is beside it. Write the text of the "
                      "chat yourself and encode it.",
                      impl_->path);
-  return recognise_chat_template(files.chat_template, files.chat_template_file)
-      .render(messages, options.add_generation_prompt, {.bos = files.bos, .eos = files.eos});
+  return render_chat(files, messages, options.add_generation_prompt);
 }
 
 std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
