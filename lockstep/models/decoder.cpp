@@ -244,14 +244,32 @@ FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residu
 
 }  // namespace
 
-class DecoderAttention : public torch::nn::Module {
+// What the branches of a block have in common: projections of their input, and a last one.
+template <typename Spec>
+class DecoderBranch : public torch::nn::Module {
  public:
-  DecoderAttention(const AttentionSpec& spec, std::int64_t window, std::size_t layer,
-                   const ParameterOptions& parameters)
-      : spec_(spec), window_(window), layer_(layer) {
+  DecoderBranch(const Spec& spec, const ParameterOptions& parameters) : spec_(spec) {
     for (const Projection& one : spec.in)
       in_.push_back(register_module(one.name, make_linear(one, parameters)));
     out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
+  }
+
+  const at::Tensor& last_bias() const { return out_->bias; }
+  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
+    add_products(lists, in_, out_);
+  }
+
+ protected:
+  Spec spec_;
+  std::vector<Linear> in_;
+  Linear out_{nullptr};
+};
+
+class DecoderAttention : public DecoderBranch<AttentionSpec> {
+ public:
+  DecoderAttention(const AttentionSpec& spec, std::int64_t window, std::size_t layer,
+                   const ParameterOptions& parameters)
+      : DecoderBranch(spec, parameters), window_(window), layer_(layer) {
     if (spec.query_norm) query_norm_ = Norm(*this, *spec.query_norm, /*of_heads=*/true);
     if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm, /*of_heads=*/true);
   }
@@ -273,11 +291,6 @@ class DecoderAttention : public torch::nn::Module {
       q = rotated(q, pass), k = rotated(k, pass);
     const at::Tensor y = attend(q, k, v, pass);
     return project_out(out_, y.transpose(1, 2).reshape(parts[0].sizes()), pass, with_bias);
-  }
-
-  const at::Tensor& last_bias() const { return out_->bias; }
-  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
-    add_products(lists, in_, out_);
   }
 
  private:
@@ -304,21 +317,14 @@ class DecoderAttention : public torch::nn::Module {
                                                /*enable_gqa=*/q.size(1) != k.size(1));
   }
 
-  AttentionSpec spec_;
   std::int64_t window_;
   std::size_t layer_;
-  std::vector<Linear> in_;
-  Linear out_{nullptr};
   Norm query_norm_, key_norm_;
 };
 
-class DecoderMlp : public torch::nn::Module {
+class DecoderMlp : public DecoderBranch<MlpSpec> {
  public:
-  DecoderMlp(const MlpSpec& spec, const ParameterOptions& parameters) : spec_(spec) {
-    for (const Projection& one : spec.in)
-      in_.push_back(register_module(one.name, make_linear(one, parameters)));
-    out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
-  }
+  using DecoderBranch::DecoderBranch;
 
   at::Tensor forward(const nn::Fp8Input& stream, const Pass& pass, bool with_bias) {
     const nn::EnteredSequence in(stream.values, pass.sequence, pass.tensor);
@@ -348,16 +354,6 @@ class DecoderMlp : public torch::nn::Module {
     if (spec_.gated()) y = y * parts[1];
     return project_out(out_, y, pass, with_bias);
   }
-
-  const at::Tensor& last_bias() const { return out_->bias; }
-  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
-    add_products(lists, in_, out_);
-  }
-
- private:
-  MlpSpec spec_;
-  std::vector<Linear> in_;
-  Linear out_{nullptr};
 };
 
 // ---------------------------------------------------------------- norms

@@ -324,26 +324,22 @@ Node rope_node(const RopeConfig& rope) {
   set(map, "rope_theta", real_node(rope.rope_theta));
   if (rope.partial_rotary_factor != 1)
     set(map, "partial_rotary_factor", real_node(rope.partial_rotary_factor));
-  if (rope.type == "linear" || rope.type == "llama3" || rope.type == "yarn")
-    set(map, "factor", real_node(rope.factor));
-  if (rope.type == "llama3") {
-    set(map, "low_freq_factor", real_node(rope.low_freq_factor));
-    set(map, "high_freq_factor", real_node(rope.high_freq_factor));
-  }
-  if (rope.type == "longrope") {
-    set(map, "short_factor", reals_node(rope.short_factor));
-    set(map, "long_factor", reals_node(rope.long_factor));
-    set(map, "attention_factor", real_node(rope.attention_factor));
-  }
-  if (rope.type == "yarn") {
-    set(map, "attention_factor", real_node(rope.attention_factor));
-    set(map, "beta_fast", real_node(rope.beta_fast));
-    set(map, "beta_slow", real_node(rope.beta_slow));
-    set(map, "truncate", bool_node(rope.truncate));
-  }
-  if (rope.type == "llama3" || rope.type == "longrope" || rope.type == "yarn")
-    set(map, "original_max_position_embeddings",
-        integer_node(rope.original_max_position_embeddings));
+  const bool llama3 = rope.type == "llama3", longrope = rope.type == "longrope";
+  const bool yarn = rope.type == "yarn";
+  const auto put = [&](bool has, const char* key, Node value) {
+    if (has) set(map, key, std::move(value));
+  };
+  put(rope.type == "linear" || llama3 || yarn, "factor", real_node(rope.factor));
+  put(llama3, "low_freq_factor", real_node(rope.low_freq_factor));
+  put(llama3, "high_freq_factor", real_node(rope.high_freq_factor));
+  put(longrope, "short_factor", reals_node(rope.short_factor));
+  put(longrope, "long_factor", reals_node(rope.long_factor));
+  put(longrope || yarn, "attention_factor", real_node(rope.attention_factor));
+  put(yarn, "beta_fast", real_node(rope.beta_fast));
+  put(yarn, "beta_slow", real_node(rope.beta_slow));
+  put(yarn, "truncate", bool_node(rope.truncate));
+  put(llama3 || longrope || yarn, "original_max_position_embeddings",
+      integer_node(rope.original_max_position_embeddings));
   return map;
 }
 
