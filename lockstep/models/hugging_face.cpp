@@ -80,10 +80,10 @@ OptionValue read_option(const Option& option, MapReader& keys, const Node& root)
 
 // Which blocks have the window.
 std::vector<bool> read_layer_types(const Node& root, std::int64_t layers) {
-  const Entry* entry = root.find("layer_types");
-  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return {};
+  const Node* types = MapReader(root, "config").node("layer_types");
+  if (types == nullptr) return {};
   std::vector<bool> all;
-  for (const Node& item : entry->value.items) {
+  for (const Node& item : types->items) {
     const std::string type = as_string(item, "layer_types");
     if (type != "sliding_attention" && type != "full_attention")
       refuse_field(item, "layer_types", "Known are full_attention and sliding_attention.");
@@ -91,7 +91,7 @@ std::vector<bool> read_layer_types(const Node& root, std::int64_t layers) {
   }
   if (static_cast<std::int64_t>(all.size()) != layers)
     throw UsageError("models", "{}: layer_types has {} names, and the model {} layers.",
-                     entry->value.location.text(), all.size(), layers);
+                     types->location.text(), all.size(), layers);
   return all;
 }
 
@@ -108,10 +108,10 @@ std::vector<double> reals(const Node& node, const std::string& field, std::int64
 }
 
 std::vector<std::int64_t> token_ids(const Node& root, std::string_view field) {
-  std::vector<std::int64_t> ids;
   const Entry* entry = root.find(field);
-  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return ids;
+  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return {};
   if (!entry->value.is(NodeKind::kList)) return {as_integer(entry->value, field)};
+  std::vector<std::int64_t> ids;
   for (const Node& item : entry->value.items) ids.push_back(as_integer(item, field));
   return ids;
 }
@@ -386,13 +386,12 @@ CausalLmConfig parse_config(std::string_view json, const std::string& name) {
   CausalLmConfig config;
   config.source = parse_json(json, name);
   const Node& root = as_map(config.source, name);
-  if (const Entry* entry = root.find("quantization_config");
-      entry != nullptr && !entry->value.is(NodeKind::kNull))
-    refuse_field(entry->value, "quantization_config", "Give weights that are not quantized.");
-  if (const Entry* entry = root.find("is_encoder_decoder");
-      entry != nullptr && !entry->value.is(NodeKind::kNull) &&
-      as_bool(entry->value, "is_encoder_decoder"))
-    refuse_field(entry->value, "is_encoder_decoder", "It must be false.");
+  MapReader keys(root, "config");
+  if (const Node* given = keys.node("quantization_config"))
+    refuse_field(*given, "quantization_config", "Give weights that are not quantized.");
+  if (const Node* given = keys.node("is_encoder_decoder");
+      given != nullptr && as_bool(*given, "is_encoder_decoder"))
+    refuse_field(*given, "is_encoder_decoder", "It must be false.");
   // To transformers null is false, too: every token would see those after it.
   if (const Entry* entry = root.find("is_causal");
       entry != nullptr && !(entry->value.is(NodeKind::kBool) && entry->value.boolean))
