@@ -7,8 +7,8 @@
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
-// `lockstep config keys model data` and docs/configuration.md list the keys; models/lora_config.h has
-// those of `lora`, models/device_map.h the maps of `model.device_map`.
+// `lockstep config keys model data` and docs/configuration.md list the keys; models/lora_config.h
+// has those of `lora`, models/device_map.h the maps of `model.device_map`.
 //
 // Values and a function that only reads; call from any thread.
 #pragma once

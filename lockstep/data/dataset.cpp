@@ -3,9 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/StringUtil.h>
 #include <fmt/format.h>
-
-#include <sstream>
 
 #include "lockstep/core/error.h"
 
@@ -103,12 +102,7 @@ void check_sized(bool sized) {
 namespace {
 
 std::string shape_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  if (tensor.defined())
-    text << tensor.sizes() << ' ' << tensor.scalar_type();
-  else
-    text << "none";
-  return text.str();
+  return tensor.defined() ? c10::str(tensor.sizes(), ' ', tensor.scalar_type()) : "none";
 }
 
 // By the dataset's indices where they are known, else by their positions in the batch.

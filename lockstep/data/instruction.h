@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lockstep/data/dataset.h"
@@ -26,10 +27,11 @@ class InstructionDataset : public Dataset {
  public:
   // UsageError when nothing is left to learn from, or for a max_length below 2.
   explicit InstructionDataset(const std::vector<Instruction>& items,
-                              InstructionOptions options = {});
-  explicit InstructionDataset(InstructionRows rows);
+                              InstructionOptions options = {})
+      : rows_(items, std::move(options)) {}
+  explicit InstructionDataset(InstructionRows rows) : rows_(std::move(rows)) {}
 
-  std::int64_t size() const override;  // samples, or rows when packed
+  std::int64_t size() const override { return rows_.size(); }  // samples, or rows when packed
   Example get(std::int64_t index, SampleRandom& random) const override;
   Batch collate(std::vector<Example> examples) const override;
 

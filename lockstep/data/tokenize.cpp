@@ -191,21 +191,9 @@ std::uint64_t place(std::vector<Document>& documents) {
   return at;
 }
 
-// Work for a thread, by job number.
-class Worker {
- public:
-  Worker() = default;
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
-  virtual ~Worker() = default;
-  virtual void run(std::size_t job) = 0;
-  virtual void finish() {}
-};
-
-// Jobs for several threads, while this one reports.
+// Jobs for several threads, each with a worker of its own, while this one reports.
 class Crew {
  public:
-  using NewWorker = std::function<std::unique_ptr<Worker>(std::size_t thread)>;
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
   Crew(int workers, Progress progress, std::uint64_t total)
@@ -216,7 +204,10 @@ class Crew {
   std::atomic<std::uint64_t> done{0};
   std::atomic<bool> stop{false};  // an error somewhere
 
-  void run(std::size_t jobs, const NewWorker& new_worker) {
+  // `new_worker` takes the thread's number; run() of what it points to takes a job's. Returns the
+  // number of threads.
+  template <typename NewWorker>
+  std::size_t run(std::size_t jobs, const NewWorker& new_worker) {
     const auto count = std::min(static_cast<std::size_t>(workers_), jobs);
     std::vector<std::jthread> threads;
     running_ = count;
@@ -227,6 +218,7 @@ class Crew {
       report();
     report();
     if (error_) std::rethrow_exception(error_);
+    return count;
   }
 
  private:
@@ -234,10 +226,11 @@ class Crew {
     if (progress_) progress_(done, total_);
   }
 
+  template <typename NewWorker>
   void work(std::size_t thread, std::size_t jobs, const NewWorker& new_worker) {
     std::exception_ptr error;
     try {
-      const std::unique_ptr<Worker> worker = new_worker(thread);
+      const auto worker = new_worker(thread);
       for (std::size_t i = next_++; i < jobs && !stop; i = next_++) worker->run(i);
       if (!stop) worker->finish();
     } catch (...) {
@@ -276,13 +269,13 @@ void append_token(std::string& out, std::uint32_t token, std::size_t bytes) {
 }
 
 // Encodes documents into one temporary file.
-class Encoder : public Worker {
+class Encoder {
  public:
   Encoder(const Tokenizer& tokenizer, std::vector<Document>& documents, const std::string& path,
           Crew& crew)
       : tokenizer_(tokenizer), documents_(documents), file_(path), crew_(crew) {}
 
-  void run(std::size_t job) override {
+  void run(std::size_t job) {
     Document& document = documents_[job];  // this thread's alone
     const io::MappedFile map = map_text(document);
     const std::string_view text(reinterpret_cast<const char*>(map.bytes().data()),
@@ -296,7 +289,7 @@ class Encoder : public Worker {
     file_.append(buffer_);
     crew_.done += document.bytes;
   }
-  void finish() override { file_.finish(); }
+  void finish() { file_.finish(); }
 
  private:
   const Tokenizer& tokenizer_;
@@ -315,12 +308,12 @@ struct ShardPlan {
 };
 
 // Writes shards; can be stopped between blocks.
-class ShardMaker : public Worker {
+class ShardMaker {
  public:
   ShardMaker(const ShardPlan& plan, const std::vector<Document>& documents, Crew& crew)
       : plan_(plan), documents_(documents), crew_(crew) {}
 
-  void run(std::size_t job) override {
+  void run(std::size_t job) {
     const Shard& shard = plan_.shards[job];
     io::FileWriter file(plan_.folder + "/" + shard.name);
     file.append(token_header(plan_.format, shard.count));
@@ -337,6 +330,7 @@ class ShardMaker : public Worker {
     flush(file);
     if (!crew_.stop) file.finish();
   }
+  void finish() {}
 
  private:
   // Tokens [from, to) of a document; its first is the end-of-text token.
@@ -408,15 +402,14 @@ std::vector<std::string> encode_documents(const TokenizeOptions& options,
   std::uint64_t bytes = 0;
   for (const Document& document : documents) bytes += document.bytes;
   Crew crew(options.workers, options.progress, bytes);
-  std::vector<std::string> files;
-  std::mutex mutex;
-  crew.run(documents.size(), [&](std::size_t thread) {
-    const std::string path = fmt::format("{}/encoded-{}", folder, thread);
-    auto worker = std::make_unique<Encoder>(*options.tokenizer, documents, path, crew);
-    const std::lock_guard lock(mutex);
-    files.push_back(path);
-    return worker;
+  const auto path = [&](std::size_t thread) {
+    return fmt::format("{}/encoded-{}", folder, thread);
+  };
+  const std::size_t threads = crew.run(documents.size(), [&](std::size_t thread) {
+    return std::make_unique<Encoder>(*options.tokenizer, documents, path(thread), crew);
   });
+  std::vector<std::string> files;
+  for (std::size_t thread = 0; thread < threads; ++thread) files.push_back(path(thread));
   return files;
 }
 
@@ -457,9 +450,8 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
     plan.shards = plan_shards(options, total);
   }
   Crew crew(options.workers, options.tokenizer ? nullptr : options.progress, total);
-  crew.run(plan.shards.size(), [&](std::size_t) -> std::unique_ptr<Worker> {
-    return std::make_unique<ShardMaker>(plan, documents, crew);
-  });
+  crew.run(plan.shards.size(),
+           [&](std::size_t) { return std::make_unique<ShardMaker>(plan, documents, crew); });
   for (const std::string& file : encoded) fs::remove(file);
   TokenizeResult result{.documents = documents.size(), .tokens = total};
   for (const Shard& shard : plan.shards) {

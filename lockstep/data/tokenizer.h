@@ -113,7 +113,9 @@ class Tokenizer {
   std::string apply_chat_template(std::span<const ChatMessage> messages,
                                   ChatOptions options = {}) const;
   std::string apply_chat_template(std::initializer_list<ChatMessage> messages,
-                                  ChatOptions options = {}) const;
+                                  ChatOptions options = {}) const {
+    return apply_chat_template(std::span(messages.begin(), messages.size()), options);
+  }
   // The same, with the places of the assistant's messages.
   ChatText chat_text(std::span<const ChatMessage> messages, ChatOptions options = {}) const;
 
