@@ -294,11 +294,12 @@ void check_heads(const ModelConfig& model) {
   const Entry* heads = root.find("num_attention_heads");  // transformers' other name goes first
   if (heads == nullptr) heads = root.find("n_head");
   if (heads == nullptr || !heads->value.is(NodeKind::kInteger)) return;
-  if (heads->value.integer == model.n_head) return;
+  if (heads->value.integer == model.gpt.n_head) return;
   throw UsageError("config",
                    "model.n_head is {}, and the weights in {} were trained with {} ({}). The same "
                    "weights would compute something else. Set model.n_head: {}.",
-                   model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
+                   model.gpt.n_head, model.weights, heads->value.integer, path,
+                   heads->value.integer);
 }
 
 // Checks only the names and shapes of the weights; their bytes are read when they are needed.
@@ -324,18 +325,21 @@ void read_gpt_keys(MapReader& keys, ModelConfig& model, const DataConfig& data) 
   const std::int64_t vocabulary = data.tokenizer          ? data.tokenizer->max_id() + 1
                                   : data.name == "tokens" ? kGpt2Vocabulary
                                                           : data::ByteTokenizer::kVocabSize;
-  model.n_layer = keys.integer("n_layer", 4, 1, 1'000);
-  model.n_head = keys.integer("n_head", 4, 1, 1'000);
-  model.n_embd = keys.integer("n_embd", 128, 1, 100'000);
+  model.gpt.n_layer = keys.integer("n_layer", 4, 1, 1'000);
+  model.gpt.n_head = keys.integer("n_head", 4, 1, 1'000);
+  model.gpt.n_embd = keys.integer("n_embd", 128, 1, 100'000);
   model.vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000);
   model.n_positions = keys.integer("n_positions", data.length, 1, kMaxPositions);
+  model.gpt.vocab_size = model.vocab_size;
+  model.gpt.n_positions = model.n_positions;
 }
 
-void read_mlp_keys(MapReader& keys, ModelConfig& model) {
-  model.hidden = keys.integer("hidden", 64, 1, 1'000'000);
-  model.layers = keys.integer("layers", 1, 0, 1'000);
-  model.dropout = keys.real("dropout", 0, 0, 0.999);
-  model.batch_norm = keys.boolean("batch_norm", false);
+void read_mlp_keys(MapReader& keys, const DataConfig& data, models::MlpConfig& mlp) {
+  mlp = {.inputs = data.features, .outputs = data.classes};
+  mlp.hidden = keys.integer("hidden", 64, 1, 1'000'000);
+  mlp.layers = keys.integer("layers", 1, 0, 1'000);
+  mlp.dropout = keys.real("dropout", 0, 0, 0.999);
+  mlp.batch_norm = keys.boolean("batch_norm", false);
 }
 
 void check_vocabulary(const ModelConfig& model, const DataConfig& data, Problems& problems) {
@@ -366,11 +370,11 @@ void check_length(const ModelConfig& model, const DataConfig& data, Problems& pr
 }
 
 void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& problems) {
-  if (model.n_embd % model.n_head != 0)
+  if (model.gpt.n_embd % model.gpt.n_head != 0)
     problems.add(
         fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
                     "n_embd as a multiple of n_head.",
-                    model.n_embd, model.n_head));
+                    model.gpt.n_embd, model.gpt.n_head));
   check_length(model, data, problems);
   check_vocabulary(model, data, problems);
 }
@@ -490,7 +494,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
   if (!read_name(keys, task, problems) || problems.size() > before) return;
   problems.attempt([&] {
     if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
-    if (model.name == "mlp") read_mlp_keys(keys, model);
+    if (model.name == "mlp") read_mlp_keys(keys, task.data, model.mlp);
     if (model.name == kHuggingFace)
       problems.attempt([&] { read_hugging_face_keys(keys, model); });
     else
@@ -594,26 +598,8 @@ std::int64_t byte_rows(const DataConfig& data, const ByteCount& count) {
                    found, data.length);
 }
 
-models::GptConfig gpt_config(const ModelConfig& model) {
-  return {.n_layer = model.n_layer,
-          .n_head = model.n_head,
-          .n_embd = model.n_embd,
-          .vocab_size = model.vocab_size,
-          .n_positions = model.n_positions};
-}
-
 models::CausalLmConfig causal_lm_config(const ModelConfig& model) {
-  return model.hugging_face ? *model.hugging_face
-                            : models::CausalLmConfig{.model = gpt_config(model)};
-}
-
-models::MlpConfig mlp_config(const TaskConfig& task) {
-  return {.inputs = task.data.features,
-          .hidden = task.model.hidden,
-          .layers = task.model.layers,
-          .outputs = task.data.classes,
-          .dropout = task.model.dropout,
-          .batch_norm = task.model.batch_norm};
+  return model.hugging_face ? *model.hugging_face : models::CausalLmConfig{.model = model.gpt};
 }
 
 models::ResNetConfig resnet_config(const TaskConfig& task) {
@@ -621,9 +607,8 @@ models::ResNetConfig resnet_config(const TaskConfig& task) {
 }
 
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
-  if (task.model.hugging_face) return models::tensors_of(*task.model.hugging_face);
-  if (task.model.name == "gpt") return models::tensors_of(gpt_config(task.model));
-  if (task.model.name == "mlp") return models::tensors_of(mlp_config(task));
+  if (task.model.name == "mlp") return models::tensors_of(task.model.mlp);
+  if (has_tokens(task.data)) return models::tensors_of(causal_lm_config(task.model));
   return models::tensors_of(resnet_config(task));
 }
 

@@ -71,17 +71,10 @@ struct ModelConfig {
   // from a Hugging Face folder; `weights` is that folder if its weights are loaded too
   std::optional<models::CausalLmConfig> hugging_face{};
   std::optional<Node> device_map{};  // for a language model; where the GPUs are is not known yet
-  // gpt
-  std::int64_t n_layer = 0;
-  std::int64_t n_head = 0;
-  std::int64_t n_embd = 0;
-  std::int64_t vocab_size = 0;
-  std::int64_t n_positions = 0;
-  // mlp
-  std::int64_t hidden = 0;
-  std::int64_t layers = 0;
-  double dropout = 0;
-  bool batch_norm = false;
+  std::int64_t vocab_size = 0;       // of a language model
+  std::int64_t n_positions = 0;      // the longest sequence that it takes
+  models::GptConfig gpt{};
+  models::MlpConfig mlp{};
 };
 
 struct TaskConfig {
@@ -98,9 +91,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskF
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems);
 
 // The model's options for its module, and its tensors. A resnet has the data's classes.
-models::GptConfig gpt_config(const ModelConfig& model);
 models::CausalLmConfig causal_lm_config(const ModelConfig& model);
-models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
 // The size of a checkpoint's tensors in bytes: the model's, or only its adapters'.
