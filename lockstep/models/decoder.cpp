@@ -1,6 +1,5 @@
 #include "lockstep/models/decoder.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -29,9 +28,7 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
 
 // The input of the cast to fp8: under autocasting, in its type.
 nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
-  const auto device = x.values.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return x;
-  const auto type = at::autocast::get_autocast_dtype(device);
+  const at::ScalarType type = compute_type(x.values.device(), x.values.scalar_type());
   return x.values.scalar_type() == type ? x : x.values.to(type);
 }
 
@@ -235,9 +232,7 @@ struct FusedTypes {
 // The stream is float where that is asked for, and always beside float16, whose range it can leave:
 // no loss scale would cure that.
 FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
-  const at::ScalarType compute = at::autocast::is_autocast_enabled(device.type())
-                                     ? at::autocast::get_autocast_dtype(device.type())
-                                     : weight.scalar_type();
+  const at::ScalarType compute = compute_type(device, weight.scalar_type());
   const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
   return {compute, wide ? at::kFloat : compute};
 }
@@ -303,9 +298,7 @@ class DecoderAttention : public DecoderBranch<AttentionSpec> {
       const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(spec_.width)));
       if (dropout > 0) return capped_and_dropped(q, k, v, sight, factor, spec_.soft_cap, dropout);
       // Under autocasting in its type, as ATen's attention.
-      const at::ScalarType type = at::autocast::is_autocast_enabled(q.device().type())
-                                      ? at::autocast::get_autocast_dtype(q.device().type())
-                                      : q.scalar_type();
+      const at::ScalarType type = compute_type(q.device(), q.scalar_type());
       return nn::capped_attention(q.to(type), k.to(type), v.to(type),
                                   {.cap = spec_.soft_cap, .scale = factor, .mask = sight.mask});
     }

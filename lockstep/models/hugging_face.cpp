@@ -471,12 +471,6 @@ std::string function_text(const CausalLmConfig& config) {
   return to_json(all) + "\n";
 }
 
-std::string hugging_face_config(const GptConfig& c, std::optional<std::int64_t> end_of_text) {
-  CausalLmConfig config{.model = c};
-  if (end_of_text) config.eos_token_ids = {*end_of_text};
-  return config_json(config);
-}
-
 std::vector<io::TensorShape> tensors_of(const CausalLmConfig& config) {
   return tensors_of(config.spec());
 }

@@ -45,9 +45,6 @@ CausalLmConfig parse_config(std::string_view json, const std::string& name);
 // Writes the config.json that transformers reads. Fields that were read are preserved, also unused
 // ones; `dtype` is that of the weights beside it.
 std::string config_json(const CausalLmConfig& config, std::string_view dtype = "float32");
-// The same for a GPT-2. `end_of_text` is the token that ends a text, where there is one.
-std::string hugging_face_config(const GptConfig& config,
-                                std::optional<std::int64_t> end_of_text = std::nullopt);
 
 // The computation that shapes do not determine, as JSON: the fields of config.json, defaults
 // included, except sizes and settings of training alone. For ModelFiles::function

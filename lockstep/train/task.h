@@ -93,7 +93,7 @@ struct TrainerTask {
   // `steps` optimizer steps.
   std::function<double(std::int64_t steps)> schedule{};
   // JSON, the config.json of every checkpoint, for programs that load the model elsewhere
-  // (models::hugging_face_config). Empty: no such file.
+  // (models::config_json). Empty: no such file.
   std::string model_config{};
   // The part of the module that checkpoints hold, such as its adapters.
   ModelFiles model_files{};
