@@ -400,22 +400,19 @@ void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
       model.hugging_face->spec().positions_end() ? model.hugging_face->max_positions() : INT64_MAX;
 }
 
-void note_length(TaskConfig& task) {
-  const auto& config = task.model.hugging_face;
-  if (!config || config->spec().positions_end() || task.data.length <= config->max_positions())
-    return;
+void note_length(const models::CausalLmConfig& config, TaskConfig& task) {
+  if (config.spec().positions_end() || task.data.length <= config.max_positions()) return;
   task.notes.push_back(
       fmt::format("max_seq_len {} is longer than the model's max_position_embeddings {}: it has "
                   "not been trained for such texts.",
-                  task.data.length, config->max_positions()));
+                  task.data.length, config.max_positions()));
 }
 
 // As in transformers, whose smoothed loss is computed from the logits alone.
-void note_load_balancing(TaskConfig& task, const TrainingArguments& a) {
-  const auto& config = task.model.hugging_face;
-  if (!config || a.label_smoothing_factor == 0) return;
-  const auto& experts = config->spec().block.mlp.experts;
-  if (experts && experts->load_balancing != 0)
+void note_load_balancing(const models::CausalLmConfig& config, TaskConfig& task,
+                         const TrainingArguments& a) {
+  const auto& experts = config.spec().block.mlp.experts;
+  if (experts && experts->load_balancing != 0 && a.label_smoothing_factor != 0)
     task.notes.push_back(
         "label_smoothing_factor leaves the load balancing loss out (output_router_logits, "
         "router_aux_loss_coef in config.json), as in transformers: the router is not trained to "
@@ -510,8 +507,8 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
   if (model.hugging_face) {
     check_length(model, task.data, problems);
     check_vocabulary(model, task.data, problems);
-    note_length(task);
-    note_load_balancing(task, a);
+    note_length(*model.hugging_face, task);
+    note_load_balancing(*model.hugging_face, task, a);
   }
   problems.attempt([&] {
     if (model.device_map && train::fsdp_plan(a).on)
@@ -648,9 +645,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
 
 void check_whole(const std::string& folder, io::Depth depth) {
   if (!io::has_manifest(folder)) return;
-  auto faults = io::verify(folder, depth);
-  std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
-  if (!faults.empty())
+  if (const auto faults = io::damage_of(folder, depth); !faults.empty())
     throw UsageError("train", "the model's weights in {} are damaged: {}", folder,
                      io::describe(faults));
 }

@@ -2,9 +2,8 @@
 // padded or packed to a length.
 //
 // `target[t]` is the token after `data[t]`, as for token shards, and it is kIgnoredTarget (-100)
-// wherever nothing is to be learned: the prompt (in a chat, everything but the assistant's
-// messages), the padding, and the border between two packed samples. A causal model needs no
-// attention mask for padding on the right.
+// wherever nothing is to be learned: the prompt, the padding, and the border between two packed
+// samples. A causal model needs no attention mask for padding on the right.
 //
 //   auto dataset = std::make_shared<InstructionDataset>(load_instructions("commonsense_170k.json"),
 //                                                       InstructionOptions{.max_length = 512});

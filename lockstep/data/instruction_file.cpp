@@ -338,7 +338,7 @@ std::size_t tokens_before(const Encode& encode, std::string_view text, std::size
 
 InstructionRows::InstructionRows(const std::vector<Instruction>& items, InstructionOptions options,
                                  const ReadProgress& progress)
-    : options_(std::move(options)) {
+    : options_(std::move(options)), where_(options_.source.empty() ? "" : options_.source + ": ") {
   if (options_.max_length < 2)
     throw UsageError("instructions", "{} is {}, and must be 2 or more.", options_.length_key,
                      options_.max_length);
@@ -348,27 +348,22 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
   if (!items.empty()) kind_ = items.front().kind;
   constexpr std::size_t kStride = 1024;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    add(items[i]);
+    ++counts_.read;
+    if (items[i].kind == RecordKind::kChat)
+      add_chat(items[i]);
+    else
+      add_text(apply(options_.prompt, items[i]));
     if (progress && (i + 1) % kStride == 0) progress(i + 1, items.size());
   }
-  const std::string where = options_.source.empty() ? "" : options_.source + ": ";
   if (items.empty())
-    throw UsageError("instructions", "{}there are no samples. Give a file that has some.", where);
+    throw UsageError("instructions", "{}there are no samples. Give a file that has some.", where_);
   if (samples_.empty())
     throw UsageError("instructions",
                      "{}of {} samples none has anything to learn from: {} prompts alone fill "
                      "{} = {}. Raise {}.",
-                     where, counts_.read, counts_.dropped, options_.length_key, options_.max_length,
-                     options_.length_key);
+                     where_, counts_.read, counts_.dropped, options_.length_key,
+                     options_.max_length, options_.length_key);
   if (options_.padding == Padding::kPacked) pack();
-}
-
-void InstructionRows::add(const Instruction& item) {
-  ++counts_.read;
-  if (item.kind == RecordKind::kChat)
-    add_chat(item);
-  else
-    add_text(apply(options_.prompt, item));
 }
 
 void InstructionRows::add_text(const PromptAndResponse& texts) {
@@ -390,7 +385,7 @@ void InstructionRows::add_chat(const Instruction& item) {
     throw UsageError("instructions",
                      "{}the records are chats, whose text a model's chat template makes. Name that "
                      "model's folder as the tokenizer (data.tokenizer of a training file).",
-                     options_.source.empty() ? "" : options_.source + ": ");
+                     where_);
   const Tokenizer& chat = *options_.chat;
   const auto encode = [&](std::string_view text) {
     const auto ids = chat.encode(text, {.add_special_tokens = false});
