@@ -187,37 +187,21 @@ void read_object(std::string_view file, JsonReader& json, std::vector<Instructio
   items.push_back(std::move(item));
 }
 
-// Calls `progress` now and then, not for every object.
-class Milestones {
- public:
-  Milestones(const ReadProgress& progress, std::size_t total)
-      : progress_(progress), total_(total) {}
-  void reach(std::size_t offset) {
-    if (!progress_ || offset < next_) return;
-    next_ = offset + kStride;
-    progress_(offset, total_);
-  }
+using Reached = std::function<void(std::size_t offset)>;
 
- private:
-  static constexpr std::size_t kStride = std::size_t{1} << 20;
-  const ReadProgress& progress_;
-  std::size_t total_;
-  std::size_t next_ = kStride;
-};
-
-std::vector<Instruction> read_list(std::string_view text, Milestones milestones) {
+std::vector<Instruction> read_list(std::string_view text, const Reached& reached) {
   std::vector<Instruction> items;
   JsonReader json(text);
   json.enter_array();
   while (json.next_element()) {
     read_object(text, json, items);
-    milestones.reach(json.offset());
+    reached(json.offset());
   }
   json.end();
   return items;
 }
 
-std::vector<Instruction> read_lines(std::string_view text, Milestones milestones) {
+std::vector<Instruction> read_lines(std::string_view text, const Reached& reached) {
   std::vector<Instruction> items;
   for (std::size_t begin = 0; begin < text.size();) {
     const std::size_t end = std::min(text.find('\n', begin), text.size());
@@ -228,7 +212,7 @@ std::vector<Instruction> read_lines(std::string_view text, Milestones milestones
       json.end();
     }
     begin = end + 1;
-    milestones.reach(end);
+    reached(end);
   }
   return items;
 }
@@ -283,8 +267,13 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   const std::size_t first = body.find_first_not_of(kSpace);
   try {
     if (first == std::string_view::npos) throw JsonError(body.size(), "there is nothing in it");
-    const Milestones milestones(progress, text.size());
-    auto items = body[first] == '[' ? read_list(body, milestones) : read_lines(body, milestones);
+    constexpr std::size_t kStride = std::size_t{1} << 20;
+    const Reached reached = [&, next = kStride](std::size_t offset) mutable {
+      if (!progress || offset < next) return;
+      next = offset + kStride;
+      progress(offset, text.size());
+    };
+    auto items = body[first] == '[' ? read_list(body, reached) : read_lines(body, reached);
     if (progress) progress(text.size(), text.size());
     return items;
   } catch (const JsonError& error) {

@@ -48,14 +48,6 @@ bool wanted(const fs::path& path, const std::vector<std::string>& suffixes) {
                                          [&](const auto& end) { return file.ends_with(end); });
 }
 
-void list_folder(const std::string& folder, const TokenizeOptions& options,
-                 std::vector<std::string>& paths) {
-  std::vector<std::string> found =
-      files_below(folder, [&](const std::string& path) { return wanted(path, options.suffixes); });
-  std::sort(found.begin(), found.end());
-  paths.insert(paths.end(), found.begin(), found.end());
-}
-
 // Absolute and without links, as far as the path exists.
 fs::path resolved(const std::string& path) {
   std::error_code error;
@@ -137,10 +129,12 @@ std::vector<Document> list_documents(const TokenizeOptions& options) {
       throw UsageError("tokenize", "{} does not exist. Name text files or folders.", input);
     const bool folder = fs::is_directory(input, ignored);
     if (folder && reads_shards) refuse_output_inside(input, output);
+    std::vector<std::string> found{input};
     if (folder)
-      list_folder(input, options, paths);
-    else
-      paths.push_back(input);
+      found = files_below(input,
+                          [&](const std::string& path) { return wanted(path, options.suffixes); });
+    std::sort(found.begin(), found.end());
+    paths.insert(paths.end(), found.begin(), found.end());
   }
   std::vector<Document> documents;
   for (const std::string& path : paths) {
