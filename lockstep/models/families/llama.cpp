@@ -194,14 +194,6 @@ const Family& qwen3() {
 
 // Phi-3: one matrix for queries, keys and values, one for gate and up; part of a head may be
 // rotated, and a long text has other frequencies.
-namespace {
-
-Option without(std::string_view key) {
-  return {.key = key, .fallback = false, .refused = true, .remedy = "It must be false."};
-}
-
-}  // namespace
-
 const Family& phi3() {
   static const Family family{
       .type = "phi3",
@@ -217,8 +209,8 @@ const Family& phi3() {
                                .null = std::int64_t{-1}},
                               {"resid_pdrop", 0.0, 0, 1},
                               window_option(0),
-                              without("attention_bias"),
-                              without("mlp_bias")}),
+                              must_be("attention_bias", false),
+                              must_be("mlp_bias", false)}),
       .describe =
           [](const Options& o) {
             DecoderSpec s = rms_decoder("phi3", o);

@@ -41,6 +41,13 @@ Option count_option(std::string_view key, std::int64_t fallback) {
   return {.key = key, .fallback = fallback, .least = 1, .null = std::int64_t{0}};
 }
 
+Option must_be(std::string_view key, bool value) {
+  return {.key = key,
+          .fallback = value,
+          .refused = !value,
+          .remedy = value ? "It must be true." : "It must be false."};
+}
+
 Option layers_option(std::int64_t fallback) {
   return {.key = "num_hidden_layers", .fallback = fallback, .most = kMostLayers};
 }
