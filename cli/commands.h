@@ -16,10 +16,7 @@
 #include <exception>
 #include <functional>
 #include <iostream>
-#include <map>
-#include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -92,25 +89,8 @@ inline int end_at_once(int code) {
   return code;
 }
 
-// An environment variable that matters to a rank, with one line of meaning: `lockstep env` prints
-// these, and docs/environment.md must list them. In env.cpp.
-struct KnownVariable {
-  std::string_view name;
-  std::string_view meaning;
-  // Listed even when unset; the others are listed only when they are set.
-  bool important = false;
-};
-
-std::span<const KnownVariable> known_variables();
-
-// Whether `name` belongs to a family that is shown in full (NCCL_*, LOCKSTEP_*, ...).
-bool is_shown(std::string_view name);
-
-// Every variable of this process that is known or shown, with its value.
-std::map<std::string, std::string> set_variables();
-
 // A line for each LOCKSTEP_ variable of this process that no code of ours reads, with the name that
-// was probably meant.
+// was probably meant. In env.cpp.
 std::vector<std::string> unread_variables();
 
 // Progress of a long read: silent for two seconds, then a line on stderr. On a terminal the line is

@@ -209,26 +209,21 @@ train::Config named(const std::string& name) {
   return train::resolve_config(sources);
 }
 
-std::string value_text(const Node& node) {
-  if (node.is(NodeKind::kNull)) return "(unset)";
-  return node.is(NodeKind::kString) ? node.text : to_json(node);
-}
-
 int diff_configs(const ConfigRequest& request) {
   if (request.names.size() != 2 || !request.flags.empty())
     throw UsageError("config", "diff takes two of: a file, standard, fast, defaults.");
   const train::Config left = named(request.names[0]);
   const train::Config right = named(request.names[1]);
   const auto found = train::differences(left, right);
-  for (const train::Difference& one : found) {
-    print_text("{:<30} {:<21} {}\n", one.key->name, value_text(one.left), value_text(one.right));
-  }
-  if (request.world_size) {
-    for (const train::Config* config : {&left, &right}) {
+  const auto text = [](const Node& value) {
+    return value.is(NodeKind::kNull) ? "(unset)" : plain_text(value);
+  };
+  for (const train::Difference& one : found)
+    print_text("{:<30} {:<21} {}\n", one.key->name, text(one.left), text(one.right));
+  if (request.world_size)
+    for (const train::Config* config : {&left, &right})
       print_text("{}: {}\n", request.names[config == &left ? 0 : 1],
                  batch_text(config->arguments, *request.world_size));
-    }
-  }
   return found.empty() ? 0 : 1;
 }
 
@@ -258,12 +253,12 @@ int show_keys(const ConfigRequest& request) {
 }  // namespace
 
 int config_command(const Args& args) {
-  const std::string action = args.empty() ? "--help" : args.front();
   if (print_help(args, kConfigHelp)) return 0;
   if (args.empty()) {
     print_text(stderr, "{}", kConfigHelp);
     return 2;
   }
+  const std::string& action = args.front();
   const ConfigRequest request = parse_config(args);
   if (action == "show") return show_config(request);
   if (action == "check") return check_config(request);

@@ -24,23 +24,6 @@ constexpr const char* kDashboardHelp =
     "a file.\n\n"
     "  --listen WHERE   a port, or a numeric address and a port (a free port of 127.0.0.1)\n";
 
-struct DashboardRequest {
-  std::string listen;
-  Args directories;
-};
-
-DashboardRequest parse_dashboard(const Args& args) {
-  DashboardRequest request;
-  Flags flags("dashboard");
-  flags.text("--listen", request.listen, "a port, or an address and a port");
-  request.directories = flags.read(args);
-  if (request.directories.size() > 2)
-    throw UsageError("dashboard", "two runs are shown, and '{}' is a third one.",
-                     request.directories[2]);
-  if (request.directories.empty()) request.directories = {"."};
-  return request;
-}
-
 // Records that will not change any more are read only once.
 class RecordSource {
  public:
@@ -79,8 +62,14 @@ class RecordSource {
 
 int dashboard_command(const Args& args) {
   if (print_help(args, kDashboardHelp)) return 0;
-  const DashboardRequest request = parse_dashboard(args);
-  RecordSource source(request.directories);
+  std::string listen;
+  Flags flags("dashboard");
+  flags.text("--listen", listen, "a port, or an address and a port");
+  Args directories = flags.read(args);
+  if (directories.size() > 2)
+    throw UsageError("dashboard", "two runs are shown, and '{}' is a third one.", directories[2]);
+  if (directories.empty()) directories = {"."};
+  RecordSource source(std::move(directories));
   dashboard::HttpOptions options;
   if (const auto file = env::get("LOCKSTEP_DASHBOARD_TOKEN_FILE"))
     options.token = dashboard::read_token_file(*file);
@@ -91,7 +80,7 @@ int dashboard_command(const Args& args) {
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&stop, signal);
   ::pthread_sigmask(SIG_BLOCK, &stop, nullptr);
   const dashboard::HttpServer server(
-      dashboard::http_listen(request.listen, "--listen"),
+      dashboard::http_listen(listen, "--listen"),
       {.snapshot_json = [&] { return source.snapshot_json(); }, .metrics_text = {}, .ready = {}},
       options);
   const std::string url = server.url();

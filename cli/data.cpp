@@ -53,28 +53,20 @@ std::string count_text(double count) {
 }
 
 // A progress bar on a terminal, nothing elsewhere.
-class ProgressBar {
- public:
-  explicit ProgressBar(const char* unit) : unit_(unit) {}
-
-  void operator()(std::uint64_t done, std::uint64_t total) {
-    if (!terminal_) return;
+std::function<void(std::uint64_t, std::uint64_t)> progress_bar(const char* unit) {
+  if (::isatty(STDERR_FILENO) != 1) return {};
+  return [unit, start = Clock::now()](std::uint64_t done, std::uint64_t total) {
     constexpr std::size_t kWidth = 30;
     const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
     const auto filled = static_cast<std::size_t>(part * kWidth);
-    const double seconds = seconds_since(start_);
+    const double seconds = seconds_since(start);
     fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} {}, {} a second \033[K", std::string(filled, '#'),
                std::string(kWidth - filled, '.'), 100 * part, count_text(static_cast<double>(done)),
-               unit_, count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
+               unit, count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
     if (done == total) fmt::print(stderr, "\n");
     std::fflush(stderr);
-  }
-
- private:
-  const char* unit_;
-  bool terminal_ = ::isatty(STDERR_FILENO) == 1;
-  Clock::time_point start_ = Clock::now();
-};
+  };
+}
 
 // The id of the token that --end-of-text names.
 std::optional<std::int64_t> end_of_text(const std::string& token,
@@ -111,7 +103,7 @@ int tokenize(const Args& args) {
                      options.output);
   if (!tokenizer.empty()) options.tokenizer = data::Tokenizer::from_file(tokenizer);
   options.end_of_text = end_of_text(end, options.tokenizer);
-  options.progress = ProgressBar(options.tokenizer ? "bytes" : "tokens");
+  options.progress = progress_bar(options.tokenizer ? "bytes" : "tokens");
   const auto start = Clock::now();
   const data::TokenizeResult result = data::tokenize(options);
   const double seconds = seconds_since(start);
@@ -141,9 +133,7 @@ std::string readable(const std::vector<std::uint32_t>& tokens) {
 
 // printable() with \n for a line break, which is a token of its own.
 std::string on_one_line(const std::string& text) {
-  std::string out;
-  for (const char c : text) out += c == '\n' ? "\\n" : std::string(1, c);
-  return printable(out);
+  return printable(fmt::format("{}", fmt::join(split(text, '\n'), "\\n")));
 }
 
 struct Inspection {
@@ -240,14 +230,13 @@ int inspect(const Args& args) {
 }  // namespace
 
 int data_command(const Args& args) {
-  const std::string what = args.empty() ? "" : args.front();
-  const bool help = std::any_of(args.begin(), args.end(), [](const std::string& arg) {
-    return arg == "--help" || arg == "-h" || arg == "help";
-  });
-  if (help || what.empty()) {
+  if (print_help(args, kDataHelp)) return 0;
+  const bool help = std::ranges::find(args, "help") != args.end();
+  if (help || args.empty()) {
     print_text(help ? stdout : stderr, "{}", kDataHelp);
     return help ? 0 : 2;
   }
+  const std::string& what = args.front();
   if (what == "tokenize") return tokenize(args);
   if (what == "inspect") return inspect(args);
   throw UsageError("data", "there is no 'data {}'. Write lockstep data tokenize or inspect.", what);

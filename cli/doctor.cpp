@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 
 #include "cli/commands.h"
@@ -101,14 +102,20 @@ int default_ranks(const Machine& machine) {
 
 // ------------------------------------------------------------------ output
 
-std::string checks_text(const std::vector<Check>& checks, const std::string& summary) {
+std::int64_t count(const std::vector<Check>& checks, Status status) {
+  return std::ranges::count(checks, status, &Check::status);
+}
+
+std::string checks_text(const std::vector<Check>& checks) {
   std::string text;
   for (const Check& check : checks) {
     text += fmt::format("{:<5} {:<14} {}\n", name(check.status), check.name, check.value);
     for (const std::string& line : check.lines) text += fmt::format("{:21}| {}\n", "", line);
     if (!check.remedy.empty()) text += fmt::format("{:21}-> {}\n", "", check.remedy);
   }
-  return text + summary + '\n';
+  return text + fmt::format("{} ok, {} to look at (warn), {} to mend first (fail), {} skipped\n",
+                            count(checks, Status::kOk), count(checks, Status::kWarn),
+                            count(checks, Status::kFail), count(checks, Status::kSkip));
 }
 
 std::string checks_json(const Machine& machine, const std::vector<Check>& checks, int code) {
@@ -122,8 +129,7 @@ std::string checks_json(const Machine& machine, const std::vector<Check>& checks
                              {"lines", texts_node(check.lines)}}));
   NodeMembers counts;
   for (const Status status : {Status::kOk, Status::kWarn, Status::kFail, Status::kSkip})
-    counts.emplace_back(name(status),
-                        integer_node(std::ranges::count(checks, status, &Check::status)));
+    counts.emplace_back(name(status), integer_node(count(checks, status)));
   return to_json(map_node({{"version", text_node(LOCKSTEP_VERSION)},
                            {"host", text_node(host_name())},
                            {"ranks", integer_node(machine.ranks)},
@@ -132,15 +138,6 @@ std::string checks_json(const Machine& machine, const std::vector<Check>& checks
                            {"counts", map_node(std::move(counts))},
                            {"exit_code", integer_node(code)}})) +
          '\n';
-}
-
-std::string summary(const std::vector<Check>& checks) {
-  const auto count = [&](Status status) {
-    return std::ranges::count(checks, status, &Check::status);
-  };
-  return fmt::format("{} ok, {} to look at (warn), {} to mend first (fail), {} skipped",
-                     count(Status::kOk), count(Status::kWarn), count(Status::kFail),
-                     count(Status::kSkip));
 }
 
 std::vector<Check> all_checks(const Machine& machine) {
@@ -203,11 +200,9 @@ int doctor_command(const Args& args) {
   log::set_level(log::Level::kError);  // what the sampler would warn of becomes a line below
   const Machine machine = look_at(request);
   const std::vector<Check> checks = all_checks(machine);
-  const bool failed = std::ranges::find(checks, Status::kFail, &Check::status) != checks.end();
-  const std::string text = request.json ? checks_json(machine, checks, failed ? 1 : 0)
-                                        : checks_text(checks, summary(checks));
-  print_text("{}", text);
-  return failed ? 1 : 0;
+  const int code = count(checks, Status::kFail) > 0 ? 1 : 0;
+  print_text("{}", request.json ? checks_json(machine, checks, code) : checks_text(checks));
+  return code;
 }
 
 // ------------------------------------------------------------------ progress
@@ -221,29 +216,19 @@ constexpr int kEvery_s = 5;
 std::atomic<const char*> under_way{nullptr};
 std::atomic<int> said{0};  // lines written so far
 
-// Called by a signal handler, which may not format.
-void write_number(int value) {
-  char digits[12];
-  char* begin = digits + sizeof digits;
-  do *--begin = static_cast<char>('0' + value % 10);
-  while ((value /= 10) > 0);
-  [[maybe_unused]] const ssize_t n =
-      ::write(STDERR_FILENO, begin, static_cast<std::size_t>(digits + sizeof digits - begin));
-}
-
+// A signal handler, which may not allocate.
 void say_progress(int) {
   const int error = errno;
   if (const char* what = under_way.load()) {
-    static constexpr char kBegin[] = "lockstep doctor: ";
-    [[maybe_unused]] ssize_t n = ::write(STDERR_FILENO, kBegin, sizeof kBegin - 1);
-    n = ::write(STDERR_FILENO, what, std::strlen(what));
-    n = ::write(STDERR_FILENO, " ...", 4);
+    char line[128] = "lockstep doctor: ";
+    std::strcat(std::strncat(line, what, 80), " ...");
     if (const int before = said++; before > 0) {
-      n = ::write(STDERR_FILENO, " ", 1);
-      write_number(kFirst_s + before * kEvery_s);
-      n = ::write(STDERR_FILENO, " s", 2);
+      char seconds[16] = " ";
+      std::to_chars(seconds + 1, seconds + 12, kFirst_s + before * kEvery_s);
+      std::strcat(std::strcat(line, seconds), " s");
     }
-    n = ::write(STDERR_FILENO, "\n", 1);
+    std::strcat(line, "\n");
+    [[maybe_unused]] const ssize_t n = ::write(STDERR_FILENO, line, std::strlen(line));
   }
   errno = error;
 }

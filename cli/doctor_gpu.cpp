@@ -10,6 +10,7 @@
 #include "cli/doctor_checks.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/host.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::cli {
 namespace {
@@ -169,10 +170,9 @@ Check check_xid(const Machine& machine) {
   Check check{.name = "xid"};
   for (const monitor::XidEvent& event : machine.nvml.xids)
     check.lines.push_back(fmt::format("GPU {}: Xid {} now", event.gpu, event.xid));
-  std::istringstream log(machine.kernel_log);
   std::size_t logged = 0;
   std::string last;
-  for (std::string line; std::getline(log, line);) {
+  for (const std::string& line : lines_of(machine.kernel_log)) {
     const auto at = line.find("NVRM: Xid");
     if (at == std::string::npos) continue;
     ++logged;
@@ -259,8 +259,7 @@ Check check_cudnn(const Machine& machine) {
   if (!machine.on_gpu) return no_gpu("cudnn");
   Check check{.name = "cudnn",
               .value = "LD_LIBRARY_PATH holds no libcudnn: LibTorch's own is used"};
-  std::istringstream folders(machine.variable("LD_LIBRARY_PATH").value_or(""));
-  for (std::string folder; std::getline(folders, folder, ':');) {
+  for (const std::string& folder : split(machine.variable("LD_LIBRARY_PATH").value_or(""), ':')) {
     std::error_code ignored;
     const std::string file = folder + "/libcudnn.so.9";
     if (folder.empty() || !std::filesystem::exists(file, ignored)) continue;

@@ -22,30 +22,11 @@ constexpr const char* kDoctorRunHelp =
     "command. docs/doctor.md describes the rules.\n\n"
     "  --json   the same as one JSON object\n";
 
-struct DoctorRunRequest {
-  std::string directory{};
-  bool json = false;
-};
-
-DoctorRunRequest parse_doctor_run(const Args& args) {
-  DoctorRunRequest request;
-  Flags flags("doctor");
-  flags.toggle("--json", request.json);
-  flags.text("--run", request.directory, "DIR: which run? Write lockstep doctor --run DIR");
-  for (const std::string& other : flags.read(args, /*keys=*/true))
-    throw UsageError("doctor",
-                     "'{}' does not go with --run; --json alone does. 'lockstep doctor --help'.",
-                     other);
-  if (request.directory.empty())
-    throw UsageError("doctor", "which run? Write lockstep doctor --run DIR.");
-  return request;
-}
-
 // ------------------------------------------------------------------ text
 
-std::string run_head_text(const DoctorRunRequest& request, const monitor::RunFacts& facts) {
-  std::string text = fmt::format("{}: {} rank{}", request.directory, facts.world_size,
-                                 facts.world_size == 1 ? "" : "s");
+std::string run_head_text(const std::string& directory, const monitor::RunFacts& facts) {
+  std::string text =
+      fmt::format("{}: {} rank{}", directory, facts.world_size, facts.world_size == 1 ? "" : "s");
   if (!facts.device.empty()) text += " on " + facts.device;
   if (!facts.backend.empty()) text += " over " + facts.backend;
   if (!facts.optimizer.empty()) text += ", " + facts.optimizer;
@@ -85,10 +66,6 @@ std::string findings_text(const monitor::RunRecord& run,
 
 // ------------------------------------------------------------------ JSON
 
-Node optional_node(const std::optional<double>& value) {
-  return value ? real_node(*value) : Node{};
-}
-
 // Unknown values are omitted.
 Node budget_node(const monitor::BudgetRow& row) {
   NodeMembers members = {{"rank", integer_node(row.rank)},
@@ -108,15 +85,16 @@ Node budget_node(const monitor::BudgetRow& row) {
 }
 
 Node gpus_node(const std::vector<monitor::HostGpus>& hosts) {
+  const auto known = [](const std::optional<double>& v) { return v ? real_node(*v) : Node{}; };
   std::vector<Node> items;
   for (const monitor::HostGpus& host : hosts) {
     std::vector<Node> gpus;
     for (const monitor::GpuFigures& gpu : gpu_figures(host))
       gpus.push_back(map_node({{"index", integer_node(gpu.index)},
-                               {"utilisation_percent", optional_node(gpu.utilisation_percent)},
-                               {"memory_bytes", optional_node(gpu.memory_bytes)},
-                               {"memory_share", optional_node(gpu.memory_share)},
-                               {"power_w", optional_node(gpu.power_w)},
+                               {"utilisation_percent", known(gpu.utilisation_percent)},
+                               {"memory_bytes", known(gpu.memory_bytes)},
+                               {"memory_share", known(gpu.memory_share)},
+                               {"power_w", known(gpu.power_w)},
                                {"throttled_share", real_node(gpu.throttled_share)}}));
     items.push_back(
         map_node({{"host", integer_node(host.host)},
@@ -143,15 +121,24 @@ Node diagnosis_node(const monitor::RunRecord& run, const std::vector<monitor::Bu
 
 int doctor_run_command(const Args& args) {
   if (print_help(args, kDoctorRunHelp)) return 0;
-  const DoctorRunRequest request = parse_doctor_run(args);
-  const monitor::RunView view = monitor::read_run_view(request.directory);
+  std::string directory;
+  bool json = false;
+  Flags flags("doctor");
+  flags.toggle("--json", json);
+  flags.text("--run", directory, "DIR: which run? Write lockstep doctor --run DIR");
+  for (const std::string& other : flags.read(args, /*keys=*/true))
+    throw UsageError("doctor",
+                     "'{}' does not go with --run; --json alone does. 'lockstep doctor --help'.",
+                     other);
+  if (directory.empty()) throw UsageError("doctor", "which run? Write lockstep doctor --run DIR.");
+  const monitor::RunView view = monitor::read_run_view(directory);
   const monitor::RunRecord& run = *view.record;
   const auto& findings = view.findings;
   const auto rows = monitor::budget_rows(run);
-  if (request.json)
+  if (json)
     print_text("{}\n", to_json(diagnosis_node(run, rows, findings)));
   else
-    print_text("{}{}\n\n{}{}", run_head_text(request, run.facts),
+    print_text("{}{}\n\n{}{}", run_head_text(directory, run.facts),
                table_text(monitor::budget_table(rows)), gpus_text(run.gpus),
                findings_text(run, findings));
   return findings.empty() ? 0 : 1;

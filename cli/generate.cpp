@@ -83,20 +83,15 @@ Number number_from(const std::string& flag, std::string_view text) {
 
 Ids ids_of(const std::string& text) {
   Ids ids;
-  for (std::size_t at = 0; at <= text.size();) {
-    const std::size_t end = std::min(text.find_first_of(", ", at), text.size());
-    if (end > at) ids.push_back(number_from<std::int64_t>("--ids", text.substr(at, end - at)));
-    at = end + 1;
-  }
+  for (const std::string& part : split(text, ','))
+    for (const std::string& word : split(part, ' '))
+      if (!word.empty()) ids.push_back(number_from<std::int64_t>("--ids", word));
   return ids;
 }
 
 GenerateRequest parse_generate(int argc, char** argv) {
   GenerateRequest request;
   Flags flags("generate");
-  const auto text = [&](const char* name, auto& to) {
-    flags.value(name, [&to](const std::string& value) { to = value; });
-  };
   // Keys of generation_config.json have underscores, other flags dashes: both are taken.
   const auto number = [&]<typename T>(const std::string& names, std::optional<T>& to) {
     flags.value(names, [&to, name = names.substr(0, names.find(','))](const std::string& value) {
@@ -104,13 +99,13 @@ GenerateRequest parse_generate(int argc, char** argv) {
     });
   };
   std::optional<std::uint64_t> seed;
-  text("--model", request.model);
-  text("--base", request.base);
-  text("--tokenizer", request.tokenizer);
-  text("--device", request.device);
-  text("--dtype", request.dtype);
-  text("--prompt", request.prompt);
-  text("--input", request.input);
+  flags.text("--model", request.model);
+  flags.text("--base", request.base);
+  flags.text("--tokenizer", request.tokenizer);
+  flags.text("--device", request.device);
+  flags.text("--dtype", request.dtype);
+  flags.value("--prompt", [&](const std::string& value) { request.prompt = value; });
+  flags.text("--input", request.input);
   number("--max_new_tokens,--max-new-tokens", request.max_new_tokens);
   number("--temperature", request.temperature);
   number("--top_k,--top-k", request.top_k);

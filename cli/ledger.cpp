@@ -17,7 +17,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kRecords = 5;
 constexpr const char* kLedgerHelp =
     "usage: lockstep ledger [--records N] FILE|DIR...\n\n"
     "Prints where each rank was: step, phase, its last operations with their call sites, and the\n"
@@ -25,21 +24,6 @@ constexpr const char* kLedgerHelp =
     "failed or stalled, as DIR/<run id>_<random>/attempt_<k>/<local rank>/ledger with\n"
     "--log-dir DIR. A directory stands for all ledgers below it.\n\n"
     "  --records N   how many operations of each rank (5)\n";
-
-struct LedgerRequest {
-  std::vector<std::string> paths;
-  std::size_t records = kRecords;
-};
-
-LedgerRequest parse_ledger(const Args& args) {
-  LedgerRequest request;
-  Flags flags("ledger");
-  flags.integer("--records", request.records, 0, 1024, "a number");
-  request.paths = flags.read(args);
-  if (request.paths.empty())
-    throw UsageError("ledger", "no file or directory was given. Name a log directory of a run.");
-  return request;
-}
 
 // The files of one attempt on one host belong together.
 using Attempts = std::map<std::string, std::vector<std::string>>;
@@ -106,9 +90,13 @@ void print_attempt(const std::string& attempt, const std::vector<std::string>& f
 
 int ledger_command(const Args& args) {
   if (print_help(args, kLedgerHelp)) return 0;
-  const LedgerRequest request = parse_ledger(args);
-  for (const auto& [attempt, files] : find_ledgers(request.paths))
-    print_attempt(attempt, files, request.records);
+  std::size_t records = 5;
+  Flags flags("ledger");
+  flags.integer("--records", records, 0, 1024, "a number");
+  const Args paths = flags.read(args);
+  if (paths.empty())
+    throw UsageError("ledger", "no file or directory was given. Name a log directory of a run.");
+  for (const auto& [attempt, files] : find_ledgers(paths)) print_attempt(attempt, files, records);
   return 0;
 }
 

@@ -7,18 +7,17 @@
 
 #include <algorithm>
 #include <chrono>
-#include <deque>
-#include <sstream>
 
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::cli {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kTailLines = 15;
+constexpr std::ptrdiff_t kTailLines = 15;
 constexpr std::size_t kTailBytes = 64u << 10;
 constexpr std::chrono::seconds kEndLimit{5};  // from SIGTERM to SIGKILL of the launcher
 
@@ -101,14 +100,13 @@ RanksOutcome run_ranks(const RanksRequest& request, const std::string& folder) {
 }
 
 std::vector<std::string> tail(const std::string& text) {
-  std::deque<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    if (line.empty() || line.find("+0x") != std::string::npos) continue;  // frames hide the cause
-    lines.push_back(line.substr(0, 300));
-    if (lines.size() > kTailLines) lines.pop_front();
-  }
-  return {lines.begin(), lines.end()};
+  std::vector<std::string> lines = lines_of(text);
+  std::erase_if(lines, [](const std::string& line) {
+    return line.empty() || line.find("+0x") != std::string::npos;
+  });
+  lines.erase(lines.begin(), lines.end() - std::min(std::ssize(lines), kTailLines));
+  for (std::string& line : lines) line.resize(std::min<std::size_t>(line.size(), 300));
+  return lines;
 }
 
 }  // namespace lockstep::cli

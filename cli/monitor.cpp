@@ -58,9 +58,8 @@ MonitorRequest parse_monitor(const Args& args) {
   if (names.size() > 1)
     throw UsageError("monitor", "one URL or directory is shown, and '{}' is another one.",
                      names[1]);
-  if (!names.empty()) request.where = names[0];
-  if (request.where.empty() && std::filesystem::exists("monitor/run.json"))
-    request.where = std::string(".");
+  const bool recorded = std::filesystem::exists("monitor/run.json");
+  request.where = !names.empty() ? names[0] : recorded ? "." : "";
   return request;
 }
 

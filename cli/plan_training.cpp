@@ -25,15 +25,12 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   const TrainingArguments& arguments = config.arguments;
   plan::Training training;
   plan::Model& model = training.model;
-  if (task.model.hugging_face) {
-    model.config = *task.model.hugging_face;
-  } else if (task.model.name == "gpt") {
-    model.config = models::CausalLmConfig{.model = gpt_config(task.model)};
-  } else if (task.model.name == "mlp") {
-    model.config = mlp_config(task);
-  } else {
+  if (task.model.name == "mlp")
+    model.config = task.model.mlp;
+  else if (task.model.name.starts_with("resnet"))
     model.config = resnet_config(task);
-  }
+  else
+    model.config = causal_lm_config(task.model);
   model.lora = task.lora;
   model.image_size = task.data.image_size;
   if (model.causal_lm() != nullptr) model.length = task.data.length;

@@ -24,40 +24,28 @@ constexpr const char* kReportHelp =
     "is said on the page.\n\n"
     "  -o FILE, --output FILE   default: DIR/report.html; of two runs: comparison.html\n";
 
-struct ReportRequest {
-  std::vector<std::string> runs;
-  std::string output;
-};
-
-ReportRequest parse_report(const Args& args) {
-  ReportRequest request;
-  Flags flags("report");
-  flags.text("-o,--output", request.output, "a file");
-  request.runs = flags.read(args);
-  if (request.runs.empty() || request.runs.size() > 2)
-    throw UsageError("report", "{} folders were given. Give one run, or two to compare.",
-                     request.runs.size());
-  if (request.output.empty())
-    request.output = request.runs.size() == 2
-                         ? "comparison.html"
-                         : (std::filesystem::path(request.runs[0]) / "report.html").string();
-  return request;
-}
-
 }  // namespace
 
 int report_command(const Args& args) {
   if (print_help(args, kReportHelp)) return 0;
-  const ReportRequest request = parse_report(args);
+  std::string output;
+  Flags flags("report");
+  flags.text("-o,--output", output, "a file");
+  const Args runs = flags.read(args);
+  if (runs.empty() || runs.size() > 2)
+    throw UsageError("report", "{} folders were given. Give one run, or two to compare.",
+                     runs.size());
+  const bool two = runs.size() == 2;
+  if (output.empty())
+    output = two ? "comparison.html" : (std::filesystem::path(runs[0]) / "report.html").string();
   const auto read = [](const std::string& folder) {
     return monitor::read_run_view(folder, monitor::Detail::kAll);
   };
-  const monitor::RunView first = read(request.runs[0]);
-  const Node state = request.runs.size() == 1
-                         ? dashboard::report_state(first)
-                         : dashboard::comparison_state(first, read(request.runs[1]));
-  write_file_atomically(request.output, dashboard::page_file(state));
-  print_text("written to {}\n", request.output);
+  const monitor::RunView first = read(runs[0]);
+  const Node state =
+      two ? dashboard::comparison_state(first, read(runs[1])) : dashboard::report_state(first);
+  write_file_atomically(output, dashboard::page_file(state));
+  print_text("written to {}\n", output);
   return 0;
 }
 

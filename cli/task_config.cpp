@@ -296,11 +296,12 @@ void check_heads(const ModelConfig& model) {
   const Entry* heads = root.find("num_attention_heads");  // transformers' other name goes first
   if (heads == nullptr) heads = root.find("n_head");
   if (heads == nullptr || !heads->value.is(NodeKind::kInteger)) return;
-  if (heads->value.integer == model.n_head) return;
+  if (heads->value.integer == model.gpt.n_head) return;
   throw UsageError("config",
                    "model.n_head is {}, and the weights in {} were trained with {} ({}). The same "
                    "weights would compute something else. Set model.n_head: {}.",
-                   model.n_head, model.weights, heads->value.integer, path, heads->value.integer);
+                   model.gpt.n_head, model.weights, heads->value.integer, path,
+                   heads->value.integer);
 }
 
 // An adapter's folder in place of a model's.
@@ -348,18 +349,21 @@ void read_gpt_keys(MapReader& keys, ModelConfig& model, const DataConfig& data) 
   const std::int64_t vocabulary = data.tokenizer          ? data.tokenizer->max_id() + 1
                                   : data.name == "tokens" ? kGpt2Vocabulary
                                                           : data::ByteTokenizer::kVocabSize;
-  model.n_layer = keys.integer("n_layer", 4, 1, 1'000);
-  model.n_head = keys.integer("n_head", 4, 1, 1'000);
-  model.n_embd = keys.integer("n_embd", 128, 1, 100'000);
+  model.gpt.n_layer = keys.integer("n_layer", 4, 1, 1'000);
+  model.gpt.n_head = keys.integer("n_head", 4, 1, 1'000);
+  model.gpt.n_embd = keys.integer("n_embd", 128, 1, 100'000);
   model.vocab_size = keys.integer("vocab_size", vocabulary, 1, 10'000'000);
   model.n_positions = keys.integer("n_positions", data.length, 1, kMaxPositions);
+  model.gpt.vocab_size = model.vocab_size;
+  model.gpt.n_positions = model.n_positions;
 }
 
-void read_mlp_keys(MapReader& keys, ModelConfig& model) {
-  model.hidden = keys.integer("hidden", 64, 1, 1'000'000);
-  model.layers = keys.integer("layers", 1, 0, 1'000);
-  model.dropout = keys.real("dropout", 0, 0, 0.999);
-  model.batch_norm = keys.boolean("batch_norm", false);
+void read_mlp_keys(MapReader& keys, const DataConfig& data, models::MlpConfig& mlp) {
+  mlp = {.inputs = data.features, .outputs = data.classes};
+  mlp.hidden = keys.integer("hidden", 64, 1, 1'000'000);
+  mlp.layers = keys.integer("layers", 1, 0, 1'000);
+  mlp.dropout = keys.real("dropout", 0, 0, 0.999);
+  mlp.batch_norm = keys.boolean("batch_norm", false);
 }
 
 void check_vocabulary(const ModelConfig& model, const DataConfig& data, Problems& problems) {
@@ -390,11 +394,11 @@ void check_length(const ModelConfig& model, const DataConfig& data, Problems& pr
 }
 
 void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& problems) {
-  if (model.n_embd % model.n_head != 0)
+  if (model.gpt.n_embd % model.gpt.n_head != 0)
     problems.add(
         fmt::format("model.n_embd {} does not divide into {} heads of equal width. Choose "
                     "n_embd as a multiple of n_head.",
-                    model.n_embd, model.n_head));
+                    model.gpt.n_embd, model.gpt.n_head));
   check_length(model, data, problems);
   check_vocabulary(model, data, problems);
 }
@@ -421,22 +425,19 @@ void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
       model.hugging_face->spec().positions_end() ? model.hugging_face->max_positions() : INT64_MAX;
 }
 
-void note_length(TaskConfig& task) {
-  const auto& config = task.model.hugging_face;
-  if (!config || config->spec().positions_end() || task.data.length <= config->max_positions())
-    return;
+void note_length(const models::CausalLmConfig& config, TaskConfig& task) {
+  if (config.spec().positions_end() || task.data.length <= config.max_positions()) return;
   task.notes.push_back(
       fmt::format("max_seq_len {} is longer than the model's max_position_embeddings {}: it has "
                   "not been trained for such texts.",
-                  task.data.length, config->max_positions()));
+                  task.data.length, config.max_positions()));
 }
 
 // As in transformers, whose smoothed loss is computed from the logits alone.
-void note_load_balancing(TaskConfig& task, const TrainingArguments& a) {
-  const auto& config = task.model.hugging_face;
-  if (!config || a.label_smoothing_factor == 0) return;
-  const auto& experts = config->spec().block.mlp.experts;
-  if (experts && experts->load_balancing != 0)
+void note_load_balancing(const models::CausalLmConfig& config, TaskConfig& task,
+                         const TrainingArguments& a) {
+  const auto& experts = config.spec().block.mlp.experts;
+  if (experts && experts->load_balancing != 0 && a.label_smoothing_factor != 0)
     task.notes.push_back(
         "label_smoothing_factor leaves the load balancing loss out (output_router_logits, "
         "router_aux_loss_coef in config.json), as in transformers: the router is not trained to "
@@ -515,7 +516,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
   if (!read_name(keys, task, problems) || problems.size() > before) return;
   problems.attempt([&] {
     if (model.name == "gpt") read_gpt_keys(keys, model, task.data);
-    if (model.name == "mlp") read_mlp_keys(keys, model);
+    if (model.name == "mlp") read_mlp_keys(keys, task.data, model.mlp);
     if (model.name == kHuggingFace)
       problems.attempt([&] { read_hugging_face_keys(keys, model); });
     else
@@ -531,8 +532,8 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
   if (model.hugging_face) {
     check_length(model, task.data, problems);
     check_vocabulary(model, task.data, problems);
-    note_length(task);
-    note_load_balancing(task, a);
+    note_length(*model.hugging_face, task);
+    note_load_balancing(*model.hugging_face, task, a);
   }
   problems.attempt([&] {
     if (model.device_map && train::fsdp_plan(a).on)
@@ -620,26 +621,8 @@ std::int64_t byte_rows(const DataConfig& data, const ByteCount& count) {
                    found, data.length);
 }
 
-models::GptConfig gpt_config(const ModelConfig& model) {
-  return {.n_layer = model.n_layer,
-          .n_head = model.n_head,
-          .n_embd = model.n_embd,
-          .vocab_size = model.vocab_size,
-          .n_positions = model.n_positions};
-}
-
 models::CausalLmConfig causal_lm_config(const ModelConfig& model) {
-  return model.hugging_face ? *model.hugging_face
-                            : models::CausalLmConfig{.model = gpt_config(model)};
-}
-
-models::MlpConfig mlp_config(const TaskConfig& task) {
-  return {.inputs = task.data.features,
-          .hidden = task.model.hidden,
-          .layers = task.model.layers,
-          .outputs = task.data.classes,
-          .dropout = task.model.dropout,
-          .batch_norm = task.model.batch_norm};
+  return model.hugging_face ? *model.hugging_face : models::CausalLmConfig{.model = model.gpt};
 }
 
 models::ResNetConfig resnet_config(const TaskConfig& task) {
@@ -647,9 +630,8 @@ models::ResNetConfig resnet_config(const TaskConfig& task) {
 }
 
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task) {
-  if (task.model.hugging_face) return models::tensors_of(*task.model.hugging_face);
-  if (task.model.name == "gpt") return models::tensors_of(gpt_config(task.model));
-  if (task.model.name == "mlp") return models::tensors_of(mlp_config(task));
+  if (task.model.name == "mlp") return models::tensors_of(task.model.mlp);
+  if (has_tokens(task.data)) return models::tensors_of(causal_lm_config(task.model));
   return models::tensors_of(resnet_config(task));
 }
 
@@ -692,9 +674,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
 
 void check_whole(const std::string& folder, io::Depth depth) {
   if (!io::has_manifest(folder)) return;
-  auto faults = io::verify(folder, depth);
-  std::erase_if(faults, [](const io::Fault& f) { return f.kind == io::FaultKind::kExtra; });
-  if (!faults.empty())
+  if (const auto faults = io::damage_of(folder, depth); !faults.empty())
     throw UsageError("train", "the model's weights in {} are damaged: {}", folder,
                      io::describe(faults));
 }

@@ -7,29 +7,8 @@
 //
 //   const TaskConfig task = read_task(config.arguments);   // UsageError with every mistake
 //
-//   model: gpt | mlp | resnet18 | resnet50
-//                              {name: gpt, n_layer: 4, n_head: 4, n_embd: 128}
-//                              {name: mlp, hidden: 64, layers: 1, dropout: 0.1, batch_norm: true}
-//                              {..., weights: FOLDER} begins with a folder's model.safetensors
-//                              {path: FOLDER} a Hugging Face model, config.json and weights
-//                              {config: FOLDER or config.json} the same with random weights
-//                              {..., device_map: balanced} splits a language model over devices;
-//                              lockstep/models/device_map.h has the maps
-//   data:  bytes | tokens | instructions | random | images
-//                              {name: bytes, path: torch-headers, suffix: .h, max_bytes: 4000000}
-//                              {name: tokens, order: shards}, with dataset_dir (which alone
-//                              means tokens); `windows` shuffles over all shards, as PyTorch's
-//                              DistributedSampler
-//                              {name: instructions, path: train.json, eval_path: val.json,
-//                               padding: longest | max_length | packed, group_by_length: true};
-//                               also pad_to_multiple_of, train_on_prompt, prompt,
-//                               prompt_without_input, response, tokenizer: the folder of a model
-//                               with a tokenizer.json (without it, bytes)
-//                              {name: random, samples: 10000, features: 20, classes: 10}
-//                              {name: images, samples: 10000, image_size: 224, classes: 1000}
-//                              random pixels [3, image_size, image_size]
-//   lora:  {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: [c_attn, c_proj]}; all of
-//                              lockstep/models/lora_config.h. Checkpoints hold the adapters alone
+// `lockstep config keys model data` and docs/configuration.md list the keys; models/lora_config.h
+// has those of `lora`, models/device_map.h the maps of `model.device_map`.
 //
 // Values and a function that only reads; call from any thread.
 #pragma once
@@ -92,17 +71,10 @@ struct ModelConfig {
   // from a Hugging Face folder; `weights` is that folder if its weights are loaded too
   std::optional<models::CausalLmConfig> hugging_face{};
   std::optional<Node> device_map{};  // for a language model; where the GPUs are is not known yet
-  // gpt
-  std::int64_t n_layer = 0;
-  std::int64_t n_head = 0;
-  std::int64_t n_embd = 0;
-  std::int64_t vocab_size = 0;
-  std::int64_t n_positions = 0;
-  // mlp
-  std::int64_t hidden = 0;
-  std::int64_t layers = 0;
-  double dropout = 0;
-  bool batch_norm = false;
+  std::int64_t vocab_size = 0;       // of a language model
+  std::int64_t n_positions = 0;      // the longest sequence that it takes
+  models::GptConfig gpt{};
+  models::MlpConfig mlp{};
 };
 
 struct TaskConfig {
@@ -121,9 +93,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files = TaskF
 TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Problems& problems);
 
 // The model's options for its module, and its tensors. A resnet has the data's classes.
-models::GptConfig gpt_config(const ModelConfig& model);
 models::CausalLmConfig causal_lm_config(const ModelConfig& model);
-models::MlpConfig mlp_config(const TaskConfig& task);
 models::ResNetConfig resnet_config(const TaskConfig& task);
 std::vector<io::TensorShape> model_tensors(const TaskConfig& task);
 // The size of a checkpoint's tensors in bytes: the model's, or only its adapters'.

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/flags.h"
 #include "cli/plan_training.h"
 #include "cli/train_commands.h"
 #include "launcher/accelerate_config.h"
@@ -59,21 +60,19 @@ constexpr const char* kTrainHelp =
 
 struct TrainRequest {
   std::string file;
-  std::vector<std::string> flags;
+  Args flags;
 };
 
 TrainRequest parse_train(int argc, char** argv) {
-  TrainRequest request;
-  request.flags.assign(argv + 1, argv + argc);
-  for (std::string& word : request.flags)
+  Args flags(argv + 1, argv + argc);
+  for (std::string& word : flags)
     if (word == "--resume" || word.starts_with("--resume="))
       word.insert(sizeof("--resume") - 1, "_from_checkpoint");
-  const std::vector<std::string> names = train::take_names(request.flags);
+  const Args names = train::take_names(flags);
   if (names.size() > 1)
     throw UsageError("train", "one file is trained, and '{}' is another one beside {}.", names[1],
                      names[0]);
-  if (!names.empty()) request.file = names[0];
-  return request;
+  return {names.empty() ? "" : names[0], std::move(flags)};
 }
 
 // Writes effective_config.json to output_dir: each value, its source and what it overrides. Done
@@ -288,12 +287,7 @@ int train(const TrainRequest& request, const std::string& probe) {
 }  // namespace
 
 int train_main(int argc, char** argv) {
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--help" || std::string(argv[i]) == "-h") {
-      std::fputs(kTrainHelp, stdout);
-      return 0;
-    }
-  }
+  if (print_help(Args(argv + 1, argv + argc), kTrainHelp)) return 0;
   return train(parse_train(argc, argv), "");
 }
 
@@ -312,19 +306,18 @@ int plan_probe_main(int argc, char** argv) {
 // `lockstep` executes it, so that everything else starts in milliseconds.
 
 int main(int argc, char** argv) {
-  return lockstep::cli::end_at_once(lockstep::cli::guarded([&] {
-    const std::string command = argc >= 2 ? argv[1] : "";
-    if (command == "train") return lockstep::cli::train_main(argc - 1, argv + 1);
-    if (command == "generate") return lockstep::cli::generate_main(argc - 1, argv + 1);
-    if (command == "plan-probe") return lockstep::cli::plan_probe_main(argc - 1, argv + 1);
-    if (command == "doctor-probe") return lockstep::cli::doctor_probe_main(argc - 1, argv + 1);
-    const std::string action = argc >= 3 ? argv[2] : "";
+  using namespace lockstep::cli;
+  return end_at_once(guarded([&] {
+    const std::string command = argc >= 2 ? argv[1] : "", action = argc >= 3 ? argv[2] : "";
+    if (command == "train") return train_main(argc - 1, argv + 1);
+    if (command == "generate") return generate_main(argc - 1, argv + 1);
+    if (command == "plan-probe") return plan_probe_main(argc - 1, argv + 1);
+    if (command == "doctor-probe") return doctor_probe_main(argc - 1, argv + 1);
     if (command == "checkpoint" && action == "import")
-      return lockstep::cli::checkpoint_import_main(argc - 2, argv + 2);
+      return checkpoint_import_main(argc - 2, argv + 2);
     if (command == "checkpoint" && action == "merge")
-      return lockstep::cli::checkpoint_merge_main(argc - 2, argv + 2);
-    lockstep::cli::print_text(
-        stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
+      return checkpoint_merge_main(argc - 2, argv + 2);
+    print_text(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);
     return 2;
   }));
 }

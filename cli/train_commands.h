@@ -30,9 +30,8 @@ int doctor_probe_main(int argc, char** argv);       // probe_ranks.cpp; `lockste
 // same arguments.
 TrainerTask make_task(TaskConfig wanted, const TrainingArguments& arguments, const Mesh& mesh);
 
-// For commands that load a model, or an adapter and its base: `lockstep generate` and `lockstep
-// checkpoint merge`. Returns a Hugging Face folder or a checkpoint as it is, and for an output_dir
-// its newest checkpoint.
+// For `lockstep generate` and `lockstep checkpoint merge`: a Hugging Face folder or a checkpoint as
+// it is, and for an output_dir its newest checkpoint.
 std::string model_folder(const std::string& folder);
 
 struct LoadedModel {

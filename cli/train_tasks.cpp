@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <type_traits>
 
 #include "cli/task_config.h"
@@ -18,7 +19,6 @@
 #include "lockstep/data/tokenize.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/nn/staged.h"
@@ -284,7 +284,7 @@ void set_language_loss(TrainerTask& task, const models::CausalLmPtr& net, double
 
 models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_t> end_of_text) {
   if (!model.hugging_face) {
-    models::CausalLmConfig config{.model = gpt_config(model)};
+    models::CausalLmConfig config{.model = model.gpt};
     if (end_of_text) config.eos_token_ids = {*end_of_text};
     const auto net = models::make_causal_lm(config);
     load_weights(model.weights, *net);
@@ -295,10 +295,6 @@ models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_
   const auto net = models::load_pretrained(model.weights);
   net->train();
   return net;
-}
-
-int layers_of(const ModelConfig& model) {
-  return static_cast<int>(model.hugging_face ? model.hugging_face->layers() : model.n_layer);
 }
 
 // The devices that auto and balanced spread a model over.
@@ -343,7 +339,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
   std::optional<PipelinedConstruction> split;
   if (!whole && mesh.size("pipeline") > 1)
     split.emplace(
-        mesh, layers_of(model),
+        mesh, static_cast<int>(causal_lm_config(model).layers()),
         PipelineOptions{.schedule = parallel::schedule_named(a.pipeline_parallel_schedule),
                         .shard = {.cpu_offload = offload}});
   else if (!whole && (mesh.size("shard") > 1 || mesh.size("tensor") > 1 || offload))
@@ -363,13 +359,6 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
                                                 !model.hugging_face.has_value());
   task.model_config = models::config_json(net->config());
   task.model_files.function = models::function_text(net->config());
-}
-
-template <typename Module>
-void make_classifier(TrainerTask& task, std::shared_ptr<Module> net, const std::string& weights,
-                     const TrainingArguments& a) {
-  load_weights(weights, *net);
-  set_loss(task, std::move(net), a.label_smoothing_factor);
 }
 
 // ---------------------------------------------------------------- adapters
@@ -414,12 +403,14 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const Mesh&
   task.sampler = data.sampler;
   const optim::WithSeed seeded(static_cast<std::uint64_t>(a.seed));  // the same on every rank
   const ModelConfig& model = wanted.model;
-  if (model.name == "gpt" || model.hugging_face)
+  const bool has_language_model = model.name == "gpt" || model.hugging_face;
+  if (has_language_model)
     make_language_model(task, wanted, a, mesh, data.end_of_text);
   else if (model.name == "mlp")
-    make_classifier(task, models::Mlp(mlp_config(wanted)).ptr(), model.weights, a);
+    set_loss(task, models::Mlp(model.mlp).ptr(), a.label_smoothing_factor);
   else
-    make_classifier(task, models::ResNet(resnet_config(wanted)).ptr(), model.weights, a);
+    set_loss(task, models::ResNet(resnet_config(wanted)).ptr(), a.label_smoothing_factor);
+  if (!has_language_model) load_weights(model.weights, *task.module);
   if (wanted.lora) add_adapters(task, *wanted.lora, a, world.device());
   if (data.format) task.model_files.texts = {{kPromptFormat, prompt_format_text(*data.format)}};
   // A split model waits for its other devices.

@@ -88,10 +88,14 @@ Outcome thrown_by_peer(const std::exception& e, int code, bool same_mistake) {
   return {code, {fmt::format("ends because another rank failed: {}", e.what()), {}, true}};
 }
 
-// The meaning of an exception that left the body. All ranks of one host
-// usually make the same mistake, so there a UsageError is reported as such,
-// also by ranks that are told of another's first. `finishing`: the body had
-// returned.
+// With the place where it was thrown.
+Outcome failed_with(const std::exception& e, bool later = false) {
+  return {kFailed, {crash::describe(e), crash::thrown_at(e), later}};
+}
+
+// The meaning of an exception that left the body. All ranks of one host usually make the same
+// mistake, so there a UsageError is reported as such, also by ranks that are told of another's
+// first. `finishing`: the body had returned.
 Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
   const bool same_mistake = one_host && control::connected() && is<UsageError>(thrown);
   const bool of_peer = is<detail::FromPeer>(thrown);
@@ -105,24 +109,24 @@ Outcome judge(const std::exception_ptr& thrown, bool one_host, bool finishing) {
     return {kUsage, {crash::describe(e), {}, false}};
   } catch (const TimeoutError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
-    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+    return failed_with(e);
   } catch (const detail::Disagreement& e) {
     // The rank whose call nobody answers has the stack that helps.
     if (finishing)
       if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
-    return {kFailed, {crash::describe(e), crash::thrown_at(e), finishing}};
+    return failed_with(e, finishing);
   } catch (const CommError& e) {
     if (const auto failure = control::failure(kLauncherReport)) return fallen_with(*failure);
     // Under another launcher another rank most likely reports the cause.
     if (!control::connected()) return {kFailed, {crash::describe(e), {}, true}};
-    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+    return failed_with(e);
   } catch (const c10::Error& e) {
     return {
         kFailed,
         {fmt::format("c10::Error: {}", e.what_without_backtrace()), crash::thrown_at(e), false}};
   } catch (const std::exception& e) {
     if (of_peer) return thrown_by_peer(e, kFailed, false);
-    return {kFailed, {crash::describe(e), crash::thrown_at(e), false}};
+    return failed_with(e);
   } catch (...) {
     return {kFailed, {"an exception that is not a std::exception left the body", {}, false}};
   }

@@ -8,7 +8,6 @@
 #include <fstream>
 #include <iostream>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +18,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 #include "lockstep/leave.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/run.h"
@@ -41,9 +41,9 @@ std::optional<CallSite> read_call_site() {
   const auto colon = text->find(':');
   CallSite call_site{
       static_cast<int>(env::parse_int(text->substr(0, colon), kVariable, 0, 1 << 20)), {}};
-  std::istringstream codes(colon == std::string::npos ? "" : text->substr(colon + 1));
-  for (std::string code; std::getline(codes, code, ',');)
-    call_site.earlier.push_back(static_cast<int>(env::parse_int(code, kVariable, 0, 255)));
+  for (const std::string& code : split(colon == text->npos ? "" : text->substr(colon + 1), ','))
+    if (!code.empty())
+      call_site.earlier.push_back(static_cast<int>(env::parse_int(code, kVariable, 0, 255)));
   call_site.earlier.resize(static_cast<std::size_t>(call_site.call), 0);
   return call_site;
 }
@@ -63,11 +63,8 @@ class CallSiteVariable {
 
 // This program and its arguments, as it was started.
 std::vector<std::string> own_command() {
-  const std::string line = read_file("/proc/self/cmdline");
-  std::vector<std::string> command;
-  std::istringstream stream(line);
-  for (std::string argument; std::getline(stream, argument, '\0');) command.push_back(argument);
-  if (command.empty()) command.emplace_back();
+  std::vector<std::string> command = split(read_file("/proc/self/cmdline"), '\0');
+  if (command.size() > 1 && command.back().empty()) command.pop_back();  // each ends with a zero
   char path[4096];
   const ssize_t n = ::readlink("/proc/self/exe", path, sizeof path);
   if (n <= 0 || n == static_cast<ssize_t>(sizeof path))

@@ -1,16 +1,56 @@
-#include "lockstep/data/chat_template.h"
-
+// Renders chats as text, for the templates of a few model families.
+//
+// A template is a Jinja program. It is not executed: its family is recognised by its literal text,
+// and that family is rendered here. The literal text is everything outside the tags and in the
+// tags' string literals, joined; it has the special tokens with the line ends between them:
+//
+//   Phi-3    <|user|>, <|assistant|>, <|end|>; three releases of it
+//   Llama 2  [INST], [/INST], <<SYS>>
+//   Llama 3  <|start_header_id|>, <|end_header_id|>, <|eot_id|>
+//   ChatML   <|im_start|>, <|im_end|>; also with Qwen2's system prompt for chats without one
+//   Mistral  [INST], [/INST]; three releases of it, Mixtral's among them
+//   Gemma    <start_of_turn>, <end_of_turn>
+//
+// A template that writes anything else (tools, as those of Qwen2.5 do; another line end) is none of
+// these and is refused. bos_token, eos_token, add_generation_prompt and trim are used where the
+// template names them.
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
+#include "lockstep/data/tokenizer.h"
+#include "lockstep/data/tokenizer_parts.h"
 
 namespace lockstep::data {
 namespace {
 
-using Family = ChatTemplate::Family;
+enum class Family {
+  kPhi3,       // system, user and assistant turns
+  kPhi3First,  // no system turn; every user turn ends with the beginning of an answer
+  kPhi3Any,    // turns of any role
+  kLlama2,
+  kLlama3,
+  kChatMl,
+  kMistral,
+  kGemma,
+};
+
+struct Recognised {
+  Family family = Family::kChatMl;
+  bool writes_bos = false;
+  bool writes_eos = false;       // Phi-3: after a chat without a generation prompt
+  bool asks_for_prompt = false;  // reads add_generation_prompt; others always write it
+  bool begins_answer = true;     // has a generation prompt at all
+  bool trims = false;
+  bool skips_empty_system = false;  // Phi-3.5
+  std::string default_system{};     // ChatML: of a chat that does not begin with one
+  // Mistral: a system message is a part of the first user's, and [INST] has a space before it.
+  bool takes_system = false;
+  bool space_before_answer = false;
+  bool space_after_answer = false;
+};
 
 struct Known {
   Family family;
@@ -154,8 +194,8 @@ void check_turns(std::span<const ChatMessage> messages, std::size_t first, std::
 }
 
 // Llama 2 and Mistral: a system message is a part of the first user's.
-ChatText render_instructions(const ChatTemplate& chat, std::span<const ChatMessage> messages,
-                             const ChatTokens& tokens) {
+ChatText render_instructions(const Recognised& chat, std::span<const ChatMessage> messages,
+                             const TokenizerConfig& files) {
   const auto content = [&](const std::string& text) { return chat.trims ? trimmed(text) : text; };
   const bool llama = chat.family == Family::kLlama2, takes_system = llama || chat.takes_system;
   const bool system = takes_system && !messages.empty() && messages[0].role == "system";
@@ -165,14 +205,14 @@ ChatText render_instructions(const ChatTemplate& chat, std::span<const ChatMessa
                              "message at most"
                            : "this template wants user and assistant in turn");
   ChatText out;
-  if (!llama && chat.writes_bos) out.text += tokens.bos;
+  if (!llama && chat.writes_bos) out.text += files.bos;
   for (std::size_t i = first; i < messages.size(); ++i) {
     const ChatMessage& message = messages[i];
     const bool with_system = system && i == first;
     if (message.role == "user" && llama) {
       const std::string before =
           with_system ? "<<SYS>>\n" + messages[0].content + "\n<</SYS>>\n\n" : "";
-      out.text += (chat.writes_bos ? tokens.bos : "") + "[INST] " +
+      out.text += (chat.writes_bos ? files.bos : "") + "[INST] " +
                   content(before + message.content) + " [/INST]";
     } else if (message.role == "user") {
       const std::string before = with_system ? content(messages[0].content) + "\n\n" : "";
@@ -182,7 +222,7 @@ ChatText render_instructions(const ChatTemplate& chat, std::span<const ChatMessa
       const std::size_t begin = out.text.size();
       const std::string answer = content(message.content);
       out.text += llama ? " " + answer + " " : (chat.space_before_answer ? " " : "") + answer;
-      out.text += tokens.eos;
+      out.text += files.eos;
       out.answers.push_back({begin, out.text.size()});
       if (chat.space_after_answer) out.text += " ";
     }
@@ -220,41 +260,6 @@ std::string render_turn(Family family, const std::string& role, const std::strin
   return head_of(family, role) + body;
 }
 
-}  // namespace
-
-ChatText ChatTemplate::render(std::span<const ChatMessage> messages, bool add_generation_prompt,
-                              const ChatTokens& tokens) const {
-  if (family == Family::kLlama2 || family == Family::kMistral)
-    return render_instructions(*this, messages, tokens);
-  if (family == Family::kGemma)
-    check_turns(messages, 0,
-                "this template wants user and assistant in turn. Put the text of a system message "
-                "into the first user's");
-  ChatText out;
-  if (writes_bos) out.text += tokens.bos;
-  if (!default_system.empty() && !messages.empty() && messages[0].role != "system")
-    out.text += render_turn(family, "system", default_system);
-  for (std::size_t i = 0; i < messages.size(); ++i) {
-    const ChatMessage& message = messages[i];
-    if (skips_empty_system && message.role == "system" && message.content.empty()) continue;
-    const std::string content = trims ? trimmed(message.content) : message.content;
-    const std::string turn = render_turn(family, message.role, content);
-    if (turn.empty())
-      refuse_message(i, message, "this template would leave it out. Put its text into a user's");
-    out.text += turn;
-    if (message.role == "assistant") {
-      const std::size_t end = out.text.size() - (turn.ends_with('\n') ? 1 : 0);
-      out.answers.push_back({end - content.size() - turn_of(family).end.size(), end});
-    }
-  }
-  const bool prompts = add_generation_prompt || !asks_for_prompt;
-  if (prompts && begins_answer) out.text += head_of(family, "assistant");
-  if (!prompts && writes_eos) out.text += tokens.eos;
-  return out;
-}
-
-namespace {
-
 // Takes the system prompt away that a ChatML template writes for chats without one.
 std::string take_default_system(std::string_view text, std::string& written) {
   constexpr std::string_view kBegin = "<|im_start|>system\n", kEnd = "<|im_end|>\n";
@@ -270,7 +275,7 @@ std::string take_default_system(std::string_view text, std::string& written) {
 }
 
 // Reads the properties of Mistral's templates that their literal text does not show.
-void read_mistral(std::string_view text, std::string_view written, ChatTemplate& chat) {
+void read_mistral(std::string_view text, std::string_view written, Recognised& chat) {
   chat.begins_answer = false;
   chat.takes_system = written == kMistralWithSystem;
   const std::size_t space = std::max(text.rfind("' '") + 1, text.rfind("\" \"") + 1);
@@ -279,9 +284,7 @@ void read_mistral(std::string_view text, std::string_view written, ChatTemplate&
   chat.space_before_answer = written.ends_with(' ') && !after;
 }
 
-}  // namespace
-
-ChatTemplate recognise_chat_template(std::string_view text, const std::string& where) {
+Recognised recognise(std::string_view text, const std::string& where) {
   std::string written = WrittenText(text).collect();
   std::string default_system = take_default_system(text, written);
   const auto known = std::find_if(kKnown.begin(), kKnown.end(),
@@ -297,7 +300,7 @@ ChatTemplate recognise_chat_template(std::string_view text, const std::string& w
   if (known == kKnown.end())
     refuse(
         fmt::format("it writes '{}{}'", written.substr(0, 120), written.size() > 120 ? "..." : ""));
-  ChatTemplate chat{.family = known->family, .default_system = std::move(default_system)};
+  Recognised chat{.family = known->family, .default_system = std::move(default_system)};
   chat.writes_bos = has(text, "bos_token");
   chat.writes_eos = has(text, "eos_token");
   chat.asks_for_prompt = has(text, "add_generation_prompt");
@@ -319,6 +322,41 @@ ChatTemplate recognise_chat_template(std::string_view text, const std::string& w
   if (!chat.default_system.empty() && chat.family != Family::kChatMl)
     refuse("it writes a system prompt of its own");
   return chat;
+}
+
+}  // namespace
+
+ChatText render_chat(const TokenizerConfig& files, std::span<const ChatMessage> messages,
+                     bool add_generation_prompt) {
+  const Recognised chat = recognise(files.chat_template, files.chat_template_file);
+  const Family family = chat.family;
+  if (family == Family::kLlama2 || family == Family::kMistral)
+    return render_instructions(chat, messages, files);
+  if (family == Family::kGemma)
+    check_turns(messages, 0,
+                "this template wants user and assistant in turn. Put the text of a system message "
+                "into the first user's");
+  ChatText out;
+  if (chat.writes_bos) out.text += files.bos;
+  if (!chat.default_system.empty() && !messages.empty() && messages[0].role != "system")
+    out.text += render_turn(family, "system", chat.default_system);
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const ChatMessage& message = messages[i];
+    if (chat.skips_empty_system && message.role == "system" && message.content.empty()) continue;
+    const std::string content = chat.trims ? trimmed(message.content) : message.content;
+    const std::string turn = render_turn(family, message.role, content);
+    if (turn.empty())
+      refuse_message(i, message, "this template would leave it out. Put its text into a user's");
+    out.text += turn;
+    if (message.role == "assistant") {
+      const std::size_t end = out.text.size() - (turn.ends_with('\n') ? 1 : 0);
+      out.answers.push_back({end - content.size() - turn_of(family).end.size(), end});
+    }
+  }
+  const bool prompts = add_generation_prompt || !chat.asks_for_prompt;
+  if (prompts && chat.begins_answer) out.text += head_of(family, "assistant");
+  if (!prompts && chat.writes_eos) out.text += files.eos;
+  return out;
 }
 
 }  // namespace lockstep::data

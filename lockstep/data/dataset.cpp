@@ -3,9 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/StringUtil.h>
 #include <fmt/format.h>
-
-#include <sstream>
 
 #include "lockstep/core/error.h"
 
@@ -63,11 +62,10 @@ std::optional<Batch> TensorDataset::get_batch(Indices indices, const RandomKey&)
   const at::Tensor wanted =
       at::tensor(at::ArrayRef<std::int64_t>(indices.data(), indices.size()), at::kLong)
           .to(data_.device());
-  Batch batch;
-  batch.data = data_.index_select(0, wanted);
-  if (targets_.defined()) batch.target = targets_.index_select(0, wanted.to(targets_.device()));
-  batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(indices.size()));
-  return batch;
+  return detail::batch_of(
+      {data_.index_select(0, wanted),
+       targets_.defined() ? targets_.index_select(0, wanted.to(targets_.device())) : at::Tensor()},
+      static_cast<std::int64_t>(indices.size()));
 }
 
 DatasetPtr make_dataset(std::int64_t size, GetExample get) {
@@ -103,12 +101,7 @@ void check_sized(bool sized) {
 namespace {
 
 std::string shape_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  if (tensor.defined())
-    text << tensor.sizes() << ' ' << tensor.scalar_type();
-  else
-    text << "none";
-  return text.str();
+  return tensor.defined() ? c10::str(tensor.sizes(), ' ', tensor.scalar_type()) : "none";
 }
 
 // By the dataset's indices where they are known, else by their positions in the batch.
@@ -149,11 +142,9 @@ Batch Batch::to(c10::Device device, bool non_blocking) const {
 
 Batch stack(const std::vector<Example>& examples) {
   if (examples.empty()) throw UsageError("data", "a batch of no samples cannot be stacked.");
-  Batch batch;
-  batch.data = stack_one(examples, &Example::data, "data");
-  batch.target = stack_one(examples, &Example::target, "targets");
-  batch.tokens = count_tokens(batch.target, static_cast<std::int64_t>(examples.size()));
-  return batch;
+  return detail::batch_of({stack_one(examples, &Example::data, "data"),
+                           stack_one(examples, &Example::target, "targets")},
+                          static_cast<std::int64_t>(examples.size()));
 }
 
 std::int64_t count_tokens(const at::Tensor& target, std::int64_t samples) {

@@ -4,7 +4,6 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "lockstep/core/error.h"
 
@@ -20,16 +19,6 @@ at::Tensor padded(const at::Tensor& row, std::int64_t length, std::int64_t with)
 }
 
 }  // namespace
-
-InstructionDataset::InstructionDataset(const std::vector<Instruction>& items,
-                                       InstructionOptions options)
-    : InstructionDataset(InstructionRows(items, std::move(options))) {}
-
-InstructionDataset::InstructionDataset(InstructionRows rows) : rows_(std::move(rows)) {}
-
-std::int64_t InstructionDataset::size() const {
-  return rows_.size();
-}
 
 Example InstructionDataset::get(std::int64_t index, SampleRandom&) const {
   const bool packed = rows_.options().padding == Padding::kPacked;

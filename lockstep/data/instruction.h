@@ -2,9 +2,8 @@
 // padded or packed to a length.
 //
 // `target[t]` is the token after `data[t]`, as for token shards, and it is kIgnoredTarget (-100)
-// wherever nothing is to be learned: the prompt (in a chat, everything but the assistant's
-// messages), the padding, and the border between two packed samples. A causal model needs no
-// attention mask for padding on the right.
+// wherever nothing is to be learned: the prompt, the padding, and the border between two packed
+// samples. A causal model needs no attention mask for padding on the right.
 //
 //   auto dataset = std::make_shared<InstructionDataset>(load_instructions("commonsense_170k.json"),
 //                                                       InstructionOptions{.max_length = 512});
@@ -13,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lockstep/data/dataset.h"
@@ -26,10 +26,11 @@ class InstructionDataset : public Dataset {
  public:
   // UsageError when nothing is left to learn from, or for a max_length below 2.
   explicit InstructionDataset(const std::vector<Instruction>& items,
-                              InstructionOptions options = {});
-  explicit InstructionDataset(InstructionRows rows);
+                              InstructionOptions options = {})
+      : rows_(items, std::move(options)) {}
+  explicit InstructionDataset(InstructionRows rows) : rows_(std::move(rows)) {}
 
-  std::int64_t size() const override;  // samples, or rows when packed
+  std::int64_t size() const override { return rows_.size(); }  // samples, or rows when packed
   Example get(std::int64_t index, SampleRandom& random) const override;
   Batch collate(std::vector<Example> examples) const override;
 

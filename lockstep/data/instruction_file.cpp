@@ -187,37 +187,21 @@ void read_object(std::string_view file, JsonReader& json, std::vector<Instructio
   items.push_back(std::move(item));
 }
 
-// Calls `progress` now and then, not for every object.
-class Milestones {
- public:
-  Milestones(const ReadProgress& progress, std::size_t total)
-      : progress_(progress), total_(total) {}
-  void reach(std::size_t offset) {
-    if (!progress_ || offset < next_) return;
-    next_ = offset + kStride;
-    progress_(offset, total_);
-  }
+using Reached = std::function<void(std::size_t offset)>;
 
- private:
-  static constexpr std::size_t kStride = std::size_t{1} << 20;
-  const ReadProgress& progress_;
-  std::size_t total_;
-  std::size_t next_ = kStride;
-};
-
-std::vector<Instruction> read_list(std::string_view text, Milestones milestones) {
+std::vector<Instruction> read_list(std::string_view text, const Reached& reached) {
   std::vector<Instruction> items;
   JsonReader json(text);
   json.enter_array();
   while (json.next_element()) {
     read_object(text, json, items);
-    milestones.reach(json.offset());
+    reached(json.offset());
   }
   json.end();
   return items;
 }
 
-std::vector<Instruction> read_lines(std::string_view text, Milestones milestones) {
+std::vector<Instruction> read_lines(std::string_view text, const Reached& reached) {
   std::vector<Instruction> items;
   for (std::size_t begin = 0; begin < text.size();) {
     const std::size_t end = std::min(text.find('\n', begin), text.size());
@@ -228,7 +212,7 @@ std::vector<Instruction> read_lines(std::string_view text, Milestones milestones
       json.end();
     }
     begin = end + 1;
-    milestones.reach(end);
+    reached(end);
   }
   return items;
 }
@@ -283,8 +267,13 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   const std::size_t first = body.find_first_not_of(kSpace);
   try {
     if (first == std::string_view::npos) throw JsonError(body.size(), "there is nothing in it");
-    const Milestones milestones(progress, text.size());
-    auto items = body[first] == '[' ? read_list(body, milestones) : read_lines(body, milestones);
+    constexpr std::size_t kStride = std::size_t{1} << 20;
+    const Reached reached = [&, next = kStride](std::size_t offset) mutable {
+      if (!progress || offset < next) return;
+      next = offset + kStride;
+      progress(offset, text.size());
+    };
+    auto items = body[first] == '[' ? read_list(body, reached) : read_lines(body, reached);
     if (progress) progress(text.size(), text.size());
     return items;
   } catch (const JsonError& error) {
@@ -338,7 +327,7 @@ std::size_t tokens_before(const Encode& encode, std::string_view text, std::size
 
 InstructionRows::InstructionRows(const std::vector<Instruction>& items, InstructionOptions options,
                                  const ReadProgress& progress)
-    : options_(std::move(options)) {
+    : options_(std::move(options)), where_(options_.source.empty() ? "" : options_.source + ": ") {
   if (options_.max_length < 2)
     throw UsageError("instructions", "{} is {}, and must be 2 or more.", options_.length_key,
                      options_.max_length);
@@ -348,27 +337,22 @@ InstructionRows::InstructionRows(const std::vector<Instruction>& items, Instruct
   if (!items.empty()) kind_ = items.front().kind;
   constexpr std::size_t kStride = 1024;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    add(items[i]);
+    ++counts_.read;
+    if (items[i].kind == RecordKind::kChat)
+      add_chat(items[i]);
+    else
+      add_text(apply(options_.prompt, items[i]));
     if (progress && (i + 1) % kStride == 0) progress(i + 1, items.size());
   }
-  const std::string where = options_.source.empty() ? "" : options_.source + ": ";
   if (items.empty())
-    throw UsageError("instructions", "{}there are no samples. Give a file that has some.", where);
+    throw UsageError("instructions", "{}there are no samples. Give a file that has some.", where_);
   if (samples_.empty())
     throw UsageError("instructions",
                      "{}of {} samples none has anything to learn from: {} prompts alone fill "
                      "{} = {}. Raise {}.",
-                     where, counts_.read, counts_.dropped, options_.length_key, options_.max_length,
-                     options_.length_key);
+                     where_, counts_.read, counts_.dropped, options_.length_key,
+                     options_.max_length, options_.length_key);
   if (options_.padding == Padding::kPacked) pack();
-}
-
-void InstructionRows::add(const Instruction& item) {
-  ++counts_.read;
-  if (item.kind == RecordKind::kChat)
-    add_chat(item);
-  else
-    add_text(apply(options_.prompt, item));
 }
 
 void InstructionRows::add_text(const PromptAndResponse& texts) {
@@ -390,7 +374,7 @@ void InstructionRows::add_chat(const Instruction& item) {
     throw UsageError("instructions",
                      "{}the records are chats, whose text a model's chat template makes. Name that "
                      "model's folder as the tokenizer (data.tokenizer of a training file).",
-                     options_.source.empty() ? "" : options_.source + ": ");
+                     where_);
   const Tokenizer& chat = *options_.chat;
   const auto encode = [&](std::string_view text) {
     const auto ids = chat.encode(text, {.add_special_tokens = false});

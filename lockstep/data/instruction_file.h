@@ -102,14 +102,10 @@ struct InstructionCounts {
 };
 
 // The tokens of each sample, truncated to a length; which of them are learned; and which samples
-// share a row.
-//
-// As in TRL with completion_only_loss and assistant_only_loss, responses and completions are
-// learned, and in chats the assistant's messages. A sample whose prompt alone fills a row is
-// dropped; a longer sample is truncated at its end. Both are counted, and it is an error when
-// nothing is left to learn.
-//
-// Tokenizes at construction (the encoder decides about threads); then read-only for any thread.
+// share a row. As in TRL with completion_only_loss and assistant_only_loss, responses and
+// completions are learned, and in chats the assistant's messages. A sample whose prompt alone fills
+// a row is dropped; a longer one is truncated at its end. Tokenizes at construction (the encoder
+// decides about threads); then read-only for any thread.
 class InstructionRows {
  public:
   struct Sample {
@@ -133,13 +129,13 @@ class InstructionRows {
   const InstructionCounts& counts() const { return counts_; }
 
  private:
-  void add(const Instruction& item);
   void add_text(const PromptAndResponse& texts);
   void add_chat(const Instruction& item);
   void add_tokens(const Tokens& tokens, std::vector<std::uint8_t> learned);
   void pack();
 
   InstructionOptions options_;
+  std::string where_;  // begins messages
   InstructionCounts counts_;
   RecordKind kind_ = RecordKind::kInstruction;
   Tokens tokens_;

@@ -93,11 +93,11 @@ TokenLayout headed_layout(const Kind& kind, std::span<const std::byte> contents,
   return {kind.format, kind.token_bytes, kHeaderBytes, static_cast<std::uint64_t>(count)};
 }
 
-template <typename Token>
-void widen(const std::byte* from, std::span<std::int64_t> out) {
-  const auto* tokens = reinterpret_cast<const Token*>(from);
-  std::int64_t* to = out.data();
-  for (std::size_t i = 0, n = out.size(); i < n; ++i) to[i] = tokens[i];
+// Calls `use` with the tokens in memory, in their type.
+template <typename Use>
+auto with_tokens(const std::byte* from, std::size_t token_bytes, const Use& use) {
+  return token_bytes == 2 ? use(reinterpret_cast<const std::uint16_t*>(from))
+                          : use(reinterpret_cast<const std::uint32_t*>(from));
 }
 
 // inputs[i] = tokens[i] and targets[i] = tokens[i + 1], for i below n: the one loop of building a
@@ -151,18 +151,10 @@ WidenShifted<Token> choose_widen() {
 #endif
 
 template <typename Token>
-void widen_pair(const std::byte* from, std::span<std::int64_t> inputs,
+void widen_pair(const Token* tokens, std::span<std::int64_t> inputs,
                 std::span<std::int64_t> targets) {
   static const WidenShifted<Token> chosen = choose_widen<Token>();
-  chosen(reinterpret_cast<const Token*>(from), inputs.data(), targets.data(), inputs.size());
-}
-
-template <typename Token>
-std::uint32_t largest(const std::byte* from, std::uint64_t count) {
-  const auto* tokens = reinterpret_cast<const Token*>(from);
-  Token most = 0;
-  for (std::uint64_t i = 0; i < count; ++i) most = std::max(most, tokens[i]);
-  return most;
+  chosen(tokens, inputs.data(), targets.data(), inputs.size());
 }
 
 }  // namespace
@@ -231,10 +223,10 @@ std::uint32_t TokenFile::operator[](std::uint64_t at) const {
 void TokenFile::copy(std::uint64_t first, std::span<std::int64_t> out) const {
   LOCKSTEP_ASSERT(first <= layout_.count && out.size() <= layout_.count - first);
   const std::byte* from = map_->bytes().data() + layout_.data_offset + first * layout_.token_bytes;
-  if (layout_.token_bytes == 2)
-    widen<std::uint16_t>(from, out);
-  else
-    widen<std::uint32_t>(from, out);
+  with_tokens(from, layout_.token_bytes, [&](const auto* tokens) {
+    std::int64_t* to = out.data();
+    for (std::size_t i = 0, n = out.size(); i < n; ++i) to[i] = tokens[i];
+  });
 }
 
 void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs,
@@ -242,16 +234,17 @@ void TokenFile::copy_shifted(std::uint64_t first, std::span<std::int64_t> inputs
   LOCKSTEP_ASSERT(inputs.size() == targets.size());
   LOCKSTEP_ASSERT(first < layout_.count && inputs.size() < layout_.count - first);
   const std::byte* from = map_->bytes().data() + layout_.data_offset + first * layout_.token_bytes;
-  if (layout_.token_bytes == 2)
-    widen_pair<std::uint16_t>(from, inputs, targets);
-  else
-    widen_pair<std::uint32_t>(from, inputs, targets);
+  with_tokens(from, layout_.token_bytes,
+              [&](const auto* tokens) { widen_pair(tokens, inputs, targets); });
 }
 
 std::uint32_t TokenFile::largest_token() const {
   const std::byte* from = map_->bytes().data() + layout_.data_offset;
-  return layout_.token_bytes == 2 ? largest<std::uint16_t>(from, layout_.count)
-                                  : largest<std::uint32_t>(from, layout_.count);
+  return with_tokens(from, layout_.token_bytes, [&](const auto* tokens) {
+    std::remove_cvref_t<decltype(*tokens)> most = 0;
+    for (std::uint64_t i = 0; i < layout_.count; ++i) most = std::max(most, tokens[i]);
+    return std::uint32_t{most};
+  });
 }
 
 namespace {

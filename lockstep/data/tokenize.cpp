@@ -48,14 +48,6 @@ bool wanted(const fs::path& path, const std::vector<std::string>& suffixes) {
                                          [&](const auto& end) { return file.ends_with(end); });
 }
 
-void list_folder(const std::string& folder, const TokenizeOptions& options,
-                 std::vector<std::string>& paths) {
-  std::vector<std::string> found =
-      files_below(folder, [&](const std::string& path) { return wanted(path, options.suffixes); });
-  std::sort(found.begin(), found.end());
-  paths.insert(paths.end(), found.begin(), found.end());
-}
-
 // Absolute and without links, as far as the path exists.
 fs::path resolved(const std::string& path) {
   std::error_code error;
@@ -137,10 +129,12 @@ std::vector<Document> list_documents(const TokenizeOptions& options) {
       throw UsageError("tokenize", "{} does not exist. Name text files or folders.", input);
     const bool folder = fs::is_directory(input, ignored);
     if (folder && reads_shards) refuse_output_inside(input, output);
+    std::vector<std::string> found{input};
     if (folder)
-      list_folder(input, options, paths);
-    else
-      paths.push_back(input);
+      found = files_below(input,
+                          [&](const std::string& path) { return wanted(path, options.suffixes); });
+    std::sort(found.begin(), found.end());
+    paths.insert(paths.end(), found.begin(), found.end());
   }
   std::vector<Document> documents;
   for (const std::string& path : paths) {
@@ -191,21 +185,9 @@ std::uint64_t place(std::vector<Document>& documents) {
   return at;
 }
 
-// Work for a thread, by job number.
-class Worker {
- public:
-  Worker() = default;
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
-  virtual ~Worker() = default;
-  virtual void run(std::size_t job) = 0;
-  virtual void finish() {}
-};
-
-// Jobs for several threads, while this one reports.
+// Jobs for several threads, each with a worker of its own, while this one reports.
 class Crew {
  public:
-  using NewWorker = std::function<std::unique_ptr<Worker>(std::size_t thread)>;
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
   Crew(int workers, Progress progress, std::uint64_t total)
@@ -216,7 +198,10 @@ class Crew {
   std::atomic<std::uint64_t> done{0};
   std::atomic<bool> stop{false};  // an error somewhere
 
-  void run(std::size_t jobs, const NewWorker& new_worker) {
+  // `new_worker` takes the thread's number; run() of what it points to takes a job's. Returns the
+  // number of threads.
+  template <typename NewWorker>
+  std::size_t run(std::size_t jobs, const NewWorker& new_worker) {
     const auto count = std::min(static_cast<std::size_t>(workers_), jobs);
     std::vector<std::jthread> threads;
     running_ = count;
@@ -227,6 +212,7 @@ class Crew {
       report();
     report();
     if (error_) std::rethrow_exception(error_);
+    return count;
   }
 
  private:
@@ -234,10 +220,11 @@ class Crew {
     if (progress_) progress_(done, total_);
   }
 
+  template <typename NewWorker>
   void work(std::size_t thread, std::size_t jobs, const NewWorker& new_worker) {
     std::exception_ptr error;
     try {
-      const std::unique_ptr<Worker> worker = new_worker(thread);
+      const auto worker = new_worker(thread);
       for (std::size_t i = next_++; i < jobs && !stop; i = next_++) worker->run(i);
       if (!stop) worker->finish();
     } catch (...) {
@@ -276,13 +263,13 @@ void append_token(std::string& out, std::uint32_t token, std::size_t bytes) {
 }
 
 // Encodes documents into one temporary file.
-class Encoder : public Worker {
+class Encoder {
  public:
   Encoder(const Tokenizer& tokenizer, std::vector<Document>& documents, const std::string& path,
           Crew& crew)
       : tokenizer_(tokenizer), documents_(documents), file_(path), crew_(crew) {}
 
-  void run(std::size_t job) override {
+  void run(std::size_t job) {
     Document& document = documents_[job];  // this thread's alone
     const io::MappedFile map = map_text(document);
     const std::string_view text(reinterpret_cast<const char*>(map.bytes().data()),
@@ -296,7 +283,7 @@ class Encoder : public Worker {
     file_.append(buffer_);
     crew_.done += document.bytes;
   }
-  void finish() override { file_.finish(); }
+  void finish() { file_.finish(); }
 
  private:
   const Tokenizer& tokenizer_;
@@ -315,12 +302,12 @@ struct ShardPlan {
 };
 
 // Writes shards; can be stopped between blocks.
-class ShardMaker : public Worker {
+class ShardMaker {
  public:
   ShardMaker(const ShardPlan& plan, const std::vector<Document>& documents, Crew& crew)
       : plan_(plan), documents_(documents), crew_(crew) {}
 
-  void run(std::size_t job) override {
+  void run(std::size_t job) {
     const Shard& shard = plan_.shards[job];
     io::FileWriter file(plan_.folder + "/" + shard.name);
     file.append(token_header(plan_.format, shard.count));
@@ -337,6 +324,7 @@ class ShardMaker : public Worker {
     flush(file);
     if (!crew_.stop) file.finish();
   }
+  void finish() {}
 
  private:
   // Tokens [from, to) of a document; its first is the end-of-text token.
@@ -408,15 +396,14 @@ std::vector<std::string> encode_documents(const TokenizeOptions& options,
   std::uint64_t bytes = 0;
   for (const Document& document : documents) bytes += document.bytes;
   Crew crew(options.workers, options.progress, bytes);
-  std::vector<std::string> files;
-  std::mutex mutex;
-  crew.run(documents.size(), [&](std::size_t thread) {
-    const std::string path = fmt::format("{}/encoded-{}", folder, thread);
-    auto worker = std::make_unique<Encoder>(*options.tokenizer, documents, path, crew);
-    const std::lock_guard lock(mutex);
-    files.push_back(path);
-    return worker;
+  const auto path = [&](std::size_t thread) {
+    return fmt::format("{}/encoded-{}", folder, thread);
+  };
+  const std::size_t threads = crew.run(documents.size(), [&](std::size_t thread) {
+    return std::make_unique<Encoder>(*options.tokenizer, documents, path(thread), crew);
   });
+  std::vector<std::string> files;
+  for (std::size_t thread = 0; thread < threads; ++thread) files.push_back(path(thread));
   return files;
 }
 
@@ -457,9 +444,8 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
     plan.shards = plan_shards(options, total);
   }
   Crew crew(options.workers, options.tokenizer ? nullptr : options.progress, total);
-  crew.run(plan.shards.size(), [&](std::size_t) -> std::unique_ptr<Worker> {
-    return std::make_unique<ShardMaker>(plan, documents, crew);
-  });
+  crew.run(plan.shards.size(),
+           [&](std::size_t) { return std::make_unique<ShardMaker>(plan, documents, crew); });
   for (const std::string& file : encoded) fs::remove(file);
   TokenizeResult result{.documents = documents.size(), .tokens = total};
   for (const Shard& shard : plan.shards) {

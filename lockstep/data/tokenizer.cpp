@@ -8,7 +8,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/text.h"
-#include "lockstep/data/chat_template.h"
 #include "lockstep/data/tokenizer_parts.h"
 
 namespace lockstep::data {
@@ -16,11 +15,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using Ids = std::vector<std::int64_t>;
-
-bool is_file(const std::string& path) {
-  std::error_code unknown;
-  return fs::is_regular_file(path, unknown);
-}
 
 // The steps of encoding one text, up to its special tokens.
 class Encoding {
@@ -151,7 +145,7 @@ Tokenizer Tokenizer::from_file(const std::string& path_or_folder) {
   impl->path = fs::is_directory(path_or_folder, unknown)
                    ? (fs::path(path_or_folder) / "tokenizer.json").string()
                    : path_or_folder;
-  if (!is_file(impl->path))
+  if (!fs::is_regular_file(impl->path, unknown))
     throw UsageError(
         "tokenizer",
         "there is no tokenizer '{}'. Name a tokenizer.json or the folder of a model that has one "
@@ -247,19 +241,12 @@ ChatText Tokenizer::chat_text(std::span<const ChatMessage> messages, ChatOptions
                      "chat_template of tokenizer_config.json is beside it. Write the text of the "
                      "chat yourself and encode it.",
                      impl_->path);
-  return recognise_chat_template(files.chat_template, files.chat_template_file)
-      .render(messages, options.add_generation_prompt, {.bos = files.bos, .eos = files.eos});
+  return render_chat(files, messages, options.add_generation_prompt);
 }
 
 std::string Tokenizer::apply_chat_template(std::span<const ChatMessage> messages,
                                            ChatOptions options) const {
   return chat_text(messages, options).text;
-}
-
-std::string Tokenizer::apply_chat_template(std::initializer_list<ChatMessage> messages,
-                                           ChatOptions options) const {
-  return apply_chat_template(std::span<const ChatMessage>(messages.begin(), messages.size()),
-                             options);
 }
 
 TextEncoder Tokenizer::text_encoder() const {

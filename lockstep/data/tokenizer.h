@@ -20,6 +20,7 @@
 // ByteTokenizer needs no file: its tokens are the bytes of the text. Without torch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -30,11 +31,27 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/data/chat_message.h"  // IWYU pragma: export
-
 namespace lockstep::data {
 
 using Tokens = std::vector<std::int32_t>;
+
+struct ChatMessage {
+  std::string role;  // system, user or assistant
+  std::string content;
+
+  bool operator==(const ChatMessage&) const = default;
+};
+
+struct ChatText {
+  struct Range {
+    std::size_t begin;
+    std::size_t end;
+  };
+  std::string text;
+  // The byte ranges of the assistant's messages, each with the token that ends it: what a template
+  // in Hugging Face's form would put between {% generation %} and {% endgeneration %}.
+  std::vector<Range> answers{};
+};
 
 // A tokenizer that refuses no text. Token b is byte b; 256 ends a document. Any thread.
 struct ByteTokenizer {
@@ -92,11 +109,13 @@ class Tokenizer {
 
   // The text of a chat by the model's own template. The templates of Phi-3, Llama 2 and 3, Mistral,
   // Gemma and Qwen2 and plain ChatML are known, and recognised by the text that the template writes
-  // (chat_template.h); any other is a UsageError with what is supported.
+  // (chat_template.cpp); any other is a UsageError with what is supported.
   std::string apply_chat_template(std::span<const ChatMessage> messages,
                                   ChatOptions options = {}) const;
   std::string apply_chat_template(std::initializer_list<ChatMessage> messages,
-                                  ChatOptions options = {}) const;
+                                  ChatOptions options = {}) const {
+    return apply_chat_template(std::span(messages.begin(), messages.size()), options);
+  }
   // The same, with the places of the assistant's messages.
   ChatText chat_text(std::span<const ChatMessage> messages, ChatOptions options = {}) const;
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -22,6 +23,9 @@
 #include "lockstep/data/unicode.h"
 
 namespace lockstep::data {
+
+struct ChatMessage;
+struct ChatText;
 
 // {"String": ...} or {"Regex": ...}
 struct Pattern {
@@ -161,6 +165,11 @@ struct TokenizerConfig {
   // Set for GPT2Tokenizer, which takes vocabulary and merges from tokenizer.json and little else.
   std::optional<bool> gpt2_prefix_space{};
 };
+
+// The text of a chat by the template (chat_template.cpp). UsageError for one of an unknown family,
+// and for messages that it cannot render.
+ChatText render_chat(const TokenizerConfig& files, std::span<const ChatMessage> messages,
+                     bool add_generation_prompt);
 
 // UsageError for files that are not JSON, and for split_special_tokens.
 TokenizerConfig read_tokenizer_config(const std::string& tokenizer_file);

@@ -115,6 +115,18 @@ void remove_tree_quietly(const std::string& path) noexcept {
   }
 }
 
+// The entries of a directory; none where it is not there.
+std::vector<fs::directory_entry> entries_of(const std::string& directory) {
+  std::vector<fs::directory_entry> all;
+  std::error_code error;
+  for (auto it = fs::directory_iterator(directory, error); !error && it != fs::directory_iterator();
+       it.increment(error))
+    all.push_back(*it);
+  if (error && error != std::errc::no_such_file_or_directory)
+    throw file_error("read the directory", directory, error.value());
+  return all;
+}
+
 std::string strip_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   return path;
@@ -211,15 +223,10 @@ void AtomicDir::adopt(const std::string& name) {
 }
 
 void AtomicDir::refuse_other_files() const {
-  std::error_code error;
-  for (auto it = fs::directory_iterator(path_, error); !error && it != fs::directory_iterator();
-       it.increment(error)) {
-    const std::string name = it->path().filename().string();
-    if (!manifest_.contains(name))
+  for (const fs::directory_entry& entry : entries_of(path_))
+    if (const std::string name = entry.path().filename(); !manifest_.contains(name))
       throw UsageError("io", "{} was put into {} by somebody else. Hand it over with adopt().",
                        name, path_);
-  }
-  if (error) throw file_error("read the directory", path_, error.value());
 }
 
 // True when the directory that had the name is still there, under our temporary name.
@@ -269,36 +276,27 @@ void remove_durably(const std::string& directory) {
 
 SweepResult sweep(const std::string& parent) {
   SweepResult result;
-  std::error_code error;
-  std::vector<std::string> found;
-  for (auto it = fs::directory_iterator(parent, error); !error && it != fs::directory_iterator();
-       it.increment(error))
-    if (is_temporary_name(it->path().filename().string()) &&
-        it->symlink_status().type() == fs::file_type::directory)
-      found.push_back(it->path().string());
-  if (error && error != std::errc::no_such_file_or_directory)
-    throw file_error("read the directory", parent, error.value());
-  for (const std::string& path : found) {
+  for (const fs::directory_entry& entry : entries_of(parent)) {
+    const std::string path = entry.path();
+    if (!is_temporary_name(entry.path().filename()) ||
+        entry.symlink_status().type() != fs::file_type::directory)
+      continue;
     Fd lock;
     int reason = 0;
     const Lock outcome = lock_directory(path, lock, reason);
     if (outcome == Lock::kGone) continue;
-    if (outcome == Lock::kHeld) {
-      result.remaining.emplace_back(path, "its writer is alive");
-      continue;
-    }
-    if (outcome == Lock::kUnknown) {
-      result.remaining.emplace_back(
-          path, fmt::format("whether its writer is alive cannot be determined ({})",
-                            std::strerror(reason)));
-      continue;
-    }
-    fs::remove_all(path, error);
-    if (error)
-      result.remaining.emplace_back(path,
-                                    fmt::format("it cannot be removed ({})", error.message()));
-    else
+    std::error_code error;
+    if (outcome == Lock::kTaken) fs::remove_all(path, error);
+    if (outcome == Lock::kTaken && !error) {
       result.removed.push_back(path);
+      continue;
+    }
+    result.remaining.emplace_back(
+        path, outcome == Lock::kHeld ? "its writer is alive"
+              : outcome == Lock::kUnknown
+                  ? fmt::format("whether its writer is alive cannot be determined ({})",
+                                std::strerror(reason))
+                  : fmt::format("it cannot be removed ({})", error.message()));
   }
   return result;
 }
@@ -336,15 +334,11 @@ bool is_waste(const std::vector<Fault>& damage) {
 
 std::vector<NumberedDir> list_numbered(const std::string& parent, const std::string& prefix) {
   std::vector<NumberedDir> found;
-  std::error_code error;
-  for (auto it = fs::directory_iterator(parent, error); !error && it != fs::directory_iterator();
-       it.increment(error)) {
-    const std::int64_t step = step_of(it->path().filename().string(), prefix);
+  for (const fs::directory_entry& entry : entries_of(parent)) {
+    const std::int64_t step = step_of(entry.path().filename(), prefix);
     std::error_code ignored;
-    if (step >= 0 && it->is_directory(ignored)) found.push_back({step, it->path().string()});
+    if (step >= 0 && entry.is_directory(ignored)) found.push_back({step, entry.path()});
   }
-  if (error && error != std::errc::no_such_file_or_directory)
-    throw file_error("read the directory", parent, error.value());
   // 7 and 007 are the same number: their names decide, so that every rank decides identically.
   std::ranges::sort(found, [](const NumberedDir& a, const NumberedDir& b) {
     return a.step != b.step ? a.step > b.step : a.path > b.path;

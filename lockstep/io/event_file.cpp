@@ -6,9 +6,9 @@
 #include <atomic>
 #include <bit>
 #include <cerrno>
-#include <chrono>
 #include <climits>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/text.h"
 #include "lockstep/io/file.h"
 
@@ -53,10 +53,6 @@ std::string event_at(double wall_time_s) {
   return event;
 }
 
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 // A checksum stored beside the data it covers is masked, as the record format wants it.
 std::uint32_t masked_crc(std::string_view data) {
   return std::rotr(crc32c(bytes_of(data)), 15) + 0xa282ead8u;
@@ -67,7 +63,7 @@ std::string new_path(const std::string& directory) {
   char host[HOST_NAME_MAX + 1] = "localhost";
   ::gethostname(host, sizeof host - 1);
   return fmt::format("{}/events.out.tfevents.{}.{}.{}.{}", directory,
-                     static_cast<std::int64_t>(now_s()), host, ::getpid(), count++);
+                     static_cast<std::int64_t>(unix_time_s()), host, ::getpid(), count++);
 }
 
 }  // namespace
@@ -77,7 +73,7 @@ EventFile::EventFile(const std::string& directory) {
   path_ = new_path(directory);
   fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644));
   if (!fd_) throw file_error("create", path_, errno);
-  std::string event = event_at(now_s());
+  std::string event = event_at(unix_time_s());
   put_bytes(event, kEventFileVersion, "brain.Event:2");
   record(event);
   flush();
@@ -103,11 +99,11 @@ void EventFile::scalars(std::int64_t step, const std::vector<Scalar>& values,
     put_fixed(value, number);
     put_bytes(summary, kSummaryValue, value);
   }
-  record_step(step, wall_time_s.value_or(now_s()), kEventSummary, summary);
+  record_step(step, wall_time_s.value_or(unix_time_s()), kEventSummary, summary);
 }
 
 void EventFile::begin_at(std::int64_t step) {
-  record_step(step, now_s(), kEventSessionLog, std::string{kSessionStatus, kSessionStart});
+  record_step(step, unix_time_s(), kEventSessionLog, std::string{kSessionStatus, kSessionStart});
 }
 
 void EventFile::record_step(std::int64_t step, double wall_time_s, char field,

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,9 +29,7 @@ namespace detail {
 class Decoder;
 }
 class LinearImpl;
-class CausalLm;
 struct DeviceMap;
-void place(CausalLm& model, const DeviceMap& map);
 
 class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced {
  public:
@@ -111,6 +110,21 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   std::optional<Placement> placement_;
 };
 using CausalLmPtr = std::shared_ptr<CausalLm>;
+
+// The device of a part of a device map: "cpu:1" is the CPU. UsageError for a GPU that the process
+// does not have.
+c10::Device device_of(const std::string& device);
+
+// Splits a model over devices: moves its parts where the map puts them, and copies activations and
+// gradients where one device's blocks end and another's begin. The devices work one after the
+// other, so this is for models that do not fit one of them. Names, checkpoints and, on one kind of
+// device, results are those of the undivided model.
+//
+//   place(*model, balanced_device_map(model->config(), {"cuda:0", "cuda:1"}));
+//
+// Call it before optimizers are made; adapters may be added before or after. A later
+// model.to(device) does not move the parts. UsageError for a map of another model.
+void place(CausalLm& model, const DeviceMap& map);
 
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],
 // which may be on another device.

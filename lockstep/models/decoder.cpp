@@ -1,6 +1,5 @@
 #include "lockstep/models/decoder.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -29,9 +28,7 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
 
 // The input of the cast to fp8: under autocasting, in its type.
 nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
-  const auto device = x.values.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return x;
-  const auto type = at::autocast::get_autocast_dtype(device);
+  const at::ScalarType type = compute_type(x.values.device(), x.values.scalar_type());
   return x.values.scalar_type() == type ? x : x.values.to(type);
 }
 
@@ -235,23 +232,39 @@ struct FusedTypes {
 // The stream is float where that is asked for, and always beside float16, whose range it can leave:
 // no loss scale would cure that.
 FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
-  const at::ScalarType compute = at::autocast::is_autocast_enabled(device.type())
-                                     ? at::autocast::get_autocast_dtype(device.type())
-                                     : weight.scalar_type();
+  const at::ScalarType compute = compute_type(device, weight.scalar_type());
   const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
   return {compute, wide ? at::kFloat : compute};
 }
 
 }  // namespace
 
-class DecoderAttention : public torch::nn::Module {
+// What the branches of a block have in common: projections of their input, and a last one.
+template <typename Spec>
+class DecoderBranch : public torch::nn::Module {
  public:
-  DecoderAttention(const AttentionSpec& spec, std::int64_t window, std::size_t layer,
-                   const ParameterOptions& parameters)
-      : spec_(spec), window_(window), layer_(layer) {
+  DecoderBranch(const Spec& spec, const ParameterOptions& parameters) : spec_(spec) {
     for (const Projection& one : spec.in)
       in_.push_back(register_module(one.name, make_linear(one, parameters)));
     out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
+  }
+
+  const at::Tensor& last_bias() const { return out_->bias; }
+  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
+    add_products(lists, in_, out_);
+  }
+
+ protected:
+  Spec spec_;
+  std::vector<Linear> in_;
+  Linear out_{nullptr};
+};
+
+class DecoderAttention : public DecoderBranch<AttentionSpec> {
+ public:
+  DecoderAttention(const AttentionSpec& spec, std::int64_t window, std::size_t layer,
+                   const ParameterOptions& parameters)
+      : DecoderBranch(spec, parameters), window_(window), layer_(layer) {
     if (spec.query_norm) query_norm_ = Norm(*this, *spec.query_norm, /*of_heads=*/true);
     if (spec.key_norm) key_norm_ = Norm(*this, *spec.key_norm, /*of_heads=*/true);
   }
@@ -275,11 +288,6 @@ class DecoderAttention : public torch::nn::Module {
     return project_out(out_, y.transpose(1, 2).reshape(parts[0].sizes()), pass, with_bias);
   }
 
-  const at::Tensor& last_bias() const { return out_->bias; }
-  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
-    add_products(lists, in_, out_);
-  }
-
  private:
   at::Tensor attend(const at::Tensor& q, at::Tensor k, at::Tensor v, const Pass& pass) {
     const Sight& sight = pass.sights.at(window_);
@@ -290,9 +298,7 @@ class DecoderAttention : public torch::nn::Module {
       const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(spec_.width)));
       if (dropout > 0) return capped_and_dropped(q, k, v, sight, factor, spec_.soft_cap, dropout);
       // Under autocasting in its type, as ATen's attention.
-      const at::ScalarType type = at::autocast::is_autocast_enabled(q.device().type())
-                                      ? at::autocast::get_autocast_dtype(q.device().type())
-                                      : q.scalar_type();
+      const at::ScalarType type = compute_type(q.device(), q.scalar_type());
       return nn::capped_attention(q.to(type), k.to(type), v.to(type),
                                   {.cap = spec_.soft_cap, .scale = factor, .mask = sight.mask});
     }
@@ -304,21 +310,14 @@ class DecoderAttention : public torch::nn::Module {
                                                /*enable_gqa=*/q.size(1) != k.size(1));
   }
 
-  AttentionSpec spec_;
   std::int64_t window_;
   std::size_t layer_;
-  std::vector<Linear> in_;
-  Linear out_{nullptr};
   Norm query_norm_, key_norm_;
 };
 
-class DecoderMlp : public torch::nn::Module {
+class DecoderMlp : public DecoderBranch<MlpSpec> {
  public:
-  DecoderMlp(const MlpSpec& spec, const ParameterOptions& parameters) : spec_(spec) {
-    for (const Projection& one : spec.in)
-      in_.push_back(register_module(one.name, make_linear(one, parameters)));
-    out_ = register_module(spec.out.name, make_linear(spec.out, parameters));
-  }
+  using DecoderBranch::DecoderBranch;
 
   at::Tensor forward(const nn::Fp8Input& stream, const Pass& pass, bool with_bias) {
     const nn::EnteredSequence in(stream.values, pass.sequence, pass.tensor);
@@ -348,16 +347,6 @@ class DecoderMlp : public torch::nn::Module {
     if (spec_.gated()) y = y * parts[1];
     return project_out(out_, y, pass, with_bias);
   }
-
-  const at::Tensor& last_bias() const { return out_->bias; }
-  void add_products_to(std::vector<std::vector<at::Tensor>>& lists) const {
-    add_products(lists, in_, out_);
-  }
-
- private:
-  MlpSpec spec_;
-  std::vector<Linear> in_;
-  Linear out_{nullptr};
 };
 
 // ---------------------------------------------------------------- norms

@@ -90,8 +90,7 @@ std::vector<Rule> read_rules(const Node& node, const std::vector<std::string>& p
     const std::string device = device_text(entry.value, fmt::format("device_map.{}", entry.key));
     for (Rule& rule : rules_of(entry, device)) {
       check_name(entry, rule.name, parts);
-      const auto same = [&](const Rule& other) { return other.name == rule.name; };
-      if (std::any_of(all.begin(), all.end(), same))
+      if (std::ranges::find(all, rule.name, &Rule::name) != all.end())
         throw UsageError("config", "{}: device_map names {} twice. Leave it out of the range.",
                          entry.location.text(), rule.name);
       all.push_back(std::move(rule));

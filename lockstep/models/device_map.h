@@ -1,5 +1,5 @@
 // Device maps: the device of each part of a language model, without torch. Names are those of
-// Hugging Face's device_map; place.h moves a model.
+// Hugging Face's device_map; place() in causal_lm.h moves a model.
 //
 //   device_map: balanced                  # blocks over all GPUs of the process; auto is the same
 //   device_map: {model.embed_tokens: 0, model.layers.0-15: 0, model.layers.16-31: 1,

@@ -12,7 +12,6 @@
 #include "lockstep/models/generate.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/parallel/activation_checkpoint.h"

@@ -1,6 +1,5 @@
 #include "lockstep/models/experts.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -15,14 +14,6 @@
 
 namespace lockstep::models::detail {
 namespace {
-
-// In which type the experts compute: as a linear layer would.
-at::ScalarType compute_type(const at::Tensor& x, const at::Tensor& weight, const Pass& pass) {
-  if (pass.fused) return x.scalar_type();
-  const auto device = x.device().type();
-  if (at::autocast::is_autocast_enabled(device)) return at::autocast::get_autocast_dtype(device);
-  return weight.scalar_type();
-}
 
 // Moves frozen weights into one tensor, of which a grouped product needs no copy.
 at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
@@ -114,10 +105,10 @@ at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tenso
   const Routed routed = route(logits);
   // A row for each expert of a token, then in the order of experts: the gradient is a sum of rows,
   // in the same order in every run.
-  const at::Tensor copies = x.to(compute_type(x, out_.front(), pass))
-                                .reshape({-1, 1, width})
-                                .expand({-1, per_token, width})
-                                .reshape({-1, width});
+  const at::ScalarType type =
+      pass.fused ? x.scalar_type() : compute_type(x.device(), out_.front().scalar_type());
+  const at::Tensor copies =
+      x.to(type).reshape({-1, 1, width}).expand({-1, per_token, width}).reshape({-1, width});
   const at::Tensor y = compute(copies.index_select(0, routed.order), routed.ends, pass.owns_memory);
   const at::Tensor places = torch::arange(routed.order.size(0), routed.order.options());
   const at::Tensor back = torch::empty_like(routed.order).scatter_(0, routed.order, places);

@@ -15,7 +15,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/amp.h"

@@ -18,24 +18,19 @@
 
 namespace lockstep::models {
 
-// Token and position embeddings are added; each block adds an attention over the tokens before,
-// then a two-layer perceptron, both on layer-normalised input; a last layer norm, and the token
-// embedding once more, transposed, gives the logits. So the output head has no weight of its own:
-// lm_head is tied to transformer.wte.weight and is not listed twice (with tie_word_embeddings off
-// it has one). Projections are stored [in, out], as in GPT-2's checkpoints ("Conv1D").
+// The output head has no weight of its own: lm_head is tied to transformer.wte.weight and is not
+// listed twice (with tie_word_embeddings off it has one). Projections are stored [in, out], as in
+// GPT-2's checkpoints ("Conv1D"). UsageError when the sizes do not fit together.
 class GptImpl : public CausalLm {
  public:
-  // Throws UsageError when the sizes do not fit together.
   explicit GptImpl(const GptConfig& config) : CausalLm(CausalLmConfig{.model = config}) {}
 };
 TORCH_MODULE(Gpt);
 
-// RMSNorm, rotary positions, a gated perceptron, and heads of keys and values that several
-// attention heads share. Norms compute in float32 whatever the weights are, as transformers does.
-// Phi-3 is this model with queries, keys and values in one projection, and gate and up in one.
+// Norms compute in float32 whatever the weights are, as transformers does. Phi-3 is this model with
+// queries, keys and values in one projection, and gate and up in one.
 class LlamaImpl : public CausalLm {
  public:
-  // Throws UsageError when the sizes do not fit together.
   explicit LlamaImpl(const LlamaConfig& config) : CausalLm(CausalLmConfig{.model = config}) {}
 };
 TORCH_MODULE(Llama);

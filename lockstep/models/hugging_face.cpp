@@ -81,10 +81,10 @@ OptionValue read_option(const Option& option, MapReader& keys, const Node& root)
 
 // Which blocks have the window.
 std::vector<bool> read_layer_types(const Node& root, std::int64_t layers) {
-  const Entry* entry = root.find("layer_types");
-  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return {};
+  const Node* types = MapReader(root, "config").node("layer_types");
+  if (types == nullptr) return {};
   std::vector<bool> all;
-  for (const Node& item : entry->value.items) {
+  for (const Node& item : types->items) {
     const std::string type = as_string(item, "layer_types");
     if (type != "sliding_attention" && type != "full_attention")
       refuse_field(item, "layer_types", "Known are full_attention and sliding_attention.");
@@ -92,7 +92,7 @@ std::vector<bool> read_layer_types(const Node& root, std::int64_t layers) {
   }
   if (static_cast<std::int64_t>(all.size()) != layers)
     throw UsageError("models", "{}: layer_types has {} names, and the model {} layers.",
-                     entry->value.location.text(), all.size(), layers);
+                     types->location.text(), all.size(), layers);
   return all;
 }
 
@@ -109,10 +109,10 @@ std::vector<double> reals(const Node& node, const std::string& field, std::int64
 }
 
 std::vector<std::int64_t> token_ids(const Node& root, std::string_view field) {
-  std::vector<std::int64_t> ids;
   const Entry* entry = root.find(field);
-  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return ids;
+  if (entry == nullptr || entry->value.is(NodeKind::kNull)) return {};
   if (!entry->value.is(NodeKind::kList)) return {as_integer(entry->value, field)};
+  std::vector<std::int64_t> ids;
   for (const Node& item : entry->value.items) ids.push_back(as_integer(item, field));
   return ids;
 }
@@ -325,26 +325,22 @@ Node rope_node(const RopeConfig& rope) {
   set(map, "rope_theta", real_node(rope.rope_theta));
   if (rope.partial_rotary_factor != 1)
     set(map, "partial_rotary_factor", real_node(rope.partial_rotary_factor));
-  if (rope.type == "linear" || rope.type == "llama3" || rope.type == "yarn")
-    set(map, "factor", real_node(rope.factor));
-  if (rope.type == "llama3") {
-    set(map, "low_freq_factor", real_node(rope.low_freq_factor));
-    set(map, "high_freq_factor", real_node(rope.high_freq_factor));
-  }
-  if (rope.type == "longrope") {
-    set(map, "short_factor", reals_node(rope.short_factor));
-    set(map, "long_factor", reals_node(rope.long_factor));
-    set(map, "attention_factor", real_node(rope.attention_factor));
-  }
-  if (rope.type == "yarn") {
-    set(map, "attention_factor", real_node(rope.attention_factor));
-    set(map, "beta_fast", real_node(rope.beta_fast));
-    set(map, "beta_slow", real_node(rope.beta_slow));
-    set(map, "truncate", bool_node(rope.truncate));
-  }
-  if (rope.type == "llama3" || rope.type == "longrope" || rope.type == "yarn")
-    set(map, "original_max_position_embeddings",
-        integer_node(rope.original_max_position_embeddings));
+  const bool llama3 = rope.type == "llama3", longrope = rope.type == "longrope";
+  const bool yarn = rope.type == "yarn";
+  const auto put = [&](bool has, const char* key, Node value) {
+    if (has) set(map, key, std::move(value));
+  };
+  put(rope.type == "linear" || llama3 || yarn, "factor", real_node(rope.factor));
+  put(llama3, "low_freq_factor", real_node(rope.low_freq_factor));
+  put(llama3, "high_freq_factor", real_node(rope.high_freq_factor));
+  put(longrope, "short_factor", reals_node(rope.short_factor));
+  put(longrope, "long_factor", reals_node(rope.long_factor));
+  put(longrope || yarn, "attention_factor", real_node(rope.attention_factor));
+  put(yarn, "beta_fast", real_node(rope.beta_fast));
+  put(yarn, "beta_slow", real_node(rope.beta_slow));
+  put(yarn, "truncate", bool_node(rope.truncate));
+  put(llama3 || longrope || yarn, "original_max_position_embeddings",
+      integer_node(rope.original_max_position_embeddings));
   return map;
 }
 
@@ -429,13 +425,12 @@ CausalLmConfig parse_config(std::string_view json, const std::string& name) {
   CausalLmConfig config;
   config.source = parse_json(json, name);
   const Node& root = as_map(config.source, name);
-  if (const Entry* entry = root.find("quantization_config");
-      entry != nullptr && !entry->value.is(NodeKind::kNull))
-    refuse_field(entry->value, "quantization_config", "Give weights that are not quantized.");
-  if (const Entry* entry = root.find("is_encoder_decoder");
-      entry != nullptr && !entry->value.is(NodeKind::kNull) &&
-      as_bool(entry->value, "is_encoder_decoder"))
-    refuse_field(entry->value, "is_encoder_decoder", "It must be false.");
+  MapReader keys(root, "config");
+  if (const Node* given = keys.node("quantization_config"))
+    refuse_field(*given, "quantization_config", "Give weights that are not quantized.");
+  if (const Node* given = keys.node("is_encoder_decoder");
+      given != nullptr && as_bool(*given, "is_encoder_decoder"))
+    refuse_field(*given, "is_encoder_decoder", "It must be false.");
   // To transformers null is false, too: every token would see those after it.
   if (const Entry* entry = root.find("is_causal");
       entry != nullptr && !(entry->value.is(NodeKind::kBool) && entry->value.boolean))

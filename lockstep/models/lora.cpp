@@ -24,23 +24,20 @@ namespace fs = std::filesystem;
 
 using NamedLinears = std::vector<std::pair<std::string, LinearImpl*>>;
 
-NamedLinears linears_of(torch::nn::Module& module) {
-  NamedLinears all;
-  for (const auto& item : module.named_modules("", /*include_self=*/false))
-    if (auto* linear = item.value()->as<LinearImpl>()) all.emplace_back(item.key(), linear);
-  return all;
+bool every(const LinearImpl&) {
+  return true;
 }
 
-NamedLinears adaptable_of(torch::nn::Module& module) {
-  NamedLinears all = linears_of(module);
-  std::erase_if(all, [](const auto& item) { return !item.second->options.adaptable(); });
+NamedLinears linears_of(torch::nn::Module& module, bool (*wanted)(const LinearImpl&) = every) {
+  NamedLinears all;
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (auto* linear = item.value()->as<LinearImpl>(); linear != nullptr && wanted(*linear))
+      all.emplace_back(item.key(), linear);
   return all;
 }
 
 NamedLinears adapted_of(torch::nn::Module& module) {
-  NamedLinears all = linears_of(module);
-  std::erase_if(all, [](const auto& item) { return !item.second->has_lora(); });
-  return all;
+  return linears_of(module, [](const LinearImpl& linear) { return linear.has_lora(); });
 }
 
 void refuse_other_modules(torch::nn::Module& module, const LoraTargets& targets,
@@ -191,7 +188,8 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
   refuse_tied(module, targets);
   if (const auto* model = module.as<CausalLm>()) targets.refuse_experts(model->config().spec());
   refuse_other_modules(module, targets, config);
-  const NamedLinears linears = adaptable_of(module);
+  const NamedLinears linears =
+      linears_of(module, [](const LinearImpl& linear) { return linear.options.adaptable(); });
   std::vector<std::string> names;
   for (const auto& [name, linear] : linears) names.push_back(name);
   names = targets.select(names);

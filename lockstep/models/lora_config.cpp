@@ -52,65 +52,43 @@ LoraInit init_of(const Node& node, const std::string& key) {
   refuse_value(node, key, "true, false or gaussian", "Other initialisations are not supported.");
 }
 
-using Setter = void (*)(LoraConfig&, const Node&, const std::string&);
+const std::vector<std::string>& lora_keys() {
+  static const std::vector<std::string> all = split(
+      "r lora_alpha lora_dropout target_modules exclude_modules rank_pattern alpha_pattern bias "
+      "use_rslora init_lora_weights modules_to_save layers_to_transform layers_pattern "
+      "base_model_name_or_path task_type",
+      ' ');
+  return all;
+}
 
-struct LoraKey {
-  std::string_view name;
-  Setter set;
-};
-
-constexpr LoraKey kLoraKeys[] = {
-    {"r", [](LoraConfig& c, const Node& n, const std::string& k) { c.r = as_integer(n, k); }},
-    {"lora_alpha",
-     [](LoraConfig& c, const Node& n, const std::string& k) { c.lora_alpha = as_real(n, k); }},
-    {"lora_dropout",
-     [](LoraConfig& c, const Node& n, const std::string& k) { c.lora_dropout = as_real(n, k); }},
-    {"target_modules", [](LoraConfig& c, const Node& n,
-                          const std::string& k) { c.target_modules = module_names(n, k); }},
-    {"exclude_modules", [](LoraConfig& c, const Node& n,
-                           const std::string& k) { c.exclude_modules = module_names(n, k); }},
-    {"rank_pattern",
-     [](LoraConfig& c, const Node& n, const std::string& k) {
-       for (const Entry& entry : as_map(n, k).entries)
-         c.rank_pattern.emplace_back(entry.key, as_integer(entry.value, k));
-     }},
-    {"alpha_pattern",
-     [](LoraConfig& c, const Node& n, const std::string& k) {
-       for (const Entry& entry : as_map(n, k).entries)
-         c.alpha_pattern.emplace_back(entry.key, as_real(entry.value, k));
-     }},
-    {"bias", [](LoraConfig& c, const Node& n, const std::string& k) { c.bias = bias_of(n, k); }},
-    {"use_rslora",
-     [](LoraConfig& c, const Node& n, const std::string& k) { c.use_rslora = as_bool(n, k); }},
-    {"init_lora_weights", [](LoraConfig& c, const Node& n,
-                             const std::string& k) { c.init_lora_weights = init_of(n, k); }},
-    {"modules_to_save",
-     [](LoraConfig& c, const Node& n, const std::string& k) { c.modules_to_save = strings(n, k); }},
-    {"layers_to_transform", [](LoraConfig& c, const Node& n,
-                               const std::string& k) { c.layers_to_transform = integers(n, k); }},
-    {"layers_pattern",
-     [](LoraConfig& c, const Node& n, const std::string& k) {
-       c.layers_pattern =
-           n.is(NodeKind::kList) ? strings(n, k) : std::vector<std::string>{as_string(n, k)};
-     }},
-    {"base_model_name_or_path",
-     [](LoraConfig& c, const Node& n, const std::string& k) {
-       c.base_model_name_or_path = as_string(n, k);
-     }},
-    {"task_type",
-     [](LoraConfig& c, const Node& n, const std::string& k) { c.task_type = as_string(n, k); }},
-};
+void set_key(LoraConfig& c, std::string_view key, const Node& n, const std::string& k) {
+  if (key == "r") c.r = as_integer(n, k);
+  if (key == "lora_alpha") c.lora_alpha = as_real(n, k);
+  if (key == "lora_dropout") c.lora_dropout = as_real(n, k);
+  if (key == "target_modules") c.target_modules = module_names(n, k);
+  if (key == "exclude_modules") c.exclude_modules = module_names(n, k);
+  if (key == "rank_pattern")
+    for (const Entry& entry : as_map(n, k).entries)
+      c.rank_pattern.emplace_back(entry.key, as_integer(entry.value, k));
+  if (key == "alpha_pattern")
+    for (const Entry& entry : as_map(n, k).entries)
+      c.alpha_pattern.emplace_back(entry.key, as_real(entry.value, k));
+  if (key == "bias") c.bias = bias_of(n, k);
+  if (key == "use_rslora") c.use_rslora = as_bool(n, k);
+  if (key == "init_lora_weights") c.init_lora_weights = init_of(n, k);
+  if (key == "modules_to_save") c.modules_to_save = strings(n, k);
+  if (key == "layers_to_transform") c.layers_to_transform = integers(n, k);
+  if (key == "layers_pattern")
+    c.layers_pattern = n.is(NodeKind::kList) ? strings(n, k) : std::vector{as_string(n, k)};
+  if (key == "base_model_name_or_path") c.base_model_name_or_path = as_string(n, k);
+  if (key == "task_type") c.task_type = as_string(n, k);
+}
 
 // Fields of an adapter_config.json that say nothing about what the adapter computes here.
 constexpr std::string_view kWithoutEffect[] = {
     "peft_type",     "peft_version", "auto_mapping",   "inference_mode",    "fan_in_fan_out",
     "megatron_core", "revision",     "runtime_config", "qalora_group_size",
 };
-
-const LoraKey* find_lora_key(std::string_view name) {
-  const auto found = std::ranges::find(kLoraKeys, name, &LoraKey::name);
-  return found == std::end(kLoraKeys) ? nullptr : found;
-}
 
 // null, false and empty values turn a field off.
 bool is_off(const Node& node) {
@@ -129,18 +107,17 @@ bool is_off(const Node& node) {
 }
 
 [[noreturn]] void refuse_key(const Entry& entry, const std::string& what) {
-  std::vector<std::string> known;
-  for (const LoraKey& key : kLoraKeys) known.emplace_back(key.name);
   throw UsageError("lora", "{}: {}.{} is not supported.{} Supported are {}.", entry.location.text(),
-                   what, entry.key, did_you_mean(entry.key, known), fmt::join(known, ", "));
+                   what, entry.key, did_you_mean(entry.key, lora_keys()),
+                   fmt::join(lora_keys(), ", "));
 }
 
 LoraConfig read_entries(const Node& map, const std::string& what, bool of_peft) {
   LoraConfig config;
   for (const Entry& entry : as_map(map, what).entries) {
-    if (const LoraKey* key = find_lora_key(entry.key)) {
+    if (std::ranges::find(lora_keys(), entry.key) != lora_keys().end()) {
       if (!entry.value.is(NodeKind::kNull))
-        key->set(config, entry.value, fmt::format("{}.{}", what, entry.key));
+        set_key(config, entry.key, entry.value, fmt::format("{}.{}", what, entry.key));
       continue;
     }
     const bool ignored =
@@ -171,11 +148,10 @@ Node list_or_null(const std::vector<std::string>& names) {
 
 template <typename Number>
 Node pattern_node(const std::vector<std::pair<std::string, Number>>& pattern) {
-  Node node;
-  node.kind = NodeKind::kMap;
+  NodeMembers members;
   for (const auto& [name, value] : pattern)
-    node.entries.push_back({name, {}, number_node(static_cast<double>(value))});
-  return node;
+    members.emplace_back(name, number_node(static_cast<double>(value)));
+  return map_node(std::move(members));
 }
 
 Node init_node(LoraInit init) {
@@ -208,16 +184,6 @@ std::string last_part(const std::string& name) {
   return name.substr(name.rfind('.') + 1);  // npos + 1 is 0
 }
 
-std::vector<std::string> parts_of(const std::string& name) {
-  std::vector<std::string> parts;
-  for (std::size_t at = 0; at <= name.size();) {
-    const std::size_t dot = std::min(name.find('.', at), name.size());
-    parts.push_back(name.substr(at, dot - at));
-    at = dot + 1;
-  }
-  return parts;
-}
-
 bool is_number(const std::string& part) {
   return !part.empty() && part.find_first_not_of("0123456789") == part.npos;
 }
@@ -226,7 +192,7 @@ bool is_number(const std::string& part) {
 std::set<std::string> without_numbers(const std::vector<std::string>& names) {
   std::set<std::string> all;
   for (const std::string& name : names) {
-    std::vector<std::string> parts = parts_of(name);
+    std::vector<std::string> parts = split(name, '.');
     for (std::string& part : parts)
       if (is_number(part)) part = "*";
     all.insert(fmt::format("{}", fmt::join(parts, ".")));
@@ -260,31 +226,29 @@ std::string adapter_config_text(const LoraConfig& c, bool fan_in_fan_out) {
   if (!c.layers_to_transform.empty()) layers.kind = NodeKind::kList;
   for (const std::int64_t layer : c.layers_to_transform)
     layers.items.push_back(integer_node(layer));
-  Node root;
-  root.kind = NodeKind::kMap;
-  root.entries = {
-      {"alpha_pattern", {}, pattern_node(c.alpha_pattern)},
-      {"base_model_name_or_path", {}, text(c.base_model_name_or_path)},
-      {"bias", {}, text_node(kBiases[static_cast<int>(c.bias)])},
-      {"exclude_modules", {}, names_node(c.exclude_modules)},
-      {"fan_in_fan_out", {}, bool_node(fan_in_fan_out)},
-      {"inference_mode", {}, bool_node(true)},
-      {"init_lora_weights", {}, init_node(c.init_lora_weights)},
-      {"layers_pattern", {}, list_or_null(c.layers_pattern)},
-      {"layers_to_transform", {}, layers},
-      {"lora_alpha", {}, number_node(c.lora_alpha)},
-      {"lora_dropout", {}, real_node(c.lora_dropout)},
-      {"modules_to_save", {}, list_or_null(c.modules_to_save)},
-      {"peft_type", {}, text_node("LORA")},
-      {"r", {}, integer_node(c.r)},
-      {"rank_pattern", {}, pattern_node(c.rank_pattern)},
-      {"revision", {}, Node{}},
-      {"target_modules", {}, names_node(c.target_modules)},
-      {"task_type", {}, text(c.task_type)},
-      {"use_dora", {}, bool_node(false)},
-      {"use_rslora", {}, bool_node(c.use_rslora)},
-  };
-  return to_json(root) + "\n";
+  return to_json(map_node({
+             {"alpha_pattern", pattern_node(c.alpha_pattern)},
+             {"base_model_name_or_path", text(c.base_model_name_or_path)},
+             {"bias", text_node(kBiases[static_cast<int>(c.bias)])},
+             {"exclude_modules", names_node(c.exclude_modules)},
+             {"fan_in_fan_out", bool_node(fan_in_fan_out)},
+             {"inference_mode", bool_node(true)},
+             {"init_lora_weights", init_node(c.init_lora_weights)},
+             {"layers_pattern", list_or_null(c.layers_pattern)},
+             {"layers_to_transform", layers},
+             {"lora_alpha", number_node(c.lora_alpha)},
+             {"lora_dropout", real_node(c.lora_dropout)},
+             {"modules_to_save", list_or_null(c.modules_to_save)},
+             {"peft_type", text_node("LORA")},
+             {"r", integer_node(c.r)},
+             {"rank_pattern", pattern_node(c.rank_pattern)},
+             {"revision", Node{}},
+             {"target_modules", names_node(c.target_modules)},
+             {"task_type", text(c.task_type)},
+             {"use_dora", bool_node(false)},
+             {"use_rslora", bool_node(c.use_rslora)},
+         })) +
+         "\n";
 }
 
 std::string function_text(const LoraConfig& c, const std::string& base) {
@@ -363,7 +327,7 @@ bool LoraTargets::in_layers(const std::string& name) const {
   if (std::ranges::find(config_.target_modules.suffixes, name) !=
       config_.target_modules.suffixes.end())
     return true;
-  const std::vector<std::string> parts = parts_of(name);
+  const std::vector<std::string> parts = split(name, '.');
   const auto& lists = config_.layers_pattern;
   // Without a pattern the list itself is inside of something, as in PEFT.
   for (std::size_t i = lists.empty() ? 2 : 1; i + 1 < parts.size(); ++i) {

@@ -1,5 +1,6 @@
 #include "lockstep/models/pass.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -33,6 +34,12 @@ Linear make_linear(const Projection& projection, const ParameterOptions& paramet
     options.deviation(0).tensors(
         at::TensorOptions().dtype(parameters.dtype).device(parameters.device));
   return Linear(options);
+}
+
+at::ScalarType compute_type(c10::Device device, at::ScalarType otherwise) {
+  return at::autocast::is_autocast_enabled(device.type())
+             ? at::autocast::get_autocast_dtype(device.type())
+             : otherwise;
 }
 
 void draw(at::Tensor weight, double deviation) {

@@ -59,6 +59,9 @@ Linear make_linear(const Projection& projection, const ParameterOptions& paramet
 at::Tensor activate(Activation activation, const at::Tensor& x);
 void draw(at::Tensor weight, double deviation);
 
+// The type of autocasting on the device, where it is on.
+at::ScalarType compute_type(c10::Device device, at::ScalarType otherwise);
+
 struct RotaryPositions {
   std::int64_t past = 0;     // the first position
   std::int64_t time = 0;     // how many

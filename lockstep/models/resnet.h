@@ -18,11 +18,8 @@
 
 namespace lockstep::models {
 
-// ResNet-18, 34, 50, 101 and 152, with torchvision's parameter names and initial weights. A stem
-// halves the image twice; four stages of blocks follow, each adding to its own input, the stages
-// from the second on at half the size and twice the channels; a mean over the image and a linear
-// layer give the logits. Blocks of 50 and more layers stride in their 3 by 3 convolution, as
-// torchvision's do.
+// ResNet-18, 34, 50, 101 and 152, with torchvision's parameter names and initial weights. Blocks of
+// 50 and more layers stride in their 3 by 3 convolution, as torchvision's do.
 class ResNetImpl : public torch::nn::Module {
  public:
   // Throws UsageError for another depth and for fewer than one class.

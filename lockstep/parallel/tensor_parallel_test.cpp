@@ -20,7 +20,6 @@
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/generate.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/models/place.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/nn/sequence.h"

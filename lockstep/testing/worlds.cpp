@@ -121,8 +121,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 ::testing::AssertionResult tensors_equal(const at::Tensor& a, const at::Tensor& b) {
   const auto kind = same_kind(a, b);
   if (!kind || !a.defined()) return kind;
-  const at::Tensor x = on_host(a);
-  const at::Tensor y = on_host(b);
+  const at::Tensor x = on_host(a), y = on_host(b);
   if (x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0)
     return ::testing::AssertionSuccess();
   const at::Tensor rows = x.reshape({-1, 1}).view(at::kByte).ne(y.reshape({-1, 1}).view(at::kByte));
@@ -133,8 +132,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
                                         double tolerance) {
   const auto kind = same_kind(a, b);
   if (!kind || !a.defined()) return kind;
-  const at::Tensor x = on_host(a);
-  const at::Tensor y = on_host(b);
+  const at::Tensor x = on_host(a), y = on_host(b);
   const auto wide = x.is_complex() ? at::kComplexDouble : at::kDouble;
   // Written so that a NaN on either side counts as a difference.
   const at::Tensor bad = x.to(wide).sub(y.to(wide)).abs().le(tolerance).logical_not();

@@ -89,13 +89,6 @@ DecoderSpec describe_gpt2(const Options& o) {
   return s;
 }
 
-Option must_be(std::string_view key, bool value) {
-  return {.key = key,
-          .fallback = value,
-          .refused = !value,
-          .remedy = value ? "It must be true." : "It must be false."};
-}
-
 Option size_option(std::string_view key, std::int64_t fallback, double least,
                    std::string_view other_name = {}) {
   return {.key = key, .fallback = fallback, .least = least, .other_name = other_name};

@@ -45,16 +45,6 @@ Options options_of(const LlamaConfig& c) {
 
 // Mistral: Llama with a window on every block, which later models do without. With layer_types the
 // field says which blocks have it: AutoModelForCausalLM of transformers then makes a Ministral.
-namespace {
-
-DecoderSpec describe_mistral(const Options& o) {
-  DecoderSpec s = rms_decoder("mistral", o);
-  set_windows(s, o, [](std::int64_t) { return true; });
-  return s;
-}
-
-}  // namespace
-
 const Family& mistral() {
   static const Family family{
       .type = "mistral",
@@ -63,7 +53,12 @@ const Family& mistral() {
                               count_option("num_key_value_heads", 8),
                               {"max_position_embeddings", std::int64_t{131072}, 1},
                               window_option(4096)}),
-      .describe = describe_mistral,
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("mistral", o);
+            set_windows(s, o, [](std::int64_t) { return true; });
+            return s;
+          },
       .rope = RopeRules{},
       .layer_types = true,
   };
@@ -71,44 +66,6 @@ const Family& mistral() {
 }
 
 // Mixtral: Mistral with several perceptrons in a block, of which a router chooses two for a token.
-namespace {
-
-DecoderSpec describe_mixtral(const Options& o) {
-  const std::int64_t experts = o.integer("num_local_experts");
-  const std::int64_t chosen = o.integer("num_experts_per_tok");
-  if (experts < 1 || chosen < 1 || chosen > experts)
-    throw UsageError(
-        "mixtral",
-        "num_experts_per_tok {} with num_local_experts {}. A token goes to between one "
-        "and all of the experts; check both fields.",
-        chosen, experts);
-  constexpr std::int64_t kMostInAll = 100'000;  // ten times those of the largest models
-  if (experts * o.integer("num_hidden_layers") > kMostInAll)
-    throw UsageError("mixtral",
-                     "num_local_experts {} in each of num_hidden_layers {} are more than {} "
-                     "experts. Check both fields.",
-                     experts, o.integer("num_hidden_layers"), kMostInAll);
-  DecoderSpec s = rms_decoder("mixtral", o);
-  MlpSpec& mlp = s.block.mlp;
-  mlp.name = "block_sparse_moe";
-  mlp.in[0].name = "w1";
-  mlp.in[1].name = "w3";
-  mlp.out.name = "w2";
-  mlp.experts = ExpertsSpec{
-      .router = {.name = "gate",
-                 .in = s.width,
-                 .parts = {experts},
-                 .deviation = o.real("initializer_range")},
-      .per_token = chosen,
-      // As in transformers, the loss has this part only where the logits are returned.
-      .load_balancing = o.flag("output_router_logits") ? o.real("router_aux_loss_coef") : 0,
-      .jitter = o.real("router_jitter_noise"),
-  };
-  return s;
-}
-
-}  // namespace
-
 const Family& mixtral() {
   static const Family family{
       .type = "mixtral",
@@ -127,7 +84,42 @@ const Family& mixtral() {
                               {"output_router_logits", false},
                               {"router_aux_loss_coef", 0.001},
                               {"router_jitter_noise", 0.0, 0, 1}}),
-      .describe = describe_mixtral,
+      .describe =
+          [](const Options& o) {
+            const std::int64_t experts = o.integer("num_local_experts");
+            const std::int64_t chosen = o.integer("num_experts_per_tok");
+            if (experts < 1 || chosen < 1 || chosen > experts)
+              throw UsageError(
+                  "mixtral",
+                  "num_experts_per_tok {} with num_local_experts {}. A token goes to between one "
+                  "and all of the experts; check both fields.",
+                  chosen, experts);
+            constexpr std::int64_t kMostInAll = 100'000;  // ten times those of the largest models
+            if (experts * o.integer("num_hidden_layers") > kMostInAll)
+              throw UsageError(
+                  "mixtral",
+                  "num_local_experts {} in each of num_hidden_layers {} are more than {} "
+                  "experts. Check both fields.",
+                  experts, o.integer("num_hidden_layers"), kMostInAll);
+            DecoderSpec s = rms_decoder("mixtral", o);
+            MlpSpec& mlp = s.block.mlp;
+            mlp.name = "block_sparse_moe";
+            mlp.in[0].name = "w1";
+            mlp.in[1].name = "w3";
+            mlp.out.name = "w2";
+            mlp.experts = ExpertsSpec{
+                .router = {.name = "gate",
+                           .in = s.width,
+                           .parts = {experts},
+                           .deviation = o.real("initializer_range")},
+                .per_token = chosen,
+                // As in transformers, the loss has this part only where the logits are returned.
+                .load_balancing =
+                    o.flag("output_router_logits") ? o.real("router_aux_loss_coef") : 0,
+                .jitter = o.real("router_jitter_noise"),
+            };
+            return s;
+          },
       .rope = RopeRules{.theta = 1e6},
   };
   return family;
@@ -156,13 +148,6 @@ void set_qwen_windows(DecoderSpec& s, const Options& o) {
   set_windows(s, o, [&](std::int64_t layer) { return layer >= o.integer("max_window_layers"); });
 }
 
-DecoderSpec describe_qwen2(const Options& o) {
-  DecoderSpec s = rms_decoder("qwen2", o);
-  for (Projection& one : s.block.attention.in) one.bias = true;
-  set_qwen_windows(s, o);
-  return s;
-}
-
 }  // namespace
 
 const Family& qwen2() {
@@ -170,7 +155,13 @@ const Family& qwen2() {
       .type = "qwen2",
       .classes = {"Qwen2ForCausalLM", "Qwen2Model"},
       .options = qwen_options({}),
-      .describe = describe_qwen2,
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("qwen2", o);
+            for (Projection& one : s.block.attention.in) one.bias = true;
+            set_qwen_windows(s, o);
+            return s;
+          },
       .rope = RopeRules{},
       .layer_types = true,
   };
@@ -179,25 +170,22 @@ const Family& qwen2() {
 
 // Qwen3: queries and keys of each head are normalised before rotation, and a head has a width of
 // its own.
-namespace {
-
-DecoderSpec describe_qwen3(const Options& o) {
-  DecoderSpec s = rms_decoder("qwen3", o);
-  AttentionSpec& a = s.block.attention;
-  a.query_norm = NormSpec{.name = "q_norm", .width = a.width, .epsilon = o.real("rms_norm_eps")};
-  a.key_norm = NormSpec{.name = "k_norm", .width = a.width, .epsilon = o.real("rms_norm_eps")};
-  set_qwen_windows(s, o);
-  return s;
-}
-
-}  // namespace
-
 const Family& qwen3() {
   static const Family family{
       .type = "qwen3",
       .classes = {"Qwen3ForCausalLM", "Qwen3Model"},
       .options = qwen_options({count_option("head_dim", 128), {"attention_bias", false}}),
-      .describe = describe_qwen3,
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("qwen3", o);
+            AttentionSpec& a = s.block.attention;
+            a.query_norm =
+                NormSpec{.name = "q_norm", .width = a.width, .epsilon = o.real("rms_norm_eps")};
+            a.key_norm =
+                NormSpec{.name = "k_norm", .width = a.width, .epsilon = o.real("rms_norm_eps")};
+            set_qwen_windows(s, o);
+            return s;
+          },
       .rope = RopeRules{},
       .layer_types = true,
   };
@@ -206,22 +194,6 @@ const Family& qwen3() {
 
 // Phi-3: one matrix for queries, keys and values, one for gate and up; part of a head may be
 // rotated, and a long text has other frequencies.
-namespace {
-
-DecoderSpec describe_phi3(const Options& o) {
-  DecoderSpec s = rms_decoder("phi3", o);
-  pack(s.block.attention.in, "qkv_proj");
-  pack(s.block.mlp.in, "gate_up_proj");
-  if (o.rope.type == "longrope") s.cache_limit = o.rope.original_max_position_embeddings;
-  return s;
-}
-
-Option without(std::string_view key) {
-  return {.key = key, .fallback = false, .refused = true, .remedy = "It must be false."};
-}
-
-}  // namespace
-
 const Family& phi3() {
   static const Family family{
       .type = "phi3",
@@ -237,9 +209,16 @@ const Family& phi3() {
                                .null = std::int64_t{-1}},
                               {"resid_pdrop", 0.0, 0, 1},
                               window_option(0),
-                              without("attention_bias"),
-                              without("mlp_bias")}),
-      .describe = describe_phi3,
+                              must_be("attention_bias", false),
+                              must_be("mlp_bias", false)}),
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("phi3", o);
+            pack(s.block.attention.in, "qkv_proj");
+            pack(s.block.mlp.in, "gate_up_proj");
+            if (o.rope.type == "longrope") s.cache_limit = o.rope.original_max_position_embeddings;
+            return s;
+          },
       .rope = RopeRules{.partial = true, .original_length = 4096, .longrope_names = {"su", "yarn"}},
   };
   return family;
@@ -248,29 +227,6 @@ const Family& phi3() {
 // Gemma 2: norms that multiply with 1 + weight, also after attention and perceptron; soft caps of
 // scores and logits; scaled embeddings; a window on every second block.
 namespace {
-
-DecoderSpec describe_gemma2(const Options& o) {
-  DecoderSpec s = rms_decoder("gemma2", o);
-  BlockSpec& b = s.block;
-  const auto norm = [&](const char* name) {
-    return NormSpec{.name = name,
-                    .kind = NormKind::kRmsPlusOne,
-                    .width = s.width,
-                    .epsilon = o.real("rms_norm_eps")};
-  };
-  b.attention_norm = norm("input_layernorm");
-  b.attention_after = norm("post_attention_layernorm");
-  b.mlp_norm = norm("pre_feedforward_layernorm");
-  b.mlp_after = norm("post_feedforward_layernorm");
-  s.last = norm("norm");
-  b.mlp.activation = o.activation("hidden_activation");
-  b.attention.scale = 1 / std::sqrt(static_cast<double>(o.integer("query_pre_attn_scalar")));
-  b.attention.soft_cap = o.real("attn_logit_softcapping");
-  s.logit_soft_cap = o.real("final_logit_softcapping");
-  s.embedding_scale = std::sqrt(static_cast<double>(s.width));
-  set_windows(s, o, [](std::int64_t layer) { return layer % 2 == 0; });
-  return s;
-}
 
 Option cap_option(std::string_view key, double fallback) {
   return {.key = key, .fallback = fallback, .least = 1e-6, .null = 0.0};
@@ -307,7 +263,30 @@ const Family& gemma2() {
             .refused = true,
             .remedy = "It must be false: a model that sees the next token cannot learn to predict "
                       "it."}}),
-      .describe = describe_gemma2,
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("gemma2", o);
+            BlockSpec& b = s.block;
+            const auto norm = [&](const char* name) {
+              return NormSpec{.name = name,
+                              .kind = NormKind::kRmsPlusOne,
+                              .width = s.width,
+                              .epsilon = o.real("rms_norm_eps")};
+            };
+            b.attention_norm = norm("input_layernorm");
+            b.attention_after = norm("post_attention_layernorm");
+            b.mlp_norm = norm("pre_feedforward_layernorm");
+            b.mlp_after = norm("post_feedforward_layernorm");
+            s.last = norm("norm");
+            b.mlp.activation = o.activation("hidden_activation");
+            b.attention.scale =
+                1 / std::sqrt(static_cast<double>(o.integer("query_pre_attn_scalar")));
+            b.attention.soft_cap = o.real("attn_logit_softcapping");
+            s.logit_soft_cap = o.real("final_logit_softcapping");
+            s.embedding_scale = std::sqrt(static_cast<double>(s.width));
+            set_windows(s, o, [](std::int64_t layer) { return layer % 2 == 0; });
+            return s;
+          },
       .rope = RopeRules{},
       .layer_types = true,
   };
@@ -317,24 +296,6 @@ const Family& gemma2() {
 // Starcoder2: Llama's names around LayerNorm and a perceptron without a gate. One field gives every
 // projection of a block its bias.
 namespace {
-
-DecoderSpec describe_starcoder2(const Options& o) {
-  DecoderSpec s = rms_decoder("starcoder2", o);
-  BlockSpec& b = s.block;
-  for (NormSpec* norm : {&b.attention_norm, &b.mlp_norm, &s.last}) {
-    norm->kind = NormKind::kLayer;
-    norm->epsilon = o.real("norm_epsilon");
-  }
-  b.mlp.in = {b.mlp.in.back()};
-  b.mlp.in.front().name = "c_fc";
-  b.mlp.out.name = "c_proj";
-  const bool bias = o.flag("use_bias");
-  for (Projection& one : b.attention.in) one.bias = bias;
-  for (Projection* one : {&b.attention.out, &b.mlp.in.front(), &b.mlp.out}) one->bias = bias;
-  b.dropout = o.real("residual_dropout");
-  s.embedding_dropout = o.real("embedding_dropout");
-  return s;
-}
 
 std::vector<Option> starcoder2_options() {
   std::vector<Option> all = rms_options({{"vocab_size", std::int64_t{49152}, 1},
@@ -364,7 +325,25 @@ const Family& starcoder2() {
       .type = "starcoder2",
       .classes = {"Starcoder2ForCausalLM", "Starcoder2Model"},
       .options = starcoder2_options(),
-      .describe = describe_starcoder2,
+      .describe =
+          [](const Options& o) {
+            DecoderSpec s = rms_decoder("starcoder2", o);
+            BlockSpec& b = s.block;
+            for (NormSpec* norm : {&b.attention_norm, &b.mlp_norm, &s.last}) {
+              norm->kind = NormKind::kLayer;
+              norm->epsilon = o.real("norm_epsilon");
+            }
+            b.mlp.in = {b.mlp.in.back()};
+            b.mlp.in.front().name = "c_fc";
+            b.mlp.out.name = "c_proj";
+            const bool bias = o.flag("use_bias");
+            for (Projection& one : b.attention.in) one.bias = bias;
+            for (Projection* one : {&b.attention.out, &b.mlp.in.front(), &b.mlp.out})
+              one->bias = bias;
+            b.dropout = o.real("residual_dropout");
+            s.embedding_dropout = o.real("embedding_dropout");
+            return s;
+          },
       .rope = RopeRules{},
   };
   return family;

@@ -41,6 +41,13 @@ Option count_option(std::string_view key, std::int64_t fallback) {
   return {.key = key, .fallback = fallback, .least = 1, .null = std::int64_t{0}};
 }
 
+Option must_be(std::string_view key, bool value) {
+  return {.key = key,
+          .fallback = value,
+          .refused = !value,
+          .remedy = value ? "It must be true." : "It must be false."};
+}
+
 Option layers_option(std::int64_t fallback) {
   return {.key = "num_hidden_layers", .fallback = fallback, .most = kMostLayers};
 }
@@ -179,5 +186,29 @@ FamilyConfig::FamilyConfig(const GptConfig& c)
 FamilyConfig::FamilyConfig(const LlamaConfig& c)
     : FamilyConfig(c.fused_projections ? families::phi3() : families::llama(),
                    families::options_of(c)) {}
+
+const Family* find_family(std::string_view type) {
+  const auto found = std::ranges::find(known_families(), type, &Family::type);
+  return found == known_families().end() ? nullptr : *found;
+}
+
+const OptionValue* Options::find(std::string_view key) const {
+  const auto found = values_.find(key);
+  return found == values_.end() ? nullptr : &found->second;
+}
+
+Options Family::defaults() const {
+  Options all;
+  for (const Option& option : options) all.set(option.key, option.fallback);
+  if (rope) all.rope.rope_theta = rope->theta;
+  return all;
+}
+
+FamilyConfig::FamilyConfig(const Family& family, Options options)
+    : family_(&family), options_(std::move(options)), spec_(family.describe(options_)) {}
+
+std::vector<io::TensorShape> tensors_of(const FamilyConfig& config) {
+  return tensors_of(config.spec());
+}
 
 }  // namespace lockstep::models

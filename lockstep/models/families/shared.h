@@ -29,6 +29,8 @@ std::vector<Option> with_options(std::vector<Option> all, const std::vector<Opti
 std::vector<Option> rms_options(const std::vector<Option>& own);
 // A size that is derived if null: the number of key and value heads, the width of a head.
 Option count_option(std::string_view key, std::int64_t fallback);
+// A field with a value that the models here do not compute.
+Option must_be(std::string_view key, bool value);
 // An upper bound, far above every real model.
 constexpr double kMostLayers = 1000;
 constexpr double kMostExperts = 1000;  // of a layer
