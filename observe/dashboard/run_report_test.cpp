@@ -86,11 +86,6 @@ TEST_F(Folder, WhatIsNotThereIsSaid) {
   EXPECT_THAT(to_json(comparison_state(run, run)), HasSubstr("has no record of its step budget."));
 }
 
-TEST_F(Folder, AFolderWithoutARunIsRefused) {
-  EXPECT_THROW(read_run_view(path.string(), monitor::Detail::kAll), UsageError);
-  EXPECT_THROW(read_run_view((path / "nowhere").string(), monitor::Detail::kAll), UsageError);
-}
-
 TEST_F(Folder, ADamagedRecordLeavesTheRest) {
   write("metrics.jsonl", "{\"step\": 1, \"epoch\": 0.5, \"loss\": 2.5}\n");
   write("monitor/run.json", "{");
