@@ -150,6 +150,7 @@ class Host(unittest.TestCase):
         self.assertIn(found["memory"]["status"], ("warn", "fail"))
         self.assertIn("address space limited to 4.0 GiB", found["memory"]["value"])
 
+    @unittest.skipUnless(has_namespaces("-m"), "no mount namespaces here")
     def test_a_small_shm(self):
         mounted = ["unshare", "-m", "sh", "-c",
                    'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh"]
