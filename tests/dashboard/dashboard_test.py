@@ -3,13 +3,12 @@
 import concurrent.futures
 import contextlib
 import json
-import re
 import socket
 import subprocess
 import time
 import unittest
 
-from dashboard_case import BOUND_S, Events, DashboardCase, FINDING, PEER, parse, read_to_end, state
+from dashboard_case import BOUND_S, Events, DashboardCase, PEER, parse, read_to_end, state
 
 PAGES = ("/", "/page.css", "/charts.js", "/page.js", "/icon.svg")
 PRIVATE = (*PAGES, "/snapshot", "/events", "/metrics", "/nothing")
