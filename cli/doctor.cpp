@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 
 #include "cli/commands.h"
 #include "cli/doctor_checks.h"
@@ -222,29 +221,18 @@ constexpr int kEvery_s = 5;
 std::atomic<const char*> under_way{nullptr};
 std::atomic<int> said{0};  // lines written so far
 
-// Called by a signal handler, which may not format.
-void write_number(int value) {
-  char digits[12];
-  char* begin = digits + sizeof digits;
-  do *--begin = static_cast<char>('0' + value % 10);
-  while ((value /= 10) > 0);
-  [[maybe_unused]] const ssize_t n =
-      ::write(STDERR_FILENO, begin, static_cast<std::size_t>(digits + sizeof digits - begin));
-}
-
+// Called by a signal handler: in a fixed place fmt neither allocates nor locks.
 void say_progress(int) {
   const int error = errno;
   if (const char* what = under_way.load()) {
-    static constexpr char kBegin[] = "lockstep doctor: ";
-    [[maybe_unused]] ssize_t n = ::write(STDERR_FILENO, kBegin, sizeof kBegin - 1);
-    n = ::write(STDERR_FILENO, what, std::strlen(what));
-    n = ::write(STDERR_FILENO, " ...", 4);
-    if (const int before = said++; before > 0) {
-      n = ::write(STDERR_FILENO, " ", 1);
-      write_number(kFirst_s + before * kEvery_s);
-      n = ::write(STDERR_FILENO, " s", 2);
-    }
-    n = ::write(STDERR_FILENO, "\n", 1);
+    char text[200];
+    const int before = said++;
+    const auto made = before == 0
+                          ? fmt::format_to_n(text, sizeof text, "lockstep doctor: {} ...\n", what)
+                          : fmt::format_to_n(text, sizeof text, "lockstep doctor: {} ... {} s\n",
+                                             what, kFirst_s + before * kEvery_s);
+    [[maybe_unused]] const ssize_t n =
+        ::write(STDERR_FILENO, text, std::min(made.size, sizeof text));
   }
   errno = error;
 }

@@ -16,7 +16,6 @@
 #include <numeric>
 
 #include "lockstep/core/document.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
