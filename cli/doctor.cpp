@@ -11,8 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
-#include <cstring>
+#include <cstdio>
 
 #include "cli/commands.h"
 #include "cli/doctor_checks.h"
@@ -216,19 +215,18 @@ constexpr int kEvery_s = 5;
 std::atomic<const char*> under_way{nullptr};
 std::atomic<int> said{0};  // lines written so far
 
-// A signal handler, which may not allocate.
+// Called by a signal handler: in a fixed place fmt neither allocates nor locks.
 void say_progress(int) {
   const int error = errno;
   if (const char* what = under_way.load()) {
-    char line[128] = "lockstep doctor: ";
-    std::strcat(std::strncat(line, what, 80), " ...");
-    if (const int before = said++; before > 0) {
-      char seconds[16] = " ";
-      std::to_chars(seconds + 1, seconds + 12, kFirst_s + before * kEvery_s);
-      std::strcat(std::strcat(line, seconds), " s");
-    }
-    std::strcat(line, "\n");
-    [[maybe_unused]] const ssize_t n = ::write(STDERR_FILENO, line, std::strlen(line));
+    char text[200];
+    const int before = said++;
+    const auto made = before == 0
+                          ? fmt::format_to_n(text, sizeof text, "lockstep doctor: {} ...\n", what)
+                          : fmt::format_to_n(text, sizeof text, "lockstep doctor: {} ... {} s\n",
+                                             what, kFirst_s + before * kEvery_s);
+    [[maybe_unused]] const ssize_t n =
+        ::write(STDERR_FILENO, text, std::min(made.size, sizeof text));
   }
   errno = error;
 }

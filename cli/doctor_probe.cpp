@@ -33,21 +33,6 @@ Node read_node(const fs::path& file) {
   }
 }
 
-double number(const Node& node, const char* key) {
-  const Entry* entry = node.find(key);
-  return entry == nullptr ? 0 : entry->value.real;
-}
-
-std::string text(const Node& node, const char* key) {
-  const Entry* entry = node.find(key);
-  return entry == nullptr ? "" : entry->value.text;
-}
-
-bool is_right(const Node& node) {
-  const Entry* entry = node.find("right");
-  return entry != nullptr && entry->value.boolean;
-}
-
 NodeMembers members(const Node& node) {
   NodeMembers out;
   for (const Entry& entry : node.entries) out.emplace_back(entry.key, entry.value);
@@ -56,9 +41,9 @@ NodeMembers members(const Node& node) {
 
 Check check_libtorch(const Machine& machine, const Node& found) {
   Check check{.name = "libtorch", .data = members(found)};
-  check.value = fmt::format("LibTorch {} from {}", text(found, "torch"),
-                            fs::path(text(found, "torch_library")).parent_path().string());
-  const int runtime = static_cast<int>(number(found, "cuda"));
+  check.value = fmt::format("LibTorch {} from {}", found.get("torch").text,
+                            fs::path(found.get("torch_library").text).parent_path().string());
+  const int runtime = static_cast<int>(found.get("cuda").real);
   const int driver = machine.gpus.cuda_version;
   if (runtime == 0) {
     check.value += "; its CUDA part is not loaded";
@@ -68,7 +53,7 @@ Check check_libtorch(const Machine& machine, const Node& found) {
         "them with nvcc and a LibTorch for CUDA.");
   }
   check.value += fmt::format(", built for CUDA {}.{}; NCCL {}", runtime / 1000, runtime % 1000 / 10,
-                             text(found, "nccl"));
+                             found.get("nccl").text);
   // Within a major version older drivers run newer programs.
   if (driver == 0 || runtime / 1000 <= driver / 1000) return check;
   check.value += fmt::format("; the driver has CUDA {}.{}", driver / 1000, driver % 1000 / 10);
@@ -80,12 +65,12 @@ Check check_libtorch(const Machine& machine, const Node& found) {
 
 // A wheel's cuDNN lies beside its torch; one from elsewhere may lack what LibTorch asks for.
 std::optional<Check> check_loaded_cudnn(const Node& found) {
-  const std::string library = text(found, "cudnn_library");
+  const std::string library = found.get("cudnn_library").text;
   if (library.empty()) return std::nullopt;
   const fs::path root =
-      fs::path(text(found, "torch_library")).parent_path().parent_path().parent_path();
-  const auto loaded = static_cast<int>(number(found, "cudnn"));
-  const auto compiled = static_cast<int>(number(found, "cudnn_compiled"));
+      fs::path(found.get("torch_library").text).parent_path().parent_path().parent_path();
+  const auto loaded = static_cast<int>(found.get("cudnn").real);
+  const auto compiled = static_cast<int>(found.get("cudnn_compiled").real);
   Check check{.name = "cudnn"};
   check.value =
       fmt::format("cuDNN {} from {} (LibTorch was built with {})", loaded, library, compiled);
@@ -107,14 +92,14 @@ Check check_compute(const Machine& machine, const std::vector<Node>& ranks) {
   std::string slow;
   std::vector<Node> times;
   for (const Node& rank : ranks) {
-    const double ms = number(rank, "compute_ms");
+    const double ms = rank.get("compute_ms").real;
     const std::string who =
-        fmt::format("rank {:.0f} ({})", number(rank, "rank"), text(rank, "device"));
+        fmt::format("rank {:.0f} ({})", rank.get("rank").real, rank.get("device").text);
     times.push_back(real_node(ms));
     fastest = std::min(fastest, ms);
     if (ms > slowest) slow = who;
     slowest = std::max(slowest, ms);
-    if (is_right(rank)) continue;
+    if (rank.get("right").boolean) continue;
     check.lines.push_back(who + " computed a wrong gradient");
     check.fail(
         "That device or its memory is faulty. Leave it out, and run its own diagnosis "
@@ -144,11 +129,11 @@ Check check_p2p(const Node& world) {
   double slowest = 1e30;
   std::size_t wrong = 0;
   for (const Node& pair : pairs->value.items) {
-    slowest = std::min(slowest, number(pair, "gb_per_s"));
-    if (is_right(pair)) continue;
+    slowest = std::min(slowest, pair.get("gb_per_s").real);
+    if (pair.get("right").boolean) continue;
     ++wrong;
     check.lines.push_back(fmt::format("cuda:{:.0f} to cuda:{:.0f}: the copy differs",
-                                      number(pair, "from"), number(pair, "to")));
+                                      pair.get("from").real, pair.get("to").real));
   }
   check.value = fmt::format("{} copies between GPUs, {} wrong, slowest {:.1f} GB/s",
                             pairs->value.items.size(), wrong, slowest);
@@ -163,16 +148,16 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
   Check check{.name = "all_reduce"};
   const Entry* found = world.find("all_reduce");
   if (found == nullptr) return check.skip("one rank has no peer");
-  const std::string backend = text(world, "backend");
-  const double rate = number(found->value, "gb_per_s");
+  const std::string backend = world.get("backend").text;
+  const double rate = found->value.get("gb_per_s").real;
   check.value = fmt::format(
       "{:.0f} MB over {} ranks by {}: {:.2f} ms, {:.2f} GB/s ({:.2f} GB/s on "
       "the bus)",
-      number(found->value, "bytes") / 1e6, machine.ranks, backend, number(found->value, "ms"), rate,
-      number(found->value, "bus_gb_per_s"));
+      found->value.get("bytes").real / 1e6, machine.ranks, backend, found->value.get("ms").real,
+      rate, found->value.get("bus_gb_per_s").real);
   check.data = members(found->value);
   check.data.emplace_back("backend", text_node(backend));
-  if (!is_right(found->value)) {
+  if (!found->value.get("right").boolean) {
     check.value += "; the sum is wrong";
     return check.fail(
         "A sum over ranks must be exact here. Test devices and memory (compute, p2p).");
@@ -187,12 +172,12 @@ Check check_all_reduce(const Machine& machine, const Node& world) {
 // Saves the measured link for `lockstep plan` on this host.
 void keep_link(const Machine& machine, const Node& world, const std::string& disturbance) {
   const Entry* found = world.find("all_reduce");
-  if (found == nullptr || !is_right(found->value)) return;
+  if (found == nullptr || !found->value.get("right").boolean) return;
   const bool cpu = machine.gpus.models.empty() || !machine.on_gpu;
   save_link(cpu ? "cpu" : machine.gpus.models.front().name,
-            {.backend = text(world, "backend"),
+            {.backend = world.get("backend").text,
              .ranks = machine.ranks,
-             .bandwidth = 1e9 * number(found->value, "bus_gb_per_s"),
+             .bandwidth = 1e9 * found->value.get("bus_gb_per_s").real,
              .disturbance = disturbance});
 }
 

@@ -95,7 +95,7 @@ class Plan(unittest.TestCase):
             "3 GPUs cannot share a global batch of 256: 255 is the nearest below; with a "
             "micro-batch of 2 lockstep train takes 252 or 258"])
         shown = self.plan(*args, code=1).stdout
-        self.assertIn("\nway 1 uses 2 of 3 GPUs\n", shown)
+        self.assertIn("\nstrategy 1 uses 2 of 3 GPUs\n", shown)
         self.assertIn("\nAs the file is written lockstep train refuses it on 3 GPUs: the notes say "
                       "what to change.\n", shown)
         strategies = plan["strategies"]

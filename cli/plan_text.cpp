@@ -135,8 +135,8 @@ std::string scale_text(const PlanReport& r) {
                         fmt::format("{} x {}", p.choice.batch, p.choice.accumulation),
                         p.choice.global_batch);
     text += p.choice.fits ? fmt::format("{:>11.1f}{:>11.1f}{:>15.1f}{:>11.1f}{:>11.1f}%{:>14.0f}\n",
-                                        1e3 * p.step.total_s(), 1e3 * p.step.compute_s,
-                                        1e3 * p.step.communication_s, 1e3 * p.step.exposed_s,
+                                        1e3 * p.step->total_s(), 1e3 * p.step->compute_s,
+                                        1e3 * p.step->communication_s, 1e3 * p.step->exposed_s,
                                         100 * p.efficiency, p.tokens_per_second)
                           : "  does not fit\n";
   }
@@ -319,7 +319,7 @@ Node plan_node(const PlanReport& r) {
                         {"global_batch", integer_node(p.choice.global_batch)},
                         {"fits", bool_node(p.choice.fits)}};
     if (p.choice.fits) {
-      for (auto& member : step_members(p.step)) members.push_back(std::move(member));
+      for (auto& member : step_members(*p.step)) members.push_back(std::move(member));
       members.push_back({"efficiency", real_node(p.efficiency)});
       members.push_back({"tokens_per_second", real_node(p.tokens_per_second)});
     }

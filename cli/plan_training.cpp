@@ -180,28 +180,6 @@ Node read_record() {
   }
 }
 
-// The entries of a list in the record; readers skip those that a newer version has written in
-// another form.
-std::vector<Node> entries_of(const Node& record, const char* list) {
-  const Entry* entry = record.find(list);
-  return entry == nullptr ? std::vector<Node>{} : entry->value.items;
-}
-
-std::string text_of(const Node& node, const char* key) {
-  const Entry* entry = node.find(key);
-  return entry == nullptr ? "" : entry->value.text;
-}
-
-double number_of(const Node& node, const char* key) {
-  const Entry* entry = node.find(key);
-  return entry == nullptr ? 0 : entry->value.real;
-}
-
-bool flag_of(const Node& node, const char* key) {
-  const Entry* entry = node.find(key);
-  return entry != nullptr && entry->value.boolean;
-}
-
 // Puts `fresh` in place of the entries that have the same texts under `keys`. What was measured
 // while nothing else ran stays where the fresh one was disturbed.
 void replace(const char* list, const std::vector<std::string>& keys, std::vector<Node> fresh) {
@@ -209,7 +187,7 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
   NodeMembers members;
   for (const char* name : {"links", "strategies"}) {
     std::vector<Node> all;
-    for (const Node& old : entries_of(record, name)) {
+    for (const Node& old : record.get(name).items) {
       const auto same = std::ranges::find_if(fresh, [&](const Node& one) {
         return name == std::string_view(list) &&
                std::ranges::all_of(keys, [&](const std::string& key) {
@@ -220,8 +198,8 @@ void replace(const char* list, const std::vector<std::string>& keys, std::vector
                });
       });
       const bool better = same != fresh.end() && old.find(kDisturbance) != nullptr &&
-                          text_of(old, kDisturbance).empty() &&
-                          !text_of(*same, kDisturbance).empty();
+                          old.get(kDisturbance).text.empty() &&
+                          !same->get(kDisturbance).text.empty();
       if (better || same == fresh.end()) all.push_back(old);
       if (better) fresh.erase(same);
     }
@@ -258,26 +236,26 @@ NodeMembers members_of(const plan::Measurement& strategy) {
 // Nothing for one from another version: it lacks a key, or its text does not belong to its number.
 std::optional<plan::Measurement> measurement_in(const Node& node) {
   const auto integer = [&](const char* key) {
-    return static_cast<std::int64_t>(number_of(node, key));
+    return static_cast<std::int64_t>(node.get(key).real);
   };
   const plan::Parts parts{.gpus = static_cast<int>(integer("gpus")),
                           .distribution = static_cast<plan::Distribution>(integer("strategy")),
                           .stages = static_cast<int>(integer("stages")),
                           .slices = static_cast<int>(integer("slices")),
-                          .sequence = flag_of(node, "sequence_parallel")};
+                          .sequence = node.get("sequence_parallel").boolean};
   if (parts.stages < 1 || parts.slices < 1) return std::nullopt;
   const plan::Measurement strategy{
       .parts = parts,
       .batch = integer("per_device_train_batch_size"),
       .accumulation = integer("gradient_accumulation_steps"),
-      .checkpointing = flag_of(node, "gradient_checkpointing"),
-      .half = flag_of(node, "half"),
-      .fp8 = flag_of(node, "fp8"),
-      .step_s = number_of(node, "step_s"),
+      .checkpointing = node.get("gradient_checkpointing").boolean,
+      .half = node.get("half").boolean,
+      .fp8 = node.get("fp8").boolean,
+      .step_s = node.get("step_s").real,
       .memory_bytes = static_cast<std::uint64_t>(integer("memory_bytes")),
-      .tokens = number_of(node, "tokens_per_sample"),
-      .disturbance = text_of(node, kDisturbance)};
-  if (text_of(node, "strategy_text") != parts_text(parts) || !(strategy.step_s > 0) ||
+      .tokens = node.get("tokens_per_sample").real,
+      .disturbance = node.get(kDisturbance).text};
+  if (node.get("strategy_text").text != parts_text(parts) || !(strategy.step_s > 0) ||
       node.find("tokens_per_sample") == nullptr)
     return std::nullopt;
   return strategy;
@@ -306,12 +284,13 @@ void save_link(const std::string& device, const plan::MeasuredLink& link) {
 
 std::optional<plan::MeasuredLink> saved_link(const std::string& device, int ranks) {
   std::optional<plan::MeasuredLink> best;
-  for (const Node& node : entries_of(read_record(), "links")) {
-    if (text_of(node, "host") != host_name() || text_of(node, "device") != device) continue;
-    plan::MeasuredLink link{.backend = text_of(node, "backend"),
-                            .ranks = static_cast<int>(number_of(node, "ranks")),
-                            .bandwidth = number_of(node, "bus_bytes_per_s"),
-                            .disturbance = text_of(node, kDisturbance)};
+  const Node record = read_record();
+  for (const Node& node : record.get("links").items) {
+    if (node.get("host").text != host_name() || node.get("device").text != device) continue;
+    plan::MeasuredLink link{.backend = node.get("backend").text,
+                            .ranks = static_cast<int>(node.get("ranks").real),
+                            .bandwidth = node.get("bus_bytes_per_s").real,
+                            .disturbance = node.get(kDisturbance).text};
     if (link.ranks < 2 || !(link.bandwidth > 0)) continue;
     if (!best || std::abs(link.ranks - ranks) < std::abs(best->ranks - ranks))
       best = std::move(link);
@@ -347,8 +326,9 @@ void save_strategies(const std::string& training,
 
 std::vector<plan::Measurement> saved_strategies(const std::string& training) {
   std::vector<plan::Measurement> strategies;
-  for (const Node& node : entries_of(read_record(), "strategies")) {
-    if (text_of(node, "host") != host_name() || text_of(node, "training") != training) continue;
+  const Node record = read_record();
+  for (const Node& node : record.get("strategies").items) {
+    if (node.get("host").text != host_name() || node.get("training").text != training) continue;
     if (const auto strategy = measurement_in(node)) strategies.push_back(*strategy);
   }
   return strategies;

@@ -10,7 +10,6 @@
 #include <filesystem>
 #include <fstream>
 
-#include "lockstep/core/source_lines.h"
 #include "lockstep/core/symbols.h"
 
 namespace lockstep {
@@ -130,11 +129,12 @@ TEST(SourceLines, AreReadFromWhatTheToolPrints) {
   ASSERT_TRUE(symbols::has_line_numbers(own_program()));
   const FakeTool tool(R"(printf '/src/a b.cpp:41\n??:0\n/src/c.cpp:7 (discriminator 3)\n')"
                       "\nprintf '/src/d.cpp:?\\n'");
-  EXPECT_THAT(source_lines(own_program(), {1, 2, 3, 4}, soon()),
+  EXPECT_THAT(symbols::source_lines(own_program(), {1, 2, 3, 4}, soon()),
               ElementsAre("/src/a b.cpp:41", "", "/src/c.cpp:7", ""));
-  EXPECT_THAT(source_lines(own_program(), {1, 2}, soon()), ElementsAre("", ""));  // other answers
-  EXPECT_THAT(source_lines("/bin/sh", {1}, soon()), ElementsAre(""));
-  EXPECT_THAT(source_lines("/no/such/file", {1}, soon()), ElementsAre(""));
+  EXPECT_THAT(symbols::source_lines(own_program(), {1, 2}, soon()),
+              ElementsAre("", ""));  // other answers
+  EXPECT_THAT(symbols::source_lines("/bin/sh", {1}, soon()), ElementsAre(""));
+  EXPECT_THAT(symbols::source_lines("/no/such/file", {1}, soon()), ElementsAre(""));
 }
 
 TEST(SourceLines, AToolThatHangsIsGivenUpAlsoAmongSignals) {
@@ -147,8 +147,9 @@ TEST(SourceLines, AToolThatHangsIsGivenUpAlsoAmongSignals) {
   const itimerval often{{0, 20'000}, {0, 20'000}};
   ::setitimer(ITIMER_REAL, &often, nullptr);
   const auto began = std::chrono::steady_clock::now();
-  EXPECT_THAT(source_lines(own_program(), {1}, Deadline::after(std::chrono::milliseconds(200))),
-              ElementsAre(""));
+  EXPECT_THAT(
+      symbols::source_lines(own_program(), {1}, Deadline::after(std::chrono::milliseconds(200))),
+      ElementsAre(""));
   EXPECT_LT(seconds_since(began), 100);
   const itimerval never{};
   ::setitimer(ITIMER_REAL, &never, nullptr);

@@ -76,27 +76,23 @@ TEST(Terminal, IsKnownThroughTheLaunchersPipeAlone) {
 }
 
 TEST(Env, ReadsStrictly) {
-  ::setenv("LOCKSTEP_TEST_X", "12", 1);
-  EXPECT_EQ(env::get_int("LOCKSTEP_TEST_X"), 12);
-  ::setenv("LOCKSTEP_TEST_X", "12x", 1);
-  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X"); }),
-              HasSubstr("LOCKSTEP_TEST_X='12x' is not an integer"));
-  ::setenv("LOCKSTEP_TEST_X", "99", 1);
-  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0, 9); }),
-              HasSubstr("out of range (0 to 9)"));
-  ::setenv("LOCKSTEP_TEST_X", "18446744073709551615", 1);
-  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0); }),
-              HasSubstr("18446744073709551615 is out of range (0 to 9223372036854775807)"));
-  ::setenv("LOCKSTEP_TEST_X", "18446744073709551615x", 1);
-  EXPECT_THAT(message_of<UsageError>([] { env::get_int("LOCKSTEP_TEST_X", 0); }),
-              HasSubstr("is not an integer"));
-  ::setenv("LOCKSTEP_TEST_X", "Yes", 1);
-  EXPECT_EQ(env::get_bool("LOCKSTEP_TEST_X"), true);
-  ::setenv("LOCKSTEP_TEST_X", "maybe", 1);
-  EXPECT_THAT(message_of<UsageError>([] { env::get_bool("LOCKSTEP_TEST_X"); }),
+  const auto with = [](const char* text, auto read) {
+    ::setenv("LOCKSTEP_TEST_X", text, 1);
+    return read();
+  };
+  const auto number = [] { return env::get_int("LOCKSTEP_TEST_X", 0, 99); };
+  const auto yes = [] { return env::get_bool("LOCKSTEP_TEST_X"); };
+  EXPECT_EQ(with("12", number), 12);
+  EXPECT_EQ(with("", number), std::nullopt);
+  EXPECT_EQ(with("Yes", yes), true);
+  for (const auto& [text, problem] :
+       {std::pair{"12x", "LOCKSTEP_TEST_X='12x' is not an integer"},
+        {"100", "out of range (0 to 99)"},
+        {"18446744073709551615", "18446744073709551615 is out of range (0 to 99)"},
+        {"18446744073709551615x", "is not an integer"}})
+    EXPECT_THAT(message_of<UsageError>([&] { with(text, number); }), HasSubstr(problem));
+  EXPECT_THAT(message_of<UsageError>([&] { with("maybe", yes); }),
               HasSubstr("neither true nor false"));
-  ::setenv("LOCKSTEP_TEST_X", "", 1);
-  EXPECT_EQ(env::get_int("LOCKSTEP_TEST_X"), std::nullopt);
 }
 
 TEST(Log, InfoIsForRankZero) {

@@ -28,7 +28,6 @@
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/core/source_lines.h"
 #include "lockstep/core/symbols.h"
 #include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
@@ -82,7 +81,7 @@ std::vector<std::string> frame_texts(std::span<void* const> frames) {
   }
   const Deadline deadline = Deadline::after(kSourceLines);
   for (const auto& [file, asked] : files) {
-    const auto lines = source_lines(file, asked.addresses, deadline);
+    const auto lines = symbols::source_lines(file, asked.addresses, deadline);
     for (std::size_t i = 0; i < lines.size(); ++i)
       if (!lines[i].empty()) texts[asked.frames[i]] += ' ' + lines[i];
   }

@@ -190,6 +190,12 @@ const Node& Node::at(std::string_view key) const {
   return entry->value;
 }
 
+const Node& Node::get(std::string_view key) const {
+  static const Node none;
+  const Entry* entry = find(key);
+  return entry == nullptr ? none : entry->value;
+}
+
 Node plain_scalar(std::string_view text, SourceLocation location) {
   Node node;
   node.location = std::move(location);

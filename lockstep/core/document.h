@@ -46,6 +46,7 @@ struct Node {
   bool is(NodeKind other) const { return kind == other; }
   const Entry* find(std::string_view key) const;  // nullptr without one
   const Node& at(std::string_view key) const;     // the value; UsageError without one
+  const Node& get(std::string_view key) const;    // the value; a null node without one
 };
 
 struct Entry {

@@ -9,6 +9,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "lockstep/core/deadline.h"
 
 namespace lockstep::symbols {
 
@@ -31,5 +34,12 @@ Place place_of(void* return_address);
 
 // Whether the file has debug information with lines, or names another file that does.
 bool has_line_numbers(const std::string& file);
+
+// File and line ("/src/train.cpp:41"; empty: not known) of file addresses of instructions, from the
+// file's debug information. The host's addr2line reads it, as a process with a deadline: a failing
+// program neither links a parser nor waits for one. Never throws.
+std::vector<std::string> source_lines(const std::string& file,
+                                      const std::vector<std::uint64_t>& addresses,
+                                      const Deadline& deadline);
 
 }  // namespace lockstep::symbols

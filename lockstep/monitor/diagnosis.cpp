@@ -53,7 +53,7 @@ std::vector<Finding> diagnose(const RunRecord& run) {
   if (const auto starved = detail::starved_share(view))
     std::erase_if(findings, [&](const Finding& finding) {
       if (finding.rule != "straggler") return false;
-      const bool waits_more = std::ranges::any_of(view.ranks, [&](const detail::RankView& rank) {
+      const bool waits_more = std::ranges::any_of(view.ranks, [&](const detail::RankWindows& rank) {
         return rank.rank == finding.rank && detail::delay_share(rank) > kFarMore * *starved;
       });
       return finding.cause == "compute" || (finding.cause == "cpu-starved" && !waits_more);
@@ -143,8 +143,8 @@ bool is_timed(const Interval& window) {
   return has_device_times(window.device_s);
 }
 
-RankView rank_view(const RankRecord& record, double from_unix_s) {
-  RankView rank{.rank = record.rank};
+RankWindows rank_view(const RankRecord& record, double from_unix_s) {
+  RankWindows rank{.rank = record.rank};
   Interval open;
   bool stepping = false;
   for (const Interval& interval : record.intervals) {
@@ -191,7 +191,7 @@ double lower_median(std::vector<double> values) {
   return values[(values.size() - 1) / 2];
 }
 
-std::uint64_t count(const RankView& rank, Counter counter) {
+std::uint64_t count(const RankWindows& rank, Counter counter) {
   return rank.sum.counts[index(counter)];
 }
 
@@ -199,47 +199,47 @@ double spent_s(const Interval& window, Phase phase) {
   return monitor::spent_s(window)[index(phase)];
 }
 
-double step_s(const RankView& rank) {
+double step_s(const RankWindows& rank) {
   return median_of(rank,
                    [](const Interval& w) { return w.seconds / static_cast<double>(w.steps); });
 }
 
-double share(const RankView& rank, Phase phase) {
+double share(const RankWindows& rank, Phase phase) {
   return median_of(rank, [&](const Interval& w) { return spent_s(w, phase) / w.seconds; });
 }
 
-double bounded_gain(const RankView& rank, double gain) {
+double bounded_gain(const RankWindows& rank, double gain) {
   const double idle =
       median_of(rank, [](const Interval& w) { return idle_s(w.seconds, w.device_s) / w.seconds; });
   return rank.on_device ? std::min(gain, idle) : gain;
 }
 
-double delay_share(const RankView& rank) {
+double delay_share(const RankWindows& rank) {
   return median_of(rank, [](const Interval& window) {
     return window.process ? window.process->run_delay_share.value_or(0) : 0;
   });
 }
 
-double throttled_share(const RankView& rank) {
+double throttled_share(const RankWindows& rank) {
   return median_of(rank, [](const Interval& window) { return window.throttled_share.value_or(0); });
 }
 
-double rate(const RankView& rank, double ProcessRates::*which) {
+double rate(const RankWindows& rank, double ProcessRates::*which) {
   return median_of(
       rank, [&](const Interval& window) { return window.process ? (*window.process).*which : 0; });
 }
 
 double least_share(const View& view, Phase phase) {
-  const auto shares = of_ranks(view, [&](const RankView& rank) { return share(rank, phase); });
+  const auto shares = of_ranks(view, [&](const RankWindows& rank) { return share(rank, phase); });
   return shares.empty() ? 0 : *std::min_element(shares.begin(), shares.end());
 }
 
 double usual_share(const View& view, Phase phase) {
-  return lower_median(of_ranks(view, [&](const RankView& rank) { return share(rank, phase); }));
+  return lower_median(of_ranks(view, [&](const RankWindows& rank) { return share(rank, phase); }));
 }
 
 double passes_per_update(const View& view) {
-  return lower_median(of_ranks(view, [](const RankView& rank) {
+  return lower_median(of_ranks(view, [](const RankWindows& rank) {
     const auto updates = std::max<std::uint64_t>(count(rank, Counter::kUpdates) > 0
                                                      ? count(rank, Counter::kUpdates)
                                                      : static_cast<std::uint64_t>(rank.sum.steps),
@@ -287,7 +287,7 @@ std::optional<GpuFigures> gpu_of_rank(const View& view, int rank) {
   return std::nullopt;
 }
 
-std::optional<double> idle_share(const View& view, const RankView& rank) {
+std::optional<double> idle_share(const View& view, const RankWindows& rank) {
   const auto gpu = gpu_of_rank(view, rank.rank);
   if (!gpu || !gpu->utilisation_percent) return std::nullopt;
   double idle = 1 - *gpu->utilisation_percent / 100;
@@ -298,7 +298,7 @@ std::optional<double> idle_share(const View& view, const RankView& rank) {
 
 std::optional<double> memory_share(const View& view) {
   std::optional<double> most;
-  for (const RankView& rank : view.ranks) {
+  for (const RankWindows& rank : view.ranks) {
     const auto gpu = gpu_of_rank(view, rank.rank);
     if (gpu && gpu->memory_share) most = std::max(most.value_or(0), *gpu->memory_share);
   }

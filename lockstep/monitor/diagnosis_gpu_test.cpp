@@ -53,6 +53,10 @@ HostGpus gpus_of(int samples, const std::function<std::vector<GpuReading>(int)>&
   return host;
 }
 
+HostGpus steady(int samples, const std::vector<GpuReading>& readings) {
+  return gpus_of(samples, [&](int) { return readings; });
+}
+
 RunRecord alone(int gpus) {
   RunRecord run;
   run.facts.device = "cuda";
@@ -137,14 +141,13 @@ TEST(NotLaunched, IsNotSaidOfGpusThatWorkTogether) {
   }
   // A process that drives both by itself.
   RunRecord run = alone(2);
-  run.gpus = {gpus_of(30, [](int) { return std::vector<GpuReading>{reading(92), reading(91)}; })};
+  run.gpus = {steady(30, {reading(92), reading(91)})};
   expect_silence(run);
 }
 
 TEST(BusyTogether, IsEightyFivePercentOrMoreOfEveryGpu) {
   const auto share = [](unsigned first, unsigned second) {
-    return busy_together_share(
-        gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(first), reading(second)}; }));
+    return busy_together_share(steady(20, {reading(first), reading(second)}));
   };
   EXPECT_EQ(share(85, 85), 1);
   EXPECT_EQ(share(84, 92), 0);
@@ -159,7 +162,7 @@ TEST(BusyTogether, IsEightyFivePercentOrMoreOfEveryGpu) {
 TEST(Unbalanced, MemoryPowerAndIdleGpus) {
   RunRecord run = on_gpus(0.05);
   const auto with = [&](const GpuReading& a, const GpuReading& b) {
-    run.gpus = {gpus_of(20, [&](int) { return std::vector<GpuReading>{a, b}; })};
+    run.gpus = {steady(20, {a, b})};
     return run;
   };
   EXPECT_EQ(only(with(reading(92, 40), reading(91, 20)), "unbalanced").cause, "memory");
@@ -175,9 +178,7 @@ TEST(Unbalanced, MemoryPowerAndIdleGpus) {
 
 TEST(Unbalanced, LooksOnlyAtTheGpusOfTheRun) {
   const auto with_others = [](RunRecord run) {
-    run.gpus = {gpus_of(20, [](int) {
-      return std::vector<GpuReading>{reading(92), reading(91), reading(95, 10, 200), reading(0)};
-    })};
+    run.gpus = {steady(20, {reading(92), reading(91), reading(95, 10, 200), reading(0)})};
     return run;
   };
   expect_silence(with_others(on_gpus(0.05)));
@@ -247,8 +248,7 @@ TEST(MicroBatch, LeavesTheGpuWithoutWork) {
   // The gaps between kernels lie within forward and backward by the device's clock.
   RunRecord run = on_gpus(0.05);
   const auto busy = [&](unsigned percent) {
-    run.gpus = {gpus_of(
-        20, [&](int) { return std::vector<GpuReading>{reading(percent), reading(percent)}; })};
+    run.gpus = {steady(20, {reading(percent), reading(percent)})};
     return run;
   };
   Finding finding = only(busy(50), "micro-batch-too-small");
@@ -325,7 +325,7 @@ RunRecord planted(const Planted& what) {
     at(interval.counts, Counter::kLogs) = what.log_each_step ? steps : steps / 10;
     at(interval.counts, Counter::kHostSyncs) = at(interval.counts, Counter::kLogs);
   });
-  run.gpus = {gpus_of(20, [&](int) { return std::vector<GpuReading>{reading(what.busy)}; })};
+  run.gpus = {steady(20, {reading(what.busy)})};
   return run;
 }
 
@@ -412,8 +412,7 @@ TEST(MicroBatch, AccumulatesAlthoughLargerOnesFit) {
   RunRecord run = on_gpus(0.2);
   change(run, [](Interval& interval) { at(interval.counts, Counter::kMicroBatches) *= 8; });
   const auto filled = [&](double gib) {
-    run.gpus = {gpus_of(
-        20, [&](int) { return std::vector<GpuReading>{reading(80, gib), reading(80, gib)}; })};
+    run.gpus = {steady(20, {reading(80, gib), reading(80, gib)})};
     return run;
   };
   const Finding finding = only(filled(15), "accumulation-too-high");

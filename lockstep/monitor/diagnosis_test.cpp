@@ -171,11 +171,6 @@ TEST(LoaderBound, SaysWhenCoresAreMissing) {
   EXPECT_THAT(only(run, "loader-bound").remedy, HasSubstr("load batches ahead"));
 }
 
-TEST(LoaderBound, HasALimit) {
-  only(run_of({waiting_for_data(0.105), waiting_for_data(0.105)}), "loader-bound");
-  expect_silence(run_of({waiting_for_data(0.095), waiting_for_data(0.095)}));
-}
-
 Shape logging(double share) {
   Shape shape;
   shape.logging = share;
@@ -196,9 +191,7 @@ TEST(Logging, CostsTooMuch) {
   EXPECT_NEAR(finding.gain, 0.15 * 0.95, 0.005);
 }
 
-TEST(Logging, HasALimit) {
-  only(run_of({logging(0.032), logging(0.032)}), "logging-too-often");
-  expect_silence(run_of({logging(0.028), logging(0.028)}));
+TEST(Logging, OfOneIntervalIsNoHabit) {
   RunRecord once = run_of({logging(0.2), logging(0.2)});
   change(once, [](Interval& interval) { at(interval.counts, Counter::kLogs) = 0; });
   at(once.ranks[0].intervals[9].counts, Counter::kLogs) = 2;
@@ -223,16 +216,24 @@ TEST(Saving, CostsTooMuch) {
             "set save_strategy to steps (now epoch) and save_steps to 100.");
 }
 
-TEST(Saving, HasALimit) {
-  for (const auto& [share, fires] : {std::pair{0.052, true}, std::pair{0.048, false}}) {
-    RunRecord run = run_of({saving(share), saving(share)});
-    change(run, [](Interval& interval) { at(interval.counts, Counter::kSaves) = 1; });
-    EXPECT_EQ(find(diagnose(run), "saving-too-often") != nullptr, fires) << share;
-  }
-  // The checkpoints at the end of a run, and of the one before.
+// The checkpoints at the end of a run, and of the one before.
+TEST(Saving, AtTheEndIsNoHabit) {
   RunRecord twice = run_of({saving(0.2), saving(0.2)});
   at(twice.ranks[0].intervals[39].counts, Counter::kSaves) = 2;
   expect_silence(twice);
+}
+
+TEST(Rules, HaveLimits) {
+  const auto limit = [](const char* rule, auto shape, double above, double below) {
+    for (const double share : {above, below}) {
+      RunRecord run = run_of({shape(share), shape(share)});
+      change(run, [](Interval& interval) { at(interval.counts, Counter::kSaves) = 1; });
+      EXPECT_EQ(find(diagnose(run), rule) != nullptr, share == above) << rule << share;
+    }
+  };
+  limit("loader-bound", waiting_for_data, 0.105, 0.095);
+  limit("logging-too-often", logging, 0.032, 0.028);
+  limit("saving-too-often", saving, 0.052, 0.048);
 }
 
 // ---------------------------------------------------------------- batches

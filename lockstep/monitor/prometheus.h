@@ -12,6 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/monitor/cpu_sampler.h"
+#include "lockstep/monitor/gpu_sampler.h"
+
 namespace lockstep::monitor {
 
 enum class MetricType { kGauge, kCounter };
@@ -44,5 +47,12 @@ class Prometheus {
 
   std::vector<Family> families_;  // in the order in which they came first
 };
+
+// What the samplers have read.
+// Labels: gpu (NVML's index) and uuid.
+void publish(Prometheus& page, const GpuSnapshot& snapshot);
+// Label: rank.
+void publish(Prometheus& page, int rank, const ProcessSample& sample);
+void publish(Prometheus& page, int rank, const CgroupSample& sample);
 
 }  // namespace lockstep::monitor

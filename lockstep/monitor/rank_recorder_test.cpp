@@ -131,16 +131,6 @@ TEST_F(RankRecorderTest, IntervalsAddUpToWhatTheRankDid) {
   EXPECT_TRUE(intervals.back().process.has_value());
 }
 
-TEST_F(RankRecorderTest, AShortRunLeavesItsLastInterval) {
-  {
-    const RankRecorder recorder(every(1h));
-    train(3);
-  }
-  const std::vector<Interval> intervals = read();
-  ASSERT_EQ(intervals.size(), 1u);
-  EXPECT_EQ(intervals[0].steps, 3);
-}
-
 TEST_F(RankRecorderTest, ARunThatContinuesAppendsAndCutsATornLine) {
   const std::string whole = interval_json({.unix_time_s = 5, .seconds = 1}) + "\n";
   for (const std::string& torn : {std::string(), std::string("{\"unix_ti"),

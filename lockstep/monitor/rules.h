@@ -29,7 +29,7 @@ inline constexpr std::int64_t kMinSteps = 10;
 // With fewer windows a difference between ranks must be larger to count.
 inline constexpr std::size_t kManyWindows = 30;
 
-struct RankView {
+struct RankWindows {
   int rank = 0;
   // Intervals joined until a step has ended in each; `seconds` is without start-up and evaluation.
   // The first window (warm-up, first allocations) is dropped where there are enough. Where a
@@ -43,7 +43,7 @@ struct RankView {
 struct View {
   const RunRecord& run;          // also of earlier starts
   std::vector<HostGpus> gpus{};  // samples since this start
-  std::vector<RankView> ranks{};
+  std::vector<RankWindows> ranks{};
   bool enough = false;  // at least kMinSteps on every rank
 };
 
@@ -72,27 +72,28 @@ std::optional<double> starved_share(const View& view);  // as in diagnosis.h
 
 double lower_median(std::vector<double> values);  // half of the values are at least this
 
-std::uint64_t count(const RankView& rank, ledger::Counter counter);
+std::uint64_t count(const RankWindows& rank, ledger::Counter counter);
 double spent_s(const Interval& window, ledger::Phase phase);  // budget.h
 
 template <typename Figure>
-double median_of(const RankView& rank, Figure figure) {
+double median_of(const RankWindows& rank, Figure figure) {
   std::vector<double> values;
   for (const Interval& window : rank.windows) values.push_back(figure(window));
   return median(std::move(values));
 }
-double step_s(const RankView& rank);  // median
-double share(const RankView& rank, ledger::Phase phase);
+double step_s(const RankWindows& rank);  // median
+double share(const RankWindows& rank, ledger::Phase phase);
 // The gain of less host work: at most the device's idle time, if that is known.
-double bounded_gain(const RankView& rank, double gain);
-double delay_share(const RankView& rank);      // of time in which the main thread waited for a core
-double throttled_share(const RankView& rank);  // of periods in which its control group was stopped
-double rate(const RankView& rank, double ProcessRates::*which);  // median
+double bounded_gain(const RankWindows& rank, double gain);
+double delay_share(const RankWindows& rank);  // of time in which the main thread waited for a core
+double throttled_share(
+    const RankWindows& rank);  // of periods in which its control group was stopped
+double rate(const RankWindows& rank, double ProcessRates::*which);  // median
 
 template <typename Figure>
 std::vector<double> of_ranks(const View& view, Figure figure) {
   std::vector<double> values;
-  for (const RankView& rank : view.ranks) values.push_back(figure(rank));
+  for (const RankWindows& rank : view.ranks) values.push_back(figure(rank));
   return values;
 }
 // The smallest share of any rank. A rank that is ahead waits in communication, so the smallest
@@ -117,7 +118,7 @@ std::vector<GpuFigures> gpus_of_ranks(const View& view, const HostGpus& host);
 std::optional<GpuFigures> gpu_of_rank(const View& view, int rank);
 // The share of time in which no kernel ran although the host did not wait. Gaps between kernels lie
 // inside the device clock's phases, so only the driver's samples show them.
-std::optional<double> idle_share(const View& view, const RankView& rank);
+std::optional<double> idle_share(const View& view, const RankWindows& rank);
 // Peak memory share over busy GPUs.
 std::optional<double> memory_share(const View& view);
 

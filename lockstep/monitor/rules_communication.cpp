@@ -53,7 +53,7 @@ struct Reduction {
   double backward_share = 0;  // in which it can hide
 };
 
-Reduction reduction_of(const RankView& rank) {
+Reduction reduction_of(const RankWindows& rank) {
   const auto buckets = static_cast<double>(count(rank, Counter::kBuckets));
   const double seconds = static_cast<double>(count(rank, Counter::kReduceNs)) / 1e9;
   const auto bytes = static_cast<double>(count(rank, Counter::kReducedBytes));
@@ -68,7 +68,7 @@ Reduction reduction_of(const RankView& rank) {
 }
 
 // On the rank that waits least, waiting is the reduction itself.
-const RankView& least_waiting(const View& view) {
+const RankWindows& least_waiting(const View& view) {
   return *std::min_element(view.ranks.begin(), view.ranks.end(), [](const auto& a, const auto& b) {
     return share(a, Phase::kCommunication) < share(b, Phase::kCommunication);
   });
@@ -77,7 +77,7 @@ const RankView& least_waiting(const View& view) {
 // While a rank has no core the others wait for it, not for the reduction.
 double longest_delay_share(const View& view) {
   double longest = 0;
-  for (const RankView& rank : view.ranks) longest = std::max(longest, delay_share(rank));
+  for (const RankWindows& rank : view.ranks) longest = std::max(longest, delay_share(rank));
   return longest;
 }
 
@@ -118,7 +118,7 @@ Advice fsdp_advice(const View& view, double exposed) {
       exposed / 2};
 }
 
-Advice bucket_advice(const View& view, const RankView& rank, double exposed) {
+Advice bucket_advice(const View& view, const RankWindows& rank, double exposed) {
   // A sharded optimizer reduces within its step, not by these buckets.
   const bool sharded = view.run.facts.optimizer.starts_with("sharded");
   const Reduction r = sharded ? Reduction{} : reduction_of(rank);
@@ -155,11 +155,11 @@ double own_s(const Interval& window) {
   return std::max(0.0, window.seconds - shared) / static_cast<double>(window.steps);
 }
 
-double own_s(const RankView& rank) {
+double own_s(const RankWindows& rank) {
   return median_of(rank, [](const Interval& window) { return own_s(window); });
 }
 
-double data_s(const RankView& rank) {
+double data_s(const RankWindows& rank) {
   return median_of(rank, [&](const Interval& window) {
     return spent_s(window, Phase::kData) / static_cast<double>(window.steps);
   });
@@ -167,7 +167,7 @@ double data_s(const RankView& rank) {
 
 // Seconds of a step in which the main thread waited for a core; nothing where it is not counted.
 // The last interval of a rank that has ended lacks the figures of its process.
-std::optional<double> delayed_s(const RankView& rank) {
+std::optional<double> delayed_s(const RankWindows& rank) {
   std::vector<double> values;
   for (const Interval& window : rank.windows)
     if (window.process && window.process->run_delay_share)
@@ -178,22 +178,22 @@ std::optional<double> delayed_s(const RankView& rank) {
 }
 
 template <typename Figure>
-double median_of_others(const View& view, const RankView& rank, Figure figure) {
+double median_of_others(const View& view, const RankWindows& rank, Figure figure) {
   std::vector<double> values;
-  for (const RankView& other : view.ranks)
+  for (const RankWindows& other : view.ranks)
     if (other.rank != rank.rank) values.push_back(figure(other));
   return median(std::move(values));
 }
 
 struct Slow {
-  const RankView* rank = nullptr;
+  const RankWindows* rank = nullptr;
   double excess_s = 0;  // of a step, above the others
   double others_s = 0;
 };
 
 Slow slowest(const View& view) {
   Slow slow;
-  const auto own = of_ranks(view, [](const RankView& rank) { return own_s(rank); });
+  const auto own = of_ranks(view, [](const RankWindows& rank) { return own_s(rank); });
   for (std::size_t i = 0; i < own.size(); ++i) {
     auto others = own;
     others.erase(others.begin() + static_cast<std::ptrdiff_t>(i));
@@ -215,19 +215,19 @@ bool is_steady(const Slow& slow) {
 
 // A limit of its control group, or the scheduler's own figure.
 bool waits_for_a_core(const View& view, const Slow& slow) {
-  const RankView& rank = *slow.rank;
+  const RankWindows& rank = *slow.rank;
   if (throttled_share(rank) >= kThrottledGroupShare) return true;
   const auto delayed = delayed_s(rank);
   if (!delayed) return false;
   const double others = median_of_others(
-      view, rank, [](const RankView& other) { return delayed_s(other).value_or(0); });
+      view, rank, [](const RankWindows& other) { return delayed_s(other).value_or(0); });
   return *delayed - others >= kMainPart * slow.excess_s;
 }
 
 // Where the scheduler gives no figure: the rank computes, uses less of a core than that needs, and
 // is interrupted often.
 bool seems_cpu_starved(const Slow& slow) {
-  const RankView& rank = *slow.rank;
+  const RankWindows& rank = *slow.rank;
   if (delayed_s(rank)) return false;
   const double busy = own_s(rank) / step_s(rank);
   const double switches = rate(rank, &ProcessRates::involuntary_switches_per_s);
@@ -235,11 +235,11 @@ bool seems_cpu_starved(const Slow& slow) {
          switches >= kStarvedSwitches;
 }
 
-bool is_gpu_throttled(const View& view, const RankView& rank) {
+bool is_gpu_throttled(const View& view, const RankWindows& rank) {
   const auto gpu = gpu_of_rank(view, rank.rank);
   if (!gpu || gpu->throttled_share < kThrottledGpuShare) return false;
   // A limit that holds for all GPUs does not explain one slow rank.
-  return median_of_others(view, rank, [&](const RankView& other) {
+  return median_of_others(view, rank, [&](const RankWindows& other) {
            const auto theirs = gpu_of_rank(view, other.rank);
            return theirs ? theirs->throttled_share : 0;
          }) < kThrottledGpuShare;
@@ -337,7 +337,7 @@ std::optional<Finding> straggler_by_waits(const RunRecord& run) {
 }
 
 std::string straggler_evidence(const Slow& slow, const std::string& cause, double others_data) {
-  const RankView& rank = *slow.rank;
+  const RankWindows& rank = *slow.rank;
   std::string text = fmt::format("{:.1f} ms of its own work in a step, {:.1f} ms on the others",
                                  1e3 * own_s(rank), 1e3 * slow.others_s);
   if (cause == "data")
@@ -381,7 +381,7 @@ std::optional<Finding> never_exchanged(const View& view) {
 
 std::optional<Finding> communication_bound(const View& view) {
   if (view.run.facts.world_size < 2) return std::nullopt;
-  const RankView& rank = least_waiting(view);
+  const RankWindows& rank = least_waiting(view);
   const double exposed = share(rank, Phase::kCommunication) - longest_delay_share(view);
   if (exposed < kCommunicationShare) return std::nullopt;
   const bool sharded = is_fully_sharded(view);
@@ -403,7 +403,7 @@ std::optional<Finding> communication_bound(const View& view) {
 }
 
 std::optional<Finding> straggler(const View& view) {
-  if (std::ranges::all_of(view.ranks, [](const RankView& rank) { return rank.sum.steps == 0; }))
+  if (std::ranges::all_of(view.ranks, [](const RankWindows& rank) { return rank.sum.steps == 0; }))
     return straggler_by_waits(view.run);
   if (!view.enough || view.ranks.size() < 2) return std::nullopt;
   const Slow slow = slowest(view);
@@ -426,7 +426,7 @@ std::optional<Finding> straggler(const View& view) {
 std::optional<Finding> find_unused_parameters(const View& view) {
   if (view.run.facts.world_size < 2) return std::nullopt;
   std::uint64_t searches = 0;
-  for (const RankView& rank : view.ranks) {
+  for (const RankWindows& rank : view.ranks) {
     if (count(rank, Counter::kUnusedFound) > 0) return std::nullopt;
     searches = std::max(searches, count(rank, Counter::kUnusedSearches));
   }

@@ -37,7 +37,7 @@ constexpr double kMemoryLimit = 0.85;
 // Optimizer and reduction cost the same for any batch: beyond this share the batch is small.
 constexpr double kFixedShare = 0.40;
 
-double batch_s(const RankView& rank) {
+double batch_s(const RankWindows& rank) {
   const auto batches = count(rank, Counter::kBatches);
   return batches == 0 ? 0
                       : static_cast<double>(count(rank, Counter::kLoadNs)) / 1e9 /
@@ -47,7 +47,7 @@ double batch_s(const RankView& rank) {
 // For the rank whose batches take longest: all ranks have the same number of workers.
 int sufficient_workers(const View& view) {
   double most = 0;
-  for (const RankView& rank : view.ranks) {
+  for (const RankWindows& rank : view.ranks) {
     const double passes = std::max(static_cast<double>(count(rank, Counter::kMicroBatches)),
                                    static_cast<double>(rank.sum.steps));
     double waiting = 0;
@@ -94,7 +94,7 @@ struct Habit {
 // The habit of the rank that spends most on it, for which the others wait.
 std::optional<Habit> habit_of(const View& view, Phase phase, Counter events, double target) {
   std::optional<Habit> worst;
-  for (const RankView& rank : view.ranks) {
+  for (const RankWindows& rank : view.ranks) {
     const std::uint64_t happened = count(rank, events);
     if (happened < kMinEvents) continue;
     double spent = 0;
@@ -136,7 +136,7 @@ const char* or_one_graph(const View& view) {
 // The host cannot enqueue kernels as fast as the device computes them.
 std::optional<Finding> device_waits_for_host(const View& view) {
   std::vector<double> shares;
-  for (const RankView& rank : view.ranks)
+  for (const RankWindows& rank : view.ranks)
     if (const auto share = idle_share(view, rank)) shares.push_back(*share);
   if (shares.empty()) return std::nullopt;
   const double idle = lower_median(std::move(shares));
@@ -196,7 +196,7 @@ std::optional<Finding> loader_bound(const View& view) {
 std::optional<Finding> logging_too_often(const View& view) {
   const auto habit = habit_of(view, Phase::kLogging, Counter::kLogs, kLoggingTarget);
   if (!habit || habit->share < kLoggingShare) return std::nullopt;
-  const RankView& rank = view.ranks.front();
+  const RankWindows& rank = view.ranks.front();
   return Finding{
       .rule = "logging-too-often",
       .what = "Metrics are logged so often that it costs training time.",
@@ -246,7 +246,7 @@ std::optional<Finding> micro_batch_too_small(const View& view) {
 
 std::optional<Finding> accumulation_synchronises(const View& view) {
   if (view.run.facts.world_size < 2) return std::nullopt;
-  const RankView& rank = view.ranks.front();
+  const RankWindows& rank = view.ranks.front();
   const auto updates = static_cast<double>(count(rank, Counter::kUpdates));
   const auto synchronised = static_cast<double>(count(rank, Counter::kSynchronisedPasses));
   // One synchronised pass per update is right. A record that begins within an update may have a

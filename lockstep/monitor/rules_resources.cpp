@@ -221,7 +221,7 @@ std::optional<Finding> unbalanced_on(const View& view, const HostGpus& host) {
 
 // ------------------------------------------------------------------ processes
 
-double faults_per_step(const RankView& rank) {
+double faults_per_step(const RankWindows& rank) {
   return median_of(rank, [](const Interval& window) {
     return window.process ? window.process->minor_faults_per_s * window.seconds /
                                 static_cast<double>(window.steps)
@@ -230,7 +230,7 @@ double faults_per_step(const RankView& rank) {
 }
 
 // Memory that stays is touched once. Only memory that is taken again in every step is the cause.
-bool grows(const RankView& rank) {
+bool grows(const RankWindows& rank) {
   double faulted = 0;
   for (const Interval& window : rank.windows)
     if (window.process) faulted += window.process->minor_faults_per_s * window.seconds * kPageBytes;
@@ -240,7 +240,7 @@ bool grows(const RankView& rank) {
 }
 
 // Nothing where the kernel does not count them.
-std::optional<double> waiting_threads(const RankView& rank) {
+std::optional<double> waiting_threads(const RankWindows& rank) {
   std::vector<double> values;
   for (const Interval& window : rank.windows)
     if (window.process && window.process->waiting_threads)
@@ -290,8 +290,8 @@ std::optional<Finding> unbalanced_gpus(const View& view) {
 }
 
 std::optional<Finding> page_faults(const View& view) {
-  const RankView* worst = nullptr;
-  for (const RankView& rank : view.ranks)
+  const RankWindows* worst = nullptr;
+  for (const RankWindows& rank : view.ranks)
     if (!grows(rank) && (worst == nullptr || faults_per_step(rank) > faults_per_step(*worst)))
       worst = &rank;
   if (worst == nullptr || faults_per_step(*worst) < kMinFaultsPerStep) return std::nullopt;
@@ -375,7 +375,7 @@ std::optional<Finding> cpu_starved(const View& view) {
                       "an idle machine.",
                   .gain = *starved};
   double in_use = 0;
-  for (const RankView& rank : view.ranks) in_use += rate(rank, &ProcessRates::cores);
+  for (const RankWindows& rank : view.ranks) in_use += rate(rank, &ProcessRates::cores);
   const Interval& first = view.ranks.front().sum;
   const double throttled = lower_median(of_ranks(view, throttled_share));
   // On several hosts the cores are those of one rank, which may be bound to some of them.

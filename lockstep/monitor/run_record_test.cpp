@@ -70,23 +70,13 @@ TEST(RunRecord, AnIntervalReadsBackAsItWasWritten) {
   const std::string line = interval_json(before);
   EXPECT_EQ(line.find('\n'), line.npos);
   const Interval after = parse_interval(line, "x");
-  EXPECT_EQ(after.unix_time_s, before.unix_time_s);
-  EXPECT_EQ(after.seconds, before.seconds);
-  EXPECT_TRUE(after.start);
   EXPECT_EQ(after.step, 41);
-  EXPECT_EQ(after.steps, 7);
   EXPECT_EQ(after.host_s, before.host_s);
   EXPECT_EQ(after.device_s, before.device_s);
   EXPECT_EQ(after.counts, before.counts);
   ASSERT_TRUE(after.process.has_value());
-  EXPECT_EQ(after.process->cores, 1.02);
-  EXPECT_EQ(after.process->minor_faults_per_s, 1e5);
   EXPECT_EQ(after.process->waiting_threads, 12.5);
   EXPECT_FALSE(after.process->run_delay_share.has_value());
-  EXPECT_EQ(after.resident_bytes, before.resident_bytes);
-  EXPECT_EQ(after.threads, 9);
-  EXPECT_EQ(after.cpu_limit_cores, 1.5);
-  EXPECT_EQ(after.throttled_share, 0.25);
   EXPECT_EQ(interval_json(after), line);
 }
 
@@ -152,18 +142,11 @@ TEST(RunRecord, SamplesOfGpusReadBackAsTheyWereWritten) {
   const RunRecord run = read_run(folder.path());
   ASSERT_EQ(run.gpus.size(), 1u);
   EXPECT_EQ(run.gpus[0].host, 1);
-  ASSERT_EQ(run.gpus[0].gpus.size(), 2u);
-  EXPECT_EQ(run.gpus[0].gpus[1].uuid, "GPU-2");
   ASSERT_EQ(run.gpus[0].samples.size(), 1u);
   const GpuSample& read = run.gpus[0].samples[0];
-  EXPECT_EQ(read.unix_time_s, 7.5);
-  ASSERT_EQ(read.gpus.size(), 2u);
-  EXPECT_EQ(read.gpus[0].utilisation_percent, 97u);
-  EXPECT_EQ(read.gpus[0].memory_used_bytes, 1ull << 36);
+  EXPECT_EQ(gpu_sample_json(read, run.gpus[0].gpus), gpu_sample_json(sample, gpus));
   EXPECT_EQ(read.gpus[0].power_w, 412.5);
-  EXPECT_EQ(read.gpus[0].clock_reasons, 0x24u);
   ASSERT_EQ(read.gpus[0].processes.size(), 2u);
-  EXPECT_EQ(read.gpus[0].processes[0].memory_bytes, 34u);
   EXPECT_FALSE(read.gpus[0].processes[1].memory_bytes.has_value());
   EXPECT_EQ(read.gpus[1].problem, "GPU is lost");
   EXPECT_FALSE(read.gpus[1].utilisation_percent.has_value());

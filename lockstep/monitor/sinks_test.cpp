@@ -9,7 +9,6 @@
 
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/prometheus.h"
-#include "lockstep/monitor/resource_metrics.h"
 
 namespace lockstep::monitor {
 namespace {

@@ -466,6 +466,18 @@ LiveRunOptions without_gpus() {
   return options;
 }
 
+// A run of one rank, which does this.
+struct OneRank : LiveRun {
+  OneRank(const LiveRunOptions& options, const std::string& body,
+          const std::map<std::string, std::string>& variables = {})
+      : LiveRun(options), zero(body, 0, variables) {
+    run_started(plan_of_two());
+    attempt_started({.world_size = 2, .local_ranks = 2});
+    rank_started(zero.started);
+  }
+  Rank zero;
+};
+
 std::string state_of(const LiveRun& run, std::size_t rank) {
   const monitor::RunView view = run.view();
   return view.ranks.size() > rank ? name(view.ranks[rank].status) : "missing";
@@ -573,11 +585,7 @@ TEST(LiveRun, RulesThatFailAreReportedOnce) {
   options.diagnose = [](const monitor::RunRecord&) -> std::vector<Finding> {
     throw std::runtime_error("a rule's mistake");
   };
-  LiveRun run(options);
-  run.run_started(plan_of_two());
-  run.attempt_started({.world_size = 2, .local_ranks = 2});
-  Rank zero("trains", 0);
-  run.rank_started(zero.started);
+  OneRank run(options, "trains");
   ASSERT_TRUE(soon([&] {
     const auto record = *run.view().record;
     return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
@@ -593,11 +601,7 @@ TEST(LiveRun, RecordsWhatDoctorReadsLater) {
   LiveRunOptions options = without_gpus();
   options.record_dir = folder.path();
   {
-    LiveRun run(options);
-    run.run_started(plan_of_two());
-    run.attempt_started({.world_size = 2, .local_ranks = 2});
-    Rank zero("trains", 0, {{"OUTPUT_DIR", output.path()}});
-    run.rank_started(zero.started);
+    OneRank run(options, "trains", {{"OUTPUT_DIR", output.path()}});
     ASSERT_TRUE(soon([&] {
       const auto record = *run.view().record;
       return !record.ranks.empty() && record.ranks[0].intervals.size() >= 4;
@@ -631,11 +635,7 @@ TEST(LiveRun, ARunThatWasAskedToStopHasNotFailed) {
 // Ranks that record into their output_dir, where one of them is killed.
 TEST(LiveRun, WritesTheEndIntoTheRecordOfTheRanks) {
   const TemporaryDirectory output;
-  LiveRun run(without_gpus());
-  run.run_started(plan_of_two());
-  run.attempt_started({.world_size = 2, .local_ranks = 2});
-  Rank zero("trains", 0, {{"OUTPUT_DIR", output.path()}});
-  run.rank_started(zero.started);
+  OneRank run(without_gpus(), "trains", {{"OUTPUT_DIR", output.path()}});
   monitor::RunFacts facts{.world_size = 2, .program = "trainer", .total_steps = 1000};
   monitor::write_facts(output.path(), facts);  // of an earlier run
   ASSERT_TRUE(soon([&] { return run.view().step_ms.size() >= 2; }));
@@ -658,11 +658,7 @@ TEST(LiveRun, RecordsIntoTheOutputDirOnlyIfTheTrainerDoesNot) {
     const TemporaryDirectory folder;
     LiveRunOptions options = without_gpus();
     options.record_dir = folder.path();
-    LiveRun run(options);
-    run.run_started(plan_of_two());
-    run.attempt_started({.world_size = 2, .local_ranks = 2});
-    Rank zero("trains", 0, {{"OUTPUT_DIR", folder.path()}});
-    run.rank_started(zero.started);
+    OneRank run(options, "trains", {{"OUTPUT_DIR", folder.path()}});
     ASSERT_TRUE(soon([&] { return run.view().step_ms.size() >= 4; }));
     const std::string line = monitor::interval_json(steady_rank(0, 0.5).intervals[0]) + "\n";
     if (trainer) append(folder / "monitor/rank_0.jsonl", line);
@@ -680,13 +676,9 @@ TEST(LiveRun, RecordsOnlyFactsWhileATrainerMayStartUp) {
   const TemporaryDirectory folder;
   LiveRunOptions options = without_gpus();
   options.record_dir = folder.path();
-  LiveRun run(options);
-  run.run_started(plan_of_two());
-  run.attempt_started({.world_size = 1, .local_ranks = 1});
-  Rank zero("starts_up", 0);
-  run.rank_started(zero.started);
+  OneRank run(options, "starts_up");
   std::this_thread::sleep_for(milliseconds(14'000));
-  ASSERT_TRUE(zero.ledger->opened());
+  ASSERT_TRUE(run.zero.ledger->opened());
   EXPECT_THAT(monitor::read_run(folder.path()).ranks, IsEmpty());
   EXPECT_TRUE(fs::exists(folder / "monitor/run.json"));
   run.rank_ended({0, "killed by SIGKILL", true});
@@ -703,11 +695,7 @@ TEST(LiveRun, GpusOfTheDriverAreInTheRecord) {
   options.gpus.library = LOCKSTEP_FAKE_NVML_NEW;
   options.gpus.interval = milliseconds(20);
   options.record_dir = folder.path();
-  LiveRun run(options);
-  run.run_started(plan_of_two());
-  run.attempt_started({.world_size = 1, .local_ranks = 1});
-  Rank zero("trains", 0);
-  run.rank_started(zero.started);
+  OneRank run(options, "trains");
   ASSERT_TRUE(soon([&] {
     const auto record = *run.view().record;
     return !record.gpus.empty() && record.gpus[0].samples.size() >= 30;

@@ -16,7 +16,6 @@
 #include <numeric>
 
 #include "lockstep/core/document.h"
-#include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
@@ -84,11 +83,6 @@ TEST_F(Folder, WhatIsNotThereIsSaid) {
   EXPECT_THAT(state, HasSubstr("no folder monitor/"));
   EXPECT_THAT(state, HasSubstr("1 logged losses from step 20 to 20 were not finite."));
   EXPECT_THAT(to_json(comparison_state(run, run)), HasSubstr("has no record of its step budget."));
-}
-
-TEST_F(Folder, AFolderWithoutARunIsRefused) {
-  EXPECT_THROW(read_run_view(path.string(), monitor::Detail::kAll), UsageError);
-  EXPECT_THROW(read_run_view((path / "nowhere").string(), monitor::Detail::kAll), UsageError);
 }
 
 TEST_F(Folder, ADamagedRecordLeavesTheRest) {

@@ -11,7 +11,7 @@
 
 #include "lockstep/io/file.h"
 #include "lockstep/monitor/median.h"
-#include "lockstep/monitor/resource_metrics.h"
+#include "lockstep/monitor/prometheus.h"
 
 namespace lockstep::dashboard {
 

@@ -22,23 +22,17 @@ namespace {
 constexpr std::size_t kRanksShown = 64;
 constexpr int kOutputLines = 8;
 
-const Node& child(const Node& node, std::string_view key) {
-  static const Node none;
-  const Entry* entry = node.is(NodeKind::kMap) ? node.find(key) : nullptr;
-  return entry == nullptr ? none : entry->value;
-}
-
 std::optional<double> number(const Node& node) {
   if (!node.is(NodeKind::kInteger) && !node.is(NodeKind::kReal)) return std::nullopt;
   return std::isfinite(node.real) ? std::optional(node.real) : std::nullopt;
 }
 
 std::optional<double> number(const Node& node, std::string_view key) {
-  return number(child(node, key));
+  return number(node.get(key));
 }
 
 std::string text_of(const Node& node, std::string_view key) {
-  const Node& value = child(node, key);
+  const Node& value = node.get(key);
   return value.is(NodeKind::kString) || value.is(NodeKind::kInteger) ? printable(value.text) : "";
 }
 
@@ -75,7 +69,7 @@ std::string bytes(std::optional<double> value) {
 
 // Null stands for a number that is not finite.
 std::optional<double> newest(const Node& snapshot, std::string_view series) {
-  const Node& points = child(child(snapshot, "series"), series);
+  const Node& points = snapshot.get("series").get(series);
   if (points.items.empty() || points.items.back().items.size() != 2) return std::nullopt;
   const Node& value = points.items.back().items[1];
   if (value.is(NodeKind::kNull)) return std::numeric_limits<double>::quiet_NaN();
@@ -103,7 +97,7 @@ std::vector<std::string> wrapped(const std::string& text, std::string_view gap,
 
 // Null while ranks move.
 std::optional<double> stall_seconds(const Node& snapshot) {
-  return number(child(snapshot, "stall"), "seconds");
+  return number(snapshot.get("stall"), "seconds");
 }
 
 std::string shown_state(const Node& snapshot) {
@@ -134,14 +128,14 @@ std::string sparkline(const Node& points, std::size_t columns) {
 }
 
 std::string use_of(const Node& rank) {
-  if (const auto busy = number(child(rank, "gpu"), "utilisation_percent"))
-    return fmt::format("GPU {} {:.0f} %", text_of(child(rank, "gpu"), "index"), *busy);
+  if (const auto busy = number(rank.get("gpu"), "utilisation_percent"))
+    return fmt::format("GPU {} {:.0f} %", text_of(rank.get("gpu"), "index"), *busy);
   const auto cores = number(rank, "cores");
   return cores ? fmt::format("{:.2f} cores", *cores) : "-";
 }
 
 std::string memory_of(const Node& rank) {
-  const Node& gpu = child(rank, "gpu");
+  const Node& gpu = rank.get("gpu");
   if (number(gpu, "memory_used_bytes"))
     return fmt::format("{} of {}", bytes(number(gpu, "memory_used_bytes")),
                        bytes(number(gpu, "memory_total_bytes")));
@@ -149,7 +143,7 @@ std::string memory_of(const Node& rank) {
 }
 
 std::string position_of(const Node& rank) {
-  const Node& position = child(rank, "position");
+  const Node& position = rank.get("position");
   if (!position.is(NodeKind::kMap)) return "-";
   const double age_s = number(position, "age_s").value_or(0);
   return fmt::format("{} #{} {}, {} s", text_of(position, "operation"),
@@ -159,7 +153,7 @@ std::string position_of(const Node& rank) {
 
 std::string shares_of(const Node& rank) {
   std::vector<std::pair<double, std::string>> shares;
-  for (const Entry& entry : child(rank, "budget").entries)
+  for (const Entry& entry : rank.get("budget").entries)
     if (const auto share = number(entry.value); share && *share >= 0.005)
       shares.emplace_back(*share, printable(entry.key));
   std::sort(shares.rbegin(), shares.rend());
@@ -208,9 +202,9 @@ class View {
     const std::string state = shown_state(snapshot_);
     sentences(status_line(snapshot_), colour_of(state), "  ");
     const bool bad = state == "failed" || state == "killed";
-    if (const std::string message = text_of(child(snapshot_, "run"), "message"); !message.empty())
+    if (const std::string message = text_of(snapshot_.get("run"), "message"); !message.empty())
       sentences(message, bad ? "1;31" : "1;33");
-    if (const std::string what = text_of(child(snapshot_, "stall"), "what"); !what.empty())
+    if (const std::string what = text_of(snapshot_.get("stall"), "what"); !what.empty())
       sentences(what, "1;33");
     line("");
   }
@@ -218,7 +212,7 @@ class View {
   // A stall that is over is shown only where the run failed, perhaps because of it.
   void stall_table() {
     if (!stall_seconds(snapshot_) && run_state(snapshot_) != "failed") return;
-    const Node& text = child(child(snapshot_, "stall_table"), "text");
+    const Node& text = snapshot_.get("stall_table").get("text");
     if (text.text.empty()) return;
     std::istringstream lines(text.text);
     for (std::string each; std::getline(lines, each);) line(printable(each));
@@ -230,7 +224,7 @@ class View {
                      padded("STEP MS", 9), padded("PHASE", 14), padded("USE", 14),
                      padded("MEMORY", 21), "LAST COLLECTIVE"),
          "2");
-    const auto& all = child(snapshot_, "ranks").items;
+    const auto& all = snapshot_.get("ranks").items;
     for (std::size_t i = 0; i < std::min(all.size(), kRanksShown); ++i) {
       const Node& rank = all[i];
       std::string state = text_of(rank, "state");
@@ -250,7 +244,7 @@ class View {
   }
 
   void budget() {
-    const auto& all = child(snapshot_, "ranks").items;
+    const auto& all = snapshot_.get("ranks").items;
     const std::size_t before = lines_.size();
     for (std::size_t i = 0; i < std::min(all.size(), kRanksShown); ++i)
       if (const std::string shares = shares_of(all[i]); !shares.empty())
@@ -260,7 +254,7 @@ class View {
 
   void curves() {
     const std::size_t before = lines_.size();
-    for (const Entry& entry : child(snapshot_, "series").entries) {
+    for (const Entry& entry : snapshot_.get("series").entries) {
       const std::size_t room = static_cast<std::size_t>(std::max(options_.columns - 37, 8));
       const std::string drawn = sparkline(entry.value, std::min<std::size_t>(room, 100));
       const auto value = newest(snapshot_, entry.key);
@@ -272,7 +266,7 @@ class View {
   }
 
   void findings() {
-    for (const Node& finding : child(snapshot_, "findings").items) {
+    for (const Node& finding : snapshot_.get("findings").items) {
       const auto rank = number(finding, "rank");
       sentences(fmt::format("{}{}: {}", text_of(finding, "rule"),
                             rank && *rank >= 0 ? fmt::format(" (rank {:.0f})", *rank) : "",
@@ -280,15 +274,15 @@ class View {
                 "33");
       sentences(fmt::format("  {}", text_of(finding, "remedy")));
     }
-    if (!child(snapshot_, "findings").items.empty()) line("");
+    if (!snapshot_.get("findings").items.empty()) line("");
   }
 
   // The log of the rank that failed, or else of the first.
   void log() {
-    const Node& log = child(snapshot_, "log");
+    const Node& log = snapshot_.get("log");
     if (log.entries.empty()) return;
     std::string chosen = log.entries.front().key;
-    for (const Node& rank : child(snapshot_, "ranks").items)
+    for (const Node& rank : snapshot_.get("ranks").items)
       if (text_of(rank, "state") == "failed" && log.find(text_of(rank, "rank")) != nullptr)
         chosen = text_of(rank, "rank");
     const auto& lines = log.find(chosen)->value.items;
@@ -322,12 +316,12 @@ Node parse_snapshot(const std::string& json) {
 }
 
 std::string run_state(const Node& snapshot) {
-  return text_of(child(snapshot, "run"), "state");
+  return text_of(snapshot.get("run"), "state");
 }
 
 std::string status_line(const Node& snapshot) {
-  const Node& run = child(snapshot, "run");
-  const auto& ranks = child(snapshot, "ranks").items;
+  const Node& run = snapshot.get("run");
+  const auto& ranks = snapshot.get("ranks").items;
   const auto running = std::count_if(ranks.begin(), ranks.end(), [](const Node& rank) {
     return text_of(rank, "state") == "running";
   });
@@ -362,7 +356,7 @@ std::string status_line(const Node& snapshot) {
   if (const auto loss = newest(snapshot, "loss")) text += "  loss " + figure(loss);
   if (const auto rate = newest(snapshot, "tokens_per_second"))
     text += fmt::format("  {} tokens/s", figure(rate));
-  const auto findings = child(snapshot, "findings").items.size();
+  const auto findings = snapshot.get("findings").items.size();
   if (findings > 0) text += fmt::format("  {} finding{}", findings, findings == 1 ? "" : "s");
   return text;
 }

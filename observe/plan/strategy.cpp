@@ -698,14 +698,8 @@ std::vector<ScalePoint> scale(const Training& training, const Machine& machine,
     if (at.global_batch) at.global_batch = std::max<std::int64_t>(*at.global_batch, n);
     const Timed one = timed(at, machine, choose(at, machine.card, n));
     if (!one.step) return {};
-    if (!one.choice.fits) {
-      points.push_back({.choice = one.choice});
-      continue;
-    }
-    points.push_back({.choice = one.choice,
-                      .step = *one.step,
-                      .tokens_per_second = one.tokens_per_second,
-                      .efficiency = one.tokens_per_second / (n * alone)});
+    points.push_back(one.choice.fits ? ScalePoint{one, one.tokens_per_second / (n * alone)}
+                                     : ScalePoint{{.choice = one.choice}});
   }
   return points;
 }

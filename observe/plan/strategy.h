@@ -174,10 +174,7 @@ struct Timed {
 Timed timed(const Training& training, const Machine& machine, int gpus);
 Timed timed(const Training& training, const Machine& machine, Choice choice);
 
-struct ScalePoint {
-  Choice choice{};  // without `fits` it has no time
-  StepTime step{};
-  double tokens_per_second = 0;
+struct ScalePoint : Timed {
   double efficiency = 0;  // tokens per second and GPU, over those of one GPU
 };
 // A requested global batch is kept, so each GPU's share shrinks; with more GPUs than samples each

@@ -21,7 +21,7 @@ Deadline far_away() {
 // A receive from any source polls often at first, then less.
 constexpr microseconds kShortestPause{20};
 constexpr microseconds kLongestPause{1000};
-// How long a receive may go without a waiter before the scout thread serves it, and how long that
+// How long a receive may go without a waiter before the polling thread serves it, and how long that
 // thread stays awake after the last receive.
 constexpr microseconds kUnwatched{500};
 constexpr std::chrono::milliseconds kAwake{50};
@@ -68,10 +68,10 @@ void Receive::finish(int from, std::exception_ptr error) {
 // ---------------------------------------------------------------- the matcher
 
 MessageMatcher::MessageMatcher(shm::Engine& engine)
-    : engine_(engine), lanes_(static_cast<std::size_t>(engine.size())) {}
+    : engine_(engine), incoming_(static_cast<std::size_t>(engine.size())) {}
 
 MessageMatcher::~MessageMatcher() {
-  LOCKSTEP_ASSERT(!scout_.joinable());
+  LOCKSTEP_ASSERT(!poller_.joinable());
 }
 
 void MessageMatcher::close(std::unique_ptr<shm::Engine> engine) noexcept {
@@ -81,35 +81,35 @@ void MessageMatcher::close(std::unique_ptr<shm::Engine> engine) noexcept {
     closed_ = true;
   }
   called_.notify_all();
-  if (scout_.joinable()) {
-    if (scout_.get_id() == std::this_thread::get_id())
-      scout_.detach();  // ending a receive dropped the group; the thread holds this matcher itself
+  if (poller_.joinable()) {
+    if (poller_.get_id() == std::this_thread::get_id())
+      poller_.detach();  // ending a receive dropped the group; the thread holds this matcher itself
     else
-      scout_.join();
+      poller_.join();
   }
   engine.reset();
   // From here on nothing writes into the arrays.
   const auto error = failure("the process group was destroyed with a receive pending");
   const std::lock_guard lock(mutex_);
   fail_all(error);
-  for (Lane& line : lanes_)
-    if (const auto target = std::exchange(line.target, nullptr)) target->finish(-1, error);
+  for (Incoming& incoming : incoming_)
+    if (const auto target = std::exchange(incoming.target, nullptr)) target->finish(-1, error);
 }
 
-std::vector<shm::TicketPtr> MessageMatcher::send(const Letter& letter, const Deadline& deadline) {
+std::vector<shm::TicketPtr> MessageMatcher::send(const Message& message, const Deadline& deadline) {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
   sent_.remove_if([](const Sent& sent) { return sent.ticket && sent.ticket->done(); });
-  sent_.push_back({{letter.tag, letter.bytes}, nullptr});
+  sent_.push_back({{message.tag, message.bytes}, nullptr});
   Sent& sent = sent_.back();
   const shm::StartOptions options{.deadline = deadline};
   try {
-    sent.ticket = engine_.send(&sent.envelope, sizeof sent.envelope, letter.peer, options);
+    sent.ticket = engine_.send(&sent.envelope, sizeof sent.envelope, message.peer, options);
   } catch (...) {
     sent_.pop_back();
     throw;
   }
-  return {sent.ticket, engine_.send(letter.data, letter.bytes, letter.peer, options)};
+  return {sent.ticket, engine_.send(message.data, message.bytes, message.peer, options)};
 }
 
 std::shared_ptr<Receive> MessageMatcher::receive(ReceiveRequest request) {
@@ -124,12 +124,12 @@ std::shared_ptr<Receive> MessageMatcher::receive(ReceiveRequest request) {
     const std::lock_guard lock(mutex_);
     if (closed_) throw CommError("lockstep_torch", "the process group was destroyed");
     requests_.push_back(receive);
-    nudge();
+    make_progress();
     received_ = Clock::now();
-    if (!receive->done() && !std::exchange(scouting_, true)) {
-      if (!scout_.joinable())
-        scout_ = std::thread([self = weak_from_this()] {
-          if (const auto matcher = self.lock()) matcher->scout();
+    if (!receive->done() && !std::exchange(polling_, true)) {
+      if (!poller_.joinable())
+        poller_ = std::thread([self = weak_from_this()] {
+          if (const auto matcher = self.lock()) matcher->poll();
         });
       called_.notify_all();
     }
@@ -140,18 +140,19 @@ std::shared_ptr<Receive> MessageMatcher::receive(ReceiveRequest request) {
 void MessageMatcher::request_progress(const Receive& receive) {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
-  if (!closed_ && !receive.done() && receive.source_ != kAnyone) watch(lane(receive.source_));
+  if (!closed_ && !receive.done() && receive.source_ != kAnyone)
+    watch(incoming_from(receive.source_));
 }
 
 void MessageMatcher::wait(Receive& receive, const Deadline& deadline) {
   while (!receive.done()) {
-    nudge();
+    make_progress();
     // The waiting thread copies the message itself if the source is known.
     if (const auto ticket = ticket_of(receive)) {
       try {
         ticket->wait(deadline);
       } catch (const CommError&) {
-        nudge();  // the receive has the same failure
+        make_progress();  // the receive has the same failure
       }
       continue;
     }
@@ -170,8 +171,8 @@ void MessageMatcher::give_up(Receive& receive, const Deadline& deadline) {
     const std::lock_guard lock(mutex_);
     receive.give_up(std::make_exception_ptr(TimeoutError("lockstep_torch", text)));
     requests_.remove_if([&](const auto& request) { return request.get() == &receive; });
-    for (const Lane& line : lanes_)
-      if (line.target.get() == &receive) contents = line.contents;
+    for (const Incoming& incoming : incoming_)
+      if (incoming.target.get() == &receive) contents = incoming.contents;
     if (!closed_) engine_.abort(fmt::format("rank {}: {}", engine_.rank(), text));
   }
   try {
@@ -186,110 +187,111 @@ void MessageMatcher::give_up(Receive& receive, const Deadline& deadline) {
 shm::TicketPtr MessageMatcher::ticket_of(const Receive& receive) {
   const std::lock_guard lock(mutex_);
   if (closed_ || receive.done() || receive.source_ == kAnyone) return nullptr;
-  const Lane& line = lane(receive.source_);
-  return line.contents ? line.contents : line.header;
+  const Incoming& incoming = incoming_from(receive.source_);
+  return incoming.contents ? incoming.contents : incoming.header;
 }
 
 // ---------------------------------------------------------------- progress
 
-void MessageMatcher::nudge() noexcept {
+void MessageMatcher::make_progress() noexcept {
   const Deferral deferral;
   const std::lock_guard lock(mutex_);
-  if (pumping_) {
+  if (progressing_) {
     again_ = true;
     return;
   }
-  pumping_ = true;
+  progressing_ = true;
   do {
     again_ = false;
     try {
-      if (!closed_) pump();
+      if (!closed_) advance_all();
     } catch (const std::exception&) {
       fail_all(std::current_exception());
     }
   } while (again_);
-  pumping_ = false;
+  progressing_ = false;
 }
 
-void MessageMatcher::pump() {
+void MessageMatcher::advance_all() {
   // Unexpected messages: they came before a receive was posted.
-  for (auto letter = unasked_.begin(); letter != unasked_.end();) {
-    const auto request = find_request(letter->from, letter->envelope.tag);
+  for (auto message = unexpected_.begin(); message != unexpected_.end();) {
+    const auto request = find_request(message->from, message->envelope.tag);
     if (request == requests_.end()) {
-      ++letter;
+      ++message;
       continue;
     }
     const auto taker = *request;
     requests_.erase(request);
-    if (taker->bytes_ != letter->contents.size()) {
-      taker->finish(letter->from,
+    if (taker->bytes_ != message->contents.size()) {
+      taker->finish(message->from,
                     failure(fmt::format("rank {} sent {} bytes (tag {}), but {} are expected. Both "
                                         "sides of a message must name the same size.",
-                                        letter->from, letter->contents.size(), letter->envelope.tag,
-                                        taker->bytes_)));
+                                        message->from, message->contents.size(),
+                                        message->envelope.tag, taker->bytes_)));
     } else {
-      if (taker->bytes_ > 0) std::memcpy(taker->data_, letter->contents.data(), taker->bytes_);
-      taker->finish(letter->from, nullptr);
+      if (taker->bytes_ > 0) std::memcpy(taker->data_, message->contents.data(), taker->bytes_);
+      taker->finish(message->from, nullptr);
     }
-    letter = unasked_.erase(letter);
+    message = unexpected_.erase(message);
   }
   for (int peer = 0; peer < engine_.size(); ++peer) {
     if (peer == engine_.rank()) continue;
-    while (step(peer)) {
+    while (advance(peer)) {
     }
   }
 }
 
-bool MessageMatcher::step(int peer) {
-  Lane& line = lane(peer);
-  if (line.contents) {
-    if (!line.contents->done()) return false;
+bool MessageMatcher::advance(int peer) {
+  Incoming& incoming = incoming_from(peer);
+  if (incoming.contents) {
+    if (!incoming.contents->done()) return false;
     arrived(peer);
     return true;
   }
-  if (line.header) return line.header->done() && opened(peer);
+  if (incoming.header) return incoming.header->done() && opened(peer);
   if (!wants(peer)) return false;
-  line.header = engine_.recv(&line.envelope, sizeof line.envelope, peer,
-                             {.deadline = far_away(), .caller_waits = true});
-  line.watched = false;
-  line.asked = Clock::now();
+  incoming.header = engine_.recv(&incoming.envelope, sizeof incoming.envelope, peer,
+                                 {.deadline = far_away(), .caller_waits = true});
+  incoming.watched = false;
+  incoming.asked = Clock::now();
   return true;
 }
 
 // The envelope has arrived: the contents go to the first matching receive, or are buffered.
 bool MessageMatcher::opened(int peer) {
-  Lane& line = lane(peer);
-  if (const auto error = line.header->error()) std::rethrow_exception(error);
-  line.header = nullptr;
-  const std::size_t bytes = line.envelope.bytes;
-  const auto request = find_request(peer, line.envelope.tag);
+  Incoming& incoming = incoming_from(peer);
+  if (const auto error = incoming.header->error()) std::rethrow_exception(error);
+  incoming.header = nullptr;
+  const std::size_t bytes = incoming.envelope.bytes;
+  const auto request = find_request(peer, incoming.envelope.tag);
   std::byte* data = nullptr;
   // A request of another size fails when the contents, which must be read anyway, have arrived.
   if (request != requests_.end() && (*request)->bytes_ == bytes) {
-    line.target = *request;
+    incoming.target = *request;
     requests_.erase(request);
-    data = line.target->data_;
+    data = incoming.target->data_;
   } else {
-    line.unasked = {peer, line.envelope, std::vector<std::byte>(bytes)};
-    data = line.unasked.contents.data();
+    incoming.unexpected = {peer, incoming.envelope, std::vector<std::byte>(bytes)};
+    data = incoming.unexpected.contents.data();
   }
-  line.contents = engine_.recv(data, bytes, peer, {.deadline = far_away(), .caller_waits = true});
-  line.asked = Clock::now();
-  if (line.target) line.target->matched_.store(true, std::memory_order_release);
+  incoming.contents =
+      engine_.recv(data, bytes, peer, {.deadline = far_away(), .caller_waits = true});
+  incoming.asked = Clock::now();
+  if (incoming.target) incoming.target->matched_.store(true, std::memory_order_release);
   // A receive without a waiter for the envelope has none for the contents either.
-  if (std::exchange(line.watched, false)) watch(line);
+  if (std::exchange(incoming.watched, false)) watch(incoming);
   return true;
 }
 
 void MessageMatcher::arrived(int peer) {
-  Lane& line = lane(peer);
-  const auto ticket = std::exchange(line.contents, nullptr);
-  const auto target = std::exchange(line.target, nullptr);
+  Incoming& incoming = incoming_from(peer);
+  const auto ticket = std::exchange(incoming.contents, nullptr);
+  const auto target = std::exchange(incoming.target, nullptr);
   const auto error = ticket->error();
   if (target) target->finish(peer, error);
   if (error) std::rethrow_exception(error);
   if (target) return;
-  unasked_.push_back(std::move(line.unasked));
+  unexpected_.push_back(std::move(incoming.unexpected));
   again_ = true;
 }
 
@@ -309,21 +311,21 @@ std::list<std::shared_ptr<Receive>>::iterator MessageMatcher::find_request(int p
   });
 }
 
-void MessageMatcher::watch(Lane& line) {
-  const auto ticket = line.contents ? line.contents : line.header;
-  if (!ticket || std::exchange(line.watched, true)) return;
+void MessageMatcher::watch(Incoming& incoming) {
+  const auto ticket = incoming.contents ? incoming.contents : incoming.header;
+  if (!ticket || std::exchange(incoming.watched, true)) return;
   ticket->on_done([self = weak_from_this()] {
-    if (const auto matcher = self.lock()) matcher->nudge();
+    if (const auto matcher = self.lock()) matcher->make_progress();
   });
 }
 
 // True while there are tickets that nobody may be waiting for.
 bool MessageMatcher::watch_over() {
   bool any = false;
-  for (Lane& line : lanes_) {
-    if (line.watched || !(line.header || line.contents)) continue;
+  for (Incoming& incoming : incoming_) {
+    if (incoming.watched || !(incoming.header || incoming.contents)) continue;
     any = true;
-    if (Clock::now() - line.asked > kUnwatched) watch(line);
+    if (Clock::now() - incoming.asked > kUnwatched) watch(incoming);
   }
   return any;
 }
@@ -341,7 +343,7 @@ bool MessageMatcher::anyone_wanted() const {
 
 // Looks at the other ranks as long as somebody would take a message from any of them, and after
 // receives that nobody waits for.
-void MessageMatcher::scout() {
+void MessageMatcher::poll() {
   auto pause = kShortestPause;
   for (;;) {
     bool unwatched = false;
@@ -349,7 +351,7 @@ void MessageMatcher::scout() {
       const Deferral deferral;
       const std::lock_guard lock(mutex_);
       if (closed_) return;
-      nudge();
+      make_progress();
       look_for_anyone();
       unwatched = watch_over();
     }
@@ -363,8 +365,8 @@ void MessageMatcher::scout() {
     if (unwatched || Clock::now() - received_ < kAwake) {
       called_.wait_for(lock, kLongestPause, [this] { return closed_; });
     } else {
-      scouting_ = false;
-      called_.wait(lock, [this] { return closed_ || scouting_; });
+      polling_ = false;
+      called_.wait(lock, [this] { return closed_ || polling_; });
     }
   }
 }
@@ -376,8 +378,9 @@ void MessageMatcher::look_for_anyone() {
   bool open = false;
   for (int peer = 0; peer < engine_.size() && text.empty(); ++peer) {
     if (peer == engine_.rank()) continue;
-    const auto probe =
-        lane(peer).header || lane(peer).contents ? shm::Probe::kNone : engine_.probe(peer);
+    const auto probe = incoming_from(peer).header || incoming_from(peer).contents
+                           ? shm::Probe::kNone
+                           : engine_.probe(peer);
     open |= probe == shm::Probe::kNone || probe == shm::Probe::kWaiting;
     if (probe == shm::Probe::kFailed)
       text = fmt::format(

@@ -5,9 +5,8 @@
 // every message here is two of the engine's: an envelope (tag and length) and the contents. An
 // envelope is received as soon as a posted receive could match it; a message without a matching
 // receive is buffered until one is posted. A receive from any source does not commit to a rank: the
-// scout thread polls all of them until one has begun to send. The same thread serves receives that
-// nobody waits for; most are waited for at once, are completed by the waiter and wake no other
-// thread.
+// polling thread asks all of them until one has begun to send. It also serves receives that nobody
+// waits for; most are waited for at once, are completed by the waiter and wake no other thread.
 //
 //   auto receive = matcher->receive({data, bytes, MessageMatcher::kAnyone, tag, owner});
 //   matcher->wait(*receive, Deadline::after(timeout));
@@ -113,14 +112,14 @@ class MessageMatcher : public std::enable_shared_from_this<MessageMatcher> {
   explicit MessageMatcher(shm::Engine& engine);
   ~MessageMatcher();
 
-  struct Letter {
+  struct Message {
     const void* data = nullptr;
     std::size_t bytes = 0;
     int peer = 0;
     int tag = 0;
   };
   // The contents must live until the last ticket is done.
-  std::vector<shm::TicketPtr> send(const Letter& letter, const Deadline& deadline);
+  std::vector<shm::TicketPtr> send(const Message& message, const Deadline& deadline);
 
   struct ReceiveRequest {
     void* data = nullptr;
@@ -143,57 +142,56 @@ class MessageMatcher : public std::enable_shared_from_this<MessageMatcher> {
     std::int64_t tag = 0;
     std::uint64_t bytes = 0;
   };
-  struct Unasked {
+  struct Unexpected {
     int from = 0;
     Envelope envelope;
     std::vector<std::byte> contents;
   };
   // What is on its way from one rank: an envelope, then its contents.
-  struct Lane {
+  struct Incoming {
     Envelope envelope;
     shm::TicketPtr header;
     shm::TicketPtr contents;
     bool watched = false;  // the engine's thread carries it over if nobody waits
     std::chrono::steady_clock::time_point asked{};
-    std::shared_ptr<Receive> target;  // null: into `unasked`
-    Unasked unasked;
+    std::shared_ptr<Receive> target;  // null: into `unexpected`
+    Unexpected unexpected;
   };
 
-  void nudge() noexcept;
-  void pump();
-  bool step(int peer);
+  void make_progress() noexcept;
+  void advance_all();
+  bool advance(int peer);
   bool opened(int peer);
   void arrived(int peer);
   bool wants(int peer) const;
   std::list<std::shared_ptr<Receive>>::iterator find_request(int peer, std::int64_t tag);
   void give_up(Receive& receive, const Deadline& deadline);
   void fail_all(const std::exception_ptr& error);
-  void ask(Lane& line, int peer, void* data, std::size_t bytes);
-  void watch(Lane& line);
+  void watch(Incoming& incoming);
   bool watch_over();
-  void scout();
+  void poll();
   void look_for_anyone();
   bool anyone_wanted() const;
   shm::TicketPtr ticket_of(const Receive& receive);
-  Lane& lane(int peer) { return lanes_[static_cast<std::size_t>(peer)]; }
+  Incoming& incoming_from(int peer) { return incoming_[static_cast<std::size_t>(peer)]; }
 
   shm::Engine& engine_;
   // Recursive, because the engine may end something inside a call from here, on the same thread.
   mutable std::recursive_mutex mutex_;
   std::condition_variable_any called_;
-  bool pumping_ = false;
+  bool progressing_ = false;
   bool again_ = false;
   bool closed_ = false;
-  std::vector<Lane> lanes_;
+  std::vector<Incoming> incoming_;
   std::list<std::shared_ptr<Receive>> requests_;  // in the order of the calls
-  std::deque<Unasked> unasked_;                   // in the order of arrival
+  std::deque<Unexpected> unexpected_;             // in the order of arrival
   struct Sent {
     Envelope envelope;
     shm::TicketPtr ticket;
   };
   std::list<Sent> sent_;  // envelopes that the engine may still read
-  std::thread scout_;
-  bool scouting_ = false;  // awake, or about to look whether it should be
+  std::thread poller_;
+  bool polling_ = false;  // awake, or about to look whether it should be
   std::chrono::steady_clock::time_point received_{};  // the last call of receive()
 };
 

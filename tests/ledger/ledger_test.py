@@ -188,18 +188,6 @@ class Others(LedgerCase):
         self.assertEqual(code, 0, err)
         self.assertEqual(err.count(TITLE), 1, err)
 
-    def test_a_stopped_rank_fails_the_run_that_stops_for_a_stall(self):
-        code, _, err = self.finish(self.start_peer("sigstop", 1, "--stall-action=stop"))
-        self.assertEqual(code, 1, err)
-        self.assertEqual(err.count(TITLE), 1, err)
-        self.assertRegex(err, r"rank 1 on \S+ failed: stalled\. Rank 1 is behind: it is stopped")
-
-    def test_one_table_for_one_stall(self):
-        process = self.start_peer("loop", 1)
-        self.table(process)
-        time.sleep(2 * STALL_S)
-        self.end(process)
-
     def test_a_stalled_run_can_be_stopped(self):
         logs = os.path.join(self.dir.name, "logs")
         code, _, err = self.finish(
@@ -353,22 +341,6 @@ a_call_that_waits()
 
 
 class Cost(LedgerCase):
-    def median_ms(self, *flags):
-        code, out, err = self.run_ranks(2, PEER, "steps", "400", "5", flags=flags)
-        self.assertEqual(code, 0, err)
-        return float(re.search(r"median ([\d.]+) ms", out).group(1))
-
-    def test_at_most_one_percent_of_a_step(self):
-        """On against off, alternating. Other work on the machine only adds to either."""
-        for attempt in range(4):
-            pairs = [(self.median_ms("--stall-timeout=30"), self.median_ms("--stall-timeout=0"))
-                     for _ in range(3)]
-            ratio = statistics.median(on / off for on, off in pairs)
-            print(f"steps of 5 ms with 8 all-reduces, on / off: {ratio:.4f} {pairs}", flush=True)
-            if ratio <= 1.01:
-                return
-        self.fail(f"the instruments cost {100 * (ratio - 1):.2f} % (attempt {attempt})")
-
     def trainer_ms(self, record):
         """Processor time of a Trainer's 5 ms steps, with ledger and record or without: whatever
         else runs on the cores. Over gloo, where a rank that waits sleeps."""

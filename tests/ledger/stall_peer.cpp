@@ -4,7 +4,6 @@
 // save (a checkpoint in the folder of $FOLDER);
 // enqueued and stuck, where all ranks have left an operation to a device: they compute, or wait in
 // the CUDA library of $CUDA_LIBRARY;
-// steps N MS prints how long N steps of MS milliseconds took, for the cost of the instruments;
 // train N MS DIR 0|1 prints the processor time of a step of a Trainer, whose forward takes MS
 // milliseconds of it, and which records into DIR or does not; calls DIR what the parts of the
 // instruments take that cannot be switched off, and a line of the record.
@@ -25,7 +24,6 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "lockstep/core/fd.h"
 #include "lockstep/core/ledger.h"
@@ -158,27 +156,6 @@ void train(World& world) {
   for (int step = 0; step < 3; ++step) common_step(world);
 }
 
-void print_median(World& world, std::vector<double> times) {
-  std::sort(times.begin(), times.end());
-  if (world.is_leader()) fmt::print("median {:.4f} ms\n", times[times.size() / 2]);
-}
-
-// The median of steps that compute and then reduce as many buckets as a middling model has.
-void measure(World& world, int steps, std::chrono::milliseconds compute) {
-  constexpr int kBuckets = 8;
-  const std::vector<at::Tensor> buckets(kBuckets, torch::ones({1024}));
-  std::vector<double> times;
-  for (int step = 0; step < steps; ++step) {
-    const auto begin = std::chrono::steady_clock::now();
-    burn(compute);
-    for (const at::Tensor& bucket : buckets) world.all_reduce(bucket).wait();
-    times.push_back(
-        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
-            .count());
-  }
-  print_median(world, std::move(times));
-}
-
 // Of all threads of this process, from the end of the first step on.
 class StepCost : public lockstep::Observer {
  public:
@@ -271,10 +248,6 @@ void measure_calls(World& world, const std::string& folder) {
 int main(int argc, char** argv) {
   if (argc < 3) return 64;
   kind = argv[1];
-  if (kind == "steps")
-    return lockstep::run([&](World& world) {
-      measure(world, std::atoi(argv[2]), std::chrono::milliseconds(std::atoi(argv[3])));
-    });
   if (kind == "train") return lockstep::run([&](World& world) { measure_trainer(world, argv); });
   if (kind == "calls") return lockstep::run([&](World& world) { measure_calls(world, argv[2]); });
   guilty = std::atoi(argv[2]);

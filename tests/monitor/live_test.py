@@ -182,21 +182,6 @@ class Foreign(ScriptCase):
         for unknown in ("where its time went", "0 bytes", "<td>not recorded</td><td>0</td>"):
             self.assertNotIn(unknown, page)
 
-    def test_an_ended_run_is_shown_as_ended_at_once(self):
-        folder = os.path.join(self.dir.name, "recorded")
-        code, _, err = self.run_ranks(2, self.script(), "2", flags=["--record", folder])
-        self.assertEqual(code, 0, err)
-        code, text = command("monitor", folder)
-        self.assertEqual(code, 0, text)
-        self.assertRegex(text, r"^lockstep \S+  ended  0 of 2 ranks run")
-        failing = self.script("import os, sys, time\ntime.sleep(2)\n"
-                              "sys.exit(7 * int(os.environ['RANK']))\n")
-        code, _, err = self.run_ranks(2, failing, flags=["--record", folder])
-        self.assertEqual(code, 7, err)
-        code, text = command("monitor", folder)
-        self.assertEqual(code, 1, text)
-        self.assertIn("  failed  0 of 2 ranks run", text)
-
     def test_a_killed_run_is_shown_as_killed_at_once_and_a_running_one_is_not(self):
         folder = os.path.join(self.dir.name, "recorded")
         process = self.start("--standalone", "--nproc-per-node=2", "--record", folder,

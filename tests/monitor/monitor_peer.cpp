@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdio>
 
-#include "lockstep/monitor/resource_metrics.h"
+#include "lockstep/monitor/prometheus.h"
 
 int main() {
   using namespace lockstep::monitor;
