@@ -469,13 +469,14 @@ std::string show(const ::testing::TestParamInfo<Parameters>& info) {
   return implementations()[kind].name + "_" + backend + std::to_string(ranks);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shm, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 7),
-                                            ::testing::Values(1, 2, 3, 4, 7),
-                                            ::testing::Values("shm")),
-                         show);
+INSTANTIATE_TEST_SUITE_P(
+    Shm, ParallelismConformance,
+    ::testing::Combine(::testing::Range(std::size_t{0}, implementations().size()),
+                       ::testing::Values(1, 2, 3, 4, 7), ::testing::Values("shm")),
+    show);
 INSTANTIATE_TEST_SUITE_P(Gloo, ParallelismConformance,
-                         ::testing::Combine(::testing::Range<std::size_t>(0, 7),
+                         ::testing::Combine(::testing::Range(std::size_t{0},
+                                                             implementations().size()),
                                             ::testing::Values(2, 3), ::testing::Values("gloo")),
                          show);
 
