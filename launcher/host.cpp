@@ -14,7 +14,6 @@
 #include <climits>
 #include <cstdlib>
 #include <filesystem>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -28,7 +27,6 @@
 #include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 #include "lockstep/rendezvous/this_host.h"
-#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::launch {
 
@@ -418,33 +416,6 @@ std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& file
   }
   std::ranges::sort(cpus);
   return cpus;
-}
-
-namespace {
-
-// A socket with the CPU's name, which one process at a time can have; none if another has it.
-Fd claim_of(int cpu) {
-  Fd fd(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  const std::string name = fmt::format("lockstep/cpu/{}/{}", ::geteuid(), cpu);
-  if (!fd || bind_abstract(fd.get(), name) != 0) fd.reset();
-  return fd;
-}
-
-}  // namespace
-
-bool CpuClaims::claim(const std::vector<int>& cpus) {
-  std::vector<Fd> held;
-  for (const int cpu : std::set<int>(cpus.begin(), cpus.end()))
-    if (!held.emplace_back(claim_of(cpu))) return false;
-  held_ = std::move(held);
-  return true;
-}
-
-std::vector<int> CpuClaims::unclaimed(const std::vector<int>& cpus) {
-  std::vector<int> found;
-  std::ranges::copy_if(cpus, std::back_inserter(found),
-                       [](int cpu) { return static_cast<bool>(claim_of(cpu)); });
-  return found;
 }
 
 std::string cpu_list_text(const std::vector<int>& cpus) {

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "launcher/plan.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"  // IWYU pragma: export
 
@@ -73,19 +72,6 @@ struct NumaRequest {
   std::vector<int> allowed{};  // allowed_cpus()
 };
 std::vector<int> cpus_for_rank(const NumaRequest& request, const HostFiles& files = {});
-
-// The CPUs that one launcher gives to its ranks alone, so that another launcher of this user can
-// choose others. The kernel takes the claims back when this is destroyed or the process ends.
-class CpuClaims {
- public:
-  // False, with nothing claimed, if another launcher has one of them.
-  bool claim(const std::vector<int>& cpus);
-  // Those that no launcher has claimed.
-  static std::vector<int> unclaimed(const std::vector<int>& cpus);
-
- private:
-  std::vector<Fd> held_;
-};
 
 // 15 for "SIGTERM" or "TERM": the inverse of signal_name().
 std::optional<int> signal_number(std::string_view name);

@@ -313,20 +313,6 @@ TEST_F(Numa, NoBindingAndNoNumaLeaveTheCpusAlone) {
   EXPECT_EQ(bound(NumaBinding::kNode, 1, 4, gpus_, "2-5"), "2-5");
 }
 
-TEST(CpuClaims, OneLauncherHasACpuUntilItEnds) {
-  // Of no real machine, and no other test's.
-  const int first = 1'000'000 + ::getpid();
-  const int second = first + 100'000'000;
-  auto one = std::make_unique<CpuClaims>();
-  EXPECT_TRUE(one->claim({first, first}));
-  EXPECT_THAT(CpuClaims::unclaimed({first, second}), testing::ElementsAre(second));
-  CpuClaims other;
-  EXPECT_FALSE(other.claim({second, first}));
-  EXPECT_THAT(CpuClaims::unclaimed({second}), testing::ElementsAre(second)) << "none was claimed";
-  one.reset();
-  EXPECT_TRUE(other.claim({second, first}));
-}
-
 TEST(CpuLists, ReadAndWriteTheKernelsNotation) {
   EXPECT_THAT(parse_cpu_list("0-2,5, 8-9\n"), ElementsAre(0, 1, 2, 5, 8, 9));
   EXPECT_THAT(parse_cpu_list(""), IsEmpty());

@@ -42,15 +42,6 @@ constexpr int kKillAtRequest = 3;
 // end the launcher and all ranks before any rank could save.
 constexpr int kForwarded[] = {SIGUSR1, SIGUSR2};
 
-using CpusOfRanks = std::vector<std::vector<int>>;
-
-CpusOfRanks cpus_of_ranks(NumaRequest request) {
-  CpusOfRanks all;
-  for (; request.local_rank < request.local_ranks; ++request.local_rank)
-    all.push_back(cpus_for_rank(request));
-  return all;
-}
-
 class Supervisor {
  public:
   Supervisor(const LaunchPlan& plan, const GuardContext& guard, RunObserver* observer);
@@ -60,7 +51,6 @@ class Supervisor {
   void watch_signals();
   void choose_threads();
   void bind_to_cpus();
-  std::optional<CpusOfRanks> unclaimed_cpus(const NumaRequest& request);
   void choose_interface();
   void choose_loopback();
   std::string rank_address() const;
@@ -104,7 +94,6 @@ class Supervisor {
   Observed observed_;
   GroupSetup setup_;
   LogDirectory logs_;
-  CpuClaims cpu_claims_;
   Fd signals_;
   std::optional<HeldPort> link_port_;         // of node 0 of several, during the whole run
   std::optional<HeldPort> port_;              // MASTER_PORT of the ranks here
@@ -226,41 +215,13 @@ void Supervisor::bind_to_cpus() {
   request.local_ranks = plan_.nproc_per_node;
   request.gpu_pci_addresses = find_gpus().pci_addresses;
   request.allowed = allowed_cpus();
-  const bool own = plan_.numa_binding == NumaBinding::kExclusive ||
-                   plan_.numa_binding == NumaBinding::kCoreComplex;
-  std::optional<CpusOfRanks> all;
-  if (own) all = unclaimed_cpus(request);
-  if (!all) all = cpus_of_ranks(request);
-  for (const std::vector<int>& cpus : *all) {
-    inform(fmt::format("[launch] local rank {} is bound to CPUs {}.", setup_.cpus.size(),
+  for (int local_rank = 0; local_rank < plan_.nproc_per_node; ++local_rank) {
+    request.local_rank = local_rank;
+    const auto cpus = cpus_for_rank(request);
+    inform(fmt::format("[launch] local rank {} is bound to CPUs {}.", local_rank,
                        cpu_list_text(cpus)));
     setup_.cpus.emplace_back(cpus);
   }
-}
-
-// CPUs to which no other launcher of this user has bound its ranks; none if they do not suffice.
-std::optional<CpusOfRanks> Supervisor::unclaimed_cpus(const NumaRequest& request) {
-  constexpr int kAttempts = 5;  // another launcher may claim some meanwhile
-  NumaRequest rest = request;
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    rest.allowed = CpuClaims::unclaimed(request.allowed);
-    if (rest.allowed.empty()) break;
-    try {
-      CpusOfRanks all = cpus_of_ranks(rest);
-      std::vector<int> together;
-      for (const std::vector<int>& cpus : all)
-        together.insert(together.end(), cpus.begin(), cpus.end());
-      if (cpu_claims_.claim(together)) return all;
-    } catch (const UsageError&) {
-      break;
-    }
-  }
-  if (rest.allowed.size() < request.allowed.size())
-    say(
-        fmt::format("[launch] other launchers have bound their ranks to all but CPUs {}, too few "
-                    "for the ranks here, which share CPUs with theirs.",
-                    rest.allowed.empty() ? "(none)" : cpu_list_text(rest.allowed)));
-  return std::nullopt;
 }
 
 // The connection between the launchers shows which interface leads to the other hosts. A host name
