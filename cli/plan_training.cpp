@@ -185,7 +185,7 @@ Node read_record() {
 void replace(const char* list, const std::vector<std::string>& keys, std::vector<Node> fresh) {
   const Node record = read_record();
   NodeMembers members;
-  for (const char* name : {"links", "strategies"}) {
+  for (const char* name : {"links", "ways"}) {
     std::vector<Node> all;
     for (const Node& old : record.get(name).items) {
       const auto same = std::ranges::find_if(fresh, [&](const Node& one) {
@@ -318,7 +318,7 @@ void save_strategies(const std::string& training,
     members.emplace_back("training", text_node(training));
     nodes.push_back(map_node(std::move(members)));
   }
-  replace("strategies",
+  replace("ways",
           {"host", "training", "gpus", "strategy", "stages", "slices", "sequence_parallel",
            "per_device_train_batch_size", "gradient_checkpointing", "half", "fp8"},
           std::move(nodes));
@@ -327,7 +327,7 @@ void save_strategies(const std::string& training,
 std::vector<plan::Measurement> saved_strategies(const std::string& training) {
   std::vector<plan::Measurement> strategies;
   const Node record = read_record();
-  for (const Node& node : record.get("strategies").items) {
+  for (const Node& node : record.get("ways").items) {
     if (node.get("host").text != host_name() || node.get("training").text != training) continue;
     if (const auto strategy = measurement_in(node)) strategies.push_back(*strategy);
   }

@@ -171,6 +171,9 @@ int run_command(const Args& args) {
 int train_command(const Args& args) {
   Args launcher;
   Args own{"train"};
+  const auto asks_for_help = [](const std::string& arg) { return arg == "--help" || arg == "-h"; };
+  if (std::ranges::any_of(args, asks_for_help))
+    return execute("lockstep-train", {"train", "--help"});
   for (std::size_t i = 0; i < args.size(); ++i) {
     const launch::FlagSpec* flag = launcher_flag(args[i]);
     (flag != nullptr ? launcher : own).push_back(args[i]);
@@ -178,13 +181,11 @@ int train_command(const Args& args) {
     const bool separate = !flag->is_switch() && args[i].find('=') == std::string::npos;
     if (separate && i + 1 < args.size()) launcher.push_back(args[++i]);
   }
-  const bool help = std::ranges::any_of(
-      args, [](const std::string& arg) { return arg == "--help" || arg == "-h"; });
-  if (own.size() == 1 && !help && !configured())
+  if (own.size() == 1 && !configured())
     throw UsageError("train",
                      "what shall be trained? Give a training file, `lockstep train FILE`, or at "
                      "least one key, as --output_dir=DIR. examples/configs has files.");
-  if (launcher.empty() || help) return execute("lockstep-train", own);
+  if (launcher.empty()) return execute("lockstep-train", own);
   refuse_in_a_rank(launcher.front());
   launcher.push_back(std::filesystem::read_symlink("/proc/self/exe"));
   launcher.insert(launcher.end(), own.begin(), own.end());

@@ -219,6 +219,44 @@ TEST(PetVariables, AMistakeNamesTheVariable) {
   EXPECT_THAT(refusal_of({}, {{"PET_LOGS_SPECS", "mine"}}), HasSubstr("PET_LOGS_SPECS is not"));
 }
 
+TEST(PetVariables, EveryHonouredValueFlagReadsItsVariable) {
+  const LaunchPlan plan = plan_of({}, {{"PET_NNODES", "2"},
+                                       {"PET_NODE_RANK", "1"},
+                                       {"PET_MASTER_ADDR", "10.0.0.1"},
+                                       {"PET_MASTER_PORT", "1234"},
+                                       {"PET_RDZV_ID", "job7"},
+                                       {"PET_RDZV_CONF", "timeout=9"},
+                                       {"PET_LOCAL_ADDR", "10.0.0.2"},
+                                       {"PET_TIMEOUT", "60"},
+                                       {"PET_STARTUP_TIMEOUT", "20"},
+                                       {"PET_SHUTDOWN_TIMEOUT", "2.5"},
+                                       {"PET_ROLE", "trainer"},
+                                       {"PET_REDIRECTS", "1"},
+                                       {"PET_TEE", "0:2"},
+                                       {"PET_LOCAL_RANKS_FILTER", "0"},
+                                       {"PET_SIGNALS_TO_HANDLE", "SIGUSR1"},
+                                       {"PET_NUMA_BINDING", "socket"},
+                                       {"PET_LOG_DIR", "/logs"}});
+  EXPECT_EQ(plan.nnodes, 2);
+  EXPECT_EQ(plan.node_rank, 1);
+  EXPECT_EQ(plan.master_addr, "10.0.0.1");
+  EXPECT_EQ(plan.master_port, 1234);
+  EXPECT_EQ(plan.run_id, "job7");
+  EXPECT_EQ(plan.rendezvous_timeout, std::chrono::seconds(9));
+  EXPECT_EQ(plan.local_addr, "10.0.0.2");
+  EXPECT_EQ(plan.timeout, std::chrono::seconds(60));
+  EXPECT_EQ(plan.startup_timeout, std::chrono::seconds(20));
+  EXPECT_EQ(plan.shutdown_timeout, milliseconds(2500));
+  EXPECT_EQ(plan.role, "trainer");
+  EXPECT_EQ(plan.redirects.at(7), Streams::kOut);
+  EXPECT_EQ(plan.tee.at(0), Streams::kErr);
+  EXPECT_EQ(plan.tee.at(1), Streams::kNone);
+  EXPECT_EQ(plan.local_ranks_filter, std::set<int>{0});
+  EXPECT_THAT(plan.signals_to_handle, ElementsAre(SIGUSR1));
+  EXPECT_EQ(plan.numa_binding, NumaBinding::kSocket);
+  EXPECT_EQ(plan.log_dir, "/logs");
+}
+
 // ------------------------------------------------------------------ the world
 
 TEST(World, NodesAreANumberOrAnEqualPair) {

@@ -144,6 +144,18 @@ TEST(WorkerEnvironment, VirtualLocalRankShowsOneDevice) {
   }
 }
 
+TEST(WorkerEnvironment, TimeoutsAreSetWhereTheyWereGiven) {
+  LaunchPlan plan = two_by_four();
+  plan.timeout = std::chrono::seconds(60);
+  const Environment callers = {{"LOCKSTEP_TIMEOUT_S", "7"}, {"LOCKSTEP_STARTUP_TIMEOUT_S", "8"}};
+  const Environment set = worker_environment(plan, third(), variables_of(callers));
+  EXPECT_THAT(set, Contains(Pair("LOCKSTEP_TIMEOUT_S", "60")));
+  EXPECT_THAT(set, Not(Contains(Key("LOCKSTEP_STARTUP_TIMEOUT_S"))));
+  plan.startup_timeout = std::chrono::seconds(20);
+  EXPECT_THAT(worker_environment(plan, third(), variables_of(callers)),
+              Contains(Pair("LOCKSTEP_STARTUP_TIMEOUT_S", "20")));
+}
+
 TEST(WorkerEnvironment, SignalsAreGivenByName) {
   LaunchPlan plan = two_by_four();
   plan.signals_to_handle = {SIGTERM, SIGUSR1};

@@ -138,7 +138,9 @@ class MappedFile {
  public:
   explicit MappedFile(const std::string& path);  // throws SystemError
 
-  std::span<const std::byte> bytes() const { return {data_.get(), data_.get_deleter().size}; }
+  std::span<const std::byte> bytes() const {
+    return {data_.get(), data_ ? data_.get_deleter().size : 0};
+  }
 
  private:
   struct Unmap {

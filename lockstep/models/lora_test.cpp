@@ -235,6 +235,21 @@ std::vector<std::string> chosen(const LoraConfig& config) {
   return LoraTargets(config).select(linear_layers(FamilyConfig(kAdapted).spec()));
 }
 
+TEST(Lora, ScalesByRankAndPattern) {
+  const LoraTargets targets({.r = 8,
+                             .lora_alpha = 16,
+                             .target_modules = "all-linear",
+                             .rank_pattern = {{"mlp.c_proj", 4}, {R"(.*\.0\.attn\..*)", 2}},
+                             .alpha_pattern = {{"c_fc", 4}}});
+  EXPECT_EQ(targets.rank("transformer.h.0.mlp.c_proj"), 4);
+  EXPECT_EQ(targets.rank("transformer.h.0.attn.c_proj"), 2);
+  EXPECT_EQ(targets.rank("transformer.h.1.attn.c_proj"), 8);
+  EXPECT_EQ(targets.scaling("transformer.h.0.mlp.c_proj"), 4);
+  EXPECT_EQ(targets.scaling("transformer.h.1.mlp.c_fc"), 0.5);
+  const LoraTargets stable({.r = 16, .lora_alpha = 8, .use_rslora = true});
+  EXPECT_EQ(stable.scaling("x"), 2);
+}
+
 TEST(Lora, ChoosesLayersAsPeftDoes) {
   EXPECT_EQ(chosen({.target_modules = "all-linear"}).size(), 8u);
   EXPECT_THAT(chosen({.target_modules = R"(.*\.1\.attn\.c_(attn|proj))"}),

@@ -93,8 +93,8 @@ struct Accumulation::Impl {
         versions.emplace_back(&parameter, parameter._version());
   }
 
-  // The step of any optimizer changes every parameter that has a gradient; the forward of an
-  // embedding with max_norm changes that one alone.
+  // The step of any optimizer changes every parameter that has a gradient. So does the forward of
+  // a model that trains embeddings with max_norm alone, which cannot be told apart.
   void refuse_step_in_window() const {
     const auto changed = [](const auto& seen) { return seen.first->_version() != seen.second; };
     if (versions.empty() || !std::ranges::all_of(versions, changed)) return;

@@ -106,7 +106,7 @@ class ChangeDetector {
 
   // Watches for trained parameters that the module gets from now on, while it lives.
   void follow(const torch::nn::Module& module);
-  // Each as "parameter 'b.weight' was added". Allocates nothing while there are none.
+  // Each as "parameter 'b.weight' was added". Cheap while there are none.
   std::vector<std::string> new_parameters() const;
 
   bool changed() const;  // a parameter that was there

@@ -112,7 +112,9 @@ std::optional<int> ask(const RankEnv& env, const std::string& name, const Deadli
         {.rank = env.rank, .peer = 0, .operation = "rendezvous"});
   }
   char text[16];
-  const ssize_t n = ::recv(fd.get(), text, sizeof text, 0);
+  ssize_t n = -1;
+  do n = ::recv(fd.get(), text, sizeof text, 0);
+  while (n < 0 && errno == EINTR);  // rank 0 answers each rank once
   const auto port = leading_number({text, static_cast<std::size_t>(std::max<ssize_t>(n, 0))});
   return port ? std::optional(static_cast<int>(*port)) : std::nullopt;
 }

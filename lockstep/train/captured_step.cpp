@@ -148,6 +148,7 @@ struct CapturedStep::Impl {
     if (options.parallelism != nullptr) {
       std::string reason = options.parallelism->unavailable_for_capture();
       if (!reason.empty()) return reason;
+      if (options.parallelism->takes_windows()) return "a step's passes run together";
     }
     if (!device().is_cuda()) return "the model is on " + device().str() + ", not on a GPU";
     return cuda::table() == nullptr ? cuda::unavailable_reason() : "";
@@ -172,8 +173,8 @@ struct CapturedStep::Impl {
     if (entries.size() < kMaxEntries) return &entries[std::move(key)];
     if (!std::exchange(full, true))
       log::warning("CapturedStep",
-                   "inputs have come in more than {} forms (shapes, and counts of samples or "
-                   "tokens): others run without a CUDA graph. Pad them to a few lengths.",
+                   "inputs have come in more than {} shapes: others run without a CUDA graph. "
+                   "Pad them to a few lengths.",
                    kMaxEntries);
     return nullptr;
   }
@@ -366,7 +367,10 @@ CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions opti
   const bool here = impl_->unavailable.empty();
   if (impl_->shared() && !all_ranks(impl_->world(), here) && here)
     impl_->unavailable = "another rank cannot record one";
-  if (!impl_->unavailable.empty()) impl_->say(impl_->unavailable);
+  // One line is enough for a reason that all ranks have.
+  const bool differ = impl_->shared() && any_rank(impl_->world(), here);
+  if (!impl_->unavailable.empty() && (!impl_->shared() || differ || impl_->world().is_leader()))
+    impl_->say(impl_->unavailable);
 }
 
 CapturedStep::~CapturedStep() = default;

@@ -62,7 +62,7 @@ class CapturedStep {
  public:
   using Tensors = std::vector<at::Tensor>;
   // `variant`: the function may do different things for the same shapes. The micro-batches that
-  // begin an accumulation window, continue it, and end it with a step are three variants.
+  // begin an accumulation window, continue it, and end it with a step are different variants.
   using Work = std::function<Tensors(const Tensors& inputs, int variant)>;
 
   CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions options, Work work);

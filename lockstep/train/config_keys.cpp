@@ -242,7 +242,8 @@ constexpr KeySpec kKeys[] = {
     key("dataloader_persistent_workers", &A::dataloader_persistent_workers,
         "keep the threads between epochs"),
     key("dataloader_prefetch_factor", &A::dataloader_prefetch_factor,
-        "batches that each thread loads ahead", {.check = &kCount, .unset = "2 with workers"}),
+        "batches that each thread loads ahead",
+        {.check = &kCount, .unset = "2 with workers, more where a step takes more"}),
 
     key("fsdp", &A::fsdp,
         "divide parameters, gradients and state over ranks: full_shard, shard_grad_op (blocks "

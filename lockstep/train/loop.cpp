@@ -109,17 +109,20 @@ RunContext& make_parallelism(RunContext& run) {
 
 data::Loader train_loader(const RunContext& run) {
   const TrainingArguments& a = run.arguments;
-  return data::loader(
-      run.task.train_data, run.mesh.batch(),
-      {.batch_size = a.per_device_train_batch_size,
-       .shuffle = run.task.sampler == nullptr,
-       .drop_last = a.dataloader_drop_last,
-       .seed = data_seed(a),
-       .num_workers = static_cast<int>(a.dataloader_num_workers),
-       .prefetch_factor = static_cast<int>(a.dataloader_prefetch_factor.value_or(2)),
-       .pin_memory = a.dataloader_pin_memory,
-       .persistent_workers = a.dataloader_persistent_workers,
-       .sampler = run.task.sampler});
+  // A step takes its batches at once, so those of the next one are loaded while it computes.
+  const std::int64_t workers = std::max<std::int64_t>(1, a.dataloader_num_workers);
+  const std::int64_t ahead = (accumulation_steps(a, run.batch_ranks()) + workers - 1) / workers;
+  return data::loader(run.task.train_data, run.mesh.batch(),
+                      {.batch_size = a.per_device_train_batch_size,
+                       .shuffle = run.task.sampler == nullptr,
+                       .drop_last = a.dataloader_drop_last,
+                       .seed = data_seed(a),
+                       .num_workers = static_cast<int>(a.dataloader_num_workers),
+                       .prefetch_factor = static_cast<int>(
+                           a.dataloader_prefetch_factor.value_or(std::max<std::int64_t>(2, ahead))),
+                       .pin_memory = a.dataloader_pin_memory,
+                       .persistent_workers = a.dataloader_persistent_workers,
+                       .sampler = run.task.sampler});
 }
 
 // Ranks with windows of their own would wait for each other, or weigh by different numbers.
@@ -134,12 +137,10 @@ void compare_windows(RunContext& run, std::int64_t steps) {
                        rank, all[rank], all[0]);
 }
 
-// A mean over no targets is 0 / 0, and so is its derivative. With one target both are numbers, and
-// the batch's weight of zero makes them zero. Its backward runs, because other ranks may wait for
-// it.
-void give_target(data::Batch& batch) {
-  batch.target = batch.target.clone(at::MemoryFormat::Contiguous);
-  batch.target.view(-1).narrow(0, 0, 1).zero_();
+// A mean over no targets is 0 / 0, and so is its derivative. With targets both are numbers, and the
+// batch's weight of zero makes them zero. Its backward runs, because other ranks may wait for it.
+void give_targets(data::Batch& batch) {
+  batch.target = at::zeros_like(batch.target);
 }
 
 // The arguments that a checkpoint was made with. They are only used to report a change, so a file
@@ -331,7 +332,7 @@ Loop::Window Loop::next_window(data::Epoch& batches, std::int64_t left) {
     LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
     metrics_.count_batch(*batch);
     window.tokens += batch->tokens;
-    if (batch->tokens == 0 && batch->target.defined()) give_target(*batch);
+    if (batch->tokens == 0 && batch->target.defined()) give_targets(*batch);
     window.batches.push_back(std::move(*batch));
   }
   window.total = at::full({}, static_cast<double>(window.tokens),
@@ -572,10 +573,11 @@ void Loop::run_epoch(std::int64_t epoch) {
   const auto total = static_cast<double>(loader_.batches_per_epoch());
   std::int64_t left = loader_.batches_left(epoch);
   while (left > 0 && !control_.over()) {
-    const Window window = next_window(batches, left);
+    Window window = next_window(batches, left);
     left -= static_cast<std::int64_t>(window.batches.size());
     control_.notify(&Observer::on_step_begin);
     step(window);
+    window = {};  // evaluations and saves need its memory
     run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
     control_.notify(&Observer::on_step_end);
     metrics_.show_step();
@@ -690,7 +692,13 @@ bool batch_fits(const RunContext& run, std::int64_t batch_size) {
                                 .device = run.world.device(),
                                 .check_ranks = false});
     auto batches = loader.epoch(0);
-    if (const auto batch = batches.next()) run.forward(*batch).loss.backward();
+    if (const auto batch = batches.next()) {
+      std::vector<at::Tensor> others;  // batches that the step holds at the same time
+      for (std::int64_t i = 1; i < accumulation_steps(run.arguments, run.batch_ranks()); ++i)
+        for (const at::Tensor& tensor : {batch->data, batch->target})
+          if (tensor.defined()) others.push_back(at::empty_like(tensor));
+      run.forward(*batch).loss.backward();
+    }
   } catch (const std::bad_alloc&) {
     fits = false;
   } catch (const c10::Error& e) {

@@ -3,7 +3,7 @@
 //
 //   Loop loop({run, control, metrics, checkpoints, evaluator});   // wraps model and data
 //   if (checkpoint) loop.resume(*checkpoint);
-//   loop.open(checkpoint_path);
+//   loop.open();
 //   loop.run();
 //
 // Makes run.parallelism, and owns the other parts of a step: loader, optimizer, and the position in

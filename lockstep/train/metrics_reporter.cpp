@@ -237,7 +237,9 @@ std::string MetricsReporter::bad_ranks(const Skips& skips) {
 // may end with a few that are skipped.
 void MetricsReporter::refuse_skips(double in_a_row, bool at_end) {
   constexpr double kMostInARow = 100;
-  const bool none = at_end && run_.result.first_step == 0 &&
+  // With fp16 the first steps are skipped until a scale is found, which halves from 2^16.
+  const std::int64_t search = run_.arguments.fp16 ? 17 : 0;
+  const bool none = at_end && run_.result.first_step == 0 && run_.state.global_step > search &&
                     skipped_steps_ == static_cast<double>(run_.state.global_step);
   if (in_a_row < kMostInARow && !none) return;
   throw Error("trainer",

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <memory>
@@ -109,8 +110,10 @@ void TrainerImpl::prepare() {
     checkpoint.emplace(path);
     checkpoint->load_model(*run_.task.module, run_.task.model_files);
   }
-  // The whole model is tried. What a plan has divided (fsdp) is not tried: it would not fit whole.
-  const bool divided = fsdp_plan(run_.arguments).on;
+  // The whole model is tried. One that will be divided is not: it need not fit whole.
+  const auto is_shard = [](const MeshAxis& axis) { return axis.name == "shard"; };
+  const bool divided =
+      !run_.task.make_parallelism && std::ranges::any_of(run_.mesh.axes(), is_shard);
   if (run_.arguments.auto_find_batch_size || (run_.arguments.elastic_gpu && !divided))
     find_batch_size(run_, control_);
   loop_.emplace(LoopParts{run_, control_, metrics_, checkpoints_, evaluator_});

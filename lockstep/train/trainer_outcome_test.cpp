@@ -363,5 +363,18 @@ TEST(Replicas, ThatDifferInABufferAreAWarning) {
   EXPECT_THAT(steps_in(dir.path()), ElementsAre(3));
 }
 
+// ---------------------------------------------------------------- ranks that differ
+
+TEST(Ranks, WithOtherWindowsAreRefused) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(2, [&](World& world) {
+    auto a = arguments(dir / std::to_string(world.rank()));
+    a.gradient_accumulation_steps = 1 + world.rank();
+    Trainer trainer(world, task_for(network(), dataset(64, 1)), a);
+    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                HasSubstr("Give every rank the same arguments."));
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::train

@@ -67,6 +67,7 @@ class TorchrunFlags(unittest.TestCase):
             if treatment and flag and flag[2] != "--help":
                 cls.known[flag[2]] = (treatment, "value" if flag[3] else "switch",
                                       [flag[1]] if flag[1] else [])
+        assert len(cls.known) > 25, "the help text was not understood"
 
     @classmethod
     def tearDownClass(cls):

@@ -61,7 +61,7 @@ class PlanProbe(TrainCase):
         plan = self.plan("--gpus", "2xcpu", "--probe", "--probe-strategies", "5")
         measured = [one for one in plan["strategies"] if one["measured"]]
         self.assertGreaterEqual(len(measured), 4, plan["strategies"])
-        self.assertEqual(len(self.record()["strategies"]), len(measured))
+        self.assertEqual(len(self.record()["ways"]), len(measured))
         for one in measured:
             error = one["planned_memory_bytes"] / one["memory_bytes"] - 1
             self.assertLess(abs(error), 0.1, one)
@@ -82,8 +82,8 @@ class PlanProbe(TrainCase):
         self.assertIn("when `lockstep plan --probe` ran it", done.stderr)
         # Slices of layers, too, where they are the fastest.
         record = self.record()
-        one = next(one for one in record["strategies"] if one["gpus"] == 2)
-        record["strategies"].append({**one, "strategy": 0,
+        one = next(one for one in record["ways"] if one["gpus"] == 2)
+        record["ways"].append({**one, "strategy": 0,
                                      "strategy_text": "tensor parallel over 2",
                                "slices": 2, "per_device_train_batch_size": 8,
                                "gradient_accumulation_steps": 1, "step_s": 1e-6})
@@ -161,12 +161,12 @@ class PlanProbe(TrainCase):
             self.assertRegex(done.stderr, f"note: a strategy was measured while {said}")
             # Kept, with the remark; what was measured on an idle machine is better, and stays.
             record = self.record()
-            self.assertRegex(record["strategies"][0]["disturbance"], said)
+            self.assertRegex(record["ways"][0]["disturbance"], said)
             record["links"][0].update(disturbance="", bus_bytes_per_s=123e9)
             (self.cache / "plan.json").write_text(json.dumps(record))
             self.run_here("doctor", "--nproc-per-node", "2")
         self.assertEqual(self.record()["links"], record["links"])
-        self.assertEqual(self.record()["strategies"], record["strategies"])
+        self.assertEqual(self.record()["ways"], record["ways"])
 
     def test_instructions_are_planned_as_long_as_they_are(self):
         """In tokens that are computed: fewer than max_seq_len in each sample."""
