@@ -436,7 +436,8 @@ class Config(unittest.TestCase):
         readers = (root / "cli/task_config.cpp").read_text()
         read = set()
         for part in re.split(r"\n(?:void|bool) ", readers):
-            of_model = re.search(r"ModelConfig& model|TaskConfig& task", part.split(")")[0])
+            of_model = re.search(r"ModelConfig& model|MlpConfig& mlp|TaskConfig& task",
+                                 part.split(")")[0])
             map_name = "model" if of_model else "data"
             kinds = "integer|real|text|boolean|choice|node"
             for key in re.findall(rf'keys\.(?:{kinds})\(\s*"(\w+)"', part):

@@ -72,39 +72,15 @@ struct Accumulation::Impl {
   double planned = 0;   // and of the whole window: what losses are divided by
   std::int64_t count = 0;
   at::Tensor loss_sum;
-  // The parameters that had a gradient after the last micro-batch, and their versions then.
-  std::vector<std::pair<const at::Tensor*, std::int64_t>> versions;
   // For a parallelism that runs a window as a whole.
   std::vector<std::pair<std::function<at::Tensor()>, MicroBatch>> queue;
 
   void plan_window() {
     length = epoch_known ? std::min(options.steps, remaining) : options.steps;
     count = 0;
-    versions.clear();
     // An estimate of the rank's own count, which may have no target yet.
     planned = std::max(1.0, expected) * static_cast<double>(length);
     loss_sum = at::zeros({}, at::dtype(at::kDouble).device(parameters[0].device()));
-  }
-
-  void see_versions() {
-    versions.clear();
-    for (const at::Tensor& parameter : parameters)
-      if (parameter.grad().defined() && !parameter.is_inference())
-        versions.emplace_back(&parameter, parameter._version());
-  }
-
-  // The step of any optimizer changes every parameter that has a gradient. So does the forward of
-  // a model that trains embeddings with max_norm alone, which cannot be told apart.
-  void refuse_step_in_window() const {
-    const auto changed = [](const auto& seen) { return seen.first->_version() != seen.second; };
-    if (versions.empty() || !std::ranges::all_of(versions, changed)) return;
-    throw UsageError(kWho,
-                     "every parameter with a gradient was changed after {} of the {} micro-batches "
-                     "of a window. Probably optimizer.step() was called although backward() had "
-                     "returned false: gradients are those of a part of the window then, and this "
-                     "rank's own. Call step() and zero_grad() when backward() returns true. After "
-                     "this error begin with abandon() and zero_grad().",
-                     done, length);
   }
 
   // If counts are of all ranks, all must use the same divisor, so they agree on the first one; a
@@ -365,10 +341,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   const bool counts = self.options.weights == WindowWeights::kCounts;
   const bool own = self.options.weights == WindowWeights::kOwnCounts;
   if (counts || own) self.agree_on_expected(micro.count);
-  if (self.done == 0)
-    self.plan_window();
-  else
-    self.refuse_step_in_window();
+  if (self.done == 0) self.plan_window();
   const bool ends = micro.last || self.done + 1 == self.length;
   self.agree_on_length(self.done + 1, ends);
   const Numbers numbers = self.numbers_of(micro, self.count, ends);
@@ -396,10 +369,7 @@ bool Accumulation::backward(const at::Tensor& loss, const MicroBatch& micro) {
   }
   ++self.done;
   if (self.epoch_known) --self.remaining;
-  if (!ends) {
-    self.see_versions();
-    return false;
-  }
+  if (!ends) return false;
   const at::NoGradGuard no_grad;
   if (counts) {
     wait_for_others(exchange);

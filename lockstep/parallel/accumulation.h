@@ -89,10 +89,9 @@ class Accumulation {
   void begin_epoch(std::int64_t batches = 0);
 
   // Runs the backward of a loss that is a mean over `count`. True when it ended the window: the
-  // gradients are final, step now. UsageError where an optimizer has stepped within the window. A
-  // micro-batch with count 0 adds nothing: its mean and derivative may be 0 / 0, so values in its
-  // backward that are not finite become zero. If other ranks wait for that backward, it runs all
-  // the same.
+  // gradients are final, step now. A micro-batch with count 0 adds nothing: its mean and derivative
+  // may be 0 / 0, so values in its backward that are not finite become zero. If other ranks wait
+  // for that backward, it runs all the same.
   [[nodiscard]] bool backward(const at::Tensor& loss, const MicroBatch& micro = {});
   // The same with a loss that is computed here, or by a parallelism that takes windows (Pipeline)
   // when all of the window's micro-batches are there.

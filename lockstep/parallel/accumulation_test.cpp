@@ -22,7 +22,6 @@
 namespace lockstep {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_threads;
@@ -407,41 +406,6 @@ TEST(Accumulation, HasTheSameBitsWithAShardedOptimizer) {
     };
     const auto replicated = train(false), shared = train(true);
     for (std::size_t i = 0; i < shared.size(); ++i) EXPECT_TENSOR_EQ(shared[i], replicated[i]);
-  });
-}
-
-TEST(Accumulation, AStepWithinAWindowIsNoticed) {
-  run_threads(2, [](World& world) {
-    for (const bool zero : {false, true}) {
-      DistributedDataParallel model{make_net(), world};
-      optim::SGD optimizer{model.parameters(), {.lr = 0.5}};
-      Accumulation accumulation{model, {.steps = 3}};
-      const Micro micro = samples(world.rank() * 4, 4, false);
-      const auto backward = [&] {
-        return accumulation.backward(loss_of(model(micro.data), micro.target), {.count = 4});
-      };
-      EXPECT_FALSE(backward());
-      {
-        const at::NoGradGuard no_grad;  // as a forward may: one of several
-        at::Tensor(model.parameters()[0]).mul_(1);
-      }
-      EXPECT_FALSE(backward());
-      optimizer.step();
-      if (zero) optimizer.zero_grad();
-      EXPECT_THAT(message_of<UsageError>(backward),
-                  AllOf(HasSubstr("after 2 of the 3 micro-batches of a window"),
-                        HasSubstr("Probably optimizer.step() was called although backward() had "
-                                  "returned false")));
-      accumulation.abandon();
-      optimizer.zero_grad();
-      for (int i = 0; i < 6; ++i) {
-        const bool ended = backward();
-        EXPECT_EQ(ended, i % 3 == 2);
-        if (!ended) continue;
-        optimizer.step();
-        optimizer.zero_grad();
-      }
-    }
   });
 }
 
