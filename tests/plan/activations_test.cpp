@@ -1,22 +1,76 @@
 // The bytes that observe/plan computes, compared with those that the models allocate on the CPU,
 // where the same operations save the same tensors as on a GPU.
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <atomic>
 #include <map>
+#include <mutex>
+#include <unordered_map>
 
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
-#include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/worlds.h"
 #include "observe/plan/memory.h"
 
 namespace lockstep::plan {
 namespace {
+
+// Counts what LibTorch allocates for CPU tensors.
+class Counting : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* const data = c10::alloc_cpu(bytes);
+    const std::lock_guard lock(mutex_);
+    if (data != nullptr) sizes_[data] = bytes;
+    live_ += bytes;
+    peak_ = std::max(peak_, live_);
+    return {data, data, &Counting::release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Counting::release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  std::uint64_t live() {
+    const std::lock_guard lock(mutex_);
+    return live_;
+  }
+  std::uint64_t peak() {
+    const std::lock_guard lock(mutex_);
+    return peak_;
+  }
+  void reset_peak() {
+    const std::lock_guard lock(mutex_);
+    peak_ = live_;
+  }
+  static Counting& instance() {
+    static Counting& counting = *new Counting;  // tensors may outlive main()
+    return counting;
+  }
+
+ private:
+  static void release(void* data) {
+    Counting& self = instance();
+    {
+      const std::lock_guard lock(self.mutex_);
+      if (const auto found = self.sizes_.find(data); found != self.sizes_.end()) {
+        self.live_ -= found->second;
+        self.sizes_.erase(found);
+      }
+    }
+    c10::free_cpu(data);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, std::size_t> sizes_;
+  std::uint64_t live_ = 0;
+  std::uint64_t peak_ = 0;
+};
 
 struct Case {
   const char* name;
@@ -70,10 +124,12 @@ constexpr std::int64_t kBatch = 4;
 
 class Activation : public ::testing::TestWithParam<Case> {
  protected:
-  static void SetUpTestSuite() { torch::set_num_threads(1); }
+  static void SetUpTestSuite() {
+    c10::SetCPUAllocator(&Counting::instance(), 255);
+    torch::set_num_threads(1);
+  }
 
   Activation() {
-    testing::this_rank = count_;
     const Case& c = GetParam();
     net_ = models::make_causal_lm(*c.model.causal_lm());
     net_->use_fused(c.fused);
@@ -110,21 +166,18 @@ class Activation : public ::testing::TestWithParam<Case> {
     return static_cast<std::uint64_t>(count);
   }
 
-  ~Activation() override { testing::this_rank.reset(); }
-
-  const testing::CountingAllocator allocator_;
-  const std::shared_ptr<testing::Count> count_ = std::make_shared<testing::Count>();
   models::CausalLmPtr net_;
   at::Tensor ids_;
 };
 
 TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
   const Case& c = GetParam();
-  std::int64_t measured = -count_->live;
+  const std::uint64_t before = Counting::instance().live();
+  std::uint64_t measured = 0;
   {
     const optim::Autocast autocast(at::kCPU, c.half ? at::kBFloat16 : at::kFloat);
     const at::Tensor hidden = net_->hidden_states(ids_);
-    measured += count_->live;
+    measured = Counting::instance().live() - before;
   }
   const Parameters p = parameters_of(c.model);
   const std::uint64_t tokens = static_cast<std::uint64_t>(kBatch * c.model.length);
@@ -159,10 +212,10 @@ TEST_P(Activation, PeakOfAStepIsAsPlanned) {
   const Case& c = GetParam();
   if (c.fused) GTEST_SKIP() << "on CPUs fused operations have other temporaries than on GPUs";
   if (c.half) GTEST_SKIP() << "on CPUs autocast computes the loss in bfloat16, on GPUs in float";
-  const std::int64_t before = count_->live;
-  count_->peak = before;
+  const std::uint64_t before = Counting::instance().live();
+  Counting::instance().reset_peak();
   step();
-  const auto measured = static_cast<double>(count_->peak - before);
+  const auto measured = static_cast<double>(Counting::instance().peak() - before);
   const Memory memory = memory_of(
       c.model,
       {.batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .state_bytes = 0});
@@ -198,12 +251,12 @@ INSTANTIATE_TEST_SUITE_P(
 
 using Slices = Activation;
 
+// Two ranks are threads of this process, so that the allocator sees what both have.
 TEST_P(Slices, SavedByARankIsAsPlanned) {
   const Case& c = GetParam();
   for (const bool sequence : {false, true}) {
-    std::atomic<std::int64_t> both = 0;
+    std::uint64_t before = 0, after = 0;
     testing::run_threads(2, [&](World& world) {
-      testing::this_rank = std::make_shared<testing::Count>();
       const auto net = models::make_causal_lm(*c.model.causal_lm());
       net->use_fused(c.fused);
       net->use_sequence_parallel(sequence);
@@ -216,10 +269,14 @@ TEST_P(Slices, SavedByARankIsAsPlanned) {
         return net->loss(ids_, ids_);
       };
       loss();  // makes what is made once
-      const std::int64_t before = testing::this_rank->live;
+      const auto count = [&](std::uint64_t& bytes) {
+        world.barrier();
+        if (world.is_leader()) bytes = Counting::instance().live();
+        world.barrier();
+      };
+      count(before);
       const at::Tensor kept = loss();
-      both += testing::this_rank->live - before;
-      world.barrier();
+      count(after);
     });
     Model slice = c.model;
     slice.slices = 2;
@@ -230,7 +287,7 @@ TEST_P(Slices, SavedByARankIsAsPlanned) {
         activations_of(slice, {.batch = kBatch, .half = c.half, .fused = c.fused}).saved;
     planned += tokens * 4 * static_cast<std::uint64_t>(slice.spec().vocabulary);  // softmax
     if (c.half) planned += 2 * static_cast<std::uint64_t>(p.trainable_matrices);  // copies
-    const double measured = static_cast<double>(both) / 2;
+    const double measured = static_cast<double>(after - before) / 2;
     EXPECT_NEAR(measured, static_cast<double>(planned), 0.03 * measured)
         << "sequence_parallel " << sequence << ", planned/measured "
         << static_cast<double>(planned) / measured;
