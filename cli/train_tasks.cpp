@@ -96,7 +96,12 @@ class InVocabulary : public data::Dataset {
  public:
   // `settable`: the vocabulary comes from the training file, not from a given model.
   InVocabulary(data::DatasetPtr inner, std::int64_t size, bool settable)
-      : inner_(std::move(inner)), max_(size), settable_(settable) {}
+      : inner_(std::move(inner)), max_(size), settable_(settable) {
+    // Data for another model is a mistake in the training file, not of a sample, where the first
+    // one shows it.
+    data::SampleRandom random({}, 0);
+    if (inner_->size() > 0) InVocabulary::get(0, random);
+  }
   std::int64_t size() const override { return inner_->size(); }
   data::Example get(std::int64_t index, data::SampleRandom& random) const override {
     data::Example example = inner_->get(index, random);
