@@ -425,7 +425,7 @@ void note_separate_worlds(const Values& values, const LaunchPlan& plan,
       *nodes));
 }
 
-// A launcher inside a rank, such as torchrun's program `lockstep run ./train`, is mostly a mistake:
+// A launcher inside a rank, such as torchrun's program `lockstep run ./train`, is often a mistake:
 // each rank trains a separate world on the same GPUs, and nothing fails.
 void note_outer_launcher(const LaunchContext& context, std::vector<std::string>& notes) {
   const auto run = context.variable("TORCHELASTIC_RUN_ID");

@@ -35,9 +35,9 @@ Place place_of(void* return_address);
 // Whether the file has debug information with lines, or names another file that does.
 bool has_line_numbers(const std::string& file);
 
-// File and line ("/src/train.cpp:41"; empty: not known) of file addresses of instructions, from the
-// file's debug information. The host's addr2line reads it, as a process with a deadline: a failing
-// program neither links a parser nor waits for one. Never throws.
+// The file and line ("/src/train.cpp:41") of instructions' addresses, from the program's debug
+// information; empty where it is not known. The host's addr2line reads it in a process of its own
+// with a deadline, so a program that fails needs no parser and does not hang. Never throws.
 std::vector<std::string> source_lines(const std::string& file,
                                       const std::vector<std::uint64_t>& addresses,
                                       const Deadline& deadline);

@@ -166,8 +166,8 @@ struct TokenizerConfig {
   std::optional<bool> gpt2_prefix_space{};
 };
 
-// The text of a chat by the template (chat_template.cpp). UsageError for one of an unknown family,
-// and for messages that it cannot render.
+// Renders a chat by the tokenizer's template (chat_template.cpp). Throws UsageError for a template
+// of an unknown family, and for messages that the template has no place for.
 ChatText render_chat(const TokenizerConfig& files, std::span<const ChatMessage> messages,
                      bool add_generation_prompt);
 

@@ -150,9 +150,9 @@ void refuse_link(const std::string& path);
 
 // A folder in which one process works at a time.
 //
-// The lock is a kernel flock on a file in the folder, not the existence of that file, and ends with
-// the process that holds it; only a network file system may keep it for a while when a whole host
-// dies, and then deleting the file helps. The file says who holds the lock.
+// The lock is flock() on a file in the folder, not the existence of that file, and ends with the
+// process that holds it. A network file system may keep it for a while after a whole host has died;
+// deleting the file helps then. The file says who holds the lock.
 //
 //   const FolderLock lock("out", "run 7", std::chrono::seconds(3));
 //   if (!lock.holder().empty()) refuse(lock.holder());     // "pid 4242 on n1 since 2026-11-15 ..."

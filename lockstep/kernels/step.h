@@ -104,8 +104,8 @@ extern template void sgd(const Gradient<double>&, const SgdTensors<double>&, con
 // ---------------------------------------------------------------- norms
 
 // The sum of squares of a gradient has the same bits however the gradient is divided over ranks: a
-// tensor is cut into blocks of kNormBlock elements from its start; each block has one sum, taken in
-// a fixed order in double, which its owner computes; every rank adds all sums in block order.
+// tensor is cut into blocks of kNormBlock elements from its start. The rank that owns a block sums
+// it in a fixed order, in double. Every rank then adds the sums of all blocks in their order.
 //
 //   std::vector<double> sums(norm_blocks(n));
 //   const bool finite = reduce_with_norms(gradient, out, n, sums.data());

@@ -123,7 +123,7 @@ c10::Device device_of(const std::string& device);
 //   place(*model, balanced_device_map(model->config(), {"cuda:0", "cuda:1"}));
 //
 // Call it before optimizers are made; adapters may be added before or after. A later
-// model.to(device) does not move the parts. UsageError for a map of another model.
+// model.to(device) does not move the parts. Throws UsageError for a map of another model.
 void place(CausalLm& model, const DeviceMap& map);
 
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],

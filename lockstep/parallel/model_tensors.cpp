@@ -222,7 +222,8 @@ void ChangeDetector::accept() {
 
 namespace {
 
-// named_parameters() would copy them with their names, in every pass.
+// Reads a module's own parameters in place: named_parameters() copies tensors and names, and this
+// runs in every pass.
 struct OwnParameters : torch::nn::Module {
   static const auto& of(const torch::nn::Module& module) {
     return module.*(&OwnParameters::parameters_);

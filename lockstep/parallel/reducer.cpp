@@ -689,7 +689,7 @@ at::Tensor Reducer::watch(at::Tensor output) {
   if (impl_->passive_ || !torch::GradMode::is_enabled() || !output.defined() ||
       !output.is_floating_point())
     return output;
-  // New parameters have no hooks, and this backward may reach no others.
+  // A backward that reaches only new parameters runs none of our hooks: look for them here.
   if (!impl_->options_.find_unused_parameters && impl_->change_.new_parameters().empty())
     return output;
   return parallel::HookSet::watch(output, impl_->weak_from_this());

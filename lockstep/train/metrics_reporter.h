@@ -84,8 +84,8 @@ class MetricsReporter {
   RunControl& control_;
   std::unique_ptr<MetricsLog> file_;    // on rank 0
   std::unique_ptr<Progress> progress_;  // on rank 0
-  // This rank's sums of (losses, tokens, tokens with a finite loss, input tokens), float64 on the
-  // device. Without sequences a sample is a token.
+  // This rank's sums of four figures, float64 on the device: losses, tokens, tokens whose loss was
+  // finite, and input tokens. In data without sequences a sample counts as a token.
   at::Tensor since_log_;
   at::Tensor since_start_;
   at::Tensor skips_;          // those of Skips, float64 on the device

@@ -29,8 +29,8 @@ constexpr double kTreeStart_s = 4.4 * kMicro;
 // The share of the line rate that headers and acknowledgements leave; 24 of the 32 GB/s of PCIe 4.
 constexpr double kNetworkShare = 0.9;
 constexpr double kPcieShare = 0.75;
-// Without peer access each byte is written to the host's memory and read from there: half of that,
-// all GPUs of a node share the memory, and what one of the two copies takes is not hidden. Assumed.
+// Without peer access each byte is written to the host's memory and read from it again, so a link
+// has half its rate, and all GPUs of a node share that memory. This is assumed, not measured.
 constexpr double kThroughHost = 0.5;
 constexpr double kHostShared = 40 * kGiga;
 // Gbit/s of a port: from 1-gigabit Ethernet to InfiniBand XDR and 800-gigabit Ethernet.
