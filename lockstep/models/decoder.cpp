@@ -324,15 +324,18 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
     const nn::Fp8Input x(in.whole(), stream.amax);
     const Linear& first = in_.front();
     const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
-    if ((one || joined) && spec_.gated() && spec_.activation == Activation::kSilu) {
-      if (joined) {
-        nn::Fp8Input y = project_joined(in_, x, pass, /*gated=*/true);
-        y.values = in.release({y.values})[0];
-        return project_out(out_, y, pass, with_bias);
-      }
+    const bool swiglu = pass.fused && spec_.gated() && spec_.activation == Activation::kSilu;
+    if (swiglu && joined) {
+      nn::Fp8Input y = project_joined(in_, x, pass, /*gated=*/true);
+      y.values = in.release({y.values})[0];
+      return project_out(out_, y, pass, with_bias);
+    }
+    if (swiglu) {
       at::Tensor amax;
-      const at::Tensor both = in.release({project(first, x, pass)})[0];
-      const at::Tensor y = nn::swiglu(both, pass.amax_to(amax));
+      at::Tensor* const to = pass.amax_to(amax);
+      const std::vector<at::Tensor> parts = in.release(
+          one ? std::vector{project(first, x, pass)} : project_all(in_, spec_.in, x, pass));
+      const at::Tensor y = one ? nn::swiglu(parts[0], to) : nn::swiglu(parts[0], parts[1], to);
       return project_out(out_, {y, amax}, pass, with_bias);
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();

@@ -474,10 +474,7 @@ class ComposedLlama {
 
   at::Tensor activated(const at::Tensor& x) const {
     if (config_.fused_projections) return nn::swiglu(linear(x, {"mlp.gate_up_proj"}));
-    const at::Tensor both = linear(x, {"mlp.gate_proj", "mlp.up_proj"});
-    if (!lora_) return nn::swiglu(both);
-    const auto halves = both.chunk(2, -1);
-    return torch::silu(halves[0]) * halves[1];
+    return nn::swiglu(linear(x, {"mlp.gate_proj", "mlp.up_proj"}));
   }
 
   torch::OrderedDict<std::string, at::Tensor> parameters_;

@@ -2,6 +2,9 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <memory>
+#include <utility>
+
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
 #include "lockstep/nn/products.h"
@@ -12,60 +15,103 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// `dout` undefined: forward; otherwise the gradient of gate_up.
-at::Tensor run_swiglu(const at::Tensor& gate_up, const at::Tensor& dout, at::Tensor* amax) {
-  const std::int64_t width = gate_up.size(1) / 2;
-  const bool forward = !dout.defined();
-  if (const auto cuda = detail::OnCuda::with({gate_up, dout}); cuda && width % 8 == 0) {
-    const at::Tensor out =
-        at::empty({gate_up.size(0), forward ? width : 2 * width}, gate_up.options());
-    const auto& table = cuda->table();
-    cuda->check((forward ? table.swiglu_forward : table.swiglu_backward)(
-                    {.gate_up = detail::data(gate_up),
-                     .dout = detail::data(dout),
-                     .out = detail::mutable_data(out),
-                     .amax = detail::zeroed_amax(amax, out),
-                     .rows = gate_up.size(0),
-                     .width = static_cast<int>(width),
-                     .type = detail::type_of(gate_up)},
-                    cuda->stream()),
-                forward ? "swiglu" : "swiglu backward");
+// Gates and what they multiply, as matrices [rows, width]: two tensors, or the halves of one.
+struct GateUp {
+  explicit GateUp(at::Tensor both)
+      : whole(std::move(both)),
+        gate(whole.narrow(1, 0, whole.size(1) / 2)),
+        up(whole.narrow(1, whole.size(1) / 2, whole.size(1) / 2)) {}
+  GateUp(at::Tensor gates, at::Tensor ups) : gate(std::move(gates)), up(std::move(ups)) {}
+
+  GateUp empty_like() const {
+    return whole.defined() ? GateUp(at::empty_like(whole))
+                           : GateUp(at::empty_like(gate), at::empty_like(up));
+  }
+  // Null where the kernels do not apply.
+  std::unique_ptr<const detail::OnCuda> on_cuda(const at::Tensor& dout) const {
+    if (gate.size(1) % 8 != 0) return nullptr;
+    if (whole.defined()) return detail::OnCuda::with({whole, dout});
+    return detail::OnCuda::with({gate, up, dout});
+  }
+
+  at::Tensor whole{};  // undefined where they are two tensors
+  at::Tensor gate, up;
+};
+
+kernels::cuda::Swiglu arguments_of(const GateUp& in) {
+  return {.gate = detail::data(in.gate),
+          .up = detail::data(in.up),
+          .rows = in.gate.size(0),
+          .pitch = in.gate.stride(0),
+          .width = static_cast<int>(in.gate.size(1)),
+          .type = detail::type_of(in.gate)};
+}
+
+at::Tensor swiglu_forward(const GateUp& in, at::Tensor* amax) {
+  at::Tensor out;
+  if (const auto cuda = in.on_cuda({})) {
+    out = at::empty(in.gate.sizes(), in.gate.options());
+    kernels::cuda::Swiglu args = arguments_of(in);
+    args.out = detail::mutable_data(out);
+    args.amax = detail::zeroed_amax(amax, out);
+    cuda->check(cuda->table().swiglu_forward(args, cuda->stream()), "swiglu");
     return out;
   }
-  const auto type = detail::sum_type(gate_up);
-  const auto halves = gate_up.to(type).chunk(2, 1);
-  const at::Tensor silu = at::silu(halves[0]);
-  at::Tensor out;
-  if (forward) {
-    out = silu * halves[1];
-  } else {
-    const at::Tensor dy = dout.to(type);
-    out = at::cat({at::silu_backward(dy * halves[1], halves[0]), dy * silu}, 1);
-  }
-  out = out.to(gate_up.scalar_type());
+  const auto type = detail::sum_type(in.gate);
+  out = (at::silu(in.gate.to(type)) * in.up.to(type)).to(in.gate.scalar_type());
   if (amax != nullptr) *amax = detail::amax_of(out);
   return out;
 }
 
+GateUp swiglu_backward(const GateUp& in, const at::Tensor& dout, at::Tensor* amax) {
+  const GateUp to = in.empty_like();
+  if (const auto cuda = in.on_cuda(dout)) {
+    kernels::cuda::Swiglu args = arguments_of(in);
+    args.dout = detail::data(dout);
+    args.dgate = detail::mutable_data(to.gate);
+    args.dup = detail::mutable_data(to.up);
+    args.amax = detail::zeroed_amax(amax, to.gate);
+    cuda->check(cuda->table().swiglu_backward(args, cuda->stream()), "swiglu backward");
+    return to;
+  }
+  const auto type = detail::sum_type(in.gate);
+  const at::Tensor gate = in.gate.to(type), dy = dout.to(type);
+  to.gate.copy_(at::silu_backward(dy * in.up.to(type), gate));
+  to.up.copy_(dy * at::silu(gate));
+  if (amax != nullptr) *amax = at::maximum(detail::amax_of(to.gate), detail::amax_of(to.up));
+  return to;
+}
+
 class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up, at::Tensor* amax,
-                            const detail::GradientAmaxPtr& to) {
+  // `up`: or_none(), where `gate` has both.
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up,
+                            at::Tensor* amax, const detail::GradientAmaxPtr& to) {
     const detail::NoAutocast no_autocast;
-    ctx->save_for_backward({gate_up});
+    ctx->save_for_backward({gate, up});
     detail::save_gradient_amax(ctx, to);
-    auto shape = gate_up.sizes().vec();
-    shape.back() /= 2;
-    return run_swiglu(detail::flat(gate_up).contiguous(), {}, amax).view(shape);
+    const GateUp in = matrices(gate, detail::from_none(up));
+    auto shape = gate.sizes().vec();
+    shape.back() = in.gate.size(1);
+    return swiglu_forward(in, amax).view(shape);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const detail::NoAutocast no_autocast;
-    const at::Tensor gate_up = ctx->get_saved_variables()[0];
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor up = detail::from_none(saved[1]);
     const detail::GradientAmaxPtr to = detail::gradient_amax(ctx);
-    return {run_swiglu(detail::flat(gate_up).contiguous(), detail::flat(grads[0]).contiguous(),
-                       to ? &to->value : nullptr)
-                .view(gate_up.sizes()),
+    const GateUp result =
+        swiglu_backward(matrices(saved[0], up), detail::flat(grads[0]).contiguous(),
+                        to ? &to->value : nullptr);
+    const at::Tensor first = result.whole.defined() ? result.whole : result.gate;
+    return {first.view(saved[0].sizes()), up.defined() ? result.up.view(up.sizes()) : at::Tensor(),
             at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static GateUp matrices(const at::Tensor& gate, const at::Tensor& up) {
+    const at::Tensor first = detail::flat(gate).contiguous();
+    return up.defined() ? GateUp(first, detail::flat(up).contiguous()) : GateUp(first);
   }
 };
 
@@ -159,7 +205,14 @@ at::Tensor detail::swiglu(const at::Tensor& gate_up, at::Tensor* amax, const Gra
   detail::require(
       gate_up.defined() && gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0 && gate_up.size(-1) > 0,
       "swiglu", "the last dimension must have two halves", gate_up);
-  return SwigluFunction::apply(gate_up, amax, to);
+  return SwigluFunction::apply(gate_up, or_none({}), amax, to);
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up, at::Tensor* amax) {
+  detail::require(gate.defined() && up.defined() && gate.dim() > 0 && gate.sizes() == up.sizes() &&
+                      gate.scalar_type() == up.scalar_type(),
+                  "swiglu", "gate and up must have the same shape and type", gate, up);
+  return SwigluFunction::apply(gate, up, amax, detail::GradientAmaxPtr{});
 }
 
 void detail::save_gradient_amax(AutogradContext* ctx, const GradientAmaxPtr& amax) {

@@ -90,6 +90,8 @@ at::Tensor gelu_mlp(const at::Tensor& x, const at::Tensor& fc_weight, const at::
 
 // silu(gate) * up, where gate and up are the halves of the last dimension; `amax` as for the norms.
 at::Tensor swiglu(const at::Tensor& gate_up, at::Tensor* amax = nullptr);
+// The same of two tensors.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up, at::Tensor* amax = nullptr);
 
 struct LoraOptions {
   double scaling = 1;  // lora_alpha / r

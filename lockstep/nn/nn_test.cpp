@@ -399,6 +399,10 @@ TEST(Swiglu, EqualsSiluOfOneHalfTimesTheOther) {
               return Tensors{torch::silu(halves[0]) * halves[1]};
             },
             {random(shape(batch, 10), type)}, tolerance(type), "swiglu");
+      check([](auto& i) { return Tensors{nn::swiglu(i[0], i[1])}; },
+            [](auto& i) { return Tensors{torch::silu(i[0]) * i[1]}; },
+            {random(shape(batch, 5), type), random(shape(batch, 5), type)}, tolerance(type),
+            "swiglu of two tensors");
     }
   }
 }
@@ -687,6 +691,10 @@ TEST_F(Kernels, SwigluAndRope) {
                     return Tensors{torch::silu(halves[0]) * halves[1]};
                   },
                   {random({301, 2 * 8192}, type)}, tolerance(type), "swiglu");
+    check_kernels([](auto& i) { return Tensors{nn::swiglu(i[0], i[1])}; },
+                  [](auto& i) { return Tensors{torch::silu(i[0]) * i[1]}; },
+                  {random({301, 8192}, type), random({301, 8192}, type)}, tolerance(type),
+                  "swiglu of two tensors");
     for (const bool per_batch : {false, true}) {
       const auto angles =
           per_batch ? random({3, 65, 48}, at::kFloat) : random({65, 48}, at::kFloat);

@@ -200,6 +200,8 @@ TEST(Order, ARankThatIsElsewhereHoldsNobodyUp) {
             const bool sized = operation.name.find(" of ") == std::string::npos;
             for (const auto& [few, many] : kFewAndMany) {
               if (!sized && many != 0) continue;
+              // Rings of one chunk would pass it on in 700 turns of every rank.
+              if (form.ring_bytes != 0 && many > 100 * form.ring_bytes) continue;
               for (int odd = 0; odd < kRanks; ++odd) {
                 case_name = operation.name + ", " + std::to_string(few) + " and " +
                             std::to_string(many) + " bytes, rank " + std::to_string(odd) +

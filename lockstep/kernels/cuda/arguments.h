@@ -70,13 +70,18 @@ struct ColumnSum {
   Type type;
 };
 
-// out [rows, width] = silu(gate) up of gate_up [rows, 2 width], width a multiple of 8.
+// out [rows, width] = silu(gate) up, width a multiple of 8. Gate, up and their gradients are
+// matrices of their own, or the halves of one: `pitch` is what lies between their rows.
 struct Swiglu {
-  const void* gate_up;
-  const void* dout;     // only for backward
-  void* out;            // backward: the gradient of gate_up
-  std::uint32_t* amax;  // raised to the largest magnitude of out, as in Fp8Amax; or null
+  const void* gate;
+  const void* up;
+  void* out = nullptr;         // only for forward
+  const void* dout = nullptr;  // the others only for backward
+  void* dgate = nullptr;
+  void* dup = nullptr;
+  std::uint32_t* amax = nullptr;  // raised to the largest magnitude of what is written; or null
   std::int64_t rows;
+  std::int64_t pitch;  // in elements, a multiple of 8
   int width;
   Type type;
 };

@@ -28,11 +28,10 @@ __device__ __forceinline__ std::int64_t vector_of(const Swiglu& args) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(Swiglu args) {
   const std::int64_t vectors = args.width / 8, at = vector_of(args);
-  const std::int64_t row = at / vectors, i = at % vectors;
-  const T* const from = static_cast<const T*>(args.gate_up);
+  const std::int64_t from = at / vectors * (args.pitch / 8) + at % vectors;
   float gate[8], up[8];
-  unpack8(load8(from, row * 2 * vectors + i), gate);
-  unpack8(load8(from, row * 2 * vectors + vectors + i), up);
+  unpack8(load8(static_cast<const T*>(args.gate), from), gate);
+  unpack8(load8(static_cast<const T*>(args.up), from), up);
 #pragma unroll
   for (int k = 0; k < 8; ++k) up[k] *= gate[k] * sigmoid(gate[k]);
   const Vector8<T> out = pack8<T>(up);
@@ -43,12 +42,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(Swiglu args) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(Swiglu args) {
   const std::int64_t vectors = args.width / 8, at = vector_of(args);
-  const std::int64_t first = at / vectors * 2 * vectors + at % vectors;
-  const T* const from = static_cast<const T*>(args.gate_up);
-  T* const to = static_cast<T*>(args.out);
+  const std::int64_t from = at / vectors * (args.pitch / 8) + at % vectors;
   float gate[8], up[8], dout[8];
-  unpack8(load8(from, first), gate);
-  unpack8(load8(from, first + vectors), up);
+  unpack8(load8(static_cast<const T*>(args.gate), from), gate);
+  unpack8(load8(static_cast<const T*>(args.up), from), up);
   unpack8(load8(static_cast<const T*>(args.dout), at), dout);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
@@ -59,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(Swiglu args) 
     gate[k] = dgate;
   }
   const Vector8<T> dgate = pack8<T>(gate), dup = pack8<T>(up);
-  store8(to, first, dgate);
-  store8(to, first + vectors, dup);
+  store8(static_cast<T*>(args.dgate), from, dgate);
+  store8(static_cast<T*>(args.dup), from, dup);
   if (args.amax != nullptr) raise_amax<kThreads>(larger_of(larger_of(0, dgate), dup), args.amax);
 }
 
@@ -126,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t swiglu_forward(const Swiglu& args, cudaStream_t stream) {
-  if (args.width % 8 != 0) return cudaErrorInvalidValue;
+  if (args.width % 8 != 0 || args.pitch % 8 != 0) return cudaErrorInvalidValue;
   return with_type(args.type, [&](auto type) {
     swiglu_forward_kernel<decltype(type)>
         <<<blocks_for(args.rows * (args.width / 8)), kThreads, 0, stream>>>(args);
@@ -135,7 +132,7 @@ cudaError_t swiglu_forward(const Swiglu& args, cudaStream_t stream) {
 }
 
 cudaError_t swiglu_backward(const Swiglu& args, cudaStream_t stream) {
-  if (args.width % 8 != 0) return cudaErrorInvalidValue;
+  if (args.width % 8 != 0 || args.pitch % 8 != 0) return cudaErrorInvalidValue;
   return with_type(args.type, [&](auto type) {
     swiglu_backward_kernel<decltype(type)>
         <<<blocks_for(args.rows * (args.width / 8)), kThreads, 0, stream>>>(args);
