@@ -333,8 +333,8 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
     if (swiglu) {
       at::Tensor amax;
       at::Tensor* const to = pass.amax_to(amax);
-      const std::vector<at::Tensor> parts = in.release(
-          one ? std::vector{project(first, x, pass)} : project_all(in_, spec_.in, x, pass));
+      const std::vector<at::Tensor> parts = in.release(one ? std::vector{project(first, x, pass)}
+                                                           : project_all(in_, spec_.in, x, pass));
       const at::Tensor y = one ? nn::swiglu(parts[0], to) : nn::swiglu(parts[0], parts[1], to);
       return project_out(out_, {y, amax}, pass, with_bias);
     }

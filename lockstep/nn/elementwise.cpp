@@ -100,9 +100,8 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor up = detail::from_none(saved[1]);
     const detail::GradientAmaxPtr to = detail::gradient_amax(ctx);
-    const GateUp result =
-        swiglu_backward(matrices(saved[0], up), detail::flat(grads[0]).contiguous(),
-                        to ? &to->value : nullptr);
+    const GateUp result = swiglu_backward(
+        matrices(saved[0], up), detail::flat(grads[0]).contiguous(), to ? &to->value : nullptr);
     const at::Tensor first = result.whole.defined() ? result.whole : result.gate;
     return {first.view(saved[0].sizes()), up.defined() ? result.up.view(up.sizes()) : at::Tensor(),
             at::Tensor(), at::Tensor()};
