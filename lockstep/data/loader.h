@@ -8,6 +8,8 @@
 //   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
 //   for (int epoch = 0; epoch < 10; ++epoch)
 //     for (auto& batch : loader.epoch(epoch)) train_step(batch);   // set_epoch cannot be forgotten
+//
+// loader.windows(epoch, {.micro_batches = 4}) gives the batches of a step at a time (window.h).
 #pragma once
 
 #include <chrono>
@@ -27,6 +29,7 @@
 #include "lockstep/data/batch.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/sampler.h"
+#include "lockstep/data/window.h"
 
 namespace lockstep::data {
 
@@ -78,6 +81,7 @@ class SampleError : public Error {
 
 class Epoch;
 class Loader;
+class Windows;
 
 namespace detail {
 class LoaderImpl;
@@ -89,6 +93,31 @@ struct RankInfo {
   c10::Device device{c10::kCPU};
 };
 Loader make_loader(DatasetPtr dataset, RankInfo info, LoaderOptions options);
+
+// An iterator over a range that makes one item after the other and holds the present one.
+template <typename Range, typename Item>
+class RangeIterator {
+ public:
+  using iterator_category = std::input_iterator_tag;
+  using value_type = Item;
+  using difference_type = std::ptrdiff_t;
+  using pointer = Item*;
+  using reference = Item&;
+
+  explicit RangeIterator(Range* range) : range_(range) { ++*this; }
+  Item& operator*() const { return *range_->current_; }
+  Item* operator->() const { return &*range_->current_; }
+  RangeIterator& operator++() {
+    range_->current_.reset();  // the next one may take its memory
+    range_->current_ = range_->next();
+    return *this;
+  }
+  void operator++(int) { ++*this; }
+  bool operator==(std::default_sentinel_t) const { return !range_->current_; }
+
+ private:
+  Range* range_;
+};
 }  // namespace detail
 
 // Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Cheap to
@@ -104,6 +133,10 @@ class Loader {
   // The batches of one epoch, from the loaded state's cursor if there is one, else from its start.
   // One epoch at a time: asking for another ends the one before.
   Epoch epoch(std::int64_t epoch);
+  // The same batches, in the windows of optimizer steps. The ranks of the world that loader() was
+  // given add up their tokens when a window is taken; of a rank's own loader (World{}) they weigh by
+  // themselves.
+  Windows windows(std::int64_t epoch, const WindowOptions& options = {});
 
   // The number of batches in a whole epoch: equal on every rank (with evaluation: the maximum).
   std::int64_t batches_per_epoch() const;
@@ -129,27 +162,7 @@ class Loader {
 // A range over one epoch. Leaving the loop in any way ends it.
 class Epoch {
  public:
-  class Iterator {
-   public:
-    using iterator_category = std::input_iterator_tag;
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using pointer = Batch*;
-    using reference = Batch&;
-
-    explicit Iterator(Epoch* epoch) : epoch_(epoch) { ++*this; }
-    Batch& operator*() const { return *epoch_->current_; }
-    Batch* operator->() const { return &*epoch_->current_; }
-    Iterator& operator++() {
-      epoch_->current_ = epoch_->next();
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    bool operator==(std::default_sentinel_t) const { return !epoch_->current_; }
-
-   private:
-    Epoch* epoch_;
-  };
+  using Iterator = detail::RangeIterator<Epoch, Batch>;
 
   Epoch(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket)
       : impl_(std::move(impl)), ticket_(ticket) {}
@@ -165,9 +178,31 @@ class Epoch {
   std::default_sentinel_t end() const { return {}; }
 
  private:
+  friend Iterator;
   std::shared_ptr<detail::LoaderImpl> impl_;  // a loop over a temporary loader is right too
   std::uint64_t ticket_;
   std::optional<Batch> current_{};
+};
+
+// A range over the windows of one epoch, which Loader::windows() makes; otherwise as Epoch.
+class Windows {
+ public:
+  using Iterator = detail::RangeIterator<Windows, Window>;
+
+  Windows(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket, WindowOptions options)
+      : impl_(impl), epoch_(std::move(impl), ticket), options_(options) {}
+
+  std::optional<Window> next();
+
+  Iterator begin() { return Iterator(this); }
+  std::default_sentinel_t end() const { return {}; }
+
+ private:
+  friend Iterator;
+  std::shared_ptr<detail::LoaderImpl> impl_;
+  Epoch epoch_;
+  WindowOptions options_;
+  std::optional<Window> current_{};
 };
 
 // With options.check_ranks every rank must call it, and UsageError names the rank that differs. A
