@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/deadline.h"

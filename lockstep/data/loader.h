@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -93,31 +92,6 @@ struct RankInfo {
   c10::Device device{c10::kCPU};
 };
 Loader make_loader(DatasetPtr dataset, RankInfo info, LoaderOptions options);
-
-// An iterator over a range that makes one item after the other and holds the present one.
-template <typename Range, typename Item>
-class RangeIterator {
- public:
-  using iterator_category = std::input_iterator_tag;
-  using value_type = Item;
-  using difference_type = std::ptrdiff_t;
-  using pointer = Item*;
-  using reference = Item&;
-
-  explicit RangeIterator(Range* range) : range_(range) { ++*this; }
-  Item& operator*() const { return *range_->current_; }
-  Item* operator->() const { return &*range_->current_; }
-  RangeIterator& operator++() {
-    range_->current_.reset();  // the next one may take its memory
-    range_->current_ = range_->next();
-    return *this;
-  }
-  void operator++(int) { ++*this; }
-  bool operator==(std::default_sentinel_t) const { return !range_->current_; }
-
- private:
-  Range* range_;
-};
 }  // namespace detail
 
 // Made by loader(). Used by one thread at a time; owns its workers and shares the dataset. Cheap to
@@ -134,8 +108,7 @@ class Loader {
   // One epoch at a time: asking for another ends the one before.
   Epoch epoch(std::int64_t epoch);
   // The same batches, in the windows of optimizer steps. The ranks of the world that loader() was
-  // given add up their tokens when a window is taken; of a rank's own loader (World{}) they weigh by
-  // themselves.
+  // given add up their tokens when a window is taken.
   Windows windows(std::int64_t epoch, const WindowOptions& options = {});
 
   // The number of batches in a whole epoch: equal on every rank (with evaluation: the maximum).

@@ -655,7 +655,7 @@ TEST(Loader, WindowsDivideAnEpochAndContinueInIt) {
           EXPECT_EQ(micro.last, &micro == &window[window.size() - 1]);
         }
       }
-      EXPECT_THAT(sizes, ElementsAre(4, 4, 2));
+      EXPECT_THAT(sizes, ElementsAre(4u, 4u, 2u));
       EXPECT_EQ(got, epoch_of(batches, epoch));
     }
     SamplerState state;

@@ -21,6 +21,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "lockstep/comm/world.h"
@@ -76,5 +77,32 @@ class Window {
   std::vector<MicroBatch> micro_batches_;
   std::int64_t tokens_ = 0;
 };
+
+namespace detail {
+// An iterator over a range that makes one item after the other and holds the present one.
+template <typename Range, typename Item>
+class RangeIterator {
+ public:
+  using iterator_category = std::input_iterator_tag;
+  using value_type = Item;
+  using difference_type = std::ptrdiff_t;
+  using pointer = Item*;
+  using reference = Item&;
+
+  explicit RangeIterator(Range* range) : range_(range) { ++*this; }
+  Item& operator*() const { return *range_->current_; }
+  Item* operator->() const { return &*range_->current_; }
+  RangeIterator& operator++() {
+    range_->current_.reset();  // the next one may take its memory
+    range_->current_ = range_->next();
+    return *this;
+  }
+  void operator++(int) { ++*this; }
+  bool operator==(std::default_sentinel_t) const { return !range_->current_; }
+
+ private:
+  Range* range_;
+};
+}  // namespace detail
 
 }  // namespace lockstep::data

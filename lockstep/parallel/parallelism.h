@@ -112,8 +112,8 @@ class Parallelism {
   }
 };
 
-// The passes of a window (data::Window), which must outlive them: forward(micro) returns the loss of
-// a micro-batch, or what a stage of the model returns.
+// The passes of a window (data::Window), which must outlive them. forward(micro) returns the loss
+// of a micro-batch, or what a stage of the model returns.
 //
 //   parallelism.run_window(passes_of(window, [&](const data::Batch& b) { return loss_of(b); }));
 template <typename Window, typename Forward>
