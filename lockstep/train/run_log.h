@@ -75,8 +75,8 @@ class RunLog {
   // Call it after `step` optimizer steps. The launcher and the page count by `step`: if nothing
   // else counts (one rank that calls loss.backward()), the loop has taken the steps since the last
   // call. A step lower than before is a repetition: later lines are moved to
-  // metrics.superseded.jsonl. "epoch" among the values becomes the line's epoch. UsageError for a tensor with several
-  // elements and for a name that is empty or "step".
+  // metrics.superseded.jsonl. "epoch" among the values becomes the line's epoch. UsageError for a
+  // tensor with several elements and for a name that is empty or "step".
   void log(const LogValues& values, std::int64_t step);
   // Logs at the step that the launcher counted last, at the end of a synchronised backward.
   // UsageError if none was counted.
