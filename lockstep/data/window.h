@@ -55,9 +55,9 @@ struct WindowOptions {
 //   Window window({first, second}, world);
 //
 // `ranks` are those that see different samples, whose gradients are averaged. Unless weights are
-// kOwnCounts, all of them call it for every step, so it is not for the inside of join(). Where ranks
-// compute each micro-batch together (FullyShard, SyncBatchNorm), they give equally many batches. A
-// rank without data gives one without tokens.
+// kOwnCounts, all of them call it for every step, so it is not for the inside of join(). Where
+// ranks compute each micro-batch together (FullyShard, SyncBatchNorm), they give equally many
+// batches. A rank without data gives one without tokens.
 //
 // A batch without tokens gets zeros as targets and the weight 0: its loss and derivatives are
 // numbers then, which add nothing, and its backward runs, for which other ranks may wait.
