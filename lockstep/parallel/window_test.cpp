@@ -178,8 +178,7 @@ TEST(Window, AMeanOverNothingAddsNothing) {
   DistributedDataParallel model{make_net(), World()};
   World alone;
   EXPECT_EQ(run_window(model, alone, Window({samples(40, 4, true)}), masked_mean), 0);
-  for (const at::Tensor& p : model.parameters())
-    EXPECT_TENSOR_NEAR(p.grad(), at::zeros_like(p), 0);
+  for (const at::Tensor& p : model.parameters()) EXPECT_TENSOR_NEAR(p.grad(), at::zeros_like(p), 0);
 }
 
 // Rank 0 has micro-batches of 3 and 1, rank 1 of 2 and 6 (or none): the derivatives 1 and 5 of rank
