@@ -10,13 +10,13 @@
 #include "lockstep/data/dataset.h"                // IWYU pragma: export
 #include "lockstep/data/loader.h"                 // IWYU pragma: export
 #include "lockstep/data/sampler.h"                // IWYU pragma: export
+#include "lockstep/data/window.h"                 // IWYU pragma: export
 #include "lockstep/optim/algorithms.h"            // IWYU pragma: export
 #include "lockstep/optim/amp.h"                   // IWYU pragma: export
 #include "lockstep/optim/clip.h"                  // IWYU pragma: export
 #include "lockstep/optim/determinism.h"           // IWYU pragma: export
 #include "lockstep/optim/optimizer.h"             // IWYU pragma: export
 #include "lockstep/optim/schedule.h"              // IWYU pragma: export
-#include "lockstep/parallel/accumulation.h"       // IWYU pragma: export
 #include "lockstep/parallel/ddp.h"                // IWYU pragma: export
 #include "lockstep/parallel/sharded_optimizer.h"  // IWYU pragma: export
 #include "lockstep/run.h"                         // IWYU pragma: export

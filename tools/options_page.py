@@ -20,7 +20,7 @@ import tree  # noqa: E402  pylint: disable=wrong-import-position
 PAGE = "docs/options.md"
 KEYS = "docs/configuration.md"
 # What a caller fills in, besides structs that are called ...Options.
-OTHERS = {"TrainingArguments", "CheckpointParts", "TrainerTask", "MicroBatch", "LoraConfig",
+OTHERS = {"TrainingArguments", "CheckpointParts", "TrainerTask", "LoraConfig",
           "GptConfig", "LlamaConfig", "MlpConfig", "ResNetConfig", "Fp8Recipe"}
 
 HEAD = """# Options

@@ -32,10 +32,8 @@ data::DatasetPtr make_dataset() {
       x, x.matmul(torch::randn({kFeatures, kClasses})).argmax(1));
 }
 
-// The loss is the mean over all samples of the step, on all ranks.
-void report(const lockstep::World& world, std::int64_t step, const at::Tensor& loss) {
-  if (world.is_leader())
-    std::printf("step %lld: loss %.4f\n", static_cast<long long>(step), loss.item<double>());
+void report(const lockstep::World& world, std::int64_t step, double loss) {
+  if (world.is_leader()) std::printf("step %lld: loss %.4f\n", static_cast<long long>(step), loss);
 }
 
 int train(lockstep::World& world, const Flags& flags) {
@@ -49,12 +47,9 @@ int train(lockstep::World& world, const Flags& flags) {
   optim::AdamW optimizer{model, {.lr = kLr}};
   auto loader = data::loader(
       dataset, world, {.batch_size = kBatch, .shuffle = true, .seed = kSeed, .num_workers = 1});
-  lockstep::Accumulation accumulation{model, {.steps = kAccumulate, .expected_count = kBatch}};
 
-  lockstep::CheckpointParts parts{.module = net.get(),
-                                  .optimizer = &optimizer,
-                                  .loader = &loader,
-                                  .accumulation = accumulation.steps()};
+  lockstep::CheckpointParts parts{
+      .module = net.get(), .optimizer = &optimizer, .loader = &loader, .accumulation = kAccumulate};
   std::int64_t step = 0, epoch = 0;
   if (const auto resumed = lockstep::resume(flags.output_dir, world, parts)) {
     step = resumed->step;
@@ -69,28 +64,33 @@ int train(lockstep::World& world, const Flags& flags) {
   lockstep::RunLog run_log{flags.output_dir, world, {.total_steps = step + left}};
   lockstep::StopRequest stop{world};
   for (; epoch < flags.epochs; ++epoch) {
-    accumulation.begin_epoch(loader.batches_left(epoch));
-    for (auto& batch : loader.epoch(epoch)) {
-      at::Tensor loss;
-      {
-        const optim::Autocast autocast{world.device(), at::kBFloat16};
-        loss = torch::cross_entropy_loss(model(batch.data), batch.target);
+    for (auto& window : loader.windows(epoch, {.micro_batches = kAccumulate})) {
+      at::Tensor mean = torch::zeros({}, world.device());  // this rank's share of the mean loss
+      for (auto& micro : window) {
+        at::Tensor loss;
+        {
+          const optim::Autocast autocast{world.device(), at::kBFloat16};
+          loss = torch::cross_entropy_loss(model(micro.data), micro.target);
+        }
+        loss = loss * micro.weight;
+        model.backward(loss, micro.last);
+        mean += loss.detach();
       }
-      if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
 
       optimizer.set_lr(kLr * schedule.factor(step));
       const optim::StepResult result = optimizer.step({.max_grad_norm = 1.0});
       optimizer.zero_grad();
       ++step;
 
-      if (step % kLogEvery == 0)
-        run_log.log({{"loss", accumulation.last_window().loss},
-                     {"learning_rate", optimizer.lr()},
-                     {"grad_norm", result.grad_norm}},
-                    step);
       const bool stopping = stop.received();  // on all ranks, or on none
+      const bool logging = step % kLogEvery == 0;
+      if (logging || stopping) world.all_reduce(mean, lockstep::ReduceOp::kAvg).wait();
+      if (logging)
+        run_log.log(
+            {{"loss", mean}, {"learning_rate", optimizer.lr()}, {"grad_norm", result.grad_norm}},
+            step);
       if (stopping || step % kSaveEvery == 0) {
-        report(world, step, accumulation.last_window().loss);
+        report(world, step, mean.item<double>());
         lockstep::save_checkpoint(flags.output_dir, world, parts,
                                   {.step = step, .save_total_limit = 2});
       }

@@ -40,7 +40,6 @@ void train(lockstep::World& world) {
   const auto model = std::make_shared<lockstep::FullyShard>(*net, mesh);
   const optim::AdamWOptions adamw{.lr = 3e-3};
   const auto optimizer = model->make_optimizer({{net->parameters(), adamw}});
-  lockstep::Accumulation accumulation(model, net->parameters(), {.steps = kAccumulate});
   auto loader = data::loader(train_data, mesh.batch(),
                              {.batch_size = kBatch, .shuffle = true, .seed = kSeed});
   auto eval_loader =
@@ -60,9 +59,8 @@ void train(lockstep::World& world) {
     return lockstep::all_reduce(mesh.batch(), sum / batches, lockstep::ReduceOp::kAvg);
   };
   for (std::int64_t epoch = 0; epoch < kEpochs; ++epoch) {
-    accumulation.begin_epoch(loader.batches_left(epoch));
-    for (auto& batch : loader.epoch(epoch)) {
-      if (!accumulation.backward(loss_of(batch), {.count = batch.tokens})) continue;
+    for (auto& window : loader.windows(epoch, {.micro_batches = kAccumulate})) {
+      for (auto& micro : window) model->backward(loss_of(micro) * micro.weight, micro.last);
       optimizer->step({.max_grad_norm = 1.0});
       optimizer->zero_grad();
     }

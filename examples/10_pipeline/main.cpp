@@ -35,7 +35,6 @@ void train(lockstep::World& world) {
   const auto model = std::make_shared<lockstep::Pipeline>(*net, mesh);  // the schedule is 1F1B
   const optim::AdamWOptions adamw{.lr = 3e-3};
   const auto optimizer = model->make_optimizer({{net->parameters(), adamw}});
-  lockstep::Accumulation accumulation(model, net->parameters(), {.steps = kMicroBatches});
   // Ranks of one pipeline see the same samples.
   auto loader = data::loader(train_data, mesh.batch(),
                              {.batch_size = kBatch, .shuffle = true, .seed = kSeed});
@@ -43,25 +42,23 @@ void train(lockstep::World& world) {
       data::loader(eval_data, mesh.batch(), {.batch_size = kBatch, .evaluation = true});
 
   // Called for each stage of this rank: the last one returns the loss, others what the next takes.
-  const auto pass_of = [&](const data::Batch& batch) {
-    return [net, batch, device = world.device()]() mutable {
-      const optim::Autocast autocast{device, at::kBFloat16};
-      return net->loss(batch.data, batch.target);
-    };
+  const auto loss_of = [&](const data::Batch& batch) {
+    const optim::Autocast autocast{world.device(), at::kBFloat16};
+    return net->loss(batch.data, batch.target);
   };
   const auto evaluate = [&] {
     const torch::NoGradGuard no_grad;
     std::vector<lockstep::Parallelism::Pass> passes;
-    for (auto& batch : eval_loader.epoch(0)) passes.push_back({pass_of(batch), {}});
+    for (auto& batch : eval_loader.epoch(0))
+      passes.push_back({.forward = [&loss_of, batch] { return loss_of(batch); }, .weigh = {}});
     // On every rank; without gradients there is no backward.
     const at::Tensor losses = at::stack(model->run_window(passes));
     return lockstep::all_reduce(mesh.batch(), losses.mean().item<double>(),
                                 lockstep::ReduceOp::kAvg);
   };
   for (std::int64_t epoch = 0; epoch < kEpochs; ++epoch) {
-    accumulation.begin_epoch(loader.batches_left(epoch));
-    for (auto& batch : loader.epoch(epoch)) {
-      if (!accumulation.backward(pass_of(batch), {.count = batch.tokens})) continue;
+    for (auto& window : loader.windows(epoch, {.micro_batches = kMicroBatches})) {
+      model->run_window(lockstep::passes_of(window, loss_of));
       optimizer->step({.max_grad_norm = 1.0});
       optimizer->zero_grad();
     }

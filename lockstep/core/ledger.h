@@ -77,8 +77,9 @@ std::int64_t step() noexcept;  // the last step that ended; -1: not known
 // For a resumed run: the next step that is counted is the one after this. Counts no step as ended;
 // a negative number does nothing.
 void continue_at(std::int64_t step) noexcept;
-// `step` steps have been taken in all. If nothing else counts them (one rank without Accumulation),
-// all steps since the last reported one have ended; otherwise only the number is corrected.
+// `step` steps have been taken in all. If nothing else counts them (a rank alone that
+// calls loss.backward()), all steps since the last reported one have ended; otherwise only the
+// number is corrected.
 void reach_step(std::int64_t step) noexcept;
 
 // The run's output folder, for the launcher. An absolute path; one that does not fit (4 KiB) is not

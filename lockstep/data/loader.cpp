@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/deadline.h"
@@ -224,8 +225,11 @@ void hand_over(Loaded& loaded, c10::Device device) {
 // Used by one thread.
 class LoaderImpl {
  public:
-  LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options)
-      : dataset_(std::move(dataset)), info_(info), options_(std::move(options)) {
+  LoaderImpl(DatasetPtr dataset, RankInfo info, LoaderOptions options, World world = {})
+      : dataset_(std::move(dataset)),
+        info_(info),
+        options_(std::move(options)),
+        world_(std::move(world)) {
     if (dataset_ == nullptr) throw UsageError("loader", "there is no dataset (nullptr).");
     check_options(options_);
     sampler_ = options_.sampler;
@@ -360,6 +364,7 @@ class LoaderImpl {
 
   const LoaderOptions& options() const { return options_; }
   const RankInfo& info() const { return info_; }
+  const World& world() const { return world_; }
   std::int64_t dataset_size() const { return dataset_->size(); }
   std::int64_t order_sum(std::int64_t epoch) const {
     return order_checksum(sampler_->order(epoch));
@@ -403,6 +408,7 @@ class LoaderImpl {
   DatasetPtr dataset_;
   RankInfo info_;
   LoaderOptions options_;
+  World world_;  // over which windows count
   SamplerPtr sampler_;
   std::shared_ptr<const BatchMaker> maker_;
   std::unique_ptr<Prefetcher> prefetcher_;
@@ -460,6 +466,18 @@ Epoch Loader::epoch(std::int64_t epoch) {
   return Epoch(impl_, impl_->open(epoch));
 }
 
+Windows Loader::windows(std::int64_t epoch, const WindowOptions& options) {
+  if (options.micro_batches < 1)
+    throw UsageError("loader", "micro_batches is {}, and must be 1 or more.",
+                     options.micro_batches);
+  if (impl_->options().evaluation && impl_->world().size() > 1 &&
+      options.weights == WindowWeights::kCounts)
+    throw UsageError("loader",
+                     "ranks of an evaluation may differ by a batch, and would wait for each other "
+                     "to count a window. Use WindowWeights::kOwnCounts, or epoch().");
+  return Windows(impl_, impl_->open(epoch), options);
+}
+
 std::int64_t Loader::batches_per_epoch() const {
   return impl_->batches(0, 0);
 }
@@ -500,12 +518,24 @@ std::optional<Batch> Epoch::next() {
   return impl_->next(ticket_);
 }
 
+std::optional<Window> Windows::next() {
+  std::vector<Batch> batches;
+  do {
+    std::optional<Batch> batch = epoch_.next();
+    if (!batch) return std::nullopt;  // as the first one
+    batches.push_back(std::move(*batch));
+  } while (std::ssize(batches) < options_.micro_batches &&
+           impl_->batches_left(impl_->state().epoch) > 0);
+  return Window(std::move(batches), impl_->world(), options_.weights);
+}
+
 Loader loader(DatasetPtr dataset, World world, LoaderOptions options) {
   const detail::RankInfo info{world.rank(), world.size(), options.device.value_or(world.device())};
   const bool check = options.check_ranks && world.size() > 1;
   std::shared_ptr<detail::LoaderImpl> impl;
   const auto make = [&] {
-    impl = std::make_shared<detail::LoaderImpl>(std::move(dataset), info, std::move(options));
+    impl =
+        std::make_shared<detail::LoaderImpl>(std::move(dataset), info, std::move(options), world);
     return check ? detail::description(*impl) : std::string();
   };
   if (!check) return make(), Loader(std::move(impl));

@@ -8,6 +8,8 @@
 //   auto loader = data::loader(dataset, world, {.batch_size = 32, .shuffle = true});
 //   for (int epoch = 0; epoch < 10; ++epoch)
 //     for (auto& batch : loader.epoch(epoch)) train_step(batch);   // set_epoch cannot be forgotten
+//
+// loader.windows(epoch, {.micro_batches = 4}) gives the batches of a step at a time (window.h).
 #pragma once
 
 #include <chrono>
@@ -15,7 +17,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,6 +28,7 @@
 #include "lockstep/data/batch.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/sampler.h"
+#include "lockstep/data/window.h"
 
 namespace lockstep::data {
 
@@ -78,6 +80,7 @@ class SampleError : public Error {
 
 class Epoch;
 class Loader;
+class Windows;
 
 namespace detail {
 class LoaderImpl;
@@ -104,6 +107,9 @@ class Loader {
   // The batches of one epoch, from the loaded state's cursor if there is one, else from its start.
   // One epoch at a time: asking for another ends the one before.
   Epoch epoch(std::int64_t epoch);
+  // The same batches, in the windows of optimizer steps. The ranks of the world that loader() was
+  // given add up their tokens when a window is taken.
+  Windows windows(std::int64_t epoch, const WindowOptions& options = {});
 
   // The number of batches in a whole epoch: equal on every rank (with evaluation: the maximum).
   std::int64_t batches_per_epoch() const;
@@ -129,27 +135,7 @@ class Loader {
 // A range over one epoch. Leaving the loop in any way ends it.
 class Epoch {
  public:
-  class Iterator {
-   public:
-    using iterator_category = std::input_iterator_tag;
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using pointer = Batch*;
-    using reference = Batch&;
-
-    explicit Iterator(Epoch* epoch) : epoch_(epoch) { ++*this; }
-    Batch& operator*() const { return *epoch_->current_; }
-    Batch* operator->() const { return &*epoch_->current_; }
-    Iterator& operator++() {
-      epoch_->current_ = epoch_->next();
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    bool operator==(std::default_sentinel_t) const { return !epoch_->current_; }
-
-   private:
-    Epoch* epoch_;
-  };
+  using Iterator = detail::RangeIterator<Epoch, Batch>;
 
   Epoch(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket)
       : impl_(std::move(impl)), ticket_(ticket) {}
@@ -165,9 +151,31 @@ class Epoch {
   std::default_sentinel_t end() const { return {}; }
 
  private:
+  friend Iterator;
   std::shared_ptr<detail::LoaderImpl> impl_;  // a loop over a temporary loader is right too
   std::uint64_t ticket_;
   std::optional<Batch> current_{};
+};
+
+// A range over the windows of one epoch, which Loader::windows() makes; otherwise as Epoch.
+class Windows {
+ public:
+  using Iterator = detail::RangeIterator<Windows, Window>;
+
+  Windows(std::shared_ptr<detail::LoaderImpl> impl, std::uint64_t ticket, WindowOptions options)
+      : impl_(impl), epoch_(std::move(impl), ticket), options_(options) {}
+
+  std::optional<Window> next();
+
+  Iterator begin() { return Iterator(this); }
+  std::default_sentinel_t end() const { return {}; }
+
+ private:
+  friend Iterator;
+  std::shared_ptr<detail::LoaderImpl> impl_;
+  Epoch epoch_;
+  WindowOptions options_;
+  std::optional<Window> current_{};
 };
 
 // With options.check_ranks every rank must call it, and UsageError names the rank that differs. A

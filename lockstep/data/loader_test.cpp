@@ -637,6 +637,62 @@ TEST(Loader, RanksOfAWorldShareTheSamples) {
   });
 }
 
+// The last one is shorter, and the samples are those of epoch().
+TEST(Loader, WindowsDivideAnEpochAndContinueInIt) {
+  for (const int workers : {0, 2}) {
+    const auto make = [&] {
+      return loader(numbers(19), World{},
+                    {.batch_size = 2, .shuffle = true, .seed = 3, .num_workers = workers});
+    };
+    Loader batches = make(), windows = make();
+    for (const std::int64_t epoch : {0, 1}) {
+      std::vector<List> got;
+      std::vector<std::size_t> sizes;
+      for (auto& window : windows.windows(epoch, {.micro_batches = 4})) {
+        sizes.push_back(window.size());
+        for (auto& micro : window) {
+          got.push_back(numbers_of(micro));
+          EXPECT_EQ(micro.last, &micro == &window[window.size() - 1]);
+        }
+      }
+      EXPECT_THAT(sizes, ElementsAre(4u, 4u, 2u));
+      EXPECT_EQ(got, epoch_of(batches, epoch));
+    }
+    SamplerState state;
+    for (auto& window : windows.windows(2, {.micro_batches = 4})) {
+      EXPECT_EQ(window.tokens(), 8);
+      state = windows.state();
+      break;
+    }
+    Loader resumed = make();
+    resumed.load_state(state);
+    std::vector<std::int64_t> tokens;
+    for (const auto& window : resumed.windows(2, {.micro_batches = 4}))
+      tokens.push_back(window.tokens());
+    EXPECT_THAT(tokens, ElementsAre(8, 3));
+    EXPECT_EQ(resumed.state().cursor, 19);
+  }
+}
+
+// Each rank has batches of 2 and 1 samples, of the 6 that both have.
+TEST(Loader, WindowsAddUpTokensOverRanks) {
+  testing::run_threads(2, [](World& world) {
+    Loader some = loader(numbers(6), world, {.batch_size = 2});
+    const auto weights = [&](WindowWeights by) {
+      std::vector<double> all;
+      for (auto& window : some.windows(0, {.micro_batches = 4, .weights = by}))
+        for (auto& micro : window) all.push_back(micro.weight.item<double>());
+      return all;
+    };
+    EXPECT_THAT(weights(WindowWeights::kCounts), ElementsAre(4.0 / 6, 2.0 / 6));
+    EXPECT_THAT(weights(WindowWeights::kOwnCounts), ElementsAre(2.0 / 3, 1.0 / 3));
+    EXPECT_THAT(message_of<UsageError>([&] { some.windows(0, {.micro_batches = 0}); }),
+                HasSubstr("micro_batches is 0"));
+    Loader odd = loader(numbers(5), world, {.evaluation = true});
+    EXPECT_THAT(message_of<UsageError>([&] { odd.windows(0); }), HasSubstr("kOwnCounts"));
+  });
+}
+
 // Workers hide loading behind the step. The goal (1 % and a p99 of 1 ms, over 1 000 steps) is that
 // of `lockstep bench loader`, on a quiet machine; here one of twenty short runs must come near.
 TEST(Loader, LoadingIsHiddenBehindTheStep) {

@@ -264,8 +264,9 @@ std::optional<Finding> accumulation_synchronises(const View& view) {
                               "takes {:.0f} % of the time.",
                               synchronised / updates, 100 * communication),
       .remedy =
-          "open model.no_sync() before the backward passes that do not end a window, or let "
-          "lockstep::Accumulation do it (gradient_accumulation_steps of the Trainer).",
+          "open model.no_sync() before the backward passes that do not end a step, or take windows "
+          "of the loader and call model.backward(loss, micro.last) (gradient_accumulation_steps of "
+          "the Trainer).",
       .gain = communication * (1 - updates / synchronised)};
 }
 

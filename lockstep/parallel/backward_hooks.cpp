@@ -281,37 +281,4 @@ void PassEnd::forget() {
   unseen_ = 0;
 }
 
-namespace {
-
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-
-struct OnlyFinite : torch::autograd::FunctionPostHook {
-  variable_list operator()(const variable_list& gradients, const variable_list&) override {
-    variable_list finite = gradients;
-    for (at::Tensor& g : finite)
-      if (g.defined()) g = at::nan_to_num(g, 0.0, 0.0, 0.0);
-    return finite;
-  }
-};
-
-}  // namespace
-
-FiniteBackward::FiniteBackward(const at::Tensor& loss) {
-  std::unordered_set<const Node*> seen;
-  std::vector<std::shared_ptr<Node>> open{loss.grad_fn()};
-  while (!open.empty()) {
-    const std::shared_ptr<Node> node = std::move(open.back());
-    open.pop_back();
-    // An accumulator has no next edges, and the gradients that reach it are finite already.
-    if (!node || node->num_outputs() == 0 || !seen.insert(node.get()).second) continue;
-    for (const auto& edge : node->next_edges()) open.push_back(edge.function);
-    hooks_.emplace_back(node, node->add_post_hook(std::make_unique<OnlyFinite>()));
-  }
-}
-
-FiniteBackward::~FiniteBackward() {
-  for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
-}
-
 }  // namespace lockstep::parallel

@@ -1,5 +1,5 @@
 // Hooks in autograd's backward. HookSet and PassEnd tell a BackwardListener, which is a reducer,
-// about gradients and about the end of backward; FiniteBackward clears what is not finite.
+// about gradients and about the end of backward.
 //
 //   HookSet hooks(model, /*in_place=*/true);
 //   hooks.install(listener, forms);     // listener->on_gradient(i, ...) in every backward
@@ -132,26 +132,6 @@ class PassEnd {
   // Nodes whose run shows that an outer backward continues, and how many of those are expected.
   std::vector<OuterNode> nodes_;
   std::atomic<int> unseen_{0};
-};
-
-// While it lives, a backward from the loss replaces gradients that are not finite with zero.
-//
-//   const FiniteBackward finite(loss);      // a mean over nothing, times zero
-//   loss.backward();
-//
-// A mean over nothing is 0 / 0, and zero times its derivative is nan. Deeper in the graph the
-// derivative of no elements is zero again, but the graph must be walked to its end: its collectives
-// wait for every rank, and a SyncBatchNorm brings gradients of other ranks' losses, which are not
-// zero. One thread.
-class FiniteBackward {
- public:
-  explicit FiniteBackward(const at::Tensor& loss);
-  ~FiniteBackward();
-  FiniteBackward(const FiniteBackward&) = delete;
-  FiniteBackward& operator=(const FiniteBackward&) = delete;
-
- private:
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;
 };
 
 }  // namespace lockstep::parallel

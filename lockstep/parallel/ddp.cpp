@@ -57,6 +57,8 @@ void DataParallel::backward(const at::Tensor& loss, bool last) {
   std::optional<NoSync> local;
   if (!last) local.emplace(reducer_);
   loss.backward();
+  // A reducer of one rank has no buckets, unless it is sharded, and sees no gradients.
+  if (mesh_.batch().size() == 1 && reducer_->bucket_count() == 0) count_passes(1, last);
 }
 
 std::shared_ptr<void> DataParallel::recording() {

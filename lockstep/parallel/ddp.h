@@ -4,6 +4,8 @@
 //   loss_of(model(batch.data)).backward();   // gradients are averaged while this runs
 //   optimizer.step();                   // every rank takes the same step
 //
+// Where several backward passes make a step, data::Window (lockstep/data/window.h) weighs them.
+//
 // Whether a backward synchronises is decided when backward runs, not in forward: calling the raw
 // module synchronises as well, and a no_sync() guard works wherever it is opened before backward().
 //
@@ -58,17 +60,12 @@ class DataParallel final : public Parallelism {
   void check_shardable() const override;
   at::Tensor watch(at::Tensor output) override { return reducer_->watch(std::move(output)); }
   void backward(const at::Tensor& loss, bool last) override;
-  bool scale_averages(double factor) override { return reducer_->scale_averages(factor); }
   void verify_parameters() override { reducer_->verify_parameters(); }
   void verify_buffers() override { reducer_->verify_buffers(); }
   std::string unavailable_for_capture() const override { return {}; }
   std::uint64_t layout() const override { return reducer_->layout(); }
   bool settled() const override { return reducer_->settled(); }
   std::shared_ptr<void> recording() override;
-  // A reducer of one rank has no buckets, unless it is sharded, and sees no gradients.
-  bool counts_passes() const override {
-    return mesh_.batch().size() > 1 || reducer_->bucket_count() > 0;
-  }
   void count_replayed(bool synchronised) override { reducer_->count_replayed(synchronised); }
 
  private:
@@ -142,6 +139,8 @@ class DistributedDataParallel {
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
 
+  // The same as loss.backward(), and without `last`, of several before a step, it stays local.
+  void backward(const at::Tensor& loss, bool last) { parallelism_->backward(loss, last); }
   // While the guard lives, backward accumulates locally. Guards nest.
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_ptr()); }
 
@@ -160,7 +159,7 @@ class DistributedDataParallel {
   void verify_replicas() { reducer().verify_replicas(); }
 
   const StepTiming& last_timing() const { return reducer_ptr()->last_timing(); }
-  // For Accumulation, CapturedStep and others that work with any Parallelism.
+  // For CapturedStep and others that work with any Parallelism.
   const std::shared_ptr<DataParallel>& parallelism() const { return parallelism_; }
   Reducer& reducer() { return *reducer_ptr(); }
   const std::shared_ptr<Reducer>& reducer_ptr() const { return parallelism_->reducer(); }

@@ -207,8 +207,6 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
-  pass_ranks_ = options_.reduce_every_backward ? &mesh_.world()  // copies meet in averages
-                                               : &mesh_.flatten({"shard", "pipeline", "tensor"});
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
   wait_for_ranks();
@@ -314,8 +312,8 @@ void FullyShardImpl::check_backward(const std::string& parameter) const {
   if (of_pipeline_)
     throw UsageError(kPipeline,
                      "a backward reached parameter '{}' past run_window(), which adds up and "
-                     "averages gradients at its end. Give Accumulation::backward() a function that "
-                     "computes the loss, or call run_window().",
+                     "averages gradients at its end. Give run_window() a function that computes "
+                     "the loss.",
                      parameter);
   throw UsageError(kFullyShard,
                    "a backward reached parameter '{}' past FullyShard::backward(), which averages "
@@ -709,10 +707,7 @@ void FullyShard::before_forward() {
 
 void FullyShard::backward(const at::Tensor& loss, bool last) {
   impl_->backward([&] { loss.backward(); }, last);
-}
-
-World& FullyShard::pass_ranks() const {
-  return impl_->pass_ranks();
+  count_passes(1, last);
 }
 
 std::shared_ptr<void> FullyShard::gathered() {

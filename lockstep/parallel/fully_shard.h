@@ -75,7 +75,6 @@ class FullyShard final : public Parallelism {
   void check_shardable() const override;
   void before_forward() override;
   void backward(const at::Tensor& loss, bool last = true) override;
-  World& pass_ranks() const override;
   // Release it on every rank before the same forward, which frees what was gathered. The
   // optimizer's step frees it in any case. Hold it beyond the end of FullyShard if the module is
   // used afterwards.

@@ -55,7 +55,6 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& shard() const { return shard_; }
   World& line() const { return line_; }  // the ranks along "pipeline"
   World& tensor() const { return mesh_["tensor"]; }
-  World& pass_ranks() const { return *pass_ranks_; }
   TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
   bool divides() const { return shard_.size() > 1 || offloads_; }
   bool offloads() const { return offloads_; }
@@ -135,7 +134,6 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& shard_;
   World& data_;
   World& line_;
-  World* pass_ranks_ = nullptr;
   bool of_pipeline_;
   FullyShardOptions options_;
   bool offloads_;

@@ -10,8 +10,11 @@
 #include <mutex>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
+#include "lockstep/data/window.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/parallel/parallelism.h"
 
 namespace lockstep::testing {
 
@@ -41,6 +44,31 @@ inline models::CausalLmPtr small_model(bool tied, std::uint64_t seed = 7) {
 inline at::Tensor text(int k, int rank) {
   auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(10 * k + rank));
   return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
+}
+
+// The same as inputs and their next tokens.
+inline data::Batch text_batch(int k, int rank, bool targets = true) {
+  const at::Tensor ids = text(k, rank);
+  data::Batch batch{.data = ids.narrow(1, 0, 8), .target = ids.narrow(1, 1, 8)};
+  if (targets) batch.tokens = 16;
+  return batch;
+}
+
+// Runs `count` micro-batches from the first one on as a window. Returns their mean loss over all
+// ranks. `empty`: micro-batch 1 of the first rank has no targets.
+inline double run_texts(Parallelism& way, models::CausalLm& net, int first, int count,
+                        bool empty = false) {
+  World& ranks = way.mesh().batch();
+  std::vector<data::Batch> batches;
+  for (int k = first; k < first + count; ++k)
+    batches.push_back(text_batch(k, ranks.rank(), !(empty && k == 1 && ranks.rank() == 0)));
+  const data::Window window(batches, ranks);
+  const auto loss = [&net](const data::Batch& batch) { return net.loss(batch.data, batch.target); };
+  const std::vector<at::Tensor> losses = way.run_window(passes_of(window, loss));
+  double mean = 0;
+  for (std::size_t i = 0; i < losses.size(); ++i)
+    mean += losses[i].item<double>() * window[i].weight.item<double>();
+  return all_reduce(ranks, mean, ReduceOp::kAvg);
 }
 
 // All parameters as one vector.

@@ -47,8 +47,7 @@ struct FullyShardOptions {
   // False: a block stays gathered from forward to backward. Less communication, more memory.
   bool reshard_after_forward = true;
   // Averages gradients in every backward, so that no rank ever holds all of them. False: until the
-  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false);
-  // WindowWeights::kOwnCounts needs it, because it weights what one rank has seen.
+  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false).
   bool reduce_every_backward = true;
   // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
   // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their

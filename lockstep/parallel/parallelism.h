@@ -1,10 +1,10 @@
 // Parallelism: the interface of all ways to train one model on several ranks, for the Trainer,
-// Accumulation, CapturedStep and checkpoints; docs/extending.md adds an implementation.
+// CapturedStep, checkpoints and loops of your own; docs/extending.md adds an implementation.
 //
 //   const auto optimizer = parallelism.make_optimizer(groups, /*sharded=*/false);
 //   parallelism.before_forward();
-//   at::Tensor loss = parallelism.watch(loss_of(batch));
-//   parallelism.backward(loss, /*last=*/true);
+//   at::Tensor loss = parallelism.watch(loss_of(micro));   // a micro-batch of a data::Window
+//   parallelism.backward(loss * micro.weight, micro.last);
 //   optimizer->step();
 //
 // parallelize() (parallelize.h) makes the one that a mesh asks for. DataParallel (ddp.h), behind
@@ -24,6 +24,8 @@
 #include <vector>
 
 #include "lockstep/comm/mesh.h"
+#include "lockstep/core/ledger.h"
+#include "lockstep/optim/amp.h"
 
 namespace lockstep {
 
@@ -55,14 +57,10 @@ class Parallelism {
   // `last`: the last pass before a step, after which every gradient is ready for the step.
   virtual void backward(const at::Tensor& loss, bool last) = 0;
 
-  // The ranks that compute every pass together and communicate in it, so that their windows must
-  // have equally many micro-batches. No collective.
-  virtual World& pass_ranks() const { return mesh()["tensor"]; }
-
   // A pass that is run later, when the parallelism reaches it.
   struct Pass {
     std::function<at::Tensor()> forward;  // its loss; of one stage of the model, what that returns
-    // The root of backward: the weighted and scaled loss. Undefined: the pass adds nothing.
+    // The root of backward: the weighted and scaled loss.
     std::function<at::Tensor(const at::Tensor& loss)> weigh;
     std::vector<std::int64_t> sizes{};  // of its samples, where they are not always the same
   };
@@ -82,10 +80,6 @@ class Parallelism {
     }
     return losses;
   }
-
-  // Multiplies the averaged gradients in the next step. False: the caller scales .grad, which holds
-  // the averages. No collective.
-  virtual bool scale_averages(double) { return false; }
 
   // Parameters are whole while it is held: evaluation, saving, export. Releasing it is local, on
   // every rank before the same forward.
@@ -108,8 +102,36 @@ class Parallelism {
   virtual bool settled() const { return true; }
   virtual std::shared_ptr<void> recording() { return nullptr; }
   virtual void count_replayed(bool) {}
-  // Whether it counts passes and steps in the ledger; otherwise Accumulation does.
-  virtual bool counts_passes() const { return false; }
+
+ protected:
+  // Counts passes in the ledger, and with `last` a step. An implementation whose gradients no
+  // reducer sees calls it in backward().
+  static void count_passes(std::size_t passes, bool last) {
+    ledger::add(ledger::Counter::kMicroBatches, passes);
+    if (last) ledger::count_step();
+  }
 };
+
+// The passes of a window (data::Window), which must outlive them. forward(micro) returns the loss
+// of a micro-batch, or what a stage of the model returns.
+//
+//   parallelism.run_window(passes_of(window, [&](const data::Batch& b) { return loss_of(b); }));
+template <typename Window, typename Forward>
+std::vector<Parallelism::Pass> passes_of(const Window& window, const Forward& forward,
+                                         optim::GradScaler* scaler = nullptr) {
+  std::vector<Parallelism::Pass> passes;
+  for (const auto& micro : window) {
+    passes.push_back({.forward = [forward, &micro] { return forward(micro); },
+                      .weigh =
+                          [scaler, weight = micro.weight](const at::Tensor& loss) {
+                            const at::Tensor weighed = loss * weight;
+                            return scaler != nullptr ? scaler->scale(weighed) : weighed;
+                          },
+                      .sizes = micro.data.sizes().vec()});
+    // A rank that computes no loss needs the scale for its step all the same.
+    if (scaler != nullptr) scaler->scale(micro.weight);
+  }
+  return passes;
+}
 
 }  // namespace lockstep

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -18,7 +17,6 @@
 #include "lockstep/core/ledger.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/backward_hooks.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/prepared_block.h"
@@ -167,7 +165,6 @@ class WindowRun {
   struct Flight {
     at::Tensor input, output, output_gradient, input_gradient;
     Work input_arrives, gradient_arrives;
-    bool adds_nothing = false;  // a micro-batch without targets
   };
 
   void run(const PipelineStep& step) {
@@ -221,9 +218,7 @@ class WindowRun {
                        here.output.numel());
     losses_[static_cast<std::size_t>(step.micro_batch)] = here.output.detach();
     if (!trains_) return;
-    const at::Tensor weighed = pass(step).weigh(here.output);
-    here.adds_nothing = !weighed.defined();
-    here.output = here.adds_nothing ? here.output * 0.0 : weighed;
+    here.output = pass(step).weigh(here.output);
   }
 
   // The first output for samples of a size says what the next stage has to expect.
@@ -241,7 +236,7 @@ class WindowRun {
     throw UsageError(kPipeline,
                      "rank {}: stage {} returned {} for micro-batch {}, and {} before, so that the "
                      "next stage waits for the wrong message. Give passes whose samples differ in "
-                     "shape their sizes (Pass::sizes, MicroBatch::sizes).",
+                     "shape their sizes (Pass::sizes).",
                      line_.rank(), step.stage, text(now), step.micro_batch, text(*agreed));
   }
 
@@ -252,8 +247,6 @@ class WindowRun {
     // Ranks along "shard" run it together, so a rank without targets runs it too.
     model_.shards()->backward(
         [&] {
-          std::optional<FiniteBackward> finite;
-          if (here.adds_nothing) finite.emplace(here.output);
           if (here.output.requires_grad())
             torch::autograd::backward({here.output}, {here.output_gradient});
         },
@@ -604,17 +597,15 @@ void Pipeline::check_shardable() const {
 }
 
 std::vector<at::Tensor> Pipeline::run_window(const std::vector<Pass>& passes) {
-  return impl_->run_window(passes);
+  std::vector<at::Tensor> losses = impl_->run_window(passes);
+  if (at::GradMode::is_enabled()) count_passes(passes.size(), /*last=*/true);
+  return losses;
 }
 
 void Pipeline::backward(const at::Tensor&, bool) {
   throw UsageError(parallel::kPipeline,
-                   "the passes of a step run together. Give Accumulation::backward() a function "
-                   "that computes the loss, or call run_window().");
-}
-
-World& Pipeline::pass_ranks() const {
-  return impl_->shards()->pass_ranks();
+                   "the passes of a step run together. Give run_window() functions that compute "
+                   "their losses.");
 }
 
 std::shared_ptr<void> Pipeline::gathered() {

@@ -5,13 +5,12 @@
 //   const auto model = std::make_shared<Pipeline>(*net, mesh);     // net is an nn::Staged
 //   const optim::AdamWOptions adamw{.lr = 3e-4};
 //   const auto optimizer = model->make_optimizer({{net->parameters(), adamw}});
-//   Accumulation accumulation(model, net->parameters(), {.steps = 8});   // micro-batches of a step
-//   for (auto& batch : loader.epoch(epoch)) {                          // of mesh.batch()
-//     const auto loss = [net, batch] {
-//       const at::Tensor y = net->forward(batch.data);
-//       return net->stage().last ? loss_of(y, batch.target) : y;
-//     };
-//     if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
+//   const auto loss = [&](const data::Batch& batch) {
+//     const at::Tensor y = net->forward(batch.data);
+//     return net->stage().last ? loss_of(y, batch.target) : y;
+//   };
+//   for (auto& window : loader.windows(epoch, {.micro_batches = 8})) {   // of mesh.batch()
+//     model->run_window(passes_of(window, loss));
 //     optimizer->step({.max_grad_norm = 1.0});
 //     optimizer->zero_grad();
 //   }
@@ -132,7 +131,6 @@ class Pipeline final : public Parallelism {
   // Pass::weigh is not called.
   std::vector<at::Tensor> run_window(const std::vector<Pass>& passes) override;
   void backward(const at::Tensor& loss, bool last) override;  // UsageError
-  World& pass_ranks() const override;
   // What was gathered is freed by the next window.
   std::shared_ptr<void> gathered() override;
   bool divided() const override;

@@ -20,7 +20,6 @@
 #include "lockstep/nn/staged.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/language_model_for_test.h"
@@ -53,20 +52,11 @@ struct Trained {
 
   // Two steps of `m` micro-batches. `empty`: on the first rank one of them has no targets.
   std::vector<double> train(int m, double max_grad_norm = 0, bool empty = false) {
-    Accumulation accumulation(way, net->parameters(), {.steps = m, .expected_count = 16});
-    const int rank = way->mesh().batch().rank();
     std::vector<double> losses;
-    for (int k = 0; k < 2 * m; ++k) {
-      const at::Tensor ids = text(k, rank);
-      const bool none = empty && k == 1 && rank == 0;
-      at::Tensor targets = ids.narrow(1, 1, 8).clone();
-      if (none) targets.fill_(-100);
-      if (!way->takes_windows()) way->before_forward();
-      const auto loss = [this, ids, targets] { return net->loss(ids.narrow(1, 0, 8), targets); };
-      if (!accumulation.backward(loss, {.count = none ? 0 : 16})) continue;
+    for (int step = 0; step < 2; ++step) {
+      losses.push_back(testing::run_texts(*way, *net, step * m, m, empty));
       optimizer->step({.max_grad_norm = max_grad_norm});
       optimizer->zero_grad();
-      losses.push_back(accumulation.last_window().loss.item<double>());
     }
     return losses;
   }
@@ -186,44 +176,6 @@ TEST(PipelineShard, EveryRowIsHeldAndMarked) {
     for (const at::Tensor& p : run.net->parameters()) EXPECT_EQ(nn::rows_of(p), nullptr);
     mesh.world().barrier();
   });
-}
-
-// Ranks that compute passes together refuse windows of other lengths at once; copies may differ.
-TEST(Windows, AreEquallyLongWhereRanksDivideAModel) {
-  testing::ThreadOptions gloo;
-  gloo.world.backend = "gloo";
-  for (const Axes& axes : std::vector<Axes>{{{"shard", 2}},
-                                            {{"pipeline", 2}, {"shard", 2}},
-                                            {{"data", 2}, {"tensor", 2}},
-                                            {{"pipeline", 2}, {"data", 2}}})
-    testing::run_on_mesh(
-        axes,
-        [&](const Mesh& mesh) {
-          const auto net = small_model(false);
-          const auto way = parallelize(*net, mesh);
-          Accumulation accumulation(way, net->parameters(), {.steps = 4, .expected_count = 16});
-          const int batches = mesh.batch().rank() == 0 ? 2 : 1;
-          const std::string said = message_of<UsageError>([&] {
-            for (int k = 0; k < batches; ++k) {
-              const at::Tensor ids = text(k, mesh.batch().rank());
-              if (!way->takes_windows()) way->before_forward();
-              const bool ended = accumulation.backward(
-                  [&net, ids] { return net->loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8)); },
-                  {.count = 16, .last = k + 1 == batches});
-              EXPECT_EQ(ended, k + 1 == batches);
-            }
-          });
-          if (mesh.size("shard") == 1) {
-            EXPECT_EQ(said, "(nothing thrown)") << mesh.text();
-          } else {
-            EXPECT_THAT(said, AllOf(HasSubstr("rank 1 has just 1 micro-batches"),
-                                    HasSubstr(axes.size() == 1 ? "rank 0 has more than 1"
-                                                               : "rank 0 has just 2"),
-                                    HasSubstr("begin_epoch()")));
-          }
-          mesh.world().barrier();
-        },
-        gloo);
 }
 
 TEST(Parallelize, TheAxesOfTheMeshSayHow) {

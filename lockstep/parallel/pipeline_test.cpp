@@ -24,14 +24,15 @@
 #include <tuple>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
+#include "lockstep/data/window.h"
 #include "lockstep/models/gpt.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -215,8 +216,7 @@ struct Trained {
       : net(std::move(model)),
         parallelism(std::move(way)),
         optimizer(parallelism->make_optimizer(groups(rule), false)),
-        accumulation(parallelism, net->parameters(),
-                     {.steps = micro_batches, .expected_count = 3}) {}
+        micro_batches(micro_batches) {}
 
   std::vector<optim::ParamGroup> groups(const optim::Rule& rule) const {
     std::vector<at::Tensor> trained;
@@ -225,15 +225,19 @@ struct Trained {
     return {{trained, rule}};
   }
   void backward(int step) {
-    const int rank = parallelism->mesh().batch().rank();
-    for (std::int64_t k = 0; k < accumulation.steps(); ++k) {
-      const at::Tensor x = samples(step, static_cast<int>(k), rank);
-      const bool ended =
-          accumulation.backward([this, x] { return net->loss(x); },
-                                {.count = x.size(0), .scaler = scaler, .sizes = x.sizes().vec()});
-      EXPECT_EQ(ended, k + 1 == accumulation.steps());
+    World& ranks = parallelism->mesh().batch();
+    std::vector<data::Batch> batches;
+    for (int k = 0; k < micro_batches; ++k) {
+      const at::Tensor x = samples(step, k, ranks.rank());
+      batches.push_back({.data = x, .tokens = x.size(0)});
     }
-    loss = accumulation.last_window().loss.item<double>();
+    const data::Window window(batches, ranks);
+    const auto losses = parallelism->run_window(passes_of(
+        window, [this](const data::Batch& batch) { return net->loss(batch.data); }, scaler));
+    loss = 0;
+    for (std::size_t i = 0; i < losses.size(); ++i)
+      loss += losses[i].item<double>() * window[i].weight.item<double>();
+    loss = all_reduce(ranks, loss, ReduceOp::kAvg);
   }
   optim::StepResult step(int number, const optim::StepOptions& options = {}) {
     backward(number);
@@ -249,7 +253,7 @@ struct Trained {
   std::shared_ptr<Net> net;
   std::shared_ptr<Parallelism> parallelism;
   std::unique_ptr<optim::Optimizer> optimizer;
-  Accumulation accumulation;
+  int micro_batches;
   optim::GradScaler* scaler = nullptr;
   double loss = 0;
 };
@@ -457,17 +461,16 @@ TEST(Pipeline, AMicroBatchWithoutTargetsAddsNothing) {
     Trained one = whole(mesh, 1), run = pipelined(mesh, {}, 2);
     one.step(0);
     const at::Tensor x = samples(0, 0, 0);
-    for (const std::int64_t count : {3, 0}) {
-      const bool ended = run.accumulation.backward(
-          [&run, x, count] {
-            const at::Tensor y = run.net->loss(x);
-            return count == 0 && run.net->stage().last ? y / 0.0 * 0.0 : y;  // a mean over nothing
-          },
-          {.count = count, .sizes = x.sizes().vec()});
-      EXPECT_EQ(ended, count == 0);
-    }
+    const data::Window window({data::Batch{.data = x, .target = at::ones({1}), .tokens = 3},
+                               data::Batch{.data = x, .target = at::full({1}, -100)}});
+    const auto losses =
+        run.parallelism->run_window(passes_of(window, [&](const data::Batch& batch) {
+          const at::Tensor y = run.net->loss(batch.data);
+          const at::Tensor mask = batch.target.ne(-100);  // by hand: 0 / 0 without targets
+          return run.net->stage().last ? (y * mask).sum() / mask.sum() : y;
+        }));
     run.optimizer->step();
-    EXPECT_EQ(run.accumulation.last_window().loss.item<double>(), one.loss);
+    EXPECT_EQ(losses[0].item<double>(), one.loss);
     EXPECT_TENSOR_EQ(run.weights(), one.weights());
   });
 }
@@ -524,17 +527,11 @@ TEST(Pipeline, LanguageModelsAndAdaptersTrainAsInOneProcess) {
         const auto pipeline = std::make_shared<Pipeline>(*staged, mesh, PipelineOptions{schedule});
         const auto train = [&](models::CausalLm& model, const std::shared_ptr<Parallelism>& way) {
           const auto optimizer = way->make_optimizer({{trained(model), sgd}}, false);
-          Accumulation accumulation(way, model.parameters(), {.steps = 4, .expected_count = 16});
           std::vector<double> losses;
-          for (int k = 0; k < 8; ++k) {
-            const at::Tensor ids = testing::text(k, 0);
-            const auto loss = [&model, ids] {
-              return model.loss(ids.narrow(1, 0, 8), ids.narrow(1, 1, 8));
-            };
-            if (!accumulation.backward(loss, {.count = 16})) continue;
+          for (int step = 0; step < 2; ++step) {
+            losses.push_back(testing::run_texts(*way, model, 4 * step, 4));
             optimizer->step({.max_grad_norm = 1});
             optimizer->zero_grad();
-            losses.push_back(accumulation.last_window().loss.item<double>());
           }
           return losses;
         };
@@ -597,13 +594,15 @@ TEST(PipelineFaults, AShapeThatChangesIsNamed) {
   const auto said = testing::run_threads_collecting(2, [](World& world) {
     const Mesh mesh(world, {{"pipeline", 2}});
     Trained run = pipelined(mesh, {}, 2);
+    std::vector<Parallelism::Pass> passes;
     for (const std::int64_t rows : {3, 2})
-      EXPECT_FALSE(run.accumulation.backward(
-          [&run, rows] { return run.net->loss(at::ones({rows, kWidth})); }, {.count = rows}));
+      passes.push_back({.forward = [&run, rows] { return run.net->loss(at::ones({rows, kWidth})); },
+                        .weigh = [](const at::Tensor& loss) { return loss; }});
+    run.parallelism->run_window(passes);
   });
   EXPECT_THAT(said[0], AllOf(HasSubstr("stage 0 returned Float [2, 6] for micro-batch 1, and Float "
                                        "[3, 6] before"),
-                             HasSubstr("MicroBatch::sizes")));
+                             HasSubstr("Pass::sizes")));
   EXPECT_THAT(said[1], HasSubstr("rank 0"));
 }
 
@@ -719,16 +718,15 @@ TEST(PipelineBubble, MeasuredOnSleepingStages) {
         for (int step = 0; step < 4; ++step) {
           world.barrier();
           const auto begin = std::chrono::steady_clock::now();
-          bool ended = false;
-          for (int k = 0; k < m; ++k)
-            ended = run.accumulation.backward(
-                [&] {
-                  const auto& stage = run.net->stage();
-                  const auto blocks = static_cast<double>(stage.end_of(8) - stage.begin);
-                  return Sleep::apply(run.net->loss(at::ones({3, kWidth})), blocks * kBlock);
-                },
-                {.count = 3});
-          EXPECT_TRUE(ended);
+          const Parallelism::Pass pass{
+              .forward =
+                  [&] {
+                    const auto& stage = run.net->stage();
+                    const auto blocks = static_cast<double>(stage.end_of(8) - stage.begin);
+                    return Sleep::apply(run.net->loss(at::ones({3, kWidth})), blocks * kBlock);
+                  },
+              .weigh = [](const at::Tensor& loss) { return loss; }};
+          run.parallelism->run_window(std::vector(static_cast<std::size_t>(m), pass));
           world.barrier();
           const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
           if (world.is_leader() && step > 0) fastest = std::min(fastest, took.count());

@@ -36,8 +36,7 @@ c10::Storage absent_storage(const std::string& name, const at::Tensor& tensor) {
   return nn::storage_that_throws(
       tensor.nbytes(), tensor.device(),
       fmt::format("[{}] parameter '{}' was used on a rank whose stages do not have it. Run forward "
-                  "and backward by run_window() or Accumulation, and hold gathered() while you use "
-                  "parameters.",
+                  "and backward by run_window(), and hold gathered() while you use parameters.",
                   kPipeline, name));
 }
 

@@ -44,7 +44,6 @@ class ReduceStrategy {
   virtual void on_backward_end() = 0;
   virtual void idle_step() = 0;            // of a rank that has run out of inputs, in a join
   virtual void check_written() const = 0;  // throws UsageError when others wrote its parameters
-  virtual void scale_averages(double factor) = 0;  // of the step that follows
 };
 
 struct StepTurn {

@@ -643,11 +643,6 @@ parallel::GradientStore& Reducer::gradients() {
 bool Reducer::reduces_in_backward() const {
   return impl_->strategy_ == nullptr;
 }
-bool Reducer::scale_averages(double factor) {
-  if (reduces_in_backward()) return false;
-  impl_->strategy_->scale_averages(factor);
-  return true;
-}
 std::uint64_t Reducer::layout() const {
   return impl_->layout_;
 }

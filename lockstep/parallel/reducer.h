@@ -61,11 +61,9 @@ class Reducer {
   bool settled() const;
   void count_replayed(bool synchronised);
 
-  // For a strategy in place of this reducer (reduce_strategy.h). The next step multiplies its
-  // averages by the factor; false: backward has averaged, and the caller scales .grad.
+  // For a strategy in place of this reducer (reduce_strategy.h).
   parallel::GradientStore& gradients();
   bool reduces_in_backward() const;
-  bool scale_averages(double factor);
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

@@ -17,7 +17,6 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -442,8 +441,6 @@ TEST(ShardedAgreement, ProcessesRefuseTogetherAndAtOnce) {
           DistributedDataParallel model{net, world, kSpareUnused};
           refused("option lr cannot be -1",
                   [&] { ShardedOptimizer{model, AdamWOptions{.lr = odd ? -1.0 : 0.1}}; });
-          refused("steps = 0 is not a window",
-                  [&] { Accumulation{model, {.steps = odd ? 0 : 2}}; });
           ShardedOptimizer optimizer{model, AdamWOptions{.lr = 0.1}};
           model(batch_of(world.rank(), 0), true).sum().backward();
           optimizer.step();

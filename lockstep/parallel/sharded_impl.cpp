@@ -401,7 +401,6 @@ void ShardedImpl::check_written() const {
 // another backward has a loop that never steps here: nobody else would report it. If the others do
 // step, they learn of it there.
 void ShardedImpl::on_backward() {
-  window_scale_ = 1;
   watch_.forget();
   const Member* written = find_written();
   if (written == nullptr) return;

@@ -43,17 +43,15 @@ class ShardedImpl final : public ReduceStrategy {
   void on_backward_end() override;
   void idle_step() override;
   void check_written() const override;
-  void scale_averages(double factor) override { window_scale_ = factor; }
 
  private:
   // The settings of one step, equal on all ranks.
   struct Settings {
     double max_grad_norm = 0;
-    double loss_scale = 1;    // gradients are divided by it
-    double window_scale = 1;  // and multiplied by this: Accumulation's, of a short window
+    double loss_scale = 1;  // gradients are divided by it
     bool want_grad_norm = false;
     bool skip_non_finite = false;
-    double gradient_scale() const { return window_scale / loss_scale; }
+    double gradient_scale() const { return 1 / loss_scale; }
     bool two_passes() const { return max_grad_norm > 0 || want_grad_norm || skip_non_finite; }
   };
   // A parameter that is trained.
@@ -175,7 +173,6 @@ class ShardedImpl final : public ReduceStrategy {
   bool idle_ = false;         // this rank has run out of inputs
   bool debug_ = false;        // LOCKSTEP_DEBUG
   double divisor_ = 1;        // of the sum over ranks, in this step
-  double window_scale_ = 1;   // for the next step
   std::uint64_t writes_ = 0;  // to shared parameters, past step(), as the last backward found them
   std::optional<Announced> announced_;
   optim::GradientWatch watch_;

@@ -298,7 +298,6 @@ optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
   idle_ = false;
   settings_ = {.max_grad_norm = wanted.max_grad_norm,
                .loss_scale = scaler != nullptr ? scaler->get_scale() : 1,
-               .window_scale = window_scale_,
                .want_grad_norm = wanted.want_grad_norm,
                .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
   const Outcome outcome = take_step(store_.begin_step(/*has_inputs=*/true));
@@ -326,7 +325,6 @@ void ShardedImpl::each_setting(const Body& body) {
   const auto of_step = [&](std::string_view name, double& number) { body(name, -1, number); };
   of_step("max_grad_norm", settings_.max_grad_norm);
   of_step("loss_scale", settings_.loss_scale);
-  of_step("the factor of an accumulation window", settings_.window_scale);
   each_flag("want_grad_norm", settings_.want_grad_norm, of_step);
   each_flag("skip_non_finite", settings_.skip_non_finite, of_step);
   for (std::size_t group = 0; group < optimizer_.groups(); ++group) {
@@ -391,7 +389,6 @@ ShardedImpl::Outcome ShardedImpl::take_step(const StepTurn& how) {
   if (shared_ && !outcome.skipped) synchronize_ranks();
   for (auto& domain : domains_) domain.received.clear();
   reduced_ = false;
-  window_scale_ = 1;
   for (auto& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
   remember_parameters();
   store_.end_step(/*has_inputs=*/!idle_);
@@ -500,7 +497,6 @@ void ShardedImpl::place_gradients(std::uint8_t* has_gradient) {
 void ShardedImpl::zero_grad() {
   watch_.reset();
   reduced_ = false;
-  window_scale_ = 1;
   for (auto& member : members_) {
     at::Tensor& grad = member.tensor.mutable_grad();
     if (grad.defined()) grad = at::Tensor();
@@ -515,13 +511,11 @@ void ShardedImpl::reduce_now() {
                      "reduce_now() was called inside join(), where ranks that have run out follow "
                      "step() alone. Look at averaged gradients outside of it.");
   idle_ = false;
-  settings_ = {.window_scale = window_scale_};
+  settings_ = {};
   agree_on_gradients();
   for (auto& bucket : buckets_) {
     if (world_.size() > 1) world_.all_reduce(bucket.mine, ReduceOp::kAvg).wait();
-    if (window_scale_ != 1) bucket.mine.mul_(window_scale_);
   }
-  window_scale_ = 1;
   for (auto& member : members_) {
     if (!member.used) continue;
     member.tensor.mutable_grad() = member.slot;

@@ -29,7 +29,6 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/ema.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
@@ -50,6 +49,7 @@ using testing::kVocabulary;
 using testing::message_of;
 using testing::small_model;
 using testing::text;
+using testing::text_batch;
 
 struct Trained {
   Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
@@ -57,25 +57,19 @@ struct Trained {
         way(std::move(how)),
         optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
 
-  Parallelism::Pass pass(int k, bool targets = true) {
-    const at::Tensor ids = text(k, way->mesh().batch().rank());
-    at::Tensor next = ids.narrow(1, 1, 8).clone();
-    if (!targets) next.fill_(-100);
-    return {.forward = [this, ids, next] { return net->loss(ids.narrow(1, 0, 8), next); },
+  Parallelism::Pass pass(int k) {
+    const data::Batch batch = text_batch(k, way->mesh().batch().rank());
+    return {.forward = [this, batch] { return net->loss(batch.data, batch.target); },
             .weigh = [](const at::Tensor& loss) { return loss; }};
   }
   // Losses and norms of steps of `m` micro-batches. `empty`: one of the first rank has no targets.
   std::vector<double> train(int steps, int m, double max_grad_norm, bool empty = false) {
-    Accumulation accumulation(way, net->parameters(), {.steps = m, .expected_count = 16});
     std::vector<double> figures;
-    for (int k = 0; k < steps * m; ++k) {
-      const bool none = empty && k == 1 && way->mesh().batch().rank() == 0;
-      if (!way->takes_windows()) way->before_forward();
-      if (!accumulation.backward(pass(k, !none).forward, {.count = none ? 0 : 16})) continue;
+    for (int step = 0; step < steps; ++step) {
+      figures.push_back(testing::run_texts(*way, *net, step * m, m, empty));
       const optim::StepResult result =
           optimizer->step({.max_grad_norm = max_grad_norm, .want_grad_norm = true});
       optimizer->zero_grad();
-      figures.push_back(accumulation.last_window().loss.item<double>());
       figures.push_back(result.norm());
     }
     return figures;

@@ -373,10 +373,6 @@ void TensorParallel::backward(const at::Tensor& loss, bool last) {
   impl_->backward(loss, last);
 }
 
-bool TensorParallel::scale_averages(double factor) {
-  return impl_->copies().scale_averages(factor);
-}
-
 std::shared_ptr<void> TensorParallel::gathered() {
   return impl_->gathered();
 }
@@ -395,10 +391,6 @@ void TensorParallel::verify_buffers() {
 
 std::string TensorParallel::unavailable_for_capture() const {
   return "tensor parallel ranks exchange activations inside a step";
-}
-
-bool TensorParallel::counts_passes() const {
-  return impl_->copies().counts_passes();
 }
 
 }  // namespace lockstep

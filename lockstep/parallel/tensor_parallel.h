@@ -63,7 +63,6 @@ class TensorParallel final : public Parallelism {
   void before_forward() override;
   at::Tensor watch(at::Tensor output) override;
   void backward(const at::Tensor& loss, bool last) override;
-  bool scale_averages(double factor) override;
   // The next training forward ends it, even while it is held: tensors taken from parameters
   // meanwhile stay whole.
   std::shared_ptr<void> gathered() override;
@@ -71,7 +70,6 @@ class TensorParallel final : public Parallelism {
   void verify_parameters() override;
   void verify_buffers() override;
   std::string unavailable_for_capture() const override;
-  bool counts_passes() const override;
 
  private:
   std::shared_ptr<parallel::TensorParallelImpl> impl_;

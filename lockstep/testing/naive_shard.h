@@ -63,6 +63,7 @@ class NaiveShard final : public Parallelism {
     const torch::NoGradGuard no_grad;
     if (last) average();
     if (held_.expired()) forget();
+    count_passes(1, last);
   }
 
   std::shared_ptr<void> gathered() override {

@@ -137,12 +137,6 @@ void compare_windows(RunContext& run, std::int64_t steps) {
                        rank, all[rank], all[0]);
 }
 
-// A mean over no targets is 0 / 0, and so is its derivative. With targets both are numbers, and the
-// batch's weight of zero makes them zero. Its backward runs, because other ranks may wait for it.
-void give_targets(data::Batch& batch) {
-  batch.target = at::zeros_like(batch.target);
-}
-
 // The arguments that a checkpoint was made with. They are only used to report a change, so a file
 // that cannot be read does not end the run.
 std::optional<Node> saved_arguments(const Checkpoint& checkpoint) {
@@ -166,6 +160,10 @@ bool has_learning_rate_of(const Node& then, const TrainingArguments& a) {
 // Variants of a captured micro-batch: the first one of a window makes the gradients, and the last
 // one averages them over the ranks and takes the step.
 constexpr int kFirst = 1, kLast = 2;
+
+at::Tensor no_loss(const World& world) {
+  return at::zeros({}, at::dtype(at::kDouble).device(world.device()));
+}
 
 // A batch without targets has a loss that is none.
 void add_loss(const at::Tensor& sum, const at::Tensor& loss, const data::Batch& batch) {
@@ -323,36 +321,7 @@ DataPosition Loop::position() const {
 
 // ---------------------------------------------------------------- a step
 
-// All micro-batches of the step, and the number of tokens that they are weighed by: every weight is
-// known before the first forward.
-Loop::Window Loop::next_window(data::Epoch& batches, std::int64_t left) {
-  Window window;
-  for (std::int64_t i = 0; i < std::min(left, accumulation_steps_); ++i) {
-    auto batch = run_.with_memory_advice([&] { return batches.next(); });
-    LOCKSTEP_ASSERT(batch.has_value());  // as many as the loader has said, on every rank
-    metrics_.count_batch(*batch);
-    window.tokens += batch->tokens;
-    if (batch->tokens == 0 && batch->target.defined()) give_targets(*batch);
-    window.batches.push_back(std::move(*batch));
-  }
-  window.total = at::full({}, static_cast<double>(window.tokens),
-                          at::dtype(at::kDouble).device(run_.world.device()));
-  if (run_.arguments.average_tokens_across_devices && run_.batch_ranks() > 1) {
-    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-    run_.mesh.batch().all_reduce(window.total).wait();
-  }
-  window.total.clamp_min_(1);
-  return window;
-}
-
-// The weight of a batch's mean loss. Gradients are averaged over the ranks, hence their number.
-at::Tensor Loop::share_of(const data::Batch& batch, const Window& window) const {
-  const bool across = run_.arguments.average_tokens_across_devices;
-  const auto tokens = static_cast<double>(batch.tokens * (across ? run_.batch_ranks() : 1));
-  return at::full_like(window.total, tokens) / window.total;
-}
-
-void Loop::step(const Window& window) {
+void Loop::step(const data::Window& window) {
   const at::Tensor loss = compute(window);
   if (!captured_) {
     mark_device_phase(ledger::Phase::kOptimizer, run_.world.device());
@@ -364,74 +333,58 @@ void Loop::step(const Window& window) {
   }
   ledger::set_step(++run_.state.global_step);
   optimizer_.set_learning_rate();
-  metrics_.count(window.tokens, loss, step_result_);
+  metrics_.count(window.tokens(), loss, step_result_);
 }
 
 // Leaves the step's gradients. Returns the sum of the losses of this rank's tokens, float64 on the
 // device.
-at::Tensor Loop::compute(const Window& window) {
+at::Tensor Loop::compute(const data::Window& window) {
   if (run_.parallelism->takes_windows())
     return run_.with_memory_advice([&] { return run_stages(window); });
-  const at::Tensor sum = at::zeros_like(window.total);
-  for (const data::Batch& batch : window.batches) {
-    const bool first = &batch == &window.batches.front(), last = &batch == &window.batches.back();
-    const at::Tensor share = share_of(batch, window);
+  const at::Tensor sum = no_loss(run_.world);
+  for (const data::MicroBatch& micro : window) {
     const at::Tensor loss = run_.with_memory_advice([&] {
-      return captured_ ? captured_micro_batch(batch, share, first, last)
-                       : backward(batch, share, last);
+      return captured_ ? captured_micro_batch(micro, /*first=*/&micro == &window[0])
+                       : backward(micro, micro.weight, micro.last);
     });
-    add_loss(sum, loss, batch);
-    if (!last) control_.notify(&Observer::on_substep_end);
+    add_loss(sum, loss, micro);
+    if (!micro.last) control_.notify(&Observer::on_substep_end);
   }
   return sum;
 }
 
 // The stages of a pipeline compute different micro-batches at a time.
-at::Tensor Loop::run_stages(const Window& window) {
-  std::vector<Parallelism::Pass> passes;
-  for (const data::Batch& batch : window.batches)
-    passes.push_back({.forward = [this, &batch] { return run_.forward(batch).loss; },
-                      .weigh = [this, share = share_of(batch, window)](
-                                   const at::Tensor& loss) { return weigh(loss, share); },
-                      .sizes = batch.data.sizes().vec()});
-  const std::vector<at::Tensor> losses = run_.parallelism->run_window(passes);
-  const at::Tensor sum = at::zeros_like(window.total);
+at::Tensor Loop::run_stages(const data::Window& window) {
+  const auto forward = [this](const data::Batch& batch) { return run_.forward(batch).loss; };
+  const std::vector<at::Tensor> losses =
+      run_.parallelism->run_window(passes_of(window, forward, optimizer_.scaler()));
+  const at::Tensor sum = no_loss(run_.world);
   for (std::size_t i = 0; i < losses.size(); ++i) {
-    ledger::add(ledger::Counter::kMicroBatches);
-    add_loss(sum, losses[i], window.batches[i]);
+    add_loss(sum, losses[i], window[i]);
     if (i > 0) control_.notify(&Observer::on_substep_end);
   }
-  ledger::count_step();
-  // A rank that computes no loss needs the scale for its step all the same.
-  if (optimizer_.scaler() != nullptr) optimizer_.scaler()->scale(sum);
   return sum;
 }
 
 // Returns the loss, without its graph.
-at::Tensor Loop::backward(const data::Batch& batch, const at::Tensor& share, bool last) {
+at::Tensor Loop::backward(const data::Batch& batch, const at::Tensor& weight, bool last) {
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
   const at::Tensor loss = run_.parallelism->watch(run_.forward(batch).loss);
-  ledger::set_phase(ledger::Phase::kBackward);
-  mark_device_phase(ledger::Phase::kBackward, device);
-  run_.parallelism->backward(weigh(loss, share), last);
-  mark_device_phase(ledger::Phase::kNone, device);
-  if (!run_.parallelism->counts_passes()) {
-    ledger::add(ledger::Counter::kMicroBatches);
-    if (last) ledger::count_step();
-  }
-  return loss.detach();
-}
-
-at::Tensor Loop::weigh(const at::Tensor& loss, const at::Tensor& share) const {
   if (loss.numel() != 1)
     throw UsageError("trainer",
                      "the loss has {} elements. It must be the mean over the batch. Use a "
                      "reduction, or call mean().",
                      loss.numel());
-  const at::Tensor weighed = loss * share.to(loss.device(), loss.scalar_type());
-  return optimizer_.scaler() != nullptr ? optimizer_.scaler()->scale(weighed) : weighed;
+  ledger::set_phase(ledger::Phase::kBackward);
+  mark_device_phase(ledger::Phase::kBackward, device);
+  // The copy of the weight that a graph reads is no longer a number that takes the loss's type.
+  const at::Tensor weighed = loss * weight.to(loss.device(), loss.scalar_type());
+  optim::GradScaler* const scaler = optimizer_.scaler();
+  run_.parallelism->backward(scaler != nullptr ? scaler->scale(weighed) : weighed, last);
+  mark_device_phase(ledger::Phase::kNone, device);
+  return loss.detach();
 }
 
 void Loop::before_step() {
@@ -488,25 +441,24 @@ void Loop::capture_steps() {
 
 // The micro-batch that ends a window takes the step with it, so what goes before a step comes
 // first.
-at::Tensor Loop::captured_micro_batch(const data::Batch& batch, const at::Tensor& share, bool first,
-                                      bool last) {
-  if (last) before_step();
-  CapturedStep::Tensors inputs{share, batch.data};
-  if (batch.target.defined()) inputs.push_back(batch.target);
-  captured_batch_ = &batch;
+at::Tensor Loop::captured_micro_batch(const data::MicroBatch& micro, bool first) {
+  if (micro.last) before_step();
+  CapturedStep::Tensors inputs{micro.weight, micro.data};
+  if (micro.target.defined()) inputs.push_back(micro.target);
+  captured_batch_ = &micro;
   // A graph is one piece of work on the device, including the optimizer's step.
   const c10::Device device = run_.world.device();
   const ledger::PhaseScope forward(ledger::Phase::kForward);
   mark_device_phase(ledger::Phase::kForward, device);
   const CapturedStep::Tensors outputs =
-      captured_->run(inputs, (first ? kFirst : 0) + (last ? kLast : 0));
+      captured_->run(inputs, (first ? kFirst : 0) + (micro.last ? kLast : 0));
   mark_device_phase(ledger::Phase::kNone, device);
   ++batches_run_;
   if (captured_->replayed()) {
     ++batches_replayed_;
-    run_.parallelism->count_replayed(last);
+    run_.parallelism->count_replayed(micro.last);
   }
-  if (last) step_result_ = {.grad_norm = outputs[1], .skipped = outputs[2]};
+  if (micro.last) step_result_ = {.grad_norm = outputs[1], .skipped = outputs[2]};
   return outputs[0];
 }
 
@@ -569,15 +521,20 @@ void Loop::run_epoch(std::int64_t epoch) {
   epoch_ = epoch;
   epoch_ending_ = epoch_ended_ = false;
   control_.notify(&Observer::on_epoch_begin);
-  auto batches = loader_.epoch(epoch);
+  auto windows = loader_.windows(epoch, {.micro_batches = accumulation_steps_,
+                                         .weights = run_.arguments.average_tokens_across_devices
+                                                        ? data::WindowWeights::kCounts
+                                                        : data::WindowWeights::kOwnCounts});
   const auto total = static_cast<double>(loader_.batches_per_epoch());
   std::int64_t left = loader_.batches_left(epoch);
   while (left > 0 && !control_.over()) {
-    Window window = next_window(batches, left);
-    left -= static_cast<std::int64_t>(window.batches.size());
+    auto window = run_.with_memory_advice([&] { return windows.next(); });
+    LOCKSTEP_ASSERT(window.has_value());  // there are batches left, on every rank
+    left = loader_.batches_left(epoch);
+    for (const data::Batch& batch : *window) metrics_.count_batch(batch);
     control_.notify(&Observer::on_step_begin);
-    step(window);
-    window = {};  // evaluations and saves need its memory
+    step(*window);
+    window.reset();  // evaluations and saves need its memory
     run_.state.epoch = static_cast<double>(epoch_) + 1 - static_cast<double>(left) / total;
     control_.notify(&Observer::on_step_end);
     metrics_.show_step();

@@ -61,24 +61,13 @@ class Loop {
   bool saves_at_the_end_alone() const;
   DataPosition position() const;
 
-  // The micro-batches of a step on this rank.
-  struct Window {
-    std::vector<data::Batch> batches{};
-    std::int64_t tokens = 0;
-    at::Tensor total{};  // the tokens that are weighed together; float64 on the device, at least 1
-  };
-
   void run_epoch(std::int64_t epoch);
-  Window next_window(data::Epoch& batches, std::int64_t left);
-  at::Tensor share_of(const data::Batch& batch, const Window& window) const;
-  void step(const Window& window);
-  at::Tensor compute(const Window& window);
-  at::Tensor run_stages(const Window& window);
-  at::Tensor backward(const data::Batch& batch, const at::Tensor& share, bool last);
-  at::Tensor weigh(const at::Tensor& loss, const at::Tensor& share) const;
+  void step(const data::Window& window);
+  at::Tensor compute(const data::Window& window);
+  at::Tensor run_stages(const data::Window& window);
+  at::Tensor backward(const data::Batch& batch, const at::Tensor& weight, bool last);
   void capture_steps();
-  at::Tensor captured_micro_batch(const data::Batch& batch, const at::Tensor& share, bool first,
-                                  bool last);
+  at::Tensor captured_micro_batch(const data::MicroBatch& micro, bool first);
   void before_step();
   void after_step(Due due);
   void evaluate(Due& due);

@@ -207,8 +207,8 @@ void RunLog::log(const LogValues& values) {
   const std::int64_t step = ledger::step();
   if (step < 0)
     throw UsageError("log",
-                     "no step was counted yet, as in a loop on one rank without Accumulation. Give "
-                     "the step: log({{{{\"loss\", loss}}}}, step).");
+                     "no step was counted yet, as in a loop on one rank that calls "
+                     "loss.backward(). Give the step: log({{{{\"loss\", loss}}}}, step).");
   log(values, step);
 }
 

@@ -6,9 +6,8 @@
 //   run_log.log({{"loss", loss}, {"learning_rate", lr}, {"grad_norm", norm}}, step);
 //   run_log.log({{"eval_loss", eval_loss}}, step);
 //
-// Make it and call it on every rank; rank 0's values are written. Nothing is averaged: the loss of
-// Accumulation::last_window() is that of all ranks; pass any other loss through
-// all_reduce(world, loss, ReduceOp::kAvg) first (comm/numbers.h).
+// Make it and call it on every rank; rank 0's values are written. Nothing is averaged: pass a
+// rank's own loss through all_reduce(world, loss, ReduceOp::kAvg) first (comm/numbers.h).
 // A tensor on a GPU is not waited for: its line is written with the next log() or at the end.
 //
 //   out/metrics.jsonl    one line for each call, every number in full
@@ -74,10 +73,10 @@ class RunLog {
   RunLog& operator=(const RunLog&) = delete;
 
   // Call it after `step` optimizer steps. The launcher and the page count by `step`: if nothing
-  // else counts (one rank without Accumulation), the loop has taken the steps since the last call.
-  // A step lower than before is a repetition: later lines are moved to metrics.superseded.jsonl.
-  // "epoch" among the values becomes the line's epoch. UsageError for a tensor with several
-  // elements and for a name that is empty or "step".
+  // else counts (one rank that calls loss.backward()), the loop has taken the steps since the last
+  // call. A step lower than before is a repetition: later lines are moved to
+  // metrics.superseded.jsonl. "epoch" among the values becomes the line's epoch. UsageError for a
+  // tensor with several elements and for a name that is empty or "step".
   void log(const LogValues& values, std::int64_t step);
   // Logs at the step that the launcher counted last, at the end of a synchronised backward.
   // UsageError if none was counted.

@@ -2,7 +2,7 @@
 //
 //   const lockstep::CheckpointParts parts{
 //       .module = net.get(), .optimizer = &optimizer, .loader = &loader,
-//       .accumulation = accumulation.steps()};
+//       .accumulation = 4};
 //   std::int64_t step = 0, epoch = 0;
 //   if (const auto resumed = lockstep::resume("out", world, parts)) {
 //     step = resumed->step;
@@ -54,8 +54,8 @@ struct CheckpointParts {
   // lockstep::optim, the same rules with Python's names and bits.
   optim::Optimizer* optimizer = nullptr;
   data::Loader* loader = nullptr;  // the position in the epoch
-  // Micro-batches of a step (Accumulation::steps()). Recorded, and compared: a different effective
-  // batch than the saved one is a warning.
+  // Micro-batches of a step (WindowOptions::micro_batches). Recorded, and compared: a different
+  // effective batch than the saved one is a warning.
   std::int64_t accumulation = 1;
   // A schedule has no state; a difference to the saved one is a warning. One that needs the number
   // of steps is made after resume() (see steps_left) and set then.

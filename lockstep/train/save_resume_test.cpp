@@ -26,7 +26,6 @@
 #include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/algorithms.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
@@ -505,18 +504,18 @@ TEST(SaveResume, TheStepsThatAreLeftAreThoseOfTheRanksOfToday) {
   constexpr std::int64_t kEpochs = 3;
   const auto train = [&](World& world, std::int64_t stop) {
     OwnLoop loop(world);
-    Accumulation accumulation{loop.model, {.steps = 3}};
     CheckpointParts parts = loop.parts();
-    parts.accumulation = accumulation.steps();
+    parts.accumulation = 3;
     if (const auto resumed = loop.resume_from(dir.path())) {
       EXPECT_EQ(resumed->step, 5);
     }
     const std::int64_t total = loop.step + steps_left(parts, loop.epoch, kEpochs);
     for (; loop.epoch < kEpochs; ++loop.epoch) {
-      accumulation.begin_epoch(loop.loader.batches_left(loop.epoch));
-      for (auto& batch : loop.loader.epoch(loop.epoch)) {
-        const at::Tensor loss = torch::cross_entropy_loss(loop.model(batch.data), batch.target);
-        if (!accumulation.backward(loss, {.count = batch.samples()})) continue;
+      for (auto& window : loop.loader.windows(loop.epoch, {.micro_batches = 3})) {
+        for (auto& micro : window)
+          loop.model.backward(
+              torch::cross_entropy_loss(loop.model(micro.data), micro.target) * micro.weight,
+              micro.last);
         loop.optimizer.step();
         loop.optimizer.zero_grad();
         if (++loop.step != stop) continue;

@@ -13,11 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
+#include "lockstep/data/window.h"
 #include "lockstep/nn/staged.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/optimizer.h"
-#include "lockstep/parallel/accumulation.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
@@ -335,24 +336,8 @@ TEST_P(ParallelismConformance, SkipsAStepOnAllRanksOrNone) {
   });
 }
 
-// Here or by the caller, who scales what this rank holds of the averages.
-TEST_P(ParallelismConformance, AveragesCanBeScaledBeforeAStep) {
-  on_ranks([](const Mesh& mesh) {
-    const optim::SGDOptions sgd{.lr = 0.1};
-    Reference one(mesh.batch().size(), optim::SGDOptions{.lr = 0.4});
-    Rank rank(kind(), mesh, sgd);
-    one.step(0);
-    rank.backward(rank.mine(0), 1, /*last=*/true);
-    if (!rank.parallelism->scale_averages(4))
-      for (const at::Tensor& parameter : rank.net.parameters())
-        if (parameter.grad().defined()) parameter.mutable_grad().mul_(4);
-    rank.optimizer->step();
-    expect_close(rank.weights(), flat(one.net));
-  });
-}
-
 // Rank r has r + 1 samples of its window's batches; the mean is that over all samples.
-TEST_P(ParallelismConformance, AccumulationWeighsBySamples) {
+TEST_P(ParallelismConformance, AWindowWeighsBySamples) {
   on_ranks([](const Mesh& mesh) {
     const optim::SGDOptions sgd{.lr = 0.1};
     World& ranks = mesh.batch();
@@ -368,19 +353,20 @@ TEST_P(ParallelismConformance, AccumulationWeighsBySamples) {
     one.optimizer.step();
 
     Rank rank(kind(), mesh, sgd);
-    Accumulation accumulation(rank.parallelism, rank.net.parameters(), {.steps = 2});
+    std::vector<data::Batch> batches;
     for (int micro = 0; micro < 2; ++micro) {
       const at::Tensor x = samples_of(ranks.rank(), micro);
-      const auto loss = [&rank, x] {
-        rank.parallelism->before_forward();
-        return loss_of(rank.net, x);
-      };
-      EXPECT_EQ(accumulation.backward(loss, {.count = x.size(0)}), micro == 1);
+      batches.push_back({.data = x, .tokens = x.size(0)});
     }
+    const data::Window window(batches, ranks);
+    const auto losses = rank.parallelism->run_window(
+        passes_of(window, [&](const data::Batch& each) { return loss_of(rank.net, each.data); }));
     rank.optimizer->step();
     expect_close(rank.weights(), flat(one.net));
-    EXPECT_EQ(accumulation.last_window().count.item<std::int64_t>(), at::cat(all).size(0));
-    EXPECT_NEAR(accumulation.last_window().loss.item<double>(), expected.item<double>(), 1e-6);
+    double mean = 0;
+    for (std::size_t i = 0; i < losses.size(); ++i)
+      mean += losses[i].item<double>() * window[i].weight.item<double>();
+    EXPECT_NEAR(all_reduce(ranks, mean, ReduceOp::kAvg), expected.item<double>(), 1e-6);
   });
 }
 

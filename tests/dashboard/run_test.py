@@ -22,7 +22,7 @@ from dashboard_case import BIN, BOUND_S, LOCKSTEP, DashboardCase, Events, Report
 
 TRAIN = BIN.parent / "libexec" / "lockstep-train"
 OWN_LOOP = BIN / "examples" / "05_own_loop"
-PLAIN_LOOP = BIN / "examples" / "06_checkpoint_resume"  # without Accumulation
+PLAIN_LOOP = BIN / "examples" / "06_checkpoint_resume"  # calls loss.backward()
 # A rank in Python: says who it is, works until a file is there.
 RANK = r'''
 import os, pathlib, sys, time
