@@ -140,6 +140,10 @@ class Program(unittest.TestCase):
             self.assertEqual(result.returncode, 2)
             self.assertIn(f"there is no flag {flag[:-2]}. Write --nproc-per-node=N",
                           result.stderr)
+        for flag in ("--num_processes=2", "--machine_rank=1"):
+            result = lockstep("train", "t.yaml", flag)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn(f"there is no flag {flag[:-2]}. Did you mean --n", result.stderr)
         result = lockstep("run", "./no/such/program")
         self.assertEqual(result.returncode, 2)
         self.assertIn("does not exist", result.stderr)

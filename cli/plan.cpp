@@ -397,15 +397,6 @@ void write_strategy(const PlanReport& r) {
 
 // ---------------------------------------------------------------- devices
 
-plan::Devices find_devices(const launch::Gpus& gpus) {
-  std::vector<plan::FoundGpu> found;
-  for (const launch::GpuModel& gpu : gpus.models)
-    found.push_back({gpu.name, gpu.memory_bytes, gpu.multiprocessors, gpu.clock_khz,
-                     gpu.capability_major, gpu.capability_minor});
-  return plan::detected_devices(
-      found, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
-}
-
 std::uint64_t host_memory() {
   const long pages = ::sysconf(_SC_PHYS_PAGES);
   const long size = ::sysconf(_SC_PAGESIZE);
@@ -422,7 +413,7 @@ Here devices_here(const std::string& gpus_text) {
     const bool cpu = text.empty() && env::get("LOCKSTEP_DEVICE") == "cpu";
     const launch::Gpus gpus = cpu ? launch::Gpus{} : launch::find_gpus();
     if (gpus.count > 0 || text == "detected")
-      return {find_devices(gpus), gpus.models.empty() ? "" : gpus.models.front().name};
+      return {found_cards(gpus), gpus.models.empty() ? "" : gpus.models.front().name};
     text = "cpu";
   }
   plan::Devices devices = plan::parse_devices(text);

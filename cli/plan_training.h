@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cli/task_config.h"
+#include "launcher/host.h"
 #include "lockstep/train/config.h"
 #include "observe/plan/machine.h"
 #include "observe/plan/ranking.h"
@@ -21,6 +22,10 @@
 namespace lockstep::cli {
 
 plan::Training training_of(const train::Config& config, const TaskConfig& task);
+
+// The cards that the driver has found. UsageError for none, and where it does not say what they
+// are.
+plan::Devices found_cards(const launch::Gpus& gpus);
 
 // Reduces the batch per device to the largest with which this many copies of the model share
 // global_batch_size or tokens_per_update evenly. UsageError with the nearest values if not even a

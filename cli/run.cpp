@@ -31,21 +31,27 @@ namespace {
 
 constexpr int kAskLimit_ms = 10'000;
 
-// The launcher's flag that `arg` is, unless a key has that name or the flag says what to start.
-// UsageError for a flag of another launcher.
+// The launcher's flag that `arg` is, or is a unique prefix of, unless a key has that name or the
+// flag says what to start. UsageError for a flag of another launcher.
 const launch::FlagSpec* launcher_flag(const std::string& arg) {
   if (!arg.starts_with("--")) return nullptr;
-  std::string name = arg.substr(2, arg.find('=') == arg.npos ? arg.npos : arg.find('=') - 2);
-  std::replace(name.begin(), name.end(), '-', '_');
-  if (train::find_key(name) != nullptr) return nullptr;
-  if (const auto hint = launch::hint_for_flag(name); !hint.empty())
-    throw UsageError("train", "there is no flag {}. {}", arg.substr(0, arg.find('=')), hint);
+  const std::string given = arg.substr(0, arg.find('='));
+  std::string key = given.substr(2), name = key;
+  std::replace(key.begin(), key.end(), '-', '_');
   std::replace(name.begin(), name.end(), '_', '-');
-  if (name == "help" || name == "module" || name == "no-python" || name == "run-path")
-    return nullptr;
-  const auto table = launch::flag_table();
-  const auto found = std::ranges::find(table, std::string_view(name), &launch::FlagSpec::name);
-  return found == table.end() ? nullptr : &*found;
+  if (train::find_key(key) != nullptr) return nullptr;
+  const auto found = launch::flags_named(name);
+  // The beginning of a key is a mistake in a key.
+  const auto begins = [&](const std::string& longer) { return longer.starts_with(key); };
+  if (found.size() == 1 &&
+      (found.front()->name == name || std::ranges::none_of(train::training_keys(), begins))) {
+    const std::string_view full = found.front()->name;
+    const bool starts = full == "module" || full == "no-python" || full == "run-path";
+    return starts ? nullptr : found.front();
+  }
+  if (const auto hint = launch::hint_for_flag(name); !hint.empty())
+    throw UsageError("train", "there is no flag {}. {}", given, hint);
+  return nullptr;
 }
 
 // Whether any variable sets a key.

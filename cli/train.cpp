@@ -25,6 +25,7 @@
 #include "cli/plan_training.h"
 #include "cli/train_commands.h"
 #include "launcher/accelerate_config.h"
+#include "launcher/host.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
@@ -36,6 +37,8 @@
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config.h"
 #include "lockstep/train/trainer.h"
+#include "observe/plan/model_shape.h"
+#include "observe/plan/strategy.h"
 
 namespace lockstep::cli {
 namespace {
@@ -244,6 +247,21 @@ void follow_plan(World& world, Prepared& read) {
   if (world.is_leader() && !chosen.empty()) log::info("train", "{}", chosen);
 }
 
+// Operations of a token, and of the leader's GPUs in a second, for the log's mfu. With a device map
+// a rank has several GPUs, and on a CPU no peak is known. Collective.
+void count_operations(TrainerTask& task, World& world, const Prepared& read) {
+  if (world.device().is_cpu() || read.task.model.device_map) return;
+  double peak = 0;
+  try {
+    const plan::Training training = training_of(read.config, read.task);
+    task.flops_per_token = plan::flops_per_token(training.model);
+    if (world.is_leader()) peak = plan::peak_flops(training, found_cards(launch::find_gpus()).card);
+  } catch (const std::exception& error) {
+    log::debug("train", "{} The log has no mfu.", error.what());
+  }
+  task.device_peak_flops = all_reduce(world, peak, ReduceOp::kMax);
+}
+
 // The Trainer has reported every other end.
 void say_result(const TrainResult& result, const TrainingArguments& arguments) {
   if (result.exit_code() != 0 || result.global_step <= result.first_step) return;
@@ -274,7 +292,9 @@ int train(const TrainRequest& request, const std::string& probe) {
     const auto probing = probe.empty() ? nullptr : std::make_shared<ProbeSteps>(world, probe);
     follow_plan(world, read);
     const Mesh mesh = mesh_for(world, config.arguments);
-    Trainer trainer(mesh, make_task_everywhere(mesh, read), config.arguments);
+    TrainerTask task = make_task_everywhere(mesh, read);
+    count_operations(task, world, read);
+    Trainer trainer(mesh, std::move(task), config.arguments);
     trainer.add(std::make_shared<KeepRecord>(config.arguments.output_dir, read.record));
     if (probing) trainer.add(probing);
     const TrainResult result = trainer.train();

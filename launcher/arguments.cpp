@@ -105,19 +105,10 @@ class ArgumentReader {
 
   // The flag that `name` is a prefix of; null for help.
   const FlagSpec* match(const std::string& name, const std::string& arg) const {
-    std::vector<const FlagSpec*> found;
-    for (const FlagSpec& flag : flag_table()) {
-      if (flag.name == name) return &flag;
-      if (flag.name.starts_with(name)) found.push_back(&flag);
-    }
+    const std::vector<const FlagSpec*> found = flags_named(name);
     const bool help = !name.empty() && std::string_view("help").substr(0, name.size()) == name;
     if (help && found.empty()) return nullptr;
     if (found.size() == 1) return found.front();
-    // A prefix that is unique in torchrun means the same here, whatever flags we add.
-    std::vector<const FlagSpec*> theirs;
-    std::ranges::copy_if(found, std::back_inserter(theirs),
-                         [](const FlagSpec* flag) { return flag->torchrun; });
-    if (theirs.size() == 1) return theirs.front();
     if (found.empty()) refuse(arg.substr(0, arg.find('=')), name);
     std::vector<std::string> meanings;
     for (const FlagSpec* flag : found) meanings.push_back(fmt::format("--{}", flag->name));
@@ -173,6 +164,19 @@ class ArgumentReader {
 };
 
 }  // namespace
+
+std::vector<const FlagSpec*> flags_named(std::string_view name) {
+  std::vector<const FlagSpec*> found;
+  for (const FlagSpec& flag : flag_table()) {
+    if (flag.name == name) return {&flag};
+    if (flag.name.starts_with(name)) found.push_back(&flag);
+  }
+  // A prefix that is unique in torchrun means the same here, whatever flags we add.
+  std::vector<const FlagSpec*> theirs;
+  std::ranges::copy_if(found, std::back_inserter(theirs),
+                       [](const FlagSpec* flag) { return flag->torchrun; });
+  return theirs.size() == 1 ? theirs : found;
+}
 
 std::string_view hint_for_flag(const std::string& name) {
   const auto* const found = std::ranges::find(

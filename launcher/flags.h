@@ -45,6 +45,10 @@ struct FlagSpec {
 
 std::span<const FlagSpec> flag_table();
 
+// The flags that `name`, with dashes, may mean: one for a flag's name and for a prefix that is
+// unique here or in torchrun.
+std::vector<const FlagSpec*> flags_named(std::string_view name);
+
 // What to write instead of another launcher's flag, such as "num_processes"; empty if it is none.
 std::string_view hint_for_flag(const std::string& name);
 

@@ -104,41 +104,50 @@ const std::vector<Kind>& kinds() {
   return all;
 }
 
+// A model on one rank, with its last bias frozen, and its training step.
+struct Wrapped {
+  Wrapped(World& the_world, const Kind& the_kind) : world(the_world), kind(the_kind) {
+    net->b->bias.set_requires_grad(false);
+    wrap();
+  }
+  void wrap() {
+    model.emplace(net, world, kind.options);
+    if (kind.hook) model->register_comm_hook(hooks::all_reduce());
+  }
+  void step(bool raw = false) {
+    net->zero_grad();
+    const at::Tensor input = input_by_rank(world);
+    (raw ? net->forward(input) : (*model)(input)).sum().backward();
+  }
+
+  World& world;
+  const Kind& kind;
+  std::shared_ptr<TwoLinear> net = std::make_shared<TwoLinear>();
+  std::optional<DistributedDataParallel<std::shared_ptr<TwoLinear>>> model;
+};
+
 TEST(Change, OnAllRanksIsRefusedUntilTheModelIsWrappedAgain) {
   for (const Kind& kind : kinds()) {
     for (const bool raw : {false, true}) {
       SCOPED_TRACE(fmt::format("{}, {}", kind.name, raw ? "raw" : "wrapped"));
       run_threads(2, [&](World& world) {
-        auto net = std::make_shared<TwoLinear>();
-        net->b->bias.set_requires_grad(false);
-        using Ddp = DistributedDataParallel<std::shared_ptr<TwoLinear>>;
-        std::optional<Ddp> model;
-        const auto wrap = [&] {
-          model.reset();
-          model.emplace(net, world, kind.options);
-          if (kind.hook) model->register_comm_hook(hooks::all_reduce());
-        };
-        const auto step = [&] {
-          net->zero_grad();
-          (raw ? net->forward(input_by_rank(world)) : (*model)(input_by_rank(world)))
-              .sum()
-              .backward();
-        };
-        wrap();
+        Wrapped wrapped(world, kind);
+        TwoLinear& net = *wrapped.net;
+        const auto step = [&] { wrapped.step(raw); };
         step();
         for (const Change& change : changes()) {
           SCOPED_TRACE(change.name);
-          change.make(*net);
+          change.make(net);
           EXPECT_THAT(message_of<UsageError>(step),
                       AllOf(HasSubstr("changed after it was wrapped: on ranks 0, 1 "),
                             HasSubstr(change.line), HasSubstr("wrap the model again")));
-          wrap();
+          wrapped.wrap();
           for (int i = 0; i < 2; ++i) step();
-          expect_mean_gradients(world, *net);
-          change.take_back(*net);
-          wrap();
+          expect_mean_gradients(world, net);
+          change.take_back(net);
+          wrapped.wrap();
           step();
-          expect_mean_gradients(world, *net);
+          expect_mean_gradients(world, net);
         }
       });
     }
@@ -149,27 +158,22 @@ TEST(Change, OnOneRankEndsEveryRankByNameAndCanBeTakenBack) {
   for (const int ranks : {2, 3}) {
     for (const Kind& kind : kinds()) {
       run_threads(ranks, [&](World& world) {
-        auto net = std::make_shared<TwoLinear>();
-        net->b->bias.set_requires_grad(false);
-        DistributedDataParallel model{net, world, kind.options};
-        if (kind.hook) model.register_comm_hook(hooks::all_reduce());
-        const auto step = [&] {
-          net->zero_grad();
-          model(input_by_rank(world)).sum().backward();
-        };
+        Wrapped wrapped(world, kind);
+        TwoLinear& net = *wrapped.net;
+        const auto step = [&] { wrapped.step(); };
         step();
         int turn = 0;
         for (const Change& change : changes()) {
           SCOPED_TRACE(fmt::format("{} ranks, {}, {}", ranks, kind.name, change.name));
           const int culprit = turn++ % ranks;
           const bool mine = world.rank() == culprit;
-          if (mine) change.make(*net);
+          if (mine) change.make(net);
           EXPECT_THAT(message_of<UsageError>(step),
                       AllOf(HasSubstr(fmt::format("on rank {} {}", culprit, change.line)),
                             HasSubstr("wrap the model again")));
-          if (mine) change.take_back(*net);
+          if (mine) change.take_back(net);
           step();
-          expect_mean_gradients(world, *net);
+          expect_mean_gradients(world, net);
         }
       });
     }
@@ -258,27 +262,23 @@ torch::nn::Linear replace_b(TwoLinear& net, torch::nn::Linear layer) {
 TEST(Change, AReplacedLayerIsRefusedByEveryRankAndCanBeTakenBack) {
   for (const Kind& kind : kinds()) {
     run_threads(3, [&](World& world) {
-      auto net = std::make_shared<TwoLinear>();
-      DistributedDataParallel model{net, world, kind.options};
-      if (kind.hook) model.register_comm_hook(hooks::all_reduce());
-      const auto step = [&] {
-        net->zero_grad();
-        model(input_by_rank(world)).sum().backward();
-      };
+      Wrapped wrapped(world, kind);
+      TwoLinear& net = *wrapped.net;
+      const auto step = [&] { wrapped.step(); };
       step();
       for (const int culprit : {0, 2, -1}) {  // -1: every rank
         SCOPED_TRACE(fmt::format("{}, {}", kind.name, culprit));
         const bool mine = culprit < 0 || world.rank() == culprit;
-        torch::nn::Linear before = net->b;
-        if (mine) before = replace_b(*net, torch::nn::Linear(4, 4));
+        torch::nn::Linear before = net.b;
+        if (mine) before = replace_b(net, torch::nn::Linear(4, 4));
         const std::string who = culprit < 0 ? "ranks 0, 1, 2" : fmt::format("rank {}", culprit);
         EXPECT_THAT(message_of<UsageError>(step),
                     HasSubstr(fmt::format("on {} parameter 'b.weight' was replaced, parameter "
                                           "'b.bias' was replaced. ",
                                           who)));
-        if (mine) replace_b(*net, before);
+        if (mine) replace_b(net, before);
         step();
-        expect_mean_gradients(world, *net);
+        expect_mean_gradients(world, net);
       }
     });
   }
@@ -302,8 +302,32 @@ TEST(Change, ALayerThatWasAppendedIsRefusedThoughBackwardReachesNoOther) {
     EXPECT_THAT(message_of<UsageError>(through_head), HasSubstr("parameter '2.weight' was added"));
     head->weight.set_requires_grad(false);  // one that is not trained has no gradient to miss
     head->bias.set_requires_grad(false);
-    net->zero_grad();
-    through_all();
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      through_all();
+      const auto parts = world.all_gather(net->ptr(1)->named_parameters()["weight"].grad());
+      EXPECT_TRUE(parts[0].equal(parts[1]));
+    }
+    head->bias.set_requires_grad(true);
+    EXPECT_THAT(message_of<UsageError>(through_all),
+                HasSubstr("on ranks 0, 1 parameter '2.bias' was added. "));
+  });
+}
+
+TEST(Change, ALayerThatWasAppendedIsRefusedAroundTheWrapperToo) {
+  run_threads(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4));
+    DistributedDataParallel model{net, world};
+    model.forward(at::ones({2, 4})).sum().backward();
+    {
+      const auto guard = model.no_sync();
+      model.forward(at::ones({2, 4})).sum().backward();
+      net->push_back(torch::nn::Linear(4, 2));
+      model.forward(at::ones({2, 4})).sum().backward();
+    }
+    EXPECT_THAT(
+        message_of<UsageError>([&] { net->forward(at::ones({2, 4})).sum().backward(); }),
+        HasSubstr("on ranks 0, 1 parameter '1.weight' was added, parameter '1.bias' was added. "));
   });
 }
 

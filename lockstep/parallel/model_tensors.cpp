@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 
 #include "lockstep/comm/numbers.h"
@@ -242,28 +243,37 @@ void ChangeDetector::follow(const torch::nn::Module& module) {
   module_ = module.weak_from_this();
   followed_.clear();
   for_each_parameter(
-      module, [&](const at::Tensor& tensor) { followed_.push_back(tensor.unsafeGetTensorImpl()); });
+      module, [&](const at::Tensor& tensor) { followed_.insert(tensor.unsafeGetTensorImpl()); });
+}
+
+bool ChangeDetector::look() {
+  const bool none_new = std::exchange(none_new_, false) || new_parameters().empty();
+  return stale_ = changed() || !none_new;
+}
+
+void ChangeDetector::look_at_known() {
+  none_new_ = false;
+  stale_ = changed();
 }
 
 std::vector<std::string> ChangeDetector::new_parameters() const {
   std::vector<std::string> found;
   const auto module = module_.lock();
   if (!module) return found;
-  std::size_t seen = 0;
-  bool same = true;
-  for_each_parameter(*module, [&](const at::Tensor& tensor) {
-    same = same && seen < followed_.size() && followed_[seen] == tensor.unsafeGetTensorImpl();
-    ++seen;
-  });
-  if (same) return found;
+  // One that is not trained has no gradient that could be missed.
+  const auto may_miss = [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() && !followed_.contains(tensor.unsafeGetTensorImpl());
+  };
+  bool any = false;
+  for_each_parameter(*module, [&](const at::Tensor& tensor) { any = any || may_miss(tensor); });
+  if (!any) return found;
+  std::unordered_set<std::string> names;
+  for (const ModelParameter& p : model_.parameters()) names.insert(p.name);
   for (const auto& item : module->named_parameters()) {
     const std::string& name = item.key();
-    if (!item.value().requires_grad() || contains(options_.ignored_parameters, name)) continue;
-    const auto is_it = [&](const ModelParameter& p) { return p.tensor.is_same(item.value()); };
-    const auto has_name = [&](const ModelParameter& p) { return p.name == name; };
-    if (std::ranges::any_of(model_.parameters(), is_it)) continue;
-    const bool replaced = std::ranges::any_of(model_.parameters(), has_name);
-    found.push_back(fmt::format("parameter '{}' was {}", name, replaced ? "replaced" : "added"));
+    if (!may_miss(item.value()) || contains(options_.ignored_parameters, name)) continue;
+    found.push_back(
+        fmt::format("parameter '{}' was {}", name, names.contains(name) ? "replaced" : "added"));
   }
   return found;
 }

@@ -14,6 +14,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "lockstep/parallel/reducer_types.h"
@@ -106,12 +107,16 @@ class ChangeDetector {
 
   // Watches for trained parameters that the module gets from now on, while it lives.
   void follow(const torch::nn::Module& module);
-  // Each as "parameter 'b.weight' was added". Cheap while there are none.
+  // Each as "parameter 'b.weight' was added". Walks over the module, and is cheap while it finds
+  // none.
   std::vector<std::string> new_parameters() const;
 
   bool changed() const;  // a parameter that was there
-  bool look() { return stale_ = changed() || !new_parameters().empty(); }
-  bool stale() const { return stale_; }  // what the last look() found
+  // In the forward of a pass: whether there are new ones. If not, its look() does not walk again.
+  bool look_for_new() { return !(none_new_ = new_parameters().empty()); }
+  bool look();
+  void look_at_known();                  // in a pass that does not synchronise
+  bool stale() const { return stale_; }  // what the last look found
 
   // Throws UsageError on all ranks where the models differ, or where one has a refusal. Collective.
   void check_same_model(std::exception_ptr refusal = {}) const;
@@ -134,9 +139,10 @@ class ChangeDetector {
   const DdpOptions& options_;
   std::vector<ParameterForm> forms_;  // by parameter
   std::weak_ptr<const torch::nn::Module> module_;
-  // The module's parameters when it was wrapped. Those that a gradient could miss are alive.
-  std::vector<const at::TensorImpl*> followed_;
+  // The module's parameters when it was wrapped; the model and its options keep them alive.
+  std::unordered_set<const at::TensorImpl*> followed_;
   bool stale_ = false;
+  bool none_new_ = false;  // in the forward of the pass that begins
   at::Tensor flag_;
   Work flag_work_;
 };

@@ -72,6 +72,8 @@ class ReducerImpl final : public BackwardListener,
   BucketLimits limits_as_set() const;
   void plan(const std::vector<std::size_t>& order);
   void plan_first();
+  // Whether a pass that began now would exchange gradients.
+  bool synchronises() const { return no_sync_depth_ == 0 && strategy_ == nullptr; }
   bool begin_pass();
   void start_pass();
   void check_recordable();
@@ -259,11 +261,15 @@ void ReducerImpl::start_pass() {
   if (strategy_ != nullptr && no_sync_depth_ == 0) strategy_->on_backward();
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
-  pass_.begin(/*synchronised=*/no_sync_depth_ == 0 && strategy_ == nullptr);
+  pass_.begin(/*synchronised=*/synchronises());
   pass_.recorded = recording(world_);
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
-  if (change_.look() && pass_.sync) refuse_change();
+  if (!pass_.sync) {
+    change_.look_at_known();  // new ones are refused by a pass that synchronises, or by step()
+  } else if (change_.look()) {
+    refuse_change();
+  }
   pass_.run();
   // Parameters that this backward will not reach count at once: no bucket waits for the end.
   if (!pass_.sync || !options_.find_unused_parameters || NestedBackward::active()) return;
@@ -685,7 +691,8 @@ at::Tensor Reducer::watch(at::Tensor output) {
       !output.is_floating_point())
     return output;
   // A backward that reaches only new parameters runs none of our hooks: look for them here.
-  if (!impl_->options_.find_unused_parameters && impl_->change_.new_parameters().empty())
+  if (!impl_->options_.find_unused_parameters &&
+      !(impl_->synchronises() && impl_->change_.look_for_new()))
     return output;
   return parallel::HookSet::watch(output, impl_->weak_from_this());
 }

@@ -249,6 +249,29 @@ TEST(ChangeDetector, SeesEveryKindOfChangeUntilItIsAccepted) {
   EXPECT_FALSE(changes.stale());
 }
 
+TEST(ChangeDetector, APassWalksOverTheModuleOnce) {
+  World alone;
+  torch::nn::Sequential net(torch::nn::Linear(2, 2));
+  const DdpOptions options;
+  const ModelTensors model(parameters_of(*net), {}, options);
+  ChangeDetector changes(alone, model, options);
+  changes.accept();
+  changes.follow(*net);
+  EXPECT_FALSE(changes.look_for_new());
+  const torch::nn::Linear added(2, 2);
+  net->push_back(added);
+  EXPECT_FALSE(changes.look()) << "the forward of this pass has walked";
+  EXPECT_TRUE(changes.look()) << "of a pass without such a forward";
+  EXPECT_TRUE(changes.look_for_new());
+  for (const at::Tensor& parameter : added->parameters()) parameter.set_requires_grad(false);
+  EXPECT_FALSE(changes.look()) << "a forward that found some does not stand for this";
+  EXPECT_FALSE(changes.look_for_new());
+  for (const at::Tensor& parameter : added->parameters()) parameter.set_requires_grad(true);
+  changes.look_at_known();
+  EXPECT_FALSE(changes.stale());
+  EXPECT_TRUE(changes.look()) << "a pass that does not synchronise uses its forward up";
+}
+
 TEST(ChangeDetector, TheFlagReachesEveryRankAloneOrWithABucket) {
   run_threads(3, [](World& world) {
     const auto model = model_of({trained({3})});

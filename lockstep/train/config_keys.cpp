@@ -384,13 +384,16 @@ constexpr KeyHint not_here(std::string_view name, std::string_view why,
                            std::string_view of = "Hugging Face's") {
   return {.name = name, .why = why, .of = of};
 }
-constexpr KeyHint inside(std::string_view section, std::string_view name, std::string_view use,
-                         std::string_view now = {}) {
+// Without `use`, as the example of kSectionKeys for `now`.
+constexpr KeyHint inside(std::string_view section, std::string_view name, std::string_view now,
+                         std::string_view use = {}) {
   return {.name = name, .section = section, .use = use, .now = now};
 }
 constexpr KeyHint means(std::string_view name, std::string_view key) {
   return {.name = name, .use = key};
 }
+
+constexpr std::string_view kLora = "r: 16, lora_alpha: 32, target_modules: [c_attn]";
 
 constexpr KeyHint kHints[] = {
     not_here("deepspeed", "ZeRO is DeepSpeed's; fsdp divides the model here"),
@@ -439,28 +442,26 @@ constexpr KeyHint kHints[] = {
     not_here("node_rank", "it is a flag of `lockstep train`", "torchrun's"),
     not_here("master_addr", "it is a flag of `lockstep train`", "torchrun's"),
     not_here("master_port", "it is a flag of `lockstep train`", "torchrun's"),
-    inside("model", "hidden_size", "name: gpt, n_embd: 128", "n_embd"),
-    inside("model", "num_layers", "name: gpt, n_layer: 4", "n_layer"),
-    inside("model", "num_hidden_layers", "name: gpt, n_layer: 4", "n_layer"),
-    inside("model", "num_heads", "name: gpt, n_head: 4", "n_head"),
-    inside("model", "num_attention_heads", "name: gpt, n_head: 4", "n_head"),
-    inside("model", "model_name", "path: FOLDER", "path"),
-    inside("model", "model_name_or_path", "path: FOLDER", "path"),
-    inside("model", "model_path", "path: FOLDER", "path"),
-    inside("lora", "lora_alpha", "r: 16, lora_alpha: 32, target_modules: [c_attn]"),
-    inside("lora", "lora_dropout", "r: 16, lora_dropout: 0.05, target_modules: [c_attn]"),
-    inside("lora", "target_modules", "r: 16, target_modules: [c_attn]"),
-    inside("lora", "lora_r", "r: 16, lora_alpha: 32, target_modules: [c_attn]", "r"),
-    inside("lora", "lora_rank", "r: 16, lora_alpha: 32, target_modules: [c_attn]", "r"),
-    inside("lora", "lora_target_modules", "r: 16, lora_alpha: 32, target_modules: [c_attn]",
-           "target_modules"),
-    inside("data", "data_path", "name: bytes, path: FOLDER", "path"),
-    inside("data", "dataset_path", "name: bytes, path: FOLDER", "path"),
-    inside("data", "packing", "name: instructions, path: FILE, padding: packed", "padding"),
-    inside("data", "dataset_name", "name: instructions, path: FILE", "path"),
-    inside("data", "train_file", "name: instructions, path: FILE", "path"),
-    inside("data", "validation_file", "name: instructions, path: FILE, eval_path: FILE",
-           "eval_path"),
+    inside("model", "hidden_size", "n_embd"),
+    inside("model", "num_layers", "n_layer"),
+    inside("model", "num_hidden_layers", "n_layer"),
+    inside("model", "num_heads", "n_head"),
+    inside("model", "num_attention_heads", "n_head"),
+    inside("model", "model_name", "path", "path: FOLDER"),
+    inside("model", "model_name_or_path", "path", "path: FOLDER"),
+    inside("model", "model_path", "path", "path: FOLDER"),
+    inside("lora", "lora_alpha", "", kLora),
+    inside("lora", "lora_dropout", "", "r: 16, lora_dropout: 0.05, target_modules: [c_attn]"),
+    inside("lora", "target_modules", "", kLora),
+    inside("lora", "lora_r", "r", kLora),
+    inside("lora", "lora_rank", "r", kLora),
+    inside("lora", "lora_target_modules", "target_modules", kLora),
+    inside("data", "data_path", "path"),
+    inside("data", "dataset_path", "path"),
+    inside("data", "packing", "padding", "name: instructions, path: FILE, padding: packed"),
+    inside("data", "dataset_name", "path", "name: instructions, path: FILE"),
+    inside("data", "train_file", "path", "name: instructions, path: FILE"),
+    inside("data", "validation_file", "eval_path"),
     means("seq_len", "max_seq_len"),
     means("seq_length", "max_seq_len"),
     means("sequence_length", "max_seq_len"),
@@ -509,14 +510,22 @@ std::string hint_for_key(std::string_view key) {
     return fmt::format("{} Write {}: {{{}}}.{}", what, map, use,
                        texts ? " A folder of token shards is dataset_dir." : "");
   };
-  for (const SectionKey& one : kSectionKeys)
-    if (one.name == key && !one.example.empty()) return in_map(one.map, one.example, "");
+  const auto example = [](std::string_view name, std::string_view map) {
+    return std::ranges::find_if(kSectionKeys, [&](const SectionKey& one) {
+      return one.name == name && !one.example.empty() && (map.empty() || one.map == map);
+    });
+  };
+  if (const auto* one = example(key, ""); one != std::end(kSectionKeys))
+    return in_map(one->map, one->example, "");
   for (const KeyHint& hint : kHints) {
     if (hint.name != key) continue;
     if (!hint.why.empty())
       return fmt::format("{} is a key of {} that is not read here: {}. Delete it.", key, hint.of,
                          hint.why);
-    if (!hint.section.empty()) return in_map(hint.section, hint.use, hint.now);
+    if (!hint.section.empty())
+      return in_map(hint.section,
+                    hint.use.empty() ? example(hint.now, hint.section)->example : hint.use,
+                    hint.now);
     return fmt::format("there is no key '{}'. Did you mean {}?", key, hint.use);
   }
   return "";

@@ -91,7 +91,7 @@ std::span<const SectionKey> section_keys();
 struct KeyHint {
   std::string_view name{};
   std::string_view section{};  // "model", "data" or "lora"; empty: `use` is a key of the top level
-  std::string_view use{};      // with a section: what to write there
+  std::string_view use{};      // with a section: what to write there; empty: `now`'s example
   std::string_view now{};      // its name in the section, where that is another one
   std::string_view why{};      // why it has no meaning here, where that is so
   std::string_view of{};       // whose key it is then

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <set>
@@ -29,6 +30,12 @@ using ::testing::IsEmpty;
 
 // ---------------------------------------------------------------- the tables
 
+bool has_example(std::string_view map, std::string_view name) {
+  return std::ranges::any_of(section_keys(), [&](const SectionKey& key) {
+    return key.map == map && key.name == name && !key.example.empty();
+  });
+}
+
 TEST(ConfigKeys, NoNameIsInTwoTables) {
   std::set<std::string_view> table;
   for (const KeySpec& key : key_table()) EXPECT_TRUE(table.insert(key.name).second) << key.name;
@@ -41,7 +48,9 @@ TEST(ConfigKeys, NoNameIsInTwoTables) {
     EXPECT_TRUE(table.insert(hint.name).second) << hint.name;
     EXPECT_TRUE(!hint.why.empty() || !hint.section.empty() || find_key(hint.use) != nullptr)
         << hint.name;
-    EXPECT_THAT(std::string(hint.use), HasSubstr(std::string(hint.now))) << hint.name;
+    if (hint.section.empty()) continue;
+    ASSERT_TRUE(!hint.use.empty() || has_example(hint.section, hint.now)) << hint.name;
+    EXPECT_THAT(hint_for_key(hint.name), HasSubstr(std::string(hint.now) + ": ")) << hint.name;
   }
   for (const OldKey& old : old_keys())
     EXPECT_TRUE(old.now.empty() || find_key(old.now) != nullptr) << old.name;

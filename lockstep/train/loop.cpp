@@ -73,6 +73,17 @@ void check_mesh(const RunContext& run) {
                      "fsdp is set, and the mesh ({}) has no axis 'shard'. Add it, or give the "
                      "Trainer the world.",
                      run.mesh.text());
+  const char* const divides = std::ranges::any_of(run.mesh.axes(), is_shard) ? "fsdp"
+                              : run.mesh.size("pipeline") > 1                ? "a pipeline"
+                              : run.mesh.size("tensor") > 1                  ? "tensor parallelism"
+                                                                             : nullptr;
+  if (a.save_on_each_node && divides != nullptr && !run.task.make_parallelism &&
+      run.world.size() > run.world.local_size())
+    throw UsageError("trainer",
+                     "save_on_each_node writes the whole model on every host, and {} has it "
+                     "nowhere: all ranks write one folder together. Put output_dir on a file "
+                     "system that all hosts mount, and delete save_on_each_node.",
+                     divides);
 }
 
 void say_waits(const RunContext& run, PipelineSchedule schedule) {

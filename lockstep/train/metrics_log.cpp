@@ -179,6 +179,9 @@ std::string value_text(const std::string& name, double value) {
   if (name == "data_wait_percent") return fmt::format("data {:.0f} %", value);
   if (name == "communication_percent") return fmt::format("communication {:.0f} %", value);
   if (name == "tokens_per_second") return fmt::format("{:.0f} tokens/s", value);
+  if (name == "mfu") return fmt::format("mfu {:.1f} %", 100 * value);
+  if (name == "gpu_memory_gib") return fmt::format("GPU {:.1f} GiB", value);
+  if (name == "gpu_memory_peak_gib") return fmt::format("peak {:.1f} GiB", value);
   return fmt::format("{} {:.4f}", name, value);
 }
 

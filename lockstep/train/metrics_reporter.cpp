@@ -1,5 +1,6 @@
 #include "lockstep/train/metrics_reporter.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -165,6 +166,20 @@ MetricsReporter::Totals MetricsReporter::totals_of(const at::Tensor& sums) {
   return {.input_tokens = all[3].item<double>(), .mean_loss = std::isnan(loss) ? NAN : loss};
 }
 
+// The share of the devices' arithmetic that training reaches, and this rank's memory on its GPU.
+void MetricsReporter::add_device_figures(Metrics& values, double tokens_per_second) const {
+  const double peak = run_.task.device_peak_flops * run_.world.size();
+  if (peak > 0 && run_.task.flops_per_token > 0)
+    values.emplace_back("mfu", tokens_per_second * run_.task.flops_per_token / peak);
+  const c10::Device device = run_.world.device();
+  if (device.is_cpu()) return;
+  constexpr double kGiB = 1 << 30;
+  const auto bytes =
+      c10::getDeviceAllocator(device.type())->getDeviceStats(device.index()).allocated_bytes[0];
+  values.emplace_back("gpu_memory_gib", static_cast<double>(bytes.current) / kGiB);
+  values.emplace_back("gpu_memory_peak_gib", static_cast<double>(bytes.peak) / kGiB);
+}
+
 void MetricsReporter::log(double learning_rate) {
   TrainerState& state = run_.state;
   if (state.global_step == last_log_step_) return;
@@ -184,6 +199,7 @@ void MetricsReporter::log(double learning_rate) {
   const double samples = static_cast<double>(std::exchange(samples_, 0)) * run_.batch_ranks();
   values.emplace_back("samples_per_second", samples / seconds);
   if (tokens > samples * 1.5) values.emplace_back("tokens_per_second", tokens / seconds);
+  add_device_figures(values, tokens / seconds);
   if (const Waits& waits = control_.waits(); waits.data >= 0) {
     values.emplace_back("data_wait_percent", waits.data / 100.0);
     if (run_.world.size() > 1 && waits.communication >= 0)

@@ -74,6 +74,7 @@ class MetricsReporter {
     double in_a_row = 0;  // up to now
   };
   Totals totals_of(const at::Tensor& sums);
+  void add_device_figures(Metrics& values, double tokens_per_second) const;
   Skips read_skips();
   std::string bad_ranks(const Skips& skips);
   // Throws where nothing is trained any more.

@@ -6,11 +6,15 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "lockstep/comm/numbers.h"
 #include "lockstep/core/helpers_for_test.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/naive_shard.h"
@@ -319,6 +323,58 @@ TEST(OwnMeshRefusals, FsdpBesideAParallelismOfTheTask) {
     Trainer trainer(world, task, a);
     EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
                 ::testing::HasSubstr("fsdp is set, and TrainerTask::make_parallelism"));
+  });
+}
+
+// ---------------------------------------------------------------- a mesh that the Trainer is given
+
+TEST(GivenMesh, AnAxisShardDividesTheModelWithoutTheKeyFsdp) {
+  // After every step each rank holds a part of the model, and the ranks together hold all of it.
+  struct Held : Observer {
+    Held(World& the_world, std::shared_ptr<torch::nn::Module> the_module)
+        : world(the_world), module(std::move(the_module)) {}
+    void on_step_end(Event&) override {
+      ++steps;
+      std::int64_t mine = 0, whole = 0;
+      for (const at::Tensor& parameter : module->parameters()) {
+        const nn::Rows* const rows = nn::rows_of(parameter);
+        mine += rows != nullptr ? rows->values.numel() : parameter.numel();
+        whole += parameter.numel();
+      }
+      EXPECT_LT(mine, whole);
+      EXPECT_EQ(all_reduce(world, static_cast<double>(mine)), static_cast<double>(whole));
+    }
+    World& world;
+    std::shared_ptr<torch::nn::Module> module;
+    int steps = 0;
+  };
+  const io::TemporaryDirectory folder;
+  testing::run_threads(2, [&](World& world) {
+    TrainingArguments a = arguments_in(folder / "replicated");
+    const Trained expected = run_trainer(world, a, Way::kReplicated);
+    a.output_dir = folder / "divided";
+    torch::nn::Sequential net = network();
+    Trainer trainer(Mesh(world, {{"shard", 2}}), task_for(net, dataset(45, 1), dataset(5, 2)), a);
+    const auto held = std::make_shared<Held>(world, net.ptr());
+    trainer.add(held);
+    trainer.train();
+    EXPECT_EQ(held->steps, a.max_steps);
+    EXPECT_TRUE(at::allclose(flat(*net), expected.weights, 1e-5, 1e-6));
+    world.barrier();
+  });
+}
+
+TEST(GivenMesh, FsdpNeedsItsAxisShard) {
+  const io::TemporaryDirectory folder;
+  testing::run_threads(2, [&](World& world) {
+    TrainingArguments a = arguments_in(folder.path());
+    a.fsdp = "full_shard";
+    a.shard_optimizer = "auto";
+    Trainer trainer(Mesh(world, {{"tensor", 2}}),
+                    task_for(network(), dataset(45, 1), dataset(5, 2)), a);
+    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                ::testing::HasSubstr("fsdp is set, and the mesh (tensor 2) has no axis "
+                                     "'shard'. Add it, or give the Trainer the world."));
   });
 }
 

@@ -100,6 +100,11 @@ struct TrainerTask {
   // After train() the module is whole on every rank. False: under fsdp and in a pipeline it stays
   // divided, for models that do not fit one; its checkpoints have it.
   bool whole_at_end = true;
+  // For the log's `mfu`: floating-point operations of a token (of a sample, where there are none),
+  // forward and backward without what is computed a second time. 0: not known.
+  double flops_per_token = 0;
+  // Floating-point operations that one of the run's devices can do in a second. 0: not known.
+  double device_peak_flops = 0;
 };
 
 struct TrainResult {

@@ -407,10 +407,13 @@ TEST(Progress, OneLineSaysEverything) {
                        .values = {{"loss", 1.25},
                                   {"learning_rate", 3e-4},
                                   {"grad_norm", 0.8125},
-                                  {"samples_per_second", 512}}};
+                                  {"samples_per_second", 512},
+                                  {"mfu", 0.412},
+                                  {"gpu_memory_gib", 31.5},
+                                  {"gpu_memory_peak_gib", 60}}};
   EXPECT_EQ(progress_line(entry, 1000, 3723),
-            "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.812  512 samples/s  eta "
-            "1:02:03");
+            "step 50/1000  epoch 0.50  loss 1.2500  lr 3.000e-04  |g| 0.812  512 samples/s  "
+            "mfu 41.2 %  GPU 31.5 GiB  peak 60.0 GiB  eta 1:02:03");
   const double negative = std::copysign(std::numeric_limits<double>::quiet_NaN(), -1.0);
   EXPECT_EQ(progress_line({.step = 1, .epoch = 0, .values = {{"loss", negative}}}, 2, -1),
             "step 1/2  epoch 0.00  loss nan");

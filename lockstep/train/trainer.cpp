@@ -300,14 +300,6 @@ Mesh mesh_for(World world, const TrainingArguments& arguments) {
   const train::FsdpPlan plan = train::fsdp_plan(arguments);
   if (!plan.on && stages * slices == 1) return world;
   const int shard = plan.on ? train::shard_ranks(world, arguments, plan, ranks) : 1;
-  if (arguments.save_on_each_node && world.size() > world.local_size())
-    throw UsageError("trainer",
-                     "save_on_each_node writes the whole model on every host, and {} has it "
-                     "nowhere: all ranks write one folder together. Put output_dir on a file "
-                     "system that all hosts mount, and delete save_on_each_node.",
-                     plan.on      ? "fsdp"
-                     : stages > 1 ? "a pipeline"
-                                  : "tensor parallelism");
   if (!plan.on && stages == 1) return Mesh(std::move(world), {{"data", -1}, {"tensor", slices}});
   std::vector<MeshAxis> axes;
   if (stages > 1) axes.push_back({"pipeline", stages});

@@ -3,7 +3,9 @@
 
 #include <torch/torch.h>
 
+#include <cmath>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -53,6 +55,15 @@ inline TrainerTask task_for(torch::nn::Sequential net, data::DatasetPtr train,
   };
   task.train_data = std::move(train);
   task.eval_data = std::move(eval);
+  return task;
+}
+
+// With a loss that is not finite in the passes that `bad` chooses, counted from 0.
+inline TrainerTask spoiled(TrainerTask task, std::function<bool(std::int64_t pass)> bad) {
+  task.loss = [loss = task.loss, bad = std::move(bad),
+               pass = std::int64_t{0}](const data::Batch& batch) mutable {
+    return LossOutput(loss(batch).loss * (bad(pass++) ? NAN : 1.0));
+  };
   return task;
 }
 

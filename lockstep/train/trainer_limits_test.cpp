@@ -127,6 +127,37 @@ TEST(TrainerLimits, SpeedCountsTheSamplesOfAShortWindow) {
   }
 }
 
+// Of a device that is said to do 1000 operations a second.
+TEST(Figures, MfuIsTheShareOfAllDevicesAndOnlyWhereTheirPeakIsKnown) {
+  for (const double peak : {0.0, 1000.0}) {
+    testing::run_threads(2, [&](World& world) {
+      io::TemporaryDirectory dir;
+      auto a = arguments(dir.path());
+      a.max_steps = 2;
+      a.logging_steps = 1;
+      TrainerTask task = task_for(network(), dataset(64, 1));
+      task.flops_per_token = 30;
+      task.device_peak_flops = peak;
+      Trainer trainer(world, task, a);
+      trainer.train();
+      int logged = 0;
+      for (const LogEntry& entry : trainer.state().log_history) {
+        EXPECT_EQ(find_metric(entry.values, "gpu_memory_gib"), nullptr) << "on a CPU";
+        const double* samples = find_metric(entry.values, "samples_per_second");
+        const double* mfu = find_metric(entry.values, "mfu");
+        if (samples == nullptr || peak == 0) {
+          EXPECT_EQ(mfu, nullptr);
+          continue;
+        }
+        ASSERT_NE(mfu, nullptr);
+        EXPECT_DOUBLE_EQ(*mfu, *samples * 30 / (2 * peak));
+        ++logged;
+      }
+      EXPECT_EQ(logged, peak > 0 ? 2 : 0);
+    });
+  }
+}
+
 // ---------------------------------------------------------------- memory
 
 [[noreturn]] void run_out_of_memory() {

@@ -73,19 +73,26 @@ TEST(SkippedSteps, AHundredInARowEndTheRun) {
   auto a = arguments(dir.path());
   a.max_steps = 400;
   a.logging_steps = 25;
-  TrainerTask task = task_for(network(), dataset(64, 1));
-  Trainer* self = nullptr;
-  task.loss = [&, loss = task.loss](const data::Batch& batch) {
-    const std::int64_t step = self->state().global_step;
-    const bool now = step >= 3 && step != 90;  // 87 in a row, and then 109 up to step 200
-    return LossOutput(loss(batch).loss * (now ? NAN : 1.0));
-  };
-  Trainer trainer(World{}, task, a);
-  self = &trainer;
+  // 87 in a row, and then 109 up to step 200.
+  const auto bad = [](std::int64_t step) { return step >= 3 && step != 90; };
+  Trainer trainer(World{}, spoiled(task_for(network(), dataset(64, 1)), bad), a);
   EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
               HasSubstr("[trainer] step 200: the last 109 steps in a row were skipped, because a "
                         "gradient was not finite, so nothing is trained any more. "));
   EXPECT_EQ(trainer.state().global_step, 200);
+}
+
+TEST(SkippedSteps, ARunWithoutAFiniteLossDoesNotLogZeroAndIsAnError) {
+  io::TemporaryDirectory dir;
+  auto a = arguments(dir.path());
+  a.max_steps = 2;
+  a.logging_steps = 2;
+  const auto every = [](std::int64_t) { return true; };
+  Trainer trainer(World{}, spoiled(task_for(network(), dataset(64, 1)), every), a);
+  EXPECT_THAT(io::message_of<Error>([&] { trainer.train(); }),
+              AllOf(HasSubstr("[trainer] step 2: all steps of this run were skipped"),
+                    HasSubstr("learning rate is too high")));
+  EXPECT_TRUE(std::isnan(*find_metric(trainer.state().log_history.front().values, "loss")));
 }
 
 TEST(SkippedSteps, NameTheRanksWhoseLossWasNotFinite) {
@@ -96,19 +103,44 @@ TEST(SkippedSteps, NameTheRanksWhoseLossWasNotFinite) {
     a.max_steps = 4;
     a.logging_steps = 4;
     a.average_tokens_across_devices = false;
-    TrainerTask task = task_for(network(), dataset(64, 1));
-    Trainer* self = nullptr;
-    task.loss = [&, loss = task.loss](const data::Batch& batch) {
-      const bool bad = world.rank() > 0 && self->state().global_step == world.rank();
-      return LossOutput(loss(batch).loss * (bad ? NAN : 1.0));
-    };
-    Trainer trainer(world, task, a);
-    self = &trainer;
-    trainer.train();
+    const auto bad = [&](std::int64_t step) { return world.rank() > 0 && step == world.rank(); };
+    Trainer(world, spoiled(task_for(network(), dataset(64, 1)), bad), a).train();
   });
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               HasSubstr("step 4: 2 of the last 4 steps had a gradient that is not finite and were "
                         "skipped on all ranks: the loss of ranks 1, 2 was not finite."));
+}
+
+// The mean that is logged, where one rank's loss is not finite in one step.
+TEST(SkippedSteps, TheFilterLeavesOutTheLossOfThatRankAlone) {
+  for (const bool filter : {true, false}) {
+    io::TemporaryDirectory dir;
+    testing::run_threads(3, [&](World& world) {
+      auto a = arguments(dir / std::to_string(world.rank()));
+      a.logging_nan_inf_filter = filter;
+      a.max_steps = a.logging_steps = 4;
+      TrainerTask task = spoiled(task_for(network(), dataset(64, 1)),
+                                 [&](std::int64_t step) { return world.rank() == 1 && step == 2; });
+      std::vector<double> losses;
+      task.loss = [&, loss = task.loss](const data::Batch& batch) {
+        const LossOutput output = loss(batch);
+        losses.push_back(output.loss.item<double>());
+        return output;
+      };
+      Trainer trainer(world, task, a);
+      trainer.train();
+      const at::Tensor all = at::cat(world.all_gather(at::tensor(losses, at::kDouble)));
+      const at::Tensor finite = all.masked_select(at::isfinite(all));
+      ASSERT_EQ(all.numel(), 12);
+      ASSERT_EQ(finite.numel(), 11);
+      const double logged = *find_metric(trainer.state().log_history.front().values, "loss");
+      if (filter) {
+        EXPECT_NEAR(logged, finite.mean().item<double>(), 1e-6) << "without one of twelve";
+      } else {
+        EXPECT_TRUE(std::isnan(logged));
+      }
+    });
+  }
 }
 
 // ---------------------------------------------------------------- evaluation

@@ -285,6 +285,17 @@ class Tasks(TrainCase):
         self.assertIn("--nproc-per-node starts ranks, but this process is rank 0 of 1 already",
                       done.stderr)
 
+    def test_a_prefix_of_a_launchers_flag_is_that_flag(self):
+        """As `lockstep run` reads it, unless a key begins so."""
+        for flag in "--np=2", "--nproc_per=2", "--max_r=1":
+            done = self.run_train([flag, str(self.config)], RANK="0", WORLD_SIZE="1")
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(f"{flag[:-2]} starts ranks, but this process is rank 0 of 1 already",
+                          done.stderr)
+        for flag in "--local_rank=0", "--max=1", "--no_p":
+            done = self.run_train([flag, str(self.config)], RANK="0", WORLD_SIZE="1")
+            self.assertNotIn("starts ranks", done.stderr, flag)
+
     def test_nothing_to_train_is_refused(self):
         for args in [], ["--nproc-per-node=2"]:
             done = self.lockstep("train", *args, code=2, cwd=self.place)

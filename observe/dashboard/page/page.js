@@ -10,11 +10,12 @@ const TITLES = {
   loss: 'Loss', eval_loss: 'Evaluation loss', learning_rate: 'Learning rate', grad_norm: 'Gradient norm',
   tokens_per_second: 'Tokens per second', samples_per_second: 'Samples per second', step_ms: 'Step time',
   data_wait_percent: 'Waiting for data', communication_percent: 'Exposed communication',
+  mfu: 'Model FLOPs utilisation', gpu_memory_gib: 'GPU memory', gpu_memory_peak_gib: 'GPU memory, peak',
   eval_accuracy: 'Evaluation accuracy', skipped_steps: 'Skipped steps',
 };
 const UNITS = {
   tokens_per_second: 'tokens/s', samples_per_second: 'samples/s', step_ms: 'ms', data_wait_percent: '%',
-  communication_percent: '%',
+  communication_percent: '%', gpu_memory_gib: 'GiB', gpu_memory_peak_gib: 'GiB',
 };
 const LONG_TABLE = 24;  // rows, from which on a table opens when it is asked for
 
