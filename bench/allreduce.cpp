@@ -324,16 +324,16 @@ Samples collect(const AllreduceSettings& settings) {
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
     for (const Job& job : jobs) {
-      Crew crew({.name = fmt::format("{}", fmt::join(job.backends, ",")),
-                 .ranks = settings.ranks,
-                 .rank = "allreduce",
-                 .settings = job});
-      for (const auto& [name, by_size] : crew.ask({}).at("samples").get<Samples>())
+      RankProcesses ranks({.name = fmt::format("{}", fmt::join(job.backends, ",")),
+                           .ranks = settings.ranks,
+                           .rank = "allreduce",
+                           .settings = job});
+      for (const auto& [name, by_size] : ranks.ask({}).at("samples").get<Samples>())
         for (const auto& [bytes, times] : by_size) {
           auto& all = samples[name][bytes];
           all.insert(all.end(), times.begin(), times.end());
         }
-      crew.finish();
+      ranks.finish();
     }
     if (mpi.empty()) continue;
     run_command(mpi);
