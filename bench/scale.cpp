@@ -20,7 +20,7 @@
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 #include "observe/dashboard/page.h"
-#include "observe/dashboard/scale_report.h"
+#include "observe/dashboard/run_report.h"
 
 namespace lockstep::bench {
 namespace {

@@ -21,7 +21,6 @@
 #include "lockstep/monitor/run_view.h"
 #include "observe/dashboard/record_writer.h"
 #include "observe/dashboard/run_summary.h"
-#include "observe/dashboard/scale_report.h"
 
 namespace lockstep::dashboard {
 namespace {
