@@ -13,7 +13,6 @@
 #include <fstream>
 #include <random>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
 #include "bench/processes.h"

@@ -25,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/comm/device.h"

@@ -51,7 +51,7 @@ struct Scratch : cli::ScratchFolder {
 
 // The ranks of one side are started once, and sides take turns working.
 //
-// A rank is one of this program's (bench.h) or a Python script of bench/peers. It gets its settings
+// A rank is one of this program's (harness.h) or a Python script of bench/peers. It gets its settings
 // as JSON on its command line, and then orders, one JSON object in a line, from a Unix socket; it
 // answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run` starts all of
 // them.

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <random>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/models.h"
 #include "bench/processes.h"

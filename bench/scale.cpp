@@ -8,7 +8,6 @@
 #include <map>
 #include <numeric>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "launcher/accelerate_config.h"

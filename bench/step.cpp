@@ -10,7 +10,6 @@
 #include <cstring>
 #include <functional>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
 #include "bench/processes.h"

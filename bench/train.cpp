@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <deque>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/models.h"
 #include "bench/processes.h"
