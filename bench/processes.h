@@ -51,10 +51,10 @@ struct Scratch : cli::ScratchFolder {
 
 // The ranks of one side are started once, and sides take turns working.
 //
-// A rank is one of this program's (harness.h) or a Python script of bench/peers. It gets its settings
-// as JSON on its command line, and then orders, one JSON object in a line, from a Unix socket; it
-// answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run` starts all of
-// them.
+// A rank is one of this program's (harness.h) or a Python script of bench/peers. It gets its
+// settings as JSON on its command line, and then orders, one JSON object in a line, from a Unix
+// socket; it answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run`
+// starts all of them.
 //
 // Sides must not disturb each other while they wait. A rank blocks in a read of its socket until it
 // gets an order, and exits when the socket is closed, so no process is left when the benchmark

@@ -1,6 +1,6 @@
 // `lockstep`: starts in milliseconds because it links no torch. Commands that need torch are in
-// ../libexec beside it, in programs that replace this process (exec). The only source that knows the
-// commit: a new one recompiles nothing else.
+// ../libexec beside it, in programs that replace this process (exec). The only source that knows
+// the commit: a new one recompiles nothing else.
 #include <fmt/format.h>
 #include <unistd.h>
 

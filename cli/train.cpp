@@ -302,8 +302,8 @@ int plan_probe_main(int argc, char** argv) {
 }  // namespace lockstep::cli
 
 // lockstep-train: `lockstep train`, `generate` and `checkpoint merge`, which need LibTorch, and the
-// ranks of `lockstep doctor` and `lockstep plan --probe`. `lockstep` executes it, so that everything
-// else starts in milliseconds.
+// ranks of `lockstep doctor` and `lockstep plan --probe`. `lockstep` executes it, so that
+// everything else starts in milliseconds.
 
 int main(int argc, char** argv) {
   using namespace lockstep::cli;

@@ -1,4 +1,5 @@
-// Files of training data: instructions, shards. Each program is compiled for one of them (driver.h).
+// Files of training data: instructions, shards. Each program is compiled for one of them
+// (driver.h).
 #include <cstdlib>
 #include <span>
 #include <string>

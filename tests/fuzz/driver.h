@@ -7,7 +7,8 @@
 //   int fuzz_one(const std::uint8_t* data, std::size_t size);      // in <name>_fuzz.cpp
 //   lockstep_fuzzer(name DEPENDS io)                                // in CMakeLists.txt
 //
-// A file with several of them has each in a namespace fuzz_<name> and ends with LOCKSTEP_FUZZ_ONE().
+// A file with several of them has each in a namespace fuzz_<name> and ends with
+// LOCKSTEP_FUZZ_ONE().
 #pragma once
 
 #include <cstddef>

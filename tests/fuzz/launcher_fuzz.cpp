@@ -1,4 +1,5 @@
-// What the launcher reads: error_file, flags, launcher_message, ledger. Each program is compiled for one of them (driver.h).
+// What the launcher reads: error_file, flags, launcher_message, ledger. Each program is compiled
+// for one of them (driver.h).
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>

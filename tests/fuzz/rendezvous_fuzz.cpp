@@ -1,4 +1,5 @@
-// What ranks and launchers read to find each other: slurm, store, store_frames. Each program is compiled for one of them (driver.h).
+// What ranks and launchers read to find each other: slurm, store, store_frames. Each program is
+// compiled for one of them (driver.h).
 #include <algorithm>
 #include <map>
 #include <string>
