@@ -1,5 +1,5 @@
 // The bytes that observe/plan computes, compared with those that the models allocate on the CPU,
-// where the same operations save the same tensors as on a GPU.
+// where the same operations save the same tensors as on a GPU, and with those of optimizers.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <gtest/gtest.h>
@@ -315,6 +315,9 @@ INSTANTIATE_TEST_SUITE_P(Models, Slices,
                          [](const auto& one) { return std::string(one.param.name); });
 
 // ---------------------------------------------------------------- optimizer state
+
+// What `lockstep plan` counts for each rule, without torch and without a module, beside what the
+// optimizer of the same training file holds after a step.
 
 Model gpt() {
   const models::GptConfig c{
