@@ -19,7 +19,7 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
-#include "observe/dashboard/record_writer.h"
+#include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
