@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/comm/device.h"

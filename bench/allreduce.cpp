@@ -1,16 +1,18 @@
 // lockstep bench allreduce: shared memory beside gloo and Open MPI. A job of ranks measures every
-// backend on the same sizes, each time on a freshly written tensor.
+// backend on the same sizes, each time on a freshly written tensor. And lockstep bench launch: from
+// the command line to the end of a program with one all-reduce.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <random>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
 #include "bench/processes.h"
@@ -324,16 +326,16 @@ Samples collect(const AllreduceSettings& settings) {
   for (int round = 0; round < settings.rounds; ++round) {
     fmt::print(stderr, "round {}/{}\n", round + 1, settings.rounds);
     for (const Job& job : jobs) {
-      Crew crew({.name = fmt::format("{}", fmt::join(job.backends, ",")),
-                 .ranks = settings.ranks,
-                 .rank = "allreduce",
-                 .settings = job});
-      for (const auto& [name, by_size] : crew.ask({}).at("samples").get<Samples>())
+      RankProcesses ranks({.name = fmt::format("{}", fmt::join(job.backends, ",")),
+                           .ranks = settings.ranks,
+                           .rank = "allreduce",
+                           .settings = job});
+      for (const auto& [name, by_size] : ranks.ask({}).at("samples").get<Samples>())
         for (const auto& [bytes, times] : by_size) {
           auto& all = samples[name][bytes];
           all.insert(all.end(), times.begin(), times.end());
         }
-      crew.finish();
+      ranks.finish();
     }
     if (mpi.empty()) continue;
     run_command(mpi);
@@ -406,6 +408,72 @@ int allreduce_main(int argc, char** argv) {
   Report report("allreduce", fmt::format("all-reduce, {} ranks", settings.ranks),
                 {{"ranks", settings.ranks}});
   for (const std::int64_t bytes : sizes) add_rows(report, samples, bytes);
+  report.publish(options);
+  return 0;
+}
+
+// ---------------------------------------------------------------- lockstep bench launch
+
+namespace {
+
+struct LaunchSide {
+  std::string name;
+  std::string command;
+  std::vector<double> seconds{};
+};
+
+// Runs a command, checks that rank 0 printed the right sum, and returns its wall time.
+double timed(const LaunchSide& contender, int ranks) {
+  const auto start = Deadline::Clock::now();
+  FILE* pipe = ::popen((contender.command + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) throw SystemError("bench", "cannot start a shell", errno);
+  std::string output;
+  char buffer[4096];
+  for (std::size_t n; (n = ::fread(buffer, 1, sizeof buffer, pipe)) > 0;) output.append(buffer, n);
+  const int ended = ::pclose(pipe);
+  const int code = WIFEXITED(ended) ? WEXITSTATUS(ended) : -1;
+  const double seconds = seconds_since(start);
+  const std::string expected = fmt::format("sum {}", ranks * (ranks + 1) / 2);
+  if (code != 0 || output.find(expected) == std::string::npos)
+    throw Error("bench", fmt::format("'{}' failed (exit code {}) or did not print '{}':\n{}",
+                                     contender.command, code, expected, output));
+  return seconds;
+}
+
+std::vector<LaunchSide> contenders_for(int ranks) {
+  const std::string script = peer("allreduce_once.py");
+  const std::string ours = program_beside("../bin/lockstep");
+  const std::string flags = fmt::format("--standalone --nproc-per-node={}", ranks);
+  return {{"torchrun + Python",
+           fmt::format("'{}' -m torch.distributed.run {} '{}'", python(), flags, script)},
+          {"lockstep run + Python",
+           fmt::format("PYTHON_EXEC='{}' '{}' run {} '{}'", python(), ours, flags, script)},
+          {"lockstep run + C++", fmt::format("'{}' run {} '{}' _allreduce-once", ours, flags,
+                                             program_beside("lockstep-bench"))}};
+}
+
+}  // namespace
+
+int launch_main(int argc, char** argv) {
+  int ranks = 4, rounds = 5;
+  Options options("Start-to-end time of a program that does one all-reduce");
+  options.number("--ranks", ranks, 1, 64, "processes per job");
+  options.number("--rounds", rounds, 1, 1000, "interleaved repetitions");
+  if (const auto code = options.parse(argc, argv)) return *code;
+
+  auto contenders = contenders_for(ranks);
+  for (auto& contender : contenders) timed(contender, ranks);  // warms the page cache; verifies
+  by_turns({.rounds = rounds, .unit = "s"}, contenders, [&](LaunchSide& contender) {
+    return contender.seconds.emplace_back(timed(contender, ranks));
+  });
+  Report report("launch", fmt::format("one all-reduce, {} ranks", ranks), {{"ranks", ranks}});
+  const auto& torchrun = contenders.front().seconds;
+  for (const auto& contender : contenders)
+    report.row(contender.name)
+        .spread("s", contender.seconds, 2, "min p50 max")
+        .number("torchrun + Python / this", over(torchrun, contender.seconds).p50, 2,
+                "torchrun_times_this")
+        .value("seconds", contender.seconds);
   report.publish(options);
   return 0;
 }

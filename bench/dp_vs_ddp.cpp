@@ -25,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/comm/device.h"
@@ -457,15 +456,15 @@ constexpr double kMaxRounding = 0.05;
 struct DpSide {
   explicit DpSide(const DpSettings& settings)
       : name(settings.contender),
-        crew({.name = settings.contender,
-              .ranks = settings.contender == kDp ? 1 : settings.ranks,
-              .rank = "dp-vs-ddp",
-              .settings = settings}) {}
+        ranks({.name = settings.contender,
+               .ranks = settings.contender == kDp ? 1 : settings.ranks,
+               .rank = "dp-vs-ddp",
+               .settings = settings}) {}
 
   // Milliseconds per step of the slowest rank.
   double train(int steps) {
     double slowest = 0;
-    for (const json& answer : crew.ask_all({{"do", "run"}, {"steps", steps}})) {
+    for (const json& answer : ranks.ask_all({{"do", "run"}, {"steps", steps}})) {
       if (!answer.at("loss").is_number())
         throw Error("bench", fmt::format("the loss of '{}' is not finite", name));
       slowest = std::max(slowest, answer.at("seconds").get<double>());
@@ -473,10 +472,10 @@ struct DpSide {
     return 1e3 * slowest / steps;
   }
   void begin(const char* type) {
-    parameters = crew.ask({{"do", "new"}, {"type", type}}).at("parameters");
+    parameters = ranks.ask({{"do", "new"}, {"type", type}}).at("parameters");
   }
   std::vector<double> weights() {
-    crew.ask({{"do", "save"}, {"path", scratch.file("weights")}});
+    ranks.ask({{"do", "save"}, {"path", scratch.file("weights")}});
     const std::string bytes = read_file(scratch.file("weights"), std::size_t{1} << 33);
     std::vector<double> values(bytes.size() / sizeof(double));
     std::memcpy(values.data(), bytes.data(), values.size() * sizeof(double));
@@ -484,7 +483,7 @@ struct DpSide {
   }
 
   std::string name;
-  Crew crew;
+  RankProcesses ranks;
   Scratch scratch;
   double parameters = 0;
   std::vector<double> block_ms{};  // per step, for each block
@@ -543,8 +542,8 @@ void measure(DpSides& sides, int steps) {
            });
   for (DpSide& side : sides) {
     const json order{{"do", "parts"}, {"steps", std::min(steps, kPartSteps)}};
-    side.parts = side.crew.ask(order).at("ms").get<std::vector<double>>();
-    side.crew.finish();
+    side.parts = side.ranks.ask(order).at("ms").get<std::vector<double>>();
+    side.ranks.finish();
   }
 }
 

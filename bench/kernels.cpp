@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <functional>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/marks.h"
 #include "lockstep/core/error.h"

@@ -11,7 +11,6 @@
 #include <set>
 #include <thread>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/core/error.h"

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "bench/bench.h"
+#include "bench/harness.h"
 #include "cli/commands.h"
 #include "lockstep/core/host.h"
 

@@ -7,7 +7,6 @@
 
 #include <filesystem>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/marks.h"
 #include "bench/models.h"

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <tuple>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/core/error.h"

@@ -156,7 +156,7 @@ double cpu_seconds() {
 
 }  // namespace
 
-Crew::Crew(const CrewOptions& options)
+RankProcesses::RankProcesses(const RankProcessesOptions& options)
     : name(options.name), ranks_(options.ranks), listener_(stream_socket()) {
   const std::string socket = scratch_.file("orders");
   const sockaddr_un address = address_of(socket);
@@ -176,19 +176,19 @@ Crew::Crew(const CrewOptions& options)
       start_lockstep(command, {{"LOCKSTEP_LOG", env::get("LOCKSTEP_LOG").value_or("warning")}});
 }
 
-Crew::~Crew() {
+RankProcesses::~RankProcesses() {
   members_.clear();
   stop(launcher_);
 }
 
-void Crew::fail(const std::string& what) {
+void RankProcesses::fail(const std::string& what) {
   ended(launcher_, std::chrono::seconds(10));
   const auto ending = launcher_.reap();
   throw Error("bench", fmt::format("the ranks of '{}' {} ({}). Their own messages are above.", name,
                                    what, ending ? ending->text() : "still running"));
 }
 
-bool Crew::readable(int fd, const Deadline& deadline) {
+bool RankProcesses::readable(int fd, const Deadline& deadline) {
   pollfd fds[] = {{fd, POLLIN, 0}, {launcher_.pidfd(), POLLIN, 0}};
   while (true) {
     const int count = ::poll(fds, 2, deadline.remaining_ms());
@@ -200,7 +200,7 @@ bool Crew::readable(int fd, const Deadline& deadline) {
 }
 
 // A rank says "rank R" first.
-void Crew::wait_ready() {
+void RankProcesses::wait_ready() {
   if (!members_.empty()) return;
   const Deadline deadline = Deadline::after(kStart);
   std::vector<Member> members(static_cast<std::size_t>(ranks_));
@@ -217,7 +217,7 @@ void Crew::wait_ready() {
   members_ = std::move(members);
 }
 
-std::string Crew::read_line(Member& member, const Deadline& deadline) {
+std::string RankProcesses::read_line(Member& member, const Deadline& deadline) {
   std::string line;
   while (!take_line(member.unread, line)) {
     if (!readable(member.socket.get(), deadline)) fail("gave no answer");
@@ -226,7 +226,7 @@ std::string Crew::read_line(Member& member, const Deadline& deadline) {
   return line;
 }
 
-std::vector<json> Crew::ask_all(const json& order) {
+std::vector<json> RankProcesses::ask_all(const json& order) {
   wait_ready();
   const Deadline deadline = Deadline::after(kAnswer);
   for (const Member& member : members_) send_line(member.socket.get(), order.dump());
@@ -246,7 +246,7 @@ std::vector<json> Crew::ask_all(const json& order) {
   return answers;
 }
 
-void Crew::check_idle() {
+void RankProcesses::check_idle() {
   const double idle_s = std::exchange(idle_s_, 0), cpu_s = std::exchange(idle_cpu_s_, 0);
   if (idle_s < 10 || cpu_s <= kMaxIdleCpu * idle_s) return;
   throw Error("bench", fmt::format("'{}' used {:.2f} s of a core in {:.2f} s of waiting, while "
@@ -254,7 +254,7 @@ void Crew::check_idle() {
                                    name, cpu_s, idle_s));
 }
 
-void Crew::finish() {
+void RankProcesses::finish() {
   members_.clear();
   ended(launcher_, std::chrono::minutes(1));
   const auto ending = launcher_.reap();

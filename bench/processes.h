@@ -1,6 +1,6 @@
-// Processes that benchmarks start: crews of ranks that take orders, and runs of `lockstep train`.
+// Processes that benchmarks start: ranks that take orders, and runs of `lockstep train`.
 //
-//   Crew ours({.name = "ours", .ranks = 2, .rank = "model", .settings = settings});
+//   RankProcesses ours({.name = "ours", .ranks = 2, .rank = "model", .settings = settings});
 //   const json answer = ours.ask({{"do", "time"}, {"steps", 10}});     // rank 0's
 //   ours.finish();
 //   const Scratch scratch;
@@ -51,15 +51,15 @@ struct Scratch : cli::ScratchFolder {
 
 // The ranks of one side are started once, and sides take turns working.
 //
-// A rank is one of this program's (bench.h) or a Python script of bench/peers. It gets its settings
-// as JSON on its command line, and then orders, one JSON object in a line, from a Unix socket; it
-// answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run` starts all of
-// them.
+// A rank is one of this program's (harness.h) or a Python script of bench/peers. It gets its
+// settings as JSON on its command line, and then orders, one JSON object in a line, from a Unix
+// socket; it answers each with an object, {"error": TEXT} where it cannot do it. `lockstep run`
+// starts all of them.
 //
 // Sides must not disturb each other while they wait. A rank blocks in a read of its socket until it
 // gets an order, and exits when the socket is closed, so no process is left when the benchmark
 // dies. Every answer says how much processor time the rank used while it waited for the order.
-struct CrewOptions {
+struct RankProcessesOptions {
   std::string name;
   int ranks = 1;
   std::string rank;  // "model", or a script's name: "gpt_peer.py"
@@ -67,14 +67,14 @@ struct CrewOptions {
 };
 
 // Owned and used by one thread.
-class Crew {
+class RankProcesses {
  public:
   // Starts the ranks. Does not wait for them; wait_ready() does, or the first order.
-  explicit Crew(const CrewOptions& options);
+  explicit RankProcesses(const RankProcessesOptions& options);
   // Ends ranks that are still running.
-  ~Crew();
-  Crew(const Crew&) = delete;
-  Crew& operator=(const Crew&) = delete;
+  ~RankProcesses();
+  RankProcesses(const RankProcesses&) = delete;
+  RankProcesses& operator=(const RankProcesses&) = delete;
 
   const std::string name;
 

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <random>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/models.h"
 #include "bench/processes.h"
@@ -58,8 +57,8 @@ struct Recipe {
 // `lockstep train`, our step, or PyTorch in one mode.
 struct RecipeSide {
   std::string name;
-  std::unique_ptr<Crew> crew{};  // none: lockstep train
-  std::vector<double> ms{};      // per update, a median for each round
+  std::unique_ptr<RankProcesses> ranks{};  // none: lockstep train
+  std::vector<double> ms{};                // per update, a median for each round
 };
 
 // ---------------------------------------------------------------- the training file
@@ -152,23 +151,24 @@ std::vector<std::string> train_flags(const Recipe& recipe, const RecipeOptions& 
 // ---------------------------------------------------------------- one recipe
 
 // The losses of the first steps in fp32, without dropout and with adapters that are not zero.
-std::vector<double> exact_losses(Crew& crew, const ModelSettings& settings, double lr) {
+std::vector<double> exact_losses(RankProcesses& ranks, const ModelSettings& settings, double lr) {
   constexpr int kSteps = 3;
   json order = new_order("eager", lr, /*ddp=*/true);
   order["exact"] = true;
-  crew.ask(order);
+  ranks.ask(order);
   // A batch norm needs several samples.
   const std::int64_t batch =
       std::min<std::int64_t>(settings.batch_size, settings.kind == "resnet" ? 8 : 2);
   std::vector<double> losses;
-  const json answer = crew.ask({{"do", "train"}, {"steps", kSteps}, {"batch_size", batch}});
+  const json answer = ranks.ask({{"do", "train"}, {"steps", kSteps}, {"batch_size", batch}});
   for (const json& loss : answer.at("losses"))
     losses.push_back(loss.is_number() ? loss.get<double>() : NAN);  // JSON has no NaN
-  crew.ask({{"do", "drop"}});
+  ranks.ask({{"do", "drop"}});
   return losses;
 }
 
-void verify(const Recipe& recipe, Crew& step, Crew& peer, const std::string& corrupt) {
+void verify(const Recipe& recipe, RankProcesses& step, RankProcesses& peer,
+            const std::string& corrupt) {
   const auto ours = exact_losses(step, recipe.settings, kVerifiedRate);
   const auto other =
       exact_losses(peer, recipe.settings, kVerifiedRate * (corrupt == peer.name ? 2 : 1));
@@ -196,31 +196,31 @@ std::vector<RecipeSide> start_sides(const Recipe& recipe, const RecipeOptions& o
   sides.push_back({.name = kTrain});
   if (!options.step && options.peers.empty()) return sides;
   if (!options.peers.empty()) settings.start = scratch.file("start-" + recipe.name);
-  auto step =
-      std::make_unique<Crew>(CrewOptions{.name = kStep, .rank = "model", .settings = settings});
+  auto step = std::make_unique<RankProcesses>(
+      RankProcessesOptions{.name = kStep, .rank = "model", .settings = settings});
   if (!options.peers.empty()) step->ask({{"do", "write"}});
   std::vector<RecipeSide> peers;
   for (const std::string& mode : options.peers)
     peers.push_back({.name = mode,
-                     .crew = std::make_unique<Crew>(CrewOptions{
+                     .ranks = std::make_unique<RankProcesses>(RankProcessesOptions{
                          .name = mode, .rank = settings.kind + "_peer.py", .settings = settings})});
-  if (!peers.empty()) verify(recipe, *step, *peers.front().crew, options.corrupt);
-  if (options.step) sides.push_back({.name = kStep, .crew = std::move(step)});
+  if (!peers.empty()) verify(recipe, *step, *peers.front().ranks, options.corrupt);
+  if (options.step) sides.push_back({.name = kStep, .ranks = std::move(step)});
   step.reset();
   std::move(peers.begin(), peers.end(), std::back_inserter(sides));
   const bool tf32 = settings.dtype != "fp32" || recipe.arguments.tf32.value_or(false);
   const std::string ours = settings.device == "cpu" ? "eager" : "captured";
   for (RecipeSide& side : sides)
-    if (side.crew)
-      side.crew->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, /*ddp=*/true,
-                               settings.dtype, tf32));
+    if (side.ranks)
+      side.ranks->ask(new_order(side.name == kStep ? ours : side.name, 1e-4, /*ddp=*/true,
+                                settings.dtype, tf32));
   return sides;
 }
 
-double update_ms(Crew& crew, int steps) {
-  const json answer = crew.ask({{"do", "time"}, {"warmup", 3}, {"steps", steps}});
+double update_ms(RankProcesses& ranks, int steps) {
+  const json answer = ranks.ask({{"do", "time"}, {"warmup", 3}, {"steps", steps}});
   if (!answer.at("loss").is_number())
-    throw Error("bench", fmt::format("the loss of {} is not finite", crew.name));
+    throw Error("bench", fmt::format("the loss of {} is not finite", ranks.name));
   return median(answer.at("ms").get<std::vector<double>>());
 }
 
@@ -234,12 +234,12 @@ std::vector<RecipeSide> run_recipe(const Recipe& recipe, const RecipeOptions& op
             .what = fmt::format("{}, round", recipe.name)},
            sides, [&](RecipeSide& side) {
              return side.ms.emplace_back(
-                 side.crew
-                     ? update_ms(*side.crew, std::max(4, options.updates / 2))
+                 side.ranks
+                     ? update_ms(*side.ranks, std::max(4, options.updates / 2))
                      : 1e3 * recipe.samples() / run_train(job, scratch.file("out")).settled_rate());
            });
   for (RecipeSide& side : sides)
-    if (side.crew) side.crew->finish();
+    if (side.ranks) side.ranks->finish();
   return sides;
 }
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <numeric>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "launcher/accelerate_config.h"
@@ -20,7 +19,7 @@
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 #include "observe/dashboard/page.h"
-#include "observe/dashboard/scale_report.h"
+#include "observe/dashboard/run_report.h"
 
 namespace lockstep::bench {
 namespace {

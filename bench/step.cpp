@@ -10,7 +10,6 @@
 #include <cstring>
 #include <functional>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/limits.h"
 #include "bench/processes.h"
@@ -447,15 +446,16 @@ std::vector<StepSide> measure(const StepSettings& settings, const Turns& turns) 
   for (const Tail& tail : {kFused, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
     if (!settings.clip || !std::string(tail.long_name).starts_with("limit"))
       sides.push_back({tail.key, tail.long_name});
-  Crew crew({.name = "step", .ranks = settings.ranks, .rank = "step", .settings = settings});
+  RankProcesses ranks(
+      {.name = "step", .ranks = settings.ranks, .rank = "step", .settings = settings});
   by_turns(turns, sides, [&](StepSide& side) {
     const json order{{"contender", side.name}, {"round", side.ms.size()}};
     double slowest = 0;  // a step is over when the last rank is done
-    for (const json& answer : crew.ask_all(order))
+    for (const json& answer : ranks.ask_all(order))
       slowest = std::max(slowest, answer.at("ms").get<double>());
     return side.ms.emplace_back(slowest);
   });
-  crew.finish();
+  ranks.finish();
   return sides;
 }
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <deque>
 
-#include "bench/bench.h"
 #include "bench/harness.h"
 #include "bench/models.h"
 #include "bench/processes.h"
@@ -32,10 +31,10 @@ struct TrainSide {
   TrainSide(const std::string& key, int ranks, ModelSettings settings, double lr)
       : name(key),
         lr(lr),
-        crew({.name = key,
-              .ranks = ranks,
-              .rank = key == kPython ? "gpt_peer.py" : "model",
-              .settings = with(key, std::move(settings))}) {}
+        ranks({.name = key,
+               .ranks = ranks,
+               .rank = key == kPython ? "gpt_peer.py" : "model",
+               .settings = with(key, std::move(settings))}) {}
 
   static ModelSettings with(const std::string& key, ModelSettings settings) {
     settings.sharded = key == kOurs;
@@ -56,15 +55,15 @@ struct TrainSide {
   // A model with the start's weights and a fresh optimizer. Returns how many parameters it has.
   double begin() {
     const bool ddp = name == kOurs || name == kPython;
-    return crew.ask(new_order("eager", lr, ddp)).at("parameters");
+    return ranks.ask(new_order("eager", lr, ddp)).at("parameters");
   }
 
   // The losses of every rank, one rank after the other.
   std::vector<double> first_losses(bool same) {
     begin();
     std::vector<double> all;
-    for (const json& answer :
-         crew.ask_all({{"do", "train"}, {"steps", kFirstSteps}, {"batch_size", 1}, {"same", same}}))
+    for (const json& answer : ranks.ask_all(
+             {{"do", "train"}, {"steps", kFirstSteps}, {"batch_size", 1}, {"same", same}}))
       for (const json& loss : answer.at("losses"))
         all.push_back(loss.is_number() ? loss.get<double>() : NAN);
     return all;
@@ -74,7 +73,7 @@ struct TrainSide {
   double block(int batch, int steps) {
     double rate = 0;
     for (const json& answer :
-         crew.ask_all({{"do", "time"}, {"warmup", 0}, {"steps", steps}, {"batch_size", batch}})) {
+         ranks.ask_all({{"do", "time"}, {"warmup", 0}, {"steps", steps}, {"batch_size", batch}})) {
       double ms = 0;
       for (const double step : answer.at("ms").get<std::vector<double>>()) ms += step;
       rate += 1e3 * batch * steps / ms;
@@ -84,7 +83,7 @@ struct TrainSide {
 
   std::string name;
   double lr;
-  Crew crew;
+  RankProcesses ranks;
   std::map<int, std::vector<double>> rates{};  // by batch size, one per round
 };
 using TrainSides = std::deque<TrainSide>;
@@ -165,7 +164,7 @@ void train(TrainOptions o, const Options& output) {
   TrainSides contenders;
   for (const std::string& key : o.contenders)
     contenders.emplace_back(key, o.ranks, o.model, o.model.lr * (o.corrupt == key ? 2 : 1));
-  contenders.front().crew.ask_all({{"do", "write"}});
+  contenders.front().ranks.ask_all({{"do", "write"}});
   verify(contenders);
   double parameters = 0;
   for (TrainSide& each : contenders) parameters = each.begin();
@@ -176,9 +175,9 @@ void train(TrainOptions o, const Options& output) {
     by_turns(o.turns, contenders, [&](TrainSide& each) {
       return each.rates[batch].emplace_back(each.block(batch, o.steps));
     });
-    for (TrainSide& each : contenders) each.crew.check_idle();
+    for (TrainSide& each : contenders) each.ranks.check_idle();
   }
-  for (TrainSide& each : contenders) each.crew.finish();
+  for (TrainSide& each : contenders) each.ranks.finish();
   report_of(contenders, o, parameters).publish(output);
 }
 

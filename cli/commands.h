@@ -37,16 +37,11 @@ int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
 int ledger_command(const Args& args);      // ledger.cpp
-int report_command(const Args& args);      // report.cpp
+int report_command(const Args& args);      // dashboard.cpp
 int monitor_command(const Args& args);     // monitor.cpp
 int dashboard_command(const Args& args);   // dashboard.cpp
 int doctor_command(const Args& args);      // doctor.cpp
 int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
-
-// The output of `lockstep --version`, and the location of a page of the documentation: beside an
-// installed program, in the source tree of a build, or its name alone. In version.cpp.
-std::string version_text();
-std::string documentation(const std::string& page);
 
 // Replaces this process by that program of libexec; returns 1 only on failure. In main.cpp.
 int execute(const char* program, const Args& args);

@@ -58,7 +58,6 @@ constexpr const char* kConfigHelp =
     "usage: lockstep config show [FILE] [--all] [--json] [--world-size N] [--KEY VALUE ...]\n"
     "       lockstep config check FILE [--launcher | --own-program] [--world-size N] "
     "[--KEY VALUE ...]\n"
-    "       lockstep config diff A B [--world-size N]\n"
     "       lockstep config keys [PART ...] [--markdown]\n\n"
     "show    the values a run would use and where each comes from; without --all, those that are\n"
     "        not defaults\n"
@@ -67,8 +66,6 @@ constexpr const char* kConfigHelp =
     "        are another program's, and not looked at; --launcher: Accelerate's file, and the "
     "flags\n"
     "        it stands for\n"
-    "diff    the keys in which A and B differ: files, 'standard', 'fast' or 'defaults'; 1 when\n"
-    "        there are some\n"
     "keys    every key, or those with PART in their name: what it accepts, its default, its "
     "meaning\n\n"
     "Order: defaults < preset < file < LOCKSTEP_<KEY> in the environment < --KEY VALUE.\n"
@@ -198,35 +195,6 @@ int check_config(const ConfigRequest& request) {
   return 0;
 }
 
-// A file, or the defaults with or without a preset. Ignores the environment: files are compared.
-train::Config named(const std::string& name) {
-  train::ConfigSources sources{.launcher_keys = launch::launcher_keys()};
-  if (name == "standard" || name == "fast") {
-    sources.flags = {"--preset", name};
-  } else if (name != "defaults") {
-    sources.file = load_document(name);
-  }
-  return train::resolve_config(sources);
-}
-
-int diff_configs(const ConfigRequest& request) {
-  if (request.names.size() != 2 || !request.flags.empty())
-    throw UsageError("config", "diff takes two of: a file, standard, fast, defaults.");
-  const train::Config left = named(request.names[0]);
-  const train::Config right = named(request.names[1]);
-  const auto found = train::differences(left, right);
-  const auto text = [](const Node& value) {
-    return value.is(NodeKind::kNull) ? "(unset)" : plain_text(value);
-  };
-  for (const train::Difference& one : found)
-    print_text("{:<30} {:<21} {}\n", one.key->name, text(one.left), text(one.right));
-  if (request.world_size)
-    for (const train::Config* config : {&left, &right})
-      print_text("{}: {}\n", request.names[config == &left ? 0 : 1],
-                 batch_text(config->arguments, *request.world_size));
-  return found.empty() ? 0 : 1;
-}
-
 // Lists all of them without a name.
 int show_keys(const ConfigRequest& request) {
   if (!request.flags.empty() || (request.markdown && !request.names.empty()))
@@ -262,9 +230,8 @@ int config_command(const Args& args) {
   const ConfigRequest request = parse_config(args);
   if (action == "show") return show_config(request);
   if (action == "check") return check_config(request);
-  if (action == "diff") return diff_configs(request);
   if (action == "keys") return show_keys(request);
-  const std::vector<std::string> actions = {"show", "check", "diff", "keys"};
+  const std::vector<std::string> actions = {"show", "check", "keys"};
   throw UsageError("config", "there is no action '{}'.{} 'lockstep config --help' lists them.",
                    action, did_you_mean(action, actions));
 }

@@ -465,8 +465,7 @@ class Config(unittest.TestCase):
         for name, part in (("pipe.yaml", "pipe.yaml is a named pipe, not a regular file"),
                            ("/dev/zero", "/dev/zero is a device, not a regular file"),
                            (".", "cannot be read: Is a directory")):
-            for args in (("check", name), ("show", name), ("check", "--launcher", name),
-                          ("diff", name, "fast")):
+            for args in (("check", name), ("show", name), ("check", "--launcher", name)):
                 done = self.run_config(*args)
                 self.assertEqual(done.returncode, 2, done.stderr)
                 self.assertIn(part, done.stderr)
@@ -722,17 +721,6 @@ class Config(unittest.TestCase):
         for name in names:
             self.assertRegex(said, fr": {name} is a key of the (model|data), not of the top level"
                              fr"\. Write \1: {{(name: .*)?{name}: ")
-
-    def test_diff(self):
-        self.write("a.yaml", "seed: 1\n")
-        self.write("b.json", '{"seed": 1}')
-        self.assertEqual(self.run_config("diff", "a.yaml", "b.json").returncode, 0)
-        done = self.run_config("diff", "standard", "fast", "--world-size=2")
-        self.assertEqual(done.returncode, 1)
-        self.assertIn("gradient_accumulation_steps    2                     1\n", done.stdout)
-        self.assertIn("fast: effective batch 16 = 8 per device", done.stdout)
-        self.assertIn("seed ", self.run_config("diff", "a.yaml", "defaults").stdout)
-        self.assertEqual(self.run_config("diff", "a.yaml").returncode, 2)
 
     def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),

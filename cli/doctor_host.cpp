@@ -16,7 +16,7 @@
 
 #include "cli/doctor_checks.h"
 #include "launcher/event_loop.h"
-#include "launcher/ports.h"
+#include "launcher/host.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"

@@ -1,5 +1,6 @@
 // `lockstep`: starts in milliseconds because it links no torch. Commands that need torch are in
-// ../libexec beside it, in programs that replace this process (exec).
+// ../libexec beside it, in programs that replace this process (exec). The only source that knows
+// the commit: a new one recompiles nothing else.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -9,14 +10,38 @@
 #include <cstring>
 #include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cli/commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
+#include "lockstep/version.h"
 
 namespace lockstep::cli {
 namespace {
+
+// A page of the documentation: beside an installed program, in the source tree of a build, or its
+// name alone.
+std::string documentation(const std::string& page) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  const fs::path prefix = fs::read_symlink("/proc/self/exe", ignored).parent_path().parent_path();
+  for (const fs::path& folder : {prefix / "share/doc/lockstep", prefix.parent_path()})
+    if (fs::exists(folder / "docs/api.md", ignored)) return folder / page;
+  return page;
+}
+
+std::string version_text() {
+  return fmt::format(
+      "lockstep {}\n"
+      "commit {}\n"
+      "torch {}\n"
+      "compiler {}\n"
+      "To report a problem, see {}.\n",
+      LOCKSTEP_VERSION, LOCKSTEP_BUILT_FROM, LOCKSTEP_BUILT_WITH_TORCH, LOCKSTEP_BUILT_BY,
+      documentation("CONTRIBUTING.md"));
+}
 
 struct Command {
   const char* name;
@@ -32,7 +57,7 @@ constexpr Command kCommands[] = {
     {"env", "show rank, device, backend and every variable, and why", env_command},
     {"train", "train a bundled model as a file says, and resume", train_command, "lockstep-train"},
     {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},
-    {"checkpoint", "verify, show, compare, import and merge checkpoints", checkpoint_command,
+    {"checkpoint", "verify, show, compare and merge checkpoints", checkpoint_command,
      "lockstep-train", "verify, show and compare checkpoints"},
     {"config", "check training files; show their values and where each comes from", config_command},
     {"plan", "memory, strategy, step time and scaling of a training file, before it runs",

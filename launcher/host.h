@@ -1,5 +1,5 @@
 // The resources of this host: cores, GPUs, the network interface towards the master, and the CPUs
-// near each GPU.
+// near each GPU; and MASTER_PORT.
 //
 // Reads the kernel's files (affinity, cgroups, sysfs, the routing table) and asks the CUDA driver,
 // which is loaded by name in a short-lived child process: so the launcher has no threads or GPU
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "launcher/plan.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"  // IWYU pragma: export
 
@@ -89,6 +90,48 @@ class CpuMask {
 
  private:
   std::vector<unsigned long> bits_;
+};
+
+// ---------------------------------------------------------------- MASTER_PORT
+
+// The addresses of the port. "localhost" may mean either loopback address, so kLoopback is both.
+enum class Reach { kLoopback, kIpv4Loopback, kNetwork };
+
+// MASTER_PORT: a port that no other process can use from the moment it is chosen.
+//
+// Its sockets are bound without SO_REUSEADDR, so no process of any user can bind the port, even
+// while they do not listen. If the kernel still has connections of an earlier run at a requested
+// port, it can be bound only with SO_REUSEADDR. Then it listens for a moment, which no other
+// process can do meanwhile, and clears the flag: with the flag and without listening, any process
+// could bind the port too, listen there and answer the ranks.
+//
+// The port stays bound when it stops listening, and can listen again while it has connections.
+//
+//   HeldPort port = HeldPort::any(Reach::kLoopback);   // or HeldPort::exactly(29500, reach)
+//   port.listen();
+//
+// Owned by the supervisor; a new one for each attempt unless the port was requested.
+class HeldPort {
+ public:
+  // A free port.
+  static HeldPort any(Reach reach = Reach::kNetwork);
+  // Throws UsageError naming --master-port and, if it is found, the process that has the port.
+  static HeldPort exactly(int port, Reach reach = Reach::kNetwork);
+  // None if another process has the port; otherwise like exactly().
+  static std::optional<HeldPort> unless_in_use(int port, Reach reach);
+
+  int number() const { return number_; }
+  // One for each address; non-blocking. They belong to this object.
+  const std::vector<Fd>& sockets() const { return sockets_; }
+  // Throws UsageError like exactly(). Does nothing the second time.
+  void listen() const;
+  void stop_listening() const;  // the port stays held
+
+ private:
+  HeldPort(std::vector<Fd> sockets, int number) : sockets_(std::move(sockets)), number_(number) {}
+
+  std::vector<Fd> sockets_;
+  int number_;
 };
 
 }  // namespace lockstep::launch

@@ -30,9 +30,9 @@
 #include <vector>
 
 #include "launcher/event_loop.h"
+#include "launcher/host.h"
 #include "launcher/node_connection.h"
 #include "launcher/plan.h"
-#include "launcher/ports.h"
 
 namespace lockstep::launch {
 

@@ -11,7 +11,7 @@
 
 #include <chrono>
 
-#include "launcher/ports.h"
+#include "launcher/host.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"

@@ -7,7 +7,7 @@
 //   return supervise(plan, &endings);
 //
 // All functions except left_behind() are called by the supervisor's one thread, in a process that
-// was forked from the caller's (supervisor_guard.h). So an observer starts its threads in
+// was forked from the caller's (process.h). So an observer starts its threads in
 // run_started(), and the caller's copy does not change. Functions must return quickly. After an
 // exception the run continues: the exception is reported and the observer is not called again.
 #pragma once

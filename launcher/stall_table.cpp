@@ -81,8 +81,8 @@ bool own_sizes(const Record& record) {
          record.operation == "scatter" || record.operation == "gather";
 }
 
-std::string identity_of(const RankView& rank, const Record& record, Difference::Kind kind) {
-  if (kind == Difference::Kind::kPlace) {
+std::string identity_of(const RankView& rank, const Record& record, CollectiveMismatch::Kind kind) {
+  if (kind == CollectiveMismatch::Kind::kPlace) {
     for (const ledger::Module& module : rank.ledger.modules)
       if (record.call_site >= module.first && record.call_site < module.end)
         return fmt::format("{:x}", record.call_site - module.bias);
@@ -107,8 +107,9 @@ struct Member {
   Calls calls;
 };
 
-std::optional<Difference> difference_in(const std::string& group,
-                                        const std::vector<Member>& members, Difference::Kind kind) {
+std::optional<CollectiveMismatch> mismatch_in(const std::string& group,
+                                              const std::vector<Member>& members,
+                                              CollectiveMismatch::Kind kind) {
   std::uint64_t first = 0;  // the first number that all ledgers still have
   std::set<std::uint64_t> sequences;
   bool waited_for = false;
@@ -119,13 +120,13 @@ std::optional<Difference> difference_in(const std::string& group,
       waited_for |= is_open(*record);
     }
   }
-  if (kind == Difference::Kind::kMissing && !waited_for) return std::nullopt;
+  if (kind == CollectiveMismatch::Kind::kMissing && !waited_for) return std::nullopt;
   for (auto at = sequences.lower_bound(first); at != sequences.end(); ++at) {
     const std::uint64_t sequence = *at;
     std::map<int, std::string> values;
     for (const Member& member : members) {
       const auto call = member.calls.find(sequence);
-      if (kind == Difference::Kind::kMissing)
+      if (kind == CollectiveMismatch::Kind::kMissing)
         values[member.view->ledger.rank] =
             member.calls.rbegin()->first < sequence ? "missing" : "there";
       else if (call != member.calls.end())
@@ -133,8 +134,9 @@ std::optional<Difference> difference_in(const std::string& group,
     }
     const std::vector<int> odd = smallest_group(values);
     if (odd.empty()) continue;
-    if (kind != Difference::Kind::kMissing) return Difference{kind, group, sequence, odd};
-    Difference found{kind, group, sequence, {}};
+    if (kind != CollectiveMismatch::Kind::kMissing)
+      return CollectiveMismatch{kind, group, sequence, odd};
+    CollectiveMismatch found{kind, group, sequence, {}};
     for (const auto& [rank, value] : values)
       if (value == "missing") found.odd.push_back(rank);
     return found;
@@ -203,23 +205,23 @@ std::string columns(const std::vector<std::vector<std::string>>& rows) {
   return text;
 }
 
-std::string number(const Difference& difference) {
-  return fmt::format("#{}{}", difference.sequence,
-                     difference.group.empty() ? "" : " of group " + difference.group);
+std::string number(const CollectiveMismatch& mismatch) {
+  return fmt::format("#{}{}", mismatch.sequence,
+                     mismatch.group.empty() ? "" : " of group " + mismatch.group);
 }
 
 // What each rank called under that number; ranks with the same call share a line.
-std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
-                                          const Difference& difference) {
+std::vector<std::string> mismatch_lines(const std::vector<RankView>& ranks,
+                                        const CollectiveMismatch& mismatch) {
   std::vector<std::pair<std::string, std::vector<int>>> answers;
   for (const RankView& rank : ranks) {
-    const Calls calls = calls_of(rank, difference.group);
+    const Calls calls = calls_of(rank, mismatch.group);
     if (calls.empty()) continue;
-    const auto call = calls.find(difference.sequence);
+    const auto call = calls.find(mismatch.sequence);
     std::string answer = "has not called it";
     if (call != calls.end())
       answer = operation_text(*call->second) + at_place(rank, *call->second);
-    else if (calls.begin()->first > difference.sequence)
+    else if (calls.begin()->first > mismatch.sequence)
       continue;  // no longer in its ledger
     else if (calls.rbegin()->first > 0)
       answer += fmt::format("; its last one is {}{}", operation_text(*calls.rbegin()->second),
@@ -234,22 +236,22 @@ std::vector<std::string> difference_lines(const std::vector<RankView>& ranks,
   constexpr const char* kTitles[] = {"first call that differs", "first call that is missing",
                                      "first call from another place of the program"};
   std::vector<std::string> lines = {
-      fmt::format("{}: {}", kTitles[static_cast<int>(difference.kind)], number(difference))};
+      fmt::format("{}: {}", kTitles[static_cast<int>(mismatch.kind)], number(mismatch))};
   for (const auto& [answer, who] : answers)
     lines.push_back(fmt::format("  {}: {}", rank_names(who), answer));
   return lines;
 }
 
-// The earliest difference that is certainly wrong, and an earlier one that may have led to it.
-std::vector<std::string> all_difference_lines(const std::vector<RankView>& ranks) {
+// The earliest mismatch that is certainly wrong, and an earlier one that may have led to it.
+std::vector<std::string> all_mismatch_lines(const std::vector<RankView>& ranks) {
   std::vector<std::string> lines;
-  const auto add = [&](const std::optional<Difference>& found) {
+  const auto add = [&](const std::optional<CollectiveMismatch>& found) {
     if (!found) return;
-    for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
+    for (std::string& line : mismatch_lines(ranks, *found)) lines.push_back(std::move(line));
   };
-  const auto operation = first_difference(ranks, Difference::Kind::kOperation);
-  const auto missing = first_difference(ranks, Difference::Kind::kMissing);
-  const auto place = first_difference(ranks, Difference::Kind::kPlace);
+  const auto operation = first_mismatch(ranks, CollectiveMismatch::Kind::kOperation);
+  const auto missing = first_mismatch(ranks, CollectiveMismatch::Kind::kMissing);
+  const auto place = first_mismatch(ranks, CollectiveMismatch::Kind::kPlace);
   add(operation ? operation : missing);
   const auto& wrong = operation ? operation : missing;
   if (wrong && place && place->group == wrong->group && place->sequence < wrong->sequence)
@@ -298,7 +300,7 @@ bool is_sure(const std::vector<RankView>& ranks, const std::vector<int>& behind,
   if (any([](const RankView& rank) { return rank.in_startup(); })) return false;
   if (none_surely_waits(ranks) && any([](const RankView& rank) { return rank.perhaps_waits; }))
     return false;
-  if (!other_hosts || first_difference(ranks, Difference::Kind::kOperation)) return true;
+  if (!other_hosts || first_mismatch(ranks, CollectiveMismatch::Kind::kOperation)) return true;
   return std::ranges::any_of(behind, [&](int rank) {
     const RankView& view = *find_rank(ranks, rank);
     return !view.waits() || view.process.stopped();
@@ -337,7 +339,7 @@ std::string cause_of(const std::vector<RankView>& ranks, const std::vector<int>&
         "save_checkpoint(), which is collective. Take it out of `if (rank == 0)`.",
         text, saver->ledger.rank);
   if (find_rank(ranks, behind.front())->waits() &&
-      first_difference(ranks, Difference::Kind::kOperation))
+      first_mismatch(ranks, CollectiveMismatch::Kind::kOperation))
     text +=
         " The others have called another operation: a rank has fewer batches (give every rank the "
         "same number, or train inside model.join()), or a call is inside `if (rank == 0)`.";
@@ -381,7 +383,7 @@ bool RankView::in_startup() const {
 
 void find_device_waits(std::vector<RankView>& ranks, bool other_hosts) {
   // Operations that do not match never end, even if all ranks have enqueued them.
-  const auto wrong = first_difference(ranks, Difference::Kind::kOperation);
+  const auto wrong = first_mismatch(ranks, CollectiveMismatch::Kind::kOperation);
   std::vector<std::map<std::string, std::uint64_t>> newest;  // number in each group, by rank
   for (const RankView& rank : ranks) {
     newest.emplace_back();
@@ -450,13 +452,13 @@ std::string operation_text(const Record& record) {
   return text;
 }
 
-std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
-                                           Difference::Kind kind) {
-  std::optional<Difference> best;
+std::optional<CollectiveMismatch> first_mismatch(const std::vector<RankView>& ranks,
+                                                 CollectiveMismatch::Kind kind) {
+  std::optional<CollectiveMismatch> best;
   std::size_t most = 0;
   for (const std::string& group : groups_of(ranks)) {
     const auto members = members_of(ranks, group);
-    auto found = members.size() > 1 ? difference_in(group, members, kind) : std::nullopt;
+    auto found = members.size() > 1 ? mismatch_in(group, members, kind) : std::nullopt;
     // Of all groups, the one with the most ranks in the majority.
     if (found && members.size() - found->odd.size() > most) {
       most = members.size() - found->odd.size();
@@ -475,8 +477,10 @@ std::vector<int> ranks_behind(const std::vector<RankView>& ranks) {
   for (const RankView& rank : ranks)
     if (rank.ledger.pid == 0) absent.push_back(rank.ledger.rank);
   if (!absent.empty()) return absent;
-  if (const auto missing = first_difference(ranks, Difference::Kind::kMissing)) return missing->odd;
-  if (const auto other = first_difference(ranks, Difference::Kind::kOperation)) return other->odd;
+  if (const auto missing = first_mismatch(ranks, CollectiveMismatch::Kind::kMissing))
+    return missing->odd;
+  if (const auto other = first_mismatch(ranks, CollectiveMismatch::Kind::kOperation))
+    return other->odd;
   std::vector<int> others;
   for (const RankView& rank : ranks)
     if (!rank.waits()) others.push_back(rank.ledger.rank);
@@ -499,7 +503,7 @@ std::string ledger_table(const std::vector<RankView>& ranks, std::uint64_t now_n
     rows.push_back(std::move(row));
   }
   std::string text = columns(rows);
-  for (const std::string& line : all_difference_lines(ranks)) text += "\n  " + line;
+  for (const std::string& line : all_mismatch_lines(ranks)) text += "\n  " + line;
   return text;
 }
 
@@ -529,8 +533,8 @@ std::vector<std::string> standing_of(const std::vector<RankView>& ranks, int ran
   if (!position.empty()) lines.push_back(fmt::format("{}", fmt::join(position, ", ")));
   if (!view->ledger.records.empty())  // a rank alone has none
     lines.push_back("operation " + current_text(*view, now_ns));
-  if (const auto found = first_difference(ranks, Difference::Kind::kOperation))
-    for (std::string& line : difference_lines(ranks, *found)) lines.push_back(std::move(line));
+  if (const auto found = first_mismatch(ranks, CollectiveMismatch::Kind::kOperation))
+    for (std::string& line : mismatch_lines(ranks, *found)) lines.push_back(std::move(line));
   return lines;
 }
 

@@ -66,8 +66,8 @@ bool at_one_enqueued_call(const std::vector<RankView>& ranks);
 // If so, and the stacks of all ranks are in a CUDA library, sets perhaps_waits and returns true.
 bool find_stuck_devices(std::vector<RankView>& ranks);
 
-// The first call of a group that is not equal on all ranks.
-struct Difference {
+// The first collective of a group that is not equal on all ranks.
+struct CollectiveMismatch {
   enum class Kind { kOperation, kMissing, kPlace };
   Kind kind = Kind::kOperation;
   std::string group;
@@ -75,8 +75,8 @@ struct Difference {
   std::vector<int> odd;  // the ranks in the minority, ascending
 };
 
-std::optional<Difference> first_difference(const std::vector<RankView>& ranks,
-                                           Difference::Kind kind);
+std::optional<CollectiveMismatch> first_mismatch(const std::vector<RankView>& ranks,
+                                                 CollectiveMismatch::Kind kind);
 // The ranks that the others wait for; empty if that is not known.
 std::vector<int> ranks_behind(const std::vector<RankView>& ranks);
 

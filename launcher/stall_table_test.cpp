@@ -73,17 +73,17 @@ TEST(StallTable, WhoLacksACallIsBehind) {
       rank_with(1, Calls().add("all_reduce", 8)),
       rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 8).open())};
   EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
-  const auto missing = first_difference(ranks, Difference::Kind::kMissing);
+  const auto missing = first_mismatch(ranks, CollectiveMismatch::Kind::kMissing);
   ASSERT_TRUE(missing);
   EXPECT_EQ(missing->sequence, 2u);
-  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+  EXPECT_FALSE(first_mismatch(ranks, CollectiveMismatch::Kind::kOperation));
 }
 
 TEST(StallTable, NobodyIsBehindWhereNobodyWaits) {
   const std::vector<RankView> ranks = {
       rank_with(0, Calls().add("all_reduce", 8).add("all_reduce", 8)),
       rank_with(1, Calls().add("all_reduce", 8))};
-  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kMissing));
+  EXPECT_FALSE(first_mismatch(ranks, CollectiveMismatch::Kind::kMissing));
 }
 
 TEST(StallTable, TheFewerAreTheOddOnes) {
@@ -92,13 +92,13 @@ TEST(StallTable, TheFewerAreTheOddOnes) {
       rank_with(1, Calls().add("all_reduce", 8).add("all_reduce", 32).open()),
       rank_with(2, Calls().add("all_reduce", 8).add("all_reduce", 64).open())};
   EXPECT_THAT(ranks_behind(ranks), ElementsAre(1));
-  EXPECT_EQ(first_difference(ranks, Difference::Kind::kOperation)->sequence, 2u);
+  EXPECT_EQ(first_mismatch(ranks, CollectiveMismatch::Kind::kOperation)->sequence, 2u);
 }
 
 TEST(StallTable, SizesThatMayDifferAreNotCompared) {
   const std::vector<RankView> ranks = {rank_with(0, Calls().add("all_to_all", 8).open()),
                                        rank_with(1, Calls().add("all_to_all", 9).open())};
-  EXPECT_FALSE(first_difference(ranks, Difference::Kind::kOperation));
+  EXPECT_FALSE(first_mismatch(ranks, CollectiveMismatch::Kind::kOperation));
   EXPECT_THAT(ranks_behind(ranks), IsEmpty());
 }
 

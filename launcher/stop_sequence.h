@@ -60,7 +60,7 @@ class StopSequence {
 };
 
 // Ends the processes that ranks have started and left behind. They are found below the supervisor,
-// which is their subreaper (supervisor_guard.h). A live rank ends its own processes.
+// which is their subreaper (process.h). A live rank ends its own processes.
 //
 //   Orphans orphans(loop, ranks, {.reap = reap_all, .gone = finish, .say = print});
 //   orphans.sweep(1s);              // once no rank is alive: SIGTERM, grace, SIGKILL

@@ -37,7 +37,7 @@
 #include <utility>
 
 #include "launcher/event_loop.h"
-#include "launcher/ports.h"
+#include "launcher/host.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/store_streams.h"
 #include "lockstep/rendezvous/store_table.h"

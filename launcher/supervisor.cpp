@@ -18,7 +18,6 @@
 #include "launcher/output.h"
 #include "launcher/process.h"
 #include "launcher/store_server.h"
-#include "launcher/supervisor_guard.h"
 #include "launcher/worker_group.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -2,7 +2,7 @@
 //
 // One epoll loop waits for pidfds, output pipes, a signalfd and the connections to other launchers,
 // and reads the ranks' ledgers a few times a second (stall_watch.h). It runs in a child process
-// that owns the ranks (supervisor_guard.h), so that nothing is left behind whichever of the two is
+// that owns the ranks (process.h), so that nothing is left behind whichever of the two is
 // killed. Only processes that were started here are ever signalled.
 //
 //   LaunchPlan plan;

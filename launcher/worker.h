@@ -18,10 +18,10 @@
 #include "launcher/host.h"
 #include "launcher/output.h"
 #include "launcher/plan.h"
+#include "launcher/process.h"
 #include "launcher/rank_record.h"
 #include "launcher/run_observer.h"
 #include "launcher/store_server.h"
-#include "launcher/supervisor_guard.h"
 #include "lockstep/core/ledger_file.h"
 #include "lockstep/rendezvous/rank_env.h"
 

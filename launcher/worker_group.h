@@ -4,7 +4,7 @@
 //
 // A group is over only when none of its processes is left. First the ranks end, by SIGTERM and then
 // SIGKILL, then the processes that they left behind, which have become children of the supervisor
-// (supervisor_guard.h). Only then is ended() called, and another attempt may start.
+// (process.h). Only then is ended() called, and another attempt may start.
 //
 // A rank is a Worker (worker.h) with a RankRecord (rank_record.h), which also determines the cause
 // of a failure. stop_sequence.h has the times of a stop, and ends the processes left behind.

@@ -186,11 +186,11 @@ std::uint64_t place(std::vector<Document>& documents) {
 }
 
 // Jobs for several threads, each with a worker of its own, while this one reports.
-class Crew {
+class ThreadPool {
  public:
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
-  Crew(int workers, Progress progress, std::uint64_t total)
+  ThreadPool(int workers, Progress progress, std::uint64_t total)
       : workers_(workers > 0 ? workers : allowed_cores()),
         progress_(std::move(progress)),
         total_(total) {}
@@ -266,8 +266,8 @@ void append_token(std::string& out, std::uint32_t token, std::size_t bytes) {
 class Encoder {
  public:
   Encoder(const Tokenizer& tokenizer, std::vector<Document>& documents, const std::string& path,
-          Crew& crew)
-      : tokenizer_(tokenizer), documents_(documents), file_(path), crew_(crew) {}
+          ThreadPool& pool)
+      : tokenizer_(tokenizer), documents_(documents), file_(path), pool_(pool) {}
 
   void run(std::size_t job) {
     Document& document = documents_[job];  // this thread's alone
@@ -281,7 +281,7 @@ class Encoder {
     for (const std::int64_t id : ids) append_token(buffer_, static_cast<std::uint32_t>(id), 4);
     document.tokens = ids.size();
     file_.append(buffer_);
-    crew_.done += document.bytes;
+    pool_.done += document.bytes;
   }
   void finish() { file_.finish(); }
 
@@ -289,7 +289,7 @@ class Encoder {
   const Tokenizer& tokenizer_;
   std::vector<Document>& documents_;
   io::FileWriter file_;
-  Crew& crew_;
+  ThreadPool& pool_;
   std::string buffer_;
 };
 
@@ -304,8 +304,8 @@ struct ShardPlan {
 // Writes shards; can be stopped between blocks.
 class ShardMaker {
  public:
-  ShardMaker(const ShardPlan& plan, const std::vector<Document>& documents, Crew& crew)
-      : plan_(plan), documents_(documents), crew_(crew) {}
+  ShardMaker(const ShardPlan& plan, const std::vector<Document>& documents, ThreadPool& pool)
+      : plan_(plan), documents_(documents), pool_(pool) {}
 
   void run(std::size_t job) {
     const Shard& shard = plan_.shards[job];
@@ -316,13 +316,13 @@ class ShardMaker {
                          [](std::uint64_t at, const Document& other) { return at < other.begin; });
     --document;
     const std::uint64_t end = shard.begin + shard.count;
-    for (std::uint64_t at = shard.begin; at < end && !crew_.stop; ++document) {
+    for (std::uint64_t at = shard.begin; at < end && !pool_.stop; ++document) {
       const std::uint64_t until = std::min(end, document->begin + 1 + document->tokens);
       append(file, *document, at - document->begin, until - document->begin);
       at = until;
     }
     flush(file);
-    if (!crew_.stop) file.finish();
+    if (!pool_.stop) file.finish();
   }
   void finish() {}
 
@@ -340,7 +340,7 @@ class ShardMaker {
     for (std::uint64_t at = from; at < to; ++at) {
       put(token_at(map, document.offset + (at - 1) * plan_.source_bytes));
       if (buffer_.size() >= kBlock) flush(file);
-      if (crew_.stop) return;
+      if (pool_.stop) return;
     }
   }
 
@@ -359,13 +359,13 @@ class ShardMaker {
   void flush(io::FileWriter& file) {
     file.append(buffer_);
     buffer_.clear();
-    crew_.done += std::exchange(pending_, 0);
+    pool_.done += std::exchange(pending_, 0);
   }
 
   static constexpr std::size_t kBlock = 1u << 18;
   const ShardPlan& plan_;
   const std::vector<Document>& documents_;
-  Crew& crew_;
+  ThreadPool& pool_;
   std::string buffer_;
   std::uint64_t pending_ = 0;
 };
@@ -395,12 +395,12 @@ std::vector<std::string> encode_documents(const TokenizeOptions& options,
                                           const std::string& folder) {
   std::uint64_t bytes = 0;
   for (const Document& document : documents) bytes += document.bytes;
-  Crew crew(options.workers, options.progress, bytes);
+  ThreadPool pool(options.workers, options.progress, bytes);
   const auto path = [&](std::size_t thread) {
     return fmt::format("{}/encoded-{}", folder, thread);
   };
-  const std::size_t threads = crew.run(documents.size(), [&](std::size_t thread) {
-    return std::make_unique<Encoder>(*options.tokenizer, documents, path(thread), crew);
+  const std::size_t threads = pool.run(documents.size(), [&](std::size_t thread) {
+    return std::make_unique<Encoder>(*options.tokenizer, documents, path(thread), pool);
   });
   std::vector<std::string> files;
   for (std::size_t thread = 0; thread < threads; ++thread) files.push_back(path(thread));
@@ -443,9 +443,9 @@ TokenizeResult tokenize(const TokenizeOptions& options) {
     total = place(documents);
     plan.shards = plan_shards(options, total);
   }
-  Crew crew(options.workers, options.tokenizer ? nullptr : options.progress, total);
-  crew.run(plan.shards.size(),
-           [&](std::size_t) { return std::make_unique<ShardMaker>(plan, documents, crew); });
+  ThreadPool pool(options.workers, options.tokenizer ? nullptr : options.progress, total);
+  pool.run(plan.shards.size(),
+           [&](std::size_t) { return std::make_unique<ShardMaker>(plan, documents, pool); });
   for (const std::string& file : encoded) fs::remove(file);
   TokenizeResult result{.documents = documents.size(), .tokens = total};
   for (const Shard& shard : plan.shards) {

@@ -51,7 +51,7 @@ class LineFile {
 };
 
 // Appends whole lines to one folder's rank_<r>.jsonl and gpus_<host>.jsonl: for a rank that records
-// itself, and for a launcher outside (dashboard/record_writer.h).
+// itself, and for a launcher outside (dashboard/rank_sampler.h).
 //
 //   RecordFiles files("out/monitor");
 //   files.add(rank, interval);

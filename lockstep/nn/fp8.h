@@ -8,8 +8,8 @@
 //   const at::Tensor gate_up = nn::fp8_linear(x, {gate, up}, {});   // one product of both
 //
 // A GPU needs compute capability 8.9 (Ada, Hopper, Blackwell). The CPU computes the same by
-// definition: it casts, multiplies in float, and saves nothing. docs/fp8.md says where it pays.
-// fp8_linear and to_fp8 are stateless and callable from any thread.
+// definition: it casts, multiplies in float, and saves nothing. docs/optimisation.md says where it
+// pays. fp8_linear and to_fp8 are stateless and callable from any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

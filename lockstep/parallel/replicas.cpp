@@ -105,8 +105,8 @@ std::optional<LineDifference> find_other_line(World& world, const Check& check,
   return std::nullopt;
 }
 
-std::optional<Difference> find_difference(World& world, const Check& check,
-                                          const Fingerprints& fingerprints) {
+std::optional<TensorDifference> find_difference(World& world, const Check& check,
+                                                const Fingerprints& fingerprints) {
   const auto bytes_of = [](std::uint64_t value) {
     return std::string(reinterpret_cast<const char*>(&value), sizeof value);
   };
@@ -120,7 +120,7 @@ std::optional<Difference> find_difference(World& world, const Check& check,
     const std::size_t begin = 1 + i * sizeof(std::uint64_t);
     return begin < all[rank].size() ? all[rank].substr(begin, sizeof(std::uint64_t)) : "";
   };
-  Difference found;
+  TensorDifference found;
   for (std::size_t i = 0; i < fingerprints.names.size() && found.ranks.empty(); ++i) {
     found.name = fingerprints.names[i];
     for (std::size_t rank = 1; rank < all.size(); ++rank)

@@ -69,12 +69,12 @@ std::optional<LineDifference> find_other_line(World& world, const Check& check,
 
 // The first name whose tensor differs on some ranks from rank 0's; nothing when all are equal. If
 // one rank refuses, all do. Collective.
-struct Difference {
+struct TensorDifference {
   std::string name;
   std::vector<int> ranks;
 };
-std::optional<Difference> find_difference(World& world, const Check& check,
-                                          const Fingerprints& fingerprints);
+std::optional<TensorDifference> find_difference(World& world, const Check& check,
+                                                const Fingerprints& fingerprints);
 
 // "rank 1", "ranks 1, 2"
 std::string show_ranks(const std::vector<int>& ranks);

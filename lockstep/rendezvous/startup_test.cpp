@@ -14,7 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-std::vector<Handshake> crew(int size) {
+std::vector<Handshake> world_of(int size) {
   std::vector<Handshake> handshakes;
   for (int rank = 0; rank < size; ++rank) {
     handshakes.push_back({.rank = rank,
@@ -37,7 +37,7 @@ std::string problem_of(const std::vector<Handshake>& handshakes, bool share = fa
 }
 
 TEST(Handshake, TravelsAsText) {
-  Handshake handshake = crew(3)[2];
+  Handshake handshake = world_of(3)[2];
   handshake.place = {-1, 0, -1};
   handshake.gpu = "GPU-1";
   handshake.refusal = "[config] there is no file x.\n  Relative paths begin at /.";
@@ -66,13 +66,13 @@ TEST(Handshake, RanksAreNamedShortly) {
 }
 
 TEST(Handshake, EqualRanksFit) {
-  EXPECT_EQ(problem_of(crew(1)), "");
-  EXPECT_EQ(problem_of(crew(7)), "");
-  EXPECT_FALSE(miscounted(crew(7)));
+  EXPECT_EQ(problem_of(world_of(1)), "");
+  EXPECT_EQ(problem_of(world_of(7)), "");
+  EXPECT_FALSE(miscounted(world_of(7)));
 }
 
 TEST(Handshake, WhoRefusesIsNamedWithTheReasonAndNothingElse) {
-  auto handshakes = crew(8);
+  auto handshakes = world_of(8);
   // The rank does not know its options, device or place yet.
   handshakes[2] = {.rank = 2, .world_size = "8", .host = "n1", .refusal = "[config] no file x."};
   EXPECT_EQ(problem_of(handshakes), "rank 2 on n1 cannot take part: [config] no file x.");
@@ -89,7 +89,7 @@ TEST(Handshake, WhoRefusesIsNamedWithTheReasonAndNothingElse) {
 }
 
 TEST(Handshake, EveryRankThatDiffersIsNamed) {
-  auto handshakes = crew(4);
+  auto handshakes = world_of(4);
   handshakes[1].program = handshakes[3].program = "build 0";
   EXPECT_EQ(problem_of(handshakes),
             "ranks 1, 3 have program build 0, but rank 0 has build 1. Run the same build on every "
@@ -97,27 +97,27 @@ TEST(Handshake, EveryRankThatDiffersIsNamed) {
   handshakes[2].program = "";
   EXPECT_THAT(problem_of(handshakes), HasSubstr("ranks 1, 3 have program build 0 and rank 2 has "
                                                 "program (none), but rank 0 has build 1."));
-  handshakes = crew(3);
+  handshakes = world_of(3);
   handshakes[1].world_size = handshakes[2].world_size = "5";
   EXPECT_THAT(problem_of(handshakes), HasSubstr("ranks 1, 2 have world size 5, but rank 0 has 3."));
   EXPECT_TRUE(miscounted(handshakes));
   // Which process came first makes no difference.
   std::swap(handshakes[0], handshakes[2]);
   EXPECT_THAT(problem_of(handshakes), HasSubstr("ranks 1, 2 have world size 5, but rank 0 has 3."));
-  handshakes = crew(4);
+  handshakes = world_of(4);
   handshakes[2].device = handshakes[3].device = "cuda with nccl";
   EXPECT_THAT(
       problem_of(handshakes),
       AllOf(HasSubstr("ranks 2, 3 have device cuda with nccl, but rank 0 has cpu with gloo."),
             HasSubstr("LOCKSTEP_BACKEND")));
-  handshakes = crew(3);
+  handshakes = world_of(3);
   handshakes[0].debug = "on";
   EXPECT_THAT(problem_of(handshakes),
               HasSubstr("ranks 1, 2 have debug mode off, but rank 0 has on."));
 }
 
 TEST(Handshake, SeveralDifferencesAreAllNamed) {
-  auto handshakes = crew(4);
+  auto handshakes = world_of(4);
   handshakes[1].program = "build 0";
   handshakes[2].options = "other";
   EXPECT_THAT(problem_of(handshakes),
@@ -126,7 +126,7 @@ TEST(Handshake, SeveralDifferencesAreAllNamed) {
 }
 
 TEST(Handshake, TheTextStaysShort) {
-  auto handshakes = crew(512);
+  auto handshakes = world_of(512);
   for (auto& handshake : handshakes) {
     if (handshake.rank > 0)
       handshake.program = std::to_string(handshake.rank % 100) + std::string(10'000, 'x');
@@ -139,7 +139,7 @@ TEST(Handshake, TheTextStaysShort) {
 }
 
 TEST(Handshake, RanksThatAreThereTwice) {
-  auto handshakes = crew(4);
+  auto handshakes = world_of(4);
   handshakes[2].rank = 1;
   handshakes[2].host = "n1";
   EXPECT_TRUE(miscounted(handshakes));
@@ -147,7 +147,7 @@ TEST(Handshake, RanksThatAreThereTwice) {
 }
 
 TEST(Handshake, GpusThatAreShared) {
-  auto handshakes = crew(5);
+  auto handshakes = world_of(5);
   for (auto& handshake : handshakes)
     handshake.gpu = handshake.rank < 4 ? fmt::format("GPU-{}", handshake.rank % 2) : "";
   EXPECT_THAT(problem_of(handshakes),
@@ -161,7 +161,7 @@ TEST(Handshake, GpusThatAreShared) {
 }
 
 TEST(Handshake, AddressesThatOnlyTheirOwnHostReaches) {
-  auto handshakes = crew(3);
+  auto handshakes = world_of(3);
   handshakes[2].host = "n1";
   EXPECT_THAT(problem_of(handshakes),
               AllOf(HasSubstr("ranks 0, 1 on n0 would listen on 127.0.0.1 and "
@@ -171,7 +171,7 @@ TEST(Handshake, AddressesThatOnlyTheirOwnHostReaches) {
 
 // Two machines, filled alternately; nothing is known about places.
 std::vector<Handshake> unplaced(int size) {
-  auto handshakes = crew(size);
+  auto handshakes = world_of(size);
   for (auto& handshake : handshakes) {
     handshake.place = {-1, 0, -1};
     handshake.machine = handshake.host = handshake.rank % 2 == 0 ? "n0" : "n1";

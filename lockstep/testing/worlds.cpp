@@ -14,7 +14,7 @@ namespace lockstep::testing {
 namespace {
 
 // What the ranks of one world of threads share.
-struct Crew {
+struct WorldOfThreads {
   std::mutex mutex;
   std::vector<World> worlds;
   std::vector<std::string> errors;
@@ -37,12 +37,12 @@ struct Crew {
   }
 };
 
-std::shared_ptr<Crew> run(int size, const std::function<void(World&)>& body,
-                          const ThreadOptions& options) {
+std::shared_ptr<WorldOfThreads> run(int size, const std::function<void(World&)>& body,
+                                    const ThreadOptions& options) {
   cache_cpu_memory();  // as run() does, so that tests see what programs get
   auto store = c10::make_intrusive<c10d::HashStore>();
-  auto crew = std::make_shared<Crew>();
-  crew->errors.resize(static_cast<std::size_t>(size));
+  auto shared = std::make_shared<WorldOfThreads>();
+  shared->errors.resize(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([=, &body, &options] {
@@ -54,24 +54,24 @@ std::shared_ptr<Crew> run(int size, const std::function<void(World&)>& body,
         World world = size == 1 && world_options.backend == "auto"
                           ? World()
                           : connect(store, identity, world_options);
-        crew->join(world);
+        shared->join(world);
         body(world);
       } catch (const std::exception& e) {
-        crew->fail(rank, e.what());
+        shared->fail(rank, e.what());
       } catch (...) {
-        crew->fail(rank, "an exception of unknown type");
+        shared->fail(rank, "an exception of unknown type");
       }
     });
   }
   for (auto& thread : threads) thread.join();
-  return crew;
+  return shared;
 }
 
 }  // namespace
 
 void run_threads(int size, const std::function<void(World&)>& body, const ThreadOptions& options) {
-  const auto crew = run(size, body, options);
-  if (crew->first) std::rethrow_exception(crew->first);
+  const auto shared = run(size, body, options);
+  if (shared->first) std::rethrow_exception(shared->first);
 }
 
 void run_on_mesh(const std::vector<MeshAxis>& axes, const std::function<void(const Mesh&)>& body,

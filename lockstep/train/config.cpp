@@ -486,14 +486,4 @@ std::vector<Entry> preset_entries(std::string_view preset) {
   return entries;
 }
 
-std::vector<Difference> differences(const Config& left, const Config& right) {
-  std::vector<Difference> found;
-  for (std::size_t i = 0; i < left.settings.size(); ++i) {
-    const Setting& one = left.settings[i];
-    const Setting& other = right.settings[i];
-    if (!same_value(one.value, other.value)) found.push_back({one.key, one.value, other.value});
-  }
-  return found;
-}
-
 }  // namespace lockstep::train

@@ -78,11 +78,4 @@ std::string config_json(const Config& config);
 std::vector<std::string> preset_names();
 std::vector<Entry> preset_entries(std::string_view preset);
 
-struct Difference {
-  const KeySpec* key;
-  Node left;
-  Node right;
-};
-std::vector<Difference> differences(const Config& left, const Config& right);
-
 }  // namespace lockstep::train

@@ -192,7 +192,7 @@ constexpr KeySpec kKeys[] = {
     key("run_name", &A::run_name, "name of the run in the log, metrics.jsonl and TensorBoard",
         {.unset = "no name"}),
     key("record_run", &A::record_run,
-        "record where every rank's time goes, into output_dir/monitor (docs/monitor.md)",
+        "record where every rank's time goes, into output_dir/monitor (docs/doctor.md)",
         {.ours = true}),
 
     key("eval_strategy", &A::eval_strategy, "when the model is evaluated",

@@ -380,16 +380,6 @@ TEST(Config, TheRecordIsJson) {
   EXPECT_EQ(record.find("settings")->value.entries.size(), key_table().size());
 }
 
-TEST(Config, DifferencesAreOfValues) {
-  const auto found =
-      differences(resolve("preset: standard\n"), resolve("preset: fast\nseed: 42\n"));
-  std::vector<std::string> keys;
-  for (const Difference& one : found) keys.emplace_back(one.key->name);
-  EXPECT_THAT(keys, ElementsAre("preset", "per_device_train_batch_size",
-                                "gradient_accumulation_steps", "logging_steps"));
-  EXPECT_THAT(differences(resolve(""), resolve("learning_rate: 5.0e-5\n")), IsEmpty());
-}
-
 // ------------------------------------------------------------------ mistakes
 
 struct Mistake {

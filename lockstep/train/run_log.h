@@ -12,7 +12,7 @@
 //
 //   out/metrics.jsonl    one line for each call, every number in full
 //   out/runs/            TensorBoard's files: "loss" is train/loss, "eval_loss" is eval/loss
-//   out/monitor/         where the time of every rank goes (docs/monitor.md)
+//   out/monitor/         where the time of every rank goes (docs/doctor.md)
 //
 // The names that the dashboard knows are the Trainer's: loss, eval_loss, learning_rate, grad_norm,
 // tokens_per_second, samples_per_second; it draws any other, too. A run that resume() has restored

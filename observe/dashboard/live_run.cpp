@@ -20,7 +20,6 @@
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/stoppable_thread.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/record_writer.h"
 #include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {

@@ -22,7 +22,6 @@
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_figures.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/record_writer.h"
 #include "observe/dashboard/terminal_view.h"
 
 namespace lockstep::dashboard {

@@ -1,9 +1,10 @@
 // Samples one rank from outside, interval by interval: its ledger, its process, its control group,
-// and the GPU that it uses.
+// and the GPU that it uses. Writes the record of ranks that are seen from outside.
 //
 //   RankSampler sampler(started);
+//   RecordWriter writer(dir, node_rank);
 //   ... a second later ...
-//   const monitor::Interval interval = sampler.close();
+//   writer.add(rank, sampler.close());
 //
 // Used by one thread. Reads /proc; a rank that has ended has its last interval from its ledger.
 #pragma once
@@ -12,8 +13,12 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "launcher/run_observer.h"
@@ -76,5 +81,50 @@ int gpu_of_rank(const monitor::GpuSnapshot& snapshot, const std::vector<std::siz
 monitor::HostGpus host_gpus(int host, const std::vector<monitor::GpuIdentity>& gpus,
                             const std::vector<std::size_t>& visible,
                             const std::vector<monitor::GpuSamplePtr>& samples);
+
+// ---------------------------------------------------------------- the record
+
+// `lockstep run --record DIR`: the files of monitor/run_record.h. Moves an earlier run's files to
+// monitor.<n> before the first line. After monitor::kFineLines lines of a file one covers ten
+// seconds. A file that cannot be written is reported once by problem(), and the run continues
+// without it.
+class RecordWriter {
+ public:
+  // Makes the folder. Throws SystemError.
+  RecordWriter(const std::string& directory, int host);
+  ~RecordWriter();  // writes what is left
+  RecordWriter(const RecordWriter&) = delete;
+  RecordWriter& operator=(const RecordWriter&) = delete;
+
+  // Whether the rank has added to its own file, while this writer has written nothing.
+  bool rank_records(int rank) const;
+
+  void write(const monitor::RunFacts& facts);  // where they have changed
+  // Writes the facts before anything is recorded, and only into an empty folder.
+  void write_first(const monitor::RunFacts& facts);
+  void add(int rank, const monitor::Interval& interval);
+  void add(const monitor::GpuSample& sample, const std::vector<monitor::GpuIdentity>& gpus);
+
+  // Since the last call: where an earlier run's record is now, and what failed; empty: nothing.
+  std::string moved_to();
+  std::string problem();
+
+ private:
+  using Listing = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
+  Listing listing() const;
+  void begin();
+  template <typename Body>
+  void attempt(const Body& body);
+
+  std::string folder_;
+  int host_;
+  Listing before_;  // what an earlier run left
+  bool began_ = false;
+  std::string facts_;  // as written
+  monitor::RecordFiles files_;
+  std::string moved_to_;
+  std::string problem_;
+  bool failed_ = false;
+};
 
 }  // namespace lockstep::dashboard

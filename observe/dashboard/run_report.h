@@ -1,14 +1,19 @@
-// Reports for the page: a finished run's state with tables and charts; how two runs differ.
+// Reports for the page: a finished run's state with tables and charts; how two runs differ; the
+// scaling of a training, compared with linear scaling.
 //
 //   const RunView run = monitor::read_run_view("out", monitor::Detail::kAll);
 //   write_file_atomically("out/report.html", page_file(report_state(run)));
+//   write_file_atomically("scale.html", page_file(scale_state(scale_rows(points), setting)));
 //
 // Pure functions of the data that were read; call them from any thread.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/monitor/run_view.h"
 #include "observe/dashboard/page.h"
 #include "observe/dashboard/run_summary.h"
 
@@ -23,13 +28,52 @@ std::vector<monitor::Table> run_tables(const RunView& run);
 // Over the seconds since the start: load of each GPU, cores of each rank, phases of each rank.
 std::vector<Chart> charts_of(const monitor::RunRecord& run);
 
-struct NamedRun {
-  std::string name{};
-  const RunView* run = nullptr;
-};
-// The members `findings`, each with its run's name, and `verdict`, for runs without findings.
-NodeMembers named_findings(const std::vector<NamedRun>& runs);
 // A row of `budgets`: milliseconds of a step, and the shares of its phases.
 Node budget_entry(const std::string& name, const monitor::Interval& budget);
+
+// ---------------------------------------------------------------- the scaling of a training
+
+// The measurements at one number of ranks. Rates are of all ranks, one for each round.
+struct ScalePoint {
+  int ranks = 1;
+  std::int64_t batch = 1;  // per rank and pass
+  std::int64_t accumulation = 1;
+  std::vector<double> samples_per_s{};
+  std::vector<double> tokens_per_s{};     // empty: samples are not made of tokens
+  int cores_per_rank = 0;                 // what a rank may use on a CPU; 0: it has a GPU
+  std::optional<monitor::RunView> run{};  // of the round with the median rate
+
+  std::int64_t global_batch() const { return batch * accumulation * ranks; }
+};
+
+// Medians over rounds. Speed-up is the rate relative to that of the fewest ranks in the same round,
+// times their number: if that is one rank, its speed-up is 1.
+struct ScaleRow {
+  ScalePoint point{};
+  double step_s = 0;
+  double samples_per_s = 0;
+  std::optional<double> tokens_per_s{};
+  double speedup = 1;
+  double efficiency = 1;                // speed-up divided by ranks
+  std::optional<double> utilisation{};  // 0 to 1, of the GPUs or cores that the ranks were given
+  monitor::Interval budget{};           // of one rank, the mean
+};
+
+// Sorted by ranks. All points have the same number of rounds, at least one.
+std::vector<ScaleRow> scale_rows(std::vector<ScalePoint> points);
+
+struct ScaleSetting {
+  std::string file{};
+  bool strong = false;  // keeps the global batch constant; else the batch of a rank
+  std::int64_t steps = 0;
+  int rounds = 0;
+  int cores = 0;  // of the host, for ranks on CPUs; 0: they have GPUs
+  std::vector<std::string> notes{};
+};
+
+// The cells of scale.csv, its header first; shares and percentages are between 0 and 1.
+std::vector<std::vector<std::string>> scale_csv_rows(const std::vector<ScaleRow>& rows);
+Node scale_node(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);  // scale.json
+Node scale_state(const std::vector<ScaleRow>& rows, const ScaleSetting& setting);
 
 }  // namespace lockstep::dashboard

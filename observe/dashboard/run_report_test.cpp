@@ -19,9 +19,8 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
-#include "observe/dashboard/record_writer.h"
+#include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/run_summary.h"
-#include "observe/dashboard/scale_report.h"
 
 namespace lockstep::dashboard {
 namespace {

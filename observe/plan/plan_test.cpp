@@ -252,7 +252,7 @@ TEST(MemoryBytes, AModelIsBuiltWholeBeforeItIsDivided) {
 
 TEST(MemoryBytes, EightBitsSaveLessForBackward) {
   // On an H200 64 x 1024 tokens took 20.69 GiB in bf16 and 17.77 in fp8, and of GPT 1.3B 8 x 2048
-  // took 42.4 and 37.5 (docs/plan.md, docs/fp8.md).
+  // took 42.4 and 37.5 (docs/plan.md, docs/optimisation.md).
   const auto saved_gib = [](const Model& model, std::int64_t batch) {
     MemoryOptions options{.batch = batch, .half = true, .fused = true};
     const std::uint64_t bf16 = memory_of(model, options).allocated();

@@ -258,7 +258,7 @@ double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
 
 // What the products of the blocks in 8 bits save, less the casts: what goes into a layer and the
 // gradient of what comes out, 6 bytes of traffic each, and 4 more for each weight than bf16 has
-// (docs/fp8.md). Negative for narrow layers and few tokens.
+// (docs/optimisation.md). Negative for narrow layers and few tokens.
 double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
   if (!t.fp8 || !card.fp8 || card.memory_bandwidth <= 0) return 0;
   const Parameters p = parameters_of(t.model);

@@ -1,20 +1,105 @@
-#include "suite.h"
-
+// What every backend must be able to do, and the suite that runs it on one rank of a world.
+//
+// The cases (operation x reduction x dtype) are written down by hand, not computed from the
+// library's own idea of what is supported. The suite fails when fewer of them ran, so an operation
+// or a dtype cannot get lost silently.
+//
+//   conformance                        worlds of 1, 2, 3, 4 and 7 threads, the whole table
+//   conformance --world-from-env       one rank of a world that a launcher started, any backend
+//   conformance --quick                a part of the table
+//
+// LOCKSTEP_CONFORMANCE_BACKEND names the backend to insist on (otherwise gloo for threads, and what
+// the device decides for ranks).
+// On a machine with one GPU, two NCCL ranks share it:
+//   export LOCKSTEP_SHARE_DEVICE=1
+//   lockstep run --nproc-per-node=2 build/bin/tests/conformance --world-from-env
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "lockstep/comm/numbers.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::conformance {
+
+enum class Operation {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kSendRecv,
+  kBatch
+};
+const char* name(Operation operation);
+bool reduces(Operation operation);
+
+// kSymmetric: like kLarge, in memory that all ranks map where the backend has it.
+enum class Shape { kEmpty, kOne, kOdd, kLarge, kNonContiguous, kSymmetric };
+const char* name(Shape shape);
+
+inline constexpr std::array kOperations = {
+    Operation::kAllReduce, Operation::kReduce, Operation::kReduceScatter, Operation::kBroadcast,
+    Operation::kAllGather, Operation::kGather, Operation::kScatter,       Operation::kAllToAll,
+    Operation::kSendRecv,  Operation::kBatch};
+inline constexpr std::array kReductions = {ReduceOp::kSum, ReduceOp::kAvg,     ReduceOp::kMin,
+                                           ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kAnd,
+                                           ReduceOp::kOr,  ReduceOp::kXor};
+inline constexpr std::array kShapes = {Shape::kEmpty, Shape::kOne,           Shape::kOdd,
+                                       Shape::kLarge, Shape::kNonContiguous, Shape::kSymmetric};
+inline constexpr std::array kDtypes = {
+    at::kByte,     at::kChar,  at::kShort,  at::kInt,  at::kLong,         at::kHalf,
+    at::kBFloat16, at::kFloat, at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble};
+
+struct Case {
+  Operation operation;
+  ReduceOp op;  // kSum where the operation does not reduce
+  at::ScalarType dtype;
+  Shape shape;
+  std::string text() const;
+};
+// In a fixed order, the same on every rank.
+std::vector<Case> supported_cases();
+// Pairs without a meaning: these must be refused with UsageError, not computed.
+std::vector<Case> refused_cases();
+
+struct Report {
+  int ran = 0;      // cases of the table that were carried out and compared
+  int refused = 0;  // pairs without a meaning that were refused as they must be
+  int extra = 0;    // example values, numbers, bytes, structure
+  std::vector<std::string> failures;
+};
+
+struct SuiteOptions {
+  int64_t large = 20'011;  // elements of the large shape
+  bool every_case = true;  // false: each (operation, dtype) once or twice, for a quick look
+};
+
+// Every rank calls it with the same options. Tensors are made on `device`.
+Report run_suite(World& world, c10::Device device, const SuiteOptions& options = {});
+
+// How many cases run_suite has to carry out for these options.
+int cases_due(const SuiteOptions& options);
 
 // ---------------------------------------------------------------- the table
 
@@ -522,4 +607,102 @@ Report run_suite(World& world, c10::Device device, const SuiteOptions& options) 
   return Suite(world, device, options).run(chosen_cases(options));
 }
 
+// ---------------------------------------------------------------- the program
+
+namespace {
+
+struct Outcome {
+  int worlds = 0;
+  int failures = 0;
+};
+
+void print(const std::string& line) {
+  std::puts(line.c_str());
+  std::fflush(stdout);
+}
+
+// One rank's report: the count of cases is part of the outcome.
+void judge(const Report& report, const World& world, const SuiteOptions& options,
+           Outcome& outcome) {
+  const int due = cases_due(options);
+  if (report.ran < due) {
+    print(fmt::format("FAILED rank {}: only {} of {} cases of the support table ran", world.rank(),
+                      report.ran, due));
+    ++outcome.failures;
+  }
+  for (const auto& failure : report.failures) print("FAILED " + failure);
+  outcome.failures += static_cast<int>(report.failures.size());
+  if (world.is_leader()) {
+    print(fmt::format("{} on {}, world of {}: {} of {} cases, {} skipped, {} refusals, {} others",
+                      world.backend(), world.device().str(), world.size(), report.ran, due,
+                      due - report.ran, report.refused, report.extra));
+    ++outcome.worlds;
+  }
+}
+
+int run_threads_mode(const SuiteOptions& options) {
+  Outcome outcome;
+  std::mutex mutex;
+  for (const int size : {1, 2, 3, 4, 7}) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto body = [&](World& world) {
+      const Report report = run_suite(world, world.device(), options);
+      const std::lock_guard lock(mutex);
+      judge(report, world, options, outcome);
+    };
+    testing::ThreadOptions threads;
+    threads.world.backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND").value_or("gloo");
+    testing::run_threads(size, body, threads);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    print(fmt::format("  {:.1f} s", seconds.count()));
+  }
+  if (outcome.worlds != 5) ++outcome.failures;
+  print(outcome.failures == 0 ? "conformance: passed" : "conformance: FAILED");
+  return outcome.failures == 0 ? 0 : 1;
+}
+
+int run_environment_mode(SuiteOptions options) {
+  WorldOptions world_options;
+  if (const auto backend = env::get("LOCKSTEP_CONFORMANCE_BACKEND"))
+    world_options.backend = *backend;
+  World world = World::from_env(world_options);
+  Outcome outcome;
+  judge(run_suite(world, world.device(), options), world, options, outcome);
+  if (!world.device().is_cpu()) {
+    // Tensors of the host travel in the same world, by another backend.
+    options.every_case = false;
+    const Report report = run_suite(world, c10::Device(c10::kCPU), options);
+    judge(report, world, options, outcome);
+  }
+  const double failures = all_reduce(world, outcome.failures);
+  world.finish();
+  if (world.is_leader()) print(failures == 0 ? "conformance: passed" : "conformance: FAILED");
+  return outcome.failures == 0 ? 0 : 1;
+}
+
+}  // namespace
 }  // namespace lockstep::conformance
+
+int main(int argc, char** argv) {
+  using namespace lockstep::conformance;
+  at::set_num_threads(1);  // ranks share the cores; helper threads would only get in their way
+  SuiteOptions options;
+  bool from_env = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view arg = argv[i];
+    if (arg == "--world-from-env") {
+      from_env = true;
+    } else if (arg == "--quick") {
+      options.every_case = false;
+    } else {
+      std::fprintf(stderr, "usage: conformance [--world-from-env] [--quick]\n");
+      return 2;
+    }
+  }
+  try {
+    return from_env ? run_environment_mode(options) : run_threads_mode(options);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    return 1;
+  }
+}

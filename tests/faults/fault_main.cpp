@@ -6,12 +6,15 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
-#include "epoch.h"
 #include "lockstep/lockstep.h"
+
+// In epoch.cpp, which is compiled with debug information.
+void for_each_batch(int batches, const std::function<void()>& step);
 
 volatile std::uintptr_t nowhere = 8;  // read at run time: a constant the compiler may reason away
 

@@ -6,6 +6,9 @@
 //
 //   int fuzz_one(const std::uint8_t* data, std::size_t size);      // in <name>_fuzz.cpp
 //   lockstep_fuzzer(name DEPENDS io)                                // in CMakeLists.txt
+//
+// A file with several of them has each in a namespace fuzz_<name> and ends with
+// LOCKSTEP_FUZZ_ONE().
 #pragma once
 
 #include <cstddef>
@@ -17,6 +20,12 @@
 
 // Returns 0. Aborts when the parser did something that it must not do.
 int fuzz_one(const std::uint8_t* data, std::size_t size);
+
+// Defines fuzz_one() by the one of the namespace that a program is compiled for.
+#define LOCKSTEP_FUZZ_ONE()                                  \
+  int fuzz_one(const std::uint8_t* data, std::size_t size) { \
+    return LOCKSTEP_FUZZER::fuzz_one(data, size);            \
+  }
 
 namespace lockstep::fuzz {
 

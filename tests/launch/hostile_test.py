@@ -464,10 +464,10 @@ class WithSecret(Hostile):
         def serve():
             with contextlib.suppress(OSError), server:
                 while True:
-                    node, hub = server.accept()[0], self.connect()
-                    with node, hub:
+                    node, upstream = server.accept()[0], self.connect()
+                    with node, upstream:
                         pumps = [threading.Thread(target=pump, args=ends, daemon=True)
-                                 for ends in ((node, hub, 0), (hub, node, 1))]
+                                 for ends in ((node, upstream, 0), (upstream, node, 1))]
                         for each in pumps:
                             each.start()
                         for each in pumps:

@@ -377,9 +377,9 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
 
     def test_waiting_times_out_and_names_missing_nodes(self):
         conf = "--rdzv-conf=join_timeout=6"
-        guest = self.node(2, "echo ran", conf, nnodes=4)
+        joined = self.node(2, "echo ran", conf, nnodes=4)
         self.wait_for_node()  # node 0 reports after 3 s; node 2 must have joined by then
-        for code, err in self.ends([self.node(0, "echo ran", conf, nnodes=4), guest]):
+        for code, err in self.ends([self.node(0, "echo ran", conf, nnodes=4), joined]):
             self.assertEqual(code, 1, err)
             self.assertIn("waiting for node ranks 1, 3 at", err)
             self.assertIn("timed out: only 2 of 4 launchers came within 6 s; missing: "

@@ -1,14 +1,17 @@
-// The manifest of a checkpoint: text that is read is canonical to the byte, and names and sizes of
-// any kind survive being written and read.
+// Files of checkpoints: manifest, safetensors. Each program is compiled for one of them (driver.h).
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "lockstep/io/manifest.h"
+#include "lockstep/io/safetensors.h"
 #include "tests/fuzz/driver.h"
 
-namespace {
+// The manifest of a checkpoint: text that is read is canonical to the byte, and names and sizes of
+// any kind survive being written and read.
+namespace fuzz_manifest {
 
 using namespace lockstep::io;
 using lockstep::fuzz::require;
@@ -47,8 +50,6 @@ void write_and_read(std::string_view text) {
   require(parse_manifest(manifest_text(manifest)) == manifest, "written, but not brought back");
 }
 
-}  // namespace
-
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   read(text);
@@ -56,3 +57,31 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   write_and_read(text);
   return 0;
 }
+
+}  // namespace fuzz_manifest
+
+// The parser of safetensors headers, for a fuzzer: any bytes are either refused by UsageError or
+// read into tensors that cover the data exactly.
+namespace fuzz_safetensors {
+
+int fuzz_one(const std::uint8_t* data, std::size_t size) {
+  using namespace lockstep;
+  const auto contents = std::as_bytes(std::span(data, size));
+  try {
+    const io::SafetensorsHeader header = io::parse_safetensors(contents, "input");
+    std::uint64_t at = 0;
+    for (const io::TensorEntry& entry : header.tensors) {
+      fuzz::require(entry.begin == at && entry.end >= at, "a hole or an overlap");
+      fuzz::require(io::tensor_bytes(entry.dtype, entry.shape) == entry.end - at, "a wrong size");
+      at = entry.end;
+    }
+    fuzz::require(header.data_offset + at == size, "bytes that belong to no tensor");
+  } catch (const UsageError&) {
+    // Refused with an error; anything else, such as a crash, is a finding.
+  }
+  return 0;
+}
+
+}  // namespace fuzz_safetensors
+
+LOCKSTEP_FUZZ_ONE()

@@ -1,6 +1,7 @@
-// The reader of instruction files, for a fuzzer: any bytes are either refused by UsageError, or
-// read into texts that are the same when they are written as JSON and read again.
+// Files of training data: instructions, shards. Each program is compiled for one of them
+// (driver.h).
 #include <cstdlib>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -8,9 +9,12 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/json.h"
 #include "lockstep/data/instruction_file.h"
+#include "lockstep/data/shard_format.h"
 #include "tests/fuzz/driver.h"
 
-namespace {
+// The reader of instruction files, for a fuzzer: any bytes are either refused by UsageError, or
+// read into texts that are the same when they are written as JSON and read again.
+namespace fuzz_instructions {
 
 using lockstep::json_quote;
 using lockstep::data::Instruction;
@@ -44,8 +48,6 @@ std::string written(const std::vector<Instruction>& items) {
   return text + "]";
 }
 
-}  // namespace
-
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
   using namespace lockstep;
   const std::string_view text(reinterpret_cast<const char*>(data), size);
@@ -67,3 +69,32 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
   }
   return 0;
 }
+
+}  // namespace fuzz_instructions
+
+// The reader of token files, for a fuzzer: any bytes are either refused by UsageError or are tokens
+// that fill the file exactly.
+namespace fuzz_shards {
+
+int fuzz_one(const std::uint8_t* data, std::size_t size) {
+  using namespace lockstep;
+  using data::TokenFormat;
+  const auto contents = std::as_bytes(std::span(data, size));
+  for (const char* name : {"x.bin", "train.bin"})
+    for (const auto format :
+         {TokenFormat::kAuto, TokenFormat::kLlmc16, TokenFormat::kLlmc32, TokenFormat::kNanogpt}) {
+      try {
+        const data::TokenLayout layout = data::parse_token_file(contents, size, name, format);
+        if (layout.data_offset + layout.count * layout.token_bytes != size) std::abort();
+        if (layout.token_bytes != 2 && layout.token_bytes != 4) std::abort();
+        if (format != TokenFormat::kAuto && layout.format != format) std::abort();
+      } catch (const UsageError&) {
+        // Refused with an error; anything else, such as a crash, is a finding.
+      }
+    }
+  return 0;
+}
+
+}  // namespace fuzz_shards
+
+LOCKSTEP_FUZZ_ONE()
