@@ -4,7 +4,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/store_streams.h"
+#include "lockstep/rendezvous/store_table.h"
 #include "tests/fuzz/driver.h"
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {
