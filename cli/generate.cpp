@@ -1,7 +1,5 @@
 // `lockstep generate`: continues a text with the model in a folder, to see what it has learned.
 
-#include "lockstep/models/generate.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
@@ -23,6 +21,7 @@
 #include "lockstep/core/text.h"
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/directory.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
 
 namespace lockstep::cli {

@@ -17,7 +17,6 @@
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/pass.h"
 #include "lockstep/nn/block.h"
-#include "lockstep/nn/staged.h"
 
 namespace lockstep::models::detail {
 

@@ -13,9 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/monitor/median.h"
 #include "lockstep/monitor/run_figures.h"
-#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
 

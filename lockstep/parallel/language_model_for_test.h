@@ -10,7 +10,7 @@
 #include <mutex>
 #include <vector>
 
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/pretrained.h"
 
 namespace lockstep::testing {

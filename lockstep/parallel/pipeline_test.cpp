@@ -25,9 +25,9 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"

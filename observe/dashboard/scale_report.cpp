@@ -7,7 +7,7 @@
 #include <map>
 
 #include "lockstep/core/error.h"
-#include "lockstep/monitor/median.h"
+#include "lockstep/monitor/run_record.h"
 #include "observe/dashboard/run_report.h"
 
 namespace lockstep::dashboard {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/accumulation.h"
