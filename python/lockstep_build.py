@@ -38,7 +38,7 @@ KERNELS = {
     "aarch64": {"kernels_neon.cpp": ["-O3"]},
 }
 GENERIC = {"kernels_generic.cpp": []}
-FLAGS = {"plain.cpp": ["-O3"]}  # loops that only the vectoriser makes fast
+FLAGS = {"reduce.cpp": ["-O3"]}  # loops that only the vectoriser makes fast
 # World's adaptor over the engine.
 ELSEWHERE = ("shm.cpp",)
 

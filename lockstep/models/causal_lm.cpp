@@ -13,7 +13,6 @@
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/models/decoder.h"
 #include "lockstep/models/device_map.h"
-#include "lockstep/models/experts.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/tensor_group.h"

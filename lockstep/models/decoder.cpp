@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/experts.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/tensor_group.h"
 
