@@ -1,6 +1,6 @@
 // One engine whose peers are played by the test, so that what they do is exact: a rank that always
-// has room for more bytes, one that never comes, one whose process has ended. At the end, ranks with
-// several engines.
+// has room for more bytes, one that never comes, one whose process has ended. Then ranks with two
+// engines.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sched.h>
@@ -239,7 +239,7 @@ TEST(Wait, WhoLeavesACoreIsNotLeftOnOne) {
   EXPECT_EQ(allowed_cpus(), cores);
 }
 
-// ---------------------------------------------------------------- several engines
+// ---------------------------------------------------------------- two engines
 
 // A rank that has started an operation may turn to another engine before it waits for this one.
 // Every operation must still end on the ranks that do wait: otherwise two programs that wait for
