@@ -760,5 +760,4 @@ TEST(Agree, AnErrorOfOneRankHasItsKindOnAllRanks) {
 }
 
 }  // namespace
-
 }  // namespace lockstep

@@ -489,5 +489,4 @@ TEST(SourceLines, AToolThatHangsIsGivenUpAlsoAmongSignals) {
 }
 
 }  // namespace
-
 }  // namespace lockstep

@@ -578,5 +578,4 @@ TEST(Prefetcher, FreesTheMakerAndWhatItHolds) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::data

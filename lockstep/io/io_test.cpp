@@ -497,5 +497,4 @@ TEST(SafetensorsSet, RefusesAnIndexThatDoesNotFit) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::io

@@ -551,5 +551,4 @@ TEST_F(MadeUpHost, WithoutControlGroups) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::monitor

@@ -338,5 +338,4 @@ TEST(TimeLeft, IsThatOfTheStepsLeftWhileTheRunMoves) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::monitor

@@ -556,5 +556,4 @@ TEST(Budget, AddsUpWhateverWasMeasured) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::monitor

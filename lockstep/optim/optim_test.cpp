@@ -702,5 +702,4 @@ TEST(Schedule, RefusesWhatItCannotCompute) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::optim

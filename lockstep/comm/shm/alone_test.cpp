@@ -462,5 +462,4 @@ TEST(Order, EveryOrderOfTwoEngines) {
 }
 
 }  // namespace
-
 }  // namespace lockstep::shm
