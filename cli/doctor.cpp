@@ -19,8 +19,8 @@
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/this_host.h"
 #include "lockstep/version.h"
 
 namespace lockstep::cli {

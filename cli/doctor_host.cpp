@@ -22,7 +22,6 @@
 #include "lockstep/core/host.h"
 #include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/rendezvous/control.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::cli {
 

@@ -19,10 +19,10 @@
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 #include "lockstep/monitor/gpu_sampler.h"
 #include "lockstep/rendezvous/rank_env.h"
-#include "lockstep/rendezvous/this_host.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/version.h"
 

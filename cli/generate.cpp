@@ -2,8 +2,6 @@
 // `lockstep checkpoint merge`: an adapter and its base model become one model, as with PEFT's
 // merge_and_unload().
 
-#include "lockstep/models/generate.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
@@ -28,6 +26,7 @@
 #include "lockstep/data/tokenizer.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
 
 namespace lockstep::cli {

@@ -13,7 +13,7 @@
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/rendezvous/this_host.h"
+#include "lockstep/core/host.h"
 #include "lockstep/train/checks.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"

@@ -21,7 +21,7 @@
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/fully_shard.h"

@@ -14,7 +14,7 @@ endif()
 # from compute capability 8.0 on. One needs instructions of 9.0 and is launched there only.
 set(kernels ${CMAKE_SOURCE_DIR}/lockstep/kernels/cuda)
 add_library(lockstep_cuda_kernels OBJECT
-  ${kernels}/norm.cu ${kernels}/cross_entropy.cu ${kernels}/column_sum.cu
+  ${kernels}/norm.cu ${kernels}/cross_entropy.cu
   ${kernels}/elementwise.cu ${kernels}/adamw.cu ${kernels}/lora.cu ${kernels}/fp8.cu)
 add_library(lockstep_cuda_kernels_90 OBJECT ${kernels}/cross_entropy_pipelined.cu)
 set_target_properties(lockstep_cuda_kernels PROPERTIES CUDA_ARCHITECTURES "80-virtual;90a-real")

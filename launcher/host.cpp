@@ -33,7 +33,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 

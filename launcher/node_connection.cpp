@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {

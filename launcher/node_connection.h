@@ -30,7 +30,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/secure_channel.h"
-#include "lockstep/rendezvous/store_streams.h"
+#include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep::launch {
 

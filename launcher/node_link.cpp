@@ -15,10 +15,9 @@
 #include "launcher/event_loop.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fingerprint.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 

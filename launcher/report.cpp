@@ -11,11 +11,11 @@
 #include <regex>
 #include <string_view>
 
-#include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/problems.h"
+#include "lockstep/core/symbols.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::launch {

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/core/brief_stack.h"
 #include "lockstep/core/host.h"
+#include "lockstep/core/symbols.h"
 
 namespace lockstep::launch {
 

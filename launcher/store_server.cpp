@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/rendezvous/unix_socket.h"
+#include "lockstep/core/fd.h"
 
 namespace lockstep::launch {
 namespace {

@@ -10,7 +10,7 @@
 // TCP clients are not authenticated: every user of the host can read and set keys while it listens.
 //
 // With several hosts, node 0's launcher has the keys. The other launchers accept connections in the
-// same way, and forward the bytes over the link between the launchers (store_streams.h).
+// same way, and forward the bytes over the link between the launchers (store_table.h).
 //
 // Work and memory are bounded. One turn of the loop executes at most 256 commands, with about 1 MiB
 // of input and replies, and one larger command. A client with more than 1 MiB of unread replies is
@@ -39,7 +39,6 @@
 #include "launcher/event_loop.h"
 #include "launcher/host.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/rendezvous/store_streams.h"
 #include "lockstep/rendezvous/store_table.h"
 
 namespace lockstep::launch {

@@ -21,8 +21,8 @@
 #include "launcher/worker_group.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep::launch {
 namespace {

@@ -30,7 +30,6 @@ NAME = "lockstep_torch"
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 CORE = ("env.cpp", "error.cpp", "fd.cpp", "host.cpp", "ledger.cpp", "text.cpp")
-RENDEZVOUS = ("unix_socket.cpp",)
 MEMORY = ("block_cache.cpp", "cpu_cache.cpp")
 # The engine's vector code by machine; what is not listed uses the compiler's own vectors.
 KERNELS = {
@@ -39,7 +38,7 @@ KERNELS = {
     "aarch64": {"kernels_neon.cpp": ["-O3"]},
 }
 GENERIC = {"kernels_generic.cpp": []}
-FLAGS = {"plain.cpp": ["-O3"]}  # loops that only the vectoriser makes fast
+FLAGS = {"reduce.cpp": ["-O3"]}  # loops that only the vectoriser makes fast
 # World's adaptor over the engine.
 ELSEWHERE = ("shm.cpp",)
 
@@ -84,7 +83,6 @@ def sources():
                          "Lockstep: pip install ./python")
     own = sorted((HERE / "csrc").glob("*.cpp"))
     core = [ROOT / "lockstep/core" / name for name in CORE]
-    core += [ROOT / "lockstep/rendezvous" / name for name in RENDEZVOUS]
     core += [ROOT / "lockstep/memory" / name for name in MEMORY]
     # The slowest first.
     return [(p, kernels.get(p.name) or FLAGS.get(p.name, [])) for p in own + engine + core]

@@ -1,7 +1,7 @@
 // FullyShard (PyTorch's FSDP2): a GPT whose parameters, gradients and optimizer state are divided
 // over the ranks, with accumulation, bf16 and an evaluation.
 #include <lockstep/lockstep.h>
-#include <lockstep/models/gpt.h>
+#include <lockstep/models/causal_lm.h>
 #include <lockstep/parallel/fully_shard.h>
 #include <torch/torch.h>
 

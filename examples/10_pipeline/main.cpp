@@ -1,7 +1,7 @@
 // Pipeline: a GPT split over ranks by blocks, through which the micro-batches of a step flow, with
 // bf16 and an evaluation. With more ranks than stages, copies of the pipeline see other samples.
 #include <lockstep/lockstep.h>
-#include <lockstep/models/gpt.h>
+#include <lockstep/models/causal_lm.h>
 #include <lockstep/parallel/pipeline.h>
 #include <torch/torch.h>
 

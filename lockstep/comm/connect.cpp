@@ -16,12 +16,12 @@
 #include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/env.h"
+#include "lockstep/core/host.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/startup.h"
-#include "lockstep/rendezvous/this_host.h"
 
 namespace lockstep {
 

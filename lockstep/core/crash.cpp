@@ -24,14 +24,12 @@
 #include <span>
 #include <typeinfo>
 
-#include "lockstep/core/brief_stack.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/symbols.h"
 #include "lockstep/core/text.h"
 #include "lockstep/core/thread_signals.h"
-#include "lockstep/core/throw_trace.h"
 
 namespace lockstep::crash {
 namespace {

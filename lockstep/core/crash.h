@@ -5,7 +5,7 @@
 //                              "cpp_stack": ["train(lockstep::World&)+0x1c (mnist+0x2f10)", ...]}}}
 //
 // A frame of the program ends with its file and line where there is debug information. The file has
-// every frame; a person is shown those of the program (core/brief_stack.h).
+// every frame; a person is shown those of the program (brief_stack() of core/symbols.h).
 //
 // A signal handler can rely on nothing, so it writes a plain report with system calls only; a
 // forked copy of the process then makes the readable report, against a deadline. The signal is
@@ -62,3 +62,20 @@ bool report(const Report& report) noexcept;
 bool report(const std::exception& e) noexcept;
 
 }  // namespace lockstep::crash
+
+// Remembers where exceptions were thrown. A handler runs after the stack is gone, so
+// throw_trace.cpp replaces __cxa_throw, through which every `throw` of the process passes. Only
+// after enable() are the addresses of the latest throws recorded, which costs some microseconds
+// each; until then a throw is only passed on.
+//
+//   throw_trace::enable();
+//   std::vector<void*> frames = throw_trace::find(dynamic_cast<const void*>(&exception));
+//
+// Safe from any thread. Nothing is owned; frames are return addresses, innermost first.
+namespace lockstep::throw_trace {
+
+void enable();
+std::vector<void*> find(const void* exception_object);
+std::vector<void*> find_latest();  // the calling thread's, whatever was thrown
+
+}  // namespace lockstep::throw_trace

@@ -1,5 +1,5 @@
 // What the kernel reports about this host and process, from /proc, /sys and control groups: cores,
-// free memory and pages.
+// free memory and pages; its names and network addresses.
 //
 //   const int threads = allowed_cores() / local_ranks;
 //   const std::string lack = lacking_memory({.own_bytes = n, .host_bytes = ranks * n});
@@ -9,6 +9,7 @@
 // locale, and read every number as 0.
 #pragma once
 
+#include <sys/socket.h>
 #include <sys/types.h>
 
 #include <chrono>
@@ -143,5 +144,24 @@ std::size_t page_bytes();
 //   void* const place = map_at_huge_page(bytes, PROT_READ | PROT_WRITE);
 //   ::madvise(place, whole_huge_pages(bytes), MADV_HUGEPAGE);
 void* map_at_huge_page(std::size_t bytes, int protection, int flags = 0);
+
+// ---------------------------------------------------------------- names and addresses
+
+std::string host_name();
+
+// Equal for processes of one machine and different otherwise, which host names are not
+// ("localhost").
+std::string machine_of(const std::string& host);
+
+// The linker's build id of the running program, equal for equal builds only.
+std::string build_id();
+
+bool is_loopback(const std::string& host);
+
+// An IPv4 or IPv6 address as text; an IPv4-mapped IPv6 address as IPv4.
+std::string address_text(const sockaddr* address);
+
+// This host's address on the route to `host`. Only asks the kernel and sends nothing.
+std::string address_towards(const std::string& host, int port);
 
 }  // namespace lockstep

@@ -1,5 +1,3 @@
-#include "lockstep/core/throw_trace.h"
-
 #include <dlfcn.h>
 #include <execinfo.h>
 
@@ -10,6 +8,8 @@
 #include <mutex>
 #include <thread>
 #include <typeinfo>
+
+#include "lockstep/core/crash.h"
 
 namespace lockstep::throw_trace {
 namespace {

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/fingerprint.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::data {
 namespace {

@@ -4,14 +4,16 @@
 //   auto logits = model->forward(ids);                          // [batch, time, vocab_size]
 //   auto loss = lockstep::models::next_token_loss(logits, targets);
 //
-// pretrained.h builds it with its weights, generate.h continues a text. Every projection of every
+// pretrained.h builds it with its weights, generate() continues a text. Every projection of every
 // family is a Linear (linear.h) under Hugging Face's name. In training mode the configuration's
 // dropout applies; forward never waits for the device. One thread at a time.
 #pragma once
 
 #include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,7 +22,7 @@
 
 #include "lockstep/models/hugging_face.h"
 #include "lockstep/models/model_options.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
@@ -129,5 +131,62 @@ void place(CausalLm& model, const DeviceMap& map);
 // Mean cross entropy of logits [batch, time, vocab] against the ids that come next [batch, time],
 // which may be on another device.
 at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);
+
+// Continues a text, token by token, with a cache of keys and values.
+//
+//   auto model = lockstep::models::load_pretrained("gpt2");
+//   auto next = lockstep::models::generate(*model, {464, 3290}, {.max_new_tokens = 10});
+//
+// Temperature 0 takes the likeliest token each time, as transformers' generate(do_sample=False)
+// does. The options have transformers' names and meanings, and are applied in its order: penalty,
+// temperature, top_k, top_p. One thread at a time.
+struct GenerateOptions {
+  std::int64_t max_new_tokens = 20;
+  double temperature = 0;
+  std::int64_t top_k = 0;  // samples among so many of the likeliest tokens; 0: among all
+  double top_p = 1;        // samples among the likeliest tokens that have this share together
+  // Divides the positive logits of tokens already in the text, and multiplies negative ones.
+  double repetition_penalty = 1;
+  std::uint64_t seed = 0;           // the same seed gives the same tokens
+  std::vector<std::int64_t> eos{};  // tokens that end the text; they are part of the result
+  // Called with the new tokens after each of them; true ends the text. For stop_strings.
+  std::function<bool(const std::vector<std::int64_t>& made)> stop{};
+};
+
+// Returns the new tokens. Computes without gradients and in evaluation mode, and restores the
+// model's mode. UsageError for no ids, ids outside of the vocabulary, and more tokens than GPT-2
+// has positions.
+std::vector<std::int64_t> generate(CausalLm& model, const std::vector<std::int64_t>& ids,
+                                   const GenerateOptions& options = {});
+
+// Language models whose configuration a program writes itself: GPT-2 and Llama, with the parameter
+// names of Hugging Face's checkpoints (transformer.h.0.attn.c_attn.weight,
+// model.layers.0.self_attn.q_proj.weight, ...).
+//
+//   lockstep::models::Gpt gpt{lockstep::models::GptConfig{.n_head = 4, .n_embd = 64}};
+//   auto logits = gpt(ids);                                     // [batch, time, vocab_size]
+//   auto loss = lockstep::models::next_token_loss(logits, targets);
+//   lockstep::models::Llama llama{lockstep::models::LlamaConfig{
+//       .hidden_size = 256, .intermediate_size = 688, .num_hidden_layers = 4,
+//       .num_attention_heads = 8, .num_key_value_heads = 2}};
+//
+// Initial weights are drawn from LibTorch's default generator. One thread at a time.
+//
+// The output head has no weight of its own: lm_head is tied to transformer.wte.weight and is not
+// listed twice (with tie_word_embeddings off it has one). Projections are stored [in, out], as in
+// GPT-2's checkpoints ("Conv1D"). UsageError when the sizes do not fit together.
+class GptImpl : public CausalLm {
+ public:
+  explicit GptImpl(const GptConfig& config) : CausalLm(CausalLmConfig{.model = config}) {}
+};
+TORCH_MODULE(Gpt);
+
+// Norms compute in float32 whatever the weights are, as transformers does. Phi-3 is this model with
+// queries, keys and values in one projection, and gate and up in one.
+class LlamaImpl : public CausalLm {
+ public:
+  explicit LlamaImpl(const LlamaConfig& config) : CausalLm(CausalLmConfig{.model = config}) {}
+};
+TORCH_MODULE(Llama);
 
 }  // namespace lockstep::models

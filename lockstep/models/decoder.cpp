@@ -7,9 +7,8 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/experts.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/sequence.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models::detail {
 namespace {

@@ -9,8 +9,7 @@
 
 #include <set>
 
-#include "lockstep/models/generate.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"

@@ -1,5 +1,3 @@
-#include "lockstep/models/experts.h"
-
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/decoder.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/tensor_group.h"
 

@@ -1,8 +1,6 @@
 // Mixtures of experts: the sum that they define, tokens that no expert or only one gets, ranks with
 // other experts in use, gradient checkpointing, and what is refused. tests/models compares whole
 // models with transformers. With LOCKSTEP_DEVICE=cuda on CUDA tensors (tests/gpu).
-#include "lockstep/models/experts.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,6 +11,7 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "lockstep/models/decoder.h"
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"

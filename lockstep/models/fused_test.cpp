@@ -11,7 +11,7 @@
 #include <numeric>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pass.h"
 #include "lockstep/models/pretrained.h"

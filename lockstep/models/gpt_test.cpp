@@ -1,6 +1,5 @@
 // The models alone. That their numbers are those of the same models in Python is checked in
 // tests/parity and tests/models.
-#include "lockstep/models/gpt.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +9,7 @@
 #include <set>
 
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/models/generate.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"

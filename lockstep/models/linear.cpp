@@ -5,7 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
-#include "lockstep/nn/sequence.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
 namespace {

@@ -15,7 +15,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/algorithms.h"

@@ -13,9 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/monitor/median.h"
 #include "lockstep/monitor/run_figures.h"
-#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
 
@@ -73,7 +71,7 @@ std::optional<double> starved_share(const View& view);  // as in diagnosis.h
 double lower_median(std::vector<double> values);  // half of the values are at least this
 
 std::uint64_t count(const RankWindows& rank, ledger::Counter counter);
-double spent_s(const Interval& window, ledger::Phase phase);  // budget.h
+double spent_s(const Interval& window, ledger::Phase phase);  // run_record.h
 
 template <typename Figure>
 double median_of(const RankWindows& rank, Figure figure) {

@@ -7,8 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "lockstep/monitor/budget.h"
-#include "lockstep/monitor/median.h"
+#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::monitor {
 

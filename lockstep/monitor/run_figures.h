@@ -32,7 +32,7 @@ struct BudgetRow {
   int rank = 0;
   Interval budget{};
   Interval all{};  // the rank's whole time, also outside of steps
-  // The phases in a step's order, "other" at last; they add up to 1 (budget.h).
+  // The phases in a step's order, "other" at last; they add up to 1 (spent_s()).
   std::vector<std::pair<const char*, double>> shares{};
   std::optional<double> collective_share{};  // for a rank that counts no steps
 

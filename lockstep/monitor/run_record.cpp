@@ -20,7 +20,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/monitor/cpu_sampler.h"
-#include "lockstep/monitor/median.h"
 
 namespace lockstep::monitor {
 

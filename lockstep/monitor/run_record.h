@@ -17,7 +17,9 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -25,13 +27,41 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/monitor/budget.h"
 #include "lockstep/monitor/cpu_sampler.h"
 #include "lockstep/monitor/gpu_sampler.h"
 
 namespace lockstep::monitor {
 
 inline constexpr const char* kRecordFolder = "monitor";
+
+// The budget of a rank's time by phase: the one definition, for page, terminal, report, doctor and
+// Prometheus.
+//
+// Without device times, the budget is the training thread's. With them it is the device's: its
+// phases count as measured, and host work that overlaps them costs nothing. The device's idle time
+// is attributed to what the host did meanwhile: data, saving, evaluation, logging and startup, in
+// this order, each at most with its own time. The remainder is other (Phase::kNone). The parts
+// always add up to the whole.
+//
+//   const PhaseSeconds spent = spent_s(interval);
+//   spent[ledger::index(ledger::Phase::kData)] / interval.seconds;
+//
+// Free functions without state; call them from any thread.
+using PhaseSeconds = std::array<double, ledger::kPhases>;  // by ledger::Phase
+
+// Whether a phase of the device was measured; time between its phases alone does not count.
+bool has_device_times(const PhaseSeconds& device_s);
+
+PhaseSeconds spent_s(double seconds, const PhaseSeconds& host_s, const PhaseSeconds& device_s);
+
+// The budget of an Interval.
+template <typename Part>
+PhaseSeconds spent_s(const Part& part) {
+  return spent_s(part.seconds, part.host_s, part.device_s);
+}
+
+// The device's time outside of all phases: all of `seconds` without device times.
+double idle_s(double seconds, const PhaseSeconds& device_s);
 
 using Counts = std::array<std::uint64_t, ledger::kCounters>;  // by ledger::Counter
 
@@ -56,7 +86,7 @@ struct Interval {
   std::uint64_t collectives = 0;
 
   double step_s() const { return steps > 0 ? seconds / static_cast<double>(steps) : 0; }
-  double share(ledger::Phase phase) const {  // by the one definition (budget.h)
+  double share(ledger::Phase phase) const {  // by the one definition
     return seconds > 0 ? spent_s(*this)[ledger::index(phase)] / seconds : 0;
   }
 };
@@ -153,3 +183,15 @@ std::string process_identity(pid_t pid);
 bool has_ended(const std::string& identity);
 
 }  // namespace lockstep::monitor
+
+namespace lockstep::monitor::detail {
+
+// The median of a few figures; 0 of none.
+inline double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+}  // namespace lockstep::monitor::detail

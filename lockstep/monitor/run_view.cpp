@@ -386,7 +386,7 @@ Node curve_node(const Curve& curve) {
   return list_node(std::move(points));
 }
 
-// The interval's time by phase (monitor/budget.h). A rank that counts no steps has reported no
+// The interval's time by phase (spent_s()). A rank that counts no steps has reported no
 // phases, so the time outside of them is unknown.
 Node budget_node(const Interval& interval, bool counts_steps) {
   NodeMembers shares;

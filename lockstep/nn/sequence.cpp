@@ -1,5 +1,3 @@
-#include "lockstep/nn/sequence.h"
-
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/util/accumulate.h>
@@ -10,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::nn {
 namespace {

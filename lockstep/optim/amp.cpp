@@ -10,7 +10,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
 

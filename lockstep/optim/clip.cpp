@@ -11,7 +11,6 @@
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/local_gradients.h"
-#include "lockstep/optim/to_device.h"
 
 namespace lockstep::optim {
 namespace {

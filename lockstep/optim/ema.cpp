@@ -37,13 +37,7 @@ Ema::Ema(const torch::nn::Module& module, const EmaOptions& options) : options_(
     entries_.push_back({name, live, start_of(live, copied), copied});
   };
   for (const auto& item : module.named_parameters()) add(item.key(), item.value(), false);
-  if (options_.buffers == EmaBuffers::kLeave) return;
-  for (const auto& item : module.named_buffers()) {
-    if (!item.value().defined()) continue;
-    // Counters have no mean.
-    const bool copied = options_.buffers == EmaBuffers::kCopy || !item.value().is_floating_point();
-    add(item.key(), item.value(), copied);
-  }
+  for (const auto& item : module.named_buffers()) add(item.key(), item.value(), true);
 }
 
 void Ema::update() {

@@ -9,6 +9,8 @@
 // copies nothing, is exact, is undone even by an exception, and does not count as a write to
 // parameters that ranks share (ShardedOptimizer).
 //
+// Buffers (BatchNorm's statistics) are copied as they are.
+//
 // Every rank keeps the same averages because all have the same weights; nothing communicates. Holds
 // the module's tensors, not the module. One thread at a time; no step while a swap lives.
 #pragma once
@@ -24,15 +26,10 @@
 
 namespace lockstep::optim {
 
-// The treatment of buffers (BatchNorm's statistics): copied as they are, averaged like the weights,
-// or excluded, so that a swap does not touch them.
-enum class EmaBuffers { kCopy, kAverage, kLeave };
-
 struct EmaOptions {
   double decay = 0.999;
   // Early averages forget faster: decay is at most (1 + updates) / (10 + updates).
   bool warmup = true;
-  EmaBuffers buffers = EmaBuffers::kCopy;
 };
 
 class Ema {
@@ -65,7 +62,7 @@ class Ema {
     std::string name;
     at::Tensor live;
     at::Tensor average;  // float32 for weights of 16 bits: small changes would be lost in theirs
-    bool copied;         // a buffer that is taken as it is
+    bool copied;         // a buffer
     at::Tensor aside{};  // the live values during a swap
   };
   void show_averages();

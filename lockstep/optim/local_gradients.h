@@ -1,4 +1,5 @@
-// Detects gradients that are still this rank's own, not the average over ranks.
+// Detects gradients that are still this rank's own, not the average over ranks; and the copy of a
+// small tensor to another device.
 //
 // ShardedOptimizer averages gradients in its step. Clipping or unscaling them before, or stepping
 // them with another optimizer, would make ranks differ without an error, so the functions that do
@@ -84,5 +85,18 @@ class GradientWatch {
   std::vector<Gradient> gradients_;
   std::string written_;  // one of those that were forgotten
 };
+
+// Copies a small tensor to another device, for a model that is spread over several.
+//
+// A non-blocking copy is safe towards a GPU, whose stream runs in order, but not towards the CPU:
+// torch creates the result in pinned memory and returns before the bytes have arrived, so the next
+// reader sees the old contents.
+//
+//   at::_foreach_mul_(grads, to_device(coefficient, grads[0].device()));
+//
+// Private to lockstep/optim.
+inline at::Tensor to_device(const at::Tensor& tensor, c10::Device device) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
+}
 
 }  // namespace lockstep::optim

@@ -24,7 +24,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/algorithms.h"

@@ -12,7 +12,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/data/window.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/parallel/parallelism.h"
 

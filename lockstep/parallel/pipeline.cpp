@@ -15,7 +15,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/model_tensors.h"
@@ -353,7 +353,7 @@ void PipelineImpl::check(torch::nn::Module& module) {
   if (staged_ == nullptr)
     throw UsageError(kPipeline,
                      "the module {} cannot be computed in stages. Derive it from nn::Staged "
-                     "(lockstep/nn/staged.h), as the bundled language models are.",
+                     "(lockstep/nn/block.h), as the bundled language models are.",
                      module.name());
   if (mesh_.size("tensor") > 1) slices_ = std::make_unique<TensorSlices>(module, mesh_["tensor"]);
   check_blocks(module, mesh_, kPipeline);

@@ -16,7 +16,7 @@
 //   }
 //
 // A stage is a range of blocks, the first with the embeddings, the last with norm, head and loss
-// (lockstep/nn/staged.h; the bundled language models are such). While the pipeline calls `loss`,
+// (lockstep/nn/block.h; the bundled language models are such). While the pipeline calls `loss`,
 // the model computes one stage, and the function returns what the next stage takes, or on the last
 // one the loss; CausalLm::loss() does. Ranks along "pipeline" see the same samples. Ranks along
 // "data" hold copies of a stage, whose gradients are averaged when a window ends. Ranks along

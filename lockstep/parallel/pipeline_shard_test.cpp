@@ -14,10 +14,9 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
-#include "lockstep/nn/staged.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"

@@ -12,7 +12,7 @@
 
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/fingerprint.h"
+#include "lockstep/core/text.h"
 
 namespace lockstep::parallel {
 

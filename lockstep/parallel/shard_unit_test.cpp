@@ -22,8 +22,7 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/models/generate.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/model_options.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"

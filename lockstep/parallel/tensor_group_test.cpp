@@ -10,7 +10,6 @@
 #include <functional>
 #include <utility>
 
-#include "lockstep/nn/sequence.h"
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/testing/worlds.h"
 

@@ -17,12 +17,11 @@
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/device_map.h"
-#include "lockstep/models/generate.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/fp8.h"
-#include "lockstep/nn/sequence.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/optimizer.h"

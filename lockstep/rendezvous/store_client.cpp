@@ -11,8 +11,8 @@
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/rendezvous/control.h"
-#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::detail {
 namespace {

@@ -15,7 +15,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/rendezvous/store_bytes_for_test.h"
-#include "lockstep/rendezvous/store_streams.h"
 
 namespace lockstep {
 

@@ -7,7 +7,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/ema.h"

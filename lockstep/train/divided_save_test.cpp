@@ -21,7 +21,7 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/manifest.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/algorithms.h"

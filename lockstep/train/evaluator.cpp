@@ -13,7 +13,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/train/checks.h"
 
 namespace lockstep::train {

@@ -11,8 +11,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/file.h"
-#include "lockstep/monitor/median.h"
 #include "lockstep/monitor/run_figures.h"
+#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::dashboard {
 namespace {

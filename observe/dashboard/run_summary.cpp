@@ -10,8 +10,8 @@
 #include <numeric>
 
 #include "lockstep/io/file.h"
-#include "lockstep/monitor/median.h"
 #include "lockstep/monitor/prometheus.h"
+#include "lockstep/monitor/run_record.h"
 
 namespace lockstep::dashboard {
 

@@ -252,9 +252,10 @@ void each_projection(const BlockSpec& b, std::int64_t h, bool divided, const Add
 }
 
 // What a perceptron saves: before and after the activation; or gate, up and their product, and the
-// activated gate where that is an operation of its own, which fused SwiGLU has not. `inputs`: the inputs of its products, which
-// are counted with them otherwise. Experts save theirs always, for each one that a token goes to,
-// and their results; and the router its probabilities, and indices of 8 bytes.
+// activated gate where that is an operation of its own, which fused SwiGLU has not. `inputs`: the
+// inputs of its products, which are counted with them otherwise. Experts save theirs always, for
+// each one that a token goes to, and their results; and the router its probabilities, and indices
+// of 8 bytes.
 std::int64_t mlp_bytes(const models::MlpSpec& mlp, std::int64_t h, bool inputs) {
   const std::int64_t inner = mlp.out.in;
   if (!mlp.experts) {

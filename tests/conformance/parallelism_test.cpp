@@ -16,7 +16,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/data/window.h"
-#include "lockstep/nn/staged.h"
+#include "lockstep/nn/block.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/ddp.h"

@@ -7,7 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/rendezvous/store_bytes_for_test.h"
-#include "lockstep/rendezvous/store_streams.h"
+#include "lockstep/rendezvous/store_table.h"
 #include "tests/fuzz/driver.h"
 
 // SLURM's compressed lists, "n[03-07,9],m1" and "2(x3),1", after a byte that chooses the node.

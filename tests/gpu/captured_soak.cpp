@@ -18,7 +18,7 @@
 #include "lockstep/io/file.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/lockstep.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/optim/ema.h"
 
 namespace {

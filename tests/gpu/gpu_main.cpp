@@ -14,7 +14,7 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/lockstep.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/monitor/gpu_memory.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"

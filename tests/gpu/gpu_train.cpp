@@ -19,7 +19,7 @@
 
 #include "lockstep/core/document.h"
 #include "lockstep/lockstep.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/nn/divided.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/fully_shard.h"

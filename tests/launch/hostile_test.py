@@ -40,7 +40,7 @@ def handshake(**fields):
 
 
 def frame(kind, stream, value, payload=b"", attempt=0):
-    """A frame of the store (store_streams.h): 1 opens a stream, 2 is data, 4 credit."""
+    """A frame of the store (store_table.h): 1 opens a stream, 2 is data, 4 credit."""
     return struct.pack("<BIQI", kind, attempt, stream, value) + payload
 
 

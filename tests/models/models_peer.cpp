@@ -21,7 +21,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/io/tensors.h"
-#include "lockstep/models/generate.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/models/resnet.h"
 

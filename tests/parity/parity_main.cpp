@@ -21,7 +21,7 @@
 #include "cli/commands.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/lockstep.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 

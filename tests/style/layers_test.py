@@ -313,7 +313,7 @@ def self_test():
             one("lockstep/rendezvous/secure_channel.cpp", "<openssl/ssl.h>"),
             one("lockstep/run.cpp", '"launcher/plan.h"', '"lockstep/comm/world.h"'),
             one("lockstep/core/env_test.cpp", "<gtest/gtest.h>", '"lockstep/core/env.h"'),
-            one("lockstep/parallel/ddp_test.cpp", '"lockstep/models/gpt.h"',
+            one("lockstep/parallel/ddp_test.cpp", '"lockstep/models/causal_lm.h"',
                 '"lockstep/testing/world.h"', "<torch/torch.h>"),
             one("lockstep/train/loop.cpp", '"lockstep/parallel/parallelize.h"'),
             one("lockstep/train/loop_test.cpp", '"lockstep/parallel/fully_shard.h"'),

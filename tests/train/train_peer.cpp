@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "lockstep/comm/numbers.h"
-#include "lockstep/models/gpt.h"
+#include "lockstep/models/causal_lm.h"
 #include "lockstep/models/resnet.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/determinism.h"

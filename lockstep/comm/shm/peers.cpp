@@ -19,8 +19,8 @@
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
-#include "lockstep/rendezvous/unix_socket.h"
 
 namespace lockstep::shm {
 namespace {

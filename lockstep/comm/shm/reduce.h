@@ -91,7 +91,7 @@ const SumKernels& sum_kernels();
 inline constexpr int kMaxKernelSets = 4;
 int all_sum_kernels(const SumKernels** sets);
 
-// Every type and operation, one element after the other (plain.cpp).
+// Every type and operation, one element after the other.
 void combine_plain(DType dtype, Op op, const Arrays& arrays);
 
 }  // namespace lockstep::shm

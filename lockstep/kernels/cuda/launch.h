@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "lockstep/kernels/cuda/arguments.h"
-#include "lockstep/kernels/cuda/gemm_arguments.h"
+#include "lockstep/kernels/cuda/table.h"
 
 namespace lockstep::kernels::cuda {
 

@@ -1,0 +1,46 @@
+// LibTorch exports ProcessGroupGloo but ships none of gloo's headers, of which its header includes
+// five. These few declarations are all that it needs to be read; the build puts this file in the
+// place of each of the five (lockstep/comm/CMakeLists.txt). Nothing here is ever constructed or
+// laid out by us, and definitions are in LibTorch.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace gloo {
+
+// With only the two functions that are called.
+class Context {
+ public:
+  virtual ~Context();
+  void setTimeout(std::chrono::milliseconds timeout);
+  void closeConnections();
+};
+
+}  // namespace gloo
+
+namespace gloo::rendezvous {
+
+// Never construct a GlooStore through this declaration: the real class has more virtual functions.
+class Store {
+ public:
+  virtual ~Store();
+  virtual void set(const std::string& key, const std::vector<char>& value) = 0;
+  virtual std::vector<char> get(const std::string& key) = 0;
+  virtual void wait(const std::vector<std::string>& keys) = 0;
+  virtual void wait(const std::vector<std::string>& keys,
+                    const std::chrono::milliseconds& timeout) = 0;
+};
+
+}  // namespace gloo::rendezvous
+
+namespace gloo::transport {
+
+class Device;
+class UnboundBuffer {
+ public:
+  virtual ~UnboundBuffer() = 0;
+};
+
+}  // namespace gloo::transport
