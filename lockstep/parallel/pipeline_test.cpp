@@ -1,5 +1,6 @@
 // Pipeline: torch's orders, programs that cannot wait in a circle, the training of one process, and
 // what a user would get wrong. The Trainer's side is in tests/train/pipeline_test.py.
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/pipeline.h"
 
 #include <fmt/format.h>
