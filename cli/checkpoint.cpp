@@ -30,12 +30,14 @@ constexpr const char* kCheckpointHelp =
     "usage: lockstep checkpoint verify PATH...\n"
     "       lockstep checkpoint show PATH [--tensors]\n"
     "       lockstep checkpoint diff A B\n"
+    "       lockstep checkpoint import ARCHIVE FOLDER\n"
     "       lockstep checkpoint merge ADAPTER FOLDER [--base DIR]\n\n"
     "verify  reads every byte against the manifest: 0 when all is ok, 1 with what is wrong. A\n"
     "        folder of checkpoints (an output_dir) stands for all of them\n"
     "show    step, position in the data, files, and with --tensors every tensor\n"
     "diff    tensors that differ, and by how much at most; other differences in progress, except\n"
     "        logs: 0 when nothing differs, 1 otherwise\n"
+    "import  an archive that C++'s torch::save wrote becomes a folder of safetensors\n"
     "merge   an adapter (a checkpoint of lora, or PEFT's folder) and its base become one model in\n"
     "        a new folder, which needs neither; --base says where the base is if not where\n"
     "        adapter_config.json says it\n";
@@ -256,13 +258,14 @@ int checkpoint_command(const Args& args) {
   if (first == "verify") return verify_checkpoints(rest);
   if (first == "show") return show_checkpoint(rest);
   if (first == "diff") return diff_checkpoints(rest);
-  if (first == "merge") {
+  if (first == "import" || first == "merge") {
     Args all{"checkpoint"};
     all.insert(all.end(), args.begin(), args.end());
     return execute("lockstep-train", all);
   }
   if (!asked && !args.empty())
-    throw UsageError("checkpoint", "there is no '{}'. It is verify, show, diff or merge.", first);
+    throw UsageError("checkpoint", "there is no '{}'. It is verify, show, diff, import or merge.",
+                     first);
   std::fputs(kCheckpointHelp, asked ? stdout : stderr);
   return asked ? 0 : 2;
 }

@@ -90,7 +90,7 @@ class Program(unittest.TestCase):
                                      "monitor", "dashboard", "ledger", "report",
                                      "lockstep"][:len(names)])
             self.assertIn("verify, show and compare checkpoints", text)
-            self.assertNotIn("merge", text)
+            self.assertNotIn("import", text)
             os.makedirs(root + "/libexec")
             for name in ("lockstep-train", "lockstep-bench"):
                 with open(f"{root}/libexec/{name}", "w", encoding="utf-8") as f:
@@ -99,7 +99,7 @@ class Program(unittest.TestCase):
             names, text = listed()
             for name in ("train", "generate", "bench"):
                 self.assertIn(name, names)
-            self.assertIn("compare and merge checkpoints", text)
+            self.assertIn("import and merge checkpoints", text)
 
     def test_a_program_without_documentation_names_the_page(self):
         with tempfile.TemporaryDirectory(prefix="lockstep_cli_") as root:
@@ -469,7 +469,6 @@ class ForeignText(unittest.TestCase):
             yield ("config", "check", file, "--launcher")
             yield ("config", "show", file, "--all")
             yield ("config", "show", file, "--json")
-            yield ("config", "diff", file, os.path.join(out, "path.yaml"))
             yield ("plan", file, "--gpus", "2xH100-80GB")
             yield ("run", "--config_file", file, "true")
         for name in ("text", "chat.jsonl", "wrong.jsonl"):
@@ -488,6 +487,7 @@ class ForeignText(unittest.TestCase):
                        "--output_dir", os.path.join(out, "run"))
             for folder in (a, os.path.join(out, "json")):
                 yield ("generate", "--model", folder, "--prompt", "x")
+            yield ("checkpoint", "import", os.path.join(out, "text"), os.path.join(out, "imported"))
             yield ("checkpoint", "merge", a, os.path.join(out, "merged"))
 
     def test_no_control_character_of_a_file_reaches_the_terminal(self):

@@ -57,7 +57,7 @@ constexpr Command kCommands[] = {
     {"env", "show rank, device, backend and every variable, and why", env_command},
     {"train", "train a bundled model as a file says, and resume", train_command, "lockstep-train"},
     {"generate", "continue a text with a trained model", nullptr, "lockstep-train"},
-    {"checkpoint", "verify, show, compare and merge checkpoints", checkpoint_command,
+    {"checkpoint", "verify, show, compare, import and merge checkpoints", checkpoint_command,
      "lockstep-train", "verify, show and compare checkpoints"},
     {"config", "check training files; show their values and where each comes from", config_command},
     {"plan", "memory, strategy, step time and scaling of a training file, before it runs",

@@ -333,7 +333,7 @@ void check_weights(const TaskConfig& task) {
   if (!io::SafetensorsSet::exists(model.weights))
     throw UsageError("config",
                      "model.{} {} is not a folder with a model.safetensors.{} Give a checkpoint's "
-                     "folder.",
+                     "folder, or one that `lockstep checkpoint import` has made.",
                      key, model.weights, link_advice(model.weights + "/model.safetensors"));
   check_whole(model.weights, io::Depth::kSizes);
   const io::SafetensorsSet files(model.weights);

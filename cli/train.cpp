@@ -321,9 +321,9 @@ int plan_probe_main(int argc, char** argv) {
 
 }  // namespace lockstep::cli
 
-// lockstep-train: `lockstep train`, `generate` and `checkpoint merge`, which need LibTorch, and the
-// ranks of `lockstep doctor` and `lockstep plan --probe`. `lockstep` executes it, so that
-// everything else starts in milliseconds.
+// lockstep-train: `lockstep train`, `generate`, `checkpoint import` and `checkpoint merge`, which
+// need LibTorch, and the ranks of `lockstep doctor` and `lockstep plan --probe`.
+// `lockstep` executes it, so that everything else starts in milliseconds.
 
 int main(int argc, char** argv) {
   using namespace lockstep::cli;
@@ -333,6 +333,8 @@ int main(int argc, char** argv) {
     if (command == "generate") return generate_main(argc - 1, argv + 1);
     if (command == "plan-probe") return plan_probe_main(argc - 1, argv + 1);
     if (command == "doctor-probe") return doctor_probe_main(argc - 1, argv + 1);
+    if (command == "checkpoint" && action == "import")
+      return checkpoint_import_main(argc - 2, argv + 2);
     if (command == "checkpoint" && action == "merge")
       return checkpoint_merge_main(argc - 2, argv + 2);
     print_text(stderr, "lockstep: unknown command '{}'. lockstep --help lists them.\n", command);

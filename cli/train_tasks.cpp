@@ -249,7 +249,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, dou
       torch::nn::functional::CrossEntropyFuncOptions().label_smoothing(smoothing));
 }
 
-// Initial weights: from another run, write_checkpoint() or transformers.
+// Initial weights: from `checkpoint import`, another run, or transformers.
 void load_weights(const std::string& folder, torch::nn::Module& module) {
   if (folder.empty()) return;
   check_whole(folder, io::Depth::kFull);

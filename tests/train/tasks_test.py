@@ -320,10 +320,11 @@ class Tasks(TrainCase):
                           "the model's vocabulary ends at 256.", done.stderr)
 
     def test_initial_weights(self):
-        """A program's weights, another run's, and what neither is."""
-        written = self.place / "written"
-        subprocess.run([BIN / "tests" / "train_peer", "weights", written], check=True,
+        """An imported archive, another run's weights, and what neither is."""
+        archive, imported = self.place / "mlp.pt", self.place / "imported"
+        subprocess.run([BIN / "tests" / "train_peer", "archive", archive], check=True,
                        timeout=BOUND_S)
+        self.lockstep("checkpoint", "import", archive, imported)
         text = self.config.read_text()
 
         def begin(folder, output, *flags, code=0):
@@ -337,8 +338,8 @@ class Tasks(TrainCase):
             return (folder / "model.safetensors").read_bytes()
 
         one, two = self.place / "one", self.place / "two"
-        begin(written, one)
-        shown = finished([LOCKSTEP, "checkpoint", "diff", written, one / "checkpoint-1"]).stdout
+        begin(imported, one)
+        shown = finished([LOCKSTEP, "checkpoint", "diff", imported, one / "checkpoint-1"]).stdout
         changed = re.findall(r"^model: (\S+)", shown, re.MULTILINE)
         # Batch norm's statistics are of the step's samples.
         self.assertTrue(changed and all("running" in name or "batches" in name
@@ -347,10 +348,10 @@ class Tasks(TrainCase):
         self.assertIn("is not a folder with a model.safetensors",
                       begin(self.place / "nowhere", two, code=2).stderr)
         self.assertIn("does not fit the model",
-                      begin(written, two, "--model", "{name: mlp, hidden: 32, layers: 3, "
-                            f"weights: {written}}}", code=2).stderr)
-        (written / "model.safetensors").write_bytes(weights(written)[:-4])
-        self.assertRegex(begin(written, two, code=2).stderr,
+                      begin(imported, two, "--model", "{name: mlp, hidden: 32, layers: 3, "
+                            f"weights: {imported}}}", code=2).stderr)
+        (imported / "model.safetensors").write_bytes(weights(imported)[:-4])
+        self.assertRegex(begin(imported, two, code=2).stderr,
                          r"the model's weights in .* are damaged: .*model")
 
     def test_a_run_writes_its_effective_configuration(self):

@@ -1,6 +1,6 @@
 // A user's programs, for the tests of training.
 //
-//   train_peer weights FOLDER                of an MLP as tasks_test.py trains it
+//   train_peer archive FILE                  torch::save of an MLP as tasks_test.py trains it
 //   train_peer logits FOLDER OUTPUT          of a GPT with the folder's weights, for tokens 0 to 31
 //   train_peer loop FOLDER STEPS             its own loop, resumed where FOLDER has checkpoints
 //   train_peer samples FOLDER SAMPLES STOP [--key value...]
@@ -31,15 +31,11 @@ namespace {
 
 using namespace lockstep;
 
-// As docs/training.md describes it.
-int write_weights(const std::string& folder) {
+int write_archive(const std::string& path) {
   torch::manual_seed(11);
   models::Mlp net(models::MlpConfig{
       .inputs = 12, .hidden = 32, .layers = 2, .outputs = 5, .dropout = 0.2, .batch_norm = true});
-  train::CheckpointContents contents;
-  contents.model = train::model_tensors(*net, /*copy_buffers=*/true);
-  contents.only_model = true;
-  train::write_checkpoint(folder, contents);
+  torch::save(net, path);
   return 0;
 }
 
@@ -118,13 +114,13 @@ TrainResult run_training(World& world, const std::string& folder, std::int64_t s
 
 int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
-  if (args.size() == 2 && args[0] == "weights") return write_weights(args[1]);
+  if (args.size() == 2 && args[0] == "archive") return write_archive(args[1]);
   if (args.size() == 3 && args[0] == "logits") return write_logits(args[1], args[2]);
   if (args.size() == 3 && args[0] == "loop")
     return run([&](World& world) { run_loop(world, args[1], std::stoll(args[2])); });
   if (args.size() < 4 || args[0] != "samples") {
     std::fputs(
-        "usage: train_peer weights FOLDER | logits FOLDER OUTPUT | loop FOLDER STEPS | samples "
+        "usage: train_peer archive FILE | logits FOLDER OUTPUT | loop FOLDER STEPS | samples "
         "FOLDER SAMPLES STOP [--key value...]\n",
         stderr);
     return 2;
