@@ -1,6 +1,5 @@
 // Pipeline: torch's orders, programs that cannot wait in a circle, the training of one process, and
 // what a user would get wrong. The Trainer's side is in tests/train/pipeline_test.py.
-#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/pipeline.h"
 
 #include <fmt/format.h>
@@ -34,6 +33,7 @@
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/language_model_for_test.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
