@@ -1,4 +1,5 @@
-// What peft_test.py compares with PEFT: `lora_peer JOB`, a JSON file that names folders.
+// What peft_test.py compares with PEFT: `lora_peer JOB...`, JSON files that name folders,
+// which it does one after another.
 //
 //   {"model": DIR,            a Hugging Face folder
 //    "adapter": DIR,          an adapter to begin with
@@ -84,10 +85,10 @@ void run(const Job& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
+  if (argc < 2) return 2;
   torch::set_num_threads(1);
   try {
-    run(Job(argv[1]));
+    for (int i = 1; i < argc; ++i) run(Job(argv[i]));
   } catch (const Error& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
