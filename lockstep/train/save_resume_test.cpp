@@ -234,7 +234,7 @@ TEST(SaveResumeRanks, AtAnotherNumberOfRanksEverySampleComesOncePerEpoch) {
             static_cast<std::size_t>(kSamples));
 }
 
-TEST(SaveResumeRanks, AnEpochAtItsEndIsEmptyAndTheNextOneFollows) {
+TEST(SaveResumeRanks, AfterACompleteEpochTheNextOneFollows) {
   io::TemporaryDirectory dir;
   testing::run_threads(2, [&](World& world) {
     OwnLoop first(world);
@@ -244,7 +244,9 @@ TEST(SaveResumeRanks, AnEpochAtItsEndIsEmptyAndTheNextOneFollows) {
     OwnLoop second(world);
     const auto resumed = second.resume_from(dir.path());
     ASSERT_TRUE(resumed);
-    EXPECT_EQ(resumed->epoch, 0);
+    EXPECT_EQ(resumed->epoch, 1);
+    EXPECT_EQ(second.loader.batches_left(1), per_epoch);
+    EXPECT_EQ(steps_left(second.parts(), resumed->epoch, 3), 2 * per_epoch);
     ASSERT_NE(train::find_metric(resumed->metrics, "loss"), nullptr);
     EXPECT_EQ(*train::find_metric(resumed->metrics, "loss"), 0.25);
     second.train_to(2 * per_epoch);
