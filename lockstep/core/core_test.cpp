@@ -104,6 +104,13 @@ TEST(Log, InfoIsForRankZero) {
   log::set_rank(0, 1);
 }
 
+TEST(Log, RemembersTheNewestError) {
+  log::error("test", "the {} one", "first");
+  log::error("test", "the {} one", "second");
+  log::warning("test", "less than an error");
+  EXPECT_EQ(log::last_error(), "[test] the second one");
+}
+
 TEST(Fd, ClosesAndMoves) {
   Pipe pipe = make_pipe();
   const int raw = pipe.write.get();
