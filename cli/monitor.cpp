@@ -41,7 +41,7 @@ constexpr const char* kMonitorHelp =
     "run is over or Ctrl-C; elsewhere a line is printed each second.\n\n"
     "  --once   show it once\n"
     "  --json   the state as JSON, one line for each second (docs/dashboard.md)\n\n"
-    "Ends with 0 after a run that ended, 1 after one that failed, was killed or was lost.\n";
+    "Ends with 1 after a run that failed, was killed or was lost, and otherwise with 0.\n";
 
 struct MonitorRequest {
   bool once = false;
@@ -115,7 +115,7 @@ class Output {
   }
 
   bool over() const { return request_.once || state_ == "ended" || bad(); }
-  int code() const { return bad() && !request_.once ? 1 : 0; }
+  int code() const { return bad() ? 1 : 0; }
 
  private:
   bool bad() const { return state_ == "failed" || state_ == "killed"; }
@@ -141,7 +141,7 @@ int watch_url(const MonitorRequest& request) {
   HttpStream events(url, "/events", Deadline::after(kConnectLimit));
   while (const auto state = events.next_event(Deadline::after(kSilenceLimit))) {
     output.show(*state);
-    if (request.once) return 0;
+    if (request.once) return output.code();
   }
   if (events.ended() || output.over()) return output.code();
   throw CommError("monitor",

@@ -129,6 +129,7 @@ bool is_said_already(const RankFailure& failure, std::string_view line) {
   const auto message = lines_of(failure.message);
   if (message.empty() || frame) return false;
   if (text.rfind("lockstep: ", 0) == 0 && text.ends_with(": " + message.front())) return true;
+  if (message.front().starts_with('[') && text.ends_with(" " + message.front())) return true;
   return std::ranges::any_of(message,
                              [&](const std::string& known) { return trim(known) == text; });
 }

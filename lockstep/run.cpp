@@ -35,6 +35,7 @@ namespace {
 
 constexpr int kFailed = 1;
 constexpr int kUsage = 2;
+constexpr int kStoppedOnRequest = 143;
 
 // A broken connection is often noticed a moment before the launcher has said whose fault it is.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
@@ -172,6 +173,14 @@ void look_for_separate_models(const World& world) {
                  world.size(), passes, passes == 1 ? "" : "es");
 }
 
+// All ranks may return a code for what only one of them knows and has logged, such as that the last
+// checkpoint was lost. Its error file tells the launcher which one, whichever of them ends first.
+void file_last_error(int code) {
+  if (code == 0 || code == kStoppedOnRequest) return;
+  const std::string text = log::last_error();
+  if (!text.empty()) crash::report(crash::Report{text, {}, false, /*printed=*/true});
+}
+
 }  // namespace
 
 namespace detail {
@@ -222,6 +231,7 @@ int run(const Preparation& prepare, const RankBody& body) {
     world = World::from_env(options);
     log_start(*world, options);
     const int code = body(*world);
+    file_last_error(code);  // before finish(): no other rank has ended
     look_for_separate_models(*world);
     finishing = true;
     world->finish();  // a rank that leaves early must not take its peers' last operation along

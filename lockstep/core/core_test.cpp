@@ -104,6 +104,13 @@ TEST(Log, InfoIsForRankZero) {
   log::set_rank(0, 1);
 }
 
+TEST(Log, RemembersTheNewestError) {
+  log::error("test", "the {} one", "first");
+  log::error("test", "the {} one", "second");
+  log::warning("test", "less than an error");
+  EXPECT_EQ(log::last_error(), "[test] the second one");
+}
+
 TEST(Fd, ClosesAndMoves) {
   Pipe pipe = make_pipe();
   const int raw = pipe.write.get();
@@ -125,9 +132,11 @@ TEST(Fd, AnAtomicFileThatDoesNotFitLeavesNothing) {
   const rlimit small{100, before.rlim_max};
   const auto old = ::signal(SIGXFSZ, SIG_IGN);
   ::setrlimit(RLIMIT_FSIZE, &small);
-  EXPECT_THROW(write_file_atomically(folder / "file", std::string(1000, 'x')), SystemError);
+  const std::string said = message_of<SystemError>(
+      [&] { write_file_atomically(folder / "file", std::string(1000, 'x')); });
   ::setrlimit(RLIMIT_FSIZE, &before);
   ::signal(SIGXFSZ, old);
+  EXPECT_EQ(said, "[fd] cannot write " + (folder / "file").string() + " (File too large).");
   EXPECT_TRUE(std::filesystem::is_empty(folder));
   ::rmdir(folder.c_str());
 }

@@ -129,7 +129,7 @@ void write_readable(const Report& report) noexcept {
     }
   } catch (...) {  // the launcher then reports the exit status alone
   }
-  if (filed && g_launcher_prints) return;
+  if (report.printed || (filed && g_launcher_prints)) return;
   try {
     write_all(STDERR_FILENO, stderr_text(report));
   } catch (...) {  // nobody reads stderr

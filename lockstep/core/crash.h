@@ -53,6 +53,7 @@ struct Report {
   // Another rank failed first, and this failure follows from it: one line on stderr, and a later
   // timestamp in the error file, because torchrun takes the earliest for the root cause.
   bool consequence = false;
+  bool printed = false;  // stderr has it already
 };
 
 // Writes TORCHELASTIC_ERROR_FILE (if set) and, unless its reader prints it, a short report to

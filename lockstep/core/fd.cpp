@@ -156,9 +156,11 @@ void write_file_atomically(const std::string& path, std::string_view data) {
           errno);
     try {
       write_all(fd.get(), data);
-    } catch (const SystemError&) {  // a full disk, say, which the rest of it would not help
+    } catch (const SystemError& error) {  // a full disk, say, which the rest of it would not help
       ::unlink(temporary.c_str());
-      throw;
+      const int number = error.error_number();
+      throw SystemError::described(
+          "fd", fmt::format("cannot write {} ({}).", path, std::strerror(number)), number);
     }
   }
   if (::rename(temporary.c_str(), path.c_str()) != 0) {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "lockstep/core/env.h"
@@ -32,6 +33,8 @@ struct State {
   std::atomic<bool> chosen{false};  // for this process, not for all ranks identically
   std::atomic<int> rank{0};
   std::atomic<int> world_size{1};
+  std::mutex mutex;  // of last_error
+  std::string last_error;
   State() {
     logger->set_level(spdlog::level::trace);
     logger->set_pattern("%Y-%m-%d %H:%M:%S.%e %l %v");
@@ -65,6 +68,10 @@ bool enabled(Level level) {
 void write(Level level, std::string_view component, std::string_view said) {
   const std::string text = printable_lines(said);  // it may quote a file
   State& s = state();
+  if (level == Level::kError) {
+    const std::lock_guard lock(s.mutex);
+    s.last_error = fmt::format("[{}] {}", component, text);
+  }
   constexpr spdlog::level::level_enum kLevels[] = {spdlog::level::debug, spdlog::level::info,
                                                    spdlog::level::warn, spdlog::level::err};
   const auto spd = kLevels[static_cast<int>(level)];
@@ -73,6 +80,12 @@ void write(Level level, std::string_view component, std::string_view said) {
   } else {
     s.logger->log(spd, "[{}] {}", component, text);
   }
+}
+
+std::string last_error() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  return s.last_error;
 }
 
 }  // namespace lockstep::log

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -18,6 +19,8 @@ void set_rank(int rank, int world_size);
 void set_level(Level level);
 bool enabled(Level level);
 void write(Level level, std::string_view component, std::string_view text);
+// The newest error of this process, "[component] text"; empty: it has logged none.
+std::string last_error();
 
 template <typename... Args>
 void debug(std::string_view component, fmt::format_string<Args...> f, Args&&... args) {

@@ -256,14 +256,15 @@ class LoaderImpl {
   }
 
   std::uint64_t open(std::int64_t epoch) {
-    if (resume_ && epoch != state_.epoch)
+    const bool complete = state_.cursor >= sampler_->size();
+    if (resume_ && epoch != state_.epoch && !(complete && epoch == state_.epoch + 1))
       throw UsageError("loader",
                        "epoch {} was asked for, but the loaded state is in epoch {} at sample {}. "
                        "Start the loop at loader.state().epoch.",
                        epoch, state_.epoch, state_.cursor);
     if (epoch < 0) throw UsageError("loader", "there is no epoch {}.", epoch);
     close(ticket_);
-    start_cursor_ = resume_ ? state_.cursor : 0;
+    start_cursor_ = resume_ && epoch == state_.epoch ? state_.cursor : 0;
     resume_ = false;
     state_.epoch = epoch;
     state_.cursor = start_cursor_;

@@ -122,8 +122,9 @@ class Loader {
 
   // After the last batch of an epoch the cursor is at the order's end, and epoch(e) is empty.
   SamplerState state() const;
-  // Accepts any world size and batch size. The next epoch() must be the state's. Throws UsageError
-  // when the seed, the size or the epoch's order differ.
+  // Accepts any world size and batch size. The next epoch() must be the state's, or, where that is
+  // complete, the one after it. Throws UsageError when the seed, the size or the epoch's order
+  // differ.
   void load_state(const SamplerState& state);
 
   LoaderTiming timing() const;

@@ -499,6 +499,13 @@ TEST(Loader, OneEpochAtATime) {
   loader.load_state(loader.state());
   EXPECT_TRUE(epoch_of(loader, 4).empty());
   EXPECT_EQ(epoch_of(loader, 5).size(), 5u);
+  // The next one may also be asked for at once, but none after it.
+  const SamplerState ended = loader.state();
+  loader.load_state(ended);
+  EXPECT_EQ(loader.batches_left(6), 5);
+  EXPECT_THAT(message_of<UsageError>([&] { loader.epoch(7); }), HasSubstr("is in epoch 5"));
+  EXPECT_EQ(loader.state(), ended);
+  EXPECT_EQ(epoch_of(loader, 6).size(), 5u);
 }
 
 class WildSampler : public Sampler {

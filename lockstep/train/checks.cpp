@@ -653,6 +653,18 @@ void check_resume(const std::string& flag) {
       flag, link_advice(flag), did_you_mean(flag, std::vector<std::string>{"auto", "never"}));
 }
 
+namespace {
+
+// Whether only the rank of an adapter differs: A is [rank, in], B is [out, rank].
+bool differs_in_rank(const std::string& name, const std::vector<std::int64_t>& saved,
+                     const std::vector<std::int64_t>& own) {
+  if (saved.size() != 2 || own.size() != 2) return false;
+  return (name.ends_with("lora_A.weight") && saved[1] == own[1]) ||
+         (name.ends_with("lora_B.weight") && saved[0] == own[0]);
+}
+
+}  // namespace
+
 void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
                    const std::vector<io::TensorShape>& model) {
   std::set<std::string> known;
@@ -663,14 +675,14 @@ void check_weights(const std::string& folder, const io::SafetensorsSet& weights,
     if (found.entry == nullptr) {
       missing.push_back(tensor.name);
     } else if (found.entry->shape != tensor.shape) {
-      throw UsageError("checkpoint",
-                       "{}: '{}' is [{}] and the model's is [{}]. The checkpoint belongs to "
-                       "another model{}.",
-                       folder, tensor.name, fmt::join(found.entry->shape, ", "),
-                       fmt::join(tensor.shape, ", "),
-                       std::filesystem::exists(folder + "/training_args.json")
-                           ? "; compare `model` in its training_args.json"
-                           : "");
+      const bool rank = differs_in_rank(tensor.name, found.entry->shape, tensor.shape);
+      throw UsageError(
+          "checkpoint", "{}: '{}' is [{}] and the model's is [{}]. The checkpoint {}{}.", folder,
+          tensor.name, fmt::join(found.entry->shape, ", "), fmt::join(tensor.shape, ", "),
+          rank ? "has adapters of another rank" : "belongs to another model",
+          std::filesystem::exists(folder + "/training_args.json")
+              ? fmt::format("; compare `{}` in its training_args.json", rank ? "lora" : "model")
+              : "");
     }
   }
   std::vector<std::string> unknown;

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -162,12 +161,21 @@ LoopDirectory& LoopDirectory::hold(const std::string& directory) {
   return all.emplace(key, std::move(own)).first->second;
 }
 
+void LoopDirectory::resumed(const RunStart& start) {
+  first_step_ = continues_in(directory_, start) ? start.step : 0;
+  if (start.newest) written_.clear();  // what it has written later is damaged
+  continued_.clear();
+  for (const io::NumberedDir& dir : io::list_numbered(directory_, kCheckpointPrefix))
+    continued_.insert(dir.path);
+  for (const io::NumberedDir& dir : other_checkpoints(directory_, start))
+    continued_.erase(dir.path);
+}
+
 void LoopDirectory::make_way(std::int64_t step, bool overwrite) const {
-  const std::vector<io::NumberedDir> others = other_checkpoints(directory_, start_);
   std::vector<io::NumberedDir> in_the_way = io::list_numbered(directory_, kCheckpointPrefix);
   std::erase_if(in_the_way, [&](const io::NumberedDir& dir) {
     if (written_.contains(dir.step)) return dir.step <= step;
-    return std::ranges::find(others, dir.path, &io::NumberedDir::path) == others.end();
+    return continued_.contains(dir.path);
   });
   if (overwrite)
     remove_others(in_the_way);

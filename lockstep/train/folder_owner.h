@@ -3,7 +3,6 @@
 // The newest checkpoint is the one with the highest step. If this run does not continue that one, a
 // later resume would take it instead of this run's own, or this run would replace it. So the run is
 // refused.
-// where there is one.
 //
 // A Trainer holds its lock from the beginning of train() to its end. save_checkpoint() and resume()
 // are functions without an object that lives as long as the run, so the process remembers for them
@@ -57,11 +56,9 @@ class LoopDirectory {
   static LoopDirectory& hold(const std::string& directory);
 
   // `start.checkpoint` is empty where there was nothing to resume from.
-  void resumed(const RunStart& start) {
-    start_ = start;
-    if (start.newest) written_.clear();  // what it has written later is damaged
-  }
-  const RunStart& start() const { return start_; }
+  void resumed(const RunStart& start);
+  // The step of the checkpoint in the directory that the run continues from; 0: it continues none.
+  std::int64_t first_step() const { return first_step_; }
   // Before `step` is saved: removes or refuses (UsageError) the checkpoints that this run neither
   // wrote nor continues, and its own of later steps.
   void make_way(std::int64_t step, bool overwrite) const;
@@ -70,8 +67,11 @@ class LoopDirectory {
  private:
   std::string directory_;
   io::FolderLock lock_;
-  RunStart start_;
-  std::set<std::int64_t> written_;  // steps
+  std::int64_t first_step_ = 0;
+  // The checkpoints that were the run's when it resumed, and stay so when the one that it resumed
+  // from is deleted: those below its start, and the damaged ones that were skipped.
+  std::set<std::string> continued_;  // paths
+  std::set<std::int64_t> written_;   // steps
 };
 
 }  // namespace lockstep::train

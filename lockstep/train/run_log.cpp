@@ -120,7 +120,7 @@ void RunLog::Impl::take_directory() {
   std::int64_t step = options.resumed_at.value_or(0);  // whoever gives it knows the directory
   if (!options.resumed_at) {
     own.make_way(std::numeric_limits<std::int64_t>::max(), options.overwrite_output_dir);
-    if (train::continues_in(directory, own.start())) step = own.start().step;
+    step = own.first_step();
   }
   if (step <= 0) train::remove_record(directory);
   open(std::max<std::int64_t>(step, 0));

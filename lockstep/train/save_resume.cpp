@@ -362,9 +362,10 @@ std::optional<Resumed> resume(const std::string& directory, Mesh mesh, const Che
     log::info("checkpoint", "resumed from {} at step {}, epoch {:.2f}", path, saved.global_step,
               saved.epoch);
   }
+  const bool complete = position.dataset_size > 0 && position.cursor >= position.dataset_size;
   Resumed resumed{.path = path,
                   .step = saved.global_step,
-                  .epoch = position.epoch,
+                  .epoch = position.epoch + (complete ? 1 : 0),
                   .world_size = position.world_size,
                   .metrics = {}};
   if (!saved.log_history.empty() && saved.log_history.back().step == saved.global_step)

@@ -94,7 +94,7 @@ struct ResumeOptions {
 struct Resumed {
   std::string path;
   std::int64_t step = 0;
-  std::int64_t epoch = 0;       // the one to continue with; empty if it was at its end
+  std::int64_t epoch = 0;       // the one to continue with: the next, if the saved one was complete
   std::int64_t world_size = 0;  // in the run that saved: the ranks that divided the samples
   train::Metrics metrics;
 };

@@ -234,7 +234,7 @@ TEST(SaveResumeRanks, AtAnotherNumberOfRanksEverySampleComesOncePerEpoch) {
             static_cast<std::size_t>(kSamples));
 }
 
-TEST(SaveResumeRanks, AnEpochAtItsEndIsEmptyAndTheNextOneFollows) {
+TEST(SaveResumeRanks, AfterACompleteEpochTheNextOneFollows) {
   io::TemporaryDirectory dir;
   testing::run_threads(2, [&](World& world) {
     OwnLoop first(world);
@@ -244,7 +244,9 @@ TEST(SaveResumeRanks, AnEpochAtItsEndIsEmptyAndTheNextOneFollows) {
     OwnLoop second(world);
     const auto resumed = second.resume_from(dir.path());
     ASSERT_TRUE(resumed);
-    EXPECT_EQ(resumed->epoch, 0);
+    EXPECT_EQ(resumed->epoch, 1);
+    EXPECT_EQ(second.loader.batches_left(1), per_epoch);
+    EXPECT_EQ(steps_left(second.parts(), resumed->epoch, 3), 2 * per_epoch);
     ASSERT_NE(train::find_metric(resumed->metrics, "loss"), nullptr);
     EXPECT_EQ(*train::find_metric(resumed->metrics, "loss"), 0.25);
     second.train_to(2 * per_epoch);
@@ -291,6 +293,31 @@ TEST(SaveResume, DamagedFoldersAreSkipped) {
   });
   // It stays until its own step is saved.
   EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(4, 3, 2));
+}
+
+// The one that is damaged has its size still, so the limit counts it, and deletes the one that the
+// run has resumed from before it.
+TEST(SaveResume, ADamagedFolderDoesNotStopALaterSave) {
+  io::TemporaryDirectory dir;
+  OwnLoop loop(World{});
+  loop.train_to(2);
+  loop.save(dir.path());
+  loop.train_to(4);
+  const std::string damaged = loop.save(dir.path()) + "/model.safetensors";
+  std::string bytes = io::get(damaged);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  io::put(damaged, bytes);
+  OwnLoop second(World{});
+  ASSERT_TRUE(second.resume_from(dir.path()));
+  EXPECT_EQ(second.step, 2);
+  second.train_to(5);  // past the step of the damaged one
+  second.save(dir.path(), {.save_total_limit = 2});
+  EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(5, 4));
+  for (const std::int64_t step : {6, 7}) {
+    second.train_to(step);
+    second.save(dir.path(), {.save_total_limit = 2});
+    EXPECT_THAT(train::steps_in(dir.path()), ElementsAre(step, step - 1));
+  }
 }
 
 TEST(SaveResume, AFolderMayBeNamed) {

@@ -363,6 +363,12 @@ TEST_F(LoopDirectoryOf, ARunThatContinuesHasWhatIsBelowItsStart) {
   own.resumed({.checkpoint = dir_ / "checkpoint-10", .step = 10, .newest = true});
   own.make_way(11, false);
   EXPECT_THAT(left(), ElementsAre(15, 10, 5));
+  // All of it stays the run's own when save_total_limit has deleted what it resumed from.
+  own.saved(11);
+  std::filesystem::remove_all(dir_ / "checkpoint-10");
+  own.make_way(12, false);
+  EXPECT_THAT(left(), ElementsAre(15, 5));
+  EXPECT_EQ(own.first_step(), 10);
 }
 
 TEST_F(LoopDirectoryOf, LinksThatARunWouldWriteThroughAreRefused) {

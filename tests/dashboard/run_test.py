@@ -556,6 +556,9 @@ class OwnLoop(RunCase):
         self.eventually(lambda: len(run.state()["series"].get("loss", [])) > 1, "a curve")
         os.kill(run.state()["ranks"][1]["pid"], signal.SIGKILL)
         self.assertEqual(run.wait(), 137)
+        once = monitor("--once", self.place / "out")
+        self.assertIn("  failed  ", once.stdout)
+        self.assertEqual(once.returncode, 1, once.stderr)
         served = subprocess.Popen([LOCKSTEP, "dashboard", self.place / "out"], text=True,
                                   stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
         self.addCleanup(lambda: served.poll() is None and served.kill())

@@ -197,7 +197,9 @@ class Foreign(ScriptCase):
         code, text = command("monitor", folder)
         self.assertEqual(code, 1, text)
         self.assertIn("  killed  0 of 2 ranks run", text)
-        self.assertIn("it was killed", command("monitor", "--once", folder)[1])
+        code, text = command("monitor", "--once", folder)
+        self.assertEqual(code, 1, text)
+        self.assertIn("it was killed", text)
 
     def test_gloo_that_nothing_replaces_is_said(self):
         script = self.script("print('trains')\n")

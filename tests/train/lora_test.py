@@ -203,6 +203,10 @@ for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bou
         self.resumes(output, model.replace("n_head: 2", "n_head: 4") + LORA,
                      ["n_head is 4 and was 2", "head_dim is 8 and was 16"])
         self.resumes(output, model + LORA.replace("dropout: 0.1", "dropout: 0.3"))
+        self.config.write_text(model + LORA.replace("r: 4", "r: 8") + self.rest)
+        said = self.train(0, output, "--resume", "auto", code=2).stderr
+        self.assertIn("The checkpoint has adapters of another rank; compare `lora` in its "
+                      "training_args.json.", said)
 
     def test_a_model_goes_on_as_what_it_was(self):
         config, output = self.place / "config.json", self.place / "out"
