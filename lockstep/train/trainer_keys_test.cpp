@@ -139,26 +139,6 @@ TEST(Keys, GreaterIsBetterAndEarlyStoppingAndSavingTheBest) {
   }
 }
 
-TEST(Keys, TheDirectionOfTheBestMetricIsSaidWhereANameDecidesIt) {
-  const auto said = [](const std::string& metric, std::optional<bool> greater) {
-    io::TemporaryDirectory dir;
-    Scored run(dir.path(), {1, 2});
-    run.a.metric_for_best_model = metric;
-    run.a.greater_is_better = greater;
-    ::testing::internal::CaptureStderr();
-    run.train();
-    return ::testing::internal::GetCapturedStderr();
-  };
-  const auto text = HasSubstr("the best model has the greatest eval_");
-  const std::string mae = said("mae", {});
-  EXPECT_THAT(mae,
-              AllOf(HasSubstr("the greatest eval_mae"), HasSubstr("greater_is_better: false")));
-  EXPECT_EQ(mae.find("the greatest"), mae.rfind("the greatest"));  // once
-  EXPECT_THAT(said("mae", false), Not(text));
-  EXPECT_THAT(said("mae", true), Not(text));
-  EXPECT_THAT(said("my_loss", {}), Not(text));
-}
-
 // Rank 0 hears the signal, in its second batch; both leave the evaluation, and nothing is reported.
 TEST(Keys, AStopSignalIsHeardInsideAnEvaluationOfTwoRanks) {
   io::TemporaryDirectory dir;
