@@ -180,6 +180,10 @@ int check_config(const ConfigRequest& request) {
     const TaskConfig task = read_task(config.arguments, TaskFiles::kChecked, problems);
     say_notes(task.notes);
     const bool right = problems.size() == before;
+    if (!right && !config.arguments.model && !config.arguments.data)
+      say_notes(
+          {"without model: and data: this may be the file of a program of its own, which "
+           "`lockstep config check --own-program` checks"});
     if (task.data_is_right) check_contents(task, problems);
     if (right) check_disk(task, config, problems);
   }

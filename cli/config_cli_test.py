@@ -249,6 +249,8 @@ class Config(unittest.TestCase):
                  "Did you mean auto?")):
             with self.subTest(text):
                 self.assertIn(part, self.refusal(text))
+        self.assertIn("--own-program", self.refusal("eval_strategy: steps\neval_steps: 2\n"))
+        self.assertEqual(self.run_config("check", "t.yaml", "--own-program").returncode, 0)
         self.write("t.yaml", "model: resnet\ndata: images\n")
         self.assertEqual(self.run_config("check", "t.yaml", "--own-program").returncode, 0)
         self.write("t.yaml", "fp16: true\n")

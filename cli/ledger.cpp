@@ -22,7 +22,8 @@ constexpr const char* kLedgerHelp =
     "Prints where each rank was: step, phase, its last operations with their call sites, and the\n"
     "first call that differs between ranks. `lockstep run` writes a ledger for each rank that\n"
     "failed or stalled, as DIR/<run id>_<random>/attempt_<k>/<local rank>/ledger with\n"
-    "--log-dir DIR. A directory stands for all ledgers below it.\n\n"
+    "--log-dir DIR, otherwise in a temporary directory, which its report of the failure calls\n"
+    "`logs`. A directory stands for all ledgers below it.\n\n"
     "  --records N   how many operations of each rank (5)\n";
 
 // The files of one attempt on one host belong together.
@@ -45,8 +46,9 @@ Attempts find_ledgers(const std::vector<std::string>& paths) {
         add(attempts, entry.path());
     if (attempts.size() == before)
       throw UsageError("ledger",
-                       "there is no ledger below {}. Only ranks that failed or stalled leave one, "
-                       "and only where --log-dir was given.",
+                       "there is no ledger below {}. Only ranks that failed or stalled leave one: "
+                       "below --log-dir where that was given, otherwise in the directory that the "
+                       "report of the failure calls `logs`.",
                        path);
   }
   return attempts;

@@ -94,6 +94,12 @@ PlanRequest parse_plan(const Args& args) {
   number("--tokens", 1, 1e18, request.tokens);
   flags.value("--scale", [&](const std::string& text) { request.scale = parse_counts(text); });
   flags.text("--link", request.link);
+  flags.value("--world-size,--world_size", [](const std::string& ranks) {
+    throw UsageError("plan",
+                     "there is no flag --world-size here: the cards and their number are one flag. "
+                     "Write --gpus {}xH100-80GB, or another card.",
+                     ranks);
+  });
   flags.integer("--gpus-per-node", request.per_node, 1, 1024);
   flags.text("--write", request.write);
   flags.integer("--strategy", request.strategy, 1, 1000);

@@ -56,6 +56,10 @@ class Plan(unittest.TestCase):
     def json(self, *args, code=0, **variables):
         return json.loads(self.plan(*args, "--json", code=code, **variables).stdout)
 
+    def test_the_number_of_ranks_is_a_part_of_gpus(self):
+        for flag in (("--world-size", "2"), ("--world_size=2",)):
+            self.assertIn("Write --gpus 2xH100-80GB", self.plan(self.gpt2(), *flag, code=2).stderr)
+
     def test_gpt2_on_four_gpus(self):
         plan = self.json(self.gpt2("global_batch_size: 64\n"), "--gpus", "4xH100-80GB",
                          "--tokens", "50e9")

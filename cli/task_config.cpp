@@ -558,10 +558,12 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
 
 // ---------------------------------------------------------------- adapters
 
-void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task) {
+void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task,
+               Problems& problems) {
   if (!a.lora) return;
-  models::LoraConfig lora = models::read_lora_config(*a.lora, "lora");
-  if (!model_is_right) return;  // which layers there are is not known
+  models::LoraConfig lora = models::read_lora_config(*a.lora, "lora", problems);
+  // Which layers there are is not known, or which of them are asked for.
+  if (!model_is_right || !problems.empty()) return;
   if (task.model.name != "gpt" && !task.model.hugging_face)
     throw UsageError("config", "lora is for language models, and {} is none. Delete it.",
                      task.model.name);
@@ -658,7 +660,7 @@ TaskConfig read_task(const TrainingArguments& arguments, TaskFiles files, Proble
   const bool right = of_data.empty();
   // Skips checks that depend on a part with mistakes.
   if (known) of_model.attempt([&] { read_model(arguments, files, right, task, of_model); });
-  of_lora.attempt([&] { read_lora(arguments, known && of_model.empty(), task); });
+  of_lora.attempt([&] { read_lora(arguments, known && of_model.empty(), task, of_lora); });
   add_with_places(of_data, arguments.data, "data", problems);
   add_with_places(of_model, arguments.model, "model", problems);
   add_with_places(of_lora, arguments.lora, "lora", problems);

@@ -389,7 +389,10 @@ std::string failure_report(const RankFailure& failure) {
   if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
   // The directory of logs is that of the file with every frame.
   if (!failure.logs.empty() && failure.stacks.empty())
-    text += fmt::format("\n  logs: {}", failure.logs);
+    text += fmt::format("\n  logs: {}{}", failure.logs,
+                        failure.standing.empty()
+                            ? ""
+                            : fmt::format(" (lockstep ledger {})", shell_text({failure.logs})));
   return text;
 }
 

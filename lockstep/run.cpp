@@ -35,13 +35,15 @@ namespace {
 
 constexpr int kFailed = 1;
 constexpr int kUsage = 2;
-constexpr int kStoppedOnRequest = 143;
+constexpr int kStopped = 143;  // of ranks that have agreed to stop, as train::StopRequest returns
 
 // A broken connection is often noticed a moment before the launcher has said whose fault it is.
 constexpr std::chrono::milliseconds kLauncherReport{1500};
 // For the rank that threw first to report it, after which the launcher names it. A stack takes a
 // while on a busy machine.
 constexpr std::chrono::seconds kPeerReport{10};
+// For the other ranks to return as well from a body that returned a failure's code.
+constexpr std::chrono::seconds kPeersReturn{3};
 // For flushing into a pipe that nobody may be reading.
 constexpr std::chrono::seconds kFlushLimit{5};
 
@@ -155,6 +157,19 @@ std::uint64_t backward_passes() {
   return static_cast<std::uint64_t>(std::max(passes, 0));
 }
 
+// A body that returned a failure's code. All ranks may return one for what only one of them knows
+// and has logged, such as that the last checkpoint was lost: its report tells the launcher which
+// one, whichever of them ends first, and none may lose its peers in its last lines. Where the others
+// have not returned, it is this rank that has failed.
+void fail_with(int code, const World& world) {
+  const std::string logged = log::last_error();
+  if (!logged.empty()) crash::report(crash::Report{logged, {}, false, /*printed=*/true});
+  if (detail::Access::impl(world)->all_finish(kPeersReturn)) return;
+  if (logged.empty())
+    crash::report({fmt::format("the body of run() returned {}", code), {}, false});
+  detail::leave(code);
+}
+
 // Ranks that train without a wrapper, and call no collective but barriers, each have a model of
 // their own. Every wrapper and every averaged gradient is a collective, so this is what ran past
 // all of them; the ledger, and with it the record of the run, learns of it here.
@@ -171,14 +186,6 @@ void look_for_separate_models(const World& world) {
                  "(lockstep::DistributedDataParallel) and train the wrapper; for separate models "
                  "start separate runs.",
                  world.size(), passes, passes == 1 ? "" : "es");
-}
-
-// All ranks may return a code for what only one of them knows and has logged, such as that the last
-// checkpoint was lost. Its error file tells the launcher which one, whichever of them ends first.
-void file_last_error(int code) {
-  if (code == 0 || code == kStoppedOnRequest) return;
-  const std::string text = log::last_error();
-  if (!text.empty()) crash::report(crash::Report{text, {}, false, /*printed=*/true});
 }
 
 }  // namespace
@@ -212,6 +219,7 @@ int run(const Preparation& prepare, const RankBody& body) {
   bool one_host = false;
   bool preparing = false;
   bool finishing = false;
+  int code = 0;                // what the body returned
   std::optional<World> world;  // outlives the catch: its destructor must not run in a failed rank
   try {
     const RankEnv env = read_rank_env();
@@ -230,10 +238,10 @@ int run(const Preparation& prepare, const RankBody& body) {
     if (!env.alone()) body_mark::set();
     world = World::from_env(options);
     log_start(*world, options);
-    const int code = body(*world);
-    file_last_error(code);  // before finish(): no other rank has ended
+    code = body(*world);
     look_for_separate_models(*world);
     finishing = true;
+    if (code != 0 && code != kStopped) fail_with(code, *world);
     world->finish();  // a rank that leaves early must not take its peers' last operation along
     body_mark::clear();
     ledger::set_phase(ledger::Phase::kEnded);
@@ -242,8 +250,9 @@ int run(const Preparation& prepare, const RankBody& body) {
     const Outcome outcome = judge(std::current_exception(), one_host, finishing);
     crash::report(outcome.report);
     if (preparing) report_startup_failure(outcome.report.message);
-    if (ranks > 1) detail::leave(outcome.code);
-    return outcome.code;
+    const int failed = code != 0 ? code : outcome.code;
+    if (ranks > 1) detail::leave(failed);
+    return failed;
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "lockstep/comm/world_impl.h"
@@ -32,6 +33,12 @@ namespace {
 constexpr int64_t kFingerprintBytes = 256;
 // The store answers in microseconds when it is alive; it is asked only to explain a failure.
 constexpr std::chrono::milliseconds kExplainTimeout{3000};
+constexpr std::chrono::milliseconds kAskAgain{20};
+
+// How many barriers a rank has entered, and how many before its body returned: the last one.
+std::string barrier_key(int rank, bool last) {
+  return fmt::format("{}/{}", last ? "finish" : "barrier", rank);
+}
 }  // namespace
 
 WorldImpl::WorldImpl(Identity identity_of, WorldOptions options_of, c10::Device device_of)
@@ -186,7 +193,7 @@ void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool l
   // Only to name those that are missing; the barrier itself does not need the store, and the rank
   // that hosts it may be gone at the end of a run.
   try {
-    store->set(fmt::format("barrier/{}", identity.rank), std::to_string(count));
+    store->set(barrier_key(identity.rank, last), std::to_string(count));
   } catch (const std::exception&) {
   }
   at::Tensor token = at::zeros({1}, at::kByte);
@@ -194,7 +201,7 @@ void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool l
     if (!host->barrier(state, last)) host->all_reduce(state, token, ReduceOp::kSum);
   });
   if (state->await(state->deadline())) return state->wait_host(std::nullopt);
-  const std::vector<int> missing = missing_from_barrier(count);
+  const std::vector<int> missing = missing_from_barrier(count, last);
   std::string who = "which ranks did not arrive is not known, because the store does not answer";
   if (!missing.empty()) who = fmt::format("{} did not arrive", name_ranks(missing));
   state->expire(
@@ -207,12 +214,12 @@ void WorldImpl::barrier(std::optional<std::chrono::milliseconds> timeout, bool l
   state->wait_host(std::nullopt);  // throws it
 }
 
-std::vector<int> WorldImpl::missing_from_barrier(std::uint64_t count) {
+std::vector<int> WorldImpl::missing_from_barrier(std::uint64_t count, bool last) {
   using Ranks = std::vector<int>;
-  const auto ask = [store = store, size = identity.size, count]() -> Ranks {
+  const auto ask = [store = store, size = identity.size, count, last]() -> Ranks {
     Ranks missing;
     for (int rank = 0; rank < size; ++rank) {
-      const std::string key = fmt::format("barrier/{}", rank);
+      const std::string key = barrier_key(rank, last);
       const bool there = store->check({key}) && std::stoull(store->get_to_str(key)) >= count;
       if (!there) missing.push_back(rank);
     }
@@ -223,6 +230,22 @@ std::vector<int> WorldImpl::missing_from_barrier(std::uint64_t count) {
   } catch (const std::exception&) {
     return {};  // the store is gone too; the caller says so
   }
+}
+
+bool WorldImpl::all_finish(std::chrono::milliseconds limit) {
+  if (alone()) return true;
+  const std::uint64_t count = barriers + 1;
+  const Deadline deadline = Deadline::after(limit);
+  try {
+    store->set(barrier_key(identity.rank, /*last=*/true), std::to_string(count));
+  } catch (const std::exception&) {
+    return false;
+  }
+  while (!failure_state->failed() && !deadline.expired()) {
+    if (missing_from_barrier(count, /*last=*/true).empty()) return !failure_state->failed();
+    std::this_thread::sleep_for(kAskAgain);
+  }
+  return false;
 }
 
 }  // namespace detail

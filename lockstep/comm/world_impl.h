@@ -64,7 +64,11 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   // Returns when all ranks have called it. `last`: this rank has nothing more to do.
   void barrier(std::optional<std::chrono::milliseconds> timeout, bool last);
   // The ranks that have entered fewer than `count` barriers, as far as the store knows.
-  std::vector<int> missing_from_barrier(std::uint64_t count);
+  std::vector<int> missing_from_barrier(std::uint64_t count, bool last);
+  // Whether the bodies of all ranks have returned, or do so within `limit`, as far as the store
+  // knows. Starts no operation, so that one of a peer's that still waits for this rank is not
+  // disturbed.
+  bool all_finish(std::chrono::milliseconds limit);
 
   const Identity identity;
   const WorldOptions options;

@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <regex>
 #include <set>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/problems.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::models {
@@ -112,20 +114,25 @@ bool is_off(const Node& node) {
                    fmt::join(lora_keys(), ", "));
 }
 
-LoraConfig read_entries(const Node& map, const std::string& what, bool of_peft) {
-  LoraConfig config;
-  for (const Entry& entry : as_map(map, what).entries) {
-    if (std::ranges::find(lora_keys(), entry.key) != lora_keys().end()) {
-      if (!entry.value.is(NodeKind::kNull))
-        set_key(config, entry.key, entry.value, fmt::format("{}.{}", what, entry.key));
-      continue;
-    }
-    const bool ignored =
-        of_peft && (is_off(entry.value) ||
-                    std::ranges::find(kWithoutEffect, entry.key) != std::end(kWithoutEffect));
-    if (!ignored) refuse_key(entry, what);
+void read_entry(LoraConfig& config, const Entry& entry, const std::string& what, bool of_peft) {
+  if (std::ranges::find(lora_keys(), entry.key) != lora_keys().end()) {
+    if (!entry.value.is(NodeKind::kNull))
+      set_key(config, entry.key, entry.value, fmt::format("{}.{}", what, entry.key));
+    return;
   }
-  check_lora_config(config);
+  const bool ignored =
+      of_peft && (is_off(entry.value) ||
+                  std::ranges::find(kWithoutEffect, entry.key) != std::end(kWithoutEffect));
+  if (!ignored) refuse_key(entry, what);
+}
+
+LoraConfig read_entries(const Node& map, const std::string& what, bool of_peft,
+                        Problems& problems) {
+  LoraConfig config;
+  const std::size_t before = problems.size();
+  for (const Entry& entry : as_map(map, what).entries)
+    problems.attempt([&] { read_entry(config, entry, what, of_peft); });
+  if (problems.size() == before) problems.attempt([&] { check_lora_config(config); });
   return config;
 }
 
@@ -188,6 +195,14 @@ bool is_number(const std::string& part) {
   return !part.empty() && part.find_first_not_of("0123456789") == part.npos;
 }
 
+// A run selects the layers when it checks its file, plans, and makes the adapters.
+void warn_once(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard lock(mutex);
+  if (said.insert(text).second) log::warning("lora", "{}", text);
+}
+
 // Blocks differ in their number alone: one line for all of them.
 std::set<std::string> without_numbers(const std::vector<std::string>& names) {
   std::set<std::string> all;
@@ -204,8 +219,8 @@ std::set<std::string> without_numbers(const std::vector<std::string>& names) {
 
 // ---------------------------------------------------------------- files
 
-LoraConfig read_lora_config(const Node& map, const std::string& what) {
-  return read_entries(map, what, /*of_peft=*/false);
+LoraConfig read_lora_config(const Node& map, const std::string& what, Problems& problems) {
+  return read_entries(map, what, /*of_peft=*/false, problems);
 }
 
 LoraConfig parse_adapter_config(std::string_view text, const std::string& file) {
@@ -214,7 +229,10 @@ LoraConfig parse_adapter_config(std::string_view text, const std::string& file) 
   const std::string name = type == nullptr ? "none" : as_string(type->value, "peft_type");
   if (name != "LORA")
     throw UsageError("lora", "{}: peft_type is {}, and only LORA is supported.", file, name);
-  return read_entries(root, "adapter_config", /*of_peft=*/true);
+  Problems problems;
+  LoraConfig config = read_entries(root, "adapter_config", /*of_peft=*/true, problems);
+  if (!problems.empty()) throw UsageError("lora", "{}", fmt::join(problems.texts(), "\n  "));
+  return config;
 }
 
 std::string adapter_config_text(const LoraConfig& c, bool fan_in_fan_out) {
@@ -365,7 +383,7 @@ std::vector<std::string> LoraTargets::select(const std::vector<std::string>& lin
         fmt::join(without_numbers(linear), ", "), kAllLinear);
   for (const std::string& suffix : wanted.suffixes)
     if (std::ranges::none_of(chosen, [&](const auto& n) { return ends_with_name(n, suffix); }))
-      log::warning("lora", "target_modules: no linear layer gets an adapter for '{}'", suffix);
+      warn_once(fmt::format("target_modules: no linear layer gets an adapter for '{}'", suffix));
   return chosen;
 }
 

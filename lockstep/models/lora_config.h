@@ -68,9 +68,9 @@ struct LoraConfig {
   bool operator==(const LoraConfig&) const = default;
 };
 
-// Parses the map of a training file (`what` names it in errors: "lora"). UsageError with the
-// location for a key that is unknown or not supported.
-LoraConfig read_lora_config(const Node& map, const std::string& what);
+// Parses the map of a training file (`what` names it in errors: "lora"). Adds to `problems`, with
+// its location, every key that is unknown or not supported and every wrong value.
+LoraConfig read_lora_config(const Node& map, const std::string& what, Problems& problems);
 // Parses an adapter_config.json. Fields of unsupported features (use_dora, lora_bias, ...) must
 // turn these off; otherwise they are refused by name.
 LoraConfig parse_adapter_config(std::string_view text, const std::string& file);

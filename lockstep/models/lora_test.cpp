@@ -15,6 +15,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
+#include "lockstep/core/problems.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/nn/tensor_group.h"
@@ -466,10 +467,12 @@ TEST(LoraConfig, RefusesByName) {
             "(nothing thrown)");
   EXPECT_THAT(message_of([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
               HasSubstr("peft_type is IA3, and only LORA"));
-  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{rank: 3}", "t.yaml"), "lora"); }),
-              HasSubstr("t.yaml:1:2: lora.rank is not supported"));
-  EXPECT_THAT(message_of([] { read_lora_config(parse_yaml("{lora_alfa: 3}", "t.yaml"), "lora"); }),
-              HasSubstr("Did you mean lora_alpha?"));
+  Problems problems;
+  read_lora_config(parse_yaml("{rank: 3, lora_alfa: 3, r: many}", "t.yaml"), "lora", problems);
+  ASSERT_EQ(problems.size(), 3u);  // all of them at once
+  EXPECT_THAT(problems.texts()[0], HasSubstr("t.yaml:1:2: lora.rank is not supported"));
+  EXPECT_THAT(problems.texts()[1], HasSubstr("Did you mean lora_alpha?"));
+  EXPECT_THAT(problems.texts()[2], HasSubstr("lora.r"));
 }
 
 TEST(LoraConfig, SurvivesItsFile) {

@@ -639,7 +639,12 @@ TEST(CpuStarved, OtherReasonsThanOtherPrograms) {
   RunRecord threads = starved(0.5, 0.5);
   threads.facts.threads_per_rank = 2;
   change(threads, [](Interval& interval) { interval.process->waiting_threads = 0.5; });
-  EXPECT_EQ(only(threads, "cpu-starved").cause, "other-programs");
+  finding = only(threads, "cpu-starved");
+  EXPECT_EQ(finding.cause, "other-programs");
+  EXPECT_THAT(finding_text(finding), HasSubstr("OMP_NUM_THREADS=1"));
+  EXPECT_THAT(finding_text(finding), HasSubstr("Expected gain: not known."));
+  EXPECT_THAT(finding_text(only(starved(0.5, 0.5), "cpu-starved")),
+              ::testing::Not(HasSubstr("OMP_NUM_THREADS")));  // one thread
   change(threads, [](Interval& interval) { interval.process->waiting_threads = 1.2; });
   only(threads, "too-many-threads");  // that rule says more
   RunRecord gpu = starved(0.3, 0.5);  // whose host is ahead of the device

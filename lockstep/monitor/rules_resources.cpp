@@ -403,6 +403,12 @@ std::optional<Finding> cpu_starved(const View& view) {
         "threads use all cores.",
         100 * *starved);
     finding.remedy = "lower dataloader_num_workers, or start fewer ranks: workers need cores, too.";
+  } else if (facts.threads_per_rank > 1) {
+    finding.remedy =
+        "end the other programs (`top` shows them), or set OMP_NUM_THREADS=1 (or fewer threads per "
+        "rank): threads spin while they wait for one that has lost its core. Until then no figure "
+        "of this run is that of an idle machine.";
+    finding.gain = 0;  // not known: the time in which threads spin is counted as computing
   }
   return finding;
 }

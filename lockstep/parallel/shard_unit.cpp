@@ -26,7 +26,8 @@ c10::Storage storage_of(const std::string& name, const at::Tensor& tensor) {
       fmt::format(
           "[{}] parameter '{}' was used while its rows are divided over ranks. Its block was "
           "probably called past nn::Block::run(), or the model without before_forward(). Call the "
-          "block's forward(), or hold gathered() while you use parameters.",
+          "block's forward(), or hold gathered() while you use parameters. An optimizer of "
+          "torch::optim cannot step them: take that of make_optimizer().",
           kFullyShard, name));
 }
 

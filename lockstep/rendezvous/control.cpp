@@ -228,7 +228,10 @@ Listener& listener() {
 }  // namespace
 
 std::string PeerFailure::text() const {
-  if (rank < 0) return host.empty() ? cause : fmt::format("{} on {}", cause, host);
+  if (rank < 0) {
+    const bool placed = host.empty() || cause.find(host) != cause.npos;
+    return placed ? cause : fmt::format("{} on {}", cause, host);
+  }
   return fmt::format("rank {}{}{} failed: {}", rank, host.empty() ? "" : " on ", host, cause);
 }
 

@@ -58,6 +58,10 @@ TEST(Control, TextNamesRankHostAndCause) {
             "rank 3 on n1 failed: exit code 2");
   EXPECT_EQ((control::PeerFailure{0, "", "exit code 2"}).text(), "rank 0 failed: exit code 2");
   EXPECT_EQ((control::PeerFailure{-1, "", "the launcher ended"}).text(), "the launcher ended");
+  EXPECT_EQ((control::PeerFailure{-1, "n1", "the launcher ended"}).text(),
+            "the launcher ended on n1");
+  EXPECT_EQ((control::PeerFailure{-1, "n1", "the launcher of node 1 on n1 is lost"}).text(),
+            "the launcher of node 1 on n1 is lost");  // not twice
 }
 
 CHILD(waits_for_failure) {

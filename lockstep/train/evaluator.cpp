@@ -176,6 +176,12 @@ bool Evaluator::judge(const Metrics& metrics) {
     check_metric(a, given);
     return false;
   }
+  if (!direction_said_ && !a.greater_is_better && greater_is_better(a) && run_.world.is_leader())
+    log::info("trainer",
+              "the best model has the greatest {} (metric_for_best_model). For the smallest set "
+              "greater_is_better: false.",
+              name);
+  direction_said_ = true;
   const double gain = gain_of(*value);
   if (!std::isfinite(*value) && run_.world.is_leader())
     log::warning("trainer",

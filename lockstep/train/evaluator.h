@@ -41,6 +41,7 @@ class Evaluator {
   RunContext& run_;
   RunControl& control_;
   std::optional<data::Loader> loader_;
+  bool direction_said_ = false;  // whether the best metric is the greatest
 };
 
 }  // namespace lockstep::train

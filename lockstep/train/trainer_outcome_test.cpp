@@ -9,6 +9,7 @@
 #include <csignal>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -48,6 +49,26 @@ TEST(Best, IsSavedBetweenTheStepsThatAreDue) {
   auto best = network();
   Checkpoint(dir / "checkpoint-2").load_model(*best);
   EXPECT_TRUE(torch::equal(flat(*run.net), flat(*best)));
+}
+
+TEST(Best, HasADirectionThatIsSaidWhereTheNameDecidesIt) {
+  const auto said = [](const std::string& metric, std::optional<bool> greater) {
+    io::TemporaryDirectory dir;
+    Scored run(dir.path(), {1, 2});
+    run.a.metric_for_best_model = metric;
+    run.a.greater_is_better = greater;
+    ::testing::internal::CaptureStderr();
+    run.train();
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const auto text = HasSubstr("the best model has the greatest eval_");
+  const std::string mae = said("mae", {});
+  EXPECT_THAT(mae,
+              AllOf(HasSubstr("the greatest eval_mae"), HasSubstr("greater_is_better: false")));
+  EXPECT_EQ(mae.find("the greatest"), mae.rfind("the greatest"));  // once
+  EXPECT_THAT(said("mae", false), ::testing::Not(text));
+  EXPECT_THAT(said("mae", true), ::testing::Not(text));
+  EXPECT_THAT(said("my_loss", {}), ::testing::Not(text));
 }
 
 TEST(Best, IsNeverAValueThatIsNotFinite) {

@@ -2,6 +2,7 @@
 //
 //   run_peer throw RANK    that rank throws, the others are in an all-reduce
 //   run_peer code N        the body of every rank returns N
+//   run_peer three RANK    the body of that rank returns 3, the others are in an all-reduce
 //   run_peer agree RANK    that rank's part of an agreement fails with a system error
 //   run_peer caught RANK   the same, and every rank catches SystemError and continues
 //   run_peer prepare RANK  what that rank needs before the rendezvous is missing
@@ -128,6 +129,15 @@ int returns(int code) {
   });
 }
 
+int returns_three(int who) {
+  return lockstep::run([who](World& world) {
+    all_reduce(world);
+    if (world.rank() == who) return 3;
+    all_reduce(world);
+    return 0;
+  });
+}
+
 // Without a wrapper. PEER_EXCHANGES: and the ranks exchange something.
 int trains_separately(int passes) {
   return lockstep::run([passes](World& world) {
@@ -226,6 +236,7 @@ int main(int argc, char** argv) {
   const std::string mode = args.empty() ? "" : args[0];
   const int number = args.size() > 1 ? std::atoi(args[1].c_str()) : 0;
   if (mode == "code") return returns(number);
+  if (mode == "three") return returns_three(number);
   if (mode == "agree") return fails_to_agree(number);
   if (mode == "caught") return catches(number);
   if (mode == "prepare") return fails_to_prepare(number);

@@ -170,6 +170,15 @@ class Run(Case):
         self.assertEqual(done.out.count("of 2: sum 2"), 2, done.text())
         self.assertEqual(done.code, 7, done.text())
 
+    def test_a_code_that_one_rank_returns_is_the_failure_of_that_rank(self):
+        for backend, who in (("shm", 1), ("shm", 0), ("gloo", 1)):
+            done = run(ranks(3, RUN_PEER, "three", str(who)), LOCKSTEP_BACKEND=backend)
+            self.assertEqual(done.code, 3, done.text())
+            self.assertRegex(done.err, rf"(?m)^\[launch\] rank {who} on \S+ failed: exited with "
+                                       r"code 3: the body of run\(\) returned 3$", done.text())
+            self.assertNotIn("ranks disagree", done.err, done.text())
+            self.check_soon(done)
+
     def test_the_cached_memory_is_mentioned_to_who_asks(self):
         said = "memory of CPU tensors of 1 MiB and more is cached"
         self.assertNotIn(said, run([RUN_PEER, "code", "0"]).err)

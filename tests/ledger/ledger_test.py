@@ -268,6 +268,8 @@ class Others(LedgerCase):
         report = err[err.index("[launch] rank 1 on"):]
         self.assertRegex(report, r"where it was:\n +operation #5 all_reduce \(Float, 1\.0 KiB\): "
                          r"finished [\d.]+ s ago at common_step\(")
+        if "every frame:" not in report:  # a file in the same directory
+            self.assertRegex(report, r"\n  logs: (\S+) \(lockstep ledger \1\)")
         shown = subprocess.run([LAUNCHER, "ledger", logs], capture_output=True, text=True,
                                timeout=60, check=True).stdout
         self.assertRegex(shown, r"attempt_0: [123] of 3 ranks, attempt 0\n  rank ")
@@ -360,25 +362,25 @@ class Cost(LedgerCase):
         return (12 * scope + 2 * sums) / 5 + line / 1000, out.strip()
 
     def test_a_recorded_trainer_is_at_most_one_percent_slower(self):
-        """The median over all pairs so far; each pair's runs follow each other, in turns. Runs of
-        one program differ by several percent of processor time on cores that are shared with
-        other guests, so a median above the limit fails only where the pairs agree about it: when
-        its one-sided confidence bound, taken from the order of the pairs, is above it as well."""
+        """Each pair's runs follow each other, in turns. Runs of one program differ by several
+        percent of processor time on cores that are shared with other guests, so this fails only
+        where the pairs agree: when the one-sided confidence bound of their median, the second
+        smallest of nine, is above the limit. Two pairs below it, or eight above, decide that."""
         always, parts = self.always_share()
         costs = []
-        for _ in range(5):
-            for turn in (1, 0, 1):
-                ms = {record: self.trainer_ms(record) for record in (turn, 1 - turn)}
-                costs.append(ms[1] / ms[0] - 1 + always)
+        for turn in (1, 0, 1, 0, 1, 0, 1, 0, 1):
+            ms = {record: self.trainer_ms(record) for record in (turn, 1 - turn)}
+            costs.append(ms[1] / ms[0] - 1 + always)
             print(f"steps of 5 ms, cost of a record: {statistics.median(costs):.4f} of "
                   f"{[round(cost, 4) for cost in costs]}; {100 * always:.3f} % of it always "
                   f"({parts})", flush=True)
-            if statistics.median(costs) <= 0.01:
+            low = sum(cost <= 0.01 for cost in costs)
+            if low == 2:
                 return
-        # The fourth smallest of 15 is above the true median in 1.8 % of all cases.
-        bound = sorted(costs)[3]
-        print(f"at least {100 * bound:.2f} % with 98 % confidence", flush=True)
-        self.assertLessEqual(bound, 0.01, f"the instruments cost {100 * bound:.2f} % or more")
+            if len(costs) - low == 8:
+                break
+        # The second smallest of nine is above the true median in 2.0 % of all cases.
+        self.fail(f"with 98 % confidence the instruments cost more than 1 %: {sorted(costs)}")
 
 
 if __name__ == "__main__":
