@@ -170,19 +170,20 @@ void fail_with(int code, const World& world) {
   detail::leave(code);
 }
 
-// Ranks that train without a wrapper, and call no collective but barriers, each have a model of
-// their own. Every wrapper and every averaged gradient is a collective, so this is what ran past
-// all of them; the ledger, and with it the record of the run, learns of it here.
+// Ranks that train without a wrapper, and exchange no tensor that could be a gradient either, each
+// have a model of their own. Every wrapper counts its passes; the ledger, and with it the record of
+// the run, learns of the others here.
 void look_for_separate_models(const World& world) {
-  const detail::WorldImpl& impl = *detail::Access::impl(world);
-  if (impl.alone() || impl.sequence > impl.barriers || impl.messages > 0) return;
+  if (world.size() == 1 || detail::WorldImpl::exchanged_tensors ||
+      ledger::totals().counts[index(ledger::Counter::kMicroBatches)] > 0)
+    return;
   const std::uint64_t passes = backward_passes();
   if (passes == 0) return;
-  ledger::add(ledger::Counter::kMicroBatches, passes);
+  ledger::add(ledger::Counter::kSeparatePasses, passes);
   if (world.is_leader())
     log::warning("run",
-                 "{} ranks never exchanged a gradient (nor anything else), and rank 0 ran {} "
-                 "backward pass{}: every rank has trained a model of its own. Wrap the model "
+                 "{} ranks never exchanged a gradient, and rank 0 ran {} backward pass{}: every "
+                 "rank has trained a model of its own. Wrap the model "
                  "(lockstep::DistributedDataParallel) and train the wrapper; for separate models "
                  "start separate runs.",
                  world.size(), passes, passes == 1 ? "" : "es");

@@ -148,4 +148,26 @@ std::string Mesh::text() const {
   return text_of(impl_->axes);
 }
 
+namespace detail {
+namespace {
+// Held weakly: another world may get the address of one that is gone.
+thread_local std::weak_ptr<WorldImpl> samples_divided_over;
+}  // namespace
+
+void note_samples(const World& ranks) {
+  samples_divided_over = Access::impl(ranks);
+}
+
+void check_samples(const Mesh& mesh, const char* component) {
+  const int all = mesh.world().size(), batch = mesh.batch().size();
+  if (all == batch || samples_divided_over.lock() != Access::impl(mesh.world())) return;
+  throw UsageError(component,
+                   "the loader divides its samples over {} ranks, and the model over {} (its mesh "
+                   "is {}): ranks along 'pipeline' and 'tensor' must see the same samples. Make "
+                   "the loader with mesh.batch().",
+                   all, batch, mesh.text());
+}
+
+}  // namespace detail
+
 }  // namespace lockstep

@@ -67,4 +67,13 @@ class Mesh {
   std::shared_ptr<Impl> impl_;
 };
 
+namespace detail {
+// A loader calls it with each batch that it hands to this thread: its samples were divided over
+// `ranks`.
+void note_samples(const World& ranks);
+// UsageError if this thread's last batch is of a loader over all ranks of the mesh, though those
+// along "pipeline" and "tensor" must see the same samples. No communication.
+void check_samples(const Mesh& mesh, const char* component);
+}  // namespace detail
+
 }  // namespace lockstep

@@ -100,6 +100,7 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
   // A recorded operation is not counted, since recording may fail on one rank.
   info.recorded = info.on_device && recording();
   info.sequence = info.recorded ? sequence.load() : ++sequence;
+  if (!alone() && info.elements > 1 && at::isFloatingType(info.dtype)) exchanged_tensors = true;
   throw_if_failed(info);
   const auto limit = timeout.value_or(options.timeout);
   auto deadline = Deadline::after(limit);
@@ -116,6 +117,7 @@ std::shared_ptr<WorkState> WorldImpl::start(OperationInfo info,
 std::shared_ptr<WorkState> WorldImpl::start_message(OperationInfo info) {
   info.recorded = info.on_device && recording();
   info.sequence = info.recorded ? messages.load() : ++messages;
+  if (!alone() && info.elements > 1 && at::isFloatingType(info.dtype)) exchanged_tensors = true;
   throw_if_failed(info);
   const auto deadline = Deadline::after(options.timeout);
   if (!info.recorded) info.ledger = post(info, deadline, /*message=*/true);

@@ -84,6 +84,9 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   std::unique_ptr<Backend> host;
   std::unique_ptr<Backend> accelerator;
 
+  // Some collective or message of this process, in any world, had several floating-point numbers,
+  // as gradients and parameters have; what loaders, checkpoints and mean losses exchange has not.
+  static inline std::atomic<bool> exchanged_tensors{false};
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::uint64_t> messages{0};
   std::uint64_t barriers = 0;

@@ -401,7 +401,7 @@ const char* name(Counter counter) {
                                     "buckets",         "reduced_bytes",
                                     "reduce_ns",       "batches",
                                     "load_ns",         "copy_ns",
-                                    "updates"};
+                                    "updates",         "separate_passes"};
   static_assert(std::size(kNames) == kCounters);
   return kNames[index(counter)];
 }

@@ -157,8 +157,9 @@ enum class Counter : std::uint8_t {
   kLoadNs,          // time of the loader's workers for them, summed over workers
   kCopyNs,          // host-to-device copies, by the device's clock
   kUpdates,         // parameter updates seen by synchronised passes
+  kSeparatePasses,  // backward passes of a rank whose gradients were exchanged with nobody
 };
-inline constexpr std::size_t kCounters = static_cast<std::size_t>(Counter::kUpdates) + 1;
+inline constexpr std::size_t kCounters = static_cast<std::size_t>(Counter::kSeparatePasses) + 1;
 constexpr std::size_t index(Counter counter) {
   return static_cast<std::size_t>(counter);
 }

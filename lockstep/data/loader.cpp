@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "lockstep/comm/mesh.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/ledger.h"
@@ -331,6 +332,7 @@ class LoaderImpl {
     timing_.total.wait += loaded.timing.wait;
     ++timing_.batches;
     ++handed_out_;
+    lockstep::detail::note_samples(world_);
     // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
     state_.cursor = handed_out_ == round_->batches
                         ? sampler_->size()

@@ -411,7 +411,7 @@ TEST(Straggler, WithoutStepsHasTheSameLimits) {
   expect_silence(of_one_host);
 }
 
-// As run() leaves it: nobody has counted a step, and the last interval has the passes.
+// As run() leaves it: the last interval has the passes.
 TEST(NeverExchanged, SeparateModelsAreNoDataParallelRun) {
   const auto separate = [] {
     RunRecord run = run_of({Shape{}, Shape{}}, 4);
@@ -421,19 +421,19 @@ TEST(NeverExchanged, SeparateModelsAreNoDataParallelRun) {
       interval.counts = {};
     });
     for (RankRecord& rank : run.ranks)
-      at(rank.intervals.back().counts, Counter::kMicroBatches) = 100;
+      at(rank.intervals.back().counts, Counter::kSeparatePasses) = 100;
     return run;
   };
   const Finding finding = only(separate(), "never-exchanged");
   EXPECT_THAT(finding.what, HasSubstr("2 ranks trained and never exchanged a gradient"));
   EXPECT_THAT(finding.evidence, HasSubstr("100 backward passes"));
   EXPECT_THAT(finding.remedy, HasSubstr("lockstep::DistributedDataParallel"));
-  RunRecord averages = separate();
-  at(averages.ranks[1].intervals[0].counts, Counter::kSynchronisedPasses) = 1;
-  expect_silence(averages);
-  RunRecord collective = separate();
+  RunRecord of_rank_1_averaged = separate();
+  at(of_rank_1_averaged.ranks[1].intervals.back().counts, Counter::kSeparatePasses) = 0;
+  expect_silence(of_rank_1_averaged);
+  RunRecord collective = separate();  // a loader's, or a mean loss
   collective.ranks[0].intervals[1].collectives = 1;
-  expect_silence(collective);
+  only(collective, "never-exchanged");
   RunRecord alone = separate();
   alone.facts.world_size = 1;
   alone.ranks.resize(1);

@@ -355,7 +355,7 @@ std::string straggler_evidence(const Slow& slow, const std::string& cause, doubl
 
 }  // namespace
 
-// run() counts the passes of a program that has called no collective when it ends.
+// run() counts such passes when the program ends.
 std::optional<Finding> never_exchanged(const View& view) {
   const RunFacts& facts = view.run.facts;
   std::uint64_t passes = 0;
@@ -363,11 +363,9 @@ std::optional<Finding> never_exchanged(const View& view) {
     Interval sum;
     for (const Interval& interval : record.intervals)
       if (interval.unix_time_s >= facts.started_unix_s) join(sum, interval);
-    const auto counted = [&](Counter counter) { return sum.counts[index(counter)]; };
-    if (counted(Counter::kMicroBatches) == 0 || counted(Counter::kSynchronisedPasses) > 0 ||
-        sum.steps > 0 || sum.collectives > 0)
-      return std::nullopt;
-    passes = std::max(passes, counted(Counter::kMicroBatches));
+    const std::uint64_t counted = sum.counts[index(Counter::kSeparatePasses)];
+    if (counted == 0) return std::nullopt;
+    passes = std::max(passes, counted);
   }
   if (facts.world_size < 2 || passes == 0) return std::nullopt;
   return Finding{
@@ -375,7 +373,7 @@ std::optional<Finding> never_exchanged(const View& view) {
       .what = fmt::format("{} ranks trained and never exchanged a gradient: each has a model of "
                           "its own.",
                           facts.world_size),
-      .evidence = fmt::format("{} backward passes on a rank, and no collective.", passes),
+      .evidence = fmt::format("{} backward passes on a rank, which no wrapper saw.", passes),
       .remedy = "wrap the model (lockstep::DistributedDataParallel) and train the wrapper."};
 }
 

@@ -470,7 +470,8 @@ std::string trouble_of(const RunView& run) {
   for (auto at = loss.rbegin(); at != loss.rend() && !std::isfinite(at->second); ++at)
     since = at->first;
   return fmt::format(
-      "The loss is not finite since step {:.0f}. Try a smaller learning rate, or max_grad_norm.",
+      "The loss is not finite since step {:.0f}. Try a smaller learning rate; in a loop of your "
+      "own step({{.skip_non_finite = true}}) leaves such steps out.",
       since);
 }
 

@@ -706,6 +706,7 @@ void FullyShard::before_forward() {
 }
 
 void FullyShard::backward(const at::Tensor& loss, bool last) {
+  detail::check_samples(mesh(), parallel::kFullyShard);
   impl_->backward([&] { loss.backward(); }, last);
   count_passes(1, last);
 }

@@ -597,6 +597,7 @@ void Pipeline::check_shardable() const {
 }
 
 std::vector<at::Tensor> Pipeline::run_window(const std::vector<Pass>& passes) {
+  detail::check_samples(mesh(), parallel::kPipeline);
   std::vector<at::Tensor> losses = impl_->run_window(passes);
   if (at::GradMode::is_enabled()) count_passes(passes.size(), /*last=*/true);
   return losses;

@@ -14,6 +14,8 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/data/loader.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/nn/block.h"
 #include "lockstep/nn/divided.h"
@@ -306,6 +308,34 @@ TEST(PipelineBuffers, ComeFromTheStageThatChangesThem) {
                 }),
                 HasSubstr("buffer 'shared' was changed by the stages of ranks 0, 1 to different"));
     world.barrier();
+  });
+}
+
+// ---------------------------------------------------------------- samples of the wrong ranks
+
+TEST(Samples, ALoaderOverAllRanksIsRefusedWhereSomeOfThemSeeTheSameSamples) {
+  const std::vector<Axes> meshes{
+      {{"pipeline", 2}, {"data", 2}}, {{"data", 2}, {"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}};
+  on_meshes(meshes, [](const Mesh& mesh) {
+    const auto dataset = std::make_shared<data::TensorDataset>(
+        text(0, 0).narrow(1, 0, 8).repeat({8, 1}), text(0, 0).narrow(1, 1, 8).repeat({8, 1}));
+    const auto step = [&](World& ranks) {
+      const auto net = small_model(/*tied=*/false);
+      const auto way = parallelize(*net, mesh);
+      auto loader = data::loader(dataset, ranks, {.batch_size = 2});
+      for (auto& window : loader.windows(0)) {
+        way->run_window(passes_of(
+            window, [&](const data::Batch& batch) { return net->loss(batch.data, batch.target); }));
+        break;
+      }
+    };
+    EXPECT_THAT(
+        message_of<UsageError>([&] { step(mesh.world()); }),
+        AllOf(HasSubstr("the loader divides its samples over 4 ranks, and the model over 2"),
+              HasSubstr("Make the loader with mesh.batch().")));
+    mesh.world().barrier();
+    step(mesh.batch());
+    mesh.world().barrier();
   });
 }
 

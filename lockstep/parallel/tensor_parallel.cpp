@@ -370,6 +370,7 @@ at::Tensor TensorParallel::watch(at::Tensor output) {
 }
 
 void TensorParallel::backward(const at::Tensor& loss, bool last) {
+  detail::check_samples(mesh(), parallel::kTensorParallel);
   impl_->backward(loss, last);
 }
 

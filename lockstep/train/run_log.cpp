@@ -11,6 +11,7 @@
 #include <exception>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
@@ -100,6 +101,7 @@ struct RunLog::Impl {
   train::Recording recording{};
   std::deque<Line> pending{};
   std::int64_t newest = -1;  // step
+  bool warned = false;       // of a value that is not finite
   int exceptions = std::uncaught_exceptions();
 
   void open(std::int64_t resumed_at) {
@@ -137,6 +139,13 @@ void RunLog::Impl::write(Line line) {
     entry.epoch = epoch->second;
     entry.values.erase(epoch);
   }
+  for (const auto& [name, value] : entry.values)
+    if (!std::isfinite(value) && !std::exchange(warned, true))
+      log::warning("log",
+                   "step {}: {} is not finite. A step with such gradients makes all weights NaN, "
+                   "with max_grad_norm too: step({{.skip_non_finite = true}}) leaves it out on all "
+                   "ranks. To find the rank, print each one's own loss before it is averaged.",
+                   entry.step, name);
   if (entry.step < newest) open(entry.step - 1);
   newest = entry.step;
   file->write(entry);

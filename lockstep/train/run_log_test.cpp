@@ -92,6 +92,21 @@ TEST(RunLog, RefusesOnEveryRankWhatIsNoFigure) {
   });
 }
 
+TEST(RunLog, WarnsOnceOfValuesThatAreNotFinite) {
+  const io::TemporaryDirectory out;
+  ::testing::internal::CaptureStderr();
+  testing::run_threads(1, [&](World& world) {
+    RunLog run_log{out.path(), world};
+    run_log.log({{"loss", 1}}, 1);
+    run_log.log({{"grad_norm", NAN}}, 2);
+    run_log.log({{"loss", NAN}}, 3);
+  });
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(text, HasSubstr("step 2: grad_norm is not finite."));
+  EXPECT_THAT(text, HasSubstr("step({.skip_non_finite = true})"));
+  EXPECT_EQ(text.find("step 3"), std::string::npos);
+}
+
 TEST(RunLog, ALoopThatThrowsHasFailed) {
   const io::TemporaryDirectory out;
   testing::run_threads(1, [&](World& world) {

@@ -185,6 +185,7 @@ TEST(TerminalView, NumbersThatAreNotFiniteShow) {
   EXPECT_THAT(text, HasSubstr("  loss not finite"));
   EXPECT_THAT(text, HasSubstr("\ngrad_norm                not finite"));
   EXPECT_THAT(text, HasSubstr("\nThe loss is not finite since step 2. "));
+  EXPECT_THAT(text, HasSubstr("skip_non_finite"));
   view.metrics.push_back({.step = 3, .values = {{"skipped_steps", 5}}});
   text = shown(view);
   EXPECT_THAT(text, HasSubstr("\nAt step 3 the gradient was not finite: 5 of the steps"));

@@ -143,11 +143,13 @@ class Run(Case):
         self.assertNotIn("uint8", done.err, done.text())
 
     def test_ranks_that_train_models_of_their_own_are_told(self):
-        text = "2 ranks never exchanged a gradient (nor anything else), and rank 0 ran 5 backward"
+        text = "2 ranks never exchanged a gradient, and rank 0 ran 5 backward passes: every rank"
         done = run(ranks(2, RUN_PEER, "separate", "5"))
         self.assertEqual(done.code, 0, done.text())
         self.assertEqual(done.err.count(text), 1, done.text())
-        for passes, variables in (("5", {"PEER_EXCHANGES": 1}), ("0", {})):
+        done = run(ranks(2, RUN_PEER, "separate", "5"), PEER_EXCHANGES=1)  # as a mean loss
+        self.assertEqual(done.err.count(text), 1, done.text())
+        for passes, variables in (("5", {"PEER_EXCHANGES": 4}), ("0", {})):
             done = run(ranks(2, RUN_PEER, "separate", passes), **variables)
             self.assertEqual(done.code, 0, done.text())
             self.assertNotIn("never exchanged", done.err, done.text())
