@@ -16,6 +16,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/core/log.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
@@ -79,6 +80,31 @@ class AfterBackward : public torch::autograd::Function<AfterBackward> {
   }
 };
 
+const char* name(Shard shard) {
+  switch (shard) {
+    case Shard::kState:
+      return "kState";
+    case Shard::kGradients:
+      return "kGradients";
+    case Shard::kAll:
+      break;
+  }
+  return "kAll";
+}
+
+// `divided_further`: what else divides the parameters.
+void check_mode(const FullyShardOptions& options, const std::string& divided_further) {
+  if (options.shard == Shard::kAll) return;
+  const std::string other = options.param_dtype   ? "param_dtype"
+                            : options.cpu_offload ? "cpu_offload"
+                                                  : divided_further;
+  if (!other.empty())
+    throw UsageError(kFullyShard,
+                     "Shard::{} keeps parameters whole and as they are, and does not go with {}. "
+                     "Use Shard::kAll, or leave that out.",
+                     name(options.shard), other);
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- the module
@@ -106,6 +132,7 @@ FullyShardImpl::FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardO
                          c10::toString(*type));
     if (model_.size() == 0)
       throw UsageError(kFullyShard, "the module has no parameters, so there is nothing to shard.");
+    check_mode(options_, tensor().size() > 1 ? "ranks along 'tensor'" : "");
     if (tensor().size() > 1) slices_ = std::make_unique<TensorSlices>(module, tensor());
   });
   const auto other =
@@ -138,8 +165,17 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
       slices_(std::move(pipeline.slices)),
       alone_(mesh_.batch().size() == 1 && !offloads_),
       local_(alone_) {
+  check_mode(options_, "stages of a Pipeline");
   make_units(module, pipeline.holders);
   free_absent();
+}
+
+FullyShardImpl::~FullyShardImpl() {
+  try {
+    for (ShardUnit& unit : units_) unit.leave_kept();
+  } catch (const std::exception& e) {
+    log::warning(component(), "the model could not be given its own memory back: {}", e.what());
+  }
 }
 
 std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
@@ -147,10 +183,10 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
     return given ? c10::toString(*given) : "own";
   };
   std::string text = fmt::format(
-      "reshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
+      "shard: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
       "reduce_dtype: {}\ncpu_offload: {}\n",
-      options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
-      type(options_.reduce_dtype), options_.cpu_offload);
+      name(options_.shard), options_.reshard_after_forward, options_.reduce_every_backward,
+      type(options_.param_dtype), type(options_.reduce_dtype), options_.cpu_offload);
   text += describe_prepared(module);
   if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
@@ -207,10 +243,15 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
-  pass_ranks_ = options_.reduce_every_backward ? &mesh_.world()  // copies meet in averages
-                                               : &mesh_.flatten({"shard", "pipeline", "tensor"});
+  if (options_.reduce_every_backward && !defers())
+    pass_ranks_ = &mesh_.world();  // copies meet in averages
+  else
+    pass_ranks_ =
+        options_.shard == Shard::kAll ? &mesh_.flatten({"shard", "pipeline", "tensor"}) : &tensor();
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
+  if (keeps())
+    for (ShardUnit& unit : units_) unit.keep();
   wait_for_ranks();
   list_parameters(holders);
 }
@@ -221,6 +262,21 @@ void FullyShardImpl::wait_for_ranks() {
   if (!shares_) return;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   shard_.all_reduce(at::zeros({1}, at::kByte), ReduceOp::kMax).wait();
+}
+
+// What each rank has stepped goes to the others' whole parameters; that of one unit is copied while
+// the next one's is under way.
+void FullyShardImpl::publish_rows() {
+  for (std::size_t unit = 0; unit <= units_.size(); ++unit) {
+    if (unit < units_.size()) units_[unit].begin_publish();
+    if (unit > 0) units_[unit - 1].end_publish();
+  }
+}
+
+void FullyShardImpl::after_rows_change() {
+  if (keeps()) publish_rows();
+  wait_for_ranks();
+  for (ShardUnit& unit : units_) unit.remember_kept();
 }
 
 void FullyShardImpl::before_rows_change() {
@@ -281,7 +337,8 @@ void FullyShardImpl::each_parameter(const std::function<void(ShardedParameter&)>
 // need.
 void FullyShardImpl::install() {
   const std::weak_ptr<FullyShardImpl> self = weak_from_this();
-  const bool runs = !of_pipeline_ || divides();  // otherwise nothing comes and goes
+  // Otherwise nothing comes and goes, and no unit's gradients are averaged before the others'.
+  const bool runs = options_.shard == Shard::kState ? false : !of_pipeline_ || divides();
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     nn::Block::Runner runner;
     if (runs)
@@ -352,7 +409,7 @@ void FullyShardImpl::before_forward(int stage) {
   if (!held() && !in_window_ && options_.reshard_after_forward)
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
   // Weights may have been loaded into rows, by each rank in its time.
-  if (!held() && !in_window_) wait_for_ranks();
+  if (!held() && !in_window_ && !keeps()) wait_for_ranks();
   if (!in_window_) forget_amax();
   units_.back().gather({});
 }
@@ -494,6 +551,7 @@ void FullyShardImpl::take_whole() {
   if (slices_) slices_->take();
   const TensorSlices::AsSlices shapes(slices());
   before_rows_change();
+  for (ShardUnit& unit : units_) unit.return_kept();
   for (ShardUnit& unit : units_) unit.take_whole();
   after_rows_change();
 }
@@ -513,13 +571,31 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
     walk();
     end_pass();
   } catch (...) {
-    in_backward_ = false;
-    pending_.reset();
-    for (ShardUnit& unit : units_) unit.forget_work();
-    forget_gradients();
-    failed_ = true;
+    abandon_pass();
     throw;
   }
+}
+
+void FullyShardImpl::abandon_pass() {
+  in_backward_ = false;
+  pending_.reset();
+  for (ShardUnit& unit : units_) unit.forget_work();
+  forget_gradients();
+  failed_ = true;
+}
+
+// The sums of all passes of this rank, which add to averages that an earlier step has left.
+void FullyShardImpl::reduce_deferred() {
+  if (!defers() || !local_) return;
+  try {
+    for (std::size_t unit = units_.size(); unit-- > 0;) begin_reduce(unit);
+    end_pending_reduce();
+  } catch (...) {
+    abandon_pass();
+    throw;
+  }
+  local_ = false;
+  show_gradients();
 }
 
 void FullyShardImpl::forget_gradients() {
@@ -538,7 +614,7 @@ void FullyShardImpl::before_unit_backward(std::size_t unit, const ProductType& c
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || wanted->empty()) {
     check_backward(members.empty() ? units_[unit].name() : members.front().name);
-  } else if (torch::GradMode::is_enabled() && divides() && !held()) {
+  } else if (torch::GradMode::is_enabled() && divides() && !keeps() && !held()) {
     throw UsageError(component(),
                      "torch::autograd::grad() was called with create_graph = true, and a backward "
                      "of its result would read block '{}' when its rows are divided again. Hold "
@@ -556,11 +632,16 @@ void FullyShardImpl::after_unit_backward(std::size_t unit) {
 
 // One reduction is in progress at a time, so at most two units' gradients exist.
 void FullyShardImpl::reduce(std::size_t unit) {
-  if (!reduces() || !units_[unit].trains()) return;
+  if (!reduces()) return;
+  begin_reduce(unit);
+  reduced_[unit] = true;
+}
+
+void FullyShardImpl::begin_reduce(std::size_t unit) {
+  if (!units_[unit].trains()) return;
   end_pending_reduce();
   units_[unit].begin_reduce();
   pending_ = unit;
-  reduced_[unit] = true;
 }
 
 void FullyShardImpl::end_pending_reduce() {
@@ -626,11 +707,13 @@ void FullyShardImpl::watch_gradients() {
 // ---------------------------------------------------------------- replicas
 
 void FullyShardImpl::verify_parameters() {
-  Fingerprints shards, same;
+  Fingerprints shards, same, whole;
   each_parameter([&](ShardedParameter& p) {
     shards.add(p.name, p.rows->values);
     if (p.sliced == nullptr) same.add(p.name, p.rows->values);
+    if (keeps()) whole.add(p.name, p.tensor);
   });
+  if (keeps()) require_same(shard_, component(), "parameter", " along 'shard'", whole);
   require_same(data_, component(), "parameter", " along 'data'", shards);
   if (slices_) require_same(tensor(), component(), "parameter", " along 'tensor'", same);
   verify_shared();
@@ -688,7 +771,12 @@ const Mesh& FullyShard::mesh() const {
 
 std::string FullyShard::text() const {
   const int ranks = impl_->shard().size();
-  return fmt::format("fully sharded over {} rank{}{}{}", ranks, ranks == 1 ? "" : "s",
+  const Shard shard = impl_->options().shard;
+  return fmt::format("{}sharded over {} rank{}{}{}",
+                     shard == Shard::kState       ? "state "
+                     : shard == Shard::kGradients ? "gradients and state "
+                                                  : "fully ",
+                     ranks, ranks == 1 ? "" : "s",
                      impl_->offloads() ? ", offloaded to the CPU" : "",
                      parallel::slices_text(mesh()));
 }
@@ -720,7 +808,7 @@ std::shared_ptr<void> FullyShard::gathered() {
 }
 
 bool FullyShard::divided() const {
-  return impl_->divides() || impl_->tensor().size() > 1;
+  return (impl_->divides() && !impl_->keeps()) || impl_->tensor().size() > 1;
 }
 
 void FullyShard::verify_parameters() {

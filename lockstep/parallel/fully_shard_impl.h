@@ -47,6 +47,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   };
   FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options,
                  OfPipeline pipeline);
+  ~FullyShardImpl();
+  FullyShardImpl(const FullyShardImpl&) = delete;
+  FullyShardImpl& operator=(const FullyShardImpl&) = delete;
   // Call it after the constructor, when a shared_ptr holds this.
   void install();
   void uninstall();
@@ -56,8 +59,12 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& line() const { return line_; }  // the ranks along "pipeline"
   World& tensor() const { return mesh_["tensor"]; }
   World& pass_ranks() const { return *pass_ranks_; }
-  TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
-  bool divides() const { return shard_.size() > 1 || offloads_; }
+  TensorSlices* slices() const { return slices_.get(); }           // null: one rank along "tensor"
+  bool divides() const { return shard_.size() > 1 || offloads_; }  // steps rows
+  // Parameters are whole between uses; gradients are reduced by the step alone.
+  bool keeps() const { return options_.shard != Shard::kAll && shard_.size() > 1; }
+  bool defers() const { return options_.shard == Shard::kState && !alone_; }
+  const FullyShardOptions& options() const { return options_; }
   bool offloads() const { return offloads_; }
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
@@ -76,8 +83,13 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void backward(const std::function<void()>& walk, bool last, int stage = 0);
   std::shared_ptr<void> gathered();
   void free_all();
-  // Whether this rank holds unreduced gradients, which the last backward will reduce.
-  bool unreduced() const { return local_ && !alone_; }
+  // Whether this rank holds unreduced gradients, which the last backward will reduce, or the step
+  // that follows it.
+  bool unreduced() const { return local_ && !alone_ && !(defers() && last_); }
+  void reduce_deferred();
+  void check_kept() const {
+    for (const ShardUnit& unit : units_) unit.check_kept();
+  }
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
   void forget_gradients();
@@ -86,7 +98,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void take_whole();       // the model's parameters were written while they were whole
   // Barriers around writes to shared rows.
   void before_rows_change();
-  void after_rows_change() { wait_for_ranks(); }
+  void after_rows_change();
   void verify_parameters();
   void verify_buffers();
 
@@ -123,11 +135,14 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void forget_amax();
   void prefetch(std::size_t unit, const ProductType& computed);
   void prefetch_before(std::size_t unit, const ProductType& computed);
-  bool reduces() const { return !alone_ && (last_ || options_.reduce_every_backward); }
+  bool reduces() const { return !alone_ && !defers() && (last_ || options_.reduce_every_backward); }
   void reduce(std::size_t unit);
+  void begin_reduce(std::size_t unit);
   void end_pending_reduce();
   void begin_pass();
   void end_pass();
+  void abandon_pass();
+  void publish_rows();
   void check_late_gradients();
   void show_gradients();
 

@@ -162,6 +162,8 @@ void FullyShardOptimizer::take_gradients() {
                      "step with last = true, and zero_grad() where there is none.");
   model_->watch().refuse_written(model_->component());
   model_->watch().reset();
+  model_->check_kept();
+  model_->reduce_deferred();
   if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
   model_->each_parameter([](ShardedParameter& p) {
     p.shard.set_requires_grad(p.tensor.requires_grad());

@@ -16,8 +16,9 @@
 // map (share), which holds whole parameters: gathering then points at them, and whoever writes rows
 // must ensure that no rank reads them meanwhile.
 //
-// In a world of one nothing is ever freed, unless it is offloaded. One thread at a time; begin_ and
-// end_ communicate.
+// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(): then rows
+// are parts of the whole parameters, and a step ends with begin_publish() and end_publish(), which
+// exchange them. One thread at a time; begin_ and end_ communicate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -59,6 +60,7 @@ struct ShardedParameter {
   std::vector<int> holders{0};
   bool absent = false;
   const SlicedParameter* sliced = nullptr;  // `tensor` is one rank's slice along "tensor"
+  std::uint32_t version = 0;                // of `tensor`, where it is kept whole
 };
 
 // The types in which parameters and gradients are sent; unset: their own.
@@ -98,6 +100,7 @@ class ShardUnit {
   void forget_work() {
     forget_gathers();
     reduces_.clear();
+    publishes_.clear();
   }
   // Copies the parameters' values into the shards. No collective.
   void take_whole();
@@ -106,6 +109,18 @@ class ShardUnit {
   // parameter. No collective.
   void offload();
   void share(const std::vector<at::Tensor>& places);
+  // Parameters are whole from here on, as plain tensors, in memory of this rank's own or in that of
+  // share(). Collective where they were divided.
+  void keep();
+  // Sends the rows of trained parameters that were kept, unless all ranks map them.
+  void begin_publish();
+  void end_publish();
+  // Takes values back that were given to kept parameters as other memory. UsageError for such a
+  // parameter, or for one in memory that all ranks map which was written since remember_kept().
+  void return_kept();
+  void check_kept() const;
+  void leave_kept();  // kept parameters get memory of their own, before the unit ends
+  void remember_kept();
   // Call it before the first gather.
   void set_products(const std::vector<std::vector<at::Tensor>>& products);
   // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows
@@ -132,6 +147,11 @@ class ShardUnit {
     Packing packing;
     Work work;
   };
+  struct Publish {
+    std::vector<std::size_t> members;
+    at::Tensor parts;  // the rows of each rank
+    Work work;
+  };
   struct Reduce {
     std::vector<std::size_t> members;
     std::vector<bool> had_gradient;
@@ -141,7 +161,7 @@ class ShardUnit {
   void add(const std::string& name, const at::Tensor& tensor, std::size_t first_flat);
   void lay_out(Flat& flat);
   void place_rows(ShardedParameter& p, const at::Tensor& memory, std::int64_t offset);
-  bool stays_whole() const { return shard_->size() == 1 && !offloads_; }
+  bool stays_whole() const { return (shard_->size() == 1 && !offloads_) || keeps_; }
   c10::Device device_of(const Flat& flat) const {
     return parameters_[flat.members[0]].tensor.device();
   }
@@ -162,6 +182,7 @@ class ShardUnit {
   std::vector<Flat> flats_;
   std::vector<Gather> gathers_;
   std::vector<Reduce> reduces_;
+  std::vector<Publish> publishes_;
   TravelTypes types_;
   ProductType computed_;  // what is gathered is for it
   std::vector<std::size_t> fp8_members_;
@@ -170,6 +191,7 @@ class ShardUnit {
   bool for_computing_ = false;  // what is whole: rounded, or memory that other ranks read
   bool offloads_ = false;
   bool shares_ = false;
+  bool keeps_ = false;
 };
 
 // Moves the rows of all units into memory that all ranks map. False, without a change: the backend
