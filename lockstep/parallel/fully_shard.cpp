@@ -16,7 +16,6 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/core/log.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/optim/optimizer.h"
@@ -79,31 +78,6 @@ class AfterBackward : public torch::autograd::Function<AfterBackward> {
     return result;
   }
 };
-
-const char* name(Shard shard) {
-  switch (shard) {
-    case Shard::kState:
-      return "kState";
-    case Shard::kGradients:
-      return "kGradients";
-    case Shard::kAll:
-      break;
-  }
-  return "kAll";
-}
-
-// `divided_further`: what else divides the parameters.
-void check_mode(const FullyShardOptions& options, const std::string& divided_further) {
-  if (options.shard == Shard::kAll) return;
-  const std::string other = options.param_dtype   ? "param_dtype"
-                            : options.cpu_offload ? "cpu_offload"
-                                                  : divided_further;
-  if (!other.empty())
-    throw UsageError(kFullyShard,
-                     "Shard::{} keeps parameters whole and as they are, and does not go with {}. "
-                     "Use Shard::kAll, or leave that out.",
-                     name(options.shard), other);
-}
 
 }  // namespace
 
@@ -168,14 +142,6 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
   check_mode(options_, "stages of a Pipeline");
   make_units(module, pipeline.holders);
   free_absent();
-}
-
-FullyShardImpl::~FullyShardImpl() {
-  try {
-    for (ShardUnit& unit : units_) unit.leave_kept();
-  } catch (const std::exception& e) {
-    log::warning(component(), "the model could not be given its own memory back: {}", e.what());
-  }
 }
 
 std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
@@ -243,15 +209,16 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (ShardUnit& unit : units_)
     unit.travel_as({.gather = options_.param_dtype, .reduce = options_.reduce_dtype});
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
-  if (options_.reduce_every_backward && !defers())
-    pass_ranks_ = &mesh_.world();  // copies meet in averages
-  else
-    pass_ranks_ =
-        options_.shard == Shard::kAll ? &mesh_.flatten({"shard", "pipeline", "tensor"}) : &tensor();
+  const bool communicate = options_.reduce_every_backward && !defers();  // copies in averages
+  pass_ranks_ = communicate                     ? &mesh_.world()
+                : options_.shard != Shard::kAll ? &tensor()
+                                                : &mesh_.flatten({"shard", "pipeline", "tensor"});
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
-  if (keeps())
+  if (options_.shard != Shard::kAll && shard_.size() > 1) {
     for (ShardUnit& unit : units_) unit.keep();
+    kept_.emplace(units_, shard_, shares_);
+  }
   wait_for_ranks();
   list_parameters(holders);
 }
@@ -262,21 +229,6 @@ void FullyShardImpl::wait_for_ranks() {
   if (!shares_) return;
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
   shard_.all_reduce(at::zeros({1}, at::kByte), ReduceOp::kMax).wait();
-}
-
-// What each rank has stepped goes to the others' whole parameters; that of one unit is copied while
-// the next one's is under way.
-void FullyShardImpl::publish_rows() {
-  for (std::size_t unit = 0; unit <= units_.size(); ++unit) {
-    if (unit < units_.size()) units_[unit].begin_publish();
-    if (unit > 0) units_[unit - 1].end_publish();
-  }
-}
-
-void FullyShardImpl::after_rows_change() {
-  if (keeps()) publish_rows();
-  wait_for_ranks();
-  for (ShardUnit& unit : units_) unit.remember_kept();
 }
 
 void FullyShardImpl::before_rows_change() {
@@ -551,7 +503,7 @@ void FullyShardImpl::take_whole() {
   if (slices_) slices_->take();
   const TensorSlices::AsSlices shapes(slices());
   before_rows_change();
-  for (ShardUnit& unit : units_) unit.return_kept();
+  if (kept_) kept_->take_back();
   for (ShardUnit& unit : units_) unit.take_whole();
   after_rows_change();
 }

@@ -27,6 +27,7 @@
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/kept_rows.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/shard_unit.h"
 #include "lockstep/parallel/tensor_slices.h"
@@ -47,9 +48,6 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   };
   FullyShardImpl(const torch::nn::Module& module, Mesh mesh, FullyShardOptions options,
                  OfPipeline pipeline);
-  ~FullyShardImpl();
-  FullyShardImpl(const FullyShardImpl&) = delete;
-  FullyShardImpl& operator=(const FullyShardImpl&) = delete;
   // Call it after the constructor, when a shared_ptr holds this.
   void install();
   void uninstall();
@@ -62,7 +60,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   TensorSlices* slices() const { return slices_.get(); }           // null: one rank along "tensor"
   bool divides() const { return shard_.size() > 1 || offloads_; }  // steps rows
   // Parameters are whole between uses; gradients are reduced by the step alone.
-  bool keeps() const { return options_.shard != Shard::kAll && shard_.size() > 1; }
+  bool keeps() const { return kept_.has_value(); }
   bool defers() const { return options_.shard == Shard::kState && !alone_; }
   const FullyShardOptions& options() const { return options_; }
   bool offloads() const { return offloads_; }
@@ -88,7 +86,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   bool unreduced() const { return local_ && !alone_ && !(defers() && last_); }
   void reduce_deferred();
   void check_kept() const {
-    for (const ShardUnit& unit : units_) unit.check_kept();
+    if (kept_) kept_->check();
   }
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
@@ -98,7 +96,10 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void take_whole();       // the model's parameters were written while they were whole
   // Barriers around writes to shared rows.
   void before_rows_change();
-  void after_rows_change();
+  void after_rows_change() {
+    if (kept_) kept_->publish();
+    wait_for_ranks();
+  }
   void verify_parameters();
   void verify_buffers();
 
@@ -142,7 +143,6 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void begin_pass();
   void end_pass();
   void abandon_pass();
-  void publish_rows();
   void check_late_gradients();
   void show_gradients();
 
@@ -158,7 +158,8 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   ModelTensors model_;
   std::unique_ptr<TensorSlices> slices_;
   std::vector<ShardUnit> units_;  // the root is the last
-  std::vector<Used> blocks_;      // of the units before it
+  std::optional<KeptRows> kept_;
+  std::vector<Used> blocks_;  // of the units before it
   std::vector<ShardedParameter> absent_;
   std::vector<ShardedParameter*> all_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;

@@ -236,8 +236,6 @@ bool share_rows(std::vector<ShardUnit>& units, World& shard) {
   return true;
 }
 
-// ---------------------------------------------------------------- parameters that are kept whole
-
 void ShardUnit::keep() {
   if (stays_whole()) return;
   const at::NoGradGuard no_grad;
@@ -259,100 +257,6 @@ void ShardUnit::keep() {
     p.rows = c10::make_intrusive<nn::Rows>(alias_of(whole, begin, {count * p.cut.row_size}), begin);
     p.shard = alias_of(whole, begin, sizes_of_rows(p.tensor, count));
     p.shard.set_requires_grad(p.tensor.requires_grad());
-  }
-  remember_kept();
-}
-
-void ShardUnit::begin_publish() {
-  if (!keeps_ || shares_) return;
-  const at::NoGradGuard no_grad;
-  for (const Flat& flat : flats_) {
-    Publish publish;
-    std::int64_t length = 0;
-    for (const std::size_t i : flat.members) {
-      if (!parameters_[i].tensor.requires_grad()) continue;
-      publish.members.push_back(i);
-      length += parameters_[i].cut.padded();
-    }
-    if (length == 0) continue;
-    const at::Tensor rows =
-        at::zeros({length}, parameters_[flat.members[0]].tensor.options().requires_grad(false));
-    std::int64_t offset = 0;
-    for (const std::size_t i : publish.members) {
-      const at::Tensor& mine = parameters_[i].rows->values;
-      rows.narrow(0, offset, mine.numel()).copy_(mine);
-      offset += parameters_[i].cut.padded();
-    }
-    publish.parts = at::empty({shard_->size(), length}, rows.options());
-    const ledger::PhaseScope communication(ledger::Phase::kCommunication);  // shm copies here
-    publish.work = shard_->all_gather(publish.parts, rows);
-    publishes_.push_back(std::move(publish));
-  }
-}
-
-void ShardUnit::end_publish() {
-  const at::NoGradGuard no_grad;
-  for (Publish& publish : publishes_) {
-    {
-      const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-      publish.work.wait();
-    }
-    std::int64_t offset = 0;
-    for (const std::size_t i : publish.members) {
-      const ShardedParameter& p = parameters_[i];
-      copy_from_parts(p.cut, publish.parts.narrow(1, offset, p.cut.padded()), p.tensor.detach());
-      offset += p.cut.padded();
-    }
-    publish.parts = at::Tensor();
-  }
-  publishes_.clear();
-}
-
-void ShardUnit::return_kept() {
-  if (!keeps_) return;
-  const at::NoGradGuard no_grad;
-  for (ShardedParameter& p : parameters_) {
-    if (p.tensor.storage().is_alias_of(p.storage)) continue;
-    const at::Tensor given = p.tensor.detach().contiguous().view({-1});
-    at::Tensor whole = at::empty({0}, p.tensor.options().requires_grad(false));
-    whole.set_(p.storage, 0, p.tensor.sizes(), given.view(p.tensor.sizes()).strides());
-    // Every rank writes its own rows of what all map, and everything of its own copy.
-    if (shares_)
-      p.rows->values.copy_(given.narrow(0, p.rows->begin, p.rows->values.numel()));
-    else
-      whole.view({-1}).copy_(given);
-    p.tensor.set_data(whole);
-  }
-  remember_kept();
-}
-
-void ShardUnit::leave_kept() {
-  if (!keeps_ || !shares_) return;
-  const at::NoGradGuard no_grad;
-  for (ShardedParameter& p : parameters_)
-    if (p.tensor.storage().is_alias_of(p.storage)) p.tensor.set_data(p.tensor.detach().clone());
-}
-
-void ShardUnit::remember_kept() {
-  for (ShardedParameter& p : parameters_)
-    if (keeps_) p.version = p.tensor._version();
-}
-
-void ShardUnit::check_kept() const {
-  if (!keeps_) return;
-  for (const ShardedParameter& p : parameters_) {
-    if (!p.tensor.storage().is_alias_of(p.storage))
-      throw UsageError(kFullyShard,
-                       "parameter '{}' was given other memory (set_data, torch::load), so that its "
-                       "rows cannot be stepped. Call the optimizer's sync_from_model() on every "
-                       "rank after loading weights.",
-                       p.name);
-    if (shares_ && p.tensor._version() != p.version)
-      throw UsageError(kFullyShard,
-                       "parameter '{}' was written between steps, by something else than step(). "
-                       "All ranks share its memory. After loading weights on every rank call the "
-                       "optimizer's sync_from_model().",
-                       p.name);
   }
 }
 

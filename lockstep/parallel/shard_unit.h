@@ -16,9 +16,8 @@
 // map (share), which holds whole parameters: gathering then points at them, and whoever writes rows
 // must ensure that no rank reads them meanwhile.
 //
-// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(): then rows
-// are parts of the whole parameters, and a step ends with begin_publish() and end_publish(), which
-// exchange them. One thread at a time; begin_ and end_ communicate.
+// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(), when rows
+// are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_ communicate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -60,7 +59,6 @@ struct ShardedParameter {
   std::vector<int> holders{0};
   bool absent = false;
   const SlicedParameter* sliced = nullptr;  // `tensor` is one rank's slice along "tensor"
-  std::uint32_t version = 0;                // of `tensor`, where it is kept whole
 };
 
 // The types in which parameters and gradients are sent; unset: their own.
@@ -100,7 +98,6 @@ class ShardUnit {
   void forget_work() {
     forget_gathers();
     reduces_.clear();
-    publishes_.clear();
   }
   // Copies the parameters' values into the shards. No collective.
   void take_whole();
@@ -112,15 +109,6 @@ class ShardUnit {
   // Parameters are whole from here on, as plain tensors, in memory of this rank's own or in that of
   // share(). Collective where they were divided.
   void keep();
-  // Sends the rows of trained parameters that were kept, unless all ranks map them.
-  void begin_publish();
-  void end_publish();
-  // Takes values back that were given to kept parameters as other memory. UsageError for such a
-  // parameter, or for one in memory that all ranks map which was written since remember_kept().
-  void return_kept();
-  void check_kept() const;
-  void leave_kept();  // kept parameters get memory of their own, before the unit ends
-  void remember_kept();
   // Call it before the first gather.
   void set_products(const std::vector<std::vector<at::Tensor>>& products);
   // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows
@@ -145,11 +133,6 @@ class ShardUnit {
   struct Gather {
     at::Tensor parts;  // the bytes of each rank
     Packing packing;
-    Work work;
-  };
-  struct Publish {
-    std::vector<std::size_t> members;
-    at::Tensor parts;  // the rows of each rank
     Work work;
   };
   struct Reduce {
@@ -182,7 +165,6 @@ class ShardUnit {
   std::vector<Flat> flats_;
   std::vector<Gather> gathers_;
   std::vector<Reduce> reduces_;
-  std::vector<Publish> publishes_;
   TravelTypes types_;
   ProductType computed_;  // what is gathered is for it
   std::vector<std::size_t> fp8_members_;
