@@ -1,5 +1,5 @@
-// KeptRows: what ranks along "shard" exchange where parameters stay whole and each rank steps rows of
-// them (Shard::kGradients and kState).
+// KeptRows: what ranks along "shard" exchange where parameters stay whole and each rank steps rows
+// of them (Shard::kGradients and kState).
 //
 //   for (ShardUnit& unit : units) unit.keep();
 //   KeptRows kept(units, shard);
@@ -56,7 +56,7 @@ class KeptRows {
   };
   struct Kept {
     ShardedParameter* p;
-    std::uint32_t version;  // of its tensor
+    std::int64_t version;  // of its tensor
   };
   void begin(Message& message) const;
   static void end(Message& message);

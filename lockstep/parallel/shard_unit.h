@@ -17,7 +17,8 @@
 // must ensure that no rank reads them meanwhile.
 //
 // In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(), when rows
-// are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_ communicate.
+// are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_
+// communicate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
