@@ -289,8 +289,8 @@ void FullyShardImpl::each_parameter(const std::function<void(ShardedParameter&)>
 // need.
 void FullyShardImpl::install() {
   const std::weak_ptr<FullyShardImpl> self = weak_from_this();
-  // Otherwise nothing comes and goes, and no unit's gradients are averaged before the others'.
-  const bool runs = options_.shard == Shard::kState ? false : !of_pipeline_ || divides();
+  // Otherwise nothing comes and goes, or is averaged.
+  const bool runs = options_.shard != Shard::kState && (!of_pipeline_ || divides());
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     nn::Block::Runner runner;
     if (runs)
@@ -300,13 +300,21 @@ void FullyShardImpl::install() {
       };
     blocks_[i].block->run_with(std::move(runner));
   }
+  const auto check = [self](const std::string& name) {
+    if (const auto alive = self.lock()) alive->check_backward(name);
+  };
+  if (defers() && shares_ && data_.size() == 1 && !options_.reduce_dtype) {
+    shared_gradients_ = std::make_shared<SharedGradients>(model_, shard_, check);
+    if (shared_gradients_->install()) return;
+    shared_gradients_.reset();
+  }
   each_parameter([&](ShardedParameter& p) {
     if (!p.tensor.requires_grad()) return;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     using Variables = std::vector<at::Tensor>;
     accumulator->add_post_hook(std::make_unique<optim::GradientHook>(
-        [self, name = p.name](const Variables& outputs, const Variables&) -> Variables {
-          if (const auto alive = self.lock()) alive->check_backward(name);
+        [check, name = p.name](const Variables& outputs, const Variables&) -> Variables {
+          check(name);
           return outputs;
         },
         [self] { return !self.expired(); }));
@@ -538,7 +546,7 @@ void FullyShardImpl::abandon_pass() {
 
 // The sums of all passes of this rank, which add to averages that an earlier step has left.
 void FullyShardImpl::reduce_deferred() {
-  if (!defers() || !local_) return;
+  if (!defers() || !local_ || shared_gradients_) return;
   try {
     for (std::size_t unit = units_.size(); unit-- > 0;) begin_reduce(unit);
     end_pending_reduce();
@@ -651,7 +659,7 @@ void FullyShardImpl::show_gradients() {
 
 // Where .grad is a part of the whole gradient.
 void FullyShardImpl::watch_gradients() {
-  if (shard_.size() == 1 && line_.size() == 1 && !slices_) return;
+  if (shard_.size() == 1 && line_.size() == 1 && !slices_ && !defers()) return;
   watch_.forget();
   each_parameter([this](ShardedParameter& p) { watch_.see(p.name, p.tensor); });
 }
@@ -723,13 +731,8 @@ const Mesh& FullyShard::mesh() const {
 
 std::string FullyShard::text() const {
   const int ranks = impl_->shard().size();
-  const Shard shard = impl_->options().shard;
-  return fmt::format("{}sharded over {} rank{}{}{}",
-                     shard == Shard::kState       ? "state "
-                     : shard == Shard::kGradients ? "gradients and state "
-                                                  : "fully ",
-                     ranks, ranks == 1 ? "" : "s",
-                     impl_->offloads() ? ", offloaded to the CPU" : "",
+  return fmt::format("{} sharded over {} rank{}{}{}", parallel::divided_by(impl_->shards()), ranks,
+                     ranks == 1 ? "" : "s", impl_->offloads() ? ", offloaded to the CPU" : "",
                      parallel::slices_text(mesh()));
 }
 

@@ -30,6 +30,7 @@
 #include "lockstep/parallel/kept_rows.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/shard_unit.h"
+#include "lockstep/parallel/shared_gradients.h"
 #include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {
@@ -62,7 +63,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // Parameters are whole between uses; gradients are reduced by the step alone.
   bool keeps() const { return kept_.has_value(); }
   bool defers() const { return options_.shard == Shard::kState && !alone_; }
-  const FullyShardOptions& options() const { return options_; }
+  Shard shards() const { return options_.shard; }
   bool offloads() const { return offloads_; }
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
@@ -85,6 +86,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // that follows it.
   bool unreduced() const { return local_ && !alone_ && !(defers() && last_); }
   void reduce_deferred();
+  // Those that the step reads in every rank's memory, where it can; reduce_deferred() then does
+  // nothing. Parameters have the numbers of parameters().
+  SharedGradients* shared_gradients() const { return shared_gradients_.get(); }
   void check_kept() const {
     if (kept_) kept_->check();
   }
@@ -159,6 +163,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   std::unique_ptr<TensorSlices> slices_;
   std::vector<ShardUnit> units_;  // the root is the last
   std::optional<KeptRows> kept_;
+  std::shared_ptr<SharedGradients> shared_gradients_;
   std::vector<Used> blocks_;  // of the units before it
   std::vector<ShardedParameter> absent_;
   std::vector<ShardedParameter*> all_;

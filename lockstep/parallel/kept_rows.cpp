@@ -19,6 +19,11 @@ const char* name(Shard shard) {
   return shard == Shard::kGradients ? "kGradients" : "kAll";
 }
 
+const char* divided_by(Shard shard) {
+  if (shard == Shard::kState) return "state";
+  return shard == Shard::kGradients ? "gradients and state" : "fully";
+}
+
 void check_mode(const FullyShardOptions& options, const std::string& divided_further) {
   if (options.shard == Shard::kAll) return;
   const std::string other = options.param_dtype   ? "param_dtype"

@@ -24,6 +24,7 @@
 namespace lockstep::parallel {
 
 const char* name(Shard shard);
+const char* divided_by(Shard shard);  // "state"
 // UsageError where the mode does not go with other options. `divided_further`: what else divides
 // the parameters, or nothing.
 void check_mode(const FullyShardOptions& options, const std::string& divided_further);
