@@ -39,11 +39,11 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/rule.h"
-#include "lockstep/optim/split_gradient.h"
 
 namespace lockstep::optim {
 
 class AdamWPass;
+struct SplitGradients;  // split_gradient.h
 using TensorDict = std::map<std::string, at::Tensor>;
 // As module->named_parameters().pairs() gives them. The first name of a tensor counts.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
@@ -142,7 +142,7 @@ class Optimizer : public torch::optim::Optimizer {
  private:
   std::string_view who() const;
   void list_parameters();
-  void step_groups(const at::Tensor& found_inf, const SplitGradients& split = {});
+  void step_groups(const at::Tensor& found_inf, const SplitGradients* split = nullptr);
   at::Tensor any_rank_not_finite(const at::Tensor& norm);
   bool has_pass();
   StepResult step_in_one_pass(const StepOptions& options, GradScaler* scaler);

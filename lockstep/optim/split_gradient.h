@@ -1,5 +1,5 @@
-// Gradients that are still divided over ranks' buffers, for steps in CPU memory that average them in
-// the same pass.
+// Gradients that are still divided over ranks' buffers, for steps in CPU memory that average them
+// in the same pass.
 //
 //   const SplitGradient gradient{.sources = {mine, theirs}, .divisor = 2};
 //   const Sources<float> sources(gradient.sources);
@@ -25,8 +25,13 @@ struct SplitGradient {
   double divisor = 1;
   double scale = 1;
 };
-// By the parameter that is stepped.
-using SplitGradients = std::unordered_map<const at::TensorImpl*, SplitGradient>;
+struct SplitGradients {
+  std::unordered_map<const at::TensorImpl*, SplitGradient> by_parameter;  // that is stepped
+  const SplitGradient* find(const at::Tensor& parameter) const {
+    const auto found = by_parameter.find(parameter.unsafeGetTensorImpl());
+    return found != by_parameter.end() ? &found->second : nullptr;
+  }
+};
 
 namespace detail {
 

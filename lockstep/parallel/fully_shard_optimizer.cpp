@@ -14,6 +14,7 @@
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
+#include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharding.h"
 
@@ -215,10 +216,10 @@ bool FullyShardOptimizer::has_kernel(const Member& m) const {
   return type == at::kFloat ? kernels.float32 != nullptr : kernels.float64 != nullptr;
 }
 
-// Every rank's gradients are averaged where they lie: by the kernel of the step, in the same pass, or
-// first, where the norm of the average must be known before.
+// Every rank's gradients are averaged where they lie: by the kernel of the step, in the same pass,
+// or first, where the norm of the average must be known before.
 void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pass) {
-  split_.clear();
+  split_.by_parameter.clear();
   const std::vector<bool> used = gradients.exchange();
   const auto ranks = static_cast<double>(shard().size());
   for (Member& m : members_) {
@@ -229,7 +230,7 @@ void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pa
     if (in_one_pass && count > 0 && has_kernel(m)) {
       const at::Tensor& mine = split.sources[static_cast<std::size_t>(shard().rank())];
       p.shard.mutable_grad() = alias_of(mine, 0, p.shard.sizes());
-      split_.emplace(p.shard.unsafeGetTensorImpl(), split);
+      split_.by_parameter.emplace(p.shard.unsafeGetTensorImpl(), split);
       continue;
     }
     if (!m.averaged.defined())
@@ -294,7 +295,7 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
 
 void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
   for (std::size_t g = 0; g < groups(); ++g) rows_->options(g) = Optimizer::options(g);
-  if (split_.empty())
+  if (split_.by_parameter.empty())
     rows_->step(options);
   else
     rows_->step_split(split_);

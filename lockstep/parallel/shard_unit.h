@@ -16,8 +16,8 @@
 // map (share), which holds whole parameters: gathering then points at them, and whoever writes rows
 // must ensure that no rank reads them meanwhile.
 //
-// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(), when rows
-// are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_
+// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(), where
+// rows are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_
 // communicate.
 #pragma once
 

@@ -1,5 +1,5 @@
-// SharedGradients: gradients in memory that all ranks map, where a step reads those of every rank in
-// place (Shard::kState on the CPU).
+// SharedGradients: gradients in memory that all ranks map, where a step reads those of every rank
+// in place (Shard::kState on the CPU).
 //
 //   const auto gradients = std::make_shared<SharedGradients>(model, world, check);
 //   if (gradients->install()) ...
@@ -37,9 +37,9 @@ class SharedGradients final : public BackwardListener,
 
   // False: the ranks cannot share so much memory, and there are no hooks. Collective.
   bool install();
-  // Which parameters, by their number in the model, any rank has a gradient for. Every rank is here,
-  // and its gradients lie in its part; without one it has zeros there. Nobody may write them before
-  // all ranks have read them. Collective.
+  // Which parameters, by their number in the model, any rank has a gradient for. Every rank is
+  // here, and its gradients lie in its part; without one it has zeros there. Nobody may write them
+  // before all ranks have read them. Collective.
   std::vector<bool> exchange();
   // Each rank's gradient of these elements, flat.
   std::vector<at::Tensor> parts(std::size_t parameter, std::int64_t begin,
