@@ -265,7 +265,12 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
   for (const Member& m : members_) {
     if (m.p->absent) continue;
     at::Tensor grad = m.p->shard.grad();
-    if (grad.defined()) grad.mul_(factor.to(grad.device(), grad.scalar_type()));
+    if (!grad.defined()) continue;
+    if (m.averaged.defined() && has_kernel(m))  // the kernel of the step multiplies
+      split_.by_parameter[m.p->shard.unsafeGetTensorImpl()] = {.sources = {m.averaged},
+                                                               .scale = factor.item<double>()};
+    else
+      grad.mul_(factor.to(grad.device(), grad.scalar_type()));
   }
 }
 
