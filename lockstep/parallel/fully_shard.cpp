@@ -215,7 +215,7 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
                                                 : &mesh_.flatten({"shard", "pipeline", "tensor"});
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
-  if (options_.shard != Shard::kAll && shard_.size() > 1) {
+  if (options_.shard != Shard::kAll) {
     for (ShardUnit& unit : units_) unit.keep();
     kept_.emplace(units_, shard_, shares_);
   }

@@ -67,7 +67,7 @@ KeptRows::~KeptRows() {
 
 // A message is copied while the next one is under way.
 void KeptRows::publish() {
-  if (!shared_) {
+  if (!shared_ && shard_.size() > 1) {
     const at::NoGradGuard no_grad;
     Message before;
     for (const auto& members : messages_) {
