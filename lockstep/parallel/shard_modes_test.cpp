@@ -210,11 +210,13 @@ TEST_P(ShardModesTest, EveryModeHasTheBitsOfTheOthers) {
     optim::Rule rule;
     double max_norm;
   };
-  for (const auto& [rule, max_norm] :
+  for (const Case& row :
        {Case{kAdamW, 0}, Case{kAdamW, 0.02}, Case{optim::LionOptions{.lr = 1e-3}, 0},
         Case{optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0},
         Case{optim::AdafactorOptions{.lr = 0.01}, 0.02}})
     on_ranks([&](const Mesh& mesh) {
+      const optim::Rule& rule = row.rule;
+      const double max_norm = row.max_norm;
       const Trained each = train(mesh, rule, {}, max_norm);
       const Trained once = train(mesh, rule, {.reduce_every_backward = false}, max_norm);
       expect_same(train(mesh, rule, {.shard = Shard::kGradients}, max_norm), each);
